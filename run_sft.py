@@ -1,0 +1,146 @@
+#!/usr/bin/env python
+"""Supervised fine-tuning from one recipe, measured: run_sft.py RECIPE.yaml [--key value ...]
+
+The same under every launcher:
+
+    accelerate launch --config_file accelerate_configs/zero3.yaml run_sft.py recipes/tiny.yaml
+    torchrun --nproc_per_node 2 run_sft.py recipes/tiny.yaml --deepspeed ds_configs/zero2.json
+    deepspeed --num_gpus 2 run_sft.py recipes/tiny.yaml --deepspeed ds_configs/zero2.json
+    python run_sft.py recipes/tiny.yaml
+
+Exit codes: 0 done; 2 refused before training, with one message; 1 anything else (accelerate and torchrun make 1 of 2).
+"""
+
+import sys
+import time
+
+STARTED = time.perf_counter()
+
+from zero_recipes import recipe as recipes  # noqa: E402
+from zero_recipes.refusal import Refusal, leave_refused  # noqa: E402
+
+
+def main(argv: list[str]) -> None:
+    path, overrides = recipes.split_command_line(argv)
+    mapping = recipes.read(path)  # the recipe's `env:` is in force before torch is imported
+
+    from zero_recipes import calm
+
+    calm.quieten()
+    from zero_recipes import launch, strategy
+    from zero_recipes.checkpoints import refuse_occupied
+    from zero_recipes.model import refuse_missing_attention
+
+    recipe = recipes.parse(path, mapping, overrides)
+    calm.choose_progress(recipe)
+    device = launch.choose_device(recipe)
+    in_force = strategy.resolve(recipe)
+    recipes.derive_accumulation(recipe, in_force.world_size)
+    launch.refuse_data_parallel(in_force, device)
+    refuse_missing_attention(recipe.values["attn_implementation"], device)
+    output_dir = launch.output_dir(recipe)
+    refuse_occupied(output_dir, recipe.values["resume_from_checkpoint"], recipe.values["overwrite"])
+
+    launch.start_process_group(in_force, device, recipe.values["ddp_timeout"])
+    try:
+        train(recipe, in_force, device, output_dir)
+    except Refusal:
+        launch.end_process_group()
+        raise
+
+
+def train(recipe, strategy, device, output_dir) -> None:
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+    from trl import get_peft_config
+
+    from zero_recipes import generation, metrics
+    from zero_recipes.checkpoints import clear_earlier_run, verify
+    from zero_recipes.clock import PhaseClock
+    from zero_recipes.data import load_rows, load_tokenizer
+    from zero_recipes.deepspeed_faults import FreshAdamAtStage0
+    from zero_recipes.failure import write_failure
+    from zero_recipes.model import load_config, load_model
+
+    script_args, training_args, model_args, dataset_args, ours = recipes.instances(recipe)
+    main_process = training_args.process_index == 0
+    clock = PhaseClock()
+    clock.seconds["imports"] = time.perf_counter() - STARTED
+    stage_metrics = None
+    try:
+        with clock.phase("data"):
+            config = load_config(model_args, training_args)
+            tokenizer = load_tokenizer(
+                model_args.model_name_or_path, model_args.model_revision, training_args.trust_remote_code
+            )
+            with training_args.main_process_first(desc="loading the data"):
+                train_rows, eval_rows = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
+            samples = generation.choose_samples(ours.sample_prompts, eval_rows, ours.dataset_format, tokenizer)
+
+        if main_process:
+            clear_earlier_run(output_dir, ours.overwrite)
+            header = strategy.described(device, training_args)
+            print("\n".join(header), flush=True)
+            output_dir.mkdir(parents=True, exist_ok=True)
+            recipes.write_resolved(recipe, output_dir / "recipe.resolved.yaml", header)
+        training_args.distributed_state.wait_for_everyone()
+
+        with clock.phase("model"):
+            model = load_model(config, model_args, training_args, ours.random_weights)
+
+        stage_metrics = metrics.StageMetricsCallback(
+            metrics.identity(recipe, strategy, device, training_args, model), strategy, device, clock
+        )
+        before = generation.AnswersBeforeTraining(samples, ours.sample_max_new_tokens, clock)
+        with clock.phase("data"):
+            trainer = metrics.MeasuredSFTTrainer(
+                model=model,
+                args=training_args,
+                train_dataset=train_rows,
+                eval_dataset=eval_rows,
+                processing_class=tokenizer,
+                peft_config=get_peft_config(model_args),
+                callbacks=[FreshAdamAtStage0(bool(training_args.resume_from_checkpoint)), before, stage_metrics],
+            )
+        before.trainer = stage_metrics.trainer = trainer
+        trainer.stage_metrics = stage_metrics
+
+        with clock.phase("train"):
+            trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+            stage_metrics.end_steps()
+        stage_metrics.write(output_dir)  # what is measured is kept, whatever happens to the rest
+
+        with clock.phase("samples_after"):
+            after = generation.answer(trainer, samples, ours.sample_max_new_tokens)
+        if main_process and samples:
+            rows = generation.write_samples(output_dir / "samples.jsonl", samples, before.answers, after)
+            generation.show_samples(rows)
+
+        with clock.phase("save"):
+            if ours.save_model:
+                trainer.save_model(str(output_dir))
+                unset_hf_deepspeed_config()  # from_pretrained would take the check for a collective load
+                if main_process:
+                    whole = verify(output_dir)
+                    print(
+                        f"saved {output_dir}: whole, {whole['tensors']} tensors, {whole['bytes']:,} bytes", flush=True
+                    )
+        stage_metrics.write(output_dir)
+        if training_args.push_to_hub:
+            trainer.push_to_hub(dataset_name=script_args.dataset_name)
+        trainer.accelerator.wait_for_everyone()
+        trainer.end()
+    except Refusal:
+        raise
+    except Exception as error:
+        states = None if stage_metrics is None else stage_metrics.states
+        failure = write_failure(output_dir, clock.failed or clock.current, error, states)
+        if stage_metrics is not None:
+            stage_metrics.write(output_dir, status=failure["status"], error=failure["error"])
+        raise
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except Refusal as refusal:
+        leave_refused(refusal)

@@ -1,0 +1,87 @@
+"""zero-recipes: the verbs around run_sft.py."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from zero_recipes.refusal import Refusal, leave_refused
+
+DEFAULT_STRATEGIES = "ddp,zero0,zero1,zero2,zero3"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb. Returns the exit code: 0 done, 1 a run or a check failed, 2 refused."""
+    parser = argparse.ArgumentParser(prog="zero-recipes", description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+
+    verb = verbs.add_parser("fetch", help="download a recipe's model and data once")
+    verb.add_argument("recipe", type=Path)
+
+    verb = verbs.add_parser("sweep", help="one strategy after another, measured; unknown options go to run_sft.py")
+    verb.add_argument("recipe", type=Path)
+    verb.add_argument("--strategies", default=DEFAULT_STRATEGIES, help="names of accelerate_configs/*.yaml, by comma")
+    verb.add_argument("--num_processes", type=int, default=2)
+    verb.add_argument("--output_dir", type=Path, help="default: output/<recipe>-sweep")
+
+    verb = verbs.add_parser("report", help="table, plots, judgement and one HTML page from measured runs")
+    verb.add_argument("folder", type=Path)
+
+    verb = verbs.add_parser("verify", help="check that a saved model is whole")
+    verb.add_argument("folder", type=Path)
+
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and arguments.verb != "sweep":
+        parser.error(f"unknown: {' '.join(rest)}")
+    try:
+        return {"fetch": _fetch, "sweep": _sweep, "report": _report, "verify": _verify}[arguments.verb](arguments, rest)
+    except Refusal as refusal:
+        leave_refused(refusal)
+
+
+def _fetch(arguments: argparse.Namespace, _rest: list[str]) -> int:
+    from zero_recipes import recipe as recipes
+    from zero_recipes.fetch import fetch
+
+    mapping = recipes.read(arguments.recipe)
+    recipe = recipes.parse(arguments.recipe, mapping, [])
+    for name, size in fetch(recipe.values):
+        print(f"{name}: {size / 1e9:.2f} GB")
+    return 0
+
+
+def _sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from zero_recipes.sweep import sweep
+
+    output_dir = arguments.output_dir or Path("output") / f"{arguments.recipe.stem}-sweep"
+    strategies = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
+    outcomes = sweep(arguments.recipe, strategies, arguments.num_processes, output_dir, rest)
+    print(f"zero-recipes report {output_dir}")
+    return 0 if all(outcome.status == "ok" for outcome in outcomes) else 1
+
+
+def _report(arguments: argparse.Namespace, _rest: list[str]) -> int:
+    from zero_recipes.report import write_report
+
+    print(f"report: {write_report(arguments.folder)}")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace, _rest: list[str]) -> int:
+    from zero_recipes.checkpoints import NotWhole, verify
+
+    try:
+        whole = verify(arguments.folder)
+    except NotWhole as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(
+        f"{arguments.folder}: whole, {whole['tensors']} tensors, {whole['parameters']:,} parameters, "
+        f"{whole['bytes']:,} bytes"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Seconds: of the phases of a run, and of its optimizer steps."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+
+PHASES = ("imports", "data", "model", "samples_before", "train", "samples_after", "save")
+
+
+class PhaseClock:
+    """Seconds per phase. Phases inside another (samples inside train) are taken out of the outer one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.current = "imports"
+        self.failed: str | None = None  # the innermost phase that an error has left
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        outer, self.current = self.current, name
+        start, others = time.perf_counter(), sum(self.seconds.values())
+        try:
+            yield
+        except BaseException:
+            self.failed = self.failed or name
+            raise
+        finally:
+            inside = sum(self.seconds.values()) - others
+            self.seconds[name] += time.perf_counter() - start - inside
+            self.current = outer
+
+
+class StepClock:
+    """Durations of optimizer steps, data loading included, what the Trainer does between steps (logs, evaluation,
+    checkpoints) excluded. On CUDA by events, so that no step waits for the device."""
+
+    def __init__(self, device: str) -> None:
+        self.on_cuda = device == "cuda"
+        self.start_mark = None
+        self.steps: list[tuple] = []
+
+    def open(self) -> None:
+        """The next step begins here. Called again, it moves the beginning."""
+        self.start_mark = self._mark()
+
+    def close(self) -> None:
+        self.steps.append((self.start_mark, self._mark()))
+        self.open()
+
+    def seconds(self) -> list[float]:
+        """One duration per closed step."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+            return [start.elapsed_time(end) / 1000 for start, end in self.steps]
+        return [end - start for start, end in self.steps]
+
+    def _mark(self):
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

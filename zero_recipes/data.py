@@ -1,0 +1,147 @@
+"""Rows to prompt and completion: one formatter for training and for generation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
+
+from zero_recipes.refusal import Refusal
+
+ALPACA_COLUMNS = ("instruction", "input", "output")
+# tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
+PADDING_TOKENS = ("<|padding|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]")
+
+# the wrappers of the column `text` in tatsu-lab/alpaca (Stanford's train.py has no line break after "Response:"),
+# byte for byte: a model asked with other words than it was tuned on answers worse
+_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+def alpaca_prompt(instruction: str, input: str = "") -> str:
+    """Alpaca's prompt, with or without input. The answer follows directly."""
+    if input:
+        return _WITH_INPUT.format(instruction=instruction, input=input)
+    return _WITHOUT_INPUT.format(instruction=instruction)
+
+
+def alpaca_row(row: dict[str, Any]) -> dict[str, str]:
+    """An Alpaca row as TRL's prompt and completion; TRL appends the end-of-text token, which is supervised."""
+    return {"prompt": alpaca_prompt(row["instruction"], row["input"] or ""), "completion": row["output"]}
+
+
+def load_rows(script_args, training_args, dataset_args, dataset_format: str | None) -> tuple[Dataset, Dataset | None]:
+    """(training rows, evaluation rows or None), formatted. Raises Refusal for what is missing, before any weight."""
+    dataset = load_splits(script_args, training_args, dataset_args)
+    train = _split(dataset, script_args.dataset_train_split, "dataset_train_split")
+    evaluates = str(getattr(training_args.eval_strategy, "value", training_args.eval_strategy)) != "no"
+    test = _split(dataset, script_args.dataset_test_split, "dataset_test_split") if evaluates else None
+    if dataset_format is None:
+        for rows in (train, test):
+            if rows is not None:
+                _require_trl_columns(rows, training_args)
+        return train, test
+    return format_rows(train, dataset_format), None if test is None else format_rows(test, dataset_format)
+
+
+def format_rows(rows: Dataset | IterableDataset, dataset_format: str) -> Dataset | IterableDataset:
+    """Rows in `dataset_format` as prompt and completion, all other columns dropped."""
+    columns = rows.column_names or list(next(iter(rows)))
+    missing = [name for name in ALPACA_COLUMNS if name not in columns]
+    if missing:
+        raise Refusal(
+            f"the data set has no column {', '.join(missing)}; it has {', '.join(columns)}",
+            f"dataset_format: {dataset_format} makes prompts of the columns {', '.join(ALPACA_COLUMNS)}.",
+            "Rename the columns, or remove dataset_format for rows with prompt/completion, messages or text.",
+        )
+    return rows.map(alpaca_row, remove_columns=columns)
+
+
+def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a padding token that is not the end of text wherever its vocabulary has one.
+
+    TRL falls back to pad = end of text. Its labels are built before padding, so that the end is supervised all the
+    same, but a model saved with pad = eos teaches everyone downstream to mask the end; so a real one is taken.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        vocabulary = tokenizer.get_vocab()
+        spare = [token for token in PADDING_TOKENS if token in vocabulary and token != tokenizer.eos_token]
+        if spare:
+            tokenizer.pad_token = spare[0]
+    return tokenizer
+
+
+def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
+    """All splits of the data that the recipe names, as they are."""
+    from trl import get_dataset
+
+    named = [d.path for d in dataset_args.datasets] or [script_args.dataset_name]
+    if named == [None]:
+        raise Refusal(
+            "the recipe names no data",
+            "Neither `dataset_name` nor `datasets` is set.",
+            "Add e.g. dataset_name: tatsu-lab/alpaca",
+        )
+    set_seed(training_args.seed)  # get_dataset splits unseeded: ranks would get different test sets
+    try:
+        if dataset_args.datasets:
+            return get_dataset(dataset_args)
+        return load_dataset(
+            script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
+        )
+    except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
+        offline = os.environ.get("HF_HUB_OFFLINE") == "1" or not _is_local(named[0])
+        cure = (
+            "Check the path." if not offline else "zero-recipes fetch RECIPE.yaml downloads it once; then start again."
+        )
+        raise Refusal(f"the data {', '.join(named)} cannot be loaded", _first_line(error), cure) from error
+
+
+def _split(dataset, name: str, key: str):
+    if name not in dataset:
+        raise Refusal(
+            f"the data set has no split {name!r}; it has {', '.join(dataset)}",
+            f"The recipe's {key} asks for it" + (" (eval_strategy needs one)." if "test" in key else "."),
+            f"Set {key} to one of them"
+            + (', use `datasets:` with test_split_size, or eval_strategy: "no".' if "test" in key else "."),
+        )
+    return dataset[name]
+
+
+def _require_trl_columns(rows: Dataset | IterableDataset, training_args) -> None:
+    columns = set(rows.column_names or next(iter(rows)))
+    kinds = (
+        {"prompt", "completion"},
+        {"messages"},
+        {"conversations"},
+        {training_args.dataset_text_field},
+        {"input_ids"},
+    )
+    if not any(kind <= columns for kind in kinds):
+        alpaca = " These are Alpaca's columns: set dataset_format: alpaca." if set(ALPACA_COLUMNS) <= columns else ""
+        raise Refusal(
+            f"the data set has the columns {', '.join(sorted(columns))}",
+            "TRL trains on prompt and completion, messages, conversations, input_ids or the column that "
+            f"dataset_text_field names ({training_args.dataset_text_field}).",
+            f"Rename the columns, or set dataset_text_field.{alpaca}",
+        )
+
+
+def _is_local(name: str) -> bool:
+    return Path(name).exists() or name in ("json", "csv", "parquet", "text")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

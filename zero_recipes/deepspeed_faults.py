@@ -1,0 +1,45 @@
+"""Faults of DeepSpeed that would change results, each mended here; tests fail when one is no longer needed."""
+
+from __future__ import annotations
+
+from transformers import TrainerCallback
+
+from zero_recipes import model_states
+
+
+class FreshAdamAtStage0(TrainerCallback):
+    """Stage 0 in bf16 or fp16: undo the optimizer step that DeepSpeed takes before training.
+
+    DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py `initialize_optimizer_states` (and fused_optimizer.py): to
+    allocate Adam's states it calls `optimizer.step()` with zero gradients. Adam's step counter then starts at 1, so
+    that its bias correction is off in every later step, and weight decay has shrunk the fp32 masters once. On a fresh
+    start the counters go back to 0 and the masters are copied from the weights again; a resumed run is left alone,
+    for its checkpoint has overwritten both.
+    """
+
+    def __init__(self, resumes: bool):
+        self.resumes = resumes
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+        from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+        inner = getattr(optimizer, "optimizer", None)
+        if self.resumes or not isinstance(inner, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+            return
+        for tensors in model_states.base_optimizer(inner).state.values():
+            tensors["step"].zero_()
+        inner.refresh_fp32_params()
+
+
+def forget_trace_of_generation(engine) -> None:
+    """ZeRO stage 3: drop the order of modules that DeepSpeed has recorded while the model generated.
+
+    DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py prefetches parameters in the order of the last
+    forward pass. Generation passes through the LM head's module, TRL's fused LM head (trl/trainer/utils.py
+    `add_fused_lm_head`) gathers the head's weight itself: it finds it in flight and the first training step dies with
+    "Cannot partition a param in flight". TRL does the same in models/utils.py `add_hooks`, behind a full gather.
+    """
+    offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)
+    if offload is not None and not offload.param_coordinator.is_invalid_trace():
+        offload.param_coordinator._invalidate_trace()

@@ -1,0 +1,99 @@
+"""What must stand before TrainingArguments: device, environment and process group, the same under every launcher."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from zero_recipes.recipe import Recipe
+from zero_recipes.refusal import Refusal
+from zero_recipes.strategy import Strategy
+
+
+def choose_device(recipe: Recipe) -> str:
+    """ "cpu" or "cuda": `use_cpu` is taken from the recipe, and found where there is no accelerator."""
+    if not torch.cuda.is_available():
+        recipe.values["use_cpu"] = recipe.given["use_cpu"] = True
+    if recipe.values["use_cpu"]:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        return "cpu"
+    return "cuda"
+
+
+def refuse_data_parallel(strategy: Strategy, device: str) -> None:
+    """One plain process with several GPUs would become nn.DataParallel, which SFTTrainer does not take."""
+    count = torch.cuda.device_count() if device == "cuda" else 1
+    if strategy.world_size == 1 and "RANK" not in os.environ and count > 1:
+        raise Refusal(
+            f"one process, but {count} GPUs are visible",
+            "transformers would split batches with nn.DataParallel, which TRL's SFTTrainer refuses.",
+            "accelerate launch --config_file accelerate_configs/zero2.yaml run_sft.py RECIPE.yaml, or make one GPU "
+            "visible with CUDA_VISIBLE_DEVICES=0.",
+        )
+
+
+def start_process_group(strategy: Strategy, device: str, timeout_seconds: int) -> None:
+    """Start the process group before TrainingArguments does.
+
+    With the deepspeed launcher and torchrun on CPU, transformers 5.23 starts no DeepSpeed group (training_args.py
+    `_setup_devices`, branch `use_cpu`), zero.Init then sees a world of one, and `ddp_timeout` is dropped.
+    """
+    if strategy.world_size == 1 and not strategy.is_deepspeed:
+        return
+    if "RANK" not in os.environ:  # plain python with DeepSpeed: a world of one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+    timeout = timedelta(seconds=timeout_seconds)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    backend = "nccl" if device == "cuda" else "gloo"
+    if strategy.is_deepspeed:
+        import deepspeed
+
+        if device == "cpu":
+            remove_stale_build_locks()
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    else:
+        torch.distributed.init_process_group(backend, timeout=timeout)
+
+
+def remove_stale_build_locks() -> None:
+    """Delete the lock that a killed compiler left: torch would wait for it for ever, without a word.
+
+    torch/utils/file_baton.py waits while `lock` exists in the extension's build folder; nobody holds it if no ninja
+    or compiler works there. Rank 0 deletes before any rank builds.
+    """
+    import psutil
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
+    if int(os.environ.get("RANK", 0)) or not os.path.isdir(root):
+        return
+    building = any(p.info["name"] in ("ninja", "c++", "g++", "cc1plus") for p in psutil.process_iter(["name"]))
+    for folder, _, files in os.walk(root):
+        if "lock" in files and not building:
+            warnings.warn(f"removed a stale build lock: {os.path.join(folder, 'lock')}", stacklevel=2)
+            os.remove(os.path.join(folder, "lock"))
+
+
+def _free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def output_dir(recipe: Recipe) -> Path:
+    """The recipe's output_dir, or output/<recipe>: TRL would write into `trainer_output` for every recipe."""
+    if recipe.values.get("output_dir") is None:
+        recipe.values["output_dir"] = recipe.given["output_dir"] = f"output/{recipe.name}"
+    return Path(recipe.values["output_dir"])
+
+
+def end_process_group() -> None:
+    """Leave together: a rank that exits with a live gloo group can abort the others (exit code -6)."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,283 @@
+"""What a strategy cost: memory, model states, tokens per second, communication and loss of one run, in metrics.json.
+
+Everything is read off the engine's own tensors and collectives; nothing here knows the formulas that it is compared
+with. The contract of the file stands in docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import TrainerCallback
+from trl import SFTTrainer
+
+from zero_recipes import machine, model_states
+from zero_recipes.clock import PhaseClock, StepClock
+from zero_recipes.communication import CommunicationCounter
+from zero_recipes.model import parameter_counts
+from zero_recipes.strategy import Strategy
+
+SCHEMA = 1
+MOST_WARMUP_STEPS = 5
+
+
+class StageMetricsCallback(TrainerCallback):
+    """Collects the metrics of one training run; `write` puts them into output_dir/metrics.json on rank 0."""
+
+    def __init__(self, identity: dict[str, Any], strategy: Strategy, device: str, clock: PhaseClock):
+        self.identity, self.strategy, self.device, self.clock = identity, strategy, device, clock
+        self.trainer: SFTTrainer | None = None
+        self.phases = _MemoryPhases(device)
+        self.phases.record("model_loaded")
+        self.steps = StepClock(device)
+        self.losses: list[torch.Tensor] = []  # one scalar per optimizer step, of this rank
+        self.grad_norms: list[float] = []
+        self.evaluations: list[dict[str, float]] = []
+        self.tokens: torch.Tensor | None = None  # all, non-padding, supervised; of this rank, over the whole run
+        self.tokens_timed: torch.Tensor | None = None  # the same over the timed steps
+        self.states = dict.fromkeys((*model_states.PARTS, "offloaded_host", "offloaded_disk"), 0)
+        self.probe: _StateProbe | None = None
+        self.communication: CommunicationCounter | None = None
+        self.peak: dict[str, int | None] | None = None
+        self.warmup = 0
+        self.done = 0
+        self.summary: dict[str, Any] = {}
+
+    # called by MeasuredSFTTrainer
+
+    def count_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
+        """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent."""
+        ids, labels = inputs["input_ids"], inputs["labels"]
+        mask = inputs.get("attention_mask")
+        non_padding = ids.new_tensor(ids.numel()) if mask is None else mask.sum()
+        counted = torch.stack([ids.new_tensor(ids.numel()), non_padding, (labels[..., 1:] != -100).sum()])
+        self.tokens = counted if self.tokens is None else self.tokens + counted
+        if self.done >= self.warmup:
+            self.tokens_timed = counted if self.tokens_timed is None else self.tokens_timed + counted
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Add one micro batch's share of the step's loss (the Trainer has scaled it already)."""
+        if len(self.losses) == self.done:
+            self.losses.append(loss.float())
+        else:
+            self.losses[-1] = self.losses[-1] + loss.float()
+
+    # called by the Trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        total = state.max_steps - state.global_step
+        self.warmup = min(MOST_WARMUP_STEPS, total // 2)
+        self.phases.record("engine_built")
+        if self.device == "cuda":  # earlier callbacks have generated samples, which use memory of their own
+            torch.cuda.reset_peak_memory_stats()
+        self.probe = _StateProbe(self.trainer, self.strategy, self.phases)
+        self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy.world_size)
+        self.communication.start()
+        self.steps.open()
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.done == min(1, self.warmup):  # Adam's states exist from the second step on
+            self.probe.attach()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps.close()
+        if self.done < max(1, self.warmup):
+            self.communication.end_step()
+        self.done += 1
+        if self.probe.attached:
+            self.states = self.probe.detach()
+        if self.done == max(1, self.warmup):
+            self.communication.stop()
+        self.steps.open()
+
+    def on_log(self, args, state, control, **kwargs):
+        self.steps.open()
+
+    def on_save(self, args, state, control, **kwargs):
+        self.steps.open()
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if metrics and "eval_loss" in metrics:
+            self.evaluations.append({"step": state.global_step, "loss": metrics["eval_loss"]})
+        self.steps.open()
+
+    def end_steps(self) -> None:
+        """Training has ended: read peaks and bring all ranks' figures together. Every rank calls it (collectives)."""
+        self.peak = machine.peak_memory(self.device)
+        losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64)
+        tokens = torch.stack([_or_zeros(self.tokens), _or_zeros(self.tokens_timed)]).cpu()
+        seconds = self.steps.seconds()
+        ranks = gather_object(
+            [{"peak": self.peak, "states": self.states, "losses": losses.cpu().tolist(), "tokens": tokens.tolist()}]
+        )
+        self.summary = _summarise(ranks, seconds, self.warmup) | {
+            "memory_phases": self.phases.bytes if self.device == "cuda" else None,
+            "communication_bytes_per_step": self.communication.median(),
+        }
+
+    def write(self, output_dir: Path, status: str = "ok", error: str | None = None, **extra: Any) -> None:
+        """Write metrics.json on rank 0: complete after `end_steps`, before it with null for what was not measured."""
+        if int(os.environ.get("RANK", 0)):
+            return
+        measured = {
+            "peak_memory_bytes": None,
+            "memory_phases": self.phases.bytes if self.device == "cuda" else None,
+            "model_state_bytes": None,
+            "communication_bytes_per_step": None,
+            "tokens": None,
+            "tokens_per_second": None,
+            "step_seconds": None,
+            "loss_history": [],
+        } | self.summary
+        document = {
+            "schema": SCHEMA,
+            "status": status,
+            "error": error,
+            **self.identity,
+            **{key: measured[key] for key in ("peak_memory_bytes", "memory_phases", "model_state_bytes")},
+            **{key: measured[key] for key in ("communication_bytes_per_step", "tokens", "tokens_per_second")},
+            "step_seconds": measured["step_seconds"],
+            "phase_seconds": {name: round(seconds, 3) for name, seconds in self.clock.seconds.items()},
+            "loss_history": measured["loss_history"],
+            "grad_norm_history": self.grad_norms,
+            "eval_history": self.evaluations,
+            "predicted": None,
+            "versions": machine.versions(),
+            "hardware": machine.hardware(self.device),
+            "recipe_sha256": self.identity["recipe_sha256"],
+            **extra,
+        }
+        write_json(output_dir / "metrics.json", document)
+
+
+class MeasuredSFTTrainer(SFTTrainer):
+    """SFTTrainer that tells the callback of each micro batch and gradient norm, which no callback event carries."""
+
+    stage_metrics: StageMetricsCallback
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self.stage_metrics.count_tokens(inputs)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.stage_metrics.add_loss(loss)
+        return loss
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.stage_metrics.grad_norms.append(float(norm))
+        return norm
+
+
+class _MemoryPhases:
+    """Allocated bytes on the accelerator after each phase of the first steps."""
+
+    def __init__(self, device: str):
+        self.on_cuda = device == "cuda"
+        self.bytes: dict[str, int] = {}
+
+    def record(self, name: str) -> None:
+        if self.on_cuda:
+            self.bytes[name] = torch.cuda.memory_allocated()
+
+
+class _StateProbe:
+    """Reads the model states at every point of one optimizer step at which they can be largest.
+
+    Gradients are largest while the backward pass ends (stage 1 holds them whole only until then) or inside the
+    optimizer (DeepSpeed makes fp32 copies there), so both are read: after each parameter's gradient, and before each
+    call of the inner optimizer.
+    """
+
+    def __init__(self, trainer: SFTTrainer, strategy: Strategy, phases: _MemoryPhases):
+        self.model, self.phases = trainer.model, phases
+        self.optimizer = trainer.optimizer
+        engine_optimizer = getattr(trainer.model_wrapped, "optimizer", None)
+        self.states_of = engine_optimizer if strategy.is_deepspeed else model_states.base_optimizer(trainer.optimizer)
+        self.offload = (strategy.offload_optimizer is not None, strategy.offload_param is not None)
+        self.largest: dict[str, int] = {}
+        self.hooks: list = []
+
+    @property
+    def attached(self) -> bool:
+        return bool(self.hooks)
+
+    def attach(self) -> None:
+        for p in self.model.parameters():
+            if p.requires_grad:
+                self.hooks.append(p.register_post_accumulate_grad_hook(self._after_gradient))
+        self.hooks.append(self.model.register_forward_hook(lambda *_: self.phases.record("forward")))
+        inner = model_states.base_optimizer(self.states_of)
+        self.hooks.append(inner.register_step_pre_hook(lambda *_: self._read()))
+
+    def detach(self) -> dict[str, int]:
+        """End the step; the largest bytes of each part within it."""
+        self._read()
+        self.phases.record("step")
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        return self.largest
+
+    def _after_gradient(self, _parameter: torch.Tensor) -> None:
+        self.phases.record("backward")
+        self._read()
+
+    def _read(self) -> None:
+        now = model_states.read(self.model, self.states_of, *self.offload)
+        self.largest = {part: max(self.largest.get(part, 0), size) for part, size in now.items()}
+
+
+def identity(recipe, strategy: Strategy, device: str, training_args, model) -> dict[str, Any]:
+    """Who this run is: the part of metrics.json that is known before the first step."""
+    parameters, trainable = parameter_counts(model)
+    return {
+        "name": recipe.name,
+        "strategy": strategy.name,
+        "zero_stage": strategy.zero_stage,
+        "world_size": strategy.world_size,
+        "device": machine.device_name(device),
+        "model": recipe.values["model_name_or_path"],
+        "parameters": parameters,
+        "trainable_parameters": trainable,
+        "precision": "bf16" if training_args.bf16 else "fp16" if training_args.fp16 else "fp32",
+        "micro_batch_size": training_args.per_device_train_batch_size,
+        "gradient_accumulation_steps": training_args.gradient_accumulation_steps,
+        "max_length": training_args.max_length,
+        "recipe_sha256": recipe.sha256,
+    }
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write whole or not at all: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(path.suffix + ".part")
+    unfinished.write_text(json.dumps(document, indent=2) + "\n")
+    os.replace(unfinished, path)
+
+
+def _summarise(ranks: list[dict], seconds: list[float], warmup: int) -> dict[str, Any]:
+    names = ("all", "non_padding", "supervised")
+    totals, timed_totals = ([sum(rank["tokens"][i][k] for rank in ranks) for k in range(3)] for i in (0, 1))
+    timed = seconds[warmup:]
+    losses = [sum(step) / len(ranks) for step in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    return {
+        "peak_memory_bytes": [rank["peak"] for rank in ranks],
+        "model_state_bytes": [rank["states"] for rank in ranks],
+        "tokens": dict(zip(names, totals, strict=True)),
+        "tokens_per_second": {k: total / sum(timed) for k, total in zip(names, timed_totals, strict=True)},
+        "step_seconds": {
+            "median": statistics.median(timed),
+            "p90": sorted(timed)[min(len(timed) - 1, int(0.9 * len(timed)))],
+            "warmup_steps_excluded": warmup,
+        },
+        "loss_history": losses,
+    }
+
+
+def _or_zeros(tokens: torch.Tensor | None) -> torch.Tensor:
+    return torch.zeros(3, dtype=torch.int64) if tokens is None else tokens

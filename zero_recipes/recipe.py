@@ -1,0 +1,254 @@
+"""Read a recipe: a TRL YAML plus a few keys of our own, merged with the command line.
+
+Nothing downstream reads it again.
+
+`read` needs only PyYAML, so that the recipe's `env:` block is in force before torch is imported; `parse` imports TRL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zero_recipes.refusal import Refusal
+
+USAGE = "run_sft.py RECIPE.yaml [--key value ...]"
+# keys that people put into a recipe although the launcher owns them, beside accelerate's own (ClusterConfig)
+LAUNCH_KEYS = {"accelerate_config", "config_file", "num_gpus", "nproc_per_node", "launcher", "hostfile"}
+
+
+@dataclass
+class RecipeArguments:
+    """The keys that TRL does not have. The README's table is made from this class."""
+
+    dataset_format: str | None = field(
+        default=None,
+        metadata={
+            "help": "How rows become prompt and completion: `alpaca` (columns instruction, input, output; loss on the "
+            "answer only). Unset: TRL's own behaviour.",
+            "choices": ["alpaca"],
+        },
+    )
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Sequences per optimizer step over all processes. gradient_accumulation_steps is derived from it: "
+            "global_batch_size / (world_size * per_device_train_batch_size) must be a whole number."
+        },
+    )
+    sample_prompts: str | None = field(
+        default=None,
+        metadata={
+            "help": "What the model is asked before and after training: a number (that many rows of the evaluation "
+            "split), a JSON Lines file of rows in the recipe's format, or a YAML list of prompts. Unset: nothing."
+        },
+    )
+    sample_max_new_tokens: int = field(
+        default=128, metadata={"help": "Longest answer to a sample prompt, in tokens (greedy decoding)."}
+    )
+    random_weights: bool = field(
+        default=False,
+        metadata={
+            "help": "Build the model from its config alone, with seeded random weights: measurements without a "
+            "download of weights."
+        },
+    )
+    save_model: bool = field(
+        default=True, metadata={"help": "Save the model to output_dir after training and check that it is whole."}
+    )
+    overwrite: bool = field(
+        default=False,
+        metadata={"help": "Delete what an earlier run left in output_dir. Without it such a folder is refused."},
+    )
+
+
+@dataclass
+class Recipe:
+    """One recipe with its overrides, parsed."""
+
+    path: Path
+    values: dict[str, Any]  # every known key, in force (defaults included)
+    given: dict[str, Any]  # only the keys that the file or the command line names
+    sha256: str  # of the file's bytes and the overrides
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+
+def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
+    """The recipe's path and the overrides. `--local_rank`, which the deepspeed launcher passes, goes to LOCAL_RANK."""
+    rest, index = [], 0
+    while index < len(argv):
+        key, _, value = argv[index].partition("=")
+        if key in ("--local_rank", "--local-rank"):
+            if not value:
+                index += 1
+                value = argv[index]
+            os.environ.setdefault("LOCAL_RANK", value)
+        else:
+            rest.append(argv[index])
+        index += 1
+    if not rest or rest[0].startswith("-"):
+        given = f"the first argument is {rest[0]!r}" if rest else "no argument was given"
+        raise Refusal(
+            f"no recipe: {given}",
+            "The recipe comes first; options follow it and override its keys.",
+            USAGE,
+        )
+    return Path(rest[0]), rest[1:]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The recipe's mapping, its `env:` block already put into the environment."""
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.5)
+        raise Refusal(
+            f"there is no recipe {path}",
+            f"Paths are relative to the working directory, {Path.cwd()}.",
+            f"Did you mean {path.parent / near[0]}?" if near else "Check the path; the recipes stand in recipes/.",
+        )
+    try:
+        mapping = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise Refusal(f"{path} is not YAML", str(error).replace("\n", " "), "Mend the line that it names.") from None
+    if not isinstance(mapping, dict):
+        raise Refusal(
+            f"{path} holds no mapping of keys to values",
+            "A recipe is one YAML mapping, as for `trl sft --config`.",
+            "Write one `key: value` a line; recipes/tiny.yaml is a short example.",
+        )
+    env = mapping.pop("env", None) or {}
+    if not isinstance(env, dict):
+        raise Refusal(f"`env:` in {path} is no mapping", "It names environment variables.", "env:\n      NAME: value")
+    for name, value in env.items():
+        os.environ[name] = str(value)
+    return mapping
+
+
+def parse(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
+    """Merge file and command line through TRL's own parser; refuse what neither TRL nor we know."""
+    parser = _parser()
+    known = {f.name for cls in _dataclasses() for f in dataclasses.fields(cls) if f.init}
+    _refuse_unknown(path, [key for key in mapping if key not in known], known)
+
+    file_values = dict(mapping)
+    prompts = file_values.pop("sample_prompts", None)  # a list, a number or a path: argparse has one type per key
+    parser.set_defaults_with_config(**file_values)
+    namespace, extra = parser.parse_known_args(overrides)
+    stray = [word for word in extra if word.startswith("--")]
+    _refuse_unknown("the command line", [word[2:].partition("=")[0].replace("-", "_") for word in stray], known)
+    if extra:
+        raise Refusal(f"{extra[0]!r} on the command line belongs to no key", "Every value follows a `--key`.", USAGE)
+
+    values = vars(namespace)
+    named = _named_on(overrides, known)
+    if "sample_prompts" not in named:
+        values["sample_prompts"] = prompts
+    given = {key: values[key] for key in values if key in mapping or key in named}
+    digest = hashlib.sha256(path.read_bytes() + "\0".join(overrides).encode()).hexdigest()
+    return Recipe(path=path, values=values, given=given, sha256=digest)
+
+
+def derive_accumulation(recipe: Recipe, world_size: int) -> None:
+    """Put `gradient_accumulation_steps` in force from `global_batch_size` (sequences per optimizer step)."""
+    total = recipe.values["global_batch_size"]
+    if total is None:
+        return
+    micro = recipe.values["per_device_train_batch_size"]
+    per_pass = world_size * micro
+    if total <= 0 or total % per_pass:
+        below, above = total // per_pass * per_pass, (total // per_pass + 1) * per_pass
+        near = f"{below} or {above}" if below > 0 else str(above)
+        raise Refusal(
+            f"global_batch_size {total} cannot be made of {world_size} processes with micro batches of {micro}",
+            f"Accumulation would be {total} / ({world_size} * {micro}) = {total / per_pass:.3f}, no whole number.",
+            f"Use a global_batch_size of {near}, or another per_device_train_batch_size or number of processes.",
+        )
+    derived = total // per_pass
+    asked = recipe.given.get("gradient_accumulation_steps")
+    if asked is not None and asked != derived:
+        raise Refusal(
+            f"global_batch_size {total} contradicts gradient_accumulation_steps {asked}",
+            f"{total} sequences over {world_size} processes with micro batches of {micro} are {derived} accumulations.",
+            "Name only one of the two.",
+        )
+    recipe.values["gradient_accumulation_steps"] = recipe.given["gradient_accumulation_steps"] = derived
+
+
+def instances(recipe: Recipe) -> tuple:
+    """(ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments) with the values in force.
+
+    SFTConfig starts the process group: everything that can be refused without it is refused before.
+    """
+    objects = []
+    for cls in _dataclasses():
+        fields = {f.name for f in dataclasses.fields(cls) if f.init}
+        try:
+            objects.append(cls(**{key: value for key, value in recipe.values.items() if key in fields}))
+        except (ValueError, TypeError) as error:
+            raise Refusal(
+                f"{cls.__name__} does not take the values of {recipe.path}", str(error), "Change the key that it names."
+            ) from error
+    return tuple(objects)
+
+
+def write_resolved(recipe: Recipe, path: Path, header: list[str]) -> None:
+    """What was in force, as a recipe that runs again: the keys given, the derived ones, the launch as a comment."""
+    text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(recipe.given, sort_keys=False, allow_unicode=True)
+    path.write_text(text)
+
+
+def _dataclasses() -> tuple[type, ...]:
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
+
+    return ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments
+
+
+def _parser():
+    from trl import TrlParser
+
+    class Parser(TrlParser):
+        def error(self, message: str):
+            raise Refusal(
+                f"the command line or the recipe has a wrong value: {message}", "TRL's parser says so.", USAGE
+            )
+
+    # abbreviations (`--max_step`) would hide a misspelt key
+    return Parser(dataclass_types=_dataclasses(), allow_abbrev=False, add_help=False)
+
+
+def _named_on(overrides: list[str], known: set[str]) -> set[str]:
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in overrides if word.startswith("--")}
+    return {name if name in known else name.removeprefix("no_") for name in names}
+
+
+def _refuse_unknown(place: Path | str, keys: list[str], known: set[str]) -> None:
+    if not keys:
+        return
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    launch = LAUNCH_KEYS | {f.name for f in dataclasses.fields(ClusterConfig)}
+    for key in keys:
+        if key in launch:
+            raise Refusal(
+                f"`{key}` in {place} is a key of the launcher, not of a recipe",
+                "A recipe says what is trained; the launcher says on how many processes and machines.",
+                "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 run_sft.py "
+                "RECIPE.yaml",
+            )
+    nearest = {key: difflib.get_close_matches(key, known, 1, 0.6) for key in keys}
+    listed = ", ".join(f"`{key}`" for key in keys)
+    cures = [f"`{key}`: did you mean `{near[0]}`?" for key, near in nearest.items() if near]
+    raise Refusal(
+        f"unknown key{'s' if len(keys) > 1 else ''} {listed} in {place}",
+        "Neither TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) nor zero-recipes takes it.",
+        " ".join(cures) or "Remove it, or see the README's table of keys.",
+    )

@@ -1,0 +1,154 @@
+"""Which strategy is in force: found from the recipe, the command line and the launcher, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_recipes.recipe import Recipe
+from zero_recipes.refusal import Refusal
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How one run is spread over its processes."""
+
+    name: str  # "single", "ddp", "zero0" ... "zero3", with "_offload" where model states leave the device
+    zero_stage: int | None  # None without DeepSpeed
+    world_size: int
+    ds_config: dict[str, Any] | None  # as read, "auto" values included
+    source: str  # where the DeepSpeed configuration comes from, for messages
+    offload_optimizer: str | None = None  # "cpu", "nvme" or None
+    offload_param: str | None = None
+
+    @property
+    def is_deepspeed(self) -> bool:
+        return self.ds_config is not None
+
+    def described(self, device: str, training_args) -> list[str]:
+        """What is in force, in five lines."""
+        args = training_args
+        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.world_size
+        tokens = "" if args.max_length is None else f", at most {sequences * args.max_length:,} tokens"
+        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        offloaded = [
+            what for what, where in (("optimizer", self.offload_optimizer), ("params", self.offload_param)) if where
+        ]
+        return [
+            f"strategy      {self.name}" + (f" (DeepSpeed, {self.source})" if self.is_deepspeed else ""),
+            f"world size    {self.world_size} on {device}",
+            f"global batch  {sequences} sequences{tokens} ({args.per_device_train_batch_size} per device x "
+            f"{args.gradient_accumulation_steps} accumulation x {self.world_size} processes)",
+            f"precision     {precision}",
+            f"offloaded     {', '.join(offloaded) or 'nothing'}",
+        ]
+
+
+def resolve(recipe: Recipe, environment: dict[str, str] | None = None) -> Strategy:
+    """Find the strategy; the DeepSpeed configuration is read here and put into the recipe as one mapping.
+
+    One path for every launcher: `accelerate launch` hands its ds_config to the training through the environment
+    (ACCELERATE_DEEPSPEED_CONFIG_FILE), torchrun and deepspeed through the recipe's `deepspeed:` key.
+    Raises Refusal where two places name different configurations.
+    """
+    env = os.environ if environment is None else environment
+    world_size = int(env.get("WORLD_SIZE", 1))
+    if env.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise Refusal(
+            "the accelerate file asks for FSDP",
+            "zero-recipes does not measure FSDP yet, and on CPU accelerate 1.15 would run plain DDP without a word.",
+            "Use accelerate_configs/zero3.yaml, or `trl sft` for an FSDP run without measurements.",
+        )
+    launched, launched_from = _from_launcher(env)
+    named = recipe.values.get("deepspeed")
+    if named is not None and launched is not None:
+        config = read_ds_config(named)
+        if config != launched:
+            raise Refusal(
+                f"two DeepSpeed configurations: the recipe names {_shown(named)}, the launcher {launched_from}",
+                "transformers (training_args.py, `if self.deepspeed`) would take the recipe's and drop the launcher's "
+                "without a word.",
+                "Remove `deepspeed:` from the recipe or the command line, or launch with torchrun.",
+            )
+        source = launched_from
+    elif named is not None:
+        config, source = read_ds_config(named), _shown(named)
+    else:
+        config, source = launched, launched_from
+    if config is None:
+        return Strategy("ddp" if world_size > 1 else "single", None, world_size, None, "none")
+
+    recipe.values["deepspeed"] = recipe.given["deepspeed"] = config
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3):
+        raise Refusal(
+            f"{source} has zero_optimization.stage {stage!r}", "ZeRO has stages 0 to 3.", "Write one of them."
+        )
+    offload_optimizer = (zero.get("offload_optimizer") or {}).get("device")
+    offload_param = (zero.get("offload_param") or {}).get("device")
+    offload_optimizer = None if offload_optimizer == "none" else offload_optimizer
+    offload_param = None if offload_param == "none" else offload_param
+    name = f"zero{stage}" + ("_offload" if offload_optimizer or offload_param else "")
+    _refuse_unsaved(recipe, stage, zero, source)
+    return Strategy(name, stage, world_size, config, source, offload_optimizer, offload_param)
+
+
+def read_ds_config(named: str | Path | dict[str, Any]) -> dict[str, Any]:
+    """A DeepSpeed configuration from a path, an inline mapping or a JSON string, as a mapping."""
+    if isinstance(named, dict):
+        return named
+    text = str(named)
+    if text.lstrip().startswith("{"):
+        return _loads(text, "the inline deepspeed configuration")
+    path = Path(text)
+    if not path.is_file():
+        raise Refusal(
+            f"there is no DeepSpeed configuration {path}",
+            f"Paths are relative to the working directory, {Path.cwd()}.",
+            "Start from the repository's folder, or name one of ds_configs/*.json by its full path.",
+        )
+    return _loads(path.read_text(), str(path))
+
+
+def _loads(text: str, place: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        comment = " JSON knows no `//` comments." if "//" in text else ""
+        raise Refusal(
+            f"{place} is not JSON", f"{error}.{comment}", "Mend it; the files in ds_configs/ are good examples."
+        ) from None
+    if not isinstance(config, dict):
+        raise Refusal(f"{place} is no mapping", "A DeepSpeed configuration is one.", "See ds_configs/zero2.json.")
+    return config
+
+
+def _from_launcher(env: dict[str, str]) -> tuple[dict[str, Any] | None, str]:
+    if env.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+        return None, "none"
+    path = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if path.lower() in ("none", ""):
+        raise Refusal(
+            "the accelerate file describes ZeRO inline, without a `deepspeed_config_file`",
+            "Keys such as zero_stage in an accelerate file cover a part of DeepSpeed's configuration only.",
+            "Use accelerate_configs/zero2.yaml, or point `deepspeed_config_file` at one of ds_configs/*.json.",
+        )
+    return read_ds_config(path), path
+
+
+def _refuse_unsaved(recipe: Recipe, stage: int, zero: dict[str, Any], source: str) -> None:
+    saves = recipe.values["save_model"] or recipe.values["save_strategy"] not in ("no", False)
+    if stage == 3 and saves and not zero.get("stage3_gather_16bit_weights_on_model_save"):
+        raise Refusal(
+            f"{source} is ZeRO stage 3 without stage3_gather_16bit_weights_on_model_save, and the run saves a model",
+            "Each rank holds a part of every weight; without the gather there is no model.safetensors at the end.",
+            'Set "stage3_gather_16bit_weights_on_model_save": true, or run with --save_model false --save_strategy no.',
+        )
+
+
+def _shown(named: Any) -> str:
+    return "an inline mapping" if isinstance(named, dict) else str(named)
