@@ -21,16 +21,29 @@ from zero_recipes.refusal import Refusal, leave_refused  # noqa: E402
 
 
 def main(argv: list[str]) -> None:
+    run = prepare(argv)
+    from zero_recipes import launch
+
+    launch.start_process_group(run.strategy, run.device, run.recipe.values["ddp_timeout"])
+    try:
+        trainer = train(run)
+    except Refusal:
+        launch.end_process_group()
+        raise
+    trainer.accelerator.wait_for_everyone()
+    trainer.end()
+
+
+def prepare(argv: list[str]):
+    """Read the recipe, find the strategy, and refuse whatever can be refused without a process group."""
     path, overrides = recipes.split_command_line(argv)
     mapping = recipes.read(path)  # the recipe's `env:` is in force before torch is imported
 
-    from zero_recipes import calm
-
-    calm.quieten()
-    from zero_recipes import launch, strategy
+    from zero_recipes import calm, launch, strategy
     from zero_recipes.checkpoints import refuse_occupied
     from zero_recipes.model import refuse_missing_attention
 
+    calm.quieten()
     recipe = recipes.parse(path, mapping, overrides)
     calm.choose_progress(recipe)
     device = launch.choose_device(recipe)
@@ -38,18 +51,13 @@ def main(argv: list[str]) -> None:
     recipes.derive_accumulation(recipe, in_force.world_size)
     launch.refuse_data_parallel(in_force, device)
     refuse_missing_attention(recipe.values["attn_implementation"], device)
-    output_dir = launch.output_dir(recipe)
+    output_dir = launch.choose_output_dir(recipe)
     refuse_occupied(output_dir, recipe.values["resume_from_checkpoint"], recipe.values["overwrite"])
-
-    launch.start_process_group(in_force, device, recipe.values["ddp_timeout"])
-    try:
-        train(recipe, in_force, device, output_dir)
-    except Refusal:
-        launch.end_process_group()
-        raise
+    return launch.Run(recipe, in_force, device, output_dir)
 
 
-def train(recipe, strategy, device, output_dir) -> None:
+def train(run):
+    """Data, model, samples before, training, samples after, saving. Returns the trainer, its group still alive."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from trl import get_peft_config
 
@@ -61,35 +69,31 @@ def train(recipe, strategy, device, output_dir) -> None:
     from zero_recipes.failure import write_failure
     from zero_recipes.model import load_config, load_model
 
+    recipe, output_dir = run.recipe, run.output_dir
+    clock, stage_metrics = PhaseClock(), None
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(recipe)
     main_process = training_args.process_index == 0
-    clock = PhaseClock()
     clock.seconds["imports"] = time.perf_counter() - STARTED
-    stage_metrics = None
     try:
         with clock.phase("data"):
             config = load_config(model_args, training_args)
-            tokenizer = load_tokenizer(
-                model_args.model_name_or_path, model_args.model_revision, training_args.trust_remote_code
-            )
+            tokenizer = load_tokenizer(model_args, training_args)
             with training_args.main_process_first(desc="loading the data"):
                 train_rows, eval_rows = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
             samples = generation.choose_samples(ours.sample_prompts, eval_rows, ours.dataset_format, tokenizer)
 
+        # nothing is refused from here on; what stands in the folder may be touched
         if main_process:
             clear_earlier_run(output_dir, ours.overwrite)
-            header = strategy.described(device, training_args)
+            header = run.strategy.described(run.device, training_args)
             print("\n".join(header), flush=True)
-            output_dir.mkdir(parents=True, exist_ok=True)
             recipes.write_resolved(recipe, output_dir / "recipe.resolved.yaml", header)
         training_args.distributed_state.wait_for_everyone()
 
         with clock.phase("model"):
             model = load_model(config, model_args, training_args, ours.random_weights)
 
-        stage_metrics = metrics.StageMetricsCallback(
-            metrics.identity(recipe, strategy, device, training_args, model), strategy, device, clock
-        )
+        stage_metrics = metrics.StageMetricsCallback(run, training_args, model, clock)
         before = generation.AnswersBeforeTraining(samples, ours.sample_max_new_tokens, clock)
         with clock.phase("data"):
             trainer = metrics.MeasuredSFTTrainer(
@@ -127,12 +131,11 @@ def train(recipe, strategy, device, output_dir) -> None:
         stage_metrics.write(output_dir)
         if training_args.push_to_hub:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
-        trainer.accelerator.wait_for_everyone()
-        trainer.end()
+        return trainer
     except Refusal:
         raise
     except Exception as error:
-        states = None if stage_metrics is None else stage_metrics.states
+        states = {} if stage_metrics is None else stage_metrics.states_so_far()
         failure = write_failure(output_dir, clock.failed or clock.current, error, states)
         if stage_metrics is not None:
             stage_metrics.write(output_dir, status=failure["status"], error=failure["error"])

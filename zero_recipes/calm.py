@@ -1,4 +1,4 @@
-"""Noise from below that tells a user nothing. Each entry names its source and why it may go; nothing else is touched."""
+"""Noise from below that tells a user nothing: each entry names its source and why it may go; all else stays."""
 
 from __future__ import annotations
 

@@ -14,6 +14,11 @@ RESULTS = ("metrics.json", "samples.jsonl", "recipe.resolved.yaml")
 
 def refuse_occupied(output_dir: Path, resume: object, overwrite: bool) -> None:
     """Refuse a folder that holds what an earlier run saved, unless the recipe resumes it or overwrites it."""
+    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise Refusal(
+            f"output_dir {output_dir} cannot be made", f"{existing} is a file.", "Choose another --output_dir."
+        )
     found = saved_in(output_dir)
     if not found or resume or overwrite:
         return

@@ -68,13 +68,17 @@ def format_rows(rows: Dataset | IterableDataset, dataset_format: str) -> Dataset
     return rows.map(alpaca_row, remove_columns=columns)
 
 
-def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+def load_tokenizer(model_args, training_args) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a padding token that is not the end of text wherever its vocabulary has one.
 
     TRL falls back to pad = end of text. Its labels are built before padding, so that the end is supervised all the
     same, but a model saved with pad = eos teaches everyone downstream to mask the end; so a real one is taken.
     """
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        model_args.model_name_or_path,
+        revision=model_args.model_revision,
+        trust_remote_code=training_args.trust_remote_code,
+    )
     if tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
         vocabulary = tokenizer.get_vocab()
         spare = [token for token in PADDING_TOKENS if token in vocabulary and token != tokenizer.eos_token]

@@ -34,15 +34,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return "out of memory" in str(error).lower() or "can't allocate memory" in str(error).lower()
 
 
-def write_failure(output_dir: Path, phase: str, error: BaseException, states: dict[str, int] | None) -> dict[str, Any]:
-    """Write failure.rankN.json for this rank and return its content. `states`: model-state bytes read so far."""
+def write_failure(output_dir: Path, phase: str, error: BaseException, states: dict[str, int]) -> dict[str, Any]:
+    """Write failure.rankN.json for this rank and return its content. `states`: model-state bytes of this rank."""
     import torch
 
     rank = int(os.environ.get("RANK", 0))
-    memory = [{"what": what, "bytes": size} for what, size in (states or {}).items() if size]
+    memory = [{"what": what, "bytes": size} for what, size in states.items() if size]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         allocated = torch.cuda.max_memory_allocated()
-        others = allocated - sum((states or {}).get(part, 0) for part in ("params", "grads", "optimizer"))
+        others = allocated - sum(states.get(part, 0) for part in ("params", "grads", "optimizer"))
         if others > 0:
             memory.append(
                 {"what": "activations, buckets and gathered parameters (the rest of the peak)", "bytes": others}

@@ -41,7 +41,7 @@ def choose_samples(
     asked: Any, eval_rows, dataset_format: str | None, tokenizer: PreTrainedTokenizerBase
 ) -> list[Sample]:
     """The recipe's `sample_prompts`: a number of evaluation rows, a JSON Lines file, or a list of prompts."""
-    if asked is None:
+    if asked is None or str(asked) == "0":
         return []
     if isinstance(asked, list):
         wrap = alpaca_prompt if dataset_format == "alpaca" else str

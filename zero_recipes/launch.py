@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import warnings
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +15,16 @@ import torch
 from zero_recipes.recipe import Recipe
 from zero_recipes.refusal import Refusal
 from zero_recipes.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, ready to start: nothing that could refuse it cheaply has."""
+
+    recipe: Recipe
+    strategy: Strategy
+    device: str  # "cpu" or "cuda"
+    output_dir: Path
 
 
 def choose_device(recipe: Recipe) -> str:
@@ -45,6 +57,8 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int) -
     """
     if strategy.world_size == 1 and not strategy.is_deepspeed:
         return
+    # DeepSpeed compiles with ninja, which stands beside the interpreter: a venv need not be activated
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if "RANK" not in os.environ:  # plain python with DeepSpeed: a world of one
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
     timeout = timedelta(seconds=timeout_seconds)
@@ -86,7 +100,7 @@ def _free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def output_dir(recipe: Recipe) -> Path:
+def choose_output_dir(recipe: Recipe) -> Path:
     """The recipe's output_dir, or output/<recipe>: TRL would write into `trainer_output` for every recipe."""
     if recipe.values.get("output_dir") is None:
         recipe.values["output_dir"] = recipe.given["output_dir"] = f"output/{recipe.name}"

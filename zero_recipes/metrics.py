@@ -20,6 +20,7 @@ from trl import SFTTrainer
 from zero_recipes import machine, model_states
 from zero_recipes.clock import PhaseClock, StepClock
 from zero_recipes.communication import CommunicationCounter
+from zero_recipes.launch import Run
 from zero_recipes.model import parameter_counts
 from zero_recipes.strategy import Strategy
 
@@ -30,8 +31,10 @@ MOST_WARMUP_STEPS = 5
 class StageMetricsCallback(TrainerCallback):
     """Collects the metrics of one training run; `write` puts them into output_dir/metrics.json on rank 0."""
 
-    def __init__(self, identity: dict[str, Any], strategy: Strategy, device: str, clock: PhaseClock):
-        self.identity, self.strategy, self.device, self.clock = identity, strategy, device, clock
+    def __init__(self, run: Run, training_args, model: torch.nn.Module, clock: PhaseClock):
+        self.strategy, self.device, self.clock = run.strategy, run.device, clock
+        self.identity = identity(run, training_args, model)
+        device = run.device
         self.trainer: SFTTrainer | None = None
         self.phases = _MemoryPhases(device)
         self.phases.record("model_loaded")
@@ -120,6 +123,12 @@ class StageMetricsCallback(TrainerCallback):
             "memory_phases": self.phases.bytes if self.device == "cuda" else None,
             "communication_bytes_per_step": self.communication.median(),
         }
+
+    def states_so_far(self) -> dict[str, int]:
+        """Model-state bytes of this rank, for a run that fails: the largest seen, or those of this moment."""
+        if self.probe is None or any(self.states.values()):
+            return self.states
+        return self.probe.read()
 
     def write(self, output_dir: Path, status: str = "ok", error: str | None = None, **extra: Any) -> None:
         """Write metrics.json on rank 0: complete after `end_steps`, before it with null for what was not measured."""
@@ -212,35 +221,41 @@ class _StateProbe:
                 self.hooks.append(p.register_post_accumulate_grad_hook(self._after_gradient))
         self.hooks.append(self.model.register_forward_hook(lambda *_: self.phases.record("forward")))
         inner = model_states.base_optimizer(self.states_of)
-        self.hooks.append(inner.register_step_pre_hook(lambda *_: self._read()))
+        self.hooks.append(inner.register_step_pre_hook(self._before_optimizer))
 
     def detach(self) -> dict[str, int]:
         """End the step; the largest bytes of each part within it."""
-        self._read()
+        self.read()
         self.phases.record("step")
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
         return self.largest
 
-    def _after_gradient(self, _parameter: torch.Tensor) -> None:
-        self.phases.record("backward")
-        self._read()
-
-    def _read(self) -> None:
+    def read(self) -> dict[str, int]:
+        """Read all parts now; the largest bytes of each so far."""
         now = model_states.read(self.model, self.states_of, *self.offload)
         self.largest = {part: max(self.largest.get(part, 0), size) for part, size in now.items()}
+        return self.largest
+
+    def _before_optimizer(self, *_arguments) -> None:
+        self.read()  # returns None: a torch optimizer takes a hook's value for new arguments
+
+    def _after_gradient(self, _parameter: torch.Tensor) -> None:
+        self.phases.record("backward")
+        self.read()
 
 
-def identity(recipe, strategy: Strategy, device: str, training_args, model) -> dict[str, Any]:
+def identity(run: Run, training_args, model: torch.nn.Module) -> dict[str, Any]:
     """Who this run is: the part of metrics.json that is known before the first step."""
+    recipe, strategy = run.recipe, run.strategy
     parameters, trainable = parameter_counts(model)
     return {
         "name": recipe.name,
         "strategy": strategy.name,
         "zero_stage": strategy.zero_stage,
         "world_size": strategy.world_size,
-        "device": machine.device_name(device),
+        "device": machine.device_name(run.device),
         "model": recipe.values["model_name_or_path"],
         "parameters": parameters,
         "trainable_parameters": trainable,

@@ -1,7 +1,7 @@
 """Bytes of model states that one rank holds, read off the engine's own tensors.
 
-A byte is counted once: views into a flat buffer, and the buffer, are one range of addresses. Reduce buckets and
-parameters that stage 3 has gathered for use are not model states and not counted here; they show in the peak memory.
+What counts is the memory that is kept alive: whole storages, each once. Reduce buckets, gradients in flight and
+parameters that stage 3 has gathered for use are not model states; they show in the peak memory.
 Read in DeepSpeed 0.19.8; paths below are relative to deepspeed/runtime.
 """
 
@@ -38,19 +38,15 @@ def read(model: torch.nn.Module, optimizer: Any, offload_optimizer: bool, offloa
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that these tensors cover; overlapping ones (views of one buffer) count once."""
-    ranges = sorted(
-        (t.device.type, t.device.index or 0, t.data_ptr(), t.data_ptr() + t.numel() * t.element_size())
-        for t in tensors
-        if t.numel()
-    )
-    total, place, end = 0, None, 0
-    for kind, index, start, stop in ranges:
-        if (kind, index) != place:
-            place, end = (kind, index), 0
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
+    """Bytes of the memory that these tensors keep alive: whole storages, each counted once."""
+    storages = {}
+    for tensor in tensors:
+        storages[_place(tensor)] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def _params(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
@@ -61,17 +57,28 @@ def _params(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def _grads(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
-    """Gradients in every form that DeepSpeed keeps them: per parameter, per partition, and the fp32 copy in step()."""
-    for p in model.parameters():
-        if p.grad is not None:
-            yield p.grad
-        yield from _flatten(getattr(p, "grad_accum", None))  # zero/stage_1_and_2.py: fill_grad_accum_attribute
-    # zero/stage_1_and_2.py: averaged_gradients, all_grad_tensors; zero/stage3.py: grad_partitions_flat_buffer
-    for name in ("averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer"):
+    """Gradients as each stage keeps them, and the fp32 copies that DeepSpeed makes inside step().
+
+    From stage 2 on a parameter's own gradient is in flight only, on its way through the reduce bucket.
+    """
+    if not _partitions_gradients(optimizer):
+        # stage 1 leaves small gradients as views into the bucket that has reduced them
+        buckets = {_place(buffer) for b in getattr(optimizer, "ipg_buckets", {}).values() for buffer in b.buffer}
+        for p in model.parameters():
+            for grad in (p.grad, getattr(p, "grad_accum", None)):  # zero/stage_1_and_2.py: fill_grad_accum_attribute
+                if grad is not None and _place(grad) not in buckets:
+                    yield grad
+    # zero/stage_1_and_2.py: the buffer of copy_grads_in_partition, and the lists that keep its views over micro steps;
+    # zero/stage3.py: grad_partitions_flat_buffer
+    for name in ("grads_in_partition", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer"):
         yield from _flatten(getattr(optimizer, name, None))
     for master in _masters(optimizer):
         if master.grad is not None:
             yield master.grad
+
+
+def _partitions_gradients(optimizer: Any) -> bool:
+    return getattr(optimizer, "partition_gradients", False) or hasattr(optimizer, "grad_partitions_flat_buffer")
 
 
 def _optimizer(optimizer: Any, parameters: set[int]) -> Iterator[torch.Tensor]:

@@ -76,7 +76,7 @@ class Recipe:
     path: Path
     values: dict[str, Any]  # every known key, in force (defaults included)
     given: dict[str, Any]  # only the keys that the file or the command line names
-    sha256: str  # of the file's bytes and the overrides
+    sha256: str  # of the file's bytes
 
     @property
     def name(self) -> str:
@@ -153,7 +153,7 @@ def parse(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
     if "sample_prompts" not in named:
         values["sample_prompts"] = prompts
     given = {key: values[key] for key in values if key in mapping or key in named}
-    digest = hashlib.sha256(path.read_bytes() + "\0".join(overrides).encode()).hexdigest()
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return Recipe(path=path, values=values, given=given, sha256=digest)
 
 
@@ -203,6 +203,7 @@ def instances(recipe: Recipe) -> tuple:
 def write_resolved(recipe: Recipe, path: Path, header: list[str]) -> None:
     """What was in force, as a recipe that runs again: the keys given, the derived ones, the launch as a comment."""
     text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(recipe.given, sort_keys=False, allow_unicode=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
 

@@ -1,0 +1,59 @@
+"""Shared fixtures. Fast tests run first; launched groups of processes are made once and shared."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.group import Group
+
+ROOT = Path(__file__).resolve().parents[1]
+FIXTURES = ROOT.parent / "shared" / "fixtures"
+
+# from cheap to dear; a file that is not named here runs with the fast ones
+ORDER = [
+    "test_refusals",
+    "test_model_states",
+    "test_equality",
+    "test_saving",
+    "test_real_weights",
+    "test_failures",
+    "test_launchers",
+    "test_clean_ending",
+]
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never ask the hub
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: ORDER.index(item.path.stem) if item.path.stem in ORDER else -1)
+
+
+def _group(world_size: int):
+    group = Group(world_size)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="session")
+def one():
+    yield from _group(1)
+
+
+@pytest.fixture(scope="session")
+def two():
+    yield from _group(2)
+
+
+@pytest.fixture(scope="session")
+def four():
+    yield from _group(4)
+
+
+@pytest.fixture(scope="session")
+def fixtures() -> Path:
+    if not FIXTURES.is_dir():
+        pytest.skip(f"the shared fixtures (real weights, real Alpaca rows) are not at {FIXTURES}")
+    return FIXTURES

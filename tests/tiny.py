@@ -1,0 +1,72 @@
+"""A model folder and a data folder made in a second, for tests of the engine: odd sizes, rows of very uneven length."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from transformers import AutoTokenizer, GPTNeoXConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def write_model(folder: Path, hidden: int = 64, intermediate: int = 101, vocabulary: int = 1031) -> Path:
+    """A GPT-NeoX config (no weights: use random_weights) with the tiny world's tokenizer. Sizes that divide nothing."""
+    GPTNeoXConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=1,
+        architectures=["GPTNeoXForCausalLM"],
+    ).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(folder)
+    return folder
+
+
+def write_rows(folder: Path, count: int = 240, seed: int = 0) -> Path:
+    """Alpaca rows whose answers are 1 to 60 words long; train and test split."""
+    draw = random.Random(seed)
+    words = ["red", "blue", "fish", "moss", "cave", "river", "hums", "barks", "fire", "wind", "the", "it", "is", "eats", "lives", "in"]
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "test"):
+        rows = [
+            {
+                "instruction": f"Say {draw.choice(words)} {i}.",
+                "input": draw.choice(["", "now"]),
+                "output": " ".join(draw.choices(words, k=draw.choice([1, 2, 5, 20, 60]))),
+            }
+            for i in range(count)
+        ]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def write_recipe(folder: Path, **keys) -> Path:
+    """A quick recipe on random weights and uneven rows; `keys` override it."""
+    recipe = {
+        "model_name_or_path": str(write_model(folder / "model")),
+        "dataset_name": str(write_rows(folder / "rows")),
+        "dataset_format": "alpaca",
+        "random_weights": True,
+        "bf16": True,
+        "max_length": 128,
+        "per_device_train_batch_size": 2,
+        "max_steps": 3,
+        "learning_rate": 1.0e-3,
+        "activation_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "save_model": False,
+        "report_to": "none",
+    } | keys
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe, indent=2))  # JSON is YAML
+    return path

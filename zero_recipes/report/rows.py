@@ -1,0 +1,154 @@
+"""From what a run recorded to the numbers that the report shows: one plain dict per run."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from zero_recipes import theory
+from zero_recipes.report.reading import ORDER, RankState, Run
+
+BYTES_PER_VALUE = {"bf16": 2, "fp16": 2, "fp32": 4}
+FINAL_STEPS = 5
+NONE = (None, None, None)  # a rank that failed before anything was measured
+
+
+def comparison(runs: Sequence[Run]) -> list[Run]:
+    """The rows of the sweep: folder and strategy have the same name."""
+    return [run for run in runs if run.compared]
+
+
+def single_runs(runs: Sequence[Run]) -> list[Run]:
+    """Everything else, such as a full training run beside the sweep."""
+    return [run for run in runs if not run.compared]
+
+
+def baseline(runs: Sequence[Run]) -> Run | None:
+    """What the others are measured against: ddp, or zero0 where ddp is missing or did not finish."""
+    finished = {run.strategy: run for run in comparison(runs) if run.status == "ok"}
+    return finished.get("ddp") or finished.get("zero0")
+
+
+def largest_rank(run: Run) -> RankState | None:
+    """The rank that holds most model state on the device that trains."""
+    ranks = [rank for rank in run.model_state_bytes or [] if rank and (rank.params, rank.grads, rank.optimizer) != NONE]
+    return max(ranks, key=state_total) if ranks else None
+
+
+def state_total(rank: RankState) -> int:
+    """Bytes of params, grads and optimizer on the device that trains; what is offloaded does not count."""
+    return (rank.params or 0) + (rank.grads or 0) + (rank.optimizer or 0)
+
+
+def textbook(run: Run) -> theory.ModelState | None:
+    """The formula's bytes for this run, or None where no formula covers it (offload, ZeRO++, unknown size)."""
+    if run.strategy not in ORDER or not run.parameters or not run.world_size or run.precision is None:
+        return None
+    trainable = run.trainable_parameters
+    if run.strategy == "ddp":
+        # Under autocast DDP keeps weights, gradients and Adam in fp32, whatever the run's precision.
+        return theory.model_state_bytes_fp32(run.parameters, run.world_size, 0, trainable)
+    formula = theory.model_state_bytes_fp32 if run.precision == "fp32" else theory.model_state_bytes
+    return formula(run.parameters, run.world_size, ORDER.index(run.strategy) - 1, trainable)
+
+
+def peak_allocated(run: Run) -> int | None:
+    """Bytes allocated on the accelerator at the peak of the fullest rank; None without an accelerator."""
+    return max((rank.allocated for rank in run.peak_memory_bytes or [] if rank and rank.allocated), default=None)
+
+
+def peak_resident(run: Run) -> int | None:
+    """Bytes of the largest process."""
+    return max((rank.rss for rank in run.peak_memory_bytes or [] if rank and rank.rss), default=None)
+
+
+def speed(run: Run) -> float | None:
+    """Non-padding tokens per second over all ranks."""
+    return run.tokens_per_second.non_padding if run.tokens_per_second else None
+
+
+def communication_volume(run: Run) -> int | None:
+    """Bytes per optimizer step as the paper counts them: all-reduce twice, others once."""
+    if run.communication_bytes_per_step is None:
+        return None
+    return theory.paper_volume(run.communication_bytes_per_step)
+
+
+def communication_in_phi(run: Run) -> float | None:
+    """The same in units of Φ, the bytes of the trainable parameters in the run's precision."""
+    volume = communication_volume(run)
+    if volume is None or not run.trainable_parameters or run.precision is None:
+        return None
+    return volume / (run.trainable_parameters * BYTES_PER_VALUE[run.precision])
+
+
+def final_loss(run: Run) -> float | None:
+    """Mean of the last five steps; one step alone is mostly noise."""
+    last = (run.loss_history or [])[-FINAL_STEPS:]
+    return sum(last) / len(last) if last else None
+
+
+def table_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """One dict per run: sizes in bytes, times in seconds, None for what is not known."""
+    reference = baseline(runs)
+    return [_row(run, reference) for run in runs]
+
+
+def _row(run: Run, reference: Run | None) -> dict[str, Any]:
+    rank, expected = largest_rank(run), textbook(run)
+    total = state_total(rank) if rank else None
+    return {
+        "folder": run.folder.name,
+        "label": run.label,
+        "strategy": run.strategy,
+        "compared": run.compared,
+        "status": run.status,
+        "device": run.device,
+        "world_size": run.world_size,
+        "precision": run.precision,
+        "model": run.model,
+        "parameters": run.parameters,
+        "state_bytes": total,
+        "params_bytes": rank.params if rank else None,
+        "grads_bytes": rank.grads if rank else None,
+        "optimizer_bytes": rank.optimizer if rank else None,
+        "offloaded_bytes": (rank.offloaded_host or 0) + (rank.offloaded_disk or 0) if rank else None,
+        "textbook_bytes": expected.total if expected else None,
+        "state_over_textbook": total / expected.total if total is not None and expected else None,
+        "peak_allocated_bytes": peak_allocated(run),
+        "resident_bytes": peak_resident(run),
+        "tokens_per_second": speed(run),
+        "relative_speed": relative_speed(run, reference),
+        "step_seconds_median": run.step_seconds.median if run.step_seconds else None,
+        "communication_bytes": communication_volume(run),
+        "communication_in_phi": communication_in_phi(run),
+        "steps": len(run.loss_history or []),
+        "final_loss": final_loss(run),
+    }
+
+
+def relative_speed(run: Run, reference: Run | None) -> float | None:
+    """Tokens per second as a share of the baseline's; None for runs outside the comparison."""
+    if reference is None or not run.compared:
+        return None
+    own, base = speed(run), speed(reference)
+    return own / base if own is not None and base else None
+
+
+def setting(runs: Sequence[Run]) -> str:
+    """Model, machine and precision in one line; CPU runs say that they are no GPU."""
+    known = [run for run in runs if run.model and run.device and run.world_size] or list(runs)
+    first = known[0]
+    model = (first.model or "unknown model").rstrip("/").rsplit("/", maxsplit=1)[-1]
+    processes = f"{first.world_size or '?'} x {first.device or 'unknown device'}"
+    if first.device == "cpu":
+        processes = f"{first.world_size} CPU processes, no GPU"
+    return ", ".join(part for part in (model, processes, first.precision) if part)
+
+
+def without_nan(value: Any) -> Any:
+    """The same data with None for every number that strict JSON cannot hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    return [without_nan(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,131 @@
+"""The rows as a table: for the terminal (rich), for a README (markdown), for the page (lists of cells)."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from zero_recipes.report import units
+
+Row = dict[str, Any]
+
+# First line of a header, and what it means.
+NOTES = {
+    "Model": "Model states: parameters, gradients and optimizer on the rank that holds most.",
+    "Textbook": "Textbook: the ZeRO paper's formula for the model states.",
+    "Offloaded": "Offloaded: model states of that rank in host memory or on disk.",
+    "Resident": "Resident: memory of the whole process, most of it imported libraries; no accelerator was measured.",
+    "Tokens/s": "Tokens/s: without padding, over all ranks.",
+    "Comm.": "Comm.: bytes sent through collectives in one step; an all-reduce counts twice, others once.",
+    "in Φ": "Φ: the bytes of the trainable parameters in the run's precision.",
+    "Final": "Final loss: mean of the last five steps.",
+}
+
+
+class Column(NamedTuple):
+    """A header (broken by hand, for narrow columns) and how a row is shown under it."""
+
+    header: str
+    cell: Callable[[Row], str]
+
+
+def columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], list[Column]]:
+    """Columns naming the row, about memory, and about speed and loss; columns nobody has a value for are left out."""
+    reference = next((row["label"] for row in rows if row["relative_speed"] == 1), "baseline")
+    named = [
+        Column("Run", lambda row: row["label"]),
+        Column("Status", lambda row: row["status"]),
+    ]
+    memory = [
+        Column("Model\nstates", lambda row: units.size(row["state_bytes"])),
+        Column("Params", lambda row: units.size(row["params_bytes"])),
+        Column("Grads", lambda row: units.size(row["grads_bytes"])),
+        Column("Optimizer", lambda row: units.size(row["optimizer_bytes"])),
+        Column("Textbook", lambda row: units.size(row["textbook_bytes"])),
+        Column("Offloaded", lambda row: units.size(row["offloaded_bytes"] or None)),
+        _peak_column(rows),
+    ]
+    speed = [
+        Column("Tokens/s", lambda row: units.count(row["tokens_per_second"])),
+        Column(f"of {reference}", lambda row: units.percent(row["relative_speed"])),
+        Column("Step\nmedian", lambda row: _seconds(row["step_seconds_median"])),
+        Column("Comm.\nper step", lambda row: units.size(row["communication_bytes"])),
+        Column("in Φ", lambda row: units.fixed(row["communication_in_phi"], 2)),
+        Column("Final\nloss", lambda row: units.fixed(row["final_loss"], 4)),
+    ]
+    return named, _filled(memory, rows), _filled(speed, rows)
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What a reader needs to know about the columns that are shown."""
+    _, memory, speed = columns(rows)
+    shown = {column.header.split("\n")[0] for column in memory + speed}
+    return [text for header, text in NOTES.items() if header in shown]
+
+
+def print_table(rows: Sequence[Row], console: Console) -> None:
+    """Print the rows; where the terminal is narrow, as several tables that each name the runs again."""
+    named, memory, speed = columns(rows)
+    for group in _fitting(named, memory + speed, rows, console.width):
+        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for column in group:
+            justify = "left" if column in named else "right"
+            table.add_column(column.header, justify=justify, vertical="middle", no_wrap=True)
+        for row in rows:
+            table.add_row(*(Text(column.cell(row)) for column in group))
+        console.print(table)
+
+
+def _fitting(named: list[Column], others: list[Column], rows: Sequence[Row], width: int) -> list[list[Column]]:
+    """Deal the columns out to as few tables as fit in `width` characters, each beginning with the named ones."""
+    start = 2 + sum(_width(column, rows) for column in named)
+    groups, used = [list(named)], start
+    for column in others:
+        if used + _width(column, rows) > width and len(groups[-1]) > len(named):
+            groups, used = [*groups, list(named)], start
+        groups[-1].append(column)
+        used += _width(column, rows)
+    return groups
+
+
+def _width(column: Column, rows: Sequence[Row]) -> int:
+    """Characters of the widest line in a column, with the two that part it from the next."""
+    texts = [*column.header.split("\n"), *(column.cell(row) for row in rows)]
+    return 2 + max(len(text) for text in texts)
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """The rows for a README, without the notes."""
+    named, memory, speed = columns(rows)
+    chosen = named + memory + speed
+    lines = [
+        _markdown_line(column.header.replace("\n", " ") for column in chosen),
+        _markdown_line("---" if index < len(named) else "---:" for index in range(len(chosen))),
+        *(_markdown_line(column.cell(row) for column in chosen) for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _markdown_line(cells: Any) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _filled(chosen: list[Column], rows: Sequence[Row]) -> list[Column]:
+    return [column for column in chosen if any(column.cell(row) for row in rows)]
+
+
+def _has_accelerator(rows: Sequence[Row]) -> bool:
+    return any(row["peak_allocated_bytes"] is not None for row in rows)
+
+
+def _peak_column(rows: Sequence[Row]) -> Column:
+    if _has_accelerator(rows):
+        return Column("Peak\nallocated", lambda row: units.size(row["peak_allocated_bytes"]))
+    return Column("Resident\n(mostly\nimports)", lambda row: units.size(row["resident_bytes"]))
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{units.significant(value)} s"

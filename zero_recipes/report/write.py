@@ -1,0 +1,83 @@
+"""From a folder of runs to the files and the lines in the terminal."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from zero_recipes.report import plots, rows, table
+from zero_recipes.report.judgement import Judgement, judge
+from zero_recipes.report.page import devices_note, render_page
+from zero_recipes.report.reading import Run, read_runs
+
+VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
+
+
+def write_report(folder: Path, console: Console | None = None) -> Path:
+    """Write report.html, report.json, report.md and the pictures into `folder`, print the tables and judgements.
+
+    Returns the path of the page. Raises ContractError, which names file and key, where a file cannot be read.
+    """
+    folder = Path(folder)
+    runs = read_runs(folder)
+    judgements = judge(runs)
+    pictures = plots.draw_comparison(runs, folder)
+    drawn = {run.folder.name: plots.draw_single(run, folder) for run in rows.single_runs(runs)}
+    single_pictures = {name: path for name, path in drawn.items() if path}
+    _write(folder / "report.json", _as_json(runs, judgements))
+    _write(folder / "report.md", _as_markdown(runs))
+    page = _write(folder / "report.html", render_page(runs, judgements, pictures, single_pictures))
+    print_report(runs, judgements, console or Console())
+    return page
+
+
+def print_report(runs: Sequence[Run], judgements: Sequence[Judgement], console: Console) -> None:
+    """The tables and the judgements for the terminal."""
+    for title, chosen in _tables(runs):
+        console.print(Text(title, style="bold"))
+        table.print_table(chosen, console)
+    for line in table.notes(rows.table_rows(runs)):
+        console.print(Text(line, style="dim"))
+    if note := devices_note(runs):
+        console.print(Text(note, style="yellow"))
+    for judgement in judgements:
+        heading = Text.assemble("\n", (judgement.verdict, VERDICT_STYLE[judgement.verdict]), "  ", judgement.question)
+        console.print(heading)
+        console.print(Text(judgement.measured))
+    for run in runs:
+        if run.status != "ok":
+            console.print(Text(f"\n{run.label}: {run.status}. {run.error or ''}", style="red"))
+            for cure in run.failure.cures if run.failure else []:
+                console.print(Text(f"  may help: {cure}"))
+
+
+def _tables(runs: Sequence[Run]) -> list[tuple[str, list[dict]]]:
+    """Comparison and single runs apart, each with a title; empty ones are left out."""
+    groups = (("Comparison", rows.comparison(runs)), ("Single runs", rows.single_runs(runs)))
+    return [(f"{title}: {rows.setting(group)}", rows.table_rows(group)) for title, group in groups if group]
+
+
+def _as_json(runs: Sequence[Run], judgements: Sequence[Judgement]) -> str:
+    """Rows and judgements as strict JSON; bytes and seconds, nothing rounded."""
+    reference = rows.baseline(runs)
+    content = {
+        "schema": 1,
+        "baseline": reference.label if reference else None,
+        "rows": rows.table_rows(runs),
+        "judgements": [judgement._asdict() for judgement in judgements],
+    }
+    return json.dumps(rows.without_nan(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _as_markdown(runs: Sequence[Run]) -> str:
+    """The tables for a README, each below the setting that it was measured in."""
+    blocks = [f"{title}\n\n{table.markdown_table(chosen)}" for title, chosen in _tables(runs)]
+    lines = table.notes(rows.table_rows(runs)) + [note for note in [devices_note(runs)] if note]
+    return "\n".join([*blocks, *(f"- {line}" for line in lines)]) + "\n"
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
