@@ -52,3 +52,66 @@ def train_with_stowaway(argv: list[str]) -> dict:
         return train(argv)
     finally:
         StageMetricsCallback.on_train_begin = original
+
+
+def train_without_fresh_adam(argv: list[str]) -> dict:
+    """`train` at stage 0 with DeepSpeed's own step before training left in place."""
+    from zero_recipes.deepspeed_faults import FreshAdamAtStage0
+
+    seen: dict = {}
+    original = FreshAdamAtStage0.on_train_begin
+
+    def look(self, args, state, control, model=None, optimizer=None, **kwargs):
+        inner = optimizer.optimizer
+        states = model_states.base_optimizer(inner).state.values()
+        seen["adam_steps_before_training"] = max(int(tensors["step"]) for tensors in states)
+        seen["masters_moved"] = any(
+            not (master == weight.float()).all()
+            for masters, weights in zip(inner.fp32_groups, inner.fp16_groups, strict=True)
+            for master, weight in zip(masters, weights, strict=True)
+        )
+
+    FreshAdamAtStage0.on_train_begin = look
+    try:
+        return seen | {"loss_history": train(argv)["metrics"]["loss_history"]}
+    finally:
+        FreshAdamAtStage0.on_train_begin = original
+
+
+def fresh_adam_on_resume() -> dict:
+    """The step counter that FreshAdamAtStage0 leaves on a fresh and on a resumed run, from 7."""
+    from types import SimpleNamespace
+
+    import deepspeed
+    import torch
+
+    from zero_recipes.deepspeed_faults import FreshAdamAtStage0
+
+    left = {}
+    for name, resumes in (("fresh", False), ("resumed", True)):
+        layer = torch.nn.Linear(3, 3)
+        _, optimizer, _, _ = deepspeed.initialize(
+            model=layer,
+            optimizer=torch.optim.AdamW(layer.parameters()),
+            config={"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+        )
+        for tensors in optimizer.state.values():
+            tensors["step"].fill_(7.0)
+        FreshAdamAtStage0(resumes).on_train_begin(None, None, None, optimizer=SimpleNamespace(optimizer=optimizer))
+        left[name] = max(float(tensors["step"]) for tensors in optimizer.state.values())
+    return left
+
+
+def train_without_forgetting(argv: list[str]) -> str:
+    """The error of a stage 3 run that generates before training and keeps the trace."""
+    from zero_recipes import generation
+
+    original = generation.forget_trace_of_generation
+    generation.forget_trace_of_generation = lambda engine: None
+    try:
+        train(argv)
+        return "no error"
+    except AssertionError as error:
+        return str(error)[-200:]
+    finally:
+        generation.forget_trace_of_generation = original

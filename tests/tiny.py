@@ -34,7 +34,7 @@ def write_model(folder: Path, hidden: int = 64, intermediate: int = 101, vocabul
 def write_rows(folder: Path, count: int = 240, seed: int = 0) -> Path:
     """Alpaca rows whose answers are 1 to 60 words long; train and test split."""
     draw = random.Random(seed)
-    words = ["red", "blue", "fish", "moss", "cave", "river", "hums", "barks", "fire", "wind", "the", "it", "is", "eats", "lives", "in"]
+    words = ["red", "blue", "fish", "moss", "cave", "river", "hums", "barks", "fire", "wind", "the", "it", "is", "in"]
     folder.mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):
         rows = [

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import zlib
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from zero_recipes.refusal import Refusal
 
@@ -65,10 +67,10 @@ def load_model(config: PretrainedConfig, model_args, training_args, random_weigh
     keywords.setdefault("attn_implementation", model_args.attn_implementation)
     training_args.model_init_kwargs = None  # used here; SFTTrainer would warn that it ignores them
     if random_weights:
-        set_seed(training_args.seed)
         if keywords["dtype"] == "auto":
             keywords["dtype"] = config.dtype or torch.float32
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=training_args.trust_remote_code, **keywords)
+        draw_weights(model, training_args.seed)
     else:
         model = AutoModelForCausalLM.from_pretrained(
             model_args.model_name_or_path,
@@ -86,6 +88,30 @@ def load_model(config: PretrainedConfig, model_args, training_args, random_weigh
             f"Run with --attn_implementation {got}.",
         )
     return model
+
+
+def draw_weights(model: PreTrainedModel, seed: int) -> None:
+    """Fill every matrix with normal numbers (deviation: config.initializer_range) from a seed of its own name.
+
+    The same weights under every strategy: under ZeRO stage 3 deepspeed.zero.Init draws others than the plain
+    constructor does. One tensor is whole at a time; biases and norms keep the constructor's constants.
+    """
+    deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+    for name, p in model.named_parameters():
+        if len(getattr(p, "ds_shape", p.shape)) < 2:
+            continue
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        with _whole(p), torch.no_grad():
+            if p.numel():  # under stage 3 rank 0 alone fills; the exit of the context hands it to the others
+                p.copy_(torch.empty(p.shape).normal_(0.0, deviation, generator=generator))
+
+
+def _whole(p: torch.nn.Parameter):
+    if not hasattr(p, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(p, modifier_rank=0)
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:

@@ -245,9 +245,11 @@ def _refuse_unknown(place: Path | str, keys: list[str], known: set[str]) -> None
                 "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 run_sft.py "
                 "RECIPE.yaml",
             )
-    nearest = {key: difflib.get_close_matches(key, known, 1, 0.6) for key in keys}
+    nearest = {key: difflib.get_close_matches(key, known, 2, 0.6) for key in keys}
     listed = ", ".join(f"`{key}`" for key in keys)
-    cures = [f"`{key}`: did you mean `{near[0]}`?" for key, near in nearest.items() if near]
+    cures = [
+        f"`{key}`: did you mean {' or '.join(f'`{name}`' for name in near)}?" for key, near in nearest.items() if near
+    ]
     raise Refusal(
         f"unknown key{'s' if len(keys) > 1 else ''} {listed} in {place}",
         "Neither TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) nor zero-recipes takes it.",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from zero_recipes.checkpoints import saved_in
 from zero_recipes.failure import failed_row
@@ -62,7 +63,8 @@ def sweep(
         status = json.loads((folder / "metrics.json").read_text())["status"]
         seconds = time.perf_counter() - start
         outcomes.append(Outcome(strategy, status, seconds, folder))
-        console.print(f"{label}: {status} after {seconds:.0f} s" + (f", see {folder / 'log.txt'}" if exit_code else ""))
+        ending = f"{label}: {status} after {seconds:.0f} s" + (f", see {folder / 'log.txt'}" if exit_code else "")
+        console.print(ending, markup=False, highlight=False, soft_wrap=True)
     return outcomes
 
 
@@ -120,7 +122,7 @@ def _run(command: list[str], folder: Path, label: str, console: Console) -> tupl
                 log.write(line)
                 tail.append(line.rstrip("\n"))
                 if line.strip():
-                    status.update(f"{label}: {line.strip()[:100]}", spinner="dots")
+                    status.update(escape(f"{label}: {line.strip()[:100]}"))  # a log line may look like markup
                     _echo_progress(line, label, console)
             return child.wait(), "\n".join(tail)
         finally:
