@@ -35,7 +35,7 @@ def saved_in(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
         return []
     checkpoints = sorted(p for p in output_dir.glob("checkpoint-*") if p.is_dir())
-    weights = sorted(p for pattern in ("*.safetensors", "*.bin") for p in output_dir.glob(pattern))
+    weights = sorted(p for pattern in ("*.safetensors", "pytorch_model*.bin") for p in output_dir.glob(pattern))
     metrics = output_dir / "metrics.json"
     finished = metrics.is_file() and json.loads(metrics.read_text()).get("status") == "ok"
     return checkpoints + weights + ([metrics] if finished else [])

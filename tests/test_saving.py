@@ -1,0 +1,137 @@
+"""A saved model is whole under every strategy, a broken one is recognised, and nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import write_recipe
+from zero_recipes.checkpoints import NotWhole, refuse_occupied, saved_in, verify
+from zero_recipes.refusal import Refusal
+
+STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3_offload")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("saving"), save_model=True, eval_strategy="steps", eval_steps=2)
+
+
+@pytest.fixture(scope="module")
+def saved(two, recipe, tmp_path_factory) -> dict[str, Path]:
+    """One saved run for each strategy, with samples generated before and after."""
+    folders = {}
+    for strategy in STRATEGIES:
+        folders[strategy] = tmp_path_factory.mktemp(strategy) / "out"
+        named = [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
+        samples = ["--sample_prompts", "3", "--sample_max_new_tokens", "5", "--per_device_eval_batch_size", "2"]
+        result = two.run("train", argv=[str(recipe), "--output_dir", str(folders[strategy]), *named, *samples])[0]
+        assert result["metrics"]["strategy"] == strategy
+    return folders
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_saved_model_loads_and_is_the_trained_one(saved, strategy):
+    folder = saved[strategy]
+    assert verify(folder)["parameters"] == json.loads((folder / "metrics.json").read_text())["parameters"]
+    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    reference = AutoModelForCausalLM.from_pretrained(saved["zero1"], dtype=torch.float32)
+    apart, whole = 0.0, 0.0
+    for mine, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        apart += (mine - wanted).square().sum().item()
+        whole += wanted.square().sum().item()
+    assert (apart / whole) ** 0.5 < 1e-2  # bf16 rounds to 4e-3
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_samples_before_and_after_under_every_strategy(saved, strategy):
+    rows = [json.loads(line) for line in (saved[strategy] / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 3
+    for row in rows:
+        assert set(row) == {"prompt", "before", "after", "reference", "scores_before", "scores_after"}
+        assert set(row["scores_after"]) == {"exact_match", "token_f1", "reference_loss"}
+        assert row["scores_after"]["reference_loss"] < row["scores_before"]["reference_loss"]
+    assert json.loads((saved[strategy] / "metrics.json").read_text())["eval_history"][0]["step"] == 2
+
+
+def test_the_resolved_recipe_runs_again(two, saved, tmp_path):
+    resolved = saved["zero2"] / "recipe.resolved.yaml"
+    first = json.loads((saved["zero2"] / "metrics.json").read_text())
+    again = two.run("train", argv=[str(resolved), "--output_dir", str(tmp_path / "again"), "--save_model", "false"])[0]
+    assert again["metrics"]["strategy"] == "zero2"
+    assert again["metrics"]["loss_history"] == pytest.approx(first["loss_history"], rel=1e-4)  # bf16
+
+
+def copied(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved["zero1"], tmp_path / "copy"))
+
+
+def test_a_missing_tensor_is_found(saved, tmp_path):
+    folder = copied(saved, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    gone = next(name for name in tensors if "dense_h_to_4h.weight" in name)
+    del tensors[gone]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NotWhole, match=r"missing keys.*dense_h_to_4h"):
+        verify(folder)
+
+
+def test_an_empty_tensor_is_found(saved, tmp_path):
+    """What stage 3 writes without the gather."""
+    folder = copied(saved, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[next(iter(tensors))] = torch.empty(0)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NotWhole, match="is empty"):
+        verify(folder)
+
+
+def test_another_shape_and_a_stranger_are_found(saved, tmp_path):
+    folder = copied(saved, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    stranger = tensors | {"gpt_neox.layers.9.nobody": torch.zeros(2)}
+    save_file(stranger, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NotWhole, match=r"unexpected keys.*nobody"):
+        verify(folder)
+    name = next(name for name in tensors if "dense_4h_to_h.weight" in name)
+    save_file(tensors | {name: torch.zeros(3, 3)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(NotWhole, match="mismatched keys"):
+        verify(folder)
+
+
+def test_a_file_that_was_cut_off_is_found(saved, tmp_path):
+    folder = copied(saved, tmp_path)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(NotWhole, match="cut off"):
+        verify(folder)
+    path.unlink()
+    with pytest.raises(NotWhole, match="no weights"):
+        verify(folder)
+
+
+def test_an_occupied_folder_is_refused_untouched(saved, tmp_path):
+    folder = copied(saved, tmp_path)
+    (folder / "checkpoint-2").mkdir()
+    before = sorted(str(path) for path in folder.rglob("*"))
+    with pytest.raises(Refusal) as caught:
+        refuse_occupied(folder, None, False)
+    assert "--resume_from_checkpoint true" in caught.value.cure and "--overwrite true" in caught.value.cure
+    assert sorted(str(path) for path in folder.rglob("*")) == before
+    assert [path.name for path in saved_in(folder)] == ["checkpoint-2", "model.safetensors", "metrics.json"]
+    refuse_occupied(folder, "true", False)
+    refuse_occupied(folder, None, True)
+    refuse_occupied(tmp_path / "new", None, False)
+
+
+def test_output_dir_below_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refusal, match="cannot be made"):
+        refuse_occupied(tmp_path / "file" / "out", None, False)
