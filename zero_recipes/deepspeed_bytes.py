@@ -16,15 +16,17 @@ STEP_COUNTER = 4  # bytes: torch's Adam keeps `step` as one fp32 scalar per tens
 START_ALIGNMENT = 2  # elements; zero/stage_1_and_2.py:441 `nccl_start_alignment_factor`
 
 
-def model_state_terms(groups: Groups, world_size: int, rank: int, zero_stage: int, reduce_bucket: int) -> Terms:
+def model_state_terms(
+    groups: Groups, world_size: int, rank: int, zero_stage: int, reduce_bucket: int, sub_group: int = 10**9
+) -> Terms:
     """{"params" | "grads" | "optimizer": {term: bytes}}, the largest within one optimizer step without accumulation.
 
-    `reduce_bucket`: zero_optimization.reduce_bucket_size in elements.
+    `reduce_bucket` and `sub_group`: zero_optimization.reduce_bucket_size and sub_group_size, in elements.
     """
     if zero_stage == 0:
         return _stage_0(groups)
     if zero_stage == 3:
-        return _stage_3(groups, world_size)
+        return _stage_3(groups, world_size, sub_group)
     return _stages_1_and_2(groups, world_size, rank, zero_stage, reduce_bucket)
 
 
@@ -87,9 +89,9 @@ def _stages_1_and_2(groups: Groups, world_size: int, rank: int, zero_stage: int,
     }
 
 
-def _stage_3(groups: Groups, world_size: int) -> Terms:
+def _stage_3(groups: Groups, world_size: int, sub_group: int) -> Terms:
     """zero/partition_parameters.py pads each tensor to N partitions; zero/stage3.py: one gradient buffer (791), fp32
-    copy of one sub-group at a time in step() (2686-2693); a sub-group here is a parameter group."""
+    copy of one sub-group at a time in step() (2686-2693). Exact while a parameter group fits into one sub-group."""
     partitions = [sum(-(-size // world_size) for size in group) for group in groups]
     psi, held = sum(map(sum, groups)), sum(partitions)
     share = {factor: factor * psi // world_size for factor in (2, 12)}
@@ -98,7 +100,7 @@ def _stage_3(groups: Groups, world_size: int) -> Terms:
         "grads": {
             "bf16 gradients of the partition 2Ψ/N": share[2],
             "padding of each tensor": 2 * held - share[2],
-            "fp32 copy inside step(), largest group": 4 * max(partitions),
+            "fp32 copy inside step(), largest sub-group": 4 * min(max(partitions), sub_group),
         },
         "optimizer": {
             "fp32 master and Adam 12Ψ/N": share[12],

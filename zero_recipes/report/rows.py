@@ -138,7 +138,7 @@ def setting(runs: Sequence[Run]) -> str:
     """Model, machine and precision in one line; CPU runs say that they are no GPU."""
     known = [run for run in runs if run.model and run.device and run.world_size] or list(runs)
     first = known[0]
-    model = (first.model or "unknown model").rstrip("/").rsplit("/", maxsplit=1)[-1]
+    model = (first.model or "unknown model").removeprefix("./")
     processes = f"{first.world_size or '?'} x {first.device or 'unknown device'}"
     if first.device == "cpu":
         processes = f"{first.world_size} CPU processes, no GPU"
