@@ -1,0 +1,66 @@
+"""The README tells the truth: its files exist, its commands are the tools' own, its tables are made from JSON."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_recipes import cli
+from zero_recipes import recipe as recipes
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.strip()
+]
+
+
+def test_named_files_exist():
+    named = set(
+        re.findall(r"(?:recipes|ds_configs|accelerate_configs|docs|scripts|tests|zero_recipes)/[\w./-]+\.\w+", README)
+    )
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_two_commands_are_targets_of_the_makefile():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {command[1] for command in COMMANDS if command[0] == "make"} == {"demo", "test"} <= targets
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "run_sft.py" in c], ids=" ".join)
+def test_run_commands_name_a_recipe_and_keys_that_exist(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    path, overrides = recipes.split_command_line(command[command.index("run_sft.py") + 1 :])
+    recipes.parse(path, recipes.read(path), overrides)
+    for word in command:
+        assert not word.endswith((".yaml", ".json")) or (ROOT / word).is_file()
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c[0] == "zero-recipes"], ids=" ".join)
+def test_tool_commands_are_verbs(command, monkeypatch):
+    seen = []
+    for verb in ("_fetch", "_sweep", "_report", "_verify"):
+        monkeypatch.setattr(cli, verb, lambda arguments, rest: seen.append((arguments.verb, rest)) or 0)
+    assert cli.main(command[1:]) == 0
+    assert seen == [(command[1], [])]
+
+
+def test_tables_are_made_from_committed_json():
+    assert subprocess.run([sys.executable, "scripts/readme_demo.py", "--check"], cwd=ROOT, timeout=120).returncode == 0
+
+
+def test_the_check_of_the_machine_passes_here_and_names_what_is_missing(tmp_path):
+    script = ["sh", "scripts/check_machine.sh"]
+    assert subprocess.run([*script, sys.executable], cwd=ROOT).returncode == 0
+    bare = subprocess.run([*script, "no-such-python"], cwd=ROOT, capture_output=True, text=True)
+    assert bare.returncode == 1 and "python3-dev" in bare.stderr and "apt-get install" in bare.stderr
