@@ -68,8 +68,7 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int) -
     if strategy.is_deepspeed:
         import deepspeed
 
-        if device == "cpu":
-            remove_stale_build_locks()
+        remove_stale_build_locks()
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
     else:
         torch.distributed.init_process_group(backend, timeout=timeout)
@@ -87,7 +86,8 @@ def remove_stale_build_locks() -> None:
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
     if int(os.environ.get("RANK", 0)) or not os.path.isdir(root):
         return
-    building = any(p.info["name"] in ("ninja", "c++", "g++", "cc1plus") for p in psutil.process_iter(["name"]))
+    compilers = ("ninja", "c++", "g++", "cc1plus", "nvcc", "cicc", "ptxas")
+    building = any(p.info["name"] in compilers for p in psutil.process_iter(["name"]))
     for folder, _, files in os.walk(root):
         if "lock" in files and not building:
             warnings.warn(f"removed a stale build lock: {os.path.join(folder, 'lock')}", stacklevel=2)

@@ -1,0 +1,51 @@
+# zero-recipes on a rented GPU pod, or on any machine with NVIDIA's container toolkit:
+#
+#   docker build -t zero-recipes .
+#   docker run --rm -it --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD/workspace:/workspace" zero-recipes
+#   accelerate launch --config_file accelerate_configs/zero3.yaml run_sft.py recipes/pythia.yaml
+#   zero-recipes sweep recipes/pythia.yaml --strategies ddp,zero0,zero1,zero2,zero3 --num_processes 2
+#
+# --ipc=host: NCCL and the data loaders share memory between processes. memlock: NVMe offload pins its buffers.
+# On RunPod: push the image, name it in a template, mount the volume at /workspace; no start command is needed.
+
+# A devel image: DeepSpeed compiles its kernels on first use and needs nvcc. The tag must carry the torch of
+# requirements.lock; the build stops if it does not. CUDA 13 needs driver 580 or later; for an older driver take
+# --build-arg BASE_IMAGE=pytorch/pytorch:2.13.0-cuda12.6-cudnn9-devel. Neither tag was pulled when this was written:
+# the file is tested by docker/smoke.sh on a CPU stand-in.
+ARG BASE_IMAGE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel
+FROM ${BASE_IMAGE}
+
+# libaio-dev: NVMe offload; openssh-client and pdsh: the deepspeed launcher on several machines; ninja comes from pip
+RUN apt-get update \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+        g++ git libaio-dev make openssh-client pdsh python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/zero-recipes
+
+# The lock before the sources: a changed recipe does not install everything anew.
+# INSTALL_TORCH=1 lets pip download torch where the base has none, or another version (gigabytes).
+ARG INSTALL_TORCH=
+COPY requirements.lock ./
+COPY scripts/check_machine.sh scripts/
+COPY docker/install_lock.sh docker/
+RUN INSTALL_TORCH="$INSTALL_TORCH" sh docker/install_lock.sh
+
+# What is worth keeping lies under /workspace, where the pod's volume is: models and data, compiled kernels, results.
+ENV PATH=/opt/zero-recipes/.venv/bin:$PATH \
+    HF_HOME=/workspace/cache/huggingface \
+    TORCH_EXTENSIONS_DIR=/workspace/cache/torch_extensions
+
+# .ready: the Makefile's mark of a finished .venv, so that `make demo` and `make test` work here without installing.
+# output: relative paths like output/zero3 outlive the container.
+# profile.d: a login shell (web terminal, ssh) starts from /etc/profile, which forgets the variables of the image.
+COPY . .
+RUN pip install --quiet --no-cache-dir --disable-pip-version-check --no-deps -e . \
+    && touch .venv/.ready \
+    && mkdir -p /workspace/output \
+    && ln -s /workspace/output output \
+    && export -p | grep -E '^export (PATH|LD_LIBRARY_PATH|HF_HOME|TORCH_EXTENSIONS_DIR)=' \
+        >/etc/profile.d/zero-recipes.sh
+
+ENTRYPOINT ["sh", "/opt/zero-recipes/docker/entrypoint.sh"]
+CMD ["bash"]
