@@ -40,7 +40,7 @@ def prepare(argv: list[str]):
     mapping = recipes.read(path)  # the recipe's `env:` is in force before torch is imported
 
     from zero_recipes import calm, launch, strategy
-    from zero_recipes.checkpoints import refuse_occupied
+    from zero_recipes.checkpoints import checkpoint_to_resume, refuse_occupied
     from zero_recipes.model import refuse_missing_attention
 
     calm.quieten()
@@ -53,6 +53,7 @@ def prepare(argv: list[str]):
     refuse_missing_attention(recipe.values["attn_implementation"], device)
     output_dir = launch.choose_output_dir(recipe)
     refuse_occupied(output_dir, recipe.values["resume_from_checkpoint"], recipe.values["overwrite"])
+    recipe.values["resume_from_checkpoint"] = checkpoint_to_resume(output_dir, recipe.values["resume_from_checkpoint"])
     return launch.Run(recipe, in_force, device, output_dir)
 
 
@@ -65,8 +66,8 @@ def train(run):
     from zero_recipes.checkpoints import clear_earlier_run, verify
     from zero_recipes.clock import PhaseClock
     from zero_recipes.data import load_rows, load_tokenizer
-    from zero_recipes.deepspeed_faults import FreshAdamAtStage0
     from zero_recipes.failure import write_failure
+    from zero_recipes.faults import FreshAdamAtStage0
     from zero_recipes.model import load_config, load_model
 
     recipe, output_dir = run.recipe, run.output_dir
@@ -105,8 +106,8 @@ def train(run):
                 peft_config=get_peft_config(model_args),
                 callbacks=[FreshAdamAtStage0(bool(training_args.resume_from_checkpoint)), before, stage_metrics],
             )
-        before.trainer = stage_metrics.trainer = trainer
-        trainer.stage_metrics = stage_metrics
+        before.trainer = trainer
+        stage_metrics.watch(trainer)
 
         with clock.phase("train"):
             trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)

@@ -56,7 +56,7 @@ def train_with_stowaway(argv: list[str]) -> dict:
 
 def train_without_fresh_adam(argv: list[str]) -> dict:
     """`train` at stage 0 with DeepSpeed's own step before training left in place."""
-    from zero_recipes.deepspeed_faults import FreshAdamAtStage0
+    from zero_recipes.faults import FreshAdamAtStage0
 
     seen: dict = {}
     original = FreshAdamAtStage0.on_train_begin
@@ -85,7 +85,7 @@ def fresh_adam_on_resume() -> dict:
     import deepspeed
     import torch
 
-    from zero_recipes.deepspeed_faults import FreshAdamAtStage0
+    from zero_recipes.faults import FreshAdamAtStage0
 
     left = {}
     for name, resumes in (("fresh", False), ("resumed", True)):
@@ -115,3 +115,17 @@ def train_without_forgetting(argv: list[str]) -> str:
         return str(error)[-200:]
     finally:
         generation.forget_trace_of_generation = original
+
+
+def names_lost_on_resume(folder: str) -> list[str]:
+    """Tensors that transformers' own Trainer leaves as they were when it loads a checkpoint of a GPTNeoX."""
+    import os
+
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained("tiny_world/base")
+    if os.environ["RANK"] == "0":
+        model.save_pretrained(folder)
+        return model.load_state_dict(load_file(f"{folder}/model.safetensors"), False).missing_keys
+    return []

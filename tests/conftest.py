@@ -14,10 +14,12 @@ FIXTURES = ROOT.parent / "shared" / "fixtures"
 
 # from cheap to dear; a file that is not named here runs with the fast ones
 ORDER = [
+    "test_recipes",
     "test_refusals",
     "test_model_states",
     "test_equality",
     "test_saving",
+    "test_trl_recipes",
     "test_real_weights",
     "test_failures",
     "test_launchers",

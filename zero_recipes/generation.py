@@ -14,7 +14,7 @@ from trl import SFTTrainer
 
 from zero_recipes.clock import PhaseClock
 from zero_recipes.data import alpaca_prompt, alpaca_row
-from zero_recipes.deepspeed_faults import forget_trace_of_generation
+from zero_recipes.faults import forget_trace_of_generation
 from zero_recipes.refusal import Refusal
 
 SCORES = Path(__file__).with_name("scores")
@@ -53,7 +53,7 @@ def choose_samples(
                 'eval_strategy is "no", so no evaluation split is loaded.',
                 "Set eval_strategy, or name a JSON Lines file or a list of prompts.",
             )
-        return [_sample(row, tokenizer) for row in eval_rows.select(range(min(int(asked), len(eval_rows))))]
+        return [_sample(row, tokenizer) for row in eval_rows.take(int(asked))]
     path = Path(str(asked))
     if not path.is_file():
         raise Refusal(

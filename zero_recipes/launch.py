@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -77,8 +76,8 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int) -
 def remove_stale_build_locks() -> None:
     """Delete the lock that a killed compiler left: torch would wait for it for ever, without a word.
 
-    torch/utils/file_baton.py waits while `lock` exists in the extension's build folder; nobody holds it if no ninja
-    or compiler works there. Rank 0 deletes before any rank builds.
+    torch/utils/file_baton.py waits while `lock` exists in the extension's build folder. Nobody holds it if it is older
+    than this process (its sisters start with it) and no compiler is at work.
     """
     import psutil
     from torch.utils.cpp_extension import get_default_build_root
@@ -88,10 +87,11 @@ def remove_stale_build_locks() -> None:
         return
     compilers = ("ninja", "c++", "g++", "cc1plus", "nvcc", "cicc", "ptxas")
     building = any(p.info["name"] in compilers for p in psutil.process_iter(["name"]))
-    for folder, _, files in os.walk(root):
-        if "lock" in files and not building:
-            warnings.warn(f"removed a stale build lock: {os.path.join(folder, 'lock')}", stacklevel=2)
-            os.remove(os.path.join(folder, "lock"))
+    started = psutil.Process().create_time()
+    for lock in Path(root).rglob("lock"):
+        if lock.stat().st_mtime < started - 1 and not building:
+            print(f"removed a build lock that a killed compiler left: {lock}", flush=True)
+            lock.unlink()
 
 
 def _free_port() -> str:

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from trl import SFTTrainer
 
 from zero_recipes import machine, model_states
 from zero_recipes.clock import PhaseClock, StepClock
 from zero_recipes.communication import CommunicationCounter
+from zero_recipes.faults import load_weights_by_class
 from zero_recipes.launch import Run
 from zero_recipes.model import parameter_counts
 from zero_recipes.strategy import Strategy
@@ -51,6 +52,12 @@ class StageMetricsCallback(TrainerCallback):
         self.warmup = 0
         self.done = 0
         self.summary: dict[str, Any] = {}
+
+    def watch(self, trainer: MeasuredSFTTrainer) -> None:
+        """Join callback and trainer; TRL has put LoRA's adapter around the model by now, so count it again."""
+        self.trainer, trainer.stage_metrics = trainer, self
+        parameters, trainable = parameter_counts(trainer.model)
+        self.identity |= {"parameters": parameters, "trainable_parameters": trainable}
 
     # called by MeasuredSFTTrainer
 
@@ -176,6 +183,13 @@ class MeasuredSFTTrainer(SFTTrainer):
         self.stage_metrics.add_loss(loss)
         return loss
 
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        model = self.model if model is None else model
+        if isinstance(model, PreTrainedModel) and not self.is_fsdp_enabled:
+            load_weights_by_class(model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:  # DeepSpeed keeps none at stage 0 in fp32 (engine.py `clip_fp32_gradients`)
@@ -280,6 +294,8 @@ def _summarise(ranks: list[dict], seconds: list[float], warmup: int) -> dict[str
     names = ("all", "non_padding", "supervised")
     totals, timed_totals = ([sum(rank["tokens"][i][k] for rank in ranks) for k in range(3)] for i in (0, 1))
     timed = seconds[warmup:]
+    if not timed:  # a resumed run that had no step left
+        return {"peak_memory_bytes": [rank["peak"] for rank in ranks]}
     losses = [sum(step) / len(ranks) for step in zip(*(rank["losses"] for rank in ranks), strict=True)]
     return {
         "peak_memory_bytes": [rank["peak"] for rank in ranks],

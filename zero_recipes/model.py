@@ -72,14 +72,7 @@ def load_model(config: PretrainedConfig, model_args, training_args, random_weigh
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=training_args.trust_remote_code, **keywords)
         draw_weights(model, training_args.seed)
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            model_args.model_name_or_path,
-            config=config,
-            revision=model_args.model_revision,
-            trust_remote_code=training_args.trust_remote_code,
-            **_quantization(model_args),
-            **keywords,
-        )
+        model = _pretrained(config, model_args, training_args, keywords)
     asked, got = keywords["attn_implementation"], model.config._attn_implementation
     if asked is not None and got != asked:
         raise Refusal(
@@ -88,6 +81,28 @@ def load_model(config: PretrainedConfig, model_args, training_args, random_weigh
             f"Run with --attn_implementation {got}.",
         )
     return model
+
+
+def _pretrained(config: PretrainedConfig, model_args, training_args, keywords: dict) -> PreTrainedModel:
+    from trl import get_quantization_config
+
+    quantization = get_quantization_config(model_args)
+    if quantization is not None:
+        keywords = keywords | {"quantization_config": quantization}
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            model_args.model_name_or_path,
+            config=config,
+            revision=model_args.model_revision,
+            trust_remote_code=training_args.trust_remote_code,
+            **keywords,
+        )
+    except OSError as error:
+        raise Refusal(
+            f"{model_args.model_name_or_path} has a config, but no weights can be read",
+            (str(error).strip() or type(error).__name__).splitlines()[0],
+            "zero-recipes fetch RECIPE.yaml downloads them; random_weights: true builds a model from its config alone.",
+        ) from error
 
 
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
@@ -118,10 +133,3 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     """(all, trainable) parameters, whole also where ZeRO stage 3 has partitioned them (tied ones count once)."""
     sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)
-
-
-def _quantization(model_args) -> dict:
-    from trl import get_quantization_config
-
-    config = get_quantization_config(model_args)
-    return {} if config is None else {"quantization_config": config}

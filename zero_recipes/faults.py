@@ -1,8 +1,9 @@
-"""Faults of DeepSpeed that would change results, each mended here; tests fail when one is no longer needed."""
+"""Faults of the libraries below that would change results, each mended here; tests fail when one is gone."""
 
 from __future__ import annotations
 
-from transformers import TrainerCallback
+import torch
+from transformers import PreTrainedModel, TrainerCallback
 
 from zero_recipes import model_states
 
@@ -43,3 +44,15 @@ def forget_trace_of_generation(engine) -> None:
     offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)
     if offload is not None and not offload.param_coordinator.is_invalid_trace():
         offload.param_coordinator._invalidate_trace()
+
+
+def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
+    """Put a checkpoint's weights into `model` as from_pretrained would, and all of them.
+
+    transformers 5.23, trainer.py `_load_from_checkpoint` calls `load_state_dict(state_dict, False)` with the names of
+    the file. Where saving renames (GPTNeoX: lm_head becomes embed_out), those weights are not loaded, with a warning
+    only: a run resumed without DeepSpeed goes on with the LM head it began with.
+    """
+    whole = type(model).from_pretrained(checkpoint, dtype=model.dtype, local_files_only=True)
+    with torch.no_grad():
+        model.load_state_dict(whole.state_dict())
