@@ -17,6 +17,7 @@ ORDER = [
     "test_recipes",
     "test_refusals",
     "test_model_states",
+    "test_metrics",
     "test_equality",
     "test_saving",
     "test_trl_recipes",
