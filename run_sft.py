@@ -49,6 +49,7 @@ def prepare(argv: list[str]):
     device = launch.choose_device(recipe)
     in_force = strategy.resolve(recipe)
     recipes.derive_accumulation(recipe, in_force.world_size)
+    in_force.check(recipe, device)
     launch.refuse_data_parallel(in_force, device)
     refuse_missing_attention(recipe.values["attn_implementation"], device)
     output_dir = launch.choose_output_dir(recipe)

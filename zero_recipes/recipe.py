@@ -12,17 +12,17 @@ import dataclasses
 import difflib
 import hashlib
 import os
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from zero_recipes.checks.recipe_file import key_findings, recipe_findings
 from zero_recipes.refusal import Refusal
 
 USAGE = "run_sft.py RECIPE.yaml [--key value ...]"
-# keys that people put into a recipe although the launcher owns them, beside accelerate's own (ClusterConfig)
-LAUNCH_KEYS = {"accelerate_config", "config_file", "num_gpus", "nproc_per_node", "launcher", "hostfile"}
 
 
 @dataclass
@@ -117,10 +117,10 @@ def read(path: Path) -> dict[str, Any]:
             f"Did you mean {path.parent / near[0]}?" if near else "Check the path; the recipes stand in recipes/.",
         )
     try:
-        mapping = yaml.safe_load(path.read_text())
+        mapping = _load(path)
     except yaml.YAMLError as error:
         raise Refusal(f"{path} is not YAML", str(error).replace("\n", " "), "Mend the line that it names.") from None
-    if not isinstance(mapping, dict):
+    if mapping is None:
         raise Refusal(
             f"{path} holds no mapping of keys to values",
             "A recipe is one YAML mapping, as for `trl sft --config`.",
@@ -137,15 +137,21 @@ def read(path: Path) -> dict[str, Any]:
 def parse(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
     """Merge file and command line through TRL's own parser; refuse what neither TRL nor we know."""
     parser = _parser()
-    known = {f.name for cls in _dataclasses() for f in dataclasses.fields(cls) if f.init}
-    _refuse_unknown(path, [key for key in mapping if key not in known], known)
+    known = key_types()
+    findings = recipe_findings(str(path), mapping, getattr(mapping, "lines", {}), known)
+    if findings:
+        raise Refusal.of(findings)
 
     file_values = dict(mapping)
     prompts = file_values.pop("sample_prompts", None)  # a list, a number or a path: argparse has one type per key
     parser.set_defaults_with_config(**file_values)
     namespace, extra = parser.parse_known_args(overrides)
     stray = [word for word in extra if word.startswith("--")]
-    _refuse_unknown("the command line", [word[2:].partition("=")[0].replace("-", "_") for word in stray], known)
+    findings = list(
+        key_findings("the command line", [word[2:].partition("=")[0].replace("-", "_") for word in stray], known)
+    )
+    if findings:
+        raise Refusal.of(findings)
     if extra:
         raise Refusal(f"{extra[0]!r} on the command line belongs to no key", "Every value follows a `--key`.", USAGE)
 
@@ -228,32 +234,41 @@ def _parser():
     return Parser(dataclass_types=_dataclasses(), allow_abbrev=False, add_help=False)
 
 
-def _named_on(overrides: list[str], known: set[str]) -> set[str]:
+def key_types() -> dict[str, Any]:
+    """{every key that a recipe may have: its type hint}."""
+    hints: dict[str, Any] = {}
+    for cls in _dataclasses():
+        resolved = typing.get_type_hints(cls)
+        hints |= {f.name: resolved[f.name] for f in dataclasses.fields(cls) if f.init}
+    return hints
+
+
+class RecipeFile(dict):
+    """A recipe's mapping that remembers the line of each key."""
+
+    lines: dict[str, int]
+
+
+def _load(path: Path) -> RecipeFile | None:
+    """The file's mapping (None if it holds none). Raises Refusal for a key that stands there twice."""
+    node = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if key.value in lines:
+            raise Refusal(
+                f"`{key.value}` stands twice in {path}, in lines {lines[key.value]} and {line}",
+                "YAML takes the last one without a word.",
+                "Remove one of them.",
+            )
+        lines[key.value] = line
+    mapping = RecipeFile(yaml.safe_load(path.read_text()))
+    mapping.lines = lines
+    return mapping
+
+
+def _named_on(overrides: list[str], known: typing.Container[str]) -> set[str]:
     names = {word[2:].partition("=")[0].replace("-", "_") for word in overrides if word.startswith("--")}
     return {name if name in known else name.removeprefix("no_") for name in names}
-
-
-def _refuse_unknown(place: Path | str, keys: list[str], known: set[str]) -> None:
-    if not keys:
-        return
-    from accelerate.commands.config.config_args import ClusterConfig
-
-    launch = LAUNCH_KEYS | {f.name for f in dataclasses.fields(ClusterConfig)}
-    for key in keys:
-        if key in launch:
-            raise Refusal(
-                f"`{key}` in {place} is a key of the launcher, not of a recipe",
-                "A recipe says what is trained; the launcher says on how many processes and machines.",
-                "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 run_sft.py "
-                "RECIPE.yaml",
-            )
-    nearest = {key: difflib.get_close_matches(key, known, 2, 0.6) for key in keys}
-    listed = ", ".join(f"`{key}`" for key in keys)
-    cures = [
-        f"`{key}`: did you mean {' or '.join(f'`{name}`' for name in near)}?" for key, near in nearest.items() if near
-    ]
-    raise Refusal(
-        f"unknown key{'s' if len(keys) > 1 else ''} {listed} in {place}",
-        "Neither TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) nor zero-recipes takes it.",
-        " ".join(cures) or "Remove it, or see the README's table of keys.",
-    )

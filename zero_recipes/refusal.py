@@ -6,20 +6,55 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from typing import NoReturn
 
 REFUSED = 2
 
 
-class Refusal(Exception):
+@dataclass(frozen=True)
+class Finding:
     """What is wrong, why it cannot work, and how to cure it: one sentence or two each."""
+
+    what: str
+    why: str
+    cure: str
+    level: str = "error"  # or "warning": said once, and the run goes on
+
+    def __str__(self) -> str:
+        head = "refused" if self.level == "error" else "warning"
+        return f"{head}: {self.what}\n    why: {self.why}\n   cure: {self.cure}"
+
+
+class Refusal(Exception):
+    """A run that is refused, for one finding or for several at once."""
 
     def __init__(self, what: str, why: str, cure: str):
         super().__init__(what)
-        self.what, self.why, self.cure = what, why, cure
+        self.findings = [Finding(what, why, cure)]
+
+    @classmethod
+    def of(cls, findings: list[Finding]) -> Refusal:
+        """One refusal for all errors among the findings; there must be one."""
+        errors = [finding for finding in findings if finding.level == "error"]
+        refusal = cls(errors[0].what, errors[0].why, errors[0].cure)
+        refusal.findings = errors
+        return refusal
+
+    @property
+    def what(self) -> str:
+        return "\n".join(finding.what for finding in self.findings)
+
+    @property
+    def why(self) -> str:
+        return "\n".join(finding.why for finding in self.findings)
+
+    @property
+    def cure(self) -> str:
+        return "\n".join(finding.cure for finding in self.findings)
 
     def __str__(self) -> str:
-        return f"refused: {self.what}\n    why: {self.why}\n   cure: {self.cure}"
+        return "\n".join(map(str, self.findings))
 
 
 def leave_refused(refusal: Refusal) -> NoReturn:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_recipes.checks import ds_config_findings
 from zero_recipes.recipe import Recipe
 from zero_recipes.refusal import Refusal
 
@@ -27,6 +28,17 @@ class Strategy:
     @property
     def is_deepspeed(self) -> bool:
         return self.ds_config is not None
+
+    def check(self, recipe: Recipe, device: str) -> None:
+        """Refuse a DeepSpeed configuration that contradicts the run; say once what in it does nothing."""
+        if self.ds_config is None:
+            return
+        findings = ds_config_findings(self.ds_config, self.source, recipe.values, self.world_size, device)
+        if any(finding.level == "error" for finding in findings):
+            raise Refusal.of(findings)
+        if int(os.environ.get("RANK", 0)) == 0:
+            for finding in findings:
+                print(finding, flush=True)
 
     def described(self, device: str, training_args) -> list[str]:
         """What is in force, in five lines."""

@@ -1,0 +1,9 @@
+"""Preflight: what is known to go wrong, found before it costs money.
+
+Each check is a small function that yields findings. `run_sft.py` refuses on errors; `zero-recipes check` prints them all.
+"""
+
+from zero_recipes.checks.ds_config import ds_config_findings
+from zero_recipes.checks.recipe_file import recipe_findings
+
+__all__ = ["ds_config_findings", "recipe_findings"]
