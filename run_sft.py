@@ -11,6 +11,7 @@ The same under every launcher:
 Exit codes: 0 done; 2 refused before training, with one message; 1 anything else (accelerate and torchrun make 1 of 2).
 """
 
+import os
 import sys
 import time
 
@@ -39,23 +40,16 @@ def prepare(argv: list[str]):
     path, overrides = recipes.split_command_line(argv)
     mapping = recipes.read(path)  # the recipe's `env:` is in force before torch is imported
 
-    from zero_recipes import calm, launch, strategy
-    from zero_recipes.checkpoints import checkpoint_to_resume, refuse_occupied
-    from zero_recipes.model import refuse_missing_attention
+    from zero_recipes import calm
+    from zero_recipes.preflight import preflight
 
     calm.quieten()
-    recipe = recipes.parse(path, mapping, overrides)
-    calm.choose_progress(recipe)
-    device = launch.choose_device(recipe)
-    in_force = strategy.resolve(recipe)
-    recipes.derive_accumulation(recipe, in_force.world_size)
-    in_force.check(recipe, device)
-    launch.refuse_data_parallel(in_force, device)
-    refuse_missing_attention(recipe.values["attn_implementation"], device)
-    output_dir = launch.choose_output_dir(recipe)
-    refuse_occupied(output_dir, recipe.values["resume_from_checkpoint"], recipe.values["overwrite"])
-    recipe.values["resume_from_checkpoint"] = checkpoint_to_resume(output_dir, recipe.values["resume_from_checkpoint"])
-    return launch.Run(recipe, in_force, device, output_dir)
+    run, findings = preflight(path, mapping, overrides, os.environ)
+    if any(finding.level == "error" for finding in findings):
+        raise Refusal.of(findings)
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(*findings, sep="\n", end="\n" if findings else "", flush=True)
+    return run
 
 
 def train(run):

@@ -129,3 +129,10 @@ def names_lost_on_resume(folder: str) -> list[str]:
         model.save_pretrained(folder)
         return model.load_state_dict(load_file(f"{folder}/model.safetensors"), False).missing_keys
     return []
+
+
+def engine_config(argv: list[str]) -> dict:
+    """The configuration that the DeepSpeed engine of a finished run was built from."""
+    run = run_sft.prepare(argv)
+    trainer = run_sft.train(run)
+    return json.loads(json.dumps(trainer.model_wrapped.config, default=str))

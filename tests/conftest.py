@@ -15,6 +15,7 @@ FIXTURES = ROOT.parent / "shared" / "fixtures"
 # from cheap to dear; a file that is not named here runs with the fast ones
 ORDER = [
     "test_recipes",
+    "test_checks",
     "test_refusals",
     "test_model_states",
     "test_metrics",

@@ -19,6 +19,14 @@ def main(argv: list[str] | None = None) -> int:
     verb = verbs.add_parser("fetch", help="download a recipe's model and data once")
     verb.add_argument("recipe", type=Path)
 
+    verb = verbs.add_parser(
+        "check", help="all findings about a run, before it costs money; unknown options are overrides"
+    )
+    verb.add_argument("recipe", type=Path)
+    verb.add_argument("--config_file", type=Path, help="the accelerate file it will be launched with")
+    verb.add_argument("--num_processes", type=int)
+    verb.add_argument("--show", action="store_true", help="print the DeepSpeed configuration that will be used")
+
     verb = verbs.add_parser("sweep", help="one strategy after another, measured; unknown options go to run_sft.py")
     verb.add_argument("recipe", type=Path)
     verb.add_argument("--strategies", default=DEFAULT_STRATEGIES, help="names of accelerate_configs/*.yaml, by comma")
@@ -32,10 +40,12 @@ def main(argv: list[str] | None = None) -> int:
     verb.add_argument("folder", type=Path)
 
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.verb != "sweep":
+    if rest and arguments.verb not in ("sweep", "check"):
         parser.error(f"unknown: {' '.join(rest)}")
     try:
-        return {"fetch": _fetch, "sweep": _sweep, "report": _report, "verify": _verify}[arguments.verb](arguments, rest)
+        return {"fetch": _fetch, "check": _check, "sweep": _sweep, "report": _report, "verify": _verify}[
+            arguments.verb
+        ](arguments, rest)
     except Refusal as refusal:
         leave_refused(refusal)
 
@@ -49,6 +59,27 @@ def _fetch(arguments: argparse.Namespace, _rest: list[str]) -> int:
     for name, size in fetch(recipe.values):
         print(f"{name}: {size / 1e9:.2f} GB")
     return 0
+
+
+def _check(arguments: argparse.Namespace, rest: list[str]) -> int:
+    import json
+
+    from zero_recipes import recipe as recipes
+    from zero_recipes.checks.accelerate_file import launched_environment
+    from zero_recipes.preflight import preflight, resolved_ds_config
+
+    mapping = recipes.read(arguments.recipe)
+    environment, findings = launched_environment(arguments.config_file, arguments.num_processes)
+    run, found = preflight(arguments.recipe, mapping, rest, environment)
+    findings += found
+    if run is not None:
+        print("\n".join(run.strategy.described(run.device, argparse.Namespace(**run.recipe.values))))
+        if arguments.show:
+            print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
+    print(*findings, sep="\n", end="\n" if findings else "")
+    errors = sum(finding.level == "error" for finding in findings)
+    print(f"{errors} errors, {len(findings) - errors} warnings")
+    return 2 if errors else 0
 
 
 def _sweep(arguments: argparse.Namespace, rest: list[str]) -> int:

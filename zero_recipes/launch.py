@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,10 +37,10 @@ def choose_device(recipe: Recipe) -> str:
     return "cuda"
 
 
-def refuse_data_parallel(strategy: Strategy, device: str) -> None:
+def refuse_data_parallel(strategy: Strategy, device: str, environment: Mapping[str, str]) -> None:
     """One plain process with several GPUs would become nn.DataParallel, which SFTTrainer does not take."""
     count = torch.cuda.device_count() if device == "cuda" else 1
-    if strategy.world_size == 1 and "RANK" not in os.environ and count > 1:
+    if strategy.world_size == 1 and "RANK" not in environment and count > 1:
         raise Refusal(
             f"one process, but {count} GPUs are visible",
             "transformers would split batches with nn.DataParallel, which TRL's SFTTrainer refuses.",

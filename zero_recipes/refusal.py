@@ -20,6 +20,7 @@ class Finding:
     why: str
     cure: str
     level: str = "error"  # or "warning": said once, and the run goes on
+    key: str | None = None  # the recipe's key that it is about
 
     def __str__(self) -> str:
         head = "refused" if self.level == "error" else "warning"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.checks import ds_config_findings
 from zero_recipes.recipe import Recipe
 from zero_recipes.refusal import Refusal
 
@@ -29,23 +29,13 @@ class Strategy:
     def is_deepspeed(self) -> bool:
         return self.ds_config is not None
 
-    def check(self, recipe: Recipe, device: str) -> None:
-        """Refuse a DeepSpeed configuration that contradicts the run; say once what in it does nothing."""
-        if self.ds_config is None:
-            return
-        findings = ds_config_findings(self.ds_config, self.source, recipe.values, self.world_size, device)
-        if any(finding.level == "error" for finding in findings):
-            raise Refusal.of(findings)
-        if int(os.environ.get("RANK", 0)) == 0:
-            for finding in findings:
-                print(finding, flush=True)
-
     def described(self, device: str, training_args) -> list[str]:
         """What is in force, in five lines."""
         args = training_args
         sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.world_size
         tokens = "" if args.max_length is None else f", at most {sequences * args.max_length:,} tokens"
-        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
+        bf16 = args.bf16 if args.bf16 is not None else not args.fp16  # TRL's default
+        precision = "bf16" if bf16 else "fp16" if args.fp16 else "fp32"
         offloaded = [
             what for what, where in (("optimizer", self.offload_optimizer), ("params", self.offload_param)) if where
         ]
@@ -59,7 +49,7 @@ class Strategy:
         ]
 
 
-def resolve(recipe: Recipe, environment: dict[str, str] | None = None) -> Strategy:
+def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Strategy:
     """Find the strategy; the DeepSpeed configuration is read here and put into the recipe as one mapping.
 
     One path for every launcher: `accelerate launch` hands its ds_config to the training through the environment
@@ -139,7 +129,7 @@ def _loads(text: str, place: str) -> dict[str, Any]:
     return config
 
 
-def _from_launcher(env: dict[str, str]) -> tuple[dict[str, Any] | None, str]:
+def _from_launcher(env: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
     if env.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None, "none"
     path = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")

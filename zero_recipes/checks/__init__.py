@@ -1,6 +1,6 @@
 """Preflight: what is known to go wrong, found before it costs money.
 
-Each check is a small function that yields findings. `run_sft.py` refuses on errors; `zero-recipes check` prints them all.
+Each check is a small function that yields findings. `run_sft.py` refuses on errors, `zero-recipes check` prints all.
 """
 
 from zero_recipes.checks.ds_config import ds_config_findings

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from zero_recipes.refusal import Finding
 
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # blocks that DeepSpeed 0.19.8 names outside runtime/constants.py
 BLOCKS = {
     *("zero_optimization", "aio", "comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet"),
@@ -22,44 +23,78 @@ def ds_config_findings(
 ) -> list[Finding]:
     """All findings about one DeepSpeed configuration. `values`: the recipe's keys in force."""
     return [
-        *_batches(config, source, values, world_size),
-        *_precision(config, source, values, device),
+        *_missing(config, source, values),
+        *_mismatches(config, source, values, world_size),
+        *_by_hand_at_stage_3(config, source, device),
+        *_half_precision(values, device),
         *_schedule(config, source, values),
         *_without_effect(config, source),
     ]
 
 
-def _batches(config: dict, source: str, values: dict, world_size: int) -> Iterator[Finding]:
-    micro, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
-    wanted = dict(zip(BATCH_KEYS, (micro * accumulation * world_size, micro, accumulation), strict=True))
-    for key in BATCH_KEYS:
-        written = config.get(key, "auto")
-        if written not in ("auto", wanted[key]):
-            yield Finding(
-                f"{source} sets {key} to {written}, the run has {wanted[key]}",
-                f"{micro} per device x {accumulation} accumulations x {world_size} processes; transformers "
-                "(integrations/deepspeed.py `trainer_config_finalize`) stops on the difference.",
-                f'Write "{key}": "auto", and the batch in the recipe.',
-            )
-        elif written != "auto" and config.get("zero_optimization", {}).get("stage") == 3 and values["use_cpu"]:
-            yield Finding(
-                f"{source} sets {key} by hand under ZeRO stage 3 on a CPU",
-                'DeepSpeed 0.19.8 checks it against a world of one there ("8 != 4 * 1 * 1"), even where it is right.',
-                f'Write "{key}": "auto".',
-            )
+def fill_auto(config: dict[str, Any], values: dict[str, Any], world_size: int):
+    """transformers' HfTrainerDeepSpeedConfig with the Trainer's values filled in, and the arguments that it was given.
+
+    Its `mismatches` name what was written by hand and differs from the run.
+    """
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+
+    arguments = SimpleNamespace(**values, world_size=world_size)
+    arguments.bf16 = uses_bf16(values)
+    arguments.get_warmup_steps = lambda steps: values["warmup_steps"]
+    filled = HfTrainerDeepSpeedConfig(copy.deepcopy(config))
+    unset_hf_deepspeed_config()  # it announces itself to the whole process; this is only a look
+    filled.trainer_config_process(arguments)
+    return filled, arguments
 
 
-def _precision(config: dict, source: str, values: dict, device: str) -> Iterator[Finding]:
-    bf16 = values["bf16"] is not False and not values["fp16"]  # TRL's default is bf16
-    for block, asked in (("fp16", bool(values["fp16"])), ("bf16", bf16)):
-        enabled = config.get(block, {}).get("enabled", False if block == "fp16" else "auto")
-        if enabled == "auto" or enabled == asked:
-            continue
+def uses_bf16(values: dict[str, Any]) -> bool:
+    """Whether the run is in bf16: TRL's default where neither bf16 nor fp16 is named."""
+    return bool(values["bf16"]) if values["bf16"] is not None else not values["fp16"]
+
+
+def _missing(config: dict, source: str, values: dict) -> Iterator[Finding]:
+    """What the run needs and the configuration leaves out: DeepSpeed would stop, or do without it in silence."""
+    auto, enabled = '"auto"', '{"enabled": "auto"}'
+    needs = {"zero_optimization": ("accelerate stops without it", '{"stage": 2}')}
+    if "train_batch_size" not in config:
+        needs["train_micro_batch_size_per_gpu"] = ("DeepSpeed stops without it", auto)
+    if values["gradient_accumulation_steps"] > 1:
+        needs["gradient_accumulation_steps"] = ("DeepSpeed would step after every micro batch", auto)
+    if values["max_grad_norm"] > 0:
+        limit = values["max_grad_norm"]
+        needs["gradient_clipping"] = (f"DeepSpeed would not clip; the recipe's max_grad_norm is {limit}", auto)
+    block = "bf16" if uses_bf16(values) else "fp16" if values["fp16"] else None
+    if block:
+        needs[block] = (f"DeepSpeed would train in fp32, the recipe says {block}", enabled)
+    for key, (why, written) in needs.items():
+        if key not in config:
+            yield Finding(f"{source} has no {key}", f"{why}.", f'Add "{key}": {written}.')
+
+
+def _mismatches(config: dict, source: str, values: dict, world_size: int) -> Iterator[Finding]:
+    """What transformers itself would stop on (integrations/deepspeed.py), but only once the model is loaded."""
+    for mismatch in fill_auto(config, values, world_size)[0].mismatches:
+        written, _, wanted = mismatch.removeprefix("- ds ").partition(" vs hf ")
+        key = written.partition("=")[0]
         yield Finding(
-            f"{source} has {block} {'on' if enabled else 'off'}, the recipe has it {'on' if asked else 'off'}",
+            f"{source} has {written}, the run has {wanted}",
             "transformers stops on the difference, after the model has been loaded.",
-            f'Write "{block}": {{"enabled": "auto"}}; the recipe\'s bf16 and fp16 decide (TRL\'s default is bf16).',
+            f'Write "auto" for {key}: the recipe and the number of processes decide.',
         )
+
+
+def _by_hand_at_stage_3(config: dict, source: str, device: str) -> Iterator[Finding]:
+    by_hand = [k for k in ("train_batch_size", "train_micro_batch_size_per_gpu") if config.get(k, "auto") != "auto"]
+    if by_hand and device == "cpu" and config.get("zero_optimization", {}).get("stage") == 3:
+        yield Finding(
+            f"{source} sets {' and '.join(by_hand)} by hand under ZeRO stage 3 on a CPU",
+            'DeepSpeed 0.19.8 checks it against a world of one there ("8 != 4 * 1 * 1"), even where it is right.',
+            'Write "auto".',
+        )
+
+
+def _half_precision(values: dict, device: str) -> Iterator[Finding]:
     if values["fp16"] and device == "cpu":
         yield Finding(
             "fp16 on a CPU",

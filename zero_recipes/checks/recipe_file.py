@@ -35,6 +35,8 @@ RENAMED = {
     "save_safetensors": ("", "Models are always saved as safetensors."),
     "logging_dir": ("", "Set the environment variable TENSORBOARD_LOGGING_DIR in the recipe's `env:` block."),
 }
+# sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too
+UNTYPED = {"sample_prompts", "resume_from_checkpoint"}
 # keys that people put into a recipe although the launcher owns them, beside accelerate's own (ClusterConfig)
 LAUNCH_KEYS = {"accelerate_config", "config_file", "num_gpus", "nproc_per_node", "launcher", "hostfile"}
 LAUNCH_COMMAND = (
@@ -44,10 +46,13 @@ LAUNCH_COMMAND = (
 
 def recipe_findings(place: str, mapping: dict[str, Any], lines: dict[str, int], types: dict[str, Any]) -> list[Finding]:
     """All findings about one recipe. `lines`: {key: line in the file}; `types`: {known key: its type hint}."""
-    found = list(key_findings(place, [key for key in mapping if key not in types], types, lines))
+    found = []
     for key, value in mapping.items():
         if key in types:
-            found += value_findings(f"{place}:{lines[key]}" if key in lines else place, key, value, types[key])
+            here = value_findings(f"{place}:{lines[key]}" if key in lines else place, key, value, types[key])
+        else:
+            here = key_findings(place, [key], types, lines)
+        found += [dataclasses.replace(finding, key=key) for finding in here]
     return found
 
 
@@ -78,7 +83,7 @@ def key_findings(
             near = difflib.get_close_matches(key, list(known), 2, 0.6)
             yield Finding(
                 f"unknown key `{key}` in {where}",
-                "Neither TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) nor zero-recipes takes it.",
+                "TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) does not take it, nor do we.",
                 f"Did you mean {' or '.join(f'`{name}`' for name in near)}?"
                 if near
                 else "Remove it, or see the README's table of keys.",
@@ -88,7 +93,7 @@ def key_findings(
 def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
     """At most one finding: a value whose YAML type the key cannot mean."""
     takes = _accepted(hint)
-    if value is None or Any in takes or key == "sample_prompts":  # ours takes a number, a path or a list
+    if value is None or Any in takes or key in UNTYPED:
         return
     written = f"{str(value).lower()}" if isinstance(value, bool) else repr(value)
     if isinstance(value, bool) and bool not in takes and str in takes:

@@ -1,0 +1,167 @@
+"""Preflight: every finding at once, with its line; ds_configs from elsewhere run or are refused, with their cure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import FIXTURES
+from tests.tiny import write_recipe
+from zero_recipes import cli
+from zero_recipes import recipe as recipes
+from zero_recipes.checks import ds_config_findings, recipe_findings
+from zero_recipes.checks.accelerate_file import launched_environment
+from zero_recipes.checks.recipe_file import RENAMED
+from zero_recipes.preflight import preflight, resolved_ds_config
+
+DS_JSON = sorted((FIXTURES / "ds_json").glob("*.json"))
+
+
+def findings_of(path: Path, *overrides: str, environment: dict[str, str] | None = None):
+    return preflight(path, recipes.read(path), list(overrides), environment or {})[1]
+
+
+def test_all_findings_come_at_once_with_their_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
+    path = tmp_path / "bad.yaml"
+    path.write_text(
+        "model_name_or_path: ./tiny_world/base\ntorch_dtype: bfloat16\nsave_strategy: no\nlearning_rate: [1e-5]\n"
+        "output_dir: 2024\nnum_processes: 2\nlerning_rate: 1e-5\nglobal_batch_size: 7\nlogging_steps: many\n"
+    )
+    assert cli.main(["check", str(path), "--config_file", "accelerate_configs/zero3.yaml"]) == 2
+    said = capsys.readouterr().out
+    for line, word in (
+        (2, "`dtype`"),
+        (3, '"no"'),
+        (4, "list"),
+        (5, '"2024"'),
+        (6, "launcher"),
+        (9, "'many'"),
+    ):
+        assert f"bad.yaml:{line} " in said or f"bad.yaml:{line}\n" in said, line
+        assert word in said
+    assert "`learning_rate`" in said and "global_batch_size 7" in said
+    assert said.count("refused: ") == said.count("    why: ") == said.count("   cure: ") == 8
+    assert said.endswith("8 errors, 0 warnings\n")
+
+
+def test_a_sound_recipe_has_no_finding(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
+    argv = [
+        "check",
+        "recipes/tiny.yaml",
+        "--config_file",
+        "accelerate_configs/zero2.yaml",
+        "--output_dir",
+        str(tmp_path),
+    ]
+    assert cli.main(argv) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("strategy      zero2") and said.endswith("0 errors, 0 warnings\n")
+
+
+def test_what_trl_accepts_is_accepted(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        'learning_rate: 1e-5\nreport_to: [wandb, tensorboard]\neval_strategy: "no"\nwarmup_steps: 0.1\n'
+        "pad_to_multiple_of: 8\nlr_scheduler_kwargs: {num_cycles: 2}\nmodel_init_kwargs: {use_cache: false}\n"
+        "neftune_noise_alpha: 5\nbf16: true\npacking: true\nlora_target_modules: all-linear\nmax_length: null\n"
+        "resume_from_checkpoint: true\nsample_prompts: [a, b]\ndeepspeed: {zero_optimization: {stage: 1}}\n"
+    )
+    types = recipes.key_types()
+    assert recipe_findings("r.yaml", recipes.read(path), recipes.read(path).lines, types) == []
+    recipe = recipes.parse(path, recipes.read(path), [])
+    assert recipe.values["learning_rate"] == 1e-5
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("max_steps: 5\nseed: 1\nmax_steps: 7\n")
+    with pytest.raises(recipes.Refusal, match=r"stands twice .* lines 1 and 3"):
+        recipes.read(path)
+
+
+def test_renamed_keys_are_unknown_today_and_their_new_names_known():
+    known = recipes.key_types()
+    for old, (new, _) in RENAMED.items():
+        assert old not in known, f"{old} is taken again: remove it from RENAMED"
+        assert not new or new in known
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What is said of ds_configs/zero2.json with changes, in a run of 2 x 4 x 2 sequences."""
+    path = write_recipe(
+        tmp_path_factory.mktemp("said"), gradient_accumulation_steps=4, max_steps=100, max_grad_norm=1.0
+    )
+    values = recipes.parse(path, recipes.read(path), []).values
+    sound = json.loads(Path("ds_configs/zero2.json").read_text())
+
+    def findings(change, device="cpu", without=(), **changes):
+        config = {key: value for key, value in (sound | change).items() if key not in without}
+        return [f.what for f in ds_config_findings(config, "c.json", values | changes, 2, device)]
+
+    return findings
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16"],
+)
+def test_a_ds_config_that_leaves_out_what_the_run_needs(said, key):
+    without = (key, "train_batch_size") if key.startswith("train") else (key,)
+    assert f"c.json has no {key}" in said({}, without=without)
+
+
+def test_ds_configs_that_contradict_the_run(said):
+    assert said({}) == said({"train_batch_size": 16}) == []
+    assert "train_batch_size=32, the run has train_batch_size (calculated)=16" in said({"train_batch_size": 32})[0]
+    assert "by hand under ZeRO stage 3" in said({"train_batch_size": 16, "zero_optimization": {"stage": 3}})[0]
+    assert "fp16.enabled=True" in said({"fp16": {"enabled": True}})[0]
+    assert said({"bf16": {"enabled": True}}) == []
+    assert "optimizer.params.lr=0.5" in said({"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}})[0]
+    assert said({}, fp16=True, bf16=False) == ["fp16 on a CPU"]
+    assert said({}, device="cuda", fp16=True, bf16=False) == []
+    assert "warmup_num_steps 1000" in said({"scheduler": {"params": {"warmup_num_steps": 1000}}})[0]
+    assert "activation_checkpointing" in said({"activation_checkpointing": {}})[0]
+    assert "aio.thread_count" in said({"aio": {"thread_count": 4}})[0]
+    assert "gradient_cliping" in said({"gradient_cliping": 1.0})[0]
+
+
+def test_accelerate_files_that_contradict_themselves(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "mixed_precision: bf16\nnum_processes: 4\ndeepspeed_config:\n  zero_stage: 2\n"
+        "  deepspeed_config_file: ds_configs/zero3.json\n"
+    )
+    environment, (finding,) = launched_environment(path, None)
+    assert environment["WORLD_SIZE"] == "4" and "zero_stage, mixed_precision" in finding.what
+    for name in ("zero1", "ddp"):
+        assert launched_environment(Path("accelerate_configs") / f"{name}.yaml", 3)[1] == []
+
+
+def test_show_prints_what_deepspeed_really_gets(two, tmp_path):
+    """`check --show` and the engine's own configuration agree on every value that was "auto"."""
+    path = write_recipe(tmp_path, deepspeed="ds_configs/zero3.json", gradient_accumulation_steps=3, max_grad_norm=0.7)
+    run, findings = preflight(path, recipes.read(path), ["--output_dir", str(tmp_path / "o")], {"WORLD_SIZE": "2"})
+    assert findings == []
+    shown = resolved_ds_config(run)
+    real = two.run("engine_config", argv=[str(path), "--output_dir", str(tmp_path / "o")])[0]
+    assert '"auto"' not in json.dumps(shown)
+    for key, value in shown.items():
+        assert real[key] == value, key
+
+
+@pytest.mark.skipif(not DS_JSON, reason=f"the documents' DeepSpeed JSON is not at {FIXTURES}")
+@pytest.mark.parametrize("config", DS_JSON, ids=lambda path: path.stem)
+def test_ds_configs_of_the_documents_run_or_are_refused(two, tmp_path, config):
+    path = write_recipe(tmp_path, max_steps=2)
+    argv = ["--deepspeed", str(config), "--output_dir", str(tmp_path / "out")]
+    findings = findings_of(path, *argv, environment={"WORLD_SIZE": "2"})
+    errors = [finding for finding in findings if finding.level == "error"]
+    for finding in findings:
+        assert finding.why and finding.cure
+    if not errors:
+        assert two.run("train", argv=[str(path), *argv])[0]["metrics"]["status"] == "ok"

@@ -1,0 +1,69 @@
+"""All checks of one run, in order: `run_sft.py` refuses on their errors, `zero-recipes check` prints every finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from zero_recipes import calm, launch
+from zero_recipes import recipe as recipes
+from zero_recipes import strategy as strategies
+from zero_recipes.checkpoints import checkpoint_to_resume, refuse_occupied
+from zero_recipes.checks import ds_config_findings, recipe_findings
+from zero_recipes.checks.ds_config import fill_auto
+from zero_recipes.model import load_config, refuse_missing_attention
+from zero_recipes.recipe import RecipeFile
+from zero_recipes.refusal import Finding, Refusal
+
+
+def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapping[str, str]):
+    """(the run, or None where it cannot be put together; all findings).
+
+    `environment` is the launcher's: os.environ in a run. A key with a finding is left out, and the rest goes on, so
+    that all findings come at once.
+    """
+    findings = recipe_findings(str(path), mapping, mapping.lines, recipes.key_types())
+    wrong = {finding.key for finding in findings}
+    sound = RecipeFile({key: value for key, value in mapping.items() if key not in wrong})
+    sound.lines = mapping.lines
+    recipe = _attempt(findings, recipes.parse, path, sound, overrides)
+    if recipe is None:
+        return None, findings
+    calm.choose_progress(recipe)
+    device = launch.choose_device(recipe)
+    in_force = _attempt(findings, strategies.resolve, recipe, environment)
+    if in_force is not None:
+        _attempt(findings, recipes.derive_accumulation, recipe, in_force.world_size)
+        _attempt(findings, launch.refuse_data_parallel, in_force, device, environment)
+        if in_force.is_deepspeed:
+            findings += ds_config_findings(
+                in_force.ds_config, in_force.source, recipe.values, in_force.world_size, device
+            )
+    _attempt(findings, refuse_missing_attention, recipe.values["attn_implementation"], device)
+    output_dir = launch.choose_output_dir(recipe)
+    resume = recipe.values["resume_from_checkpoint"]
+    _attempt(findings, refuse_occupied, output_dir, resume, recipe.values["overwrite"])
+    recipe.values["resume_from_checkpoint"] = _attempt(findings, checkpoint_to_resume, output_dir, resume)
+    run = None if in_force is None else launch.Run(recipe, in_force, device, output_dir)
+    return run, findings
+
+
+def _attempt(findings: list[Finding], check: Callable, *arguments: Any) -> Any:
+    try:
+        return check(*arguments)
+    except Refusal as refusal:
+        findings += refusal.findings
+        return None
+
+
+def resolved_ds_config(run: launch.Run) -> dict[str, Any]:
+    """The DeepSpeed configuration as transformers will fill it in: no "auto" that it knows how to replace is left.
+
+    A run by epochs leaves a scheduler's total_num_steps "auto": the number of rows is not known here.
+    """
+    values = run.recipe.values
+    filled, arguments = fill_auto(run.strategy.ds_config, values, run.strategy.world_size)
+    model = SimpleNamespace(config=load_config(arguments, arguments))
+    filled.trainer_config_finalize(arguments, model, values["max_steps"] if values["max_steps"] > 0 else "auto")
+    return filled.config
