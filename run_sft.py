@@ -103,6 +103,7 @@ def train(run):
             )
         before.trainer = trainer
         stage_metrics.watch(trainer)
+        stage_metrics.write(output_dir, "failed", "the run has not finished")  # what a killed run leaves
 
         with clock.phase("train"):
             trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)

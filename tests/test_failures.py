@@ -87,6 +87,7 @@ def test_rank_0_is_killed(recipe, tmp_path):
     assert (row["status"], row["strategy"]) == ("failed", "zero3")
     assert "SIGKILL" in row["error"] and row["failure"]["signal"] == "SIGKILL"
     assert not (outcome.folder / "failure.rank0.json").exists()
+    assert row["parameters"] > 0 and row["world_size"] == 2, "what was known of the run was lost"
 
 
 def test_a_refused_strategy_is_a_row_and_the_sweep_goes_on(recipe, tmp_path):
