@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,21 @@ def test_a_mixture_of_data_sets_trains_and_is_resolved(one, tmp_path):
     resolved = yaml.safe_load((tmp_path / "out" / "recipe.resolved.yaml").read_text())
     assert resolved["datasets"] == [files]
     assert (tmp_path / "out" / "samples.jsonl").read_text().count("\n") == 2
+
+
+def test_the_schema_is_the_one_that_the_dataclasses_make():
+    check = [sys.executable, "scripts/recipe_schema.py", "--check"]
+    assert subprocess.run(check, cwd=ROOT, timeout=120).returncode == 0, "run python scripts/recipe_schema.py"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_its_schema(path):
+    properties = json.loads((ROOT / "recipes" / "schema.json").read_text())["properties"]
+    assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    for key, value in yaml.safe_load(path.read_text()).items():
+        entry = properties[key]
+        kind = kinds[type(value)]
+        taken = entry.get("type", [kind])
+        assert kind in taken or (kind == "integer" and "number" in taken), key
+        assert value in entry.get("enum", [value]), key

@@ -196,7 +196,7 @@ def instances(recipe: Recipe) -> tuple:
     SFTConfig starts the process group: everything that can be refused without it is refused before.
     """
     objects = []
-    for cls in _dataclasses():
+    for cls in dataclasses_of_a_recipe():
         fields = {f.name for f in dataclasses.fields(cls) if f.init}
         try:
             values = {key: copy.deepcopy(value) for key, value in recipe.values.items() if key in fields}
@@ -215,7 +215,7 @@ def write_resolved(recipe: Recipe, path: Path, header: list[str]) -> None:
     path.write_text(text)
 
 
-def _dataclasses() -> tuple[type, ...]:
+def dataclasses_of_a_recipe() -> tuple[type, ...]:
     from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
 
     return ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments
@@ -231,13 +231,13 @@ def _parser():
             )
 
     # abbreviations (`--max_step`) would hide a misspelt key
-    return Parser(dataclass_types=_dataclasses(), allow_abbrev=False, add_help=False)
+    return Parser(dataclass_types=dataclasses_of_a_recipe(), allow_abbrev=False, add_help=False)
 
 
 def key_types() -> dict[str, Any]:
     """{every key that a recipe may have: its type hint}."""
     hints: dict[str, Any] = {}
-    for cls in _dataclasses():
+    for cls in dataclasses_of_a_recipe():
         resolved = typing.get_type_hints(cls)
         hints |= {f.name: resolved[f.name] for f in dataclasses.fields(cls) if f.init}
     return hints

@@ -92,7 +92,7 @@ def key_findings(
 
 def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
     """At most one finding: a value whose YAML type the key cannot mean."""
-    takes = _accepted(hint)
+    takes = accepted_types(hint)
     if value is None or Any in takes or key in UNTYPED:
         return
     written = f"{str(value).lower()}" if isinstance(value, bool) else repr(value)
@@ -122,7 +122,7 @@ def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Find
         yield Finding(f"`{key}` in {where} is the text {written}", f"It takes {_named(takes)}.", "Write a number.")
 
 
-def _accepted(hint: Any) -> set[type]:
+def accepted_types(hint: Any) -> set[type]:
     """The plain types that a field takes: enums are written as text, Literals as their values."""
     if hint is Any:
         return {Any}
