@@ -23,7 +23,7 @@ from zero_recipes.communication import CommunicationCounter
 from zero_recipes.faults import load_weights_by_class
 from zero_recipes.launch import Run
 from zero_recipes.model import parameter_counts
-from zero_recipes.strategy import Strategy
+from zero_recipes.probe import MemoryPhases, StateProbe
 
 SCHEMA = 1
 MOST_WARMUP_STEPS = 5
@@ -37,7 +37,7 @@ class StageMetricsCallback(TrainerCallback):
         self.identity = identity(run, training_args, model)
         device = run.device
         self.trainer: SFTTrainer | None = None
-        self.phases = _MemoryPhases(device)
+        self.phases = MemoryPhases(device)
         self.phases.record("model_loaded")
         self.steps = StepClock(device)
         self.losses: list[torch.Tensor] = []  # one scalar per optimizer step, of this rank
@@ -46,7 +46,7 @@ class StageMetricsCallback(TrainerCallback):
         self.tokens: torch.Tensor | None = None  # all, non-padding, supervised; of this rank, over the whole run
         self.tokens_timed: torch.Tensor | None = None  # the same over the timed steps
         self.states = dict.fromkeys((*model_states.PARTS, "offloaded_host", "offloaded_disk"), 0)
-        self.probe: _StateProbe | None = None
+        self.probe: StateProbe | None = None
         self.communication: CommunicationCounter | None = None
         self.peak: dict[str, int | None] | None = None
         self.warmup = 0
@@ -86,7 +86,7 @@ class StageMetricsCallback(TrainerCallback):
         self.phases.record("engine_built")
         if self.device == "cuda":  # earlier callbacks have generated samples, which use memory of their own
             torch.cuda.reset_peak_memory_stats()
-        self.probe = _StateProbe(self.trainer, self.strategy, self.phases)
+        self.probe = StateProbe(self.trainer, self.strategy, self.phases)
         self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy.world_size)
         self.communication.start()
         self.steps.open()
@@ -195,70 +195,6 @@ class MeasuredSFTTrainer(SFTTrainer):
         if norm is not None:  # DeepSpeed keeps none at stage 0 in fp32 (engine.py `clip_fp32_gradients`)
             self.stage_metrics.grad_norms.append(float(norm))
         return norm
-
-
-class _MemoryPhases:
-    """Allocated bytes on the accelerator after each phase of the first steps."""
-
-    def __init__(self, device: str):
-        self.on_cuda = device == "cuda"
-        self.bytes: dict[str, int] = {}
-
-    def record(self, name: str) -> None:
-        if self.on_cuda:
-            self.bytes[name] = torch.cuda.memory_allocated()
-
-
-class _StateProbe:
-    """Reads the model states at every point of one optimizer step at which they can be largest.
-
-    Gradients are largest while the backward pass ends (stage 1 holds them whole only until then) or inside the
-    optimizer (DeepSpeed makes fp32 copies there), so both are read: after each parameter's gradient, and before each
-    call of the inner optimizer.
-    """
-
-    def __init__(self, trainer: SFTTrainer, strategy: Strategy, phases: _MemoryPhases):
-        self.model, self.phases = trainer.model, phases
-        self.optimizer = trainer.optimizer
-        engine_optimizer = getattr(trainer.model_wrapped, "optimizer", None)
-        self.states_of = engine_optimizer if strategy.is_deepspeed else model_states.base_optimizer(trainer.optimizer)
-        self.offload = (strategy.offload_optimizer is not None, strategy.offload_param is not None)
-        self.largest: dict[str, int] = {}
-        self.hooks: list = []
-
-    @property
-    def attached(self) -> bool:
-        return bool(self.hooks)
-
-    def attach(self) -> None:
-        for p in self.model.parameters():
-            if p.requires_grad:
-                self.hooks.append(p.register_post_accumulate_grad_hook(self._after_gradient))
-        self.hooks.append(self.model.register_forward_hook(lambda *_: self.phases.record("forward")))
-        inner = model_states.base_optimizer(self.states_of)
-        self.hooks.append(inner.register_step_pre_hook(self._before_optimizer))
-
-    def detach(self) -> dict[str, int]:
-        """End the step; the largest bytes of each part within it."""
-        self.read()
-        self.phases.record("step")
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks = []
-        return self.largest
-
-    def read(self) -> dict[str, int]:
-        """Read all parts now; the largest bytes of each so far."""
-        now = model_states.read(self.model, self.states_of, *self.offload)
-        self.largest = {part: max(self.largest.get(part, 0), size) for part, size in now.items()}
-        return self.largest
-
-    def _before_optimizer(self, *_arguments) -> None:
-        self.read()  # returns None: a torch optimizer takes a hook's value for new arguments
-
-    def _after_gradient(self, _parameter: torch.Tensor) -> None:
-        self.phases.record("backward")
-        self.read()
 
 
 def identity(run: Run, training_args, model: torch.nn.Module) -> dict[str, Any]:

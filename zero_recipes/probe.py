@@ -1,0 +1,73 @@
+"""Looks into one optimizer step: model states where they can be largest, allocated memory after each phase."""
+
+from __future__ import annotations
+
+import torch
+from trl import SFTTrainer
+
+from zero_recipes import model_states
+from zero_recipes.strategy import Strategy
+
+
+class MemoryPhases:
+    """Allocated bytes on the accelerator after each phase of the first steps."""
+
+    def __init__(self, device: str):
+        self.on_cuda = device == "cuda"
+        self.bytes: dict[str, int] = {}
+
+    def record(self, name: str) -> None:
+        if self.on_cuda:
+            self.bytes[name] = torch.cuda.memory_allocated()
+
+
+class StateProbe:
+    """Reads the model states at every point of one optimizer step at which they can be largest.
+
+    Gradients are largest while the backward pass ends (stage 1 holds them whole only until then) or inside the
+    optimizer (DeepSpeed makes fp32 copies there), so both are read: after each parameter's gradient, and before each
+    call of the inner optimizer.
+    """
+
+    def __init__(self, trainer: SFTTrainer, strategy: Strategy, phases: MemoryPhases):
+        self.model, self.phases = trainer.model, phases
+        self.optimizer = trainer.optimizer
+        engine_optimizer = getattr(trainer.model_wrapped, "optimizer", None)
+        self.states_of = engine_optimizer if strategy.is_deepspeed else model_states.base_optimizer(trainer.optimizer)
+        self.offload = (strategy.offload_optimizer is not None, strategy.offload_param is not None)
+        self.largest: dict[str, int] = {}
+        self.hooks: list = []
+
+    @property
+    def attached(self) -> bool:
+        return bool(self.hooks)
+
+    def attach(self) -> None:
+        for p in self.model.parameters():
+            if p.requires_grad:
+                self.hooks.append(p.register_post_accumulate_grad_hook(self._after_gradient))
+        self.hooks.append(self.model.register_forward_hook(lambda *_: self.phases.record("forward")))
+        inner = model_states.base_optimizer(self.states_of)
+        self.hooks.append(inner.register_step_pre_hook(self._before_optimizer))
+
+    def detach(self) -> dict[str, int]:
+        """End the step; the largest bytes of each part within it."""
+        self.read()
+        self.phases.record("step")
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+        return self.largest
+
+    def read(self) -> dict[str, int]:
+        """Read all parts now; the largest bytes of each so far."""
+        now = model_states.read(self.model, self.states_of, *self.offload)
+        self.largest = {part: max(self.largest.get(part, 0), size) for part, size in now.items()}
+        return self.largest
+
+    def _before_optimizer(self, *_arguments) -> None:
+        self.read()  # returns None: a torch optimizer takes a hook's value for new arguments
+
+    def _after_gradient(self, _parameter: torch.Tensor) -> None:
+        self.phases.record("backward")
+        self.read()
