@@ -28,8 +28,10 @@ class FreshAdamAtStage0(TrainerCallback):
         inner = getattr(optimizer, "optimizer", None)
         if self.resumes or not isinstance(inner, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             return
-        for tensors in model_states.base_optimizer(inner).state.values():
-            tensors["step"].zero_()
+        base = model_states.base_optimizer(inner)
+        for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups, with integers
+            if "step" in counters:
+                counters["step"] = counters["step"] * 0
         inner.refresh_fp32_params()
 
 
