@@ -98,6 +98,15 @@ def test_a_refused_strategy_is_a_row_and_the_sweep_goes_on(recipe, tmp_path):
     assert row["error"].startswith("refused: global_batch_size 7") and "cure:" in row["error"]
 
 
+def test_a_refused_run_does_not_wear_the_numbers_of_an_earlier_one(recipe, tmp_path):
+    (tmp_path / "zero1").mkdir()
+    (tmp_path / "zero1" / "metrics.json").write_text('{"status": "ok", "parameters": 7}')
+    overrides = ["--global_batch_size", "7", "--overwrite", "true"]
+    (outcome,) = sweep(recipe, ["zero1"], 2, tmp_path, overrides)
+    row = json.loads((tmp_path / "zero1" / "metrics.json").read_text())
+    assert outcome.status == row["status"] == "refused" and "parameters" not in row
+
+
 def test_a_sweep_refuses_before_it_starts(recipe, tmp_path):
     with pytest.raises(Refusal, match="there is no"):
         sweep(recipe, ["zero9"], 2, tmp_path, [])

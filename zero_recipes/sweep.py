@@ -55,6 +55,8 @@ def sweep(
         folder = output_dir / strategy
         label = f"[{number}/{len(configs)}] {strategy}"
         command = launch_command(recipe, config, num_processes, folder, overrides, script)
+        for stale in (folder / "metrics.json", *folder.glob("failure.rank*.json")):
+            stale.unlink(missing_ok=True)  # an earlier run's numbers must not become this run's row
         start = time.perf_counter()
         exit_code, log = _run(command, folder, label, console)
         if exit_code:
