@@ -25,6 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     verb.add_argument("recipe", type=Path)
     verb.add_argument("--config_file", type=Path, help="the accelerate file it will be launched with")
     verb.add_argument("--num_processes", type=int)
+    verb.add_argument(
+        "--upgrade", action="store_true", help="write RECIPE.upgraded.yaml in today's keys, and check that"
+    )
     verb.add_argument("--show", action="store_true", help="print the DeepSpeed configuration that will be used")
 
     verb = verbs.add_parser("sweep", help="one strategy after another, measured; unknown options go to run_sft.py")
@@ -68,6 +71,8 @@ def _check(arguments: argparse.Namespace, rest: list[str]) -> int:
     from zero_recipes.checks.accelerate_file import launched_environment
     from zero_recipes.preflight import preflight, resolved_ds_config
 
+    if arguments.upgrade:
+        arguments.recipe = _write_upgraded(arguments.recipe)
     mapping = recipes.read(arguments.recipe)
     environment, findings = launched_environment(arguments.config_file, arguments.num_processes)
     run, found = preflight(arguments.recipe, mapping, rest, environment)
@@ -80,6 +85,18 @@ def _check(arguments: argparse.Namespace, rest: list[str]) -> int:
     errors = sum(finding.level == "error" for finding in findings)
     print(f"{errors} errors, {len(findings) - errors} warnings")
     return 2 if errors else 0
+
+
+def _write_upgraded(old: Path) -> Path:
+    from zero_recipes.upgrade import upgrade
+
+    text, said = upgrade(old)
+    new = old.with_suffix(".upgraded.yaml")
+    if new.exists() and new.read_text() != text:
+        raise Refusal(f"{new} exists already", "It differs from what would be written.", "Move it, or delete it.")
+    new.write_text(text)
+    print(*said, f"written: {new}", sep="\n")
+    return new
 
 
 def _sweep(arguments: argparse.Namespace, rest: list[str]) -> int:
