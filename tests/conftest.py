@@ -16,6 +16,7 @@ FIXTURES = ROOT.parent / "shared" / "fixtures"
 ORDER = [
     "test_recipes",
     "test_checks",
+    "test_audit",
     "test_refusals",
     "test_model_states",
     "test_metrics",

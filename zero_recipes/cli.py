@@ -28,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     verb.add_argument(
         "--upgrade", action="store_true", help="write RECIPE.upgraded.yaml in today's keys, and check that"
     )
+    verb.add_argument(
+        "--data", action="store_true", help="tokenise the training rows, count and show what is supervised"
+    )
     verb.add_argument("--show", action="store_true", help="print the DeepSpeed configuration that will be used")
 
     verb = verbs.add_parser("sweep", help="one strategy after another, measured; unknown options go to run_sft.py")
@@ -67,10 +70,12 @@ def _fetch(arguments: argparse.Namespace, _rest: list[str]) -> int:
 def _check(arguments: argparse.Namespace, rest: list[str]) -> int:
     import json
 
+    from zero_recipes import calm
     from zero_recipes import recipe as recipes
     from zero_recipes.checks.accelerate_file import launched_environment
     from zero_recipes.preflight import preflight, resolved_ds_config
 
+    calm.quieten()
     if arguments.upgrade:
         arguments.recipe = _write_upgraded(arguments.recipe)
     mapping = recipes.read(arguments.recipe)
@@ -81,10 +86,27 @@ def _check(arguments: argparse.Namespace, rest: list[str]) -> int:
         print("\n".join(run.strategy.described(run.device, argparse.Namespace(**run.recipe.values))))
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
+        if arguments.data:
+            findings += _audit(run)
     print(*findings, sep="\n", end="\n" if findings else "")
     errors = sum(finding.level == "error" for finding in findings)
     print(f"{errors} errors, {len(findings) - errors} warnings")
     return 2 if errors else 0
+
+
+def _audit(run) -> list:
+    from zero_recipes import audit, data
+    from zero_recipes import recipe as recipes
+
+    # neither weights nor ranks: the strategy does not matter to the data
+    run.recipe.values |= {"deepspeed": None, "use_cpu": True, "bf16": False, "fp16": False}
+    script_args, training_args, model_args, dataset_args, ours = recipes.instances(run.recipe)
+    tokenizer = data.load_tokenizer(model_args, training_args)
+    rows, _ = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
+    tokenised = audit.tokenise(rows, tokenizer, training_args)
+    found = audit.audit(rows, tokenised, tokenizer, training_args)
+    audit.show(found, tokenised, tokenizer, training_args)
+    return audit.audit_findings(found, rows, tokenizer)
 
 
 def _write_upgraded(old: Path) -> Path:
