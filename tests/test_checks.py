@@ -76,6 +76,14 @@ def test_what_trl_accepts_is_accepted(tmp_path):
     assert recipe.values["learning_rate"] == 1e-5
 
 
+def test_an_old_name_that_is_still_taken_is_said_once_and_runs(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("gradient_checkpointing: false\nmodel_name_or_path: x\n")
+    (finding,) = [f for f in findings_of(path, "--output_dir", str(tmp_path / "o")) if f.key]
+    assert finding.level == "warning" and "`activation_checkpointing`" in finding.cure
+    assert recipes.parse(path, recipes.read(path), []).values["gradient_checkpointing"] is False
+
+
 def test_a_key_that_stands_twice_is_refused(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("max_steps: 5\nseed: 1\nmax_steps: 7\n")

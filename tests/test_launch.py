@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
-from zero_recipes.launch import remove_stale_build_locks
+import pytest
+
+from zero_recipes.launch import refuse_data_parallel, refuse_shared_gpus, remove_stale_build_locks
+from zero_recipes.refusal import Refusal
 
 
 def test_a_stale_build_lock_is_removed_and_a_live_one_stays(tmp_path, monkeypatch, capsys):
@@ -24,3 +28,19 @@ def test_a_stale_build_lock_is_removed_and_a_live_one_stays(tmp_path, monkeypatc
     assert not (tmp_path / "stale" / "lock").exists()
     assert (tmp_path / "live" / "lock").exists()
     assert "stale" in capsys.readouterr().out
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    four = SimpleNamespace(world_size=4)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(Refusal, match="4 processes on this machine, but 2 GPUs"):
+        refuse_shared_gpus(four, "cuda", {})
+    refuse_shared_gpus(four, "cuda", {"LOCAL_WORLD_SIZE": "2"})  # two machines
+    refuse_shared_gpus(four, "cpu", {})
+
+
+def test_one_plain_process_with_several_gpus_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(Refusal, match="2 GPUs are visible"):
+        refuse_data_parallel(SimpleNamespace(world_size=1), "cuda", {})
+    refuse_data_parallel(SimpleNamespace(world_size=1), "cuda", {"RANK": "0"})

@@ -49,6 +49,18 @@ def refuse_data_parallel(strategy: Strategy, device: str, environment: Mapping[s
         )
 
 
+def refuse_shared_gpus(strategy: Strategy, device: str, environment: Mapping[str, str]) -> None:
+    """More processes than GPUs on this machine: NCCL does not take two ranks on one device."""
+    here = int(environment.get("LOCAL_WORLD_SIZE", strategy.world_size))
+    count = torch.cuda.device_count() if device == "cuda" else here
+    if here > count:
+        raise Refusal(
+            f"{here} processes on this machine, but {count} GPU{'s' if count > 1 else ''}",
+            'NCCL (init.cc, "Duplicate GPU detected") stops two ranks on one device, after the model has been loaded.',
+            f"--num_processes {count}, or use_cpu: true for a run on the CPU.",
+        )
+
+
 def start_process_group(strategy: Strategy, device: str, timeout_seconds: int) -> None:
     """Start the process group before TrainingArguments does.
 

@@ -24,7 +24,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     that all findings come at once.
     """
     findings = recipe_findings(str(path), mapping, mapping.lines, recipes.key_types())
-    wrong = {finding.key for finding in findings}
+    wrong = {finding.key for finding in findings if finding.level == "error"}
     sound = RecipeFile({key: value for key, value in mapping.items() if key not in wrong})
     sound.lines = mapping.lines
     recipe = _attempt(findings, recipes.parse, path, sound, overrides)
@@ -36,6 +36,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     if in_force is not None:
         _attempt(findings, recipes.derive_accumulation, recipe, in_force.world_size)
         _attempt(findings, launch.refuse_data_parallel, in_force, device, environment)
+        _attempt(findings, launch.refuse_shared_gpus, in_force, device, environment)
         if in_force.is_deepspeed:
             findings += ds_config_findings(
                 in_force.ds_config, in_force.source, recipe.values, in_force.world_size, device

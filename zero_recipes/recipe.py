@@ -139,7 +139,7 @@ def parse(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
     parser = _parser()
     known = key_types()
     findings = recipe_findings(str(path), mapping, getattr(mapping, "lines", {}), known)
-    if findings:
+    if any(finding.level == "error" for finding in findings):
         raise Refusal.of(findings)
 
     file_values = dict(mapping)

@@ -9,13 +9,8 @@ from typing import Any
 import yaml
 
 from zero_recipes import recipe as recipes
-from zero_recipes.checks.recipe_file import RENAMED
+from zero_recipes.checks.recipe_file import DEPRECATED, RENAMED
 
-# still taken, under a name that transformers deprecates
-DEPRECATED = {
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
 # switches that became a value of another key: what `true` is written as today (`false` says nothing)
 SWITCHES = {
     "use_flash_attention_2": "attn_implementation: flash_attention_2",

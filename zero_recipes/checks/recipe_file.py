@@ -35,6 +35,11 @@ RENAMED = {
     "save_safetensors": ("", "Models are always saved as safetensors."),
     "logging_dir": ("", "Set the environment variable TENSORBOARD_LOGGING_DIR in the recipe's `env:` block."),
 }
+# still taken, under a name that transformers deprecates
+DEPRECATED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
 # sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too
 UNTYPED = {"sample_prompts", "resume_from_checkpoint"}
 # keys that people put into a recipe although the launcher owns them, beside accelerate's own (ClusterConfig)
@@ -48,7 +53,9 @@ def recipe_findings(place: str, mapping: dict[str, Any], lines: dict[str, int], 
     """All findings about one recipe. `lines`: {key: line in the file}; `types`: {known key: its type hint}."""
     found = []
     for key, value in mapping.items():
-        if key in types:
+        if key in DEPRECATED:
+            here = [_deprecated(key, place)]
+        elif key in types:
             here = value_findings(f"{place}:{lines[key]}" if key in lines else place, key, value, types[key])
         else:
             here = key_findings(place, [key], types, lines)
@@ -88,6 +95,15 @@ def key_findings(
                 if near
                 else "Remove it, or see the README's table of keys.",
             )
+
+
+def _deprecated(key: str, place: str) -> Finding:
+    return Finding(
+        f"`{key}` in {place} is an old name",
+        "transformers 5.23 (training_args.py) still takes it, and drops it in version 6.",
+        f"Write `{DEPRECATED[key]}`; zero-recipes check --upgrade does it.",
+        level="warning",
+    )
 
 
 def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
