@@ -12,7 +12,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -147,8 +146,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-def rows(output_dir: Path) -> list[dict[str, Any]]:
-    """The metrics of every run below a folder."""
-    return [json.loads(path.read_text()) for path in sorted(output_dir.glob("*/metrics.json"))]
