@@ -18,6 +18,7 @@ import time
 STARTED = time.perf_counter()
 
 from zero_recipes import recipe as recipes  # noqa: E402
+from zero_recipes.process import rank  # noqa: E402
 from zero_recipes.refusal import Refusal, leave_refused  # noqa: E402
 
 
@@ -47,7 +48,7 @@ def prepare(argv: list[str]):
     run, findings = preflight(path, mapping, overrides, os.environ)
     if any(finding.level == "error" for finding in findings):
         raise Refusal.of(findings)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if rank() == 0:
         print(*findings, sep="\n", end="\n" if findings else "", flush=True)
     return run
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from zero_recipes.process import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 HANG_SECONDS = 300  # a guard only: a hanging case is killed, and all its ranks say where they stood
@@ -28,9 +29,7 @@ class Group:
     def __init__(self, world_size: int):
         self.world_size = world_size
         self.folder = Path(tempfile.mkdtemp(prefix=f"group{world_size}-"))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.workers = []
         for rank in range(world_size):
             environment = os.environ | {

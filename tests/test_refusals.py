@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 from tests.tiny import write_recipe
 from zero_recipes import recipe as recipes
 from zero_recipes import strategy
+from zero_recipes.process import free_port
 from zero_recipes.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,9 +155,7 @@ def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):
 def two_ranks(
     argv: list[str], tmp_path: Path, extra: dict[str, str] | None = None
 ) -> list[subprocess.CompletedProcess]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     running = []
     for rank in range(2):
         environment = os.environ | {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import warnings
+
+from zero_recipes.process import rank
 
 # (category, message, module): all as regular expressions of the warnings filter
 SUPPRESSED = [
@@ -24,7 +25,7 @@ def quieten() -> None:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
     # DeepSpeed logs its whole configuration on every engine; what is in force stands in recipe.resolved.yaml
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    if int(os.environ.get("RANK", 0)) or not sys.stderr.isatty():
+    if rank() or not sys.stderr.isatty():
         import datasets
         import transformers
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
 from pathlib import Path
 
+from zero_recipes.process import rank
 from zero_recipes.refusal import Refusal
 
 RESULTS = ("metrics.json", "samples.jsonl", "recipe.resolved.yaml")
@@ -32,7 +32,7 @@ def checkpoint_to_resume(output_dir: Path, asked: object) -> str | None:
     from transformers.trainer_utils import get_last_checkpoint
 
     last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
-    if last is None and int(os.environ.get("RANK", 0)) == 0:
+    if last is None and rank() == 0:
         print(f"no checkpoint in {output_dir}: starting fresh", flush=True)
     return last
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+from zero_recipes.process import rank
 
 CURES = {
     "model": [
@@ -38,7 +39,6 @@ def write_failure(output_dir: Path, phase: str, error: BaseException, states: di
     """Write failure.rankN.json for this rank and return its content. `states`: model-state bytes of this rank."""
     import torch
 
-    rank = int(os.environ.get("RANK", 0))
     memory = [{"what": what, "bytes": size} for what, size in states.items() if size]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         allocated = torch.cuda.max_memory_allocated()
@@ -48,7 +48,7 @@ def write_failure(output_dir: Path, phase: str, error: BaseException, states: di
                 {"what": "activations, buckets and gathered parameters (the rest of the peak)", "bytes": others}
             )
     document = {
-        "rank": rank,
+        "rank": rank(),
         "status": "oom" if is_out_of_memory(error) else "failed",
         "phase": phase,
         "error": f"{type(error).__name__}: {error}".strip(),
@@ -57,7 +57,7 @@ def write_failure(output_dir: Path, phase: str, error: BaseException, states: di
         "time": time.time(),
     }
     output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / f"failure.rank{rank}.json").write_text(json.dumps(document, indent=2) + "\n")
+    (output_dir / f"failure.rank{rank()}.json").write_text(json.dumps(document, indent=2) + "\n")
     return document
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from zero_recipes.process import free_port, rank
 from zero_recipes.recipe import Recipe
 from zero_recipes.refusal import Refusal
 from zero_recipes.strategy import Strategy
@@ -72,7 +72,9 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int) -
     # DeepSpeed compiles with ninja, which stands beside the interpreter: a venv need not be activated
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     if "RANK" not in os.environ:  # plain python with DeepSpeed: a world of one
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+        os.environ.update(
+            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+        )
     timeout = timedelta(seconds=timeout_seconds)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -96,7 +98,7 @@ def remove_stale_build_locks() -> None:
     from torch.utils.cpp_extension import get_default_build_root
 
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-    if int(os.environ.get("RANK", 0)) or not os.path.isdir(root):
+    if rank() or not os.path.isdir(root):
         return
     compilers = ("ninja", "c++", "g++", "cc1plus", "nvcc", "cicc", "ptxas")
     building = any(p.info["name"] in compilers for p in psutil.process_iter(["name"]))
@@ -105,12 +107,6 @@ def remove_stale_build_locks() -> None:
         if lock.stat().st_mtime < started - 1 and not building:
             print(f"removed a build lock that a killed compiler left: {lock}", flush=True)
             lock.unlink()
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def choose_output_dir(recipe: Recipe) -> Path:

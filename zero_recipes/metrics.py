@@ -18,12 +18,14 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl import SFTTrainer
 
 from zero_recipes import machine, model_states
+from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.clock import PhaseClock, StepClock
 from zero_recipes.communication import CommunicationCounter
 from zero_recipes.faults import load_weights_by_class
 from zero_recipes.launch import Run
 from zero_recipes.model import parameter_counts
 from zero_recipes.probe import MemoryPhases, StateProbe
+from zero_recipes.process import rank
 
 SCHEMA = 1
 MOST_WARMUP_STEPS = 5
@@ -35,11 +37,10 @@ class StageMetricsCallback(TrainerCallback):
     def __init__(self, run: Run, training_args, model: torch.nn.Module, clock: PhaseClock):
         self.strategy, self.device, self.clock = run.strategy, run.device, clock
         self.identity = identity(run, training_args, model)
-        device = run.device
         self.trainer: SFTTrainer | None = None
-        self.phases = MemoryPhases(device)
+        self.phases = MemoryPhases(run.device)
         self.phases.record("model_loaded")
-        self.steps = StepClock(device)
+        self.steps = StepClock(run.device)
         self.losses: list[torch.Tensor] = []  # one scalar per optimizer step, of this rank
         self.grad_norms: list[float] = []
         self.evaluations: list[dict[str, float]] = []
@@ -48,7 +49,6 @@ class StageMetricsCallback(TrainerCallback):
         self.states = dict.fromkeys((*model_states.PARTS, "offloaded_host", "offloaded_disk"), 0)
         self.probe: StateProbe | None = None
         self.communication: CommunicationCounter | None = None
-        self.peak: dict[str, int | None] | None = None
         self.warmup = 0
         self.done = 0
         self.summary: dict[str, Any] = {}
@@ -119,15 +119,14 @@ class StageMetricsCallback(TrainerCallback):
 
     def end_steps(self) -> None:
         """Training has ended: read peaks and bring all ranks' figures together. Every rank calls it (collectives)."""
-        self.peak = machine.peak_memory(self.device)
+        peak = machine.peak_memory(self.device)
         losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64)
         tokens = torch.stack([_or_zeros(self.tokens), _or_zeros(self.tokens_timed)]).cpu()
         seconds = self.steps.seconds()
         ranks = gather_object(
-            [{"peak": self.peak, "states": self.states, "losses": losses.cpu().tolist(), "tokens": tokens.tolist()}]
+            [{"peak": peak, "states": self.states, "losses": losses.cpu().tolist(), "tokens": tokens.tolist()}]
         )
         self.summary = _summarise(ranks, seconds, self.warmup) | {
-            "memory_phases": self.phases.bytes if self.device == "cuda" else None,
             "communication_bytes_per_step": self.communication.median(),
         }
 
@@ -137,9 +136,9 @@ class StageMetricsCallback(TrainerCallback):
             return self.states
         return self.probe.read()
 
-    def write(self, output_dir: Path, status: str = "ok", error: str | None = None, **extra: Any) -> None:
+    def write(self, output_dir: Path, status: str = "ok", error: str | None = None) -> None:
         """Write metrics.json on rank 0: complete after `end_steps`, before it with null for what was not measured."""
-        if int(os.environ.get("RANK", 0)):
+        if rank():
             return
         measured = {
             "peak_memory_bytes": None,
@@ -166,8 +165,6 @@ class StageMetricsCallback(TrainerCallback):
             "predicted": None,
             "versions": machine.versions(),
             "hardware": machine.hardware(self.device),
-            "recipe_sha256": self.identity["recipe_sha256"],
-            **extra,
         }
         write_json(output_dir / "metrics.json", document)
 
@@ -210,7 +207,7 @@ def identity(run: Run, training_args, model: torch.nn.Module) -> dict[str, Any]:
         "model": recipe.values["model_name_or_path"],
         "parameters": parameters,
         "trainable_parameters": trainable,
-        "precision": "bf16" if training_args.bf16 else "fp16" if training_args.fp16 else "fp32",
+        "precision": precision_of(vars(training_args)),
         "micro_batch_size": training_args.per_device_train_batch_size,
         "gradient_accumulation_steps": training_args.gradient_accumulation_steps,
         "max_length": training_args.max_length,

@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from typing import NoReturn
 
+from zero_recipes.process import rank
+
 REFUSED = 2
 
 
@@ -65,7 +67,7 @@ def leave_refused(refusal: Refusal) -> NoReturn:
     TORCHELASTIC_ERROR_FILE (torch/distributed/elastic/multiprocessing/errors/error_handler.py), so the message goes
     there too and is the last thing read.
     """
-    if int(os.environ.get("RANK", 0)) == 0:
+    if rank() == 0:
         print(refusal, file=sys.stderr, flush=True)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:

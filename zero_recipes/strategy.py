@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.recipe import Recipe
 from zero_recipes.refusal import Refusal
 
@@ -34,8 +35,6 @@ class Strategy:
         args = training_args
         sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.world_size
         tokens = "" if args.max_length is None else f", at most {sequences * args.max_length:,} tokens"
-        bf16 = args.bf16 if args.bf16 is not None else not args.fp16  # TRL's default
-        precision = "bf16" if bf16 else "fp16" if args.fp16 else "fp32"
         offloaded = [
             what for what, where in (("optimizer", self.offload_optimizer), ("params", self.offload_param)) if where
         ]
@@ -44,7 +43,7 @@ class Strategy:
             f"world size    {self.world_size} on {device}",
             f"global batch  {sequences} sequences{tokens} ({args.per_device_train_batch_size} per device x "
             f"{args.gradient_accumulation_steps} accumulation x {self.world_size} processes)",
-            f"precision     {precision}",
+            f"precision     {precision_of(vars(args))}",
             f"offloaded     {', '.join(offloaded) or 'nothing'}",
         ]
 

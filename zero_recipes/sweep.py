@@ -6,7 +6,6 @@ import collections
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from rich.markup import escape
 
 from zero_recipes.checkpoints import saved_in
 from zero_recipes.failure import failed_row
+from zero_recipes.process import free_port
 from zero_recipes.refusal import Refusal
 
 MEASURES_ONLY = ["--save_model", "false", "--save_strategy", "no"]
@@ -77,7 +77,7 @@ def launch_command(
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", str(config), "--num_processes", str(num_processes)),
-        *("--main_process_port", str(_free_port())),
+        *("--main_process_port", str(free_port())),
         *(str(script), str(recipe), "--output_dir", str(folder), *saving, *overrides),
     ]
 
@@ -140,9 +140,3 @@ def _echo_progress(line: str, label: str, console: Console) -> None:
 
 def _asks_to_save(overrides: list[str]) -> bool:
     return "--save_model" in overrides or "--save_strategy" in overrides
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

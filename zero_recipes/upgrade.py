@@ -9,14 +9,7 @@ from typing import Any
 import yaml
 
 from zero_recipes import recipe as recipes
-from zero_recipes.checks.recipe_file import DEPRECATED, RENAMED
-
-# switches that became a value of another key: what `true` is written as today (`false` says nothing)
-SWITCHES = {
-    "use_flash_attention_2": "attn_implementation: flash_attention_2",
-    "group_by_length": "train_sampling_strategy: group_by_length",
-    "adafactor": "optim: adafactor",
-}
+from zero_recipes.checks.recipe_file import DEPRECATED, RENAMED, SWITCHES, accepted_types
 
 
 def upgrade(path: Path) -> tuple[str, list[str]]:
@@ -60,8 +53,8 @@ def _upgraded(key: str | None, text: str, mapping: dict[str, Any], said: list[st
         said.append(f"{key}: removed. {RENAMED[key][1]}")
         return _commented(text)
     if isinstance(value, bool) and key in recipes.key_types() and re.match(rf"{key}\s*:\s*(no|off)\b", text, re.I):
-        takes_text = str in _types(key) and bool not in _types(key)
-        if takes_text:
+        takes = accepted_types(recipes.key_types()[key])
+        if str in takes and bool not in takes:
             said.append(f"{key}: quoted, YAML takes {value} for a truth value")
             return re.sub(r":\s*(no|off)\b", ': "no"', text, count=1, flags=re.I)
     return text
@@ -84,12 +77,6 @@ def _from_mixer(text: str, mapping: dict[str, Any], said: list[str]) -> str:
     said.append(f"dataset_mixer: now {', '.join(new)}")
     comments = "".join(line for line in text.splitlines(keepends=True) if line.lstrip().startswith("#"))
     return comments + yaml.safe_dump(new, sort_keys=False)
-
-
-def _types(key: str) -> set[type]:
-    from zero_recipes.checks.recipe_file import accepted_types
-
-    return accepted_types(recipes.key_types()[key])
 
 
 def _comment(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +40,7 @@ def fill_auto(config: dict[str, Any], values: dict[str, Any], world_size: int):
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
     arguments = SimpleNamespace(**values, world_size=world_size)
-    arguments.bf16 = uses_bf16(values)
+    arguments.bf16 = precision_of(values) == "bf16"
     arguments.get_warmup_steps = lambda steps: values["warmup_steps"]
     filled = HfTrainerDeepSpeedConfig(copy.deepcopy(config))
     unset_hf_deepspeed_config()  # it announces itself to the whole process; this is only a look
@@ -48,9 +48,10 @@ def fill_auto(config: dict[str, Any], values: dict[str, Any], world_size: int):
     return filled, arguments
 
 
-def uses_bf16(values: dict[str, Any]) -> bool:
-    """Whether the run is in bf16: TRL's default where neither bf16 nor fp16 is named."""
-    return bool(values["bf16"]) if values["bf16"] is not None else not values["fp16"]
+def precision_of(values: Mapping[str, Any]) -> str:
+    """ "bf16", "fp16" or "fp32": TRL takes bf16 where neither bf16 nor fp16 is named."""
+    bf16 = values["bf16"] if values["bf16"] is not None else not values["fp16"]
+    return "bf16" if bf16 else "fp16" if values["fp16"] else "fp32"
 
 
 def _missing(config: dict, source: str, values: dict) -> Iterator[Finding]:
@@ -64,8 +65,8 @@ def _missing(config: dict, source: str, values: dict) -> Iterator[Finding]:
     if values["max_grad_norm"] > 0:
         limit = values["max_grad_norm"]
         needs["gradient_clipping"] = (f"DeepSpeed would not clip; the recipe's max_grad_norm is {limit}", auto)
-    block = "bf16" if uses_bf16(values) else "fp16" if values["fp16"] else None
-    if block:
+    block = precision_of(values)
+    if block != "fp32":
         needs[block] = (f"DeepSpeed would train in fp32, the recipe says {block}", enabled)
     for key, (why, written) in needs.items():
         if key not in config:

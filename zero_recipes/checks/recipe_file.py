@@ -22,18 +22,24 @@ RENAMED = {
     "no_cuda": ("use_cpu", ""),
     "num_proc": ("dataset_num_proc", ""),
     "preprocessing_num_workers": ("dataset_num_proc", ""),
-    "use_flash_attention_2": ("attn_implementation", "Write `attn_implementation: flash_attention_2`."),
+    "use_flash_attention_2": ("attn_implementation", ""),
     "per_gpu_train_batch_size": ("per_device_train_batch_size", ""),
     "per_gpu_eval_batch_size": ("per_device_eval_batch_size", ""),
-    "group_by_length": ("train_sampling_strategy", "Write `train_sampling_strategy: group_by_length`."),
+    "group_by_length": ("train_sampling_strategy", ""),
     "push_to_hub_model_id": ("hub_model_id", ""),
     "hub_model_revision": ("hub_revision", ""),
     "use_liger": ("use_liger_kernel", ""),
     "dataset_mixer": ("datasets", "TRL's list of `path:` entries replaces the mapping of names to fractions."),
-    "adafactor": ("optim", "Write `optim: adafactor`."),
+    "adafactor": ("optim", ""),
     "include_tokens_per_second": ("", "metrics.json always has tokens per second."),
     "save_safetensors": ("", "Models are always saved as safetensors."),
     "logging_dir": ("", "Set the environment variable TENSORBOARD_LOGGING_DIR in the recipe's `env:` block."),
+}
+# of these, switches that became a value of another key: what `true` is written as today (`false` says nothing)
+SWITCHES = {
+    "use_flash_attention_2": "attn_implementation: flash_attention_2",
+    "group_by_length": "train_sampling_strategy: group_by_length",
+    "adafactor": "optim: adafactor",
 }
 # still taken, under a name that transformers deprecates
 DEPRECATED = {
@@ -74,7 +80,7 @@ def key_findings(
         where = f"{place}:{lines[key]}" if lines and key in lines else place
         if key in RENAMED:
             name, note = RENAMED[key]
-            cure = f"Write `{name}`. {note}" if name and not note.startswith("Write") else note or f"Write `{name}`."
+            cure = f"Write `{SWITCHES.get(key, name)}`. {note}" if name else note
             yield Finding(
                 f"`{key}` in {where} is a key of former versions",
                 "Today's TRL and transformers no longer take it" + (f"; it is `{name}` now." if name else "."),
