@@ -18,8 +18,8 @@ import time
 STARTED = time.perf_counter()
 
 from zero_recipes import recipe as recipes  # noqa: E402
-from zero_recipes.process import rank  # noqa: E402
-from zero_recipes.refusal import Refusal, leave_refused  # noqa: E402
+from zero_recipes.process import leave, rank  # noqa: E402
+from zero_recipes.refusal import Refusal, say_refused  # noqa: E402
 
 
 def main(argv: list[str]) -> None:
@@ -143,5 +143,7 @@ def train(run):
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
+        code = 0
     except Refusal as refusal:
-        leave_refused(refusal)
+        code = say_refused(refusal)
+    leave(code)

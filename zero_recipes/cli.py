@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from zero_recipes.refusal import Refusal, leave_refused
+from zero_recipes.refusal import Refusal, say_refused
 
 DEFAULT_STRATEGIES = "ddp,zero0,zero1,zero2,zero3"
 
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments.verb
         ](arguments, rest)
     except Refusal as refusal:
-        leave_refused(refusal)
+        return say_refused(refusal)
 
 
 def _fetch(arguments: argparse.Namespace, _rest: list[str]) -> int:

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from dataclasses import dataclass
-from typing import NoReturn
 
 from zero_recipes.process import rank
 
@@ -60,8 +59,8 @@ class Refusal(Exception):
         return "\n".join(map(str, self.findings))
 
 
-def leave_refused(refusal: Refusal) -> NoReturn:
-    """End this rank with exit code 2; rank 0 alone prints the message.
+def say_refused(refusal: Refusal) -> int:
+    """Say why, on rank 0 alone. Returns the exit code, which every rank ends with.
 
     accelerate and torchrun turn the code into 1 and close with a table of their own. They print in it what stands in
     TORCHELASTIC_ERROR_FILE (torch/distributed/elastic/multiprocessing/errors/error_handler.py), so the message goes
@@ -75,4 +74,4 @@ def leave_refused(refusal: Refusal) -> NoReturn:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with open(error_file, "w") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
-    sys.exit(REFUSED)
+    return REFUSED
