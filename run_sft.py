@@ -61,10 +61,12 @@ def train(run):
     from zero_recipes import generation, metrics
     from zero_recipes.checkpoints import clear_earlier_run, verify
     from zero_recipes.clock import PhaseClock
-    from zero_recipes.data import load_rows, load_tokenizer
+    from zero_recipes.data import load_tokenizer
     from zero_recipes.failure import write_failure
     from zero_recipes.faults import FreshAdamAtStage0
     from zero_recipes.model import load_config, load_model
+    from zero_recipes.preflight import resolved_ds_config
+    from zero_recipes.preparation import prepare as prepare_rows
 
     recipe, output_dir = run.recipe, run.output_dir
     clock, stage_metrics = PhaseClock(), None
@@ -75,16 +77,16 @@ def train(run):
         with clock.phase("data"):
             config = load_config(model_args, training_args)
             tokenizer = load_tokenizer(model_args, training_args)
-            with training_args.main_process_first(desc="loading the data"):
-                train_rows, eval_rows = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
-            samples = generation.choose_samples(ours.sample_prompts, eval_rows, ours.dataset_format, tokenizer)
+            prepared = prepare_rows(script_args, training_args, dataset_args, ours, tokenizer)
+            samples = prepared.samples
 
         # nothing is refused from here on; what stands in the folder may be touched
         if main_process:
             clear_earlier_run(output_dir, ours.overwrite)
-            header = run.strategy.described(run.device, training_args)
-            print("\n".join(header), flush=True)
-            recipes.write_resolved(recipe, output_dir / "recipe.resolved.yaml", header)
+            header = [*run.strategy.described(run.device, training_args), str(prepared.audit)]
+            print(*header, *prepared.findings, sep="\n", flush=True)
+            ds_config = resolved_ds_config(run, prepared.rows) if run.strategy.is_deepspeed else None
+            recipes.write_resolved(recipe, output_dir / "recipe.resolved.yaml", header, ds_config)
         training_args.distributed_state.wait_for_everyone()
 
         with clock.phase("model"):
@@ -96,8 +98,8 @@ def train(run):
             trainer = metrics.MeasuredSFTTrainer(
                 model=model,
                 args=training_args,
-                train_dataset=train_rows,
-                eval_dataset=eval_rows,
+                train_dataset=prepared.train,
+                eval_dataset=prepared.evaluation,
                 processing_class=tokenizer,
                 peft_config=get_peft_config(model_args),
                 callbacks=[FreshAdamAtStage0(bool(training_args.resume_from_checkpoint)), before, stage_metrics],

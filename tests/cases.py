@@ -136,3 +136,30 @@ def engine_config(argv: list[str]) -> dict:
     run = run_sft.prepare(argv)
     trainer = run_sft.train(run)
     return json.loads(json.dumps(trainer.model_wrapped.config, default=str))
+
+
+def splits_tokenised(argv: list[str], cache: str) -> int:
+    """How many splits this process tokenised in one run, with the datasets library's cache in `cache`."""
+    import datasets
+
+    from zero_recipes import preparation
+
+    original, kept, calls = preparation.tokenise, datasets.config.HF_DATASETS_CACHE, []
+    preparation.tokenise = lambda *arguments: calls.append(1) or original(*arguments)
+    datasets.config.HF_DATASETS_CACHE = cache
+    try:
+        train(argv)
+        return len(calls)
+    finally:
+        preparation.tokenise, datasets.config.HF_DATASETS_CACHE = original, kept
+
+
+def refusal_of(argv: list[str]) -> str:
+    """What a run is refused for, on this rank."""
+    from zero_recipes.refusal import Refusal
+
+    try:
+        train(argv)
+        return "not refused"
+    except Refusal as refusal:
+        return refusal.what

@@ -17,6 +17,7 @@ ORDER = [
     "test_recipes",
     "test_checks",
     "test_audit",
+    "test_preparation",
     "test_refusals",
     "test_model_states",
     "test_metrics",

@@ -12,8 +12,9 @@ from trl import SFTConfig
 from tests.tiny import write_recipe
 from zero_recipes import cli
 from zero_recipes import recipe as recipes
-from zero_recipes.audit import audit, audit_findings, tokenise
+from zero_recipes.audit import audit, audit_findings
 from zero_recipes.data import load_rows, load_tokenizer
+from zero_recipes.preparation import finish, tokenise
 
 BASE = Path(__file__).resolve().parents[1] / "tiny_world" / "base"
 
@@ -31,7 +32,8 @@ def arguments(tmp_path, **keys):
 def audited(rows: list[dict], tokenizer, tmp_path, **keys):
     training_args, data = arguments(tmp_path, **keys), Dataset.from_list(rows)
     tokens = tokenise(data, tokenizer, training_args)
-    found = audit(data, tokens, tokenizer, training_args)
+    ready = finish(tokens, tokenizer, training_args, training_args.packing)
+    found = audit(data, tokens, ready, tokenizer, training_args)
     return found, audit_findings(found, data, tokenizer)
 
 
@@ -45,7 +47,8 @@ def test_the_audit_counts_what_a_run_trains_on(one, tmp_path):
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(recipe)
     tokenizer = load_tokenizer(model_args, training_args)
     rows, _ = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
-    found = audit(rows, tokenise(rows, tokenizer, training_args), tokenizer, training_args)
+    tokens = tokenise(rows, tokenizer, training_args)
+    found = audit(rows, tokens, finish(tokens, tokenizer, training_args, False), tokenizer, training_args)
     assert found.truncated > 0 and found.rows == 240
     assert (found.tokens, found.supervised) == (trained["tokens"]["non_padding"], trained["tokens"]["supervised"])
     share = 1 - trained["tokens"]["non_padding"] / trained["tokens"]["all"]

@@ -64,7 +64,7 @@ def test_pad_is_not_the_end_of_text(tmp_path, pad):
     tokenizer.pad_token = pad
     tokenizer.save_pretrained(tmp_path)
     model_args = SimpleNamespace(model_name_or_path=str(tmp_path), model_revision=None)
-    mended = load_tokenizer(model_args, SimpleNamespace(trust_remote_code=False))
+    mended = load_tokenizer(model_args, SimpleNamespace(trust_remote_code=False, eos_token=None, pad_token=None))
     assert (mended.pad_token, mended.eos_token) == ("<|padding|>", "<|endoftext|>")
 
 

@@ -34,7 +34,7 @@ def test_a_recipe_parses_and_trl_takes_it(path, monkeypatch, tmp_path):
     _, training_args, model_args, _, ours = recipes.instances(recipe)
     assert training_args.bf16 and ours.dataset_format == "alpaca"
     assert model_args.dtype == "float32", "ddp would train without an fp32 master"
-    recipes.write_resolved(recipe, tmp_path / "resolved.yaml", ["x"])
+    recipes.write_resolved(recipe, tmp_path / "resolved.yaml", ["x"], None)
     again = recipes.parse(tmp_path / "resolved.yaml", recipes.read(tmp_path / "resolved.yaml"), [])
     assert again.given == recipe.given
 

@@ -1,13 +1,13 @@
-"""What the loss will see: rows tokenised by TRL's own code and counted, without a model."""
+"""What the loss will see, counted: rows as they were tokenised beside rows as they are trained on."""
 
 from __future__ import annotations
 
-import copy
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -16,63 +16,57 @@ from zero_recipes.refusal import Finding
 
 @dataclass
 class Audit:
-    """One split, counted. Tokens are those that remain after truncation, the end of text included."""
+    """One split, counted. Tokens: of one epoch as trained on, the end of text included."""
 
     rows: int
-    truncated: int  # longer than max_length
+    truncated: int  # longer than max_length: cut, or with packing "bfd_split" and "wrapped" parted
     dropped: int  # nothing supervised within max_length
     without_supervision: list[int]  # row numbers in which no token is supervised, however long
     tokens: int
     supervised: int
     longest: int  # of a row, before truncation
-    unsupervised_ends: int  # whole rows whose last token, the end of text, carries no loss
+    unsupervised_ends: int  # rows short enough whose end of text is absent or carries no loss
     shifted_prompts: int  # rows in which the tokenised prompt is no prefix of the tokenised whole
     padding_share: float  # of the tokens computed, in shuffled batches of per_device_train_batch_size
     packing_share: float | None  # of the packed places that hold a token; None without packing
 
-
-def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
-    """input_ids and labels of each row, before truncation and packing, by the code that SFTTrainer trains with.
-
-    trl/trainer/sft_trainer.py `_prepare_dataset` needs three attributes of the trainer, none of them the model.
-    """
-    from trl import SFTTrainer
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-
-    whole = copy.copy(training_args)
-    whole.max_length = None
-    first = next(iter(rows))
-    only = training_args.completion_only_loss
-    template = None
-    if training_args.assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
-        template = get_training_chat_template(tokenizer)
-    stand_in = SimpleNamespace(
-        _tokenizer=tokenizer,
-        completion_only_loss=("prompt" in first and "completion" in first) if only is None else only,
-        chat_template=template,
-    )
-    return SFTTrainer._prepare_dataset(stand_in, rows, tokenizer, whole, False, None, "audited")
+    def __str__(self) -> str:
+        packed = "" if self.packing_share is None else f", packs {self.packing_share:.0%} full"
+        return (
+            f"data          {self.rows:,} rows, {self.tokens:,} tokens, {self.supervised:,} supervised; "
+            f"{self.truncated:,} longer than max_length, {self.dropped:,} dropped, longest {self.longest:,}; "
+            f"padding {self.padding_share:.0%}{packed}"
+        )
 
 
-def audit(rows: Dataset, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> Audit:
-    """Count one tokenised split as it will be trained on."""
+def audit(
+    rows: Dataset, tokenised: Dataset, ready: Dataset, tokenizer: PreTrainedTokenizerBase, training_args
+) -> Audit:
+    """Count one split: `rows` as loaded, `tokenised` whole, `ready` as trained on (truncated, packed, dropped)."""
     longest = training_args.max_length
-    ids, labels = tokenised["input_ids"], tokenised["labels"]
-    kept = [(row[:longest], label[:longest]) for row, label in zip(ids, labels, strict=True)]
-    kept = [(row, label) for row, label in kept if any(token != -100 for token in label)]
-    whole = [label for label in labels if longest is None or len(label) <= longest]
+    lengths, without_supervision, unsupervised_ends = [], [], 0
+    for number, (ids, labels) in enumerate(_ids_and_labels(tokenised)):
+        lengths.append(len(ids))
+        if not (labels != -100).any():
+            without_supervision.append(number)
+        if longest is None or len(ids) <= longest:
+            ends = np.flatnonzero(ids == tokenizer.eos_token_id)
+            unsupervised_ends += not len(ends) or labels[ends[-1]] == -100
+    kept_lengths = [len(ids) for ids, _ in _ids_and_labels(ready)]
+    packed = training_args.packing
+    pads = not (packed or training_args.padding_free)
     return Audit(
-        rows=len(ids),
-        truncated=0 if longest is None else sum(len(row) > longest for row in ids),
-        dropped=len(ids) - len(kept),
-        without_supervision=[i for i, label in enumerate(labels) if all(token == -100 for token in label)],
-        tokens=sum(len(row) for row, _ in kept),
-        supervised=sum(token != -100 for _, label in kept for token in label[1:]),
-        longest=max(map(len, ids)),
-        unsupervised_ends=sum(label[-1] != tokenizer.eos_token_id for label in whole),
-        shifted_prompts=_shifted_prompts(rows, ids, tokenizer),
-        padding_share=_padding_share([len(row) for row, _ in kept], training_args),
-        packing_share=_packing_share(kept, training_args) if training_args.packing else None,
+        rows=len(lengths),
+        truncated=0 if longest is None else sum(length > longest for length in lengths),
+        dropped=0 if packed else len(lengths) - len(kept_lengths),
+        without_supervision=without_supervision,
+        tokens=sum(kept_lengths),
+        supervised=_supervised(ready, packed and training_args.packing_strategy != "wrapped"),
+        longest=max(lengths),
+        unsupervised_ends=int(unsupervised_ends),
+        shifted_prompts=_shifted_prompts(rows, tokenised, tokenizer),
+        padding_share=_padding_share(kept_lengths, training_args) if pads and kept_lengths else 0.0,
+        packing_share=sum(kept_lengths) / (len(kept_lengths) * longest) if packed and kept_lengths else None,
     )
 
 
@@ -96,9 +90,9 @@ def audit_findings(found: Audit, rows: Dataset, tokenizer: PreTrainedTokenizerBa
     if found.unsupervised_ends:
         findings.append(
             Finding(
-                f"{found.unsupervised_ends} whole rows do not end with a supervised {tokenizer.eos_token}",
+                f"{found.unsupervised_ends} whole rows have no supervised {tokenizer.eos_token} at their end",
                 "The model would not learn to stop.",
-                "Let the chat template write it inside the answer, or set eos_token.",
+                "Let the chat template write it inside the answer, or set eos_token to the token that ends one there.",
                 level="warning",
             )
         )
@@ -143,25 +137,43 @@ def show(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, t
         console.print(text)
 
 
-def _shifted_prompts(rows: Dataset, ids: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> int:
-    if "prompt" not in rows.column_names or not isinstance(rows[0]["prompt"], str):
+def _ids_and_labels(rows: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """input_ids and labels of one row after the other, a thousand in memory at a time."""
+    columns = [name for name in ("input_ids", "labels") if name in rows.column_names]
+    for batch in rows.select_columns(columns).with_format("numpy").iter(1000):
+        yield from zip(batch["input_ids"], batch.get("labels", batch["input_ids"]), strict=True)
+
+
+def _supervised(ready: Dataset, separated: bool) -> int:
+    """Tokens that a loss is computed for: the first token of a row, or of each packed row, is never predicted."""
+    total = 0
+    starts = iter(ready["seq_lengths"]) if separated else None
+    for _, labels in _ids_and_labels(ready):
+        carries = labels != -100
+        firsts = [0] if starts is None else np.cumsum([0, *next(starts)])[:-1]
+        total += int(carries.sum() - carries[firsts].sum())
+    return total
+
+
+def _shifted_prompts(rows: Dataset, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
+    if "prompt" not in rows.column_names:
         return 0
-    prompts: list[Any] = tokenizer(list(rows["prompt"]))["input_ids"]
-    return sum(row[: len(prompt)] != prompt for prompt, row in zip(prompts, ids, strict=True))
+    shifted, whole = 0, _ids_and_labels(tokenised)
+    for batch in rows.select_columns(["prompt"]).iter(1000):
+        for prompt in _prompt_ids(batch["prompt"], tokenizer):
+            ids, _ = next(whole)
+            shifted += ids[: len(prompt)].tolist() != prompt
+    return shifted
+
+
+def _prompt_ids(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if isinstance(prompts[0], str):
+        return tokenizer(prompts)["input_ids"]
+    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def _padding_share(lengths: list[int], training_args) -> float:
-    if training_args.packing or training_args.padding_free or not lengths:
-        return 0.0
     shuffled = random.Random(training_args.seed).sample(lengths, len(lengths))
     size = training_args.per_device_train_batch_size
     batches = [shuffled[i : i + size] for i in range(0, len(shuffled), size)]
     return 1 - sum(shuffled) / sum(len(batch) * max(batch) for batch in batches)
-
-
-def _packing_share(kept: list[tuple[list[int], list[int]]], training_args) -> float:
-    from trl import pack_dataset
-
-    rows = Dataset.from_dict({"input_ids": [row for row, _ in kept], "labels": [label for _, label in kept]})
-    packed = pack_dataset(rows, training_args.max_length, training_args.packing_strategy)
-    return sum(map(len, packed["input_ids"])) / (len(packed) * training_args.max_length)

@@ -95,16 +95,17 @@ def _check(arguments: argparse.Namespace, rest: list[str]) -> int:
 
 
 def _audit(run) -> list:
-    from zero_recipes import audit, data
+    from zero_recipes import audit, data, preparation
     from zero_recipes import recipe as recipes
 
     # neither weights nor ranks: the strategy does not matter to the data
     run.recipe.values |= {"deepspeed": None, "use_cpu": True, "bf16": False, "fp16": False}
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(run.recipe)
-    tokenizer = data.load_tokenizer(model_args, training_args)
+    tokenizer = preparation.dress(data.load_tokenizer(model_args, training_args), training_args)
     rows, _ = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
-    tokenised = audit.tokenise(rows, tokenizer, training_args)
-    found = audit.audit(rows, tokenised, tokenizer, training_args)
+    tokenised = preparation.tokenise(rows, tokenizer, training_args)
+    ready = preparation.finish(tokenised, tokenizer, training_args, training_args.packing)
+    found = audit.audit(rows, tokenised, ready, tokenizer, training_args)
     audit.show(found, tokenised, tokenizer, training_args)
     return audit.audit_findings(found, rows, tokenizer)
 

@@ -14,6 +14,11 @@ from zero_recipes.refusal import Refusal
 ALPACA_COLUMNS = ("instruction", "input", "output")
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
 PADDING_TOKENS = ("<|padding|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]")
+PADDING_TOKENS += (
+    "<|reserved_special_token_0|>",
+    "<unk>",
+    "[UNK]",
+)  # reserved or never written by a tokenizer of today
 
 # the wrappers of the column `text` in tatsu-lab/alpaca (Stanford's train.py has no line break after "Response:"),
 # byte for byte: a model asked with other words than it was tuned on answers worse
@@ -69,21 +74,35 @@ def format_rows(rows: Dataset | IterableDataset, dataset_format: str) -> Dataset
 
 
 def load_tokenizer(model_args, training_args) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a padding token that is not the end of text wherever its vocabulary has one.
+    """The model's tokenizer, with a padding token that is not the end of text.
 
     TRL falls back to pad = end of text. Its labels are built before padding, so that the end is supervised all the
-    same, but a model saved with pad = eos teaches everyone downstream to mask the end; so a real one is taken.
+    same, but a model saved with pad = eos teaches everyone downstream to mask the end. Raises Refusal where the
+    vocabulary has no token that can pad and the recipe names none.
     """
     tokenizer = AutoTokenizer.from_pretrained(
         model_args.model_name_or_path,
         revision=model_args.model_revision,
         trust_remote_code=training_args.trust_remote_code,
     )
-    if tokenizer.pad_token is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+    end = training_args.eos_token or tokenizer.eos_token
+    pad = training_args.pad_token or tokenizer.pad_token
+    if pad is None or (pad == end and training_args.pad_token is None):
         vocabulary = tokenizer.get_vocab()
-        spare = [token for token in PADDING_TOKENS if token in vocabulary and token != tokenizer.eos_token]
-        if spare:
-            tokenizer.pad_token = spare[0]
+        pad = next((token for token in PADDING_TOKENS if token in vocabulary and token != end), end)
+    if pad == end:
+        raise Refusal(
+            f"{model_args.model_name_or_path} pads with its end of text, {end!r}",
+            "Who trains on from the saved model masks the padding in the loss, and with it the end of every answer.",
+            "Set pad_token to a token of its vocabulary that the data never uses.",
+        )
+    if pad not in tokenizer.get_vocab():
+        raise Refusal(
+            f"pad_token {pad!r} is not in the model's vocabulary",
+            "TRL stops on it (sft_trainer.py), but only once the model is loaded.",
+            "Name a token that the model has.",
+        )
+    tokenizer.pad_token = pad
     return tokenizer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -58,13 +59,23 @@ def _attempt(findings: list[Finding], check: Callable, *arguments: Any) -> Any:
         return None
 
 
-def resolved_ds_config(run: launch.Run) -> dict[str, Any]:
+def resolved_ds_config(run: launch.Run, rows: int | None = None) -> dict[str, Any]:
     """The DeepSpeed configuration as transformers will fill it in: no "auto" that it knows how to replace is left.
 
-    A run by epochs leaves a scheduler's total_num_steps "auto": the number of rows is not known here.
+    `rows`: of the training split; without it the total_num_steps of a scheduler stays "auto" in a run by epochs.
     """
-    values = run.recipe.values
-    filled, arguments = fill_auto(run.strategy.ds_config, values, run.strategy.world_size)
+    values, world_size = run.recipe.values, run.strategy.world_size
+    filled, arguments = fill_auto(run.strategy.ds_config, values, world_size)
     model = SimpleNamespace(config=load_config(arguments, arguments))
-    filled.trainer_config_finalize(arguments, model, values["max_steps"] if values["max_steps"] > 0 else "auto")
+    steps = values["max_steps"]
+    if steps <= 0:
+        steps = "auto" if rows is None else _steps(rows, values, world_size)
+    filled.trainer_config_finalize(arguments, model, steps)
     return filled.config
+
+
+def _steps(rows: int, values: Mapping[str, Any], world_size: int) -> int:
+    """Optimizer steps of a run by epochs (transformers 5.23 trainer.py, `set_initial_training_values`)."""
+    micro, last = values["per_device_train_batch_size"], values["dataloader_drop_last"]
+    batches = rows // micro // world_size if last else math.ceil(math.ceil(rows / micro) / world_size)
+    return math.ceil(values["num_train_epochs"] * max(math.ceil(batches / values["gradient_accumulation_steps"]), 1))

@@ -208,9 +208,13 @@ def instances(recipe: Recipe) -> tuple:
     return tuple(objects)
 
 
-def write_resolved(recipe: Recipe, path: Path, header: list[str]) -> None:
-    """What was in force, as a recipe that runs again: the keys given, the derived ones, the launch as a comment."""
-    text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(recipe.given, sort_keys=False, allow_unicode=True)
+def write_resolved(recipe: Recipe, path: Path, header: list[str], ds_config: dict[str, Any] | None) -> None:
+    """What was in force, as a recipe that runs again: the keys given, the derived ones, the launch as a comment.
+
+    `ds_config`: the DeepSpeed configuration with every "auto" filled in; None without DeepSpeed.
+    """
+    given = recipe.given | ({} if ds_config is None else {"deepspeed": ds_config})
+    text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 

@@ -25,7 +25,6 @@ def ds_config_findings(
     return [
         *_missing(config, source, values),
         *_mismatches(config, source, values, world_size),
-        *_by_hand_at_stage_3(config, source, device),
         *_half_precision(values, device),
         *_schedule(config, source, values),
         *_without_effect(config, source),
@@ -37,13 +36,14 @@ def fill_auto(config: dict[str, Any], values: dict[str, Any], world_size: int):
 
     Its `mismatches` name what was written by hand and differs from the run.
     """
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+    from transformers.integrations import deepspeed as integration
 
     arguments = SimpleNamespace(**values, world_size=world_size)
     arguments.bf16 = precision_of(values) == "bf16"
     arguments.get_warmup_steps = lambda steps: values["warmup_steps"]
-    filled = HfTrainerDeepSpeedConfig(copy.deepcopy(config))
-    unset_hf_deepspeed_config()  # it announces itself to the whole process; this is only a look
+    announced = integration._hf_deepspeed_config_weak_ref
+    filled = integration.HfTrainerDeepSpeedConfig(copy.deepcopy(config))
+    integration._hf_deepspeed_config_weak_ref = announced  # it announces itself to all; this is only a look
     filled.trainer_config_process(arguments)
     return filled, arguments
 
@@ -82,16 +82,6 @@ def _mismatches(config: dict, source: str, values: dict, world_size: int) -> Ite
             f"{source} has {written}, the run has {wanted}",
             "transformers stops on the difference, after the model has been loaded.",
             f'Write "auto" for {key}: the recipe and the number of processes decide.',
-        )
-
-
-def _by_hand_at_stage_3(config: dict, source: str, device: str) -> Iterator[Finding]:
-    by_hand = [k for k in ("train_batch_size", "train_micro_batch_size_per_gpu") if config.get(k, "auto") != "auto"]
-    if by_hand and device == "cpu" and config.get("zero_optimization", {}).get("stage") == 3:
-        yield Finding(
-            f"{source} sets {' and '.join(by_hand)} by hand under ZeRO stage 3 on a CPU",
-            'DeepSpeed 0.19.8 checks it against a world of one there ("8 != 4 * 1 * 1"), even where it is right.',
-            'Write "auto".',
         )
 
 
