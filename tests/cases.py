@@ -163,3 +163,18 @@ def refusal_of(argv: list[str]) -> str:
         return "not refused"
     except Refusal as refusal:
         return refusal.what
+
+
+def refusal_in(folder: str, argv: list[str], environment: dict[str, str]) -> str:
+    """What a run started in `folder`, with a launcher's `environment`, is refused for, on this rank."""
+    import os
+    from contextlib import chdir
+
+    kept = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        with chdir(folder):
+            return refusal_of(argv)
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)

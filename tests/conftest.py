@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ ORDER = [
 ]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never ask the hub
+CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # rows made by tests are not kept
+os.environ["HF_DATASETS_CACHE"] = CACHE.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -72,7 +72,7 @@ def test_what_trl_accepts_is_accepted(tmp_path):
         "resume_from_checkpoint: true\nsample_prompts: [a, b]\ndeepspeed: {zero_optimization: {stage: 1}}\n"
     )
     types = recipes.key_types()
-    assert recipe_findings("r.yaml", recipes.read(path), recipes.read(path).lines, types) == []
+    assert recipe_findings("r.yaml", recipes.read(path), recipes.read(path).lines, types, recipes.key_choices()) == []
     recipe = recipes.parse(path, recipes.read(path), [])
     assert recipe.values["learning_rate"] == 1e-5
 

@@ -87,26 +87,32 @@ def _check(arguments: argparse.Namespace, rest: list[str]) -> int:
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if arguments.data:
-            findings += _audit(run)
+            findings += data_findings(run, show=True)
     print(*findings, sep="\n", end="\n" if findings else "")
     errors = sum(finding.level == "error" for finding in findings)
     print(f"{errors} errors, {len(findings) - errors} warnings")
     return 2 if errors else 0
 
 
-def _audit(run) -> list:
-    from zero_recipes import audit, data, preparation
+def data_findings(run, show: bool) -> list:
+    """What the audit of the training rows finds; their counts and three of them printed, if asked.
+
+    Raises Refusal where data, splits or sample prompts cannot be had.
+    """
+    from zero_recipes import audit, data, generation, preparation
     from zero_recipes import recipe as recipes
 
     # neither weights nor ranks: the strategy does not matter to the data
     run.recipe.values |= {"deepspeed": None, "use_cpu": True, "bf16": False, "fp16": False}
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(run.recipe)
     tokenizer = preparation.dress(data.load_tokenizer(model_args, training_args), training_args)
-    rows, _ = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
+    rows, evaluation = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
+    generation.choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, tokenizer)
     tokenised = preparation.tokenise(rows, tokenizer, training_args)
     ready = preparation.finish(tokenised, tokenizer, training_args, training_args.packing)
     found = audit.audit(rows, tokenised, ready, tokenizer, training_args)
-    audit.show(found, tokenised, tokenizer, training_args)
+    if show:
+        audit.show(found, tokenised, tokenizer, training_args)
     return audit.audit_findings(found, rows, tokenizer)
 
 

@@ -24,7 +24,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     `environment` is the launcher's: os.environ in a run. A key with a finding is left out, and the rest goes on, so
     that all findings come at once.
     """
-    findings = recipe_findings(str(path), mapping, mapping.lines, recipes.key_types())
+    findings = recipe_findings(str(path), mapping, mapping.lines, recipes.key_types(), recipes.key_choices())
     wrong = {finding.key for finding in findings if finding.level == "error"}
     sound = RecipeFile({key: value for key, value in mapping.items() if key not in wrong})
     sound.lines = mapping.lines
@@ -42,6 +42,8 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
             findings += ds_config_findings(
                 in_force.ds_config, in_force.source, recipe.values, in_force.world_size, device
             )
+    named = SimpleNamespace(**recipe.values)
+    _attempt(findings, load_config, named, named)
     _attempt(findings, refuse_missing_attention, recipe.values["attn_implementation"], device)
     output_dir = launch.choose_output_dir(recipe)
     resume = recipe.values["resume_from_checkpoint"]

@@ -14,6 +14,7 @@ import hashlib
 import os
 import typing
 from dataclasses import dataclass, field
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def parse(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
     """Merge file and command line through TRL's own parser; refuse what neither TRL nor we know."""
     parser = _parser()
     known = key_types()
-    findings = recipe_findings(str(path), mapping, getattr(mapping, "lines", {}), known)
+    findings = recipe_findings(str(path), mapping, getattr(mapping, "lines", {}), known, key_choices())
     if any(finding.level == "error" for finding in findings):
         raise Refusal.of(findings)
 
@@ -276,3 +277,17 @@ def _load(path: Path) -> RecipeFile | None:
 def _named_on(overrides: list[str], known: typing.Container[str]) -> set[str]:
     names = {word[2:].partition("=")[0].replace("-", "_") for word in overrides if word.startswith("--")}
     return {name if name in known else name.removeprefix("no_") for name in names}
+
+
+def key_choices() -> dict[str, list[str]]:
+    """{key: the only values that it takes}, for keys that say so by an enumeration or in their help."""
+    choices = {}
+    for cls in dataclasses_of_a_recipe():
+        resolved = typing.get_type_hints(cls)
+        for f in dataclasses.fields(cls):
+            kinds = [kind for kind in typing.get_args(resolved[f.name]) if isinstance(kind, EnumType)]
+            if f.metadata.get("choices"):
+                choices[f.name] = list(f.metadata["choices"])
+            elif kinds:
+                choices[f.name] = [member.value for member in kinds[0]]
+    return choices

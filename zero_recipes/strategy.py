@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.checks.ds_config import precision_of
+from zero_recipes.checks.ds_shape import shape_findings
 from zero_recipes.recipe import Recipe
 from zero_recipes.refusal import Refusal
 
@@ -82,13 +83,12 @@ def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Str
     if config is None:
         return Strategy("ddp" if world_size > 1 else "single", None, world_size, None, "none")
 
+    findings = shape_findings(config, source)
+    if findings:
+        raise Refusal.of(findings)
     recipe.values["deepspeed"] = recipe.given["deepspeed"] = config
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
-        raise Refusal(
-            f"{source} has zero_optimization.stage {stage!r}", "ZeRO has stages 0 to 3.", "Write one of them."
-        )
     offload_optimizer = (zero.get("offload_optimizer") or {}).get("device")
     offload_param = (zero.get("offload_param") or {}).get("device")
     offload_optimizer = None if offload_optimizer == "none" else offload_optimizer

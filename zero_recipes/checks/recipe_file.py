@@ -48,6 +48,7 @@ DEPRECATED = {
 }
 # sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too
 UNTYPED = {"sample_prompts", "resume_from_checkpoint"}
+COUNTS = {"per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length"}
 # keys that people put into a recipe although the launcher owns them, beside accelerate's own (ClusterConfig)
 LAUNCH_KEYS = {"accelerate_config", "config_file", "num_gpus", "nproc_per_node", "launcher", "hostfile"}
 LAUNCH_COMMAND = (
@@ -55,14 +56,21 @@ LAUNCH_COMMAND = (
 )
 
 
-def recipe_findings(place: str, mapping: dict[str, Any], lines: dict[str, int], types: dict[str, Any]) -> list[Finding]:
-    """All findings about one recipe. `lines`: {key: line in the file}; `types`: {known key: its type hint}."""
+def recipe_findings(
+    place: str, mapping: dict[str, Any], lines: dict[str, int], types: dict[str, Any], choices: dict[str, list[str]]
+) -> list[Finding]:
+    """All findings about one recipe.
+
+    `lines`: {key: line in the file}; `types`: {known key: its type hint}; `choices`: {key: the only values it takes}.
+    """
     found = []
     for key, value in mapping.items():
         if key in DEPRECATED:
             here = [_deprecated(key, place)]
         elif key in types:
-            here = value_findings(f"{place}:{lines[key]}" if key in lines else place, key, value, types[key])
+            where = f"{place}:{lines[key]}" if key in lines else place
+            here = list(value_findings(where, key, value, types[key]))
+            here = here or [*_choice_findings(where, key, value, choices.get(key)), *_count_findings(where, key, value)]
         else:
             here = key_findings(place, [key], types, lines)
         found += [dataclasses.replace(finding, key=key) for finding in here]
@@ -115,6 +123,10 @@ def _deprecated(key: str, place: str) -> Finding:
 def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
     """At most one finding: a value whose YAML type the key cannot mean."""
     takes = accepted_types(hint)
+    if value is None and takes <= {bool, int, float} and NoneType not in (hint, *typing.get_args(hint)):
+        yield Finding(
+            f"`{key}` in {where} is empty", f"It takes {_named(takes)}.", "Write a value, or remove the line."
+        )
     if value is None or Any in takes or key in UNTYPED:
         return
     written = f"{str(value).lower()}" if isinstance(value, bool) else repr(value)
@@ -142,6 +154,21 @@ def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Find
         )
     elif isinstance(value, str) and not takes & {str, dict} and takes & {int, float} and not _is_number(value):
         yield Finding(f"`{key}` in {where} is the text {written}", f"It takes {_named(takes)}.", "Write a number.")
+
+
+def _count_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
+    if key in COUNTS and isinstance(value, int) and value < 1:
+        yield Finding(f"`{key}` in {where} is {value}", "It counts; nothing would be trained.", "Write 1 or more.")
+
+
+def _choice_findings(where: str, key: str, value: Any, choices: list[str] | None) -> Iterator[Finding]:
+    if choices and isinstance(value, str) and value not in choices:
+        near = difflib.get_close_matches(value, choices, 2, 0.5)
+        yield Finding(
+            f"`{key}` in {where} is {value!r}",
+            f"It takes one of {', '.join(choices)}.",
+            f"Did you mean {' or '.join(near)}?" if near else "Write one of them.",
+        )
 
 
 def accepted_types(hint: Any) -> set[type]:
