@@ -135,6 +135,7 @@ FAULTS = [
     Fault("an empty recipe", Side(whole=""), Side(), "no mapping of keys to values"),
     Fault("no YAML", Side(whole="max_steps: [1\n"), Side(), "is not YAML"),
     Fault("an env block that is no mapping", Side(recipe="env: fast"), Side(recipe="env: {FAST: 1}"), "is no mapping"),
+    recipe("a key that is no text", "? 5", "seed: 5", "the key in recipe.yaml:13 is no text"),
     recipe("a key that stands twice", "max_steps: 5\nmax_steps: 7", "max_steps: 7", "stands twice"),
     recipe("a misspelt key", "lerning_rate: 1e-4", "learning_rate: 1e-4", "unknown key `lerning_rate`"),
     recipe("a key of the launcher", "num_processes: 2", "seed: 2", "a key of the launcher"),

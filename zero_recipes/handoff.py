@@ -5,6 +5,7 @@ A collective would end every rank after `ddp_timeout` where tokenising takes lon
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ from zero_recipes.process import rank
 from zero_recipes.refusal import Finding, Refusal
 
 POLL_SECONDS = 0.1
+GATHER_SECONDS = 10.0
 _calls = itertools.count()  # every process counts the same calls
 
 
@@ -33,12 +35,16 @@ def once_per_node(work: Callable[[], Any]) -> Any:
         return work()
     store = dist.distributed_c10d._get_default_store()
     first = rank() - int(os.environ["LOCAL_RANK"])
-    place = f"zero_recipes/handoff/{next(_calls)}/{first}"
-    if rank() == first:
-        return _work_and_tell(work, store, place)
-    word = json.loads(_wait_for_word(store, place, first))
-    if "findings" in word:
-        raise Refusal.of([Finding(**finding) for finding in word["findings"]])
+    call = f"zero_recipes/handoff/{next(_calls)}"
+    try:
+        if rank() == first:
+            return _work_and_tell(work, store, f"{call}/{first}")
+        word = json.loads(_wait_for_word(store, f"{call}/{first}", first))
+        if "findings" in word:
+            raise Refusal.of([Finding(**finding) for finding in word["findings"]])
+    except Refusal:
+        _gather_the_refused(store, f"{call}/refused")
+        raise
     if "error" in word:
         raise RuntimeError(f"rank {first}, which prepares the data of this machine, failed: {word['error']}")
     return word["value"]
@@ -69,6 +75,16 @@ def _wait_for_word(store: dist.Store, place: str, first: int) -> bytes:
         return store.get(place)
     except dist.DistError as error:  # the store lives in rank 0 or its launcher
         raise RuntimeError(f"rank 0 died, or {died}") from error
+
+
+def _gather_the_refused(store: dist.Store, place: str) -> None:
+    """Leave together: the store ends with rank 0, and the others have yet to read why."""
+    deadline = time.monotonic() + GATHER_SECONDS
+    with contextlib.suppress(dist.DistError):
+        count = store.add(place, 1)
+        while count < dist.get_world_size() and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            count = store.add(place, 0)
 
 
 def _lives(pid: int) -> bool:

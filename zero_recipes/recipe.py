@@ -262,6 +262,8 @@ def _load(path: Path) -> RecipeFile | None:
     lines: dict[str, int] = {}
     for key, _ in node.value:
         line = key.start_mark.line + 1
+        if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+            raise Refusal(f"the key in {path}:{line} is no text", "Keys are names.", "Write one `key: value` a line.")
         if key.value in lines:
             raise Refusal(
                 f"`{key.value}` stands twice in {path}, in lines {lines[key.value]} and {line}",
