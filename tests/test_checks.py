@@ -183,6 +183,74 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
     assert again["stage"] == stage and again["metrics"]["loss_history"] == first["loss_history"]
 
 
+SIZES = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+HALF = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2}
+LIVE = {"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9, "sub_group_size": 1e9}
+AUTO_3 = {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
+# in the form of configurations that people bring along: (configuration, what is said of it; none: it runs)
+BROUGHT = {
+    "DeepSpeed, getting started": (
+        {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "fp16": {"enabled": True}, "zero_optimization": True},
+        ["zero_optimization in c.json is True"],
+    ),
+    "DeepSpeed, a stage and little else": (
+        {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_clipping": 1.0},
+        ["c.json has train_batch_size=8, the run has train_batch_size (calculated)=4"],
+    ),
+    "DeepSpeed, the same for this run": (
+        {"train_batch_size": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_clipping": 1.0},
+        [],
+    ),
+    "DeepSpeed, offload": (
+        SIZES
+        | {"bf16": {"enabled": True}, "gradient_clipping": "auto"}
+        | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, **LIVE, **GATHER}},
+        [],
+    ),
+    "axolotl, zero2": (
+        SIZES
+        | {"bf16": {"enabled": True}, "fp16": HALF | {"auto_cast": False}, "gradient_clipping": "auto"}
+        | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}, "contiguous_gradients": True}}
+        | {"wall_clock_breakdown": False},
+        [],
+    ),
+    "axolotl, zero3": (
+        SIZES
+        | {"bf16": {"enabled": "auto"}, "fp16": HALF, "gradient_clipping": "auto", "wall_clock_breakdown": False}
+        | {"zero_optimization": {"stage": 3, "sub_group_size": 0, "reduce_bucket_size": "auto", **AUTO_3, **GATHER}},
+        [],
+    ),
+    "LLaMA-Factory, z2": (
+        SIZES
+        | {"bf16": {"enabled": "auto"}, "fp16": HALF, "gradient_clipping": "auto"}
+        | {"zero_allow_untested_optimizer": True}
+        | {"zero_optimization": {"stage": 2, "allgather_bucket_size": 5e8, "round_robin_gradients": True}},
+        [],
+    ),
+    "LLaMA-Factory, z3": (
+        SIZES
+        | {"bf16": {"enabled": "auto"}, "fp16": HALF, "gradient_clipping": "auto"}
+        | {"zero_allow_untested_optimizer": True}
+        | {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", **AUTO_3, **LIVE, **GATHER}},
+        [],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROUGHT)
+def test_ds_configs_brought_along_run_or_are_refused(two, tmp_path, monkeypatch, name):
+    config, said = BROUGHT[name]
+    monkeypatch.chdir(tmp_path)
+    Path("c.json").write_text(json.dumps(config))
+    path = write_recipe(tmp_path, max_steps=1, max_grad_norm=1.0)
+    argv = ["--deepspeed", str(tmp_path / "c.json"), "--output_dir", str(tmp_path / "out")]
+    findings = findings_of(path, "--deepspeed", "c.json", *argv[2:], environment={"WORLD_SIZE": "2"})
+    assert [finding.what for finding in findings if finding.level == "error"] == said
+    if not said:
+        assert two.run("train", argv=[str(path), *argv])[0]["metrics"]["status"] == "ok"
+
+
 @pytest.mark.skipif(not DS_JSON, reason=f"the documents' DeepSpeed JSON is not at {FIXTURES}")
 @pytest.mark.parametrize("config", DS_JSON, ids=lambda path: path.stem)
 def test_ds_configs_of_the_documents_run_or_are_refused(two, tmp_path, config):
