@@ -6,6 +6,7 @@ Without the proof a wrong interface or a closed port shows after minutes of load
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -21,6 +22,7 @@ from zero_recipes.refusal import Refusal, say_refused
 # `_DEFAULT_TIMEOUTS`): imports from a cold network disk take minutes, and no import is left once all have come
 JOIN_SECONDS = 600
 EXCHANGE_SECONDS = 60
+APART = "cannot exchange data with the others"
 
 
 def meet(
@@ -54,10 +56,10 @@ def meet(
             raise RuntimeError(f"the all-reduce of ones gave {total.item():g} instead of {world_size}")
     except RuntimeError as error:
         cause = f"rank {rank} on {socket.gethostname()}: {_first_line(error)}"
-        for other in range(world_size):
-            store.set(_verdict(other), cause)
-        watch.join(exchange_seconds)
-        raise _refusal(backend, "cannot exchange data with the others", cause) from error
+        with contextlib.suppress(RuntimeError):  # the store may be what is gone
+            for other in range(world_size):
+                store.set(_verdict(other), cause)
+        raise _refusal(backend, APART, cause) from error
     store.set(_verdict(rank), "")
     watch.join()
 
@@ -98,17 +100,20 @@ def _watch(store: distributed.Store, backend: str, seconds: float) -> None:
     At once and without an interpreter's end: the main thread is held inside gloo or NCCL and hears no exception.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    what = APART
     try:
-        store.wait([_verdict(rank)], timedelta(seconds=seconds))
-        cause = store.get(_verdict(rank)).decode()
-        if not cause or cause.startswith(f"rank {rank} on "):
-            return  # it went well, or the main thread refuses
-    except distributed.DistNetworkError as error:
+        try:
+            store.wait([_verdict(rank)], timedelta(seconds=seconds))
+            cause = store.get(_verdict(rank)).decode()
+            if not cause or cause.startswith(f"rank {rank} on "):
+                return  # it went well, or the main thread refuses
+        except distributed.DistStoreError:
+            what = f"could not all-reduce one number in {seconds:g} s"
+            missing = _without(store, world_size, _exchanging)
+            cause = f"{missing} not come to it" if missing else "All have come to it, and no data has"
+    except RuntimeError as error:
         cause = f"the store is gone: {_first_line(error)}"
-    except RuntimeError:
-        missing = _without(store, world_size, _exchanging)
-        cause = f"{missing} not come to the all-reduce" if missing else "all have come, and no data has"
-    os._exit(say_refused(_refusal(backend, f"found no other end for an all-reduce within {seconds:g} s", cause)))
+    os._exit(say_refused(_refusal(backend, what, cause)))
 
 
 def _here(rank: int) -> str:
