@@ -26,6 +26,7 @@ ORDER = [
     "test_saving",
     "test_trl_recipes",
     "test_real_weights",
+    "test_rendezvous",
     "test_failures",
     "test_launchers",
     "test_clean_ending",

@@ -98,6 +98,14 @@ def test_a_refused_strategy_is_a_row_and_the_sweep_goes_on(recipe, tmp_path):
     assert row["error"].startswith("refused: global_batch_size 7") and "cure:" in row["error"]
 
 
+def test_a_refusal_that_only_the_launchers_closing_table_holds(tmp_path):
+    """torchrun stops rank 0 (SIGTERM) when rank 1 has refused first: seen on a busy machine."""
+    table = "Failures:\n  exitcode  : -15 (pid: 7)  (SIGTERM)\n  traceback : Signal 15 (SIGTERM) received by PID 7\n"
+    table += "  exitcode  : 2 (pid: 8)\n  traceback : refused: a\n      why: b\n     cure: c\n====\n"
+    row = failed_row(tmp_path, "zero1", 1, table)
+    assert (row["status"], row["error"]) == ("refused", "refused: a why: b cure: c")
+
+
 def test_a_refused_run_does_not_wear_the_numbers_of_an_earlier_one(recipe, tmp_path):
     (tmp_path / "zero1").mkdir()
     (tmp_path / "zero1" / "metrics.json").write_text('{"status": "ok", "parameters": 7}')

@@ -20,6 +20,11 @@ def test_a_stale_build_lock_is_removed_and_a_live_one_stays(tmp_path, monkeypatc
         (tmp_path / name / "lock").write_text("")
         if age is not None:
             os.utime(tmp_path / name / "lock", (age, age))
+    compiler = SimpleNamespace(info={"name": "cc1plus"})
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: [compiler])
+    remove_stale_build_locks()
+    assert (tmp_path / "stale" / "lock").exists(), "a compiler at work may hold it"
+    monkeypatch.setattr("psutil.process_iter", lambda attributes: [])
     monkeypatch.setenv("RANK", "1")
     remove_stale_build_locks()
     assert (tmp_path / "stale" / "lock").exists(), "only rank 0 removes"

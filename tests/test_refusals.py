@@ -153,7 +153,7 @@ def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):
 
 
 def two_ranks(
-    argv: list[str], tmp_path: Path, extra: dict[str, str] | None = None
+    argv: list[str], tmp_path: Path, extra: dict[str, str] | None = None, by_rank: dict[int, dict] | None = None
 ) -> list[subprocess.CompletedProcess]:
     port = free_port()
     running = []
@@ -168,6 +168,7 @@ def two_ranks(
             "OMP_NUM_THREADS": "1",
             "TORCHELASTIC_ERROR_FILE": str(tmp_path / f"error{rank}.json"),
             **(extra or {}),
+            **(by_rank or {}).get(rank, {}),
         }
         running.append(
             subprocess.Popen(

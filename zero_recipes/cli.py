@@ -80,7 +80,7 @@ def _check(arguments: argparse.Namespace, rest: list[str]) -> int:
         arguments.recipe = _write_upgraded(arguments.recipe)
     mapping = recipes.read(arguments.recipe)
     environment, findings = launched_environment(arguments.config_file, arguments.num_processes)
-    run, found = preflight(arguments.recipe, mapping, rest, environment)
+    run, found = preflight(arguments.recipe, mapping, rest, environment, rehearsal=True)
     findings += found
     if run is not None:
         print("\n".join(run.strategy.described(run.device, argparse.Namespace(**run.recipe.values))))

@@ -75,7 +75,9 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> dic
     path = output_dir / "metrics.json"
     row = json.loads(path.read_text()) if path.is_file() else {"schema": 1, "name": strategy, "strategy": strategy}
     cause, killed_by = cause_of(output_dir), signal_in(exit_code, log)
-    refused = next((line for line in log.splitlines() if line.startswith("refused: ")), None)
+    # a launcher that sees another rank end first stops rank 0 before it speaks; the closing table then has the message
+    said = (line for line in log.splitlines() if line.strip().startswith(("refused: ", "traceback : refused: ")))
+    refused = next(said, None)
     if refused is not None and cause is None:
         return row | {"status": "refused", "error": _paragraph(log, refused)}
     if killed_by is not None and (cause is None or cause["status"] != "oom"):
@@ -118,4 +120,4 @@ def _details(phase: str, cause: dict[str, Any] | None, signal_name: str | None =
 def _paragraph(log: str, first: str) -> str:
     lines = log.splitlines()
     start = lines.index(first)
-    return " ".join(line.strip() for line in lines[start : start + 3])
+    return " ".join(line.strip() for line in lines[start : start + 3]).removeprefix("traceback : ")

@@ -14,6 +14,7 @@ import torch
 from zero_recipes.process import free_port, rank
 from zero_recipes.recipe import Recipe
 from zero_recipes.refusal import Refusal
+from zero_recipes.rendezvous import meet
 from zero_recipes.strategy import Strategy
 
 
@@ -62,7 +63,7 @@ def refuse_shared_gpus(strategy: Strategy, device: str, environment: Mapping[str
 
 
 def start_process_group(strategy: Strategy, device: str, timeout_seconds: int) -> None:
-    """Start the process group before TrainingArguments does.
+    """Start the process group before TrainingArguments does, and prove it (rendezvous.py); raises Refusal.
 
     With the deepspeed launcher and torchrun on CPU, transformers 5.23 starts no DeepSpeed group (training_args.py
     `_setup_devices`, branch `use_cpu`), zero.Init then sees a world of one, and `ddp_timeout` is dropped.
@@ -79,34 +80,44 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int) -
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if device == "cuda" else "gloo"
+    meet(backend, timeout)
     if strategy.is_deepspeed:
         import deepspeed
 
         remove_stale_build_locks()
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
-    else:
-        torch.distributed.init_process_group(backend, timeout=timeout)
 
 
-def remove_stale_build_locks() -> None:
-    """Delete the lock that a killed compiler left: torch would wait for it for ever, without a word.
+def build_root(environment: Mapping[str, str]) -> Path:
+    """The folder that torch builds extensions in, and DeepSpeed its kernels."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(environment.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+
+
+def stale_build_locks(root: Path) -> list[Path]:
+    """Locks that a killed compiler left: torch would wait for them for ever, without a word.
 
     torch/utils/file_baton.py waits while `lock` exists in the extension's build folder. Nobody holds it if it is older
     than this process (its sisters start with it) and no compiler is at work.
     """
     import psutil
-    from torch.utils.cpp_extension import get_default_build_root
 
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-    if rank() or not os.path.isdir(root):
-        return
-    compilers = ("ninja", "c++", "g++", "cc1plus", "nvcc", "cicc", "ptxas")
-    building = any(p.info["name"] in compilers for p in psutil.process_iter(["name"]))
     started = psutil.Process().create_time()
-    for lock in Path(root).rglob("lock"):
-        if lock.stat().st_mtime < started - 1 and not building:
-            print(f"removed a build lock that a killed compiler left: {lock}", flush=True)
-            lock.unlink()
+    locks = [lock for lock in root.rglob("lock") if lock.stat().st_mtime < started - 1]
+    compilers = ("ninja", "c++", "g++", "cc1plus", "nvcc", "cicc", "ptxas")
+    if locks and any(p.info["name"] in compilers for p in psutil.process_iter(["name"])):
+        return []
+    return locks
+
+
+def remove_stale_build_locks() -> None:
+    """Delete them, on rank 0 alone, and say so."""
+    if rank():
+        return
+    for lock in stale_build_locks(build_root(os.environ)):
+        print(f"removed a build lock that a killed compiler left: {lock}", flush=True)
+        lock.unlink()
 
 
 def choose_output_dir(recipe: Recipe) -> Path:

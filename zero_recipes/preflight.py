@@ -13,16 +13,18 @@ from zero_recipes import strategy as strategies
 from zero_recipes.checkpoints import checkpoint_to_resume, refuse_occupied
 from zero_recipes.checks import ds_config_findings, recipe_findings
 from zero_recipes.checks.ds_config import fill_auto
+from zero_recipes.checks.this_machine import machine_findings
+from zero_recipes.host import Host
 from zero_recipes.model import load_config, refuse_missing_attention
 from zero_recipes.recipe import RecipeFile
 from zero_recipes.refusal import Finding, Refusal
 
 
-def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapping[str, str]):
+def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapping[str, str], rehearsal=False):
     """(the run, or None where it cannot be put together; all findings).
 
     `environment` is the launcher's: os.environ in a run. A key with a finding is left out, and the rest goes on, so
-    that all findings come at once.
+    that all findings come at once. `rehearsal`: nothing will start here and now (zero-recipes check).
     """
     findings = recipe_findings(str(path), mapping, mapping.lines, recipes.key_types(), recipes.key_choices())
     wrong = {finding.key for finding in findings if finding.level == "error"}
@@ -32,6 +34,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     if recipe is None:
         return None, findings
     calm.choose_progress(recipe)
+    asks_for_cpu = recipe.values["use_cpu"]
     device = launch.choose_device(recipe)
     in_force = _attempt(findings, strategies.resolve, recipe, environment)
     if in_force is not None:
@@ -50,6 +53,9 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     _attempt(findings, refuse_occupied, output_dir, resume, recipe.values["overwrite"])
     recipe.values["resume_from_checkpoint"] = _attempt(findings, checkpoint_to_resume, output_dir, resume)
     run = None if in_force is None else launch.Run(recipe, in_force, device, output_dir)
+    if run is not None:
+        elsewhere = device == "cpu" and not asks_for_cpu
+        findings += machine_findings(run, environment, Host(), rehearsal and ("elsewhere" if elsewhere else "here"))
     return run, findings
 
 

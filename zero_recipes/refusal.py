@@ -22,6 +22,7 @@ class Finding:
     cure: str
     level: str = "error"  # or "warning": said once, and the run goes on
     key: str | None = None  # the recipe's key that it is about
+    scope: str = "run"  # who says it: rank 0 of the "run", the first rank of each "machine", or each "rank" for itself
 
     def __str__(self) -> str:
         head = "refused" if self.level == "error" else "warning"
@@ -31,9 +32,9 @@ class Finding:
 class Refusal(Exception):
     """A run that is refused, for one finding or for several at once."""
 
-    def __init__(self, what: str, why: str, cure: str):
+    def __init__(self, what: str, why: str, cure: str, scope: str = "run"):
         super().__init__(what)
-        self.findings = [Finding(what, why, cure)]
+        self.findings = [Finding(what, why, cure, scope=scope)]
 
     @classmethod
     def of(cls, findings: list[Finding]) -> Refusal:
@@ -60,14 +61,16 @@ class Refusal(Exception):
 
 
 def say_refused(refusal: Refusal) -> int:
-    """Say why, on rank 0 alone. Returns the exit code, which every rank ends with.
+    """Say why, each finding on the ranks of its scope alone. Returns the exit code, which every rank ends with.
 
     accelerate and torchrun turn the code into 1 and close with a table of their own. They print in it what stands in
     TORCHELASTIC_ERROR_FILE (torch/distributed/elastic/multiprocessing/errors/error_handler.py), so the message goes
     there too and is the last thing read.
     """
-    if rank() == 0:
-        print(refusal, file=sys.stderr, flush=True)
+    speaks = {"run": rank() == 0, "machine": int(os.environ.get("LOCAL_RANK", rank())) == 0, "rank": True}
+    for finding in refusal.findings:
+        if speaks[finding.scope]:
+            print(finding, file=sys.stderr, flush=True)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         message = str(refusal)

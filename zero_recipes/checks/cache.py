@@ -1,0 +1,125 @@
+"""Checks of the caches: what an offline run needs is there, and a rented pod keeps what it has downloaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_recipes.host import Host
+from zero_recipes.refusal import Finding
+
+VOLUME = "/workspace"  # where RunPod mounts a pod's volume, unless its template says otherwise
+FETCH = "zero-recipes fetch RECIPE.yaml, with a connection; then start again."
+
+
+def offline_findings(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """What the recipe names on the hub and the cache does not hold, where the run may not ask the hub."""
+    import datasets
+    from huggingface_hub import constants
+
+    if constants.is_offline_mode() and on_hub(values["model_name_or_path"]):
+        missing = missing_of_model(values)
+        if missing:
+            yield Finding(
+                f"the model {values['model_name_or_path']} is not whole in the cache: no {missing}",
+                f"HF_HUB_OFFLINE is set, and the cache is {constants.HF_HUB_CACHE}.",
+                FETCH,
+            )
+    if datasets.config.HF_HUB_OFFLINE:
+        for entry in values["datasets"] or [{"path": values["dataset_name"], "name": values["dataset_config"]}]:
+            if not _dataset_is_cached(entry):
+                yield Finding(
+                    f"the data {entry['path']} is not in the cache",
+                    "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, and the cache is "
+                    f"{datasets.config.HF_DATASETS_CACHE}.",
+                    FETCH,
+                )
+
+
+def volume_findings(values: Mapping[str, Any], output_dir: Path, host: Host) -> Iterator[Finding]:
+    """On a RunPod pod with a volume: caches and results outside of it are gone once the pod stops."""
+    from huggingface_hub import constants
+
+    if "RUNPOD_POD_ID" not in host.environment or not host.is_mount(VOLUME):
+        return
+    folders = {"the Hugging Face cache": constants.HF_HUB_CACHE} if on_hub(values["model_name_or_path"]) else {}
+    folders["output_dir"] = output_dir
+    for what, folder in folders.items():
+        place = Path(folder).resolve()
+        if not place.is_relative_to(VOLUME):
+            yield Finding(
+                f"{what}, {folder}, is not on the pod's volume",
+                f"RunPod keeps {VOLUME} when a pod stops and clears the rest (docs.runpod.io, pods/storage/types).",
+                f"export HF_HOME={VOLUME}/cache/huggingface" if what != "output_dir" else f"--output_dir {VOLUME}/...",
+                level="warning",
+            )
+
+
+def on_hub(name: str | None) -> bool:
+    """Whether a name is one of the hub: no path that is here, and none that only a path can be ("./model")."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if name is None or Path(name).exists():
+        return False
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False  # model.py and data.py refuse a path that is not there
+    return True
+
+
+def missing_of_model(values: Mapping[str, Any]) -> str | None:
+    """The first thing that the cache lacks of a model of the hub: "config.json", weights; None if it is whole."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(
+            snapshot_download(values["model_name_or_path"], revision=values["model_revision"], local_files_only=True)
+        )
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        return "snapshot of it"
+    if not (folder / "config.json").is_file():
+        return "config.json"
+    return None if values["random_weights"] else _missing_weights(folder)
+
+
+def _missing_weights(folder: Path) -> str | None:
+    for whole in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
+        if (folder / whole).is_file():
+            break
+    else:
+        whole = "pytorch_model.bin.index.json"
+        if not (folder / whole).is_file():
+            return "weights"
+    if not whole.endswith(".index.json"):
+        return None
+    shards = sorted(set(json.loads((folder / whole).read_text())["weight_map"].values()))
+    return next((shard for shard in shards if not (folder / shard).is_file()), None)
+
+
+def _dataset_is_cached(entry: Mapping[str, Any]) -> bool:
+    """Whether `load_dataset` finds it without the hub: its own way of finding is asked, and no row is read."""
+    from datasets import load_dataset_builder
+    from datasets.utils.logging import set_verbosity_error, set_verbosity_warning
+
+    if not on_hub(entry.get("path")) or entry["path"] in _packaged():
+        return True
+    set_verbosity_error()  # it warns that it could not ask the hub
+    try:
+        load_dataset_builder(**{key: entry.get(key) for key in ("path", "name", "data_dir", "data_files")})
+        return True
+    except (OSError, ValueError, KeyError):  # not there (ConnectionError is an OSError), or a broken dataset_info.json
+        return False
+    finally:
+        set_verbosity_warning()
+
+
+def _packaged() -> set[str]:
+    """Names that are formats, not data sets of the hub: json, csv, parquet and others."""
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    return set(_PACKAGED_DATASETS_MODULES)

@@ -1,0 +1,72 @@
+"""Checks of the machine that the run starts on: each is small, and reads the machine through a `Host`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from zero_recipes.checks.build_tools import build_findings
+from zero_recipes.checks.cache import missing_of_model, offline_findings, on_hub, volume_findings
+from zero_recipes.checks.gpus import peer_findings
+from zero_recipes.checks.room import disk_findings, download_findings, memory_findings, shared_memory_findings
+from zero_recipes.host import Host
+from zero_recipes.launch import Run, build_root, stale_build_locks
+from zero_recipes.refusal import Finding
+from zero_recipes.sizes import count_parameters, local_config
+
+
+def machine_findings(run: Run, environment: Mapping[str, str], host: Host, rehearsal: str | bool) -> list[Finding]:
+    """All findings about this machine for one run. `environment`: the launcher's, for the processes that it starts.
+
+    `rehearsal`: False in a run. `zero-recipes check` says "here" where the run is meant for this machine, "elsewhere"
+    where that is open: there is no GPU and the recipe does not ask for a CPU, so that a laptop may be checking a run
+    of a GPU machine. Its memory and disk then speak of no run, and errors become warnings that say "on this machine";
+    in a run the same findings refuse. What is missing offline stays an error: who forbids the hub means this cache.
+    """
+    values, here = run.recipe.values, int(environment.get("LOCAL_WORLD_SIZE", run.strategy.world_size))
+    findings = [
+        *build_findings(run.strategy, run.device, values, host),
+        *shared_memory_findings(run, here, host),
+        *volume_findings(values, run.output_dir, host),
+        *_sized(run, here, host),
+    ]
+    if int(environment.get("LOCAL_RANK", 0)) == 0:
+        findings += peer_findings(run.device, here, environment)
+    if rehearsal:
+        findings += _locks(host)  # a run deletes them itself and says so
+    if rehearsal == "elsewhere":
+        findings = [_labelled(finding) for finding in findings]
+    return [dataclasses.replace(finding, scope="machine") for finding in (*findings, *offline_findings(values))]
+
+
+def _sized(run: Run, here: int, host: Host) -> list[Finding]:
+    """What depends on the number of parameters; nothing where the model's configuration is not here yet."""
+    from huggingface_hub import constants
+
+    values = run.recipe.values
+    config = local_config(values)
+    psi = None if config is None else count_parameters(config, values["trust_remote_code"])
+    if psi is None:
+        return []
+    findings = [*memory_findings(run, config, psi, here, host), *disk_findings(run, config, psi, here, host)]
+    waits = on_hub(values["model_name_or_path"]) and not constants.is_offline_mode()
+    if waits and not values["random_weights"] and missing_of_model(values):
+        findings += download_findings(values, psi, Path(constants.HF_HUB_CACHE), host)
+    return findings
+
+
+def _locks(host: Host) -> list[Finding]:
+    return [
+        Finding(
+            f"a build lock that a killed compiler left: {lock}",
+            "torch (utils/file_baton.py) waits for it without a word and for ever.",
+            "run_sft.py deletes it; any other program needs you to: delete it.",
+            level="warning",
+        )
+        for lock in stale_build_locks(host.at(build_root(host.environment)))
+    ]
+
+
+def _labelled(finding: Finding) -> Finding:
+    return dataclasses.replace(finding, what=f"on this machine: {finding.what}", level="warning")

@@ -1,0 +1,115 @@
+"""What one machine offers to a run, read from its files: memory, disk, shared memory, mounts and build tools."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Host:
+    """The machine as seen from `root`, with the variables of the run and a statvfs of its file systems.
+
+    Tests give a folder that looks like a machine; a run takes the defaults.
+    """
+
+    root: Path = Path("/")
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
+
+    def at(self, path: str | Path) -> Path:
+        """An absolute path of the machine, below `root`."""
+        return self.root / str(path).lstrip("/")
+
+    def memory(self) -> tuple[int, str]:
+        """(bytes that processes here may still take, free swap included, and what sets that limit).
+
+        The least of MemAvailable and the limits of the process's cgroup and of all above it: version 2 memory.max,
+        version 1 memory.limit_in_bytes. What a container's cgroup shows as its root is its own limit.
+        """
+        found = [(self._meminfo("MemAvailable"), "MemAvailable in /proc/meminfo")]
+        for folder, name in self._cgroup_folders():
+            for path in (folder, *folder.parents):
+                limit = self._read(path / name)
+                if limit is not None and limit.isdigit():
+                    found.append((int(limit), f"the cgroup's {name}"))
+        limit, source = min(found)
+        swap = self._meminfo("SwapFree")
+        return limit + swap, f"{source} and free swap" if swap else source
+
+    def _meminfo(self, name: str) -> int:
+        """Bytes; meminfo counts in KiB."""
+        for line in self.at("/proc/meminfo").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+        return 0
+
+    def _cgroup_folders(self) -> list[tuple[Path, str]]:
+        """[(folder of this process's cgroup, its file with the limit)]: /proc/self/cgroup, cgroups(7)."""
+        found = []
+        for line in (self._read(self.at("/proc/self/cgroup")) or "").splitlines():
+            hierarchy, controllers, path = line.split(":", 2)
+            if hierarchy == "0":
+                found.append((self.at("/sys/fs/cgroup" + path), "memory.max"))
+            elif "memory" in controllers.split(","):
+                found.append((self.at("/sys/fs/cgroup/memory" + path), "memory.limit_in_bytes"))
+        return found
+
+    def free_disk(self, folder: str | Path) -> int:
+        """Bytes that this user may still write where `folder` is, or will be made."""
+        path = self.at(Path(folder).absolute())
+        while not path.exists():
+            path = path.parent
+        stat = self.statvfs(path)
+        return stat.f_bavail * stat.f_frsize
+
+    def shared_memory(self) -> int | None:
+        """Free bytes of /dev/shm; None where there is none."""
+        path = self.at("/dev/shm")
+        return self.free_disk("/dev/shm") if path.is_dir() else None
+
+    def is_mount(self, folder: str) -> bool:
+        mounts = (self._read(self.at("/proc/self/mounts")) or "").splitlines()
+        return any(line.split()[1] == folder for line in mounts)
+
+    def compiler(self) -> str | None:
+        """The C++ compiler that torch calls (torch/utils/cpp_extension.py `get_cxx_compiler`), None if missing."""
+        return self.which(self.environment.get("CXX", "c++"))
+
+    def which(self, program: str) -> str | None:
+        return shutil.which(program, path=self.environment.get("PATH", os.defpath))
+
+    def python_headers(self) -> bool:
+        return (self.at(sysconfig.get_path("include")) / "Python.h").is_file()
+
+    def libaio_headers(self) -> bool:
+        """Whether a compiler finds libaio.h: the usual folders, CPATH, and what CFLAGS adds."""
+        folders = ["/usr/include", "/usr/local/include", *self.environment.get("CPATH", "").split(":")]
+        folders += [flag[2:] for flag in self.environment.get("CFLAGS", "").split() if flag.startswith("-I")]
+        return any((self.at(folder) / "libaio.h").is_file() for folder in folders if folder)
+
+    def cuda_release(self) -> str | None:
+        """Version of the CUDA toolkit, as "13.0"; None without one.
+
+        Found as torch does (cpp_extension.py `_find_cuda_home`), read as DeepSpeed does (op_builder/builder.py
+        `installed_cuda_version`).
+        """
+        home = self.environment.get("CUDA_HOME") or self.environment.get("CUDA_PATH")
+        nvcc = Path(home, "bin/nvcc") if home else Path(self.which("nvcc") or self.at("/usr/local/cuda/bin/nvcc"))
+        try:
+            words = subprocess.run([nvcc, "-V"], capture_output=True, text=True, check=True).stdout.split()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+        return words[words.index("release") + 1].rstrip(",") if "release" in words else None
+
+    @staticmethod
+    def _read(path: Path) -> str | None:
+        try:
+            return path.read_text().strip()
+        except OSError:
+            return None
