@@ -85,18 +85,29 @@ def _lora(values: Mapping, zero_stage: int | None, device: str) -> Iterator[Find
             f'Write lora_target_modules: [".*{only}"].',
         )
     template = values["chat_template_path"]
-    if template and not _is_template_file(template) and zero_stage == 3 and device == "cpu":
+    if not template or _is_template_file(template):
+        return
+    cure = "Name a .jinja file (no tokens are added), or train without LoRA."
+    if zero_stage == 3 and device == "cpu":
         yield Finding(
             f"LoRA at ZeRO stage 3 on a CPU with the chat template of another tokenizer ({template})",
             "TRL adds its tokens and trains their rows; PEFT 0.21 (tuners/trainable_tokens/layer.py, "
             "_collect_token_weights) fetches them to a CUDA device.",
-            "Name a .jinja file (no tokens are added), use stage 2, or train without LoRA.",
+            cure,
+        )
+    if getattr(_model_config(values), "tie_word_embeddings", False):
+        yield Finding(
+            f"LoRA on tied embeddings with the chat template of another tokenizer ({template})",
+            "TRL adds its tokens and trains their rows; PEFT 0.21 wraps the tied LM head (TrainableTokensWrapper) "
+            "without a bias, and TRL 1.16 (trainer/utils.py, add_fused_lm_head) asks for it in the first step.",
+            cure,
         )
 
 
 def _packing(values: Mapping) -> Iterator[Finding]:
     packing, strategy = values["packing"], values["packing_strategy"]
-    model_type = _model_type(values) if packing or values["padding_free"] else None
+    model = _model_config(values) if packing or values["padding_free"] else None
+    model_type = getattr(model, "model_type", None)
     if values["padding_free"] and not packing and values["max_length"] is not None:
         yield Finding(
             "padding_free without packing, with a max_length",
@@ -179,13 +190,13 @@ def _trainer_under_deepspeed(values: Mapping, zero_stage: int | None) -> Iterato
         )
 
 
-def _model_type(values: Mapping) -> str | None:
-    """None where the config is not at hand: the run itself refuses that."""
+def _model_config(values: Mapping):
+    """None where it is not at hand: the run itself refuses that."""
     from zero_recipes.model import load_config
 
     arguments = SimpleNamespace(**values)
     try:
-        return load_config(arguments, arguments).model_type
+        return load_config(arguments, arguments)
     except Refusal:
         return None
 
