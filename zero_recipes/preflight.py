@@ -11,9 +11,10 @@ from zero_recipes import calm, launch
 from zero_recipes import recipe as recipes
 from zero_recipes import strategy as strategies
 from zero_recipes.checkpoints import checkpoint_to_resume, refuse_occupied
-from zero_recipes.checks import ds_config_findings, recipe_findings
+from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
 from zero_recipes.checks.ds_config import fill_auto
 from zero_recipes.checks.this_machine import machine_findings
+from zero_recipes.checks.versions import installed_versions, version_findings
 from zero_recipes.host import Host
 from zero_recipes.model import load_config, refuse_missing_attention
 from zero_recipes.recipe import RecipeFile
@@ -26,6 +27,9 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     `environment` is the launcher's: os.environ in a run. A key with a finding is left out, and the rest goes on, so
     that all findings come at once. `rehearsal`: nothing will start here and now (zero-recipes check).
     """
+    findings = list(version_findings(installed_versions()))
+    if findings:
+        return None, findings  # what follows is written for the versions above the floor
     findings = recipe_findings(str(path), mapping, mapping.lines, recipes.key_types(), recipes.key_choices())
     wrong = {finding.key for finding in findings if finding.level == "error"}
     sound = RecipeFile({key: value for key, value in mapping.items() if key not in wrong})
@@ -45,6 +49,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
             findings += ds_config_findings(
                 in_force.ds_config, in_force.source, recipe.values, in_force.world_size, device
             )
+        findings += combination_findings(recipe.values, in_force, device, environment)
     named = SimpleNamespace(**recipe.values)
     _attempt(findings, load_config, named, named)
     _attempt(findings, refuse_missing_attention, recipe.values["attn_implementation"], device)

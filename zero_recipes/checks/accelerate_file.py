@@ -23,7 +23,11 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
         )
     config = yaml.safe_load(config_file.read_text()) or {}
     environment = {"WORLD_SIZE": str(num_processes or config.get("num_processes") or 1)}
-    if str(config.get("distributed_type")).upper() == "FSDP":
+    kind = str(config.get("distributed_type")).upper()
+    if kind in ("MULTI_CPU", "NO") and environment["WORLD_SIZE"] != "1" and not config.get("mpirun_config"):
+        # accelerate 1.15, commands/launch.py, simple_launcher: one process, whatever num_processes says
+        return {"ACCELERATE_USE_CPU": str(config.get("use_cpu", False)), "MASTER_ADDR": "127.0.0.1"}, []
+    if kind == "FSDP":
         environment["ACCELERATE_USE_FSDP"] = "true"
     deepspeed = config.get("deepspeed_config") or {}
     if not deepspeed:

@@ -1,0 +1,194 @@
+"""The known-bad recipes, their cured twins and what is found in each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.tiny import ROOT, write_recipe
+from zero_recipes import recipe as recipes
+from zero_recipes import strategy as strategies
+from zero_recipes.checks import combination_findings
+
+TWO_NODES = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+
+
+def ds_config(stage: int, **zero) -> dict:
+    config = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
+    config["zero_optimization"] |= zero
+    return config
+
+
+def argv_of(folder: Path, **keys) -> list[str]:
+    return [str(write_recipe(folder, **keys)), "--output_dir", str(folder / "out")]
+
+
+def found_in(
+    path: Path, changes: dict, environment: dict[str, str] | None = None, device: str = "cuda"
+) -> list[tuple[str, str]]:
+    """What is found in a recipe with changes, on two processes of one node by default: [(level, what)]."""
+    environment = environment or {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    recipe = recipes.parse(path, recipes.read(path) | changes, [])
+    strategy = strategies.resolve(recipe, environment)
+    given = combination_findings(recipe.values, strategy, device, environment)
+    assert all(finding.why and finding.cure for finding in given)
+    return [(finding.level, finding.what) for finding in given]
+
+
+PEFT = {"use_peft": True, "lora_target_modules": "all-linear"}
+ONE = {"WORLD_SIZE": "1"}
+NVME = {"device": "nvme", "nvme_path": str(ROOT)}
+ON_NVME = {"offload_optimizer": NVME}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+# name: (bad recipe, its cured twin, what is found, and what is not the default: level, environment, device)
+CASES = {
+    "QLoRA at stage 3": (
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(3)},
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(2)},
+        "load_in_4bit at ZeRO stage 3",
+    ),
+    "quantised without LoRA": ({"load_in_8bit": True}, {"load_in_8bit": True, **PEFT}, "load_in_8bit without LoRA"),
+    "quantised random weights": (
+        {"load_in_8bit": True},
+        {"load_in_8bit": True, "random_weights": False},
+        "load_in_8bit with random_weights",
+    ),
+    "a single LoRA name": (
+        {"use_peft": True, "lora_target_modules": ["query_key_value"]},
+        {"use_peft": True, "lora_target_modules": [".*query_key_value"]},
+        "lora_target_modules with the single name query_key_value",
+    ),
+    "hpZ that does not divide": (
+        {"deepspeed": ds_config(3, zero_hpz_partition_size=3)},
+        {"deepspeed": ds_config(3, zero_hpz_partition_size=2)},
+        "zero_hpz_partition_size 3 does not divide 4 processes",
+        {"environment": TWO_NODES},
+    ),
+    "hpZ with one group": (
+        {"deepspeed": ds_config(3, zero_hpz_partition_size=8)},
+        {"deepspeed": ds_config(3)},
+        "zero_hpz_partition_size 8 with 2 processes",
+    ),
+    "hpZ on one node": (
+        {"deepspeed": ds_config(3, zero_hpz_partition_size=2)},
+        {"deepspeed": ds_config(3)},
+        "zero_hpz_partition_size 2 on one node",
+        {"environment": {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "level": "warning"},
+    ),
+    "hpZ with offload": (
+        {"deepspeed": ds_config(3, zero_hpz_partition_size=2, offload_param={"device": "cpu"})},
+        {"deepspeed": ds_config(3, zero_hpz_partition_size=2, offload_param={"device": "none"})},
+        "zero_hpz_partition_size 2 with offload_param",
+        {"environment": TWO_NODES},
+    ),
+    "qwZ on a CPU": (
+        {"deepspeed": ds_config(3, zero_quantized_weights=True)},
+        {"deepspeed": ds_config(3)},
+        "zero_quantized_weights on a CPU",
+        {"device": "cpu"},
+    ),
+    "qwZ at stage 2": (
+        {"deepspeed": ds_config(2, zero_quantized_weights=True)},
+        {"deepspeed": ds_config(3, zero_quantized_weights=True)},
+        "zero_quantized_weights at stage 2",
+    ),
+    "qgZ on one node": (
+        {"deepspeed": ds_config(3, zero_quantized_gradients=True)},
+        {"deepspeed": ds_config(3)},
+        "zero_quantized_gradients on one node",
+        {"level": "warning"},
+    ),
+    "NVMe with resume": (
+        {"deepspeed": ds_config(3, **ON_NVME), "resume_from_checkpoint": "true"},
+        {"deepspeed": ds_config(3, **ON_NVME)},
+        "resume_from_checkpoint with offload_optimizer on NVMe",
+    ),
+    "NVMe with checkpoints": (
+        {"deepspeed": ds_config(3, **ON_NVME), "save_strategy": "epoch"},
+        {"deepspeed": ds_config(3, **ON_NVME), "save_strategy": "no"},
+        "checkpoints (save_strategy: epoch) with offload_optimizer on NVMe",
+        {"level": "warning"},
+    ),
+    "NVMe at stage 2": (
+        {"deepspeed": ds_config(2, **ON_NVME)},
+        {"deepspeed": ds_config(3, **ON_NVME)},
+        "offload_optimizer on NVMe at stage 2",
+    ),
+    "NVMe without a folder": (
+        {"deepspeed": ds_config(3, offload_param=NVME | {"nvme_path": str(ROOT / "nowhere")})},
+        {"deepspeed": ds_config(3, offload_param=NVME)},
+        f"offload_param.nvme_path {ROOT / 'nowhere'} is no folder here",
+    ),
+    "gradients in fp32 at stage 0": (
+        {"deepspeed": ds_config(0) | FP32_GRADIENTS},
+        {"deepspeed": ds_config(2) | FP32_GRADIENTS},
+        "data_types.grad_accum_dtype fp32 at stage 0 with a model in bf16",
+    ),
+    "Muon at stage 3": (
+        {"deepspeed": ds_config(3) | MUON},
+        {"deepspeed": ds_config(3, reduce_scatter=False) | MUON},
+        "Muon at stage 3 with reduce_scatter",
+    ),
+    "AutoTP": (
+        {"deepspeed": ds_config(1) | {"tensor_parallel": {"autotp_size": 2}}},
+        {"deepspeed": ds_config(1)},
+        "tensor_parallel.autotp_size (AutoTP)",
+    ),
+    "SuperOffload on a CPU": (
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu", "super_offload": True})},
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu"})},
+        "offload_optimizer.super_offload on a CPU",
+        {"device": "cpu"},
+    ),
+    "only the model, and the best one": (
+        {"deepspeed": ds_config(2), "save_only_model": True, "load_best_model_at_end": True},
+        {"save_only_model": True, "load_best_model_at_end": True},
+        "save_only_model with load_best_model_at_end under DeepSpeed",
+    ),
+    "batches sought at stage 3": (
+        {"deepspeed": ds_config(3), "auto_find_batch_size": True},
+        {"deepspeed": ds_config(2), "auto_find_batch_size": True},
+        "auto_find_batch_size at ZeRO stage 3",
+    ),
+    "uneven batches": (
+        {"accelerator_config": {"even_batches": False}},
+        {"accelerator_config": {"even_batches": True}},
+        "accelerator_config.even_batches: false with 2 processes",
+    ),
+    "uneven streams": (
+        {"accelerator_config": {"dispatch_batches": False}, "dataset_streaming": True},
+        {"dataset_streaming": True},
+        "accelerator_config.dispatch_batches: false with dataset_streaming and 2 processes",
+    ),
+    "one process": (
+        {"deepspeed": ds_config(2)},
+        {"deepspeed": ds_config(2, offload_optimizer={"device": "cpu"})},
+        "ZeRO stage 2 with one process",
+        {"environment": ONE, "level": "warning"},
+    ),
+    "packing in one stream": (
+        {"packing": True, "packing_strategy": "wrapped"},
+        {"packing": True},
+        "packing_strategy: wrapped",
+        {"level": "warning"},
+    ),
+    "padding_free with a max_length": (
+        {"padding_free": True},
+        {"padding_free": True, "max_length": None},
+        "padding_free without packing, with a max_length",
+    ),
+    "assistant's turns in Alpaca": (
+        {"assistant_only_loss": True},
+        {},
+        "assistant_only_loss with dataset_format: alpaca",
+    ),
+}
+
+
+MARKED = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
+)
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+ENDLESS = MARKED.replace("{{ eos_token }}{% endgeneration %}", "{% endgeneration %}{{ eos_token }}")

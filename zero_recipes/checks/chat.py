@@ -1,0 +1,80 @@
+"""Loss on the assistant's turns alone: the chat template must mark them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from zero_recipes.refusal import Finding, Refusal
+
+
+def chat_findings(values: Mapping[str, Any]) -> Iterator[Finding]:
+    """Findings about assistant_only_loss. `values`: the recipe's keys in force.
+
+    A tokenizer that is not at hand yields nothing: the run itself refuses it.
+    """
+    if not values["assistant_only_loss"]:
+        return
+    if values["dataset_format"] == "alpaca":
+        yield Finding(
+            "assistant_only_loss with dataset_format: alpaca",
+            "Alpaca's rows become prompt and completion, which have no assistant's turns: TRL (trainer/sft_trainer.py) "
+            "stops on it, once the model has been loaded.",
+            "Remove assistant_only_loss: the loss of prompt and completion is on the completion alone.",
+        )
+        return
+    try:
+        tokenizer = _tokenizer(values)
+    except (OSError, ValueError, Refusal):
+        return
+    yield from template_findings(tokenizer)
+
+
+def template_findings(tokenizer) -> Iterator[Finding]:
+    """At most one finding: a chat template that cannot say which tokens are the assistant's.
+
+    The same questions as trl/trainer/sft_trainer.py asks once the model has been loaded.
+    """
+    from trl.chat_template_utils import (
+        get_training_chat_template,
+        has_generation_markers,
+        is_chat_template_stop_token_trained,
+    )
+
+    cure = (
+        "Put {% generation %} ... {% endgeneration %} around the assistant's text and its end-of-turn token in a "
+        ".jinja file and name it as chat_template_path; or remove assistant_only_loss."
+    )
+    if not tokenizer.chat_template:
+        yield Finding(
+            "assistant_only_loss, but the tokenizer has no chat template",
+            "Without one nothing says which tokens are the assistant's; TRL dies with a TypeError.",
+            cure,
+        )
+        return
+    replaced = None
+    if not has_generation_markers(tokenizer.chat_template):
+        try:
+            replaced = get_training_chat_template(tokenizer)
+        except ValueError as error:
+            yield Finding(
+                "assistant_only_loss with a chat template that has no {% generation %} marks", f"TRL: {error}", cure
+            )
+            return
+    if not is_chat_template_stop_token_trained(tokenizer, chat_template=replaced):
+        yield Finding(
+            "assistant_only_loss with a chat template that leaves the end of the turn out of the marks",
+            "The model is never trained to stop; the loss does not show it (TRL, chat_template_utils.py).",
+            cure,
+            level="warning",
+        )
+
+
+def _tokenizer(values: Mapping[str, Any]):
+    """The tokenizer with the chat template in force."""
+    from zero_recipes.data import load_tokenizer
+    from zero_recipes.preparation import dress
+
+    arguments = SimpleNamespace(**values)
+    return dress(load_tokenizer(arguments, arguments), arguments)

@@ -1,0 +1,206 @@
+"""Recipes that contradict themselves or their launch: quantisation, packing, uneven ranks, a launch of one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from zero_recipes.checks.chat import chat_findings
+from zero_recipes.checks.versions import installed_versions
+from zero_recipes.checks.zero_options import zero_option_findings
+from zero_recipes.refusal import Finding, Refusal
+
+# architectures of transformers 5.23 that do not hand position_ids to create_causal_mask (masking_utils.py): the
+# boundaries of packed rows are lost, whatever the attention implementation
+LEAKING = {"bloom", "falcon", "mpt", "opt"}
+TOP_LEVEL = {"lm_head", "embed_out"}  # modules whose name is their whole path
+
+
+def combination_findings(
+    values: Mapping[str, Any], strategy, device: str, environment: Mapping[str, str]
+) -> list[Finding]:
+    """All findings about keys that do not go together.
+
+    `values`: the recipe's keys in force; `strategy`: a zero_recipes.strategy.Strategy; `environment`: the launcher's.
+    """
+    found = [
+        *_quantised(values, strategy.zero_stage),
+        *_lora(values, strategy.zero_stage, device),
+        *_packing(values),
+        *_uneven_ranks(values, strategy.world_size),
+        *_launched_alone(strategy, environment),
+        *chat_findings(values),
+    ]
+    if strategy.is_deepspeed:
+        local = int(environment.get("LOCAL_WORLD_SIZE", strategy.world_size))
+        found += _trainer_under_deepspeed(values, strategy.zero_stage)
+        found += zero_option_findings(
+            strategy.ds_config, values, strategy.world_size, local, device, installed_versions()["deepspeed"]
+        )
+    return found
+
+
+def _quantised(values: Mapping, zero_stage: int | None) -> Iterator[Finding]:
+    asked = next((key for key in ("load_in_4bit", "load_in_8bit") if values[key]), None)
+    if asked is None:
+        return
+    if importlib.util.find_spec("bitsandbytes") is None:
+        yield Finding(
+            f"{asked}, but the package bitsandbytes is not installed",
+            "transformers (quantizers/quantizer_bnb_4bit.py) stops without it.",
+            f"pip install bitsandbytes, or remove {asked}.",
+        )
+    if not values["use_peft"]:
+        yield Finding(
+            f"{asked} without LoRA",
+            "transformers (trainer_utils.py, validate_quantization_for_training) trains no purely quantised model, and "
+            "says so once the model has been loaded.",
+            f"Set use_peft: true, or remove {asked}.",
+        )
+    if values["random_weights"]:
+        yield Finding(f"{asked} with random_weights", "There are no weights to quantise.", "Remove one of the two.")
+    if zero_stage == 3:
+        yield Finding(
+            f"{asked} at ZeRO stage 3",
+            "transformers (modeling_utils.py, get_init_context) builds a quantised model without zero.Init: every rank "
+            "loads the whole of it, which the stage was to avoid (huggingface/peft#2016).",
+            "Use ds_configs/zero2.json; or LoRA at stage 3 without quantisation.",
+        )
+
+
+def _lora(values: Mapping, zero_stage: int | None, device: str) -> Iterator[Finding]:
+    if not values["use_peft"]:
+        return
+    modules = values["lora_target_modules"]
+    only = modules[0] if isinstance(modules, list) and len(modules) == 1 else modules
+    if isinstance(only, str) and only.isidentifier() and only not in TOP_LEVEL:
+        yield Finding(
+            f"lora_target_modules with the single name {only}",
+            "TRL 1.16 (trainer/model_config.py, __post_init__) makes a text of a list of one, and PEFT takes a text "
+            'for a pattern of the whole path: "No modules were targeted", once the model has been loaded.',
+            f'Write lora_target_modules: [".*{only}"].',
+        )
+    template = values["chat_template_path"]
+    if not template or _is_template_file(template):
+        return
+    cure = "Name a .jinja file (no tokens are added), or train without LoRA."
+    if zero_stage == 3 and device == "cpu":
+        yield Finding(
+            f"LoRA at ZeRO stage 3 on a CPU with the chat template of another tokenizer ({template})",
+            "TRL adds its tokens and trains their rows; PEFT 0.21 (tuners/trainable_tokens/layer.py, "
+            "_collect_token_weights) fetches them to a CUDA device.",
+            cure,
+        )
+    if getattr(_model_config(values), "tie_word_embeddings", False):
+        yield Finding(
+            f"LoRA on tied embeddings with the chat template of another tokenizer ({template})",
+            "TRL adds its tokens and trains their rows; PEFT 0.21 wraps the tied LM head (TrainableTokensWrapper) "
+            "without a bias, and TRL 1.16 (trainer/utils.py, add_fused_lm_head) asks for it in the first step.",
+            cure,
+        )
+
+
+def _packing(values: Mapping) -> Iterator[Finding]:
+    packing, strategy = values["packing"], values["packing_strategy"]
+    model = _model_config(values) if packing or values["padding_free"] else None
+    model_type = getattr(model, "model_type", None)
+    if values["padding_free"] and not packing and values["max_length"] is not None:
+        yield Finding(
+            "padding_free without packing, with a max_length",
+            "TRL (trainer/sft_trainer.py) stops on it: max_length would not be enforced.",
+            "Set packing: true, or max_length: null with rows that are short enough.",
+        )
+    if packing and strategy == "wrapped":
+        yield Finding(
+            "packing_strategy: wrapped",
+            "Rows stand in one stream without their boundaries (TRL's collator gives no position_ids): each attends to "
+            "those before it, under every attention implementation, and is cut where a block ends.",
+            "Use packing_strategy: bfd, the default, unless this is meant.",
+            level="warning",
+        )
+    elif model_type in LEAKING:
+        yield Finding(
+            f"{'packing' if packing else 'padding_free'} with a model of type {model_type}",
+            f"transformers 5.23 (models/{model_type}) does not hand position_ids to create_causal_mask: packed rows "
+            "attend to each other under every attention implementation, without a word.",
+            "Set packing: false and padding_free: false.",
+        )
+
+
+def _uneven_ranks(values: Mapping, world_size: int) -> Iterator[Finding]:
+    loading = values["accelerator_config"]
+    if isinstance(loading, str) and loading.lstrip().startswith("{"):  # as the command line gives it
+        loading = json.loads(loading)
+    if world_size == 1 or not isinstance(loading, dict):
+        return
+    if loading.get("even_batches") is False and not values["dataset_streaming"]:
+        yield Finding(
+            f"accelerator_config.even_batches: false with {world_size} processes",
+            "Where rows do not divide, a rank has a batch less (accelerate, data_loader.py, BatchSamplerShard), and "
+            "collectives meet that are not the same: the run hangs or dies, in training and in evaluation.",
+            "Remove it: accelerate then repeats a few rows, and the Trainer drops them from evaluation losses.",
+        )
+    if loading.get("dispatch_batches") is False and values["dataset_streaming"]:
+        yield Finding(
+            f"accelerator_config.dispatch_batches: false with dataset_streaming and {world_size} processes",
+            "Each rank reads its own files (accelerate, data_loader.py: n_shards >= num_processes); where "
+            " they differ in length a rank ends early and the others wait for it for ever.",
+            "Remove dispatch_batches: rank 0 then reads and hands out.",
+        )
+
+
+def _launched_alone(strategy, environment: Mapping[str, str]) -> Iterator[Finding]:
+    if strategy.world_size > 1:
+        return
+    by_mpi = any(name.startswith(("OMPI_COMM_WORLD", "PMI_", "MV2_COMM_WORLD")) for name in environment)
+    asked_for_more = "ACCELERATE_USE_CPU" in environment and "MASTER_ADDR" in environment and "RANK" not in environment
+    if asked_for_more and not by_mpi:
+        yield Finding(
+            "accelerate was asked for several processes and started one",
+            "Under distributed_type MULTI_CPU or NO it starts the script once, whatever num_processes says "
+            "(accelerate 1.15, commands/launch.py, simple_launcher; utils/launch.py then sets MASTER_ADDR only).",
+            "Write distributed_type: MULTI_GPU (it serves CPUs too), as accelerate_configs/ddp.yaml does. For one "
+            "process: --num_processes 1, and no MASTER_ADDR in the environment.",
+        )
+    elif strategy.zero_stage and not (strategy.offload_optimizer or strategy.offload_param):
+        yield Finding(
+            f"ZeRO stage {strategy.zero_stage} with one process",
+            "There is nobody to share with: every model state stays whole.",
+            "Launch with --num_processes 2 or more; for one process leave out DeepSpeed, or offload.",
+            level="warning",
+        )
+
+
+def _trainer_under_deepspeed(values: Mapping, zero_stage: int | None) -> Iterator[Finding]:
+    if values["save_only_model"] and values["load_best_model_at_end"]:
+        yield Finding(
+            "save_only_model with load_best_model_at_end under DeepSpeed",
+            "transformers (trainer.py, create_accelerator_and_postprocess) stops on it, after loading the model.",
+            "Set save_only_model: false.",
+        )
+    if values["auto_find_batch_size"] and zero_stage == 3:
+        yield Finding(
+            "auto_find_batch_size at ZeRO stage 3",
+            "transformers (trainer.py, create_accelerator_and_postprocess) stops on it, after loading the model.",
+            "Set per_device_train_batch_size by hand.",
+        )
+
+
+def _model_config(values: Mapping):
+    """None where it is not at hand: the run itself refuses that."""
+    from zero_recipes.model import load_config
+
+    arguments = SimpleNamespace(**values)
+    try:
+        return load_config(arguments, arguments)
+    except Refusal:
+        return None
+
+
+def _is_template_file(path: str) -> bool:
+    """As TRL sees it (trainer/sft_trainer.py): the template itself, and no tokenizer to clone."""
+    return os.path.isfile(path) and path.endswith((".jinja", ".j2"))

@@ -1,0 +1,49 @@
+"""Versions below the floor, each with its fault."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+
+from packaging.version import Version
+
+from zero_recipes.refusal import Finding
+
+# package: (oldest version that the code is written for, what goes wrong below it); pyproject.toml says the same
+FLOORS = {
+    "deepspeed": (
+        "0.19",
+        "overlap_comm at stages 1 and 2 freed buffers that the reduction stream still read: the loss went to nan "
+        "(deepspeedai/DeepSpeed#7965, mended in 0.19.0).",
+    ),
+    "transformers": (
+        "5.20",
+        "Before 5.18 the Trainer has no end(): the run dies after its last save, its process group still alive "
+        "(huggingface/transformers#48874). The recipes' keys are those of 5.20 and later.",
+    ),
+    "trl": (
+        "1.16",
+        "TRL gathered the LM head once for each chunk of supervised tokens: under ZeRO stage 3, ranks with unequal "
+        "numbers of them waited for each other for ever (huggingface/trl#6696). 1.16 gathers once.",
+    ),
+    "peft": (
+        "0.18",
+        "It imports HybridCache, which transformers 5 does not have: TRL cannot be imported (huggingface/peft#2735).",
+    ),
+}
+
+
+def installed_versions() -> dict[str, str]:
+    """{package of FLOORS: its installed version}; nothing is imported."""
+    return {package: metadata.version(package) for package in FLOORS}
+
+
+def version_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
+    """One finding for each package below its floor."""
+    for package, (floor, fault) in FLOORS.items():
+        if Version(installed[package]) < Version(floor):
+            yield Finding(
+                f"{package} {installed[package]} is older than {floor}",
+                fault,
+                f'pip install "{package}>={floor}", or pip install -r requirements.lock for what the tests run on.',
+            )

@@ -1,0 +1,213 @@
+"""Options of DeepSpeed that do not go together: hpZ, quantised communication, NVMe, races, what is not to be trusted.
+
+File names are those of DeepSpeed 0.19.8, under deepspeed/. Issues are deepspeedai/DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from zero_recipes.checks.ds_config import precision_of
+from zero_recipes.refusal import Finding
+
+# overlap_comm at stages 1 and 2: (mended in, torch_compile only, what went wrong)
+RACES = (
+    (
+        "0.19.0",
+        False,
+        "Buffers are freed while the reduction stream still reads them; ZeRO-2 went to nan in the third step (#7965).",
+    ),
+    (
+        "0.19.3",
+        True,
+        "Compiled backward passes fill a bucket from several streams, the reduction waits for one: nan from the first "
+        "step (#8061, mended by #8080).",
+    ),
+)
+
+
+def zero_option_findings(
+    config: Mapping[str, Any],
+    values: Mapping[str, Any],
+    world_size: int,
+    local_world_size: int,
+    device: str,
+    deepspeed_version: str,
+) -> list[Finding]:
+    """All findings about the options of one ds_config.
+
+    `values`: the recipe's keys in force; `local_world_size`: the processes on this node.
+    """
+    zero = config.get("zero_optimization") or {}
+    return [
+        *_hpz(zero, world_size, local_world_size),
+        *_quantised_communication(zero, world_size, local_world_size, device),
+        *_nvme(zero, values),
+        *_races(zero, values, deepspeed_version),
+        *_accumulation_dtype(config, zero, values),
+        *_muon(config, zero),
+        *_not_to_be_trusted(config, zero, device),
+    ]
+
+
+def _hpz(zero: Mapping, world_size: int, local_world_size: int) -> Iterator[Finding]:
+    size = zero.get("zero_hpz_partition_size", 1)
+    if size <= 1 or zero.get("stage") != 3:
+        return
+    group = min(size, world_size)  # utils/groups.py does the same
+    here = f"zero_hpz_partition_size {size}"
+    remove = "Remove zero_hpz_partition_size"
+    if world_size % group:
+        yield Finding(
+            f"{here} does not divide {world_size} processes",
+            "utils/groups.py, _create_zero_param_parallel_group stops on it.",
+            "Write the number of GPUs of one node.",
+        )
+    elif group == world_size:
+        yield Finding(
+            f"{here} with {world_size} processes",
+            "There is one group: the second copy of the weights is the first one again "
+            "(runtime/zero/partition_parameters.py, _partition_param_sec). It costs memory and saves no communication.",
+            f"{remove}; it serves several nodes, with the GPUs of one node as its size.",
+        )
+    elif local_world_size >= world_size:
+        yield Finding(
+            f"{here} on one node",
+            "It keeps gathers off the network between nodes. On one node no speed-up was seen (#4886), and each rank "
+            f"holds 1/{size} of the weights beside its own 1/{world_size}.",
+            f"{remove}.",
+            level="warning",
+        )
+    offloaded = [k for k in ("offload_param", "offload_optimizer") if _device(zero, k)]
+    if offloaded:
+        yield Finding(
+            f"{here} with {' and '.join(offloaded)}",
+            "On GPUs such runs were seen with a loss that never moves and gradients of 0 (#6926; #6889: not tested "
+            "together). _partition_param_sec puts the second copy where offload_param lies, so that every gather "
+            "leaves the device again.",
+            f"{remove}, or the offload.",
+        )
+
+
+def _quantised_communication(zero: Mapping, world_size: int, local_world_size: int, device: str) -> Iterator[Finding]:
+    asked = [k for k in ("zero_quantized_weights", "zero_quantized_gradients") if zero.get(k)]
+    if not asked:
+        return
+    named = " and ".join(asked)
+    if zero.get("stage") != 3:
+        yield Finding(
+            f"{named} at stage {zero.get('stage', 0)}",
+            "Only stage 3 reads it (runtime/engine.py, _configure_zero_optimizer).",
+            "Remove it, or use stage 3.",
+        )
+    elif device == "cpu":
+        yield Finding(
+            f"{named} on a CPU",
+            'The quantiser exists for GPUs only: "This op had not been implemented on CPU backend" '
+            "(ops/op_builder/cpu/no_impl.py).",
+            "Remove it for runs on CPUs.",
+        )
+    elif "zero_quantized_gradients" in asked and local_world_size >= world_size:
+        yield Finding(
+            "zero_quantized_gradients on one node",
+            "Gradients are quantised between nodes only (runtime/zero/stage3.py, __avg_scatter_grads: num_nodes > 1).",
+            "Remove it.",
+            level="warning",
+        )
+
+
+def _nvme(zero: Mapping, values: Mapping) -> Iterator[Finding]:
+    on_nvme = [key for key in ("offload_param", "offload_optimizer") if _device(zero, key) == "nvme"]
+    if not on_nvme:
+        return
+    named = " and ".join(on_nvme)
+    if zero.get("stage") != 3:
+        yield Finding(
+            f"{named} on NVMe at stage {zero.get('stage', 0)}",
+            "Only stage 3 swaps to NVMe; stages 1 and 2 take any device for host memory "
+            "(runtime/zero/stage_1_and_2.py, cpu_offload).",
+            'Use stage 3, or "device": "cpu".',
+        )
+    if values["resume_from_checkpoint"] not in (None, "false", False):
+        yield Finding(
+            f"resume_from_checkpoint with {named} on NVMe",
+            "runtime/engine.py, load_checkpoint skips the optimizer's states where they lie on NVMe: the run goes on "
+            "with fresh ones. With parameters there it dies in runtime/zero/stage3.py.",
+            'Resume with "device": "cpu", or begin anew with --overwrite true.',
+        )
+    elif values["save_strategy"] not in ("no", False):
+        yield Finding(
+            f"checkpoints (save_strategy: {values['save_strategy']}) with {named} on NVMe",
+            "They cannot be resumed: runtime/engine.py, load_checkpoint skips the optimizer's states on NVMe.",
+            'Set save_strategy: "no" and keep save_model: true; or offload to the CPU.',
+            level="warning",
+        )
+    for key in on_nvme:
+        path = zero[key].get("nvme_path")
+        if path is None or not Path(path).is_dir():
+            yield Finding(
+                f"{key}.nvme_path {path} is no folder here",
+                "DeepSpeed would create it without a word (runtime/swap_tensor/), on whatever disk, and fill it."
+                if path
+                else "runtime/zero/stage3.py and runtime/swap_tensor/ join it to a file name and stop on None.",
+                "Name a folder on the NVMe disk, and create it first.",
+            )
+
+
+def _races(zero: Mapping, values: Mapping, installed: str) -> Iterator[Finding]:
+    if not zero.get("overlap_comm") or zero.get("stage") not in (1, 2):
+        return
+    for mended, compiled_only, what in RACES:
+        if Version(installed) < Version(mended) and (values["torch_compile"] or not compiled_only):
+            yield Finding(
+                f"overlap_comm at stage {zero['stage']}"
+                + (" with torch_compile" if compiled_only else "")
+                + f" under DeepSpeed {installed}",
+                what,
+                f'Install DeepSpeed {mended} or later, or set "overlap_comm": false.',
+            )
+
+
+def _accumulation_dtype(config: Mapping, zero: Mapping, values: Mapping) -> Iterator[Finding]:
+    dtype = (config.get("data_types") or {}).get("grad_accum_dtype")
+    if dtype and zero.get("stage", 0) == 0 and dtype != precision_of(values):
+        yield Finding(
+            f"data_types.grad_accum_dtype {dtype} at stage 0 with a model in {precision_of(values)}",
+            'runtime/engine.py, _do_optimizer_sanity_check: "unsupported mix", once the model has been loaded.',
+            "Remove it, or use stage 2.",
+        )
+
+
+def _muon(config: Mapping, zero: Mapping) -> Iterator[Finding]:
+    muon = str((config.get("optimizer") or {}).get("type", "")).lower() == "muon"
+    if muon and zero.get("stage") == 3 and zero.get("reduce_scatter", True):
+        yield Finding(
+            "Muon at stage 3 with reduce_scatter",
+            'runtime/zero/stage3.py: "Muon and reduce scatter cannot be used together", after loading the model.',
+            'Set "reduce_scatter": false.',
+        )
+
+
+def _not_to_be_trusted(config: Mapping, zero: Mapping, device: str) -> Iterator[Finding]:
+    if (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
+        yield Finding(
+            "tensor_parallel.autotp_size (AutoTP)",
+            "The Trainer gives every rank its own rows, tensor parallelism needs the same rows on all: the loss is "
+            "another one than every other strategy's, or runtime/engine.py stops on the difference.",
+            "Remove the tensor_parallel block.",
+        )
+    if (zero.get("offload_optimizer") or {}).get("super_offload") and device == "cpu":
+        yield Finding(
+            "offload_optimizer.super_offload on a CPU",
+            "runtime/superoffload/superoffload_stage3.py: SuperOffload only supports CUDA.",
+            "Remove super_offload for runs on CPUs.",
+        )
+
+
+def _device(zero: Mapping, key: str) -> str | None:
+    named = (zero.get(key) or {}).get("device")
+    return None if named in (None, "none") else named
