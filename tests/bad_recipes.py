@@ -50,7 +50,7 @@ class Side:
         """What differs from the sound recipe, as a person would write it."""
         parts = []
         if self.whole is not None or self.recipe:
-            parts.append(self.whole if self.whole is not None else self.recipe)
+            parts.append(self.recipe if self.whole is None else self.whole or "(nothing)")
         parts += [f"(without `{key}`)" for key in self.without]
         if self.overrides:
             parts.append("run_sft.py recipe.yaml " + " ".join(self.overrides))
@@ -130,210 +130,259 @@ def schedule(warmup: Any) -> dict[str, Any]:
     return {"scheduler": SCHEDULE | {"params": SCHEDULE["params"] | {"warmup_num_steps": warmup}}}
 
 
-FAULTS = [
-    # the recipe's text
-    Fault("an empty recipe", Side(whole=""), Side(), "no mapping of keys to values"),
-    Fault("no YAML", Side(whole="max_steps: [1\n"), Side(), "is not YAML"),
-    Fault("an env block that is no mapping", Side(recipe="env: fast"), Side(recipe="env: {FAST: 1}"), "is no mapping"),
-    recipe("a key that is no text", "? 5", "seed: 5", "the key in recipe.yaml:13 is no text"),
-    recipe("a key that stands twice", "max_steps: 5\nmax_steps: 7", "max_steps: 7", "stands twice"),
-    recipe("a misspelt key", "lerning_rate: 1e-4", "learning_rate: 1e-4", "unknown key `lerning_rate`"),
-    recipe("a key of the launcher", "num_processes: 2", "seed: 2", "a key of the launcher"),
-    recipe("a former key: torch_dtype", "torch_dtype: bfloat16", "dtype: bfloat16", "`torch_dtype`"),
-    recipe("a former key: max_seq_length", "max_seq_length: 64", "max_length: 64", "`max_seq_length`"),
-    recipe("a former key: evaluation_strategy", 'evaluation_strategy: "no"', 'eval_strategy: "no"', "`evaluation_str"),
-    recipe("a former key: warmup_ratio", "warmup_ratio: 0.1", "warmup_steps: 0.1", "`warmup_ratio`"),
-    recipe("a former key: overwrite_output_dir", "overwrite_output_dir: true", "overwrite: true", "`overwrite_output"),
-    recipe("a former switch", "group_by_length: true", "train_sampling_strategy: group_by_length", "`group_by_length`"),
-    recipe(
-        "an old name that is still taken",
-        "gradient_checkpointing: false",
-        "activation_checkpointing: false",
-        "is an old name",
-        without=("activation_checkpointing",),
-        level="warning",
-    ),
-    recipe("YAML's no", "save_strategy: no", 'save_strategy: "no"', "a truth value"),
-    recipe("a list for a number", "learning_rate: [1e-5]", "learning_rate: 1e-5", "is a list"),
-    recipe("a mapping for a number", "max_steps: {first: 5}", "max_steps: 5", "is a mapping"),
-    recipe("a number for text", "run_name: 2024", 'run_name: "2024"', "is the number 2024"),
-    recipe("a number for a switch", "packing: 3", "packing: false", "is the number 3"),
-    recipe("text for a number", "logging_steps: many", "logging_steps: 5", "is the text 'many'"),
-    recipe(
-        "a key without a value", "learning_rate:", "learning_rate: 1e-5", "`learning_rate` in recipe.yaml:13 is empty"
-    ),
-    recipe("a count below one", "max_length: 0", "max_length: 64", "`max_length` in recipe.yaml:12 is 0"),
-    recipe("a choice that is none", "optim: adamw_fast", "optim: adamw_torch", "`optim` in recipe.yaml"),
-    recipe("a packing strategy that is none", "packing_strategy: best", "packing_strategy: bfd", "`packing_strategy`"),
-    # the command line
-    Fault(
-        "an abbreviated key",
-        Side(overrides=("--max_step", "3")),
-        Side(overrides=("--max_steps", "3")),
-        "unknown key `max_step` in the command line",
-    ),
-    Fault(
-        "a value without a key",
-        Side(overrides=("--max_steps", "3", "4")),
-        Side(overrides=("--max_steps", "3")),
-        "'4' on the command line belongs to no key",
-    ),
-    Fault(
-        "a wrong value",
-        Side(overrides=("--max_steps", "many")),
-        Side(overrides=("--max_steps", "3")),
-        "the command line or the recipe has a wrong value",
-    ),
-    # batches, model, data
-    recipe(
-        "a global batch that does not divide",
-        "global_batch_size: 7",
-        "global_batch_size: 8",
-        "global_batch_size 7 cannot be made",
-        without=("gradient_accumulation_steps",),
-    ),
-    recipe(
-        "a global batch that contradicts the accumulation",
-        "global_batch_size: 16",
-        "global_batch_size: 8",
-        "contradicts gradient_accumulation_steps 2",
-    ),
-    Fault("no model", Side(without=("model_name_or_path",)), Side(), "names no model"),
-    Fault("no data", Side(without=("dataset_name",)), Side(), "names no data"),
-    recipe("a model that is not there", "model_name_or_path: ./modle", "model_name_or_path: ./model", "be found"),
-    recipe("data that is not there", "dataset_name: ./row", "dataset_name: ./rows", "cannot be loaded"),
-    recipe("a split that is not there", "dataset_train_split: training", "dataset_train_split: train", "has no split"),
-    recipe("an evaluation without a split", "eval_strategy: steps", 'eval_strategy: "no"', "has no split 'test'"),
-    recipe("no Alpaca columns", "dataset_format: alpaca", "seed: 1", "has no column instruction"),
-    recipe("Alpaca's columns unnamed", "seed: 1", "dataset_format: alpaca", "has the columns", rows=ALPACA),
-    recipe("sample prompts from no split", "sample_prompts: 2", "sample_prompts: [Say it.]", "asks for evaluation"),
-    recipe("sample prompts from no file", "sample_prompts: p.jsonl", "sample_prompts: [a]", "no file of sample"),
-    Fault(
-        "a sample prompt without its columns",
-        Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"question": "a"}'}),
-        Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"prompt": "a", "completion": "b"}'}),
-        "cannot be made of rows with the columns question",
-    ),
-    Fault(
-        "a row without an answer",
-        Side(rows=({"input_ids": [5, 6, 0], "labels": [5, 6, 0]}, MASKED)),
-        Side(rows=({"input_ids": [5, 6, 0], "labels": [5, 6, 0]},)),
-        "1 rows carry no loss at all; the first is row 1",
-    ),
-    recipe("rows cut before their answers", "max_length: 2", "max_length: 64", "no row is left to train on"),
-    Fault(
-        "a prompt that merges with its answer",
-        Side(rows=({"prompt": "The fi", "completion": "sh hums."},)),
-        Side(rows=({"prompt": "The fish", "completion": " hums."},)),
-        "no prefix of prompt and answer",
-        "warning",
-    ),
-    Fault(
-        "an answer that does not learn to end",
-        Side(rows=CHAT, recipe="chat_template_path: c.jinja", files={"c.jinja": CHATML.replace("<|endoftext|>", "\n")}),
-        Side(rows=CHAT, recipe="chat_template_path: c.jinja", files={"c.jinja": CHATML}),
-        "have no supervised <|endoftext|> at their end",
-        "warning",
-    ),
-    Fault(
-        "a chat template that is not there",
-        Side(recipe="chat_template_path: chat.jinja"),
-        Side(recipe="chat_template_path: c.jinja", files={"c.jinja": CHATML}),
-        "neither a .jinja file nor a model",
-    ),
-    recipe("an unknown end of text", "eos_token: <|im_end|>", "eos_token: <|endoftext|>", "is not in the model"),
-    recipe("padding with the end of text", "pad_token: <|endoftext|>", "pad_token: <|padding|>", "its end of text"),
-    recipe("unknown padding", "pad_token: <|pad|>", "pad_token: <|padding|>", "pad_token '<|pad|>' is not in"),
-    recipe(
-        "flash attention on a CPU",
-        "attn_implementation: flash_attention_2",
-        "attn_implementation: sdpa",
-        "flash_attention_2 on a CPU",
-    ),
-    # what stands in the output folder
-    Fault(
-        "a folder that holds an earlier run",
-        Side(files={"out/metrics.json": '{"status": "ok"}'}),
-        Side(files={"out/metrics.json": '{"status": "ok"}'}, overrides=("--overwrite", "true")),
-        "out already holds metrics.json",
-    ),
-    recipe(
-        "a checkpoint that is not there",
-        "resume_from_checkpoint: out/checkpoint-5",
-        "resume_from_checkpoint: true",
-        "no checkpoint",
-    ),
-    # the DeepSpeed configuration
-    recipe("a ds_config that is not there", "deepspeed: zero9.json", "deepspeed: ds.json", "no DeepSpeed conf", ds={}),
-    ds("comments in JSON", '{"zero_optimization": {"stage": 2}} // two', {}, "is not JSON"),
-    ds("a ds_config that is no mapping", "[2]", {}, "is no mapping"),
-    ds("a stage that is none", {"zero_optimization": {"stage": 5}}, {}, "zero_optimization.stage in ds.json is 5"),
-    ds("a misspelt ZeRO key", {"zero_optimization": {"stge": 2}}, {}, "zero_optimization.stge in ds.json is no key"),
-    ds("a block that is no mapping", {"bf16": True}, {"bf16": {"enabled": True}}, "bf16 in ds.json is True"),
-    ds("an optimizer without a type", {"optimizer": {"params": {}}}, {}, "optimizer in ds.json has no type"),
-    ds("a count that is none", {"train_batch_size": "all"}, {}, "train_batch_size in ds.json is 'all'"),
-    ds("a norm that is none", {"gradient_clipping": "yes"}, {}, "gradient_clipping in ds.json is 'yes'"),
-    ds("no zero_optimization", {"zero_optimization": None}, {}, "has no zero_optimization"),
-    ds("no micro batch", {"train_micro_batch_size_per_gpu": None, "train_batch_size": None}, {}, "has no train_micro"),
-    ds("no accumulation", {"gradient_accumulation_steps": None}, {}, "has no gradient_accumulation_steps"),
-    ds("no clipping", {"gradient_clipping": None}, {}, "has no gradient_clipping"),
-    ds("no bf16", {"bf16": None}, {}, "has no bf16"),
-    ds("another global batch", {"train_batch_size": 128}, {"train_batch_size": "auto"}, "has train_batch_size=128"),
-    ds("another micro batch", {"train_micro_batch_size_per_gpu": 16}, {}, "has train_micro_batch_size_per_gpu=16"),
-    ds("another accumulation", {"gradient_accumulation_steps": 4}, {}, "has gradient_accumulation_steps=4"),
-    ds("another clipping", {"gradient_clipping": 0.3}, {"gradient_clipping": 1.0}, "has gradient_clipping=0.3"),
-    ds("fp16 beside bf16", {"fp16": {"enabled": True}}, {"fp16": {"enabled": "auto"}}, "has fp16.enabled=True"),
-    ds(
-        "another learning rate",
-        {"optimizer": {"type": "AdamW", "params": {"lr": 0.5, "torch_adam": True}}},
-        {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}},
-        "has optimizer.params.lr=0.5",
-    ),
-    ds("a warm-up longer than the run", schedule(1000), schedule(5), "warmup_num_steps 1000", lines="warmup_steps: 5"),
-    ds(
-        "a stage 3 that saves nothing",
-        {"zero_optimization": {"stage": 3}},
-        {"zero_optimization": STAGE_3},
-        "without stage3_gather",
-        lines="save_model: true",
-    ),
-    ds("a block that does nothing", {"activation_checkpointing": {}}, {}, "activation_checkpointing block", "warning"),
-    ds(
-        "a key that does nothing",
-        {"aio": {"thread_count": 4}},
-        {"aio": {"intra_op_parallelism": 4}},
-        "aio.thread_count",
-        "warning",
-    ),
-    ds("an unknown block", {"gradient_cliping": 1.0}, {}, "unknown top-level keys", "warning"),
-    recipe("fp16 on a CPU", "fp16: true\nbf16: false", "bf16: true", "fp16 on a CPU", ds={"fp16": {"enabled": "auto"}}),
-    # the launcher
-    Fault(
-        "two ds_configs",
-        Side(recipe="deepspeed: other.json", files={"other.json": "{}"}, ds={}, accelerate=ACCELERATE),
-        Side(ds={}, accelerate=ACCELERATE),
-        "two DeepSpeed configurations",
-    ),
-    Fault(
-        "ZeRO written inline",
-        Side(accelerate="distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n"),
-        Side(ds={}, accelerate=ACCELERATE),
-        "describes ZeRO inline",
-    ),
-    Fault(
-        "two precisions",
-        Side(ds={}, accelerate=ACCELERATE + "mixed_precision: bf16\n"),
-        Side(ds={}, accelerate=ACCELERATE),
-        "mixed_precision beside deepspeed_config_file",
-        seen_by_check_alone=True,
-    ),
-    Fault(
-        "FSDP",
-        Side(accelerate="distributed_type: FSDP\nnum_processes: 2\n"),
-        Side(ds={}, accelerate=ACCELERATE),
-        "asks for FSDP",
-    ),
-]
+SECTIONS = {
+    "The recipe's text": [
+        Fault("an empty recipe", Side(whole=""), Side(), "no mapping of keys to values"),
+        Fault("no YAML", Side(whole="max_steps: [1\n"), Side(), "is not YAML"),
+        Fault(
+            "an env block that is no mapping", Side(recipe="env: fast"), Side(recipe="env: {FAST: 1}"), "is no mapping"
+        ),
+        recipe("a key that is no text", "? 5", "seed: 5", "the key in recipe.yaml:13 is no text"),
+        recipe("a key that stands twice", "max_steps: 5\nmax_steps: 7", "max_steps: 7", "stands twice"),
+        recipe("a misspelt key", "lerning_rate: 1e-4", "learning_rate: 1e-4", "unknown key `lerning_rate`"),
+        recipe("a key of the launcher", "num_processes: 2", "seed: 2", "a key of the launcher"),
+        recipe("a former key: torch_dtype", "torch_dtype: bfloat16", "dtype: bfloat16", "`torch_dtype`"),
+        recipe("a former key: max_seq_length", "max_seq_length: 64", "max_length: 64", "`max_seq_length`"),
+        recipe(
+            "a former key: evaluation_strategy", 'evaluation_strategy: "no"', 'eval_strategy: "no"', "`evaluation_str"
+        ),
+        recipe("a former key: warmup_ratio", "warmup_ratio: 0.1", "warmup_steps: 0.1", "`warmup_ratio`"),
+        recipe(
+            "a former key: overwrite_output_dir", "overwrite_output_dir: true", "overwrite: true", "`overwrite_output"
+        ),
+        recipe(
+            "a former switch", "group_by_length: true", "train_sampling_strategy: group_by_length", "`group_by_length`"
+        ),
+        recipe(
+            "an old name that is still taken",
+            "gradient_checkpointing: false",
+            "activation_checkpointing: false",
+            "is an old name",
+            without=("activation_checkpointing",),
+            level="warning",
+        ),
+        recipe("YAML's no", "save_strategy: no", 'save_strategy: "no"', "a truth value"),
+        recipe("a list for a number", "learning_rate: [1e-5]", "learning_rate: 1e-5", "is a list"),
+        recipe("a mapping for a number", "max_steps: {first: 5}", "max_steps: 5", "is a mapping"),
+        recipe("a number for text", "run_name: 2024", 'run_name: "2024"', "is the number 2024"),
+        recipe("a number for a switch", "packing: 3", "packing: false", "is the number 3"),
+        recipe("text for a number", "logging_steps: many", "logging_steps: 5", "is the text 'many'"),
+        recipe(
+            "a key without a value",
+            "learning_rate:",
+            "learning_rate: 1e-5",
+            "`learning_rate` in recipe.yaml:13 is empty",
+        ),
+        recipe("a count below one", "max_length: 0", "max_length: 64", "`max_length` in recipe.yaml:12 is 0"),
+        recipe("a choice that is none", "optim: adamw_fast", "optim: adamw_torch", "`optim` in recipe.yaml"),
+        recipe(
+            "a packing strategy that is none", "packing_strategy: best", "packing_strategy: bfd", "`packing_strategy`"
+        ),
+    ],
+    "The command line": [
+        Fault(
+            "an abbreviated key",
+            Side(overrides=("--max_step", "3")),
+            Side(overrides=("--max_steps", "3")),
+            "unknown key `max_step` in the command line",
+        ),
+        Fault(
+            "a value without a key",
+            Side(overrides=("--max_steps", "3", "4")),
+            Side(overrides=("--max_steps", "3")),
+            "'4' on the command line belongs to no key",
+        ),
+        Fault(
+            "a wrong value",
+            Side(overrides=("--max_steps", "many")),
+            Side(overrides=("--max_steps", "3")),
+            "the command line or the recipe has a wrong value",
+        ),
+    ],
+    "Batches, model and data": [
+        recipe(
+            "a global batch that does not divide",
+            "global_batch_size: 7",
+            "global_batch_size: 8",
+            "global_batch_size 7 cannot be made",
+            without=("gradient_accumulation_steps",),
+        ),
+        recipe(
+            "a global batch that contradicts the accumulation",
+            "global_batch_size: 16",
+            "global_batch_size: 8",
+            "contradicts gradient_accumulation_steps 2",
+        ),
+        Fault("no model", Side(without=("model_name_or_path",)), Side(), "names no model"),
+        Fault("no data", Side(without=("dataset_name",)), Side(), "names no data"),
+        recipe("a model that is not there", "model_name_or_path: ./modle", "model_name_or_path: ./model", "be found"),
+        recipe("data that is not there", "dataset_name: ./row", "dataset_name: ./rows", "cannot be loaded"),
+        recipe(
+            "a split that is not there", "dataset_train_split: training", "dataset_train_split: train", "has no split"
+        ),
+        recipe("an evaluation without a split", "eval_strategy: steps", 'eval_strategy: "no"', "has no split 'test'"),
+        recipe("no Alpaca columns", "dataset_format: alpaca", "seed: 1", "has no column instruction"),
+        recipe("Alpaca's columns unnamed", "seed: 1", "dataset_format: alpaca", "has the columns", rows=ALPACA),
+        recipe("sample prompts from no split", "sample_prompts: 2", "sample_prompts: [Say it.]", "asks for evaluation"),
+        recipe("sample prompts from no file", "sample_prompts: p.jsonl", "sample_prompts: [a]", "no file of sample"),
+        Fault(
+            "a sample prompt without its columns",
+            Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"question": "a"}'}),
+            Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"prompt": "a", "completion": "b"}'}),
+            "cannot be made of rows with the columns question",
+        ),
+        Fault(
+            "a row without an answer",
+            Side(rows=({"input_ids": [5, 6, 0], "labels": [5, 6, 0]}, MASKED)),
+            Side(rows=({"input_ids": [5, 6, 0], "labels": [5, 6, 0]},)),
+            "1 rows carry no loss at all; the first is row 1",
+        ),
+        recipe("rows cut before their answers", "max_length: 2", "max_length: 64", "no row is left to train on"),
+        Fault(
+            "a prompt that merges with its answer",
+            Side(rows=({"prompt": "The fi", "completion": "sh hums."},)),
+            Side(rows=({"prompt": "The fish", "completion": " hums."},)),
+            "no prefix of prompt and answer",
+            "warning",
+        ),
+        Fault(
+            "an answer that does not learn to end",
+            Side(
+                rows=CHAT,
+                recipe="chat_template_path: c.jinja",
+                files={"c.jinja": CHATML.replace("<|endoftext|>", "\n")},
+            ),
+            Side(rows=CHAT, recipe="chat_template_path: c.jinja", files={"c.jinja": CHATML}),
+            "have no supervised <|endoftext|> at their end",
+            "warning",
+        ),
+        Fault(
+            "a chat template that is not there",
+            Side(recipe="chat_template_path: chat.jinja"),
+            Side(recipe="chat_template_path: c.jinja", files={"c.jinja": CHATML}),
+            "neither a .jinja file nor a model",
+        ),
+        recipe("an unknown end of text", "eos_token: <|im_end|>", "eos_token: <|endoftext|>", "is not in the model"),
+        recipe("padding with the end of text", "pad_token: <|endoftext|>", "pad_token: <|padding|>", "its end of text"),
+        recipe("unknown padding", "pad_token: <|pad|>", "pad_token: <|padding|>", "pad_token '<|pad|>' is not in"),
+        recipe(
+            "flash attention on a CPU",
+            "attn_implementation: flash_attention_2",
+            "attn_implementation: sdpa",
+            "flash_attention_2 on a CPU",
+        ),
+    ],
+    "The output folder": [
+        Fault(
+            "a folder that holds an earlier run",
+            Side(files={"out/metrics.json": '{"status": "ok"}'}),
+            Side(files={"out/metrics.json": '{"status": "ok"}'}, overrides=("--overwrite", "true")),
+            "out already holds metrics.json",
+        ),
+        recipe(
+            "a checkpoint that is not there",
+            "resume_from_checkpoint: out/checkpoint-5",
+            "resume_from_checkpoint: true",
+            "no checkpoint",
+        ),
+    ],
+    "The DeepSpeed configuration": [
+        recipe(
+            "a ds_config that is not there", "deepspeed: zero9.json", "deepspeed: ds.json", "no DeepSpeed conf", ds={}
+        ),
+        ds("comments in JSON", '{"zero_optimization": {"stage": 2}} // two', {}, "is not JSON"),
+        ds("a ds_config that is no mapping", "[2]", {}, "is no mapping"),
+        ds("a stage that is none", {"zero_optimization": {"stage": 5}}, {}, "zero_optimization.stage in ds.json is 5"),
+        ds(
+            "a misspelt ZeRO key", {"zero_optimization": {"stge": 2}}, {}, "zero_optimization.stge in ds.json is no key"
+        ),
+        ds("a block that is no mapping", {"bf16": True}, {"bf16": {"enabled": True}}, "bf16 in ds.json is True"),
+        ds("an optimizer without a type", {"optimizer": {"params": {}}}, {}, "optimizer in ds.json has no type"),
+        ds("a count that is none", {"train_batch_size": "all"}, {}, "train_batch_size in ds.json is 'all'"),
+        ds("a norm that is none", {"gradient_clipping": "yes"}, {}, "gradient_clipping in ds.json is 'yes'"),
+        ds("no zero_optimization", {"zero_optimization": None}, {}, "has no zero_optimization"),
+        ds(
+            "no micro batch",
+            {"train_micro_batch_size_per_gpu": None, "train_batch_size": None},
+            {},
+            "has no train_micro",
+        ),
+        ds("no accumulation", {"gradient_accumulation_steps": None}, {}, "has no gradient_accumulation_steps"),
+        ds("no clipping", {"gradient_clipping": None}, {}, "has no gradient_clipping"),
+        ds("no bf16", {"bf16": None}, {}, "has no bf16"),
+        ds("another global batch", {"train_batch_size": 128}, {"train_batch_size": "auto"}, "has train_batch_size=128"),
+        ds("another micro batch", {"train_micro_batch_size_per_gpu": 16}, {}, "has train_micro_batch_size_per_gpu=16"),
+        ds("another accumulation", {"gradient_accumulation_steps": 4}, {}, "has gradient_accumulation_steps=4"),
+        ds("another clipping", {"gradient_clipping": 0.3}, {"gradient_clipping": 1.0}, "has gradient_clipping=0.3"),
+        ds("fp16 beside bf16", {"fp16": {"enabled": True}}, {"fp16": {"enabled": "auto"}}, "has fp16.enabled=True"),
+        ds(
+            "another learning rate",
+            {"optimizer": {"type": "AdamW", "params": {"lr": 0.5, "torch_adam": True}}},
+            {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}},
+            "has optimizer.params.lr=0.5",
+        ),
+        ds(
+            "a warm-up longer than the run",
+            schedule(1000),
+            schedule(5),
+            "warmup_num_steps 1000",
+            lines="warmup_steps: 5",
+        ),
+        ds(
+            "a stage 3 that saves nothing",
+            {"zero_optimization": {"stage": 3}},
+            {"zero_optimization": STAGE_3},
+            "without stage3_gather",
+            lines="save_model: true",
+        ),
+        ds(
+            "a block that does nothing",
+            {"activation_checkpointing": {}},
+            {},
+            "activation_checkpointing block",
+            "warning",
+        ),
+        ds(
+            "a key that does nothing",
+            {"aio": {"thread_count": 4}},
+            {"aio": {"intra_op_parallelism": 4}},
+            "aio.thread_count",
+            "warning",
+        ),
+        ds("an unknown block", {"gradient_cliping": 1.0}, {}, "unknown top-level keys", "warning"),
+        recipe(
+            "fp16 on a CPU", "fp16: true\nbf16: false", "bf16: true", "fp16 on a CPU", ds={"fp16": {"enabled": "auto"}}
+        ),
+    ],
+    "The launcher": [
+        Fault(
+            "two ds_configs",
+            Side(recipe="deepspeed: other.json", files={"other.json": "{}"}, ds={}, accelerate=ACCELERATE),
+            Side(ds={}, accelerate=ACCELERATE),
+            "two DeepSpeed configurations",
+        ),
+        Fault(
+            "ZeRO written inline",
+            Side(accelerate="distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "describes ZeRO inline",
+        ),
+        Fault(
+            "two precisions",
+            Side(ds={}, accelerate=ACCELERATE + "mixed_precision: bf16\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "mixed_precision beside deepspeed_config_file",
+            seen_by_check_alone=True,
+        ),
+        Fault(
+            "FSDP",
+            Side(accelerate="distributed_type: FSDP\nnum_processes: 2\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "asks for FSDP",
+        ),
+    ],
+}
+FAULTS = [fault for faults in SECTIONS.values() for fault in faults]
 
 
 def findings_of(side: Side, folder: Path) -> list:

@@ -9,6 +9,7 @@ from tests.tiny import ROOT, write_recipe
 from zero_recipes import recipe as recipes
 from zero_recipes import strategy as strategies
 from zero_recipes.checks import combination_findings
+from zero_recipes.refusal import Finding
 
 TWO_NODES = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
@@ -23,16 +24,21 @@ def argv_of(folder: Path, **keys) -> list[str]:
     return [str(write_recipe(folder, **keys)), "--output_dir", str(folder / "out")]
 
 
-def found_in(
+def findings_in(
     path: Path, changes: dict, environment: dict[str, str] | None = None, device: str = "cuda"
-) -> list[tuple[str, str]]:
-    """What is found in a recipe with changes, on two processes of one node by default: [(level, what)]."""
+) -> list[Finding]:
+    """What is found in a recipe with changes, on two processes of one node by default."""
     environment = environment or {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     recipe = recipes.parse(path, recipes.read(path) | changes, [])
     strategy = strategies.resolve(recipe, environment)
     given = combination_findings(recipe.values, strategy, device, environment)
     assert all(finding.why and finding.cure for finding in given)
-    return [(finding.level, finding.what) for finding in given]
+    return given
+
+
+def found_in(path: Path, changes: dict, **launch) -> list[tuple[str, str]]:
+    """`findings_in` as [(level, what)]."""
+    return [(finding.level, finding.what) for finding in findings_in(path, changes, **launch)]
 
 
 PEFT = {"use_peft": True, "lora_target_modules": "all-linear"}

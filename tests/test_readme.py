@@ -31,6 +31,12 @@ def test_named_files_exist():
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+def test_the_page_of_checks_is_what_the_checks_say():
+    command = [sys.executable, "scripts/checks_page.py", "--check"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, "run python scripts/checks_page.py" + ended.stderr[-1000:]
+
+
 def test_the_two_commands_are_targets_of_the_makefile():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert {command[1] for command in COMMANDS if command[0] == "make"} == {"demo", "test"} <= targets

@@ -256,7 +256,8 @@ class RecipeFile(dict):
 
 def _load(path: Path) -> RecipeFile | None:
     """The file's mapping (None if it holds none). Raises Refusal for a key that stands there twice."""
-    node = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
+    with path.open() as file:  # a file, not its text: errors then name it
+        node = yaml.compose(file, Loader=yaml.SafeLoader)
     if not isinstance(node, yaml.MappingNode):
         return None
     lines: dict[str, int] = {}
