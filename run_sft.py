@@ -59,7 +59,7 @@ def train(run):
     from trl import get_peft_config
 
     from zero_recipes import generation, metrics
-    from zero_recipes.checkpoints import clear_earlier_run, verify
+    from zero_recipes.checkpoints import clear_earlier_run
     from zero_recipes.clock import PhaseClock
     from zero_recipes.data import load_tokenizer
     from zero_recipes.failure import write_failure
@@ -67,6 +67,7 @@ def train(run):
     from zero_recipes.model import load_config, load_model
     from zero_recipes.preflight import resolved_ds_config
     from zero_recipes.preparation import prepare as prepare_rows
+    from zero_recipes.verify import verify
 
     recipe, output_dir = run.recipe, run.output_dir
     clock, stage_metrics = PhaseClock(), None

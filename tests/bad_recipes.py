@@ -103,7 +103,7 @@ class Fault:
     cured: Side
     says: str  # stands in the finding's `what`
     level: str = "error"
-    seen_by_check_alone: bool = False  # a launched run ends in the launcher before it
+    launcher_stops: bool = False  # before a run of ours begins
 
 
 def recipe(name: str, bad: str, cured: str, says: str, **more: Any) -> Fault:
@@ -165,6 +165,14 @@ SECTIONS = {
         recipe("a list for a number", "learning_rate: [1e-5]", "learning_rate: 1e-5", "is a list"),
         recipe("a mapping for a number", "max_steps: {first: 5}", "max_steps: 5", "is a mapping"),
         recipe("a number for text", "run_name: 2024", 'run_name: "2024"', "is the number 2024"),
+        recipe("a switch for a list", "report_to: none\nlabel_names: true", "report_to: none", "`label_names` in"),
+        recipe(
+            "a mixture that is no list of data sets",
+            "datasets: ./rows",
+            "datasets: [{path: ./rows}]",
+            "is no list of data sets",
+            without=("dataset_name",),
+        ),
         recipe("a number for a switch", "packing: 3", "packing: false", "is the number 3"),
         recipe("text for a number", "logging_steps: many", "logging_steps: 5", "is the text 'many'"),
         recipe(
@@ -372,7 +380,19 @@ SECTIONS = {
             Side(ds={}, accelerate=ACCELERATE + "mixed_precision: bf16\n"),
             Side(ds={}, accelerate=ACCELERATE),
             "mixed_precision beside deepspeed_config_file",
-            seen_by_check_alone=True,
+        ),
+        Fault(
+            "an inline stage beside a ds_config",
+            Side(ds={}, accelerate=ACCELERATE + "  zero_stage: 3\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "zero_stage beside deepspeed_config_file",
+        ),
+        Fault(
+            "a number of processes that is none",
+            Side(ds={}, accelerate=ACCELERATE.replace("num_processes: 2", "num_processes: all")),
+            Side(ds={}, accelerate=ACCELERATE),
+            "num_processes in accelerate.yaml is 'all'",
+            launcher_stops=True,
         ),
         Fault(
             "FSDP",
@@ -400,7 +420,7 @@ def findings_of(side: Side, folder: Path) -> list:
         try:
             path = Path(name)
             file = None if side.accelerate is None else Path("accelerate.yaml")
-            environment, findings = launched_environment(file, 2)
+            environment, findings = launched_environment(file, 2), []
             run, found = preflight(path, recipes.read(path), overrides, environment)
             findings += found
             if run is not None and not any(finding.level == "error" for finding in findings):

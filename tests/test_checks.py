@@ -13,7 +13,7 @@ from tests.tiny import write_recipe
 from zero_recipes import cli
 from zero_recipes import recipe as recipes
 from zero_recipes.checks import ds_config_findings, recipe_findings
-from zero_recipes.checks.accelerate_file import launched_environment
+from zero_recipes.checks.accelerate_file import launched_environment, launcher_findings
 from zero_recipes.checks.recipe_file import RENAMED
 from zero_recipes.preflight import preflight, resolved_ds_config
 
@@ -144,10 +144,11 @@ def test_accelerate_files_that_contradict_themselves(tmp_path):
         "mixed_precision: bf16\nnum_processes: 4\ndeepspeed_config:\n  zero_stage: 2\n"
         "  deepspeed_config_file: ds_configs/zero3.json\n"
     )
-    environment, (finding,) = launched_environment(path, None)
+    environment = launched_environment(path, None)
+    (finding,) = launcher_findings(environment)
     assert environment["WORLD_SIZE"] == "4" and "zero_stage, mixed_precision" in finding.what
     for name in ("zero1", "ddp"):
-        assert launched_environment(Path("accelerate_configs") / f"{name}.yaml", 3)[1] == []
+        assert list(launcher_findings(launched_environment(Path("accelerate_configs") / f"{name}.yaml", 3))) == []
 
 
 @pytest.mark.parametrize(

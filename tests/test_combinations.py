@@ -166,9 +166,9 @@ def test_multi_cpu_starts_one_process(found, tmp_path):
     ).stdout
     assert launched.count("ACCELERATE_USE_CPU=") == 1 and "WORLD_SIZE=" not in launched
     real = dict(line.split("=", 1) for line in launched.splitlines() if "=" in line)
-    foretold, _ = launched_environment(path, None)
+    foretold = launched_environment(path, None)
     what = "accelerate was asked for several processes and started one"
     for environment in (real, foretold):
         assert ("error", what) in found({}, environment=environment, device="cpu")
-    assert found({}, environment=launched_environment(path, 1)[0], device="cpu") == []
+    assert found({}, environment=launched_environment(path, 1), device="cpu") == []
     assert found({}, environment=foretold | {"PMI_SIZE": "2"}, device="cpu") == []

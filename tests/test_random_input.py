@@ -17,7 +17,7 @@ from zero_recipes import recipe as recipes
 from zero_recipes.checks.ds_config import BLOCKS
 
 SETTINGS = settings(
-    max_examples=120, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 leaves = (
     st.none()
@@ -38,6 +38,17 @@ ds_keys = st.sampled_from(sorted(BLOCKS | set(SOUND_DS_CONFIG) | {"optimizer", "
 ZERO = ["stage", "device", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "nvme_path"]
 OTHERS = ["type", "params", "lr", "betas", "enabled", "total_num_steps", "warmup_num_steps", "thread_count"]
 ds_inner = st.sampled_from(ZERO + OTHERS + ["reduce_bucket_size"])
+accelerate_keys = st.sampled_from(
+    [
+        "distributed_type",
+        "num_processes",
+        "num_machines",
+        "deepspeed_config",
+        "mixed_precision",
+        "use_cpu",
+        "fsdp_config",
+    ]
+)
 ds_values = leaves | st.dictionaries(ds_inner, leaves | st.dictionaries(ds_inner, leaves, max_size=3), max_size=3)
 
 
@@ -46,13 +57,13 @@ def check(tmp_path, capsys):
     """The exit code of `zero-recipes check` on a recipe's and a ds_config's text."""
     Side().write(tmp_path)
 
-    def exit_code(recipe: str, ds_config: str) -> int:
+    def exit_code(recipe: str, ds_config: str, *options: str) -> int:
         (tmp_path / "recipe.yaml").write_text(recipe)
         (tmp_path / "ds.json").write_text(ds_config)
         kept = dict(os.environ)
         try:
             with chdir(tmp_path):
-                return cli.main(["check", "recipe.yaml", "--num_processes", "2"])
+                return cli.main(["check", "recipe.yaml", *(options or ("--num_processes", "2"))])
         finally:
             os.environ.clear()
             os.environ.update(kept)
@@ -84,3 +95,10 @@ def test_any_ds_config(check, keys):
 @given(st.text(max_size=30) | values.map(json.dumps))
 def test_any_json(check, text):
     assert check(SOUND_RECIPE + "deepspeed: ds.json\n", text) in (0, 2)
+
+
+@SETTINGS
+@given(st.dictionaries(accelerate_keys, values, max_size=4))
+def test_any_accelerate_file(check, tmp_path, keys):
+    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(keys))
+    assert check(SOUND_RECIPE, "{}", "--config_file", "accelerate.yaml") in (0, 2)

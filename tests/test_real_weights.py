@@ -7,7 +7,7 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM
 
-from zero_recipes.checkpoints import verify
+from zero_recipes.verify import verify
 
 
 @pytest.fixture(scope="module")

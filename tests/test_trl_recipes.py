@@ -14,9 +14,10 @@ import yaml
 from safetensors import safe_open
 
 from tests.tiny import write_recipe
-from zero_recipes.checkpoints import checkpoint_to_resume, verify
+from zero_recipes.checkpoints import checkpoint_to_resume
 from zero_recipes.model import refuse_missing_attention
 from zero_recipes.refusal import Refusal
+from zero_recipes.verify import verify
 
 ROOT = Path(__file__).resolve().parents[1]
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|endoftext|>{% endfor %}assistant: "

@@ -42,8 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     verb = verbs.add_parser("report", help="table, plots, judgement and one HTML page from measured runs")
     verb.add_argument("folder", type=Path)
 
-    verb = verbs.add_parser("verify", help="check that a saved model is whole")
+    verb = verbs.add_parser("verify", help="check that a saved model or adapter is whole")
     verb.add_argument("folder", type=Path)
+    verb.add_argument("--deep", action="store_true", help="read the numbers too: NaN, infinite, all zero")
 
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.verb not in ("sweep", "check"):
@@ -79,9 +80,8 @@ def _check(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.upgrade:
         arguments.recipe = _write_upgraded(arguments.recipe)
     mapping = recipes.read(arguments.recipe)
-    environment, findings = launched_environment(arguments.config_file, arguments.num_processes)
-    run, found = preflight(arguments.recipe, mapping, rest, environment, rehearsal=True)
-    findings += found
+    environment = launched_environment(arguments.config_file, arguments.num_processes)
+    run, findings = preflight(arguments.recipe, mapping, rest, environment, rehearsal=True)
     if run is not None:
         print("\n".join(run.strategy.described(run.device, argparse.Namespace(**run.recipe.values))))
         if arguments.show:
@@ -146,10 +146,10 @@ def _report(arguments: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def _verify(arguments: argparse.Namespace, _rest: list[str]) -> int:
-    from zero_recipes.checkpoints import NotWhole, verify
+    from zero_recipes.verify import NotWhole, verify
 
     try:
-        whole = verify(arguments.folder)
+        whole = verify(arguments.folder, arguments.deep)
     except NotWhole as error:
         print(error, file=sys.stderr)
         return 1

@@ -12,6 +12,7 @@ from zero_recipes import recipe as recipes
 from zero_recipes import strategy as strategies
 from zero_recipes.checkpoints import checkpoint_to_resume, refuse_occupied
 from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
+from zero_recipes.checks.accelerate_file import launcher_findings
 from zero_recipes.checks.ds_config import fill_auto
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
@@ -40,6 +41,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     calm.choose_progress(recipe)
     asks_for_cpu = recipe.values["use_cpu"]
     device = launch.choose_device(recipe)
+    findings += launcher_findings(environment)
     in_force = _attempt(findings, strategies.resolve, recipe, environment)
     if in_force is not None:
         _attempt(findings, recipes.derive_accumulation, recipe, in_force.world_size)

@@ -136,6 +136,16 @@ def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Find
             "YAML reads an unquoted no, off, yes or on as a truth value.",
             f'Quote it: {key}: "{"no" if value is False else "yes"}"',
         )
+    elif isinstance(value, bool) and not takes & {bool, int, float, str}:
+        yield Finding(
+            f"`{key}` in {where} is {written}", f"It takes {_named(takes)}.", "Write one, or remove the line."
+        )
+    elif key == "datasets" and not _are_data_sets(value):
+        yield Finding(
+            f"`datasets` in {where} is no list of data sets",
+            "Each entry is a mapping with a path (TRL, DatasetConfig).",
+            "datasets:\n      - path: tatsu-lab/alpaca",
+        )
     elif isinstance(value, list) and list not in takes:
         yield Finding(
             f"`{key}` in {where} is a list: {written}",
@@ -154,6 +164,11 @@ def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Find
         )
     elif isinstance(value, str) and not takes & {str, dict} and takes & {int, float} and not _is_number(value):
         yield Finding(f"`{key}` in {where} is the text {written}", f"It takes {_named(takes)}.", "Write a number.")
+
+
+def _are_data_sets(value: Any) -> bool:
+    entries = value if isinstance(value, list) else [None]
+    return all(isinstance(entry, dict) and isinstance(entry.get("path"), str) for entry in entries)
 
 
 def _count_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
