@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from huggingface_hub import constants
+
 from zero_recipes import calm, launch
 from zero_recipes import recipe as recipes
 from zero_recipes import strategy as strategies
 from zero_recipes.checkpoints import checkpoint_to_resume, refuse_occupied
 from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
 from zero_recipes.checks.accelerate_file import launcher_findings
+from zero_recipes.checks.cache import on_hub
 from zero_recipes.checks.ds_config import fill_auto
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
@@ -53,7 +56,8 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
             )
         findings += combination_findings(recipe.values, in_force, device, environment)
     named = SimpleNamespace(**recipe.values)
-    _attempt(findings, load_config, named, named)
+    if not (constants.is_offline_mode() and on_hub(named.model_name_or_path)):  # what the cache lacks is said below
+        _attempt(findings, load_config, named, named)
     _attempt(findings, refuse_missing_attention, recipe.values["attn_implementation"], device)
     output_dir = launch.choose_output_dir(recipe)
     resume = recipe.values["resume_from_checkpoint"]
