@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import psutil
 import torch.distributed as dist
 
-from zero_recipes.process import rank
+from zero_recipes.process import lives, rank
 from zero_recipes.refusal import Finding, Refusal
 
 POLL_SECONDS = 0.1
@@ -68,7 +67,7 @@ def _wait_for_word(store: dist.Store, place: str, first: int) -> bytes:
     died = f"rank {first}, which prepares the data of this machine, died without a word"
     try:
         while not store.check([place]):
-            gone = store.check([f"{place}/pid"]) and not _lives(int(store.get(f"{place}/pid")))
+            gone = store.check([f"{place}/pid"]) and not lives(int(store.get(f"{place}/pid")))
             if gone and not store.check([place]):
                 raise RuntimeError(died)
             time.sleep(POLL_SECONDS)
@@ -85,10 +84,3 @@ def _gather_the_refused(store: dist.Store, place: str) -> None:
         while count < dist.get_world_size() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
             count = store.add(place, 0)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -1,4 +1,4 @@
-"""Of this process, without importing torch: its rank, a port that is free, and its end."""
+"""Of this process, without importing torch: its rank, its sisters, a port that is free, and its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import os
 import socket
 import sys
 import threading
+import time
 from typing import NoReturn
+
+import psutil
 
 
 def rank() -> int:
@@ -19,6 +22,30 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def lives(pid: int) -> bool:
+    """Whether a process of this machine is at work: neither gone nor waiting to be buried."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for_rank_0(seconds: float) -> None:
+    """Until rank 0 has ended, where it is a process beside this one (of the same launcher), or the time is over."""
+    beside = [process.pid for process in psutil.Process(os.getppid()).children() if _is_rank_0_of_this_job(process)]
+    deadline = time.monotonic() + seconds
+    while any(map(lives, beside)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _is_rank_0_of_this_job(process: psutil.Process) -> bool:
+    try:
+        environment = process.environ()
+    except psutil.Error:
+        return False
+    return environment.get("RANK") == "0" and environment.get("MASTER_PORT") == os.environ.get("MASTER_PORT")
 
 
 def leave(code: int) -> NoReturn:

@@ -8,9 +8,10 @@ import sys
 import time
 from dataclasses import dataclass
 
-from zero_recipes.process import rank
+from zero_recipes.process import rank, wait_for_rank_0
 
 REFUSED = 2
+SPEAK_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -77,4 +78,6 @@ def say_refused(refusal: Refusal) -> int:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with open(error_file, "w") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    if rank() and not any(speaks[finding.scope] for finding in refusal.findings):
+        wait_for_rank_0(SPEAK_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the word
     return REFUSED
