@@ -36,6 +36,17 @@ class CheckpointingSFTTrainer(SFTTrainer):
     checkpoint_facts: dict[str, Any]
     checkpoint_history: Callable[[], dict[str, Any]]  # collective
 
+    def _run_epoch(self, *arguments, **keywords) -> None:
+        """Nothing where no step is left.
+
+        transformers 5.23, trainer.py `_run_epoch` looks at max_steps after a step only: a run resumed from its last
+        step within an epoch takes one more, with a learning rate of 0 or past the schedule.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*arguments, **keywords)
+
     def _save_checkpoint(self, model, trial) -> None:
         if self.args.save_only_model:  # nothing goes on from it
             return super()._save_checkpoint(model, trial)
