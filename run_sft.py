@@ -62,7 +62,7 @@ def train(run):
     from zero_recipes.checkpoints import clear_earlier_run, verify
     from zero_recipes.clock import PhaseClock
     from zero_recipes.data import load_tokenizer
-    from zero_recipes.failure import write_failure
+    from zero_recipes.failure import if_the_disk_takes_it, write_failure
     from zero_recipes.faults import FreshAdamAtStage0
     from zero_recipes.fit import refuse_other_data
     from zero_recipes.model import load_config, load_model
@@ -143,7 +143,8 @@ def train(run):
         states = {} if stage_metrics is None else stage_metrics.states_so_far()
         failure = write_failure(output_dir, clock.failed or clock.current, error, states)
         if stage_metrics is not None:
-            stage_metrics.write(output_dir, status=failure["status"], error=failure["error"])
+            with if_the_disk_takes_it():
+                stage_metrics.write(output_dir, status=failure["status"], error=failure["error"])
         raise
 
 

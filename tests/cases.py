@@ -60,6 +60,24 @@ def train_counted(argv: list[str]) -> dict:
         MeasuredSFTTrainer.training_step = original
 
 
+def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
+    """`train`, while another program fills the disk of `filler` but for `left` bytes."""
+    import shutil
+    from pathlib import Path
+
+    original = StageMetricsCallback.on_train_begin
+
+    def fill(self, *arguments, **keywords):
+        Path(filler).write_bytes(bytes(shutil.disk_usage(Path(filler).parent).free - left))
+        return original(self, *arguments, **keywords)
+
+    StageMetricsCallback.on_train_begin = fill
+    try:
+        return train(argv)
+    finally:
+        StageMetricsCallback.on_train_begin = original
+
+
 def train_past_the_end(argv: list[str]) -> dict:
     """`train_counted`, by transformers' own epoch."""
     from zero_recipes.saving import CheckpointingSFTTrainer

@@ -63,33 +63,31 @@ def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 5 MiB, and a function that makes it larger."""
+    """A file system of 32 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(folder)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], capture_output=True)
     if mounted.returncode:
         pytest.skip("a small file system cannot be mounted here (no root)")
-
-    def enlarge() -> None:
-        subprocess.run(["mount", "-o", "remount,size=64m", str(folder)], check=True)
-
-    yield folder, enlarge
+    yield folder
     subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, small_disk):
-    folder, enlarge = small_disk
+    """The room is there when the run starts (checks/room.py refuses otherwise), then another program takes it."""
     recipe = resume_recipe(tmp_path, save_steps=2)
     whole = one.run("train", argv=arguments(recipe, "ddp", tmp_path / "whole"))[0]["metrics"]
-    out = folder / "out"
+    size = sum(manifest.read(tmp_path / "whole" / "checkpoint-2")["files"].values())
+    out, filler = small_disk / "out", small_disk / "filler"
     with pytest.raises(CaseFailed) as failed:
-        one.run("train", argv=arguments(recipe, "ddp", out))
+        argv = arguments(recipe, "ddp", out)
+        one.run("train_on_a_filling_disk", argv=argv, filler=str(filler), left=int(1.7 * size))
     message = str(failed.value).splitlines()[-1]
     assert message.startswith(f"zero_recipes.saving.NotSaved: {out}/checkpoint-4 could not be saved: "), message
     assert " bytes are free on its disk. " in message and f"{out}/checkpoint-2 is whole" in message
     assert manifest.is_unfinished(out / "checkpoint-4") and manifest.damage(out / "checkpoint-2") is None
     assert json.loads((out / "metrics.json").read_text())["status"] == "failed", "the file was lost"
-    enlarge()
+    filler.unlink()
     rest = one.run("train", argv=arguments(recipe, "ddp", out, *RESUME))[0]["metrics"]
     assert rest["loss_history"] == whole["loss_history"] and rest["resumed_at"] == [2]
 

@@ -23,18 +23,10 @@ def resume_recipe(folder: Path, **keys) -> Path:
 
     Dropout everywhere, a schedule with warm-up, weight decay: whatever is not restored shows in the losses.
     """
-    schedule = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "learning_rate": 2e-3}
-    recipe = write_recipe(
-        folder,
-        dataset_name=str(write_rows(folder / "few", count=20)),
-        gradient_accumulation_steps=2,
-        max_steps=STEPS,
-        save_strategy="steps",
-        save_steps=SAVED_AT,
-        eval_strategy="steps",
-        eval_steps=5,
-        **(schedule | keys),
-    )
+    usual = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "learning_rate": 2e-3}
+    usual |= {"gradient_accumulation_steps": 2, "max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED_AT}
+    usual |= {"eval_strategy": "steps", "eval_steps": 5, "dataset_name": str(write_rows(folder / "few", count=20))}
+    recipe = write_recipe(folder, **(usual | keys))
     config = folder / "model" / "config.json"
     values = json.loads(config.read_text()) | {"hidden_dropout": 0.1, "attention_dropout": 0.1}
     config.write_text(json.dumps(values))
