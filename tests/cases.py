@@ -78,6 +78,29 @@ def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
         StageMetricsCallback.on_train_begin = original
 
 
+def order_of_saving(argv: list[str]) -> list[str]:
+    """What happens around a save by transformers' own `_save_checkpoint`."""
+    from transformers import trainer
+
+    from zero_recipes.saving import CheckpointingSFTTrainer
+
+    mended, rotate, on_save = (
+        CheckpointingSFTTrainer._save_checkpoint,
+        trainer.rotate_checkpoints,
+        StageMetricsCallback.on_save,
+    )
+    events = []
+    del CheckpointingSFTTrainer._save_checkpoint
+    trainer.rotate_checkpoints = lambda *_, **__: events.append("rotate")
+    StageMetricsCallback.on_save = lambda *_, **__: events.append("on_save")
+    try:
+        train(argv)
+        return events
+    finally:
+        CheckpointingSFTTrainer._save_checkpoint = mended
+        trainer.rotate_checkpoints, StageMetricsCallback.on_save = rotate, on_save
+
+
 def train_past_the_end(argv: list[str]) -> dict:
     """`train_counted`, by transformers' own epoch."""
     from zero_recipes.saving import CheckpointingSFTTrainer

@@ -134,6 +134,9 @@ def test_resuming_and_overwriting_contradict_each_other(tmp_path):
 def test_a_finished_run_without_checkpoints_is_not_replaced_by_a_fresh_one(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     refuse_occupied(tmp_path, "true", False)
+    refuse_occupied(tmp_path, str(tmp_path / "checkpoint-2"), False)
+    with pytest.raises(Refusal, match="already holds model"):
+        refuse_occupied(tmp_path, "another/checkpoint-2", False)
     refusal = refused(tmp_path, "true")
     assert "holds model.safetensors and no checkpoint" in refusal.what and "--overwrite true" in refusal.cure
 
@@ -184,7 +187,10 @@ def test_another_stage_or_world_size_names_the_command(tmp_path, values):
     (finding,) = findings(folder, values, ("ddp", None, 2))
     assert finding.cure == "Launch zero2 on 2 processes again."
     (finding,) = findings(folder, values, ("zero2_offload", 2, 2))
-    assert finding.level == "warning" and "zero2_offload" in finding.what
+    assert finding.level == "error" and "bias_correction" in finding.why
+    folder = checkpoint(tmp_path, 5, recipe=recipe_facts(values), strategy="zero2_offload")
+    (finding,) = findings(folder, values)
+    assert finding.level == "warning" and "another kernel" in finding.why
 
 
 def test_another_global_batch_names_the_accumulation(tmp_path, values):

@@ -78,6 +78,7 @@ def compare(two, folder: Path, strategy: str, **keys) -> dict[str, float]:
     }
 
 
+SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
 NOTHING = dict.fromkeys(("loss", "grad_norm", "eval_loss", "weights", "states"), 0.0)
 
 
@@ -101,7 +102,7 @@ def zero0(two, tmp_path_factory):
     """(recipe, folder of a whole run of zero0, its losses)."""
     folder = tmp_path_factory.mktemp("zero0")
     recipe = resume_recipe(folder)
-    metrics = two.run("train", argv=arguments(recipe, "zero0", folder / "whole"))[0]["metrics"]
+    metrics = two.run("train", argv=arguments(recipe, "zero0", folder / "whole", *SAMPLES))[0]["metrics"]
     return recipe, folder / "whole", metrics["loss_history"]
 
 
@@ -127,18 +128,48 @@ def test_the_mending_of_stage_0_would_spoil_a_resumed_run(two, zero0, tmp_path):
     assert rest[SAVED_AT + 1] != losses[SAVED_AT + 1]
 
 
-def test_other_data_is_refused_and_a_finished_run_keeps_its_figures(two, zero0, tmp_path):
+def test_a_finished_run_trains_nothing_and_keeps_its_figures(two, zero0, tmp_path):
+    """A pod that restarts after the end. `before` stays what the untrained model said."""
     recipe, whole, losses = zero0
     folder = Path(shutil.copytree(whole, tmp_path / "copy"))
-    argv = arguments(recipe, "zero0", folder, "--resume_from_checkpoint", "true")
-    again = two.run("train_counted", argv=argv)[0]
-    assert again["calls"] == [] and again["metrics"]["loss_history"] == losses
-    assert again["metrics"]["status"] == "ok" and again["metrics"]["step_seconds"]["median"] > 0
-    assert again["metrics"]["resumed_at"] == [STEPS]
+    again = two.run(
+        "train_counted", argv=arguments(recipe, "zero0", folder, "--resume_from_checkpoint", "true", *SAMPLES)
+    )
+    metrics = again[0]["metrics"]
+    assert again[0]["calls"] == again[1]["calls"] == [] and metrics["loss_history"] == losses
+    assert metrics["status"] == "ok" and metrics["step_seconds"]["median"] > 0 and metrics["resumed_at"] == [STEPS]
+    assert (folder / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(two, zero0, tmp_path):
+    recipe, whole, _ = zero0
+    folder = Path(shutil.copytree(whole, tmp_path / "copy"))
+    resume = ("--resume_from_checkpoint", "true")
     write_rows(tmp_path / "others", count=20, seed=1)
-    other = [*argv, "--dataset_name", str(tmp_path / "others")]
-    for said in two.run("refusal_of", argv=other):
+    rows = arguments(recipe, "zero0", folder, *resume, "--dataset_name", str(tmp_path / "others"))
+    for said in two.run("refusal_of", argv=rows):
         assert said.endswith("was trained on other rows")
+    for said in two.run("refusal_of", argv=arguments(recipe, "zero3", folder, *resume)):
+        assert said.endswith("was written by zero0 on 2 processes; this run is zero3 on 2 processes")
+    for said in two.run("refusal_of", argv=arguments(recipe, "zero0", folder, *resume, "--learning_rate", "1.0")):
+        assert said.endswith("learning_rate 0.002; this run has learning_rate 1.0")
+
+
+def test_a_checkpoint_of_plain_transformers_is_taken_by_its_path(two, zero0, tmp_path):
+    recipe, whole, losses = zero0
+    folder = interrupted(whole, tmp_path / "plain") / f"checkpoint-{SAVED_AT}"
+    for name in ("manifest.json", "history.json"):
+        (folder / name).unlink()
+    argv = arguments(recipe, "zero0", tmp_path / "rest", "--resume_from_checkpoint", str(folder))
+    metrics = two.run("train", argv=argv)[0]["metrics"]
+    assert metrics["loss_history"] == losses[SAVED_AT:] and metrics["first_step"] == SAVED_AT + 1
+
+
+def test_rotation_after_the_manifest_is_still_needed(one, tmp_path):
+    """Fails when transformers rotates after on_save: then a callback can write the manifest."""
+    recipe = resume_recipe(tmp_path, max_steps=2, save_steps=2)
+    argv = arguments(recipe, "ddp", tmp_path / "out")
+    assert one.run("order_of_saving", argv=argv)[0] == ["rotate", "on_save"]
 
 
 def test_ending_at_the_last_step_is_still_needed(two, zero0, tmp_path):

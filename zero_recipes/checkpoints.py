@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 from zero_recipes.refusal import Refusal
-from zero_recipes.resuming import clear_unfinished, resumes
+from zero_recipes.resuming import clear_unfinished, resumes_in
 
 RESULTS = ("metrics.json", "samples.jsonl", "recipe.resolved.yaml")
 
@@ -21,7 +21,7 @@ def refuse_occupied(output_dir: Path, resume: object, overwrite: bool) -> None:
             f"output_dir {output_dir} cannot be made", f"{existing} is a file.", "Choose another --output_dir."
         )
     found = saved_in(output_dir)
-    if not found or overwrite or resumes(resume):
+    if not found or overwrite or resumes_in(output_dir, resume):
         return
     raise Refusal(
         f"{output_dir} already holds {', '.join(path.name for path in found[:4])}{' ...' if len(found) > 4 else ''}",

@@ -30,7 +30,7 @@ TOLD += ("torch_compile", "tf32", "full_determinism", "per_device_train_batch_si
 
 def recipe_facts(values: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a recipe that a manifest keeps, as JSON."""
-    kept = {key: values[key] for key in (*DECIDES, *LENGTH, *TOLD)}
+    kept = {key: values[key] for key in (*DECIDES, *LENGTH, *TOLD) if key in values}
     return json.loads(json.dumps(kept, default=lambda value: getattr(value, "value", str(value))))
 
 
@@ -70,12 +70,15 @@ def _ranks(checkpoint: str, written: Mapping, strategy: Strategy) -> Iterator[Fi
             f"{back[0].upper()}{back[1:]}." if None in (there[0], here[0]) else f"{command}; or {back}.",
         )
     elif written["strategy"] != strategy.name:
+        onto_cpu = strategy.name.endswith("_offload")
         yield Finding(
             f"{checkpoint} was written by {written['strategy']}, this run is {strategy.name}",
-            "The states fit, but Adam's step is computed by another kernel: what follows is not bit for bit what an "
-            "uninterrupted run would give.",
-            f"Launch {written['strategy']} again if that matters.",
-            level="warning",
+            "DeepSpeedCPUAdam finds no bias_correction in the groups that torch's AdamW saved (DeepSpeed 0.19.8, "
+            "ops/adam/cpu_adam.py, step): KeyError in the first step."
+            if onto_cpu
+            else "The states fit, but another kernel computes Adam's step: losses were seen to differ by 1e-5.",
+            f"Launch {written['strategy']} again" + ("." if onto_cpu else " if that matters."),
+            level="error" if onto_cpu else "warning",
         )
 
 
@@ -98,7 +101,7 @@ def _global_batch(checkpoint: str, written: Mapping, values: Mapping, strategy: 
 
 def _recipe(checkpoint: str, written: Mapping, values: Mapping) -> Iterator[Finding]:
     then, now = written.get("recipe", {}), recipe_facts(values)
-    other = [key for key in then if key in DECIDES and then[key] != now[key]]
+    other = [key for key in then if key in DECIDES and then[key] != now.get(key)]
     if other:
         yield Finding(
             f"{checkpoint} was trained with {_listed(other, then)}; this run has {_listed(other, now)}",
@@ -107,7 +110,7 @@ def _recipe(checkpoint: str, written: Mapping, values: Mapping) -> Iterator[Find
             "Run with " + " ".join(f"--{key} {then[key]}" for key in other) + " as before, or train from these weights "
             f"with --model_name_or_path {checkpoint}.",
         )
-    told = [key for key in then if key in TOLD and then[key] != now[key]]
+    told = [key for key in then if key in TOLD and then[key] != now.get(key)]
     longer = [key for key in LENGTH if key in then and then[key] != now[key]]
     if longer and now["lr_scheduler_type"] not in ("constant", "constant_with_warmup"):
         told += longer

@@ -16,6 +16,12 @@ def resumes(asked: object) -> bool:
     return str(asked).lower() not in ("none", "false")
 
 
+def resumes_in(output_dir: Path, asked: object) -> bool:
+    """Whether it asks for what stands in output_dir: `true`, or the path of a checkpoint there."""
+    word = str(asked).lower()
+    return resumes(asked) and (word == "true" or Path(str(asked)).resolve().parent == output_dir.resolve())
+
+
 def numbered(output_dir: Path) -> list[Path]:
     """The folders checkpoint-N, by step."""
     found = [p for p in output_dir.glob("checkpoint-*") if p.is_dir() and re.fullmatch(r"checkpoint-\d+", p.name)]
@@ -102,10 +108,9 @@ def _refuse_unusable(checkpoint: Path) -> None:
 
 def _refuse_newer(output_dir: Path, checkpoint: Path, overwrite: bool) -> None:
     """Going on from an earlier step writes into the folders of later checkpoints, and overwrite deletes this one."""
-    inside = checkpoint.resolve().parent == output_dir.resolve()
+    if not resumes_in(output_dir, checkpoint):
+        return  # refuse_occupied sees to it that nothing stands there
     if overwrite:
-        if not inside:
-            return
         raise Refusal(
             f"--overwrite true with --resume_from_checkpoint {checkpoint}",
             f"{output_dir} would be emptied, that checkpoint included.",
