@@ -58,21 +58,23 @@ def train(run):
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from trl import get_peft_config
 
-    from zero_recipes import generation, metrics
+    from zero_recipes import generation, metrics, saving
     from zero_recipes.checkpoints import clear_earlier_run
     from zero_recipes.clock import PhaseClock
     from zero_recipes.data import load_tokenizer
-    from zero_recipes.failure import write_failure
+    from zero_recipes.failure import if_the_disk_takes_it, write_failure
     from zero_recipes.faults import FreshAdamAtStage0
+    from zero_recipes.fit import refuse_other_data
     from zero_recipes.model import load_config, load_model
     from zero_recipes.preflight import resolved_ds_config
     from zero_recipes.preparation import prepare as prepare_rows
+    from zero_recipes.resuming import refuse_apart
     from zero_recipes.verify import verify
 
     recipe, output_dir = run.recipe, run.output_dir
     clock, stage_metrics = PhaseClock(), None
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(recipe)
-    main_process = training_args.process_index == 0
+    main_process, checkpoint = training_args.process_index == 0, training_args.resume_from_checkpoint
     clock.seconds["imports"] = time.perf_counter() - STARTED
     try:
         with clock.phase("data"):
@@ -80,6 +82,8 @@ def train(run):
             tokenizer = load_tokenizer(model_args, training_args)
             prepared = prepare_rows(script_args, training_args, dataset_args, ours, tokenizer)
             samples = prepared.samples
+        refuse_apart(checkpoint)
+        refuse_other_data(checkpoint, prepared.data_sha256)
 
         # nothing is refused from here on; what stands in the folder may be touched
         if main_process:
@@ -103,14 +107,15 @@ def train(run):
                 eval_dataset=prepared.evaluation,
                 processing_class=tokenizer,
                 peft_config=get_peft_config(model_args),
-                callbacks=[FreshAdamAtStage0(bool(training_args.resume_from_checkpoint)), before, stage_metrics],
+                callbacks=[FreshAdamAtStage0(bool(checkpoint)), before, stage_metrics],
             )
         before.trainer = trainer
         stage_metrics.watch(trainer)
+        saving.carry_on(trainer, run, prepared.data_sha256, before, stage_metrics)
         stage_metrics.write(output_dir, "failed", "the run has not finished")  # what a killed run leaves
 
         with clock.phase("train"):
-            trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+            trainer.train(resume_from_checkpoint=checkpoint)
             stage_metrics.end_steps()
         stage_metrics.write(output_dir)  # what is measured is kept, whatever happens to the rest
 
@@ -139,7 +144,8 @@ def train(run):
         states = {} if stage_metrics is None else stage_metrics.states_so_far()
         failure = write_failure(output_dir, clock.failed or clock.current, error, states)
         if stage_metrics is not None:
-            stage_metrics.write(output_dir, status=failure["status"], error=failure["error"])
+            with if_the_disk_takes_it():
+                stage_metrics.write(output_dir, status=failure["status"], error=failure["error"])
         raise
 
 

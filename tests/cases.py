@@ -43,6 +43,135 @@ def parameter_groups(trainer) -> list[list[int]]:
     return list(groups)
 
 
+def train_counted(argv: list[str]) -> dict:
+    """`train`, with the step (from 0) of every call of training_step, one a micro batch."""
+    from zero_recipes.metrics import MeasuredSFTTrainer
+
+    original, steps = MeasuredSFTTrainer.training_step, []
+
+    def training_step(self, *arguments, **keywords):
+        steps.append(self.state.global_step)
+        return original(self, *arguments, **keywords)
+
+    MeasuredSFTTrainer.training_step = training_step
+    try:
+        return train(argv) | {"calls": steps}
+    finally:
+        MeasuredSFTTrainer.training_step = original
+
+
+def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
+    """`train`, while another program fills the disk of `filler` but for `left` bytes."""
+    import shutil
+    from pathlib import Path
+
+    original = StageMetricsCallback.on_train_begin
+
+    def fill(self, *arguments, **keywords):
+        Path(filler).write_bytes(bytes(shutil.disk_usage(Path(filler).parent).free - left))
+        return original(self, *arguments, **keywords)
+
+    StageMetricsCallback.on_train_begin = fill
+    try:
+        return train(argv)
+    finally:
+        StageMetricsCallback.on_train_begin = original
+
+
+def order_of_saving(argv: list[str]) -> list[str]:
+    """What happens around a save by transformers' own `_save_checkpoint`."""
+    from transformers import trainer
+
+    from zero_recipes.saving import CheckpointingSFTTrainer
+
+    mended, rotate, on_save = (
+        CheckpointingSFTTrainer._save_checkpoint,
+        trainer.rotate_checkpoints,
+        StageMetricsCallback.on_save,
+    )
+    events = []
+    del CheckpointingSFTTrainer._save_checkpoint
+    trainer.rotate_checkpoints = lambda *_, **__: events.append("rotate")
+    StageMetricsCallback.on_save = lambda *_, **__: events.append("on_save")
+    try:
+        train(argv)
+        return events
+    finally:
+        CheckpointingSFTTrainer._save_checkpoint = mended
+        trainer.rotate_checkpoints, StageMetricsCallback.on_save = rotate, on_save
+
+
+def train_past_the_end(argv: list[str]) -> dict:
+    """`train_counted`, by transformers' own epoch."""
+    from zero_recipes.saving import CheckpointingSFTTrainer
+
+    mended = CheckpointingSFTTrainer._run_epoch
+    del CheckpointingSFTTrainer._run_epoch
+    try:
+        return train_counted(argv)
+    finally:
+        CheckpointingSFTTrainer._run_epoch = mended
+
+
+def train_with_adam_reset(argv: list[str]) -> dict:
+    """`train`, with stage 0's mending applied to a resumed run as if it were a fresh one."""
+    from zero_recipes.faults import FreshAdamAtStage0
+
+    original = FreshAdamAtStage0.__init__
+    FreshAdamAtStage0.__init__ = lambda self, resumes: original(self, False)
+    try:
+        return train(argv)
+    finally:
+        FreshAdamAtStage0.__init__ = original
+
+
+def checkpoint_gaps(one: str, other: str) -> dict[str, float]:
+    """Largest absolute difference of two checkpoints' tensors: {"weights", "states"}, and how many were compared.
+
+    Of every file of tensors: the model or adapter; optimizer, fp32 masters, schedule and random numbers of each rank.
+    """
+    from pathlib import Path
+
+    import torch
+    from safetensors.torch import load_file
+
+    gaps = {"weights": 0.0, "states": 0.0, "tensors": 0}
+    names = [
+        {
+            p.relative_to(folder).as_posix()
+            for p in Path(folder).rglob("*")
+            if p.suffix in (".pt", ".pth", ".safetensors")
+        }
+        for folder in (one, other)
+    ]
+    assert names[0] == names[1], names
+    for name in sorted(names[0]):
+        kind = "weights" if name.endswith(".safetensors") else "states"
+        read = load_file if kind == "weights" else lambda path: torch.load(path, weights_only=False, map_location="cpu")
+        for mine, wanted in zip(_tensors(read(f"{one}/{name}")), _tensors(read(f"{other}/{name}")), strict=True):
+            assert mine.shape == wanted.shape, name
+            gap = (mine.double() - wanted.double()).abs().max().item() if mine.numel() else 0.0
+            gaps[kind] = max(gaps[kind], gap)
+            gaps["tensors"] += 1
+    return gaps
+
+
+def _tensors(value) -> list:
+    """Every tensor in a loaded file, numbers as tensors, in the order of the file."""
+    import numpy
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, numpy.ndarray):
+        return [torch.from_numpy(value.astype("float64"))]
+    if isinstance(value, (bool, int, float)):
+        return [torch.tensor(float(value))]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
 def train_with_stowaway(argv: list[str]) -> dict:
     """`train`, with a tensor of 1 MiB hidden in the optimizer's states before the first step."""
     import torch

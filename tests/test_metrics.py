@@ -16,7 +16,7 @@ CONTRACT = {
     *("trainable_parameters", "precision", "micro_batch_size", "gradient_accumulation_steps", "max_length"),
     *("peak_memory_bytes", "memory_phases", "model_state_bytes", "communication_bytes_per_step", "tokens"),
     *("tokens_per_second", "step_seconds", "phase_seconds", "loss_history", "grad_norm_history", "eval_history"),
-    *("predicted", "versions", "hardware", "recipe_sha256"),
+    *("first_step", "resumed_at", "predicted", "versions", "hardware", "recipe_sha256"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Plain TRL recipes run unchanged: `trl sft` YAML with messages, LoRA, streaming; and a run that is resumed."""
+"""Plain TRL recipes run unchanged: `trl sft` YAML with messages, LoRA, streaming."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import yaml
 from safetensors import safe_open
 
 from tests.tiny import write_recipe
-from zero_recipes.checkpoints import checkpoint_to_resume
 from zero_recipes.model import refuse_missing_attention
 from zero_recipes.refusal import Refusal
 from zero_recipes.verify import verify
@@ -79,33 +78,9 @@ def test_text_rows_streamed(one, tmp_path):
     assert len(metrics["loss_history"]) == 3 and metrics["tokens"]["supervised"] > 0
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero0", "zero3"])
-def test_resuming_goes_on_from_the_last_checkpoint(two, tmp_path, strategy):
-    recipe = write_recipe(
-        tmp_path, max_steps=4, bf16=False, save_strategy="steps", save_steps=2, lr_scheduler_type="constant"
-    )
-    named = [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
-    whole = two.run("train", argv=[str(recipe), "--output_dir", str(tmp_path / "whole"), *named])[0]["metrics"]
-    shutil.rmtree(tmp_path / "whole" / "checkpoint-4")
-    argv = [str(recipe), "--output_dir", str(tmp_path / "whole"), *named, "--resume_from_checkpoint", "true"]
-    rest = two.run("train", argv=argv)[0]["metrics"]
-    assert rest["loss_history"] == pytest.approx(whole["loss_history"][2:], rel=1e-6)
-
-
 def test_loading_by_class_is_still_needed(two, tmp_path):
     """Fails when transformers renames on resume: then remove faults.load_weights_by_class."""
     assert two.run("names_lost_on_resume", folder=str(tmp_path / "saved"))[0] == ["lm_head.weight"]
-
-
-def test_what_resume_means(tmp_path, capsys):
-    assert checkpoint_to_resume(tmp_path, None) is None
-    assert checkpoint_to_resume(tmp_path, "false") is None
-    assert checkpoint_to_resume(tmp_path, "true") is None and "starting fresh" in capsys.readouterr().out
-    for step in (2, 10):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    assert checkpoint_to_resume(tmp_path, True) == str(tmp_path / "checkpoint-10")
-    with pytest.raises(Refusal, match="no checkpoint"):
-        checkpoint_to_resume(tmp_path, str(tmp_path / "checkpoint-3"))
 
 
 def test_flash_attention_is_refused_where_it_cannot_run():

@@ -6,34 +6,10 @@ import json
 import shutil
 from pathlib import Path
 
-from zero_recipes.process import rank
 from zero_recipes.refusal import Refusal
+from zero_recipes.resuming import clear_unfinished, resumes_in
 
 RESULTS = ("metrics.json", "samples.jsonl", "recipe.resolved.yaml")
-
-
-def checkpoint_to_resume(output_dir: Path, asked: object) -> str | None:
-    """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the last one in output_dir.
-
-    `true` where there is none starts fresh and says so: a pod that restarts runs the same command. transformers takes
-    the command line's "true" for a path.
-    """
-    if asked is None or str(asked).lower() == "false":
-        return None
-    if str(asked).lower() != "true":
-        if not Path(str(asked)).is_dir():
-            raise Refusal(
-                f"there is no checkpoint {asked}",
-                f"Paths are relative to the working directory, {Path.cwd()}.",
-                "Name a checkpoint-N folder, or `true` for the last one in output_dir.",
-            )
-        return str(asked)
-    from transformers.trainer_utils import get_last_checkpoint
-
-    last = get_last_checkpoint(str(output_dir)) if output_dir.is_dir() else None
-    if last is None and rank() == 0:
-        print(f"no checkpoint in {output_dir}: starting fresh", flush=True)
-    return last
 
 
 def refuse_occupied(output_dir: Path, resume: object, overwrite: bool) -> None:
@@ -44,7 +20,7 @@ def refuse_occupied(output_dir: Path, resume: object, overwrite: bool) -> None:
             f"output_dir {output_dir} cannot be made", f"{existing} is a file.", "Choose another --output_dir."
         )
     found = saved_in(output_dir)
-    if not found or overwrite or str(resume).lower() not in ("none", "false"):
+    if not found or overwrite or resumes_in(output_dir, resume):
         return
     raise Refusal(
         f"{output_dir} already holds {', '.join(path.name for path in found[:4])}{' ...' if len(found) > 4 else ''}",
@@ -66,7 +42,8 @@ def saved_in(output_dir: Path) -> list[Path]:
 
 
 def clear_earlier_run(output_dir: Path, overwrite: bool) -> None:
-    """Remove traces of an earlier run: its failure files always, what it saved only under `overwrite`."""
+    """Remove traces of an earlier run: its failure files and unfinished checkpoints, under `overwrite` all it saved."""
+    clear_unfinished(output_dir)
     doomed = list(output_dir.glob("failure.rank*.json"))
     if overwrite:
         doomed += saved_in(output_dir) + [output_dir / name for name in RESULTS]

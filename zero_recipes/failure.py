@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
+import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +59,19 @@ def write_failure(output_dir: Path, phase: str, error: BaseException, states: di
         "traceback": "".join(traceback.format_exception(error)),
         "time": time.time(),
     }
-    output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / f"failure.rank{rank()}.json").write_text(json.dumps(document, indent=2) + "\n")
+    with if_the_disk_takes_it():
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / f"failure.rank{rank()}.json").write_text(json.dumps(document, indent=2) + "\n")
     return document
+
+
+@contextlib.contextmanager
+def if_the_disk_takes_it() -> Iterator[None]:
+    """Say that a file could not be written, and go on: a full disk may be the very failure that is reported."""
+    try:
+        yield
+    except OSError as error:
+        print(f"what is known of the failure could not be written: {error}", file=sys.stderr, flush=True)
 
 
 def cause_of(output_dir: Path) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +97,30 @@ def answer(trainer: SFTTrainer, samples: list[Sample], max_new_tokens: int) -> A
 
 
 class AnswersBeforeTraining(TrainerCallback):
-    """Asks once the engine stands, before the first step."""
+    """Asks once the engine stands, before the first step.
+
+    A resumed run takes the answers that its checkpoint carries: its own weights are trained by now.
+    """
 
     def __init__(self, samples: list[Sample], max_new_tokens: int, clock: PhaseClock):
         self.samples, self.max_new_tokens, self.clock = samples, max_new_tokens, clock
         self.trainer: SFTTrainer | None = None
         self.answers: Answers | None = None
 
+    def history(self) -> dict[str, Any]:
+        """What a checkpoint carries of them."""
+        return {"prompts": [sample.prompt for sample in self.samples], **asdict(self.answers)}
+
+    def take_up(self, carried: dict[str, Any]) -> None:
+        """Answers of the run that wrote the checkpoint, if it was asked the same."""
+        if carried.get("prompts") == [sample.prompt for sample in self.samples]:
+            self.answers = Answers(carried["texts"], carried["reference_losses"])
+
     def on_train_begin(self, args, state, control, **kwargs):
+        if self.answers is not None:
+            return
+        if state.global_step and self.samples and args.process_index == 0:
+            print(f"sample prompts: `before` is what the model says after step {state.global_step}", flush=True)
         with self.clock.phase("samples_before"):
             self.answers = answer(self.trainer, self.samples, self.max_new_tokens)
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, TrainerCallback
-from trl import SFTTrainer
 
 from zero_recipes import machine, model_states
 from zero_recipes.checks.ds_config import precision_of
@@ -26,6 +25,7 @@ from zero_recipes.launch import Run
 from zero_recipes.model import parameter_counts
 from zero_recipes.probe import MemoryPhases, StateProbe
 from zero_recipes.process import rank
+from zero_recipes.saving import CheckpointingSFTTrainer
 
 SCHEMA = 1
 MOST_WARMUP_STEPS = 5
@@ -37,7 +37,7 @@ class StageMetricsCallback(TrainerCallback):
     def __init__(self, run: Run, training_args, model: torch.nn.Module, clock: PhaseClock):
         self.strategy, self.device, self.clock = run.strategy, run.device, clock
         self.identity = identity(run, training_args, model)
-        self.trainer: SFTTrainer | None = None
+        self.trainer: MeasuredSFTTrainer | None = None
         self.phases = MemoryPhases(run.device)
         self.phases.record("model_loaded")
         self.steps = StepClock(run.device)
@@ -52,6 +52,27 @@ class StageMetricsCallback(TrainerCallback):
         self.warmup = 0
         self.done = 0
         self.summary: dict[str, Any] = {}
+        self.earlier: dict[str, Any] = {}  # the summary of the run that wrote the checkpoint
+        self.first_step = 1  # of loss_history
+        self.resumed_at: list[int] = []
+
+    def take_up(self, history: dict[str, Any], step: int) -> None:
+        """Go on from what the checkpoint of `step` carries; `history` is empty where another program wrote it."""
+        self.resumed_at = [*history.get("resumed_at", []), step]
+        self.first_step = history.get("first_step", step + 1)
+        self.earlier = history.get("summary", {})
+        self.grad_norms += history.get("grad_norm_history", [])
+        self.evaluations += history.get("eval_history", [])
+
+    def history(self) -> dict[str, Any]:
+        """What a checkpoint carries, for `take_up`. Every rank calls it (collectives)."""
+        return {
+            "summary": self._summary(),
+            "grad_norm_history": self.grad_norms,
+            "eval_history": self.evaluations,
+            "first_step": self.first_step,
+            "resumed_at": self.resumed_at,
+        }
 
     def watch(self, trainer: MeasuredSFTTrainer) -> None:
         """Join callback and trainer; TRL has put LoRA's adapter around the model by now, so count it again."""
@@ -118,7 +139,11 @@ class StageMetricsCallback(TrainerCallback):
         self.steps.open()
 
     def end_steps(self) -> None:
-        """Training has ended: read peaks and bring all ranks' figures together. Every rank calls it (collectives)."""
+        """Training has ended: the figures are complete. Every rank calls it (collectives)."""
+        self.summary = self._summary()
+
+    def _summary(self) -> dict[str, Any]:
+        """Read peaks and bring all ranks' figures together, those of the run that was resumed included."""
         peak = machine.peak_memory(self.device)
         losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64)
         tokens = torch.stack([_or_zeros(self.tokens), _or_zeros(self.tokens_timed)]).cpu()
@@ -126,9 +151,13 @@ class StageMetricsCallback(TrainerCallback):
         ranks = gather_object(
             [{"peak": peak, "states": self.states, "losses": losses.cpu().tolist(), "tokens": tokens.tolist()}]
         )
-        self.summary = _summarise(ranks, seconds, self.warmup) | {
-            "communication_bytes_per_step": self.communication.median(),
-        }
+        if not seconds:  # a resumed run that had no step left
+            return {"peak_memory_bytes": [rank["peak"] for rank in ranks]} | self.earlier
+        summary = _summarise(ranks, seconds, min(self.warmup, len(seconds) - 1))
+        if self.earlier:
+            summary["loss_history"] = self.earlier["loss_history"] + summary["loss_history"]
+            summary["tokens"] = {key: count + self.earlier["tokens"][key] for key, count in summary["tokens"].items()}
+        return summary | {"communication_bytes_per_step": self.communication.median()}
 
     def states_so_far(self) -> dict[str, int]:
         """Model-state bytes of this rank, for a run that fails: the largest seen, or those of this moment."""
@@ -160,6 +189,8 @@ class StageMetricsCallback(TrainerCallback):
             "step_seconds": measured["step_seconds"],
             "phase_seconds": {name: round(seconds, 3) for name, seconds in self.clock.seconds.items()},
             "loss_history": measured["loss_history"],
+            "first_step": self.first_step,
+            "resumed_at": self.resumed_at,
             "grad_norm_history": self.grad_norms,
             "eval_history": self.evaluations,
             "predicted": None,
@@ -169,7 +200,7 @@ class StageMetricsCallback(TrainerCallback):
         write_json(output_dir / "metrics.json", document)
 
 
-class MeasuredSFTTrainer(SFTTrainer):
+class MeasuredSFTTrainer(CheckpointingSFTTrainer):
     """SFTTrainer that tells the callback of each micro batch and gradient norm, which no callback event carries."""
 
     stage_metrics: StageMetricsCallback
@@ -227,8 +258,6 @@ def _summarise(ranks: list[dict], seconds: list[float], warmup: int) -> dict[str
     names = ("all", "non_padding", "supervised")
     totals, timed_totals = ([sum(rank["tokens"][i][k] for rank in ranks) for k in range(3)] for i in (0, 1))
     timed = seconds[warmup:]
-    if not timed:  # a resumed run that had no step left
-        return {"peak_memory_bytes": [rank["peak"] for rank in ranks]}
     losses = [sum(step) / len(ranks) for step in zip(*(rank["losses"] for rank in ranks), strict=True)]
     return {
         "peak_memory_bytes": [rank["peak"] for rank in ranks],

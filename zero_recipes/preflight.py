@@ -12,17 +12,19 @@ from huggingface_hub import constants
 from zero_recipes import calm, launch
 from zero_recipes import recipe as recipes
 from zero_recipes import strategy as strategies
-from zero_recipes.checkpoints import checkpoint_to_resume, refuse_occupied
+from zero_recipes.checkpoints import refuse_occupied
 from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
 from zero_recipes.checks.accelerate_file import launcher_findings
 from zero_recipes.checks.cache import on_hub
 from zero_recipes.checks.ds_config import fill_auto
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
+from zero_recipes.fit import fit_findings
 from zero_recipes.host import Host
 from zero_recipes.model import load_config, refuse_missing_attention
 from zero_recipes.recipe import RecipeFile
 from zero_recipes.refusal import Finding, Refusal
+from zero_recipes.resuming import checkpoint_to_resume
 
 
 def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapping[str, str], rehearsal=False):
@@ -61,8 +63,12 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     _attempt(findings, refuse_missing_attention, recipe.values["attn_implementation"], device)
     output_dir = launch.choose_output_dir(recipe)
     resume = recipe.values["resume_from_checkpoint"]
-    _attempt(findings, refuse_occupied, output_dir, resume, recipe.values["overwrite"])
-    recipe.values["resume_from_checkpoint"] = _attempt(findings, checkpoint_to_resume, output_dir, resume)
+    overwrite = recipe.values["overwrite"]
+    _attempt(findings, refuse_occupied, output_dir, resume, overwrite)
+    checkpoint = _attempt(findings, checkpoint_to_resume, output_dir, resume, overwrite)
+    recipe.values["resume_from_checkpoint"] = checkpoint
+    if checkpoint is not None and in_force is not None:
+        findings += fit_findings(checkpoint, recipe.values, in_force)
     run = None if in_force is None else launch.Run(recipe, in_force, device, output_dir)
     if run is not None:
         elsewhere = device == "cpu" and not asks_for_cpu

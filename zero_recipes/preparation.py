@@ -34,6 +34,7 @@ _READ_BY_TRL = ("max_length", "truncation_mode", "packing", "packing_strategy", 
 _READ_BY_TRL += ("seed", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
 _VERSIONS = ("trl", "transformers", "datasets")
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
+HASHED_ROWS = 1000  # at once; the batches' boundaries are part of the hash
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Prepared:
     samples: list[Sample]
     audit: Audit
     findings: list[Finding]  # warnings only
+    data_sha256: str | None  # of the training rows; None for a stream
 
     @property
     def rows(self) -> int | None:
@@ -65,10 +67,10 @@ def prepare(script_args, training_args, dataset_args, ours, tokenizer: PreTraine
         samples = choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, dressed)
         streams = isinstance(rows, IterableDataset)
         if streams:
-            folder, start = None, Dataset.from_list(list(rows.take(STREAMED_ROWS)))
+            folder, data_sha256, start = None, None, Dataset.from_list(list(rows.take(STREAMED_ROWS)))
             found, findings = _prepare_split(start, dressed, training_args, training_args.packing, skips)[1:]
         else:
-            folder, found, findings = _cached(rows, evaluation, dressed, training_args, skips)
+            folder, found, findings, data_sha256 = _cached(rows, evaluation, dressed, training_args, skips)
         if any(finding.level == "error" for finding in findings):
             raise Refusal.of(findings)
         return {
@@ -76,6 +78,7 @@ def prepare(script_args, training_args, dataset_args, ours, tokenizer: PreTraine
             "samples": [asdict(sample) for sample in samples],
             "audit": asdict(found),
             "findings": [asdict(finding) for finding in findings],
+            "data_sha256": data_sha256,
         }
 
     word = once_per_node(work)
@@ -88,7 +91,7 @@ def prepare(script_args, training_args, dataset_args, ours, tokenizer: PreTraine
         training_args.assistant_only_loss = False  # in the labels by now; SFTTrainer would look for conversations
     samples = [Sample(**sample) for sample in word["samples"]]
     findings = [Finding(**finding) for finding in word["findings"]]
-    return Prepared(train, evaluation, samples, Audit(**word["audit"]), findings)
+    return Prepared(train, evaluation, samples, Audit(**word["audit"]), findings, word["data_sha256"])
 
 
 def dress(tokenizer: PreTrainedTokenizerBase, training_args) -> PreTrainedTokenizerBase:
@@ -196,8 +199,9 @@ def _prepare_split(
 
 def _cached(
     rows: Dataset, evaluation: Dataset | None, tokenizer: PreTrainedTokenizerBase, training_args, skips: bool
-) -> tuple[Path, Audit, list[Finding]]:
-    """(folder with the splits, audit, findings), made now or by an earlier run of the same data and arguments."""
+) -> tuple[Path, Audit, list[Finding], str | None]:
+    """(folder with the splits, audit, findings, hash of the training rows), made now or by an earlier run of the same
+    data and arguments; no hash where a finding is an error."""
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "zero-recipes" / _key(rows, evaluation, tokenizer, training_args)
     note = folder / "audit.json"
     if not note.is_file():
@@ -208,8 +212,9 @@ def _cached(
             whole = evaluation if skips else tokenise(evaluation, tokenizer, training_args)
             splits["eval"] = whole if skips else finish(whole, tokenizer, training_args, packing)
         if any(finding.level == "error" for finding in findings):
-            return folder, found, findings
+            return folder, found, findings, None
         said = {"audit": asdict(found), "findings": [asdict(finding) for finding in findings]}
+        said["data_sha256"] = data_sha256(ready)
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".part"))
         splits.save_to_disk(part)
@@ -219,7 +224,20 @@ def _cached(
         except OSError:  # another run was faster
             shutil.rmtree(part)
     said = json.loads(note.read_text())
-    return folder, Audit(**said["audit"]), [Finding(**finding) for finding in said["findings"]]
+    findings = [Finding(**finding) for finding in said["findings"]]
+    return folder, Audit(**said["audit"]), findings, said["data_sha256"]
+
+
+def data_sha256(rows: Dataset) -> str:
+    """A hash of the rows themselves, in their order.
+
+    Not `_key`: that one also changes with TRL's version, with our own code and with the micro batch, none of which
+    makes other rows.
+    """
+    digest = hashlib.sha256()
+    for batch in rows.with_format(None).iter(HASHED_ROWS):
+        digest.update(repr(sorted(batch.items())).encode())
+    return digest.hexdigest()
 
 
 def _key(rows: Dataset, evaluation: Dataset | None, tokenizer: PreTrainedTokenizerBase, training_args) -> str:
