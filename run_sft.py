@@ -64,7 +64,7 @@ def train(run):
     from zero_recipes.data import load_tokenizer
     from zero_recipes.failure import write_failure
     from zero_recipes.faults import FreshAdamAtStage0
-    from zero_recipes.model import load_config, load_model
+    from zero_recipes.model import load_config, load_model, refuse_other_keys
     from zero_recipes.preflight import resolved_ds_config
     from zero_recipes.preparation import prepare as prepare_rows
 
@@ -76,6 +76,7 @@ def train(run):
     try:
         with clock.phase("data"):
             config = load_config(model_args, training_args)
+            refuse_other_keys(config, model_args, training_args, ours)
             tokenizer = load_tokenizer(model_args, training_args)
             prepared = prepare_rows(script_args, training_args, dataset_args, ours, tokenizer)
             samples = prepared.samples
@@ -90,7 +91,7 @@ def train(run):
         training_args.distributed_state.wait_for_everyone()
 
         with clock.phase("model"):
-            model = load_model(config, model_args, training_args, ours.random_weights)
+            model = load_model(config, model_args, training_args, ours)
 
         stage_metrics = metrics.StageMetricsCallback(run, training_args, model, clock)
         before = generation.AnswersBeforeTraining(samples, ours.sample_max_new_tokens, clock)
