@@ -156,6 +156,13 @@ FAULTS = [
     recipe("YAML's no", "save_strategy: no", 'save_strategy: "no"', "a truth value"),
     recipe("a list for a number", "learning_rate: [1e-5]", "learning_rate: 1e-5", "is a list"),
     recipe("a mapping for a number", "max_steps: {first: 5}", "max_steps: 5", "is a mapping"),
+    recipe(
+        "a mixture of names",
+        "datasets: [./rows]",
+        "datasets: [{path: ./rows}]",
+        "is no list of data sets",
+        without=("dataset_name",),
+    ),
     recipe("a number for text", "run_name: 2024", 'run_name: "2024"', "is the number 2024"),
     recipe("a number for a switch", "packing: 3", "packing: false", "is the number 3"),
     recipe("text for a number", "logging_steps: many", "logging_steps: 5", "is the text 'many'"),

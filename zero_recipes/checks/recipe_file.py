@@ -71,6 +71,7 @@ def recipe_findings(
             where = f"{place}:{lines[key]}" if key in lines else place
             here = list(value_findings(where, key, value, types[key]))
             here = here or [*_choice_findings(where, key, value, choices.get(key)), *_count_findings(where, key, value)]
+            here += _mixture_findings(where, value) if key == "datasets" else ()
         else:
             here = key_findings(place, [key], types, lines)
         found += [dataclasses.replace(finding, key=key) for finding in here]
@@ -168,6 +169,16 @@ def _choice_findings(where: str, key: str, value: Any, choices: list[str] | None
             f"`{key}` in {where} is {value!r}",
             f"It takes one of {', '.join(choices)}.",
             f"Did you mean {' or '.join(near)}?" if near else "Write one of them.",
+        )
+
+
+def _mixture_findings(where: str, value: Any) -> Iterator[Finding]:
+    entries = value if isinstance(value, list) else [value]
+    if value is not None and not all(isinstance(e, dict) and isinstance(e.get("path"), str) for e in entries):
+        yield Finding(
+            f"`datasets` in {where} is no list of data sets",
+            "Each entry is a mapping with a `path` (trl/scripts/utils.py, DatasetConfig).",
+            "Write datasets: [{path: NAME, split: train}, ...], or dataset_name: NAME for a single one.",
         )
 
 
