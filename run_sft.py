@@ -74,9 +74,10 @@ def train(run):
     main_process = training_args.process_index == 0
     clock.seconds["imports"] = time.perf_counter() - STARTED
     try:
-        with clock.phase("data"):
+        with clock.phase("model"):
             config = load_config(model_args, training_args)
             refuse_other_keys(config, model_args, training_args, ours)
+        with clock.phase("data"):
             tokenizer = load_tokenizer(model_args, training_args)
             prepared = prepare_rows(script_args, training_args, dataset_args, ours, tokenizer)
             samples = prepared.samples
