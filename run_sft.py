@@ -65,7 +65,7 @@ def train(run):
     from zero_recipes.failure import if_the_disk_takes_it, write_failure
     from zero_recipes.faults import FreshAdamAtStage0
     from zero_recipes.fit import refuse_other_data
-    from zero_recipes.model import load_config, load_model
+    from zero_recipes.model import load_config, load_model, refuse_other_keys
     from zero_recipes.preflight import resolved_ds_config
     from zero_recipes.preparation import prepare as prepare_rows
     from zero_recipes.resuming import refuse_apart
@@ -77,8 +77,10 @@ def train(run):
     main_process, checkpoint = training_args.process_index == 0, training_args.resume_from_checkpoint
     clock.seconds["imports"] = time.perf_counter() - STARTED
     try:
-        with clock.phase("data"):
+        with clock.phase("model"):
             config = load_config(model_args, training_args)
+            refuse_other_keys(config, model_args, training_args, ours)
+        with clock.phase("data"):
             tokenizer = load_tokenizer(model_args, training_args)
             prepared = prepare_rows(script_args, training_args, dataset_args, ours, tokenizer)
             samples = prepared.samples
@@ -95,7 +97,7 @@ def train(run):
         training_args.distributed_state.wait_for_everyone()
 
         with clock.phase("model"):
-            model = load_model(config, model_args, training_args, ours.random_weights)
+            model = load_model(config, model_args, training_args, ours)
 
         stage_metrics = metrics.StageMetricsCallback(run, training_args, model, clock)
         before = generation.AnswersBeforeTraining(samples, ours.sample_max_new_tokens, clock)

@@ -5,6 +5,16 @@ from __future__ import annotations
 import json
 
 import run_sft
+from tests.equivalence.cases import (  # noqa: F401 (cases of that folder, called by name)
+    evaluate_plainly,
+    gradients_of_the_first_step,
+    keys_reported_by_transformers,
+    train_by,
+    train_plainly,
+    train_watched,
+    train_with_a_mean_for_each_rank,
+    train_with_repeated_rows,
+)
 from zero_recipes import model_states
 from zero_recipes.metrics import StageMetricsCallback
 

@@ -162,6 +162,11 @@ CASES = {
         {"accelerator_config": {"even_batches": True}},
         "accelerator_config.even_batches: false with 2 processes",
     ),
+    "a mean for each rank": (
+        {"average_tokens_across_devices": False},
+        {"average_tokens_across_devices": True},
+        "average_tokens_across_devices: false with 2 processes",
+    ),
     "uneven streams": (
         {"accelerator_config": {"dispatch_batches": False}, "dataset_streaming": True},
         {"dataset_streaming": True},

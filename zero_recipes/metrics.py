@@ -26,6 +26,7 @@ from zero_recipes.model import parameter_counts
 from zero_recipes.probe import MemoryPhases, StateProbe
 from zero_recipes.process import rank
 from zero_recipes.saving import CheckpointingSFTTrainer
+from zero_recipes.weighting import TokenWeightedSFTTrainer
 
 SCHEMA = 1
 MOST_WARMUP_STEPS = 5
@@ -200,8 +201,8 @@ class StageMetricsCallback(TrainerCallback):
         write_json(output_dir / "metrics.json", document)
 
 
-class MeasuredSFTTrainer(CheckpointingSFTTrainer):
-    """SFTTrainer that tells the callback of each micro batch and gradient norm, which no callback event carries."""
+class MeasuredSFTTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer):
+    """A trainer that tells the callback of each micro batch and gradient norm, which no callback event carries."""
 
     stage_metrics: StageMetricsCallback
 

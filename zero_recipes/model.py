@@ -5,16 +5,23 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import zlib
+from collections.abc import Iterator
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from zero_recipes.refusal import Refusal
+from zero_recipes.refusal import Finding, Refusal
 
 # attention implementation: (module that it needs, how to install it)
 _ATTENTION_PACKAGES = {
     "flash_attention_2": ("flash_attn", "pip install flash-attn --no-build-isolation"),
     "flash_attention_3": ("flash_attn_interface", "build it from the hopper/ folder of the flash-attention sources"),
+}
+# what transformers reports of a load: what it would have done about it
+_KEY_PROBLEMS = {
+    "missing_keys": "The model has these tensors and the checkpoint does not: they would begin with random numbers.",
+    "unexpected_keys": "The checkpoint has these tensors and the model does not: they would be dropped.",
+    "mismatched_keys": "They have another shape in the checkpoint: they would begin with random numbers.",
 }
 
 
@@ -59,20 +66,32 @@ def refuse_missing_attention(attn_implementation: str | None, device: str) -> No
         )
 
 
-def load_model(config: PretrainedConfig, model_args, training_args, random_weights: bool) -> PreTrainedModel:
+def refuse_other_keys(config: PretrainedConfig, model_args, training_args, ours) -> None:
+    """Refuse a checkpoint whose tensors are not the model's, by name; no weight is read.
+
+    transformers fills what is missing with random numbers and drops what is unexpected, with a warning; at ZeRO stage 3
+    it does not even know what is unexpected or of another shape (5.23, modeling_utils.py `_load_pretrained_model`).
+    The model class's own ignore patterns count, its renamings and its tied weights too. Raises Refusal.
+    """
+    if ours.random_weights or _quantization(model_args, config) is not None:  # load_model asks the load itself
+        return
+    with _without_zero_init():
+        _, report = _from_pretrained(config, model_args, training_args, _keywords(model_args, training_args), "meta")
+    _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
+
+
+def load_model(config: PretrainedConfig, model_args, training_args, ours) -> PreTrainedModel:
     """The model, on CPU or (stage 3) already partitioned by deepspeed.zero.Init, in the recipe's dtype."""
-    dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
-    keywords = dict(training_args.model_init_kwargs or {})
-    keywords.setdefault("dtype", dtype)
-    keywords.setdefault("attn_implementation", model_args.attn_implementation)
+    keywords = _keywords(model_args, training_args)
     training_args.model_init_kwargs = None  # used here; SFTTrainer would warn that it ignores them
-    if random_weights:
+    if ours.random_weights:
         if keywords["dtype"] == "auto":
             keywords["dtype"] = config.dtype or torch.float32
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=training_args.trust_remote_code, **keywords)
         draw_weights(model, training_args.seed)
     else:
-        model = _pretrained(config, model_args, training_args, keywords)
+        model, report = _from_pretrained(config, model_args, training_args, keywords)
+        _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
     asked, got = keywords["attn_implementation"], model.config._attn_implementation
     if asked is not None and got != asked:
         raise Refusal(
@@ -83,19 +102,40 @@ def load_model(config: PretrainedConfig, model_args, training_args, random_weigh
     return model
 
 
-def _pretrained(config: PretrainedConfig, model_args, training_args, keywords: dict) -> PreTrainedModel:
+def _keywords(model_args, training_args) -> dict:
+    """What from_pretrained and from_config take from the recipe."""
+    dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
+    keywords = dict(training_args.model_init_kwargs or {})
+    keywords.setdefault("dtype", dtype)
+    keywords.setdefault("attn_implementation", model_args.attn_implementation)
+    return keywords
+
+
+def _quantization(model_args, config: PretrainedConfig):
+    from trl import get_quantization_config
+
+    return get_quantization_config(model_args) or getattr(config, "quantization_config", None)
+
+
+def _from_pretrained(
+    config: PretrainedConfig, model_args, training_args, keywords: dict, device: str | None = None
+) -> tuple[PreTrainedModel, dict]:
+    """(the model, transformers' report on its keys). On the `device` "meta" no weight is read."""
     from trl import get_quantization_config
 
     quantization = get_quantization_config(model_args)
     if quantization is not None:
         keywords = keywords | {"quantization_config": quantization}
+    if device is not None:
+        keywords = keywords | {"device_map": device}
     try:
         return AutoModelForCausalLM.from_pretrained(
             model_args.model_name_or_path,
             config=config,
             revision=model_args.model_revision,
             trust_remote_code=training_args.trust_remote_code,
-            **keywords,
+            output_loading_info=True,
+            **(keywords | {"ignore_mismatched_sizes": True}),  # refused by name instead
         )
     except OSError as error:
         raise Refusal(
@@ -103,6 +143,39 @@ def _pretrained(config: PretrainedConfig, model_args, training_args, keywords: d
             (str(error).strip() or type(error).__name__).splitlines()[0],
             "zero-recipes fetch RECIPE.yaml downloads them; random_weights: true builds a model from its config alone.",
         ) from error
+
+
+def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
+    """Refuse what transformers reports of a load, unless the recipe's `allow_keys` names it."""
+    findings = []
+    for problem, consequence in _KEY_PROBLEMS.items():
+        found = {key if isinstance(key, str) else key[0] for key in report[problem]}
+        keys = sorted(found - set(allowed or ()))
+        if keys:
+            shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+            findings.append(
+                Finding(
+                    f"{name}: {problem.replace('_', ' ')} {shown}",
+                    consequence,
+                    "Mend the checkpoint or name the right one. If it is meant: "
+                    f"allow_keys: [{', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}].",
+                )
+            )
+    if findings:
+        raise Refusal.of(findings)
+
+
+@contextlib.contextmanager
+def _without_zero_init() -> Iterator[None]:
+    """Under ZeRO stage 3 from_pretrained is a collective load through zero.Init; here it is neither."""
+    from transformers.integrations import deepspeed
+
+    kept = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = kept
 
 
 def draw_weights(model: PreTrainedModel, seed: int) -> None:

@@ -62,6 +62,13 @@ class RecipeArguments:
             "download of weights."
         },
     )
+    allow_keys: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Names of tensors that the checkpoint may lack, have too many or have in another shape. Any other "
+            "refuses the run: transformers would begin with random numbers there, or drop them."
+        },
+    )
     save_model: bool = field(
         default=True, metadata={"help": "Save the model to output_dir after training and check that it is whole."}
     )

@@ -32,6 +32,7 @@ def combination_findings(
         *_lora(values, strategy.zero_stage, device),
         *_packing(values),
         *_uneven_ranks(values, strategy.world_size),
+        *_weights(values, strategy.world_size),
         *_launched_alone(strategy, environment),
         *chat_findings(values),
     ]
@@ -150,6 +151,16 @@ def _uneven_ranks(values: Mapping, world_size: int) -> Iterator[Finding]:
             "Each rank reads its own files (accelerate, data_loader.py: n_shards >= num_processes); where "
             " they differ in length a rank ends early and the others wait for it for ever.",
             "Remove dispatch_batches: rank 0 then reads and hands out.",
+        )
+
+
+def _weights(values: Mapping, world_size: int) -> Iterator[Finding]:
+    if world_size > 1 and not values["average_tokens_across_devices"]:
+        yield Finding(
+            f"average_tokens_across_devices: false with {world_size} processes",
+            "Each rank then divides by its own tokens (transformers, trainer.py, _get_num_items_in_batch): a token "
+            "weighs more where rows are short, and the result depends on how many processes there are.",
+            "Remove it: every token of the global batch then weighs the same.",
         )
 
 

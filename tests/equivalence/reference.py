@@ -1,0 +1,76 @@
+"""The reference: a plain PyTorch loop in fp32. No Trainer, no accelerate, no DeepSpeed, no micro batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+Rows = list[dict[str, list[int]]]
+
+
+def padded(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(input_ids, attention_mask, labels) of shape (rows, longest), padded on the right; padding has no loss."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids, mask, labels = (torch.full((len(rows), longest), fill) for fill in (0, 0, -100))
+    for i, row in enumerate(rows):
+        length = len(row["input_ids"])
+        ids[i, :length] = torch.tensor(row["input_ids"])
+        mask[i, :length] = 1
+        labels[i, :length] = torch.tensor(row["labels"])
+    return ids, mask, labels
+
+
+def token_losses(model: PreTrainedModel, rows: Rows) -> list[torch.Tensor]:
+    """The losses of each row's tokens that have one."""
+    ids, mask, labels = padded(rows)
+    logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+    targets = labels[:, 1:]
+    losses = cross_entropy(logits.transpose(1, 2), targets, ignore_index=-100, reduction="none")
+    return [row[target != -100] for row, target in zip(losses, targets, strict=True)]
+
+
+def token_weighted(losses: list[torch.Tensor]) -> torch.Tensor:
+    """The mean over all tokens of the global batch."""
+    return torch.cat(losses).mean()
+
+
+def global_batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
+    """Row numbers of one optimizer step after another, for ever; an epoch's last batch may be shorter."""
+    epoch = 0
+    while True:
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+        yield from (order[start : start + size] for start in range(0, rows, size))
+        epoch += 1
+
+
+def train(
+    folder: str,
+    rows: Rows,
+    values: dict,
+    weigh: Callable[[list[torch.Tensor]], torch.Tensor] = token_weighted,
+) -> tuple[PreTrainedModel, list[float], list[float]]:
+    """(model, losses, gradient norms before clipping) of AdamW with a linear schedule.
+
+    `values`: a recipe's max_steps, global_batch_size, learning_rate, weight_decay, max_grad_norm, data_seed.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": values["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
+    )
+    losses, norms = [], []
+    batches = global_batches(len(rows), values["global_batch_size"], values["data_seed"])
+    for step in range(values["max_steps"]):
+        for group in optimizer.param_groups:
+            group["lr"] = values["learning_rate"] * (1 - step / values["max_steps"])
+        loss = weigh(token_losses(model, [rows[i] for i in next(batches)]))
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), values["max_grad_norm"])))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return model, losses, norms
