@@ -13,6 +13,7 @@ from zero_recipes import strategy as strategies
 from zero_recipes.checkpoints import checkpoint_to_resume, refuse_occupied
 from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
 from zero_recipes.checks.ds_config import fill_auto
+from zero_recipes.checks.resharded import resharded_findings
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
 from zero_recipes.host import Host
@@ -57,6 +58,8 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     resume = recipe.values["resume_from_checkpoint"]
     _attempt(findings, refuse_occupied, output_dir, resume, recipe.values["overwrite"])
     recipe.values["resume_from_checkpoint"] = _attempt(findings, checkpoint_to_resume, output_dir, resume)
+    if in_force is not None:
+        findings += resharded_findings(recipe.values, in_force)
     run = None if in_force is None else launch.Run(recipe, in_force, device, output_dir)
     if run is not None:
         elsewhere = device == "cpu" and not asks_for_cpu
