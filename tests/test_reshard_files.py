@@ -137,6 +137,12 @@ def other_optimizer(checkpoint: Path) -> None:
     torch.save({"optimizer_state_dict": states}, checkpoint / "global_step7" / OPTIMIZER.format(1))
 
 
+def by_another_class(checkpoint: Path) -> None:
+    states = rank_states(2)
+    del states["zero_stage"]
+    torch.save({"optimizer_state_dict": states}, checkpoint / "global_step7" / OPTIMIZER.format(0))
+
+
 def shorten(checkpoint: Path) -> None:
     states = rank_states(2)
     states["fp32_flat_groups"][0] = states["fp32_flat_groups"][0][:-2].clone()
@@ -159,6 +165,7 @@ BROKEN = {
     "steps": ({}, count_apart, "step counters differ"),
     "by manifest": ({}, lose_by_manifest, "scheduler.pt is missing"),
     "not Adam": ({}, other_optimizer, "other optimizer states than Adam's: exp_avg_sq, momentum_buffer"),
+    "BF16_Optimizer": ({}, by_another_class, "BF16_Optimizer"),
     "model parallel": ({"model": {"mp_world_size": 2}}, None, "model-parallel"),
     "experts": ({"model": {"num_experts": [4]}}, None, "mixture-of-experts"),
     "stage 0": ({"zero_optimization": {"stage": 0}}, None, "ZeRO stage 0"),
@@ -225,10 +232,17 @@ def test_a_launch_that_would_be_another_run_is_refused(tmp_path, monkeypatch):
     assert found.startswith("zero0 resumes")
     (found,) = refused_at_launch(tmp_path, folder, "ddp")
     assert found.startswith("single resumes")
+    (found,) = refused_at_launch(tmp_path, folder, "zero2", "--train_sampling_strategy", "group_by_length")
+    assert found.startswith("train_sampling_strategy: group_by_length on 1 processes")
     config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
     config["zero_optimization"]["round_robin_gradients"] = True
     (found,) = refused_at_launch(tmp_path, folder, "ddp", "--deepspeed", json.dumps(config))
     assert found.startswith("round_robin_gradients resumes")
+
+    config["zero_optimization"] = {"stage": 1}
+    config["data_types"] = {"grad_accum_dtype": "fp32"}
+    (found,) = refused_at_launch(tmp_path, folder, "ddp", "--deepspeed", json.dumps(config))
+    assert found.startswith("data_types.grad_accum_dtype at stage 1 resumes")
 
     state = folder / "trainer_state.json"
     state.write_text('{"global_step": 7, "best_model_checkpoint": "out/checkpoint-5"}')

@@ -163,7 +163,7 @@ def _write_states(source: Source, batch: Batch, folder: Path) -> None:
     for name in track(source.places, description="parameters"):
         save_file(read_parameter(source, name), folder / f"{name}.safetensors")
     index = {
-        "source": source.checkpoint.name,
+        "source": {"checkpoint": source.checkpoint.name, "stage": source.stage, "world_size": source.world_size},
         "global_batch": batch.total,
         "adam_step": source.adam_step,
         "engine": source.engine,

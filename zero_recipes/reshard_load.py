@@ -24,7 +24,9 @@ def is_resharded(checkpoint: str | Path) -> bool:
 
 
 def read_index(checkpoint: str | Path) -> dict[str, Any]:
-    """{"adam_step": int, "global_batch": int, "source", "engine": {...}, "groups": [hyperparameters and names]}."""
+    """{"adam_step", "global_batch" (sequences), "source": {"checkpoint", "stage", "world_size"}, "engine": counters and
+    DeepSpeed's scheduler, "groups": the optimizer's, each with its hyperparameters and names}.
+    """
     return json.loads((Path(checkpoint) / FOLDER / INDEX).read_text())
 
 

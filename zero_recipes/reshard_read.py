@@ -71,7 +71,7 @@ def open_checkpoint(checkpoint: Path) -> Source:
     if model_file is None:
         raise _damaged(checkpoint, f"{folder.name} has no *_model_states.pt")
     model = _load(model_file)
-    _refuse_unreadable(checkpoint, folder, model, files)
+    _refuse_unreadable(checkpoint, folder, model)
     if len(files) != model["dp_world_size"]:
         raise _damaged(
             checkpoint, f"{folder.name} has optimizer states of {len(files)} of {model['dp_world_size']} ranks"
@@ -81,6 +81,13 @@ def open_checkpoint(checkpoint: Path) -> Source:
     stage, steps, groups = 0, set(), []
     for file in files:
         states = _load(file)["optimizer_state_dict"]
+        if "zero_stage" not in states:
+            raise Refusal(
+                f"{checkpoint} was written by DeepSpeed's BF16_Optimizer",
+                "It serves stage 1 in bf16 with gradients accumulated in fp32 (runtime/bf16_optimizer.py), and keeps "
+                "its states otherwise than the stages do.",
+                "Reshard runs without data_types.grad_accum_dtype, or of stages 2 and 3.",
+            )
         stage = int(states["zero_stage"])
         base = _base_states(states)
         _refuse_other_optimizers(checkpoint, base, _flat_groups(states))
@@ -153,10 +160,10 @@ def _optimizer_files(folder: Path) -> list[Path]:
     return [found[rank] for rank in range(len(found)) if rank in found]
 
 
-def _refuse_unreadable(checkpoint: Path, folder: Path, model: dict[str, Any], files: list[Path]) -> None:
+def _refuse_unreadable(checkpoint: Path, folder: Path, model: dict[str, Any]) -> None:
     config = model["ds_config"]
     zero = config.get("zero_optimization", {})
-    if zero.get("stage", 0) == 0 or (not files and model["param_shapes"] is None):
+    if zero.get("stage", 0) == 0:
         raise Refusal(
             f"{checkpoint} is of ZeRO stage 0",
             "Its optimizer states are numbered, not named (runtime/engine.py, _common_checkpoint_state writes "
@@ -199,14 +206,14 @@ def _base_states(states: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_other_optimizers(checkpoint: Path, base: Any, flats: list[torch.Tensor]) -> None:
-    found = set(ADAM_STATES)
+    found = {"those of elastic_checkpoint"}
     if isinstance(base, dict):
         found = {key for state in base["state"].values() for key in state} - {"step"}
-    if not isinstance(base, dict) or found != set(ADAM_STATES) or len(base["state"]) != len(flats):
+    if found != set(ADAM_STATES) or len(base["state"]) != len(flats):
         raise Refusal(
             f"{checkpoint} holds other optimizer states than Adam's: {', '.join(sorted(map(str, found))) or 'none'}",
             "Only one fp32 element of exp_avg and exp_avg_sq for each weight can be cut by parameter; quantised or "
-            "factored states and elastic_checkpoint cannot.",
+            "factored states cannot.",
             "Reshard runs with optim: adamw_torch (also offloaded to the CPU).",
         )
 
