@@ -58,7 +58,10 @@ class Group:
         self.cases = 0
 
     def run(self, case: str, **arguments: Any) -> list[Any]:
-        """Run `tests.cases.<case>(**arguments)` on every rank; the results, by rank. Arguments and results are JSON."""
+        """Run `tests.cases.<case>(**arguments)` on every rank; the results, by rank. Arguments and results are JSON.
+
+        A case of another file is named with it: "reshard_cases.train_and_keep_states".
+        """
         self.cases += 1
         for worker in self.workers:
             worker.stdin.write(json.dumps({"number": self.cases, "case": case, "arguments": arguments}) + "\n")

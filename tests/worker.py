@@ -22,7 +22,7 @@ def main(folder: Path) -> None:
     rank = os.environ["RANK"]
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    cases = importlib.import_module("tests.cases")
+    importlib.import_module("tests.cases")  # once, before the first case
     environment = dict(os.environ)
     for line in sys.stdin:
         os.environ.clear()  # accelerate leaves the last run's plugins there
@@ -33,7 +33,9 @@ def main(folder: Path) -> None:
         GradientState._reset_state()
         unset_hf_deepspeed_config()
         try:
-            outcome = {"value": getattr(cases, order["case"])(**order["arguments"])}
+            module, _, case = order["case"].rpartition(".")
+            cases = importlib.import_module(f"tests.{module or 'cases'}")
+            outcome = {"value": getattr(cases, case)(**order["arguments"])}
         except BaseException:
             outcome = {"traceback": traceback.format_exc()}
         gc.collect()

@@ -46,13 +46,24 @@ def main(argv: list[str] | None = None) -> int:
     verb.add_argument("folder", type=Path)
     verb.add_argument("--deep", action="store_true", help="read the numbers too: NaN, infinite, all zero")
 
+    verb = verbs.add_parser("reshard", help="a checkpoint for another ZeRO stage and number of processes")
+    verb.add_argument("checkpoint", type=Path)
+    verb.add_argument("--world_size", type=int, required=True, help="processes of the run to come")
+    verb.add_argument("--stage", type=int, required=True, help="its ZeRO stage: 1, 2 or 3")
+
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.verb not in ("sweep", "check"):
         parser.error(f"unknown: {' '.join(rest)}")
+    run_verb = {
+        "fetch": _fetch,
+        "check": _check,
+        "sweep": _sweep,
+        "report": _report,
+        "verify": _verify,
+        "reshard": _reshard,
+    }[arguments.verb]
     try:
-        return {"fetch": _fetch, "check": _check, "sweep": _sweep, "report": _report, "verify": _verify}[
-            arguments.verb
-        ](arguments, rest)
+        return run_verb(arguments, rest)
     except Refusal as refusal:
         return say_refused(refusal)
 
@@ -157,6 +168,19 @@ def _verify(arguments: argparse.Namespace, _rest: list[str]) -> int:
         f"{arguments.folder}: whole, {whole['tensors']} tensors, {whole['parameters']:,} parameters, "
         f"{whole['bytes']:,} bytes"
     )
+    return 0
+
+
+def _reshard(arguments: argparse.Namespace, _rest: list[str]) -> int:
+    from zero_recipes import calm
+
+    calm.quieten()
+    from zero_recipes import manifest
+    from zero_recipes.reshard import reshard, resume_command
+
+    folder, batch = reshard(arguments.checkpoint, arguments.world_size, arguments.stage)
+    print(f"written: {folder}", f"global batch kept: {batch.total} sequences ({batch})", sep="\n")
+    print(f"go on with:\n{resume_command(folder, batch, manifest.read(folder)['strategy'])}")
     return 0
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes import machine, manifest
+from zero_recipes.checks.resharded import resharded_findings
 from zero_recipes.refusal import Finding, Refusal
+from zero_recipes.reshard_load import is_resharded
 from zero_recipes.strategy import Strategy
 
 # other values of these are another training: a checkpoint holds what was made with the old ones, Adam's states, the
@@ -49,8 +51,11 @@ def fit_findings(checkpoint: str, values: Mapping[str, Any], strategy: Strategy)
             level="warning",
         )
         return
-    yield from _ranks(checkpoint, written, strategy)
-    yield from _global_batch(checkpoint, written, values, strategy)
+    if is_resharded(checkpoint):
+        yield from resharded_findings(values, strategy)
+    else:
+        yield from _ranks(checkpoint, written, strategy)
+        yield from _global_batch(checkpoint, written, values, strategy)
     yield from _recipe(checkpoint, written, values)
     yield from _versions(checkpoint, written)
 
@@ -132,7 +137,7 @@ def _recipe(checkpoint: str, written: Mapping, values: Mapping) -> Iterator[Find
 
 
 def _versions(checkpoint: str, written: Mapping) -> Iterator[Finding]:
-    then, now = written.get("versions", {}), machine.versions()
+    then, now = written.get("versions") or {}, machine.versions()
     other = [name for name in then if then[name] != now.get(name)]
     if other:
         yield Finding(
@@ -146,7 +151,7 @@ def _versions(checkpoint: str, written: Mapping) -> Iterator[Finding]:
 def refuse_other_data(checkpoint: str | None, data_sha256: str | None) -> None:
     """Refuse rows that are not those of the checkpoint. `data_sha256`: preparation.Prepared's; None for a stream."""
     written = manifest.read(Path(checkpoint)) if checkpoint else None
-    if written is not None and written["data_sha256"] != data_sha256:
+    if written is not None and written.get("data_sha256", data_sha256) != data_sha256:
         raise Refusal(
             f"{checkpoint} was trained on other rows",
             f"Tokenised, truncated and packed, they had the hash {_short(written['data_sha256'])}; these have "

@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, TrainerCallback
 
-from zero_recipes import machine, model_states
+from zero_recipes import machine, model_states, reshard_load
 from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.clock import PhaseClock, StepClock
 from zero_recipes.communication import CommunicationCounter
@@ -211,6 +211,15 @@ class MeasuredSFTTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.stage_metrics.add_loss(loss)
         return loss
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        """A resharded checkpoint has no files of DeepSpeed's: the engine is built fresh, then filled by parameter."""
+        if resume_from_checkpoint is None or not reshard_load.is_resharded(resume_from_checkpoint):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        reshard_load.load(self.model_wrapped, resume_from_checkpoint)
+        self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        return prepared
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         model = self.model if model is None else model

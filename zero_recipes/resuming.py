@@ -9,6 +9,7 @@ from pathlib import Path
 from zero_recipes import manifest
 from zero_recipes.process import rank
 from zero_recipes.refusal import Refusal
+from zero_recipes.reshard_load import is_resharded
 
 
 def resumes(asked: object) -> bool:
@@ -98,7 +99,7 @@ def _refuse_unusable(checkpoint: Path) -> None:
     if fault is not None and not manifest.is_foreign(checkpoint):
         raise Refusal(f"{checkpoint} is not whole", fault, other)
     states = [*checkpoint.glob("optimizer.pt"), *checkpoint.glob("global_step*")]
-    if not states:
+    if not states and not is_resharded(checkpoint):
         raise Refusal(
             f"{checkpoint} holds no optimizer states",
             "It was saved with save_only_model, or it is a model; a run that went on from it would begin Adam anew.",
