@@ -5,6 +5,10 @@ DeepSpeed's universal checkpoint refuses 3 to 2 and 2 to 3 (runtime/state_dict_f
 file names) and, at stage 3, gives one step counter to all groups (runtime/zero/stage3.py,
 `load_hp_checkpoint_state_from_checkpoint_dir_stage3`: `state_step`); it is not used.
 
+Memory: the states of one parameter at a time, mapped and copied, 24 bytes for each element of the largest one, and
+some 30 MB. Measured growth of the peak: 34 MB for 302 MB of states in parameters of 1 MiB, 420 MB for 1.6 GB in
+parameters of 64 MiB (fp32).
+
 What cannot be the same: the random numbers of dropout, which are drawn by rank (old rank r hands its state to the new
 ranks r, r + old world, ...); and, where the rows do not fill the last global batch of an epoch, that batch: with
 another world, accelerate repeats other rows to even out the ranks.
