@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import write_recipe
@@ -67,6 +68,26 @@ def test_the_resolved_recipe_runs_again(two, saved, tmp_path):
     again = two.run("train", argv=[str(resolved), "--output_dir", str(tmp_path / "again"), "--save_model", "false"])[0]
     assert again["metrics"]["strategy"] == "zero2"
     assert again["metrics"]["loss_history"] == pytest.approx(first["loss_history"], rel=1e-4)  # bf16
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_the_best_model_is_the_one_that_is_saved(two, tmp_path, strategy):
+    """A learning rate that spoils the model: the first checkpoint is the best, and whole, its LM head included."""
+    keys = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    keys |= {"load_best_model_at_end": True, "learning_rate": 3.0, "warmup_steps": 2, "bf16": False}
+    path = write_recipe(tmp_path, save_model=True, **keys)
+    named = [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
+    metrics = two.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out"), *named])[0]["metrics"]
+    losses = [evaluation["loss"] for evaluation in metrics["eval_history"]]
+    best = losses.index(min(losses)) + 1
+    assert best < 3, losses
+    ours, wanted = (
+        load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "out", tmp_path / "out" / f"checkpoint-{best}")
+    )
+    last = load_file(tmp_path / "out" / "checkpoint-3" / "model.safetensors")
+    assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
+    assert not torch.equal(ours["embed_out.weight"], last["embed_out.weight"])
 
 
 def copied(saved, tmp_path) -> Path:

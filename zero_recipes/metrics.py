@@ -228,6 +228,13 @@ class MeasuredSFTTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer):
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    def _load_best_model(self):
+        by_names_of_the_file = not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        if by_names_of_the_file and isinstance(self.model, PreTrainedModel):
+            load_weights_by_class(self.model, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:  # DeepSpeed keeps none at stage 0 in fp32 (engine.py `clip_fp32_gradients`)
