@@ -52,9 +52,9 @@ def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
     """Put a checkpoint's weights into `model` as from_pretrained would, and all of them.
 
     transformers 5.23, trainer.py `_load_from_checkpoint` and `_load_best_model` call
-    `load_state_dict(state_dict, False)` with the names of the file. Where saving renames (GPTNeoX: lm_head becomes embed_out), those weights are not loaded,
-    with a warning only: a run resumed without DeepSpeed goes on with the LM head it began with, and a best model is
-    saved with the last one's.
+    `load_state_dict(state_dict, False)` with the names of the file. Where saving renames (GPTNeoX: lm_head becomes
+    embed_out), those weights are not loaded, with a warning only: a run resumed without DeepSpeed goes on with the LM
+    head it began with, and a best model is saved with the last one's.
     """
     whole = type(model).from_pretrained(checkpoint, dtype=model.dtype, local_files_only=True)
     with torch.no_grad():
