@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tests.tiny import ROOT
-from zero_recipes import cli
+from zero_recipes import cli, manifest
 from zero_recipes.verify import ADAPTER, INDEX, SINGLE, NotWhole, verify
 
 BASE = ROOT / "tiny_world" / "base"
@@ -181,3 +181,17 @@ def test_numbers_are_read_only_by_deep(whole, adapter, capsys):
 def test_weights_without_a_config(whole):
     (whole / "config.json").unlink()
     assert "no model can be made of it" in said(whole)
+
+
+def test_a_checkpoint_is_whole_with_all_files_of_its_manifest(whole):
+    states = whole / "global_step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    states.parent.mkdir()
+    states.write_bytes(b"0" * 100)
+    manifest.begin(whole)
+    assert "not written to its end" in said(whole)
+    manifest.write(whole, {"step": 7})
+    verify(whole, deep=True)
+    states.write_bytes(b"0" * 99)
+    assert "99 bytes; 100 were written" in said(whole)
+    states.unlink()
+    assert f"lacks global_step7/{states.name}" in said(whole)

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from zero_recipes import manifest
+
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}
@@ -39,9 +41,12 @@ def verify(folder: Path, deep: bool = False) -> dict[str, int]:
     """Compare a saved model or adapter with its class, built on the meta device.
 
     transformers itself matches the names (its renamings and ignore patterns included), so that what is missing here is
-    what from_pretrained would invent. Only tied weights may be absent. `deep`: no NaN, no Inf, no matrix of zeros.
+    what from_pretrained would invent. Only tied weights may be absent. Of a checkpoint, every file of its manifest is
+    there with its size. `deep`: no NaN, no Inf, no matrix of zeros.
     Returns {"tensors": count, "parameters": elements, "bytes": size of the weights}. Raises NotWhole.
     """
+    if not manifest.is_foreign(folder) and manifest.damage(folder) is not None:
+        raise NotWhole(manifest.damage(folder))
     entries = _entries(folder)
     empty = sorted(name for name, entry in entries.items() if entry.elements == 0)
     if not entries or empty:
