@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "trust.md"
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+NOT_RESHARDED = ("ddp", "zero0")
 COLUMNS = {
     "loss": "largest relative difference of a step's loss from the reference's",
     "weight": "norm of the difference of all weights from the reference's, over the norm of the weights",
@@ -60,7 +61,7 @@ def _numbers(value) -> Iterator[float]:
 def shown(value: float | None) -> str:
     """Zero is written as 0 only where it is zero."""
     if value is None:
-        return "–"
+        return "not measured"
     return "0" if value == 0 else f"{value:.1e}"
 
 
@@ -74,6 +75,8 @@ def page() -> str:
     lines += ["|---|" + "---:|" * len(COLUMNS)]
     for strategy in STRATEGIES:
         cells = [shown(measured.get(column, {}).get(strategy)) for column in COLUMNS]
+        if strategy in NOT_RESHARDED:
+            cells[-1] = "refused"
         lines += [f"| {strategy} | " + " | ".join(cells) + " |"]
     lines += ["", *(f"- {column} delta: {meaning}." for column, meaning in COLUMNS.items())]
     lines += [
