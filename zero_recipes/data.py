@@ -117,6 +117,13 @@ def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
             "Neither `dataset_name` nor `datasets` is set.",
             "Add e.g. dataset_name: tatsu-lab/alpaca",
         )
+    for name in named:
+        if name.startswith((".", "/")) and not Path(name).exists():
+            raise Refusal(
+                f"the data {name} cannot be loaded",
+                f"There is no such file or folder; paths are relative to the working directory, {Path.cwd()}.",
+                "Check the path.",
+            )
     set_seed(training_args.seed)  # get_dataset splits unseeded: ranks would get different test sets
     try:
         if dataset_args.datasets:
