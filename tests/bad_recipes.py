@@ -268,7 +268,7 @@ SECTIONS = {
             "a chat template that is not there",
             Side(recipe="chat_template_path: chat.jinja"),
             Side(recipe="chat_template_path: c.jinja", files={"c.jinja": CHATML}),
-            "neither a .jinja file nor a model",
+            "there is no chat template chat.jinja",
         ),
         recipe("an unknown end of text", "eos_token: <|im_end|>", "eos_token: <|endoftext|>", "is not in the model"),
         recipe("padding with the end of text", "pad_token: <|endoftext|>", "pad_token: <|padding|>", "its end of text"),

@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -33,6 +34,12 @@ def load_config(model_args, training_args) -> PretrainedConfig:
             "the recipe names no model",
             "`model_name_or_path` is not set.",
             "Add e.g. model_name_or_path: EleutherAI/pythia-410m",
+        )
+    if name.startswith((".", "/")) and not Path(name).is_dir():
+        raise Refusal(
+            f"the model {name} cannot be found",
+            f"There is no such folder; paths are relative to the working directory, {Path.cwd()}.",
+            "Check the path.",
         )
     try:
         return AutoConfig.from_pretrained(

@@ -113,6 +113,12 @@ def dress(tokenizer: PreTrainedTokenizerBase, training_args) -> PreTrainedTokeni
     path = training_args.chat_template_path
     if path is not None and os.path.isfile(path) and path.endswith((".jinja", ".j2")):
         tokenizer.chat_template = Path(path).read_text()
+    elif path is not None and path.endswith((".jinja", ".j2")):
+        raise Refusal(
+            f"there is no chat template {path}",
+            f"Paths are relative to the working directory, {Path.cwd()}.",
+            "Check chat_template_path.",
+        )
     elif path is not None:
         try:
             AutoTokenizer.from_pretrained(path)
