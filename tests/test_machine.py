@@ -343,7 +343,7 @@ def test_data_that_is_not_in_the_cache_of_an_offline_run(values, tmp_path, monke
 
 
 def test_what_lies_outside_of_a_pods_volume(values, tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/root/.cache/huggingface/hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/home/me/.cache/huggingface/hub")
     mounts = {"/proc/self/mounts": "overlay / overlay rw 0 0\nnvme /workspace ext4 rw 0 0\n"}
     values = values | {"model_name_or_path": "o/m"}
     pod = machine(tmp_path, mounts, RUNPOD_POD_ID="x")

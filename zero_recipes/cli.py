@@ -119,12 +119,11 @@ def data_findings(run, show: bool) -> list:
     tokenizer = preparation.dress(data.load_tokenizer(model_args, training_args), training_args)
     rows, evaluation = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
     generation.choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, tokenizer)
-    tokenised = preparation.tokenise(rows, tokenizer, training_args)
-    ready = preparation.finish(tokenised, tokenizer, training_args, training_args.packing)
-    found = audit.audit(rows, tokenised, ready, tokenizer, training_args)
+    packing = training_args.packing
+    tokenised, _, found, findings = preparation.prepare_split(rows, tokenizer, training_args, packing, skips=False)
     if show:
         audit.show(found, tokenised, tokenizer, training_args)
-    return audit.audit_findings(found, rows, tokenizer)
+    return findings
 
 
 def _write_upgraded(old: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
-from zero_recipes.refusal import Refusal
+from zero_recipes.refusal import Refusal, first_line
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
@@ -136,7 +136,7 @@ def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
         cure = (
             "Check the path." if not offline else "zero-recipes fetch RECIPE.yaml downloads it once; then start again."
         )
-        raise Refusal(f"the data {', '.join(named)} cannot be loaded", _first_line(error), cure) from error
+        raise Refusal(f"the data {', '.join(named)} cannot be loaded", first_line(error), cure) from error
 
 
 def _split(dataset, name: str, key: str):
@@ -171,7 +171,3 @@ def _require_trl_columns(rows: Dataset | IterableDataset, training_args) -> None
 
 def _is_local(name: str) -> bool:
     return Path(name).exists() or name in ("json", "csv", "parquet", "text")
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

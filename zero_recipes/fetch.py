@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero_recipes.refusal import Refusal
+from zero_recipes.refusal import Refusal, first_line
 
 # what a run reads: configuration, tokenizer and safetensors weights
 WANTED = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "*.py"]
@@ -37,7 +37,7 @@ def _fetch_model(values: dict) -> tuple[str, int]:
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise Refusal(
             f"the model {name} cannot be downloaded",
-            (str(error).strip() or type(error).__name__).splitlines()[0],
+            first_line(error),
             "Check the name and the connection (HF_TOKEN for gated models); a folder with the model works too.",
         ) from error
 

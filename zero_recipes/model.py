@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from zero_recipes.refusal import Finding, Refusal
+from zero_recipes.refusal import Finding, Refusal, first_line
 
 # attention implementation: (module that it needs, how to install it)
 _ATTENTION_PACKAGES = {
@@ -48,7 +48,7 @@ def load_config(model_args, training_args) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         raise Refusal(
             f"the model {name} cannot be found",
-            (str(error).strip() or type(error).__name__).splitlines()[0],
+            first_line(error),
             "Check the name (a folder is relative to the working directory); zero-recipes fetch RECIPE.yaml downloads "
             "a model of the hub once, before anything is timed.",
         ) from error
@@ -147,7 +147,7 @@ def _from_pretrained(
     except OSError as error:
         raise Refusal(
             f"{model_args.model_name_or_path} has a config, but no weights can be read",
-            (str(error).strip() or type(error).__name__).splitlines()[0],
+            first_line(error),
             "zero-recipes fetch RECIPE.yaml downloads them; random_weights: true builds a model from its config alone.",
         ) from error
 

@@ -27,7 +27,7 @@ from zero_recipes.audit import Audit, audit, audit_findings
 from zero_recipes.data import load_rows
 from zero_recipes.generation import Sample, choose_samples
 from zero_recipes.handoff import once_per_node
-from zero_recipes.refusal import Finding, Refusal
+from zero_recipes.refusal import Finding, Refusal, first_line
 
 # what TRL's preparation reads of the arguments (trl/trainer/sft_trainer.py, `_prepare_dataset` and before it)
 _READ_BY_TRL = ("max_length", "truncation_mode", "packing", "packing_strategy", "eval_packing", "shuffle_dataset")
@@ -68,7 +68,7 @@ def prepare(script_args, training_args, dataset_args, ours, tokenizer: PreTraine
         streams = isinstance(rows, IterableDataset)
         if streams:
             folder, data_sha256, start = None, None, Dataset.from_list(list(rows.take(STREAMED_ROWS)))
-            found, findings = _prepare_split(start, dressed, training_args, training_args.packing, skips)[1:]
+            _, _, found, findings = prepare_split(start, dressed, training_args, training_args.packing, skips)
         else:
             folder, found, findings, data_sha256 = _cached(rows, evaluation, dressed, training_args, skips)
         if any(finding.level == "error" for finding in findings):
@@ -111,7 +111,7 @@ def dress(tokenizer: PreTrainedTokenizerBase, training_args) -> PreTrainedTokeni
             )
         tokenizer.eos_token = training_args.eos_token
     path = training_args.chat_template_path
-    if path is not None and os.path.isfile(path) and path.endswith((".jinja", ".j2")):
+    if path is not None and is_template_file(path):
         tokenizer.chat_template = Path(path).read_text()
     elif path is not None and path.endswith((".jinja", ".j2")):
         raise Refusal(
@@ -125,11 +125,16 @@ def dress(tokenizer: PreTrainedTokenizerBase, training_args) -> PreTrainedTokeni
         except (OSError, ValueError) as error:
             raise Refusal(
                 f"chat_template_path {path} is neither a .jinja file nor a model with a tokenizer",
-                (str(error).strip() or type(error).__name__).splitlines()[0],
+                first_line(error),
                 "Check the path; zero-recipes fetch downloads a model of the hub.",
             ) from error
         clone_chat_template(_without_embeddings(tokenizer), tokenizer, path)
     return tokenizer
+
+
+def is_template_file(path: str) -> bool:
+    """As TRL sees it (trainer/sft_trainer.py): the template itself, and no tokenizer to clone."""
+    return os.path.isfile(path) and path.endswith((".jinja", ".j2"))
 
 
 def _without_embeddings(tokenizer: PreTrainedTokenizerBase) -> SimpleNamespace:
@@ -193,14 +198,17 @@ def _alone() -> Iterator[None]:
         sft_trainer.global_then_local_main_first = turns
 
 
-def _prepare_split(
+def prepare_split(
     rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool, skips: bool
-) -> tuple[Dataset, Audit, list[Finding]]:
-    """One split as it is trained on, its counts and what is wrong with it. `skips`: the rows are ready as they are."""
+) -> tuple[Dataset, Dataset, Audit, list[Finding]]:
+    """One split tokenised whole and as it is trained on, its counts and what is wrong with it.
+
+    `skips`: the rows are ready as they are.
+    """
     tokenised = rows if skips else tokenise(rows, tokenizer, training_args)
     ready = rows if skips else finish(tokenised, tokenizer, training_args, packing)
     found = audit(rows, tokenised, ready, tokenizer, training_args)
-    return ready, found, audit_findings(found, rows, tokenizer)
+    return tokenised, ready, found, audit_findings(found, rows, tokenizer)
 
 
 def _cached(
@@ -211,7 +219,7 @@ def _cached(
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "zero-recipes" / _key(rows, evaluation, tokenizer, training_args)
     note = folder / "audit.json"
     if not note.is_file():
-        ready, found, findings = _prepare_split(rows, tokenizer, training_args, training_args.packing, skips)
+        _, ready, found, findings = prepare_split(rows, tokenizer, training_args, training_args.packing, skips)
         splits = datasets.DatasetDict(train=ready)
         if evaluation is not None:
             packing = training_args.packing if training_args.eval_packing is None else training_args.eval_packing

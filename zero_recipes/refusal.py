@@ -61,6 +61,11 @@ class Refusal(Exception):
         return "\n".join(map(str, self.findings))
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's error says, in the one line that a finding has room for."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def say_refused(refusal: Refusal) -> int:
     """Say why, each finding on the ranks of its scope alone. Returns the exit code, which every rank ends with.
 

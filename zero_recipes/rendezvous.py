@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import distributed
 
-from zero_recipes.refusal import Refusal, say_refused
+from zero_recipes.refusal import Refusal, first_line, say_refused
 
 # torchrun itself gives machines 600 s to join (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py,
 # `_DEFAULT_TIMEOUTS`): imports from a cold network disk take minutes, and no import is left once all have come
@@ -55,7 +55,7 @@ def meet(
         if total.item() != world_size:
             raise RuntimeError(f"the all-reduce of ones gave {total.item():g} instead of {world_size}")
     except RuntimeError as error:
-        cause = f"rank {rank} on {socket.gethostname()}: {_first_line(error)}"
+        cause = f"rank {rank} on {socket.gethostname()}: {first_line(error).rstrip('.')}"
         with contextlib.suppress(RuntimeError):  # the store may be what is gone
             for other in range(world_size):
                 store.set(_verdict(other), cause)
@@ -84,12 +84,14 @@ def _join(backend: str, rank: int, world_size: int, seconds: float) -> distribut
         )
         store.set(_here(rank), socket.gethostname())
     except RuntimeError as error:  # torch's DistError is one
-        raise _refusal(backend, f"cannot reach the meeting point within {seconds:g} s", _first_line(error)) from error
+        raise _refusal(
+            backend, f"cannot reach the meeting point within {seconds:g} s", first_line(error).rstrip(".")
+        ) from error
     try:
         store.wait([_here(other) for other in range(world_size)], limit)
         return store
     except distributed.DistNetworkError as error:
-        raise _refusal(backend, what, f"the store is gone: {_first_line(error)}") from error
+        raise _refusal(backend, what, f"the store is gone: {first_line(error).rstrip('.')}") from error
     except RuntimeError as error:
         raise _refusal(backend, what, f"{_without(store, world_size, _here)} not come") from error
 
@@ -112,7 +114,7 @@ def _watch(store: distributed.Store, backend: str, seconds: float) -> None:
             missing = _without(store, world_size, _exchanging)
             cause = f"{missing} not come to it" if missing else "All have come to it, and no data has"
     except RuntimeError as error:
-        cause = f"the store is gone: {_first_line(error)}"
+        cause = f"the store is gone: {first_line(error).rstrip('.')}"
     os._exit(say_refused(_refusal(backend, what, cause)))
 
 
@@ -181,7 +183,3 @@ def _addresses() -> dict[str, str]:
         for address in addresses
         if address.family == socket.AF_INET
     }
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

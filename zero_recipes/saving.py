@@ -16,6 +16,7 @@ from zero_recipes import machine, manifest
 from zero_recipes.failure import is_out_of_memory
 from zero_recipes.fit import recipe_facts
 from zero_recipes.launch import Run
+from zero_recipes.refusal import first_line
 from zero_recipes.resuming import numbered
 
 HISTORY = "history.json"
@@ -118,8 +119,8 @@ def _not_saved(checkpoint: Path, error: Exception) -> str:
     then = "No checkpoint was written before it."
     if whole:
         then = f"{whole[-1]} is whole ({size:,} bytes): --resume_from_checkpoint true goes on from it."
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
     return (
-        f"{checkpoint} could not be saved: {type(error).__name__}: {first}. {free:,} bytes are free on its disk. {then}"
+        f"{checkpoint} could not be saved: {type(error).__name__}: {first_line(error)}. {free:,} bytes are "
+        f"free on its disk. {then}"
         " Make room first; save_total_limit: 1 keeps the newest alone."
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -85,8 +84,10 @@ def _lora(values: Mapping, zero_stage: int | None, device: str) -> Iterator[Find
             'for a pattern of the whole path: "No modules were targeted", once the model has been loaded.',
             f'Write lora_target_modules: [".*{only}"].',
         )
+    from zero_recipes.preparation import is_template_file
+
     template = values["chat_template_path"]
-    if not template or _is_template_file(template):
+    if not template or is_template_file(template):
         return
     cure = "Name a .jinja file (no tokens are added), or train without LoRA."
     if zero_stage == 3 and device == "cpu":
@@ -210,8 +211,3 @@ def _model_config(values: Mapping):
         return load_config(arguments, arguments)
     except Refusal:
         return None
-
-
-def _is_template_file(path: str) -> bool:
-    """As TRL sees it (trainer/sft_trainer.py): the template itself, and no tokenizer to clone."""
-    return os.path.isfile(path) and path.endswith((".jinja", ".j2"))
