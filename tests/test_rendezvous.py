@@ -10,10 +10,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
 import pytest
+from torch import distributed
 
 from tests.test_refusals import two_ranks
 from tests.tiny import write_recipe
@@ -62,6 +64,19 @@ def assert_refused(ended: tuple, rank: int, world_size: int, *words: str) -> Non
 def test_ranks_that_reach_each_other_meet_and_training_keeps_its_own_timeout():
     for code, out, err in meet({0: {}, 1: {}, 2: {}}, 3).values():
         assert (code, out, err) == (0, "met 3\n", "")
+
+
+def test_the_keeper_of_the_store_stays_until_each_rank_has_read_its_verdict():
+    """Else a rank that reads late finds the store gone and refuses a meeting that went well."""
+    store = distributed.HashStore()
+    store.set(rendezvous._heard(0), "yes")
+    late = threading.Thread(target=rendezvous._wait_until_heard, args=(store, 0, 2), daemon=True)
+    late.start()
+    assert late.is_alive()
+    store.set(rendezvous._heard(1), "yes")
+    late.join(5)
+    assert not late.is_alive()
+    rendezvous._wait_until_heard(distributed.HashStore(), 1, 2)  # the others wait for nobody
 
 
 def test_a_rank_that_never_comes_is_named():

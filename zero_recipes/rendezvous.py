@@ -22,6 +22,7 @@ from zero_recipes.refusal import Refusal, first_line, say_refused
 # `_DEFAULT_TIMEOUTS`): imports from a cold network disk take minutes, and no import is left once all have come
 JOIN_SECONDS = 600
 EXCHANGE_SECONDS = 60
+HEARD_SECONDS = 10
 APART = "cannot exchange data with the others"
 
 
@@ -59,9 +60,18 @@ def meet(
         with contextlib.suppress(RuntimeError):  # the store may be what is gone
             for other in range(world_size):
                 store.set(_verdict(other), cause)
+            _wait_until_heard(store, rank, world_size)
         raise _refusal(backend, APART, cause) from error
     store.set(_verdict(rank), "")
     watch.join()
+    _wait_until_heard(store, rank, world_size)
+
+
+def _wait_until_heard(store: distributed.Store, rank: int, world_size: int) -> None:
+    """Rank 0 keeps the store: it stays until each rank has read its verdict, lest its own end be taken for theirs."""
+    if rank == 0:
+        with contextlib.suppress(RuntimeError):  # one that died reads nothing; training's first collective names it
+            store.wait([_heard(other) for other in range(world_size)], timedelta(seconds=HEARD_SECONDS))
 
 
 def _join(backend: str, rank: int, world_size: int, seconds: float) -> distributed.Store:
@@ -107,6 +117,7 @@ def _watch(store: distributed.Store, backend: str, seconds: float) -> None:
         try:
             store.wait([_verdict(rank)], timedelta(seconds=seconds))
             cause = store.get(_verdict(rank)).decode()
+            store.set(_heard(rank), "yes")
             if not cause or cause.startswith(f"rank {rank} on "):
                 return  # it went well, or the main thread refuses
         except distributed.DistStoreError:
@@ -128,6 +139,10 @@ def _exchanging(rank: int) -> str:
 
 def _verdict(rank: int) -> str:
     return f"zero_recipes/verdict/{rank}"
+
+
+def _heard(rank: int) -> str:
+    return f"zero_recipes/heard/{rank}"
 
 
 def _without(store: distributed.Store, world_size: int, key) -> str:
