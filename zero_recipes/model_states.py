@@ -46,7 +46,7 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
+    return tensor.device, tensor.untyped_storage()._cdata  # fake tensors (zero_recipes/plan) have no address
 
 
 def _params(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:

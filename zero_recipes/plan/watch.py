@@ -1,0 +1,129 @@
+"""Watches a simulated run: names its phases to the tracker, and reads what metrics.json of a real run would hold."""
+
+from __future__ import annotations
+
+import torch
+from transformers import TrainerCallback
+
+from zero_recipes import model_states
+from zero_recipes.communication import CommunicationCounter
+from zero_recipes.model import parameter_counts
+from zero_recipes.plan import autocast
+from zero_recipes.plan.tracker import LiveStorages
+from zero_recipes.probe import StateProbe
+from zero_recipes.weighting import TokenWeightedSFTTrainer
+
+TRAINING = ("forward", "backward", "step", "between")
+
+
+class WatchedSFTTrainer(TokenWeightedSFTTrainer):
+    """The trainer of a real run, which says when forward ends and backward begins."""
+
+    watch: Watch
+
+    def compute_loss(self, model, inputs, *arguments, **keywords):
+        self.watch.tracker.enter("forward")
+        loss = super().compute_loss(model, inputs, *arguments, **keywords)
+        autocast.forget_copies()
+        self.watch.tracker.enter("backward")
+        return loss
+
+    def training_step(self, *arguments, **keywords):
+        loss = super().training_step(*arguments, **keywords)
+        self.watch.tracker.enter("between")
+        return loss
+
+
+class Watch(TrainerCallback):
+    """Two steps: the first builds Adam's states, the second is read. Peaks are of both."""
+
+    def __init__(self, strategy, tracker: LiveStorages, host: LiveStorages):
+        self.strategy, self.tracker, self.host = strategy, tracker, host
+        self.trainer: WatchedSFTTrainer | None = None
+        self.probe: StateProbe | None = None
+        self.bytes: dict[str, int] = {}  # allocated after each phase: what StateProbe records
+        self.states: dict[str, int] = {}
+        self.done = 0
+        self.host_load = 0
+
+    def join(self, trainer: WatchedSFTTrainer) -> None:
+        self.trainer, trainer.watch = trainer, self
+        self.parameters, self.trainable = parameter_counts(trainer.model)
+        self.record("model_loaded")
+        for p in trainer.model.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self._own_gradient)
+
+    def record(self, name: str) -> None:
+        """Allocated bytes after a phase (the place of probe.MemoryPhases)."""
+        self.bytes[name] = self.tracker.live
+
+    def _own_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.tracker.assign([parameter.grad], "grads")
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.record("engine_built")
+        self.host_load = max(self.host.peaks.values(), default=0)
+        self.host.forget_peaks()
+        self.probe = StateProbe(self.trainer, self.strategy, self)
+        self._assign()
+        self._name_the_step()
+        self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy.world_size)
+        self.communication.start()
+        self.tracker.enter("between")
+        self.tracker.forget_peaks()
+
+    def _name_the_step(self) -> None:
+        """accelerate's `backward` calls the engine's `step`; without DeepSpeed the Trainer calls the optimizer's."""
+        owner = self.trainer.model_wrapped if self.strategy.is_deepspeed else self.trainer.optimizer
+        step = owner.step
+
+        def named(*arguments, **keywords):
+            self.tracker.enter("step")
+            return step(*arguments, **keywords)
+
+        owner.step = named
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.done == 1:
+            self.probe.attach()
+            self.tracker.counts_flops = True
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.tracker.enter("between")
+        self.communication.end_step()
+        if self.probe.attached:
+            self.states = self.probe.detach()
+        self.done += 1
+        self._assign()
+
+    def _assign(self) -> None:
+        model, optimizer = self.probe.model, self.probe.states_of
+        known = set(map(id, model.parameters()))
+        for tracker in (self.tracker, self.host):
+            tracker.assign(getattr(self.trainer.model_wrapped, "buckets", []), "buckets")  # of DistributedDataParallel
+            tracker.assign(list(model_states._grads(model, optimizer)), "grads")
+            tracker.assign(list(model_states._optimizer(optimizer, known)), "optimizer")
+            tracker.assign(list(model_states._params(model, optimizer)), "params")
+
+    def found(self) -> dict:
+        """What this rank needs; job.py says what the words mean."""
+        peaks = {phase: self.tracker.peaks.get(phase, 0) for phase in TRAINING}
+        phase = max(peaks, key=peaks.get)
+        return {
+            "parameters": self.parameters,
+            "trainable_parameters": self.trainable,
+            "allocated_peak_bytes": peaks[phase],
+            "peak_phase": phase,
+            "peak_operator": self.tracker.operators[phase],
+            "at_peak": self.tracker.at_peak[phase],
+            "peaks": peaks,
+            "model_state_bytes": self.states,
+            "memory_phases": self.bytes,
+            "host_load": self.host_load,
+            "host_training": max(self.host.peaks.values(), default=0),
+            "communication_bytes_per_step": self.communication.steps[-1] if self.communication.steps else {},
+            "flops_per_step": self.tracker.flops,
+        }
+
