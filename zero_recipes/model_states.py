@@ -52,7 +52,7 @@ def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
 def _params(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
     """Stages 1 and 2: the flat 16-bit groups, padding included; stage 3: this rank's partition (`ds_tensor`)."""
     for p in model.parameters():
-        yield p.ds_tensor if hasattr(p, "ds_tensor") else p.data
+        yield getattr(p, "ds_tensor", p)
     yield from _flatten(getattr(optimizer, "bit16_groups_flat", None))
 
 

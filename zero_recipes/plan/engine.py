@@ -1,9 +1,10 @@
 """One rank of one run, without numbers: the real Trainer and DeepSpeed engine take two steps under fake tensors.
 
-Runs in a process of its own (simulation.py starts it), for it replaces parts of the libraries (patches.py) that no
-training may meet:
+Runs in processes of its own (simulation.py starts them), for it replaces parts of the libraries (patches.py) that no
+training may meet. Tasks come as JSON on standard input: [{"job", "rank", "answer": path}], all of one device. The
+libraries are imported once; each task runs in a fork. A line of JSON on standard output for each: {"answer", "error"}.
 
-    python -m zero_recipes.plan.engine RANK ANSWER.json < job.json
+    python -m zero_recipes.plan.engine AT_ONCE < tasks.json
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import os
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from zero_recipes.plan.job import Job
+from zero_recipes.refusal import first_line
 
 STEPS = 2  # Adam's states appear in the first; the second is as all that follow
 
@@ -47,24 +51,62 @@ LEFT_OUT = {
 }
 
 
-def main(rank: int, answer: Path) -> None:
-    """Simulate the job on standard input as `rank`; write what was counted to `answer`."""
-    started = time.perf_counter()
-    job = Job(**json.load(sys.stdin))
-    _environment(job, rank)
-    on_gpu = job.device == "gpu"
+def main(at_once: int) -> None:
+    """Run the tasks of standard input, so many at once."""
+    tasks = json.load(sys.stdin)
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to stderr
+    _import(tasks[0]["job"]["device"] == "gpu")
+    running: dict[int, dict] = {}
+    while tasks or running:
+        while tasks and len(running) < at_once:
+            task = tasks.pop(0)
+            child = os.fork()
+            if child == 0:
+                _run(task)
+            running[child] = task
+        ended, status = os.wait()
+        task = running.pop(ended)
+        error = None
+        if status:
+            trace = Path(task["answer"] + ".error")
+            error = trace.read_text() if trace.exists() else f"its process ended with status {status}"
+        print(json.dumps({"answer": task["answer"], "error": error}), file=said, flush=True)
+
+
+def _import(on_gpu: bool) -> None:
+    """All that the tasks need; no thread may run and no process group may exist before the forks."""
+    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    import torch
+
+    torch.set_num_threads(1)
     if on_gpu:
-        import torch
+        from zero_recipes.plan import pretend_gpu
 
-        from zero_recipes.plan import autocast, pretend_gpu
+        pretend_gpu.set_up()  # before others take names out of torch
+    import datasets  # noqa: F401
+    import deepspeed  # noqa: F401
+    import peft  # noqa: F401
+    import trl  # noqa: F401
 
-        pretend_gpu.set_up()
-        if job.ds_config is None and (job.values["bf16"] or job.values["fp16"]):
-            autocast.set_up(torch.bfloat16 if job.values["bf16"] else torch.float16)
-    _start_group(job, rank)
-    with tempfile.TemporaryDirectory() as folder:
-        found = simulate(job, folder)
-    answer.write_text(json.dumps(found | {"seconds": time.perf_counter() - started}))
+
+def _run(task: dict) -> NoReturn:
+    """The child's whole life."""
+    started = time.perf_counter()
+    try:
+        job = Job(**task["job"])
+        _environment(job, task["rank"])
+        _start_group(job, task["rank"])
+        with tempfile.TemporaryDirectory() as folder:
+            found = simulate(job, folder)
+        Path(task["answer"]).write_text(json.dumps(found | {"seconds": time.perf_counter() - started}))
+        code = 0
+    except BaseException as error:  # whatever it is, the parent must hear of it
+        Path(task["answer"] + ".error").write_text(f"{type(error).__name__}: {first_line(error)}")
+        traceback.print_exc()
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # the pretended group has nobody to say goodbye to
 
 
 def _environment(job: Job, rank: int) -> None:
@@ -75,12 +117,15 @@ def _environment(job: Job, rank: int) -> None:
         LOCAL_WORLD_SIZE=str(min(job.gpus_per_node, job.world_size)),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="1",
-        DS_ACCELERATOR="cpu",
-        OMP_NUM_THREADS="1",
-        HF_HUB_OFFLINE="1",
     )
     if job.ds_config is not None:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    elif job.device == "gpu" and (job.values["bf16"] or job.values["fp16"]):
+        import torch
+
+        from zero_recipes.plan import autocast
+
+        autocast.set_up(torch.bfloat16 if job.values["bf16"] else torch.float16)
 
 
 def _start_group(job: Job, rank: int) -> None:
@@ -111,9 +156,13 @@ def simulate(job: Job, folder: str) -> dict:
     from zero_recipes import recipe as recipes
     from zero_recipes import strategy as strategies
     from zero_recipes.plan import patches, pretend_gpu
-    from zero_recipes.plan.tracker import CUDA_BLOCK, LiveStorages
+    from zero_recipes.plan.allocator import reserved_peak
+    from zero_recipes.plan.tracker import CUDA_BLOCK, LiveStorages, Observed
+    from zero_recipes.plan.watch import TRAINING, Watch
 
     on_gpu = job.device == "gpu"
+    if on_gpu:
+        pretend_gpu.emptied.append(lambda: tracker.events.append(("empty",)))
     device = torch.device("gpu:0" if on_gpu else "cpu")
     values = dict.fromkeys(recipes.key_types()) | job.values | LEFT_OUT
     values |= {"output_dir": folder, "deepspeed": job.ds_config}
@@ -128,10 +177,15 @@ def simulate(job: Job, folder: str) -> dict:
     imports = psutil.Process().memory_info().rss
     tracker = LiveStorages(device.type, CUDA_BLOCK if on_gpu else 1, pretend_gpu.stream if on_gpu else None)
     host = LiveStorages("cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True), patches.AnswersForNumbers(), host, tracker:
-        trainer, watch = _trainer(job, strategy, training_args, model_args, tracker, host)
+    observed = Observed(tracker, host) if on_gpu else Observed(tracker)
+    with FakeTensorMode(allow_non_fake_inputs=True), observed:
+        watch = Watch(strategy, observed, tracker, host)
+        trainer = _trainer(job, strategy, training_args, model_args, watch)
         trainer.train()
-        return watch.found() | {"imports": imports}
+    found = watch.found() | {"imports": imports}
+    found["gradient_accumulation_steps"] = training_args.gradient_accumulation_steps
+    found["reserved_peak_bytes"] = reserved_peak(tracker.events, TRAINING[0]) if on_gpu else 0
+    return found
 
 
 def _train_on(device, training_args) -> None:
@@ -142,14 +196,14 @@ def _train_on(device, training_args) -> None:
     training_args.__dict__["_setup_devices"] = device
 
 
-def _trainer(job: Job, strategy, training_args, model_args, tracker, host):
-    """(the trainer as run_sft.py builds it, what watches it)."""
+def _trainer(job: Job, strategy, training_args, model_args, watch):
+    """The trainer as run_sft.py builds it, watched."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from trl import get_peft_config
 
     from zero_recipes.faults import FreshAdamAtStage0
-    from zero_recipes.plan.watch import Watch, WatchedSFTTrainer
+    from zero_recipes.plan.watch import WatchedSFTTrainer
 
     config = dict(job.config)
     config = AutoConfig.for_model(config.pop("model_type"), **config)
@@ -160,7 +214,6 @@ def _trainer(job: Job, strategy, training_args, model_args, tracker, host):
         if strategy.is_deepspeed and training_args.bf16:
             model.bfloat16()
         model.to(training_args.device)
-    watch = Watch(strategy, tracker, host)
     trainer = WatchedSFTTrainer(
         model=model,
         args=training_args,
@@ -170,7 +223,7 @@ def _trainer(job: Job, strategy, training_args, model_args, tracker, host):
         callbacks=[FreshAdamAtStage0(False), watch],
     )
     watch.join(trainer)
-    return trainer, watch
+    return trainer
 
 
 def _rows(training_args):
@@ -193,6 +246,4 @@ def _tokenizer():
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
-    sys.stdout.flush()
-    os._exit(0)  # the pretended group has nobody to say goodbye to
+    main(int(sys.argv[1]))

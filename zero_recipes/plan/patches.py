@@ -10,31 +10,28 @@ import contextlib
 import functools
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 KNOWN = {"torch": "2.13", "deepspeed": "0.19", "transformers": "5.23", "trl": "1.16", "accelerate": "1.15"}
 
 aten = torch.ops.aten
 
 
-class AnswersForNumbers(TorchDispatchMode):
+def answer_for_number(func, args: tuple) -> float | int | bool | None:
     """Python asks a tensor for its number (`.item()`, `if tensor`): a fake one has none and would raise.
 
     0.0, False and a byte of 0 take the way of a healthy step (no overflow: DeepSpeed 0.19, zero/stage_1_and_2.py
-    `has_overflow`, asks a byte), 1 is a count that divides.
+    `has_overflow`, asks a byte), 1 is a count that divides. None: the operator asks for no number.
     """
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            if dtype.is_floating_point:
-                return 0.0
-            return False if dtype == torch.bool else 0 if dtype == torch.uint8 else 1
-        if func is aten.is_nonzero.default:
-            return False
-        if func is aten.equal.default:  # torch: of two tensors' values
-            return True
-        return func(*args, **(kwargs or {}))
+    if func is aten._local_scalar_dense.default:
+        dtype = args[0].dtype
+        if dtype.is_floating_point:
+            return 0.0
+        return False if dtype == torch.bool else 0 if dtype == torch.uint8 else 1
+    if func is aten.is_nonzero.default:
+        return False
+    if func is aten.equal.default:  # torch.equal: of two tensors' values
+        return True
+    return None
 
 
 def no_addresses() -> None:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from zero_recipes.plan.job import PARTS
+from zero_recipes.plan.patches import answer_for_number
 
 CUDA_BLOCK = 512  # bytes: c10/cuda/CUDACachingAllocator.h kMinBlockSize, to which every allocation is rounded up
 
@@ -32,7 +33,32 @@ _PART_OF_FILE = {
 _HEAD_DEPTH = 80  # frames looked at, from the innermost
 
 
-class LiveStorages(TorchDispatchMode):
+class Observed(TorchDispatchMode):
+    """Sees every operator of a program: answers for numbers that fake tensors lack, shows the results to trackers."""
+
+    def __init__(self, *trackers: LiveStorages):
+        super().__init__()
+        self.trackers = trackers
+        self.counts_flops, self.flops = False, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        number = answer_for_number(func, args)
+        if number is not None:
+            return number
+        out = func(*args, **kwargs)
+        if self.counts_flops:
+            self.flops += flops_of(func, args, kwargs, out)
+        leaves = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out) if isinstance(out, (tuple, list)) else ()
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                for tracker in self.trackers:
+                    if leaf.device.type == tracker.device:
+                        tracker.see(leaf, func)
+        return out
+
+
+class LiveStorages:
     """Bytes of all storages alive on one kind of device, each counted once, from its first operator to its end.
 
     A storage's part (job.PARTS) is guessed where it is made, by the file that makes it and the phase, and set right by
@@ -41,32 +67,17 @@ class LiveStorages(TorchDispatchMode):
 
     def __init__(self, device: str, block: int = 1, stream: Callable[[], int] | None = None):
         """`block`: sizes are rounded up to it. `stream`: says which stream an allocation is for; events are kept."""
-        super().__init__()
         self.device, self.block, self.stream = device, block, stream
-        self.counts_flops, self.flops = False, 0
         self.live = 0
         self.parts = dict.fromkeys(PARTS, 0)
         self.phase = "build"
         self.peaks: dict[str, int] = {}  # of each phase
         self.operators: dict[str, str] = {}  # where each phase's peak stands
         self.at_peak: dict[str, dict[str, int]] = {}
-        # ("alloc", number, bytes, stream), ("free", number), ("empty",), ("phase", name)
+        # ("alloc", number, bytes, stream), ("free", number), ("empty",), ("phase", name): what allocator.py replays
         self.events: list[tuple] | None = [] if stream else None
-        self._known: dict[int, list] = {}  # storage: [bytes, part, its weak reference, id]
+        self._known: dict[int, list] = {}  # storage: [bytes, part, its weak reference, number]
         self._made = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if self.counts_flops:
-            self.flops += flops_of(func, args, kwargs, out)
-        if isinstance(out, torch.Tensor):
-            self._add(out, func)
-        elif isinstance(out, (tuple, list)):
-            for leaf in tree_leaves(out):
-                if isinstance(leaf, torch.Tensor):
-                    self._add(leaf, func)
-        return out
 
     def enter(self, phase: str) -> None:
         """Name what comes now: "build", "forward", "backward", "step" or "between"."""
@@ -80,12 +91,6 @@ class LiveStorages(TorchDispatchMode):
         self.peaks, self.operators, self.at_peak = {}, {}, {}
         self._look("")
 
-    def add(self, tensors: Iterable[torch.Tensor], part: str) -> None:
-        """Count tensors that no operator under this mode has made, and assign them."""
-        for tensor in tensors:
-            self._add(tensor, None)
-        self.assign(tensors, part)
-
     def assign(self, tensors: Iterable[torch.Tensor], part: str) -> None:
         """Say of which part these tensors' storages are."""
         for tensor in tensors:
@@ -95,13 +100,8 @@ class LiveStorages(TorchDispatchMode):
                 self.parts[part] += entry[0]
                 entry[1] = part
 
-    def holders(self) -> dict[str, int]:
-        """{part: bytes} now."""
-        return dict(self.parts)
-
-    def _add(self, tensor: torch.Tensor, func) -> None:
-        if tensor.device.type != self.device:
-            return
+    def see(self, tensor: torch.Tensor, func) -> None:
+        """Count the storage of an operator's result, unless it is known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -131,7 +131,7 @@ class LiveStorages(TorchDispatchMode):
 
     def _part(self) -> str:
         """By the innermost frame of a file that is known; else by the phase."""
-        frame, depth = sys._getframe(3), 0
+        frame, depth = sys._getframe(2), 0
         while frame is not None and depth < _HEAD_DEPTH:
             name = frame.f_code.co_filename
             known = _known_file(name)

@@ -9,7 +9,7 @@ from zero_recipes import model_states
 from zero_recipes.communication import CommunicationCounter
 from zero_recipes.model import parameter_counts
 from zero_recipes.plan import autocast
-from zero_recipes.plan.tracker import LiveStorages
+from zero_recipes.plan.tracker import LiveStorages, Observed
 from zero_recipes.probe import StateProbe
 from zero_recipes.weighting import TokenWeightedSFTTrainer
 
@@ -37,8 +37,9 @@ class WatchedSFTTrainer(TokenWeightedSFTTrainer):
 class Watch(TrainerCallback):
     """Two steps: the first builds Adam's states, the second is read. Peaks are of both."""
 
-    def __init__(self, strategy, tracker: LiveStorages, host: LiveStorages):
-        self.strategy, self.tracker, self.host = strategy, tracker, host
+    def __init__(self, strategy, observed: Observed, tracker: LiveStorages, host: LiveStorages):
+        self.strategy, self.observed = strategy, observed
+        self.tracker, self.host = tracker, host
         self.trainer: WatchedSFTTrainer | None = None
         self.probe: StateProbe | None = None
         self.bytes: dict[str, int] = {}  # allocated after each phase: what StateProbe records
@@ -88,7 +89,7 @@ class Watch(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if self.done == 1:
             self.probe.attach()
-            self.tracker.counts_flops = True
+            self.observed.counts_flops = True
 
     def on_step_end(self, args, state, control, **kwargs):
         self.tracker.enter("between")
@@ -124,6 +125,5 @@ class Watch(TrainerCallback):
             "host_load": self.host_load,
             "host_training": max(self.host.peaks.values(), default=0),
             "communication_bytes_per_step": self.communication.steps[-1] if self.communication.steps else {},
-            "flops_per_step": self.tracker.flops,
+            "flops_per_step": self.observed.flops,
         }
-
