@@ -69,7 +69,12 @@ def notes(rows: Sequence[Row]) -> list[str]:
 def print_table(rows: Sequence[Row], console: Console) -> None:
     """Print the rows; where the terminal is narrow, as several tables that each name the runs again."""
     named, memory, speed = columns(rows)
-    for group in _fitting(named, memory + speed, rows, console.width):
+    print_columns(named, memory + speed, rows, console)
+
+
+def print_columns(named: list[Column], others: list[Column], rows: Sequence[Row], console: Console) -> None:
+    """Any rows under any columns; each table begins with the `named` ones."""
+    for group in _fitting(named, others, rows, console.width):
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for column in group:
             justify = "left" if column in named else "right"
@@ -100,7 +105,12 @@ def _width(column: Column, rows: Sequence[Row]) -> int:
 def markdown_table(rows: Sequence[Row]) -> str:
     """The rows for a README, without the notes."""
     named, memory, speed = columns(rows)
-    chosen = named + memory + speed
+    return markdown_columns(named, memory + speed, rows)
+
+
+def markdown_columns(named: list[Column], others: list[Column], rows: Sequence[Row]) -> str:
+    """Any rows under any columns; all but the `named` ones are aligned to the right."""
+    chosen = named + others
     lines = [
         _markdown_line(column.header.replace("\n", " ") for column in chosen),
         _markdown_line("---" if index < len(named) else "---:" for index in range(len(chosen))),
