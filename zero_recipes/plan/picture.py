@@ -81,7 +81,7 @@ def _bars(figure: Figure, bars: Sequence[Bar], capacity: int | None) -> None:
 
 
 def _high(bar: Bar) -> int:
-    return max(bar.prediction["reserved_bytes"]["high"], bar.prediction["allocated_peak_bytes"])
+    return max(bar.prediction["reserved_bytes"]["high"], sum(bar.prediction["at_peak"].values()))
 
 
 def _label(axes, place: float, height: float, top: float, text: str) -> None:

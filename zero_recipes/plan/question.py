@@ -47,6 +47,11 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
     return {name: _ds_config_of(folder / f"{name}.yaml") for name in names or ALL}
 
 
+def strategies_here(folder: Path = CONFIGS) -> Strategies:
+    """Those of ALL whose files are in `folder`; nothing where the program runs elsewhere."""
+    return {name: _ds_config_of(folder / f"{name}.yaml") for name in ALL if (folder / f"{name}.yaml").is_file()}
+
+
 def _ds_config_of(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         known = sorted(file.stem for file in path.parent.glob("*.yaml"))

@@ -16,6 +16,7 @@ Row = dict[str, Any]
 NOTES = {
     "Model": "Model states: parameters, gradients and optimizer on the rank that holds most.",
     "Textbook": "Textbook: the ZeRO paper's formula for the model states.",
+    "Planned": "Planned: what zero-recipes plan said before the run, model states and allocated peak.",
     "Offloaded": "Offloaded: model states of that rank in host memory or on disk.",
     "Resident": "Resident: memory of the whole process, most of it imported libraries; no accelerator was measured.",
     "Tokens/s": "Tokens/s: without padding, over all ranks.",
@@ -45,8 +46,10 @@ def columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], list[Colum
         Column("Grads", lambda row: units.size(row["grads_bytes"])),
         Column("Optimizer", lambda row: units.size(row["optimizer_bytes"])),
         Column("Textbook", lambda row: units.size(row["textbook_bytes"])),
+        Column("Planned\nstates", lambda row: units.size(row["planned_state_bytes"])),
         Column("Offloaded", lambda row: units.size(row["offloaded_bytes"] or None)),
         _peak_column(rows),
+        Column("Planned\npeak", lambda row: units.size(row["planned_peak_bytes"])),
     ]
     speed = [
         Column("Tokens/s", lambda row: units.count(row["tokens_per_second"])),
