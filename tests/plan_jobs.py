@@ -54,7 +54,7 @@ def made_up(job: Job, peak: int, states: int | None = None, phase: str = "backwa
         "model_state_bytes": {"params": states, "grads": 0, "optimizer": 0, "offloaded_host": 0, "offloaded_disk": 0},
         "memory_phases": {"model_loaded": 0, "engine_built": 0, "forward": 0, "backward": 0, "step": 0},
         "reserved_bytes": {"low": peak, "high": peak + overhead},
-        "host_bytes": {"load": 0, "training": 0},
+        "host_bytes": {"load": 0, "training": 100 * GB if job.strategy.endswith("_offload") else 0},
         "checkpoint_bytes": {"weights": 2 * GB, "resumable": 14 * GB},
         "communication_bytes_per_step": {"all_reduce": 2 * GB, "all_gather": 2 * GB},
         "flops_per_step": 10**15,

@@ -21,7 +21,7 @@ from zero_recipes.plan.hardware import Gpu, gpu_named, gpus
 from zero_recipes.plan.job import Job, Prediction
 from zero_recipes.plan.planning import Row
 from zero_recipes.plan.question import Strategies, job_of, model_config, read_recipe, read_strategies
-from zero_recipes.plan.recommendation import Recommendation, recommend
+from zero_recipes.plan.recommendation import Recommendation, host_memory, recommend
 from zero_recipes.plan.speed import cost, read_measured
 from zero_recipes.recipe import Recipe
 from zero_recipes.refusal import Refusal
@@ -216,6 +216,7 @@ def _cure(cure: Cure, question: Question) -> dict[str, Any]:
         "margin_bytes": cure.verdict.margin,
         "allocated_peak_bytes": cure.prediction["allocated_peak_bytes"],
         "reserved_bytes": cure.prediction["reserved_bytes"],
+        "host_bytes": cure.prediction["host_bytes"],
         "command": question.command(cure.job),
     }
 
@@ -265,7 +266,7 @@ def _print(
         console.print(Text(line, style="dim"))
     for row in chosen:
         if row.verdict.word != "fits" and (row.cure or len(question.counts) == 1):
-            cured = f"{row.cure.words} ({units.size(row.cure.verdict.margin)} left)" if row.cure else "none was found"
+            cured = _cured(row.cure) if row.cure else "none was found"
             said = Text.assemble((row.job.strategy, VERDICT_STYLE[row.verdict.word]), f": the mildest cure: {cured}")
             console.print(said)
     console.print(Text(f"\nRecommended: {advice.strategy or 'another machine'}", style="bold"))
@@ -276,6 +277,11 @@ def _print(
     console.print(Text("What this plan cannot know:", style="dim"))
     for line in CANNOT_KNOW:
         console.print(Text(f"  {line}", style="dim"))
+
+
+def _cured(cure: Cure) -> str:
+    host = host_memory(cure.prediction)
+    return f"{cure.words} ({units.size(cure.verdict.margin)} left{f'; {host}' if host else ''})"
 
 
 def _print_machines(question: Question, rows: Sequence[Row], refused: dict[int, str], console: Console) -> None:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from zero_recipes.plan.advice import Cure
 from zero_recipes.plan.hardware import Gpu
-from zero_recipes.plan.job import Job
+from zero_recipes.plan.job import Job, Prediction
 from zero_recipes.plan.planning import Row
 from zero_recipes.plan.speed import estimate
 from zero_recipes.plan.verdict import judge
 from zero_recipes.report.units import significant, size
 
+LARGE_HOST = 2 * 1024**4  # bytes; servers of eight GPUs are mostly rented with 1 to 2 TiB
 AS_FAST = 1.05  # within it two strategies count as equally fast: the estimate is no better
 
 
@@ -61,6 +62,14 @@ def recommend(rows: Sequence[Row], gpu: Gpu, known: Mapping[str, Gpu], command: 
     return Recommendation(cure.job.strategy, reasons, command(cure.job))
 
 
+def host_memory(prediction: Prediction) -> str:
+    """What the run keeps in the memory of one machine, in words; nothing where it keeps nothing there."""
+    held = prediction["host_bytes"]["training"]
+    if not held:
+        return ""
+    return f"{size(held)} of host memory a machine" + (", which few have" if held > LARGE_HOST else "")
+
+
 def seconds(values: tuple[float, float]) -> str:
     """A range of seconds in words: 0.43 to 0.64 s."""
     return f"{significant(values[0])} to {significant(values[1])} s"
@@ -88,18 +97,17 @@ def _why(chosen: Row, fitting: Sequence[Row], equal: Sequence[Row]) -> str:
 def _offload_would_cost(chosen: Row, fitting: Sequence[Row]) -> list[str]:
     offloading = [row for row in fitting if row.speed.offloading[1] and row is not chosen]
     if chosen.speed.offloading[1]:
-        host = size(chosen.prediction["host_bytes"]["training"])
         return [
-            f"It keeps states in host memory, {host} a machine; that takes {seconds(chosen.speed.offloading)} of each "
-            "step. More GPUs would be faster."
+            f"It keeps states in {host_memory(chosen.prediction)}; that takes {seconds(chosen.speed.offloading)} of "
+            "each step. More GPUs would be faster."
         ]
     if not offloading:
         return []
     row = min(offloading, key=lambda row: row.speed.middle)
     return [
         f"Offload ({row.job.strategy}) would leave {size(row.verdict.margin)}, for a step about "
-        f"{significant(row.speed.middle / chosen.speed.middle)} times as long and "
-        f"{size(row.prediction['host_bytes']['training'])} of host memory a machine: for larger batches or models."
+        f"{significant(row.speed.middle / chosen.speed.middle)} times as long and {host_memory(row.prediction)}: for "
+        "larger batches or models."
     ]
 
 
@@ -129,9 +137,9 @@ def _price_of(cure: Cure) -> list[str]:
         "checkpointing": "Recomputing activations takes about a third more computation, and changes no result.",
         "micro batch": "Smaller micro batches keep the global batch; they compute less efficiently.",
         "stage": "A higher stage changes no result; stage 3 communicates half as much again.",
-        "offload": f"Offload needs {size(cure.prediction['host_bytes']['training'])} of host memory a machine, and is "
-        "much slower.",
+        "offload": "Offload changes no result, and is much slower.",
         "LoRA": "LoRA trains another model: an adapter, with its own learning rate (ten times as high is usual).",
         "GPUs": "More GPUs cost more an hour and shorten the run.",
     }
-    return [said[cure.harshest]]
+    host = host_memory(cure.prediction)
+    return [said[cure.harshest], *([f"It needs {host}."] if host else [])]
