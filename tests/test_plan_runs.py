@@ -27,7 +27,6 @@ from zero_recipes.strategy import Strategy
 def ask(monkeypatch):
     """Plans a run of recipes/pythia.yaml on two GPUs of 80 GB; `need`: GB by job, or what the prediction raises."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(before_run, "kept", lambda predict: predict)  # of one module, but many answers
     monkeypatch.setattr(before_run, "gpu_memory", lambda: 80 * GB)
 
     def plan(need, strategy="zero2", device="cuda", source="engine", asked=None, rehearse=False, **values):
@@ -123,7 +122,7 @@ def test_check_on_a_machine_with_a_gpu_says_it(ask, monkeypatch, tmp_path, capsy
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr(preflight, "machine_findings", lambda *arguments: [])
     assert cli.main(["check", str(small), "--output_dir", str(tmp_path / "out")]) == 2
-    assert "refused: single on 1 GPUs needs at least 83.8 GiB" in capsys.readouterr().out
+    assert "refused: single on 1 GPU needs at least 83.8 GiB" in capsys.readouterr().out
     assert cli.main(["check", str(small), "--output_dir", str(tmp_path / "out"), "--skip_plan", "true"]) == 0
 
 

@@ -11,7 +11,6 @@ from zero_recipes.handoff import once_per_node
 from zero_recipes.launch import Run
 from zero_recipes.plan import predictor, question
 from zero_recipes.plan.advice import Predict, smallest_cure
-from zero_recipes.plan.cache import kept
 from zero_recipes.plan.job import Job, Prediction
 from zero_recipes.plan.planning import launch_command
 from zero_recipes.plan.verdict import Verdict, judge
@@ -66,7 +65,7 @@ def _work(run: Run, environment: Mapping[str, str]) -> dict[str, Any]:
 
     findings: list[Finding] = []
     try:
-        job, predict = job_of_run(run, environment), kept(predictor.for_runs())
+        job, predict = job_of_run(run, environment), predictor.for_runs()
         prediction = predict(job)
         said = f"plan          {size(prediction['allocated_peak_bytes'])} at the peak, by {_source(prediction)}"
         if run.device == "cuda" and not run.recipe.values["skip_plan"]:
@@ -112,10 +111,11 @@ def plan_findings(run: Run, job: Job, prediction: Prediction, verdict: Verdict, 
         return []
     parts = sorted(prediction["at_peak"].items(), key=lambda part: -part[1])
     largest = ", ".join(f"{name} {size(held)}" for name, held in parts[:3] if held)
+    gpus = f"{job.world_size} GPU{'s' if job.world_size > 1 else ''}"
     needs, has = size(prediction["reserved_bytes"]["low"]), size(verdict.capacity)
     return [
         Finding(
-            f"{job.strategy} on {job.world_size} GPUs needs at least {needs} on each, and this one has {has}",
+            f"{job.strategy} on {gpus} needs at least {needs} on each, and this one has {has}",
             f"By {_source(prediction)}, the peak in {prediction['peak_phase']}: {largest}. It would end out of memory.",
             f"{_what_helps(run, job, verdict, predict)} zero-recipes plan compares all strategies; --skip_plan true "
             "runs it as it is.",

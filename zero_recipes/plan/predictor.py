@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zero_recipes.plan.advice import Predict
+from zero_recipes.plan.cache import kept
 from zero_recipes.refusal import Refusal
 
 
@@ -22,7 +23,7 @@ def for_command(quick: bool) -> Predict:
             "There is no zero_recipes/plan/simulation.py.",
             "Add --quick: the textbook formulas, in a second.",
         ) from None
-    return predict
+    return kept(predict)
 
 
 def for_runs() -> Predict:

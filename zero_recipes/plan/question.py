@@ -104,8 +104,8 @@ def model_config(values: Mapping[str, Any]) -> dict[str, Any]:
         f"the config.json of {name}{at} is not here",
         "A plan needs no weights, but the model's config: it is in no folder of this name, not among the project's own "
         "(zero_recipes/plan/models/) and not in the cache.",
-        "zero-recipes fetch RECIPE.yaml (with --random_weights true it leaves the weights out), or a folder with the "
-        "config.json as --model_name_or_path.",
+        "zero-recipes fetch RECIPE.yaml (where the recipe has random_weights: true it leaves the weights out), or a "
+        "folder with the config.json as --model_name_or_path.",
     )
 
 
