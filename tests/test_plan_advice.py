@@ -13,7 +13,7 @@ from zero_recipes.plan import formulas
 from zero_recipes.plan.advice import MILDNESS, smallest_cure
 from zero_recipes.plan.hardware import gpu_named, gpus
 from zero_recipes.plan.job import Job
-from zero_recipes.plan.limits import largest_micro_batch, longest_sequence
+from zero_recipes.plan.limits import _largest, largest_micro_batch, longest_sequence
 from zero_recipes.plan.question import model_config, read_recipe, read_strategies
 from zero_recipes.plan.verdict import judge
 from zero_recipes.refusal import Refusal
@@ -158,6 +158,21 @@ def test_the_reference_recipe_by_formula():
 def test_the_largest_micro_batch_is_found_exactly(limit):
     found = largest_micro_batch(job("zero3"), CAPACITY, lambda j: made_up(j, (80 if batch(j) <= limit else 81) * GB))
     assert found == min(limit, 4096)
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(limit=draw.integers(0, 120), most=draw.integers(1, 100), start=draw.integers(0, 130))
+def test_a_guess_changes_only_how_many_sizes_are_asked_about(limit, most, start):
+    asked = []
+    found = _largest(lambda size: asked.append(size) or size <= limit, most, start)
+    assert found == min(limit, most)
+    assert all(1 <= size <= most for size in asked) and len(asked) <= 16
+
+
+def test_near_a_good_guess_few_sizes_are_asked_about():
+    asked = []
+    assert _largest(lambda size: asked.append(size) or size <= 1000, 4096, 1000) == 1000
+    assert len(asked) <= 10
 
 
 @pytest.mark.parametrize(("limit", "found"), [(63, 0), (64, 64), (1000, 960), (2048, 2048), (10**9, 2048)])

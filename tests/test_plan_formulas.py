@@ -159,6 +159,21 @@ def test_an_unlimited_length_is_the_models_and_said_so():
     assert found["max_length"] == 2048 and any("2048 tokens" in note for note in found["notes"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "config", "says"),
+    [
+        ({"torch_compile": True}, {}, "torch_compile"),
+        ({"load_in_4bit": True}, {}, "Quantised"),
+        ({}, {"num_experts": 8}, "mixture of experts"),
+    ],
+)
+def test_what_the_formulas_do_not_know_is_said(changes, config, says):
+    plain = job("zero3", name="pythia-410m", **changes)
+    notes = formulas.predict(replace(plain, config=plain.config | config))["notes"]
+    assert any(says in note for note in notes)
+    assert not any(says in note for note in formulas.predict(job("zero3", name="pythia-410m"))["notes"])
+
+
 def test_a_config_of_an_unknown_class_is_refused():
     with pytest.raises(Refusal, match="model_type 'no_such_model'"):
         formulas.predict(replace(job("zero3"), config={"model_type": "no_such_model"}))

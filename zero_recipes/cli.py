@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     verb.add_argument("--price", type=float, help="of one GPU for one hour: what a run costs")
     verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU: its speed")
     verb.add_argument("--hardware", type=Path, help="a YAML file with further GPUs")
-    verb.add_argument("--output_dir", type=Path, help="write plan.json and plan.png there")
+    verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.md and plan.png there")
     verb.add_argument("--json", action="store_true", help="print JSON alone")
 
     verb = verbs.add_parser("sweep", help="one strategy after another, measured; unknown options go to run_sft.py")

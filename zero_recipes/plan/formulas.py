@@ -295,6 +295,10 @@ def _notes(job: Job, shape: Shape) -> list[str]:
         notes.append(
             f"max_length is null: sequences of {shape.positions} tokens, all that the model takes, are assumed."
         )
+    if any("experts" in key for key in job.config):
+        notes.append("A mixture of experts: every expert is counted as if it took every token.")
+    if job.values.get("torch_compile"):
+        notes.append("torch_compile: fused kernels keep other tensors than these; they are not known.")
     if job.values["load_in_4bit"] or job.values["load_in_8bit"]:
         notes.append("Quantised weights are counted as if they were not: the need is smaller.")
     return notes

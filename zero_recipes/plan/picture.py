@@ -9,6 +9,8 @@ from pathlib import Path
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from zero_recipes.plan.job import PARTS, Prediction
 from zero_recipes.report import units
@@ -68,16 +70,13 @@ def _bars(figure: Figure, bars: Sequence[Bar], capacity: int | None) -> None:
             _label(axes, place + 0.21, bar.measured / one, top / one, units.significant(bar.measured / one))
     if capacity is not None:
         axes.axhline(capacity / one, color=ALARM, lw=1.6)
-        axes.annotate(f"the GPU's memory, {units.size(capacity)}", (1, capacity / one), fontsize=9.5, color=ALARM,
-                      xycoords=("axes fraction", "data"), xytext=(-2, 3), textcoords="offset points",
-                      ha="right", va="bottom")  # fmt: skip
     axes.set_ylim(0, 1.12 * top / one)
     axes.set_ylabel(f"memory of the fullest GPU in {unit}")
     axes.set_xticks(range(len(bars)), [bar.name.replace("_", "\n") for bar in bars])
     axes.set_xlim(-0.6, len(bars) - 0.4)
     axes.tick_params(axis="x", length=0)
     axes.grid(axis="y", color=FAINT, lw=0.8)
-    _legend(axes, bars, measured)
+    _legend(figure, bars, measured, capacity)
 
 
 def _high(bar: Bar) -> int:
@@ -92,11 +91,13 @@ def _label(axes, place: float, height: float, top: float, text: str) -> None:
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
 
 
-def _legend(axes, bars: Sequence[Bar], measured: bool) -> None:
-    for part in PARTS:
-        if any(bar.prediction["at_peak"][part] for bar in bars):
-            axes.bar(0, 0, color=COLOURS[part], label=LABELS.get(part, part))
-    axes.plot([], [], color=INK, lw=1.3, label="up to, with allocator, CUDA and NCCL")
+def _legend(figure: Figure, bars: Sequence[Bar], measured: bool, capacity: int | None) -> None:
+    """The parts that some bar has, then what the lines are."""
+    shown = [part for part in PARTS if any(bar.prediction["at_peak"][part] for bar in bars)]
+    handles = [Patch(color=COLOURS[part], label=LABELS.get(part, part)) for part in shown]
     if measured:
-        axes.bar(0, 0, fill=False, edgecolor=INK, linewidth=1.1, label="measured")
-    axes.figure.legend(loc="outside lower center", ncols=4)
+        handles.append(Patch(fill=False, edgecolor=INK, linewidth=1.1, label="measured peak"))
+    handles.append(Line2D([], [], color=INK, lw=1.3, label="up to, with allocator, CUDA, NCCL"))
+    if capacity is not None:
+        handles.append(Line2D([], [], color=ALARM, lw=1.6, label=f"the GPU's memory, {units.size(capacity)}"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4)

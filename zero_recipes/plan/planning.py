@@ -55,6 +55,12 @@ def make_row(
     return Row(job, prediction, verdict, estimate(job, prediction, gpu, factor), cure)
 
 
+def smallest(rows: Sequence[Row], with_offload: bool) -> int | None:
+    """The fewest GPUs on which a strategy fits."""
+    fitting = [row for row in rows if row.verdict.word == "fits" and (with_offload or not row.speed.offloading[1])]
+    return min((row.job.world_size for row in fitting), default=None)
+
+
 def calibrated(
     measured: Mapping[str, Any], recipe: Recipe, config: dict, strategies: Strategies, gpu: Gpu, predict: Predict
 ) -> float:

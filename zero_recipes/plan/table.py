@@ -67,7 +67,7 @@ def print_rows(rows: Sequence[Row], price: float | None, console: Console) -> No
     print_columns(named, others, rows, console)
 
 
-def markdown(rows: Sequence[Row], price: float | None = None) -> str:
+def markdown(rows: Sequence[Row], price: float | None) -> str:
     """The same for a page."""
     return markdown_columns(*columns(rows, price), rows)
 
