@@ -33,6 +33,16 @@ def test_verdicts(peak, overhead, word, margin):
     assert (verdict.word, verdict.margin) == (word, margin * GB)
 
 
+def test_a_host_that_is_too_small_is_no_place_for_offload():
+    offloads = made_up(job("zero3_offload"), 10 * GB)  # 100 GB of host memory
+    assert judge(offloads, CAPACITY).word == judge(offloads, CAPACITY, 100 * GB).word == "fits"
+    short = judge(offloads, CAPACITY, 99 * GB)
+    assert (short.word, short.host_lacks, short.margin) == ("no", GB, 70 * GB)
+    predict = lambda j: made_up(j, (10 if offloads_to_host(j) or j.world_size == 4 else 90) * GB)  # noqa: E731
+    assert smallest_cure(job("zero3"), CAPACITY, predict, strategies(), 100 * GB).harshest == "offload"
+    assert smallest_cure(job("zero3"), CAPACITY, predict, strategies(), 99 * GB).words == "4 GPUs"
+
+
 # cures: `need` says how many GB a job takes; all that it is asked is seen
 
 
@@ -53,7 +63,7 @@ def batch(asked: Job) -> int:
     return asked.values["per_device_train_batch_size"]
 
 
-def offloads(asked: Job) -> bool:
+def offloads_to_host(asked: Job) -> bool:
     return asked.strategy.endswith("_offload")
 
 
@@ -73,7 +83,7 @@ def offloads(asked: Job) -> bool:
             "stage",
             "zero3 and activation checkpointing",
         ),
-        (lambda j: 90 - 20 * offloads(j), "offload", "zero2_offload"),
+        (lambda j: 90 - 20 * offloads_to_host(j), "offload", "zero2_offload"),
         (lambda j: 90 - 20 * (j.strategy == "zero3_offload"), "offload", "zero3_offload"),
         (lambda j: 90 - 20 * j.values["use_peft"], "LoRA", "LoRA (use_peft: true)"),
         (lambda j: 320 // j.world_size, "GPUs", "4 GPUs"),
@@ -130,7 +140,7 @@ def test_ddp_is_never_spread_over_more_gpus_and_offload_never_taken_back():
     assert all(j.zero_stage for j in seen if j.world_size > 2)
     seen = []
     assert cure_for(lambda j: 90, job("zero2_offload"), seen) is None
-    assert all(offloads(j) for j in seen if j.world_size == 2 and j.zero_stage == 2)
+    assert all(offloads_to_host(j) for j in seen if j.world_size == 2 and j.zero_stage == 2)
 
 
 def test_a_change_that_cannot_be_predicted_is_passed_over():

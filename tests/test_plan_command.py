@@ -98,6 +98,15 @@ def test_a_count_that_the_global_batch_does_not_go_into_is_said(capsys):
     assert "Smallest machine: 1 x l40s-48gb" in said
 
 
+def test_the_hosts_memory_is_held_against_offload_where_it_is_said(capsys):
+    options = ("--strategies", "zero2_offload", "--json")
+    (row,) = json.loads(plan(capsys, *options, "--host_memory", "64"))["rows"]
+    needs = row["prediction"]["host_bytes"]["training"]
+    assert row["verdict"] == "no" and row["host_lacks_bytes"] == needs - 64 * GB
+    assert json.loads(plan(capsys, *options, "--host_memory", "128"))["rows"][0]["verdict"] == "fits"
+    assert "no (host)" in plan(capsys, "--host_memory", "64")
+
+
 def test_several_machines_are_launched_as_such(capsys):
     document = json.loads(plan(capsys, "--json", "--strategies", "zero3", gpus="16", gpu="a100-40gb"))
     assert (

@@ -27,6 +27,7 @@ from zero_recipes.strategy import Strategy
 def ask(monkeypatch):
     """Plans a run of recipes/pythia.yaml on two GPUs of 80 GB; `need`: GB by job, or what the prediction raises."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(before_run.Host, "memory", lambda self: (1000 * GB, "a stand-in"))
     monkeypatch.setattr(before_run, "gpu_memory", lambda: 80 * GB)
 
     def plan(need, strategy="zero2", device="cuda", source="engine", asked=None, rehearse=False, **values):

@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb (zero_recipes/plan/hardware.yaml)")
     verb.add_argument("--strategies", help="names of accelerate_configs/*.yaml, by comma; default: all")
     verb.add_argument("--gpus_per_node", type=int, default=8, help="at most; default: %(default)s")
+    verb.add_argument("--host_memory", type=float, help="of each machine in GB: what needs more of it does not fit")
     verb.add_argument("--quick", action="store_true", help="textbook formulas instead of the engine")
     verb.add_argument("--max", action="store_true", help="the largest micro batch and the longest sequences that fit")
     verb.add_argument("--price", type=float, help="of one GPU for one hour: what a run costs")

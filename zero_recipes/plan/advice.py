@@ -34,11 +34,14 @@ class Cure:
         return MILDNESS.index(self.harshest)
 
 
-def smallest_cure(job: Job, capacity: int, predict: Predict, strategies: Strategies) -> Cure | None:
+def smallest_cure(
+    job: Job, capacity: int, predict: Predict, strategies: Strategies, host: int | None = None
+) -> Cure | None:
     """The first change, in the order of MILDNESS, under which `job` fits into `capacity` bytes; None where none does.
 
     Each stronger setting is tried as it is, with activation checkpointing and with smaller micro batches, unless its
     peak stands where smaller activations change nothing. `strategies`: where higher stages and offload come from.
+    `host`: bytes of each machine's memory, None where it is not known.
     """
     for harshest, words, changed in _settings(job, strategies):
         for extra, words_of_batch, smaller in _smaller(changed):
@@ -46,9 +49,9 @@ def smallest_cure(job: Job, capacity: int, predict: Predict, strategies: Strateg
                 prediction = predict(smaller)
             except Refusal:  # e.g. LoRA without target modules for this architecture
                 break
-            if _beyond_smaller_activations(prediction, capacity):
+            verdict = judge(prediction, capacity, host)
+            if verdict.host_lacks or _beyond_smaller_activations(prediction, capacity):
                 break
-            verdict = judge(prediction, capacity)
             if verdict.word == "fits" and smaller is not job:
                 said = " and ".join(word for word in (words, words_of_batch) if word)
                 worst = max(harshest, extra, key=MILDNESS.index)

@@ -26,6 +26,7 @@ class Question:
     gpus_per_node: int
     gpu: Gpu
     known: dict[str, Gpu]
+    host: int | None  # bytes of each machine's memory, where it was said
 
     def job(self, strategy: str, count: int) -> Job:
         ds_config = self.strategies[strategy]
@@ -43,7 +44,8 @@ def read_question(arguments: argparse.Namespace, overrides: list[str]) -> Questi
     counts = _counts(arguments.gpus, arguments.gpus_per_node)
     strategies = read_strategies(recipe, names)
     config = model_config(recipe.values)
-    return Question(recipe, overrides, config, strategies, counts, arguments.gpus_per_node, gpu, known)
+    host = None if arguments.host_memory is None else int(arguments.host_memory * 1e9)
+    return Question(recipe, overrides, config, strategies, counts, arguments.gpus_per_node, gpu, known, host)
 
 
 def _counts(text: str, per_node: int) -> list[int]:

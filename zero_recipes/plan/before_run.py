@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from zero_recipes.handoff import once_per_node
+from zero_recipes.host import Host
 from zero_recipes.launch import Run
 from zero_recipes.plan import predictor, question
 from zero_recipes.plan.advice import Predict, smallest_cure
@@ -125,7 +126,8 @@ def plan_findings(run: Run, job: Job, prediction: Prediction, verdict: Verdict, 
 
 
 def _what_helps(run: Run, job: Job, verdict: Verdict, predict: Predict) -> str:
-    cure = smallest_cure(job, verdict.capacity, predict, question.strategies_here() | {job.strategy: job.ds_config})
+    strategies = question.strategies_here() | {job.strategy: job.ds_config}
+    cure = smallest_cure(job, verdict.capacity, predict, strategies, Host().memory()[0])
     if cure is None:
         return "No change that was tried makes it fit: a smaller model, or GPUs with more memory."
     # the configuration came from the launcher or the command line: a command names its own

@@ -56,7 +56,8 @@ def _rows(question: Question, predict: Predict, factor: float | None) -> tuple[l
             refused[count], last = refusal.what, refusal
             continue
         with_cure = len(question.counts) == 1
-        make = partial(planning.make_row, gpu=question.gpu, predict=predict, strategies=question.strategies)
+        told = dict(gpu=question.gpu, predict=predict, strategies=question.strategies, host=question.host)
+        make = partial(planning.make_row, **told)
         rows += [make(job, factor=factor, with_cure=with_cure) for job in jobs]
     if not rows:
         raise last

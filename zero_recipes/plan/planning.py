@@ -44,14 +44,23 @@ def remembered(predict: Predict) -> Predict:
 
 
 def make_row(
-    job: Job, gpu: Gpu, predict: Predict, strategies: Strategies, factor: float | None = None, with_cure: bool = True
+    job: Job,
+    gpu: Gpu,
+    predict: Predict,
+    strategies: Strategies,
+    factor: float | None = None,
+    with_cure: bool = True,
+    host: int | None = None,
 ) -> Row:
-    """`factor`: measured over estimated seconds (plan/speed.py). `with_cure`: look for one where `job` does not fit."""
+    """`factor`: measured over estimated seconds (plan/speed.py). `with_cure`: look for one where `job` does not fit.
+
+    `host`: bytes of each machine's memory, None where it is not known.
+    """
     prediction = predict(job)
-    verdict = judge(prediction, gpu.memory_bytes)
+    verdict = judge(prediction, gpu.memory_bytes, host)
     cure = None
     if with_cure and verdict.word != "fits":
-        cure = smallest_cure(job, gpu.memory_bytes, predict, strategies)
+        cure = smallest_cure(job, gpu.memory_bytes, predict, strategies, host)
     return Row(job, prediction, verdict, estimate(job, prediction, gpu, factor), cure)
 
 

@@ -24,7 +24,8 @@ HEADERS = {
 NOTES = [
     "Peak: bytes of live tensors on the fullest GPU, and where it stands; the columns up to Other are its parts.",
     "Reserved: what the process takes of the GPU, allocator, CUDA and NCCL included; the verdict is about this range.",
-    "Host: host memory a machine, while loading / in training. Disk: the model / a checkpoint to go on from.",
+    "Host: host memory a machine, while loading / in training; --host_memory holds it against what there is.",
+    "Disk: the model / a checkpoint to go on from.",
     "Comm.: bytes through collectives in one step, an all-reduce counted twice.",
     "Times are estimates, 20 to 30 % to either side, more with offload or without NVLink; all sequences are taken as "
     "long as they may be.",
@@ -33,7 +34,7 @@ NOTES = [
 
 def columns(rows: Sequence[Row], price: float | None) -> tuple[list[Column], list[Column]]:
     """(those naming the row, the others)."""
-    named = [Column("Strategy", lambda row: row.job.strategy), Column("Verdict", lambda row: row.verdict.word)]
+    named = [Column("Strategy", lambda row: row.job.strategy), Column("Verdict", _verdict)]
     if len({row.job.world_size for row in rows}) > 1:
         named.insert(1, Column("GPUs", lambda row: str(row.job.world_size)))
     memory = [
@@ -75,6 +76,10 @@ def markdown(rows: Sequence[Row], price: float | None) -> str:
 def between(values: tuple[float, float] | None, written=units.significant) -> str:
     """A range: 0.43 - 0.64; nothing where it is not known."""
     return "" if values is None else f"{written(values[0])} - {written(values[1])}"
+
+
+def _verdict(row: Row) -> str:
+    return "no (host)" if row.verdict.host_lacks else row.verdict.word
 
 
 def _cost(row: Row, price: float) -> Cost:

@@ -69,6 +69,7 @@ def _row(row: Row, answer: Answer) -> dict[str, Any]:
         "gpus_per_node": row.job.gpus_per_node,
         "verdict": row.verdict.word,
         "margin_bytes": row.verdict.margin,
+        "host_lacks_bytes": row.verdict.host_lacks,
         "prediction": row.prediction,
         "step_seconds": list(row.speed.step_seconds),
         "tokens_per_step": row.speed.tokens_per_step,
