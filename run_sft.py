@@ -66,6 +66,7 @@ def train(run):
     from zero_recipes.faults import FreshAdamAtStage0
     from zero_recipes.fit import refuse_other_data
     from zero_recipes.model import load_config, load_model, refuse_other_keys
+    from zero_recipes.plan.before_run import plan
     from zero_recipes.preflight import resolved_ds_config
     from zero_recipes.preparation import prepare as prepare_rows
     from zero_recipes.resuming import refuse_apart
@@ -80,6 +81,7 @@ def train(run):
         with clock.phase("model"):
             config = load_config(model_args, training_args)
             refuse_other_keys(config, model_args, training_args, ours)
+            predicted = plan(run)
         with clock.phase("data"):
             tokenizer = load_tokenizer(model_args, training_args)
             prepared = prepare_rows(script_args, training_args, dataset_args, ours, tokenizer)
@@ -99,7 +101,7 @@ def train(run):
         with clock.phase("model"):
             model = load_model(config, model_args, training_args, ours)
 
-        stage_metrics = metrics.StageMetricsCallback(run, training_args, model, clock)
+        stage_metrics = metrics.StageMetricsCallback(run, training_args, model, clock, predicted)
         before = generation.AnswersBeforeTraining(samples, ours.sample_max_new_tokens, clock)
         with clock.phase("data"):
             trainer = metrics.MeasuredSFTTrainer(

@@ -25,6 +25,7 @@ ORDER = [
     "test_reshard_files",
     "test_model_states",
     "test_metrics",
+    "test_plan_runs",
     "test_equality",
     "test_resume",
     "test_equivalence",

@@ -55,7 +55,7 @@ def test_run_commands_name_a_recipe_and_keys_that_exist(command, monkeypatch):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c[0] == "zero-recipes"], ids=" ".join)
 def test_tool_commands_are_verbs(command, monkeypatch):
     seen = []
-    for verb in ("_fetch", "_check", "_sweep", "_report", "_verify", "_reshard"):
+    for verb in ("_fetch", "_check", "_plan", "_sweep", "_report", "_verify", "_reshard"):
         monkeypatch.setattr(cli, verb, lambda arguments, rest: seen.append((arguments.verb, rest)) or 0)
     assert cli.main(command[1:]) == 0
     assert seen == [(command[1], [])]

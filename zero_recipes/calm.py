@@ -13,6 +13,8 @@ SUPPRESSED = [
     # deepspeed/comm/torch.py 0.19.8 calls all_gather_into_tensor and reduce_scatter_tensor, which torch 2.13 renamed;
     # at stage 3 the notice comes with every collective, thousands of times a run. Ours to change: nothing.
     (FutureWarning, r".*torch\.distributed\.\w+.* is deprecated", r"torch\.distributed\.c10d_logger"),
+    # peft/peft_model.py 0.21 asks for is_gradient_checkpointing, which transformers 5.23 has renamed.
+    (FutureWarning, r"`is_gradient_checkpointing` is deprecated", r"transformers\.modeling_utils"),
     # trl/trainer/base_config.py 1.16 itself sets gradient_checkpointing, the name that transformers 5.23 deprecates:
     # the notice comes whatever the recipe says.
     (FutureWarning, r"`gradient_checkpointing(_kwargs)?` is deprecated", r"transformers\.training_args"),

@@ -33,6 +33,23 @@ def main(argv: list[str] | None = None) -> int:
     )
     verb.add_argument("--show", action="store_true", help="print the DeepSpeed configuration that will be used")
 
+    verb = verbs.add_parser(
+        "plan", help="memory, time and cost of each strategy before a GPU is rented", allow_abbrev=False
+    )
+    verb.add_argument("recipe", type=Path)
+    verb.add_argument("--gpus", required=True, help="how many; several by comma: the smallest machine is looked for")
+    verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb (zero_recipes/plan/hardware.yaml)")
+    verb.add_argument("--strategies", help="names of accelerate_configs/*.yaml, by comma; default: all")
+    verb.add_argument("--gpus_per_node", type=int, default=8, help="at most; default: %(default)s")
+    verb.add_argument("--host_memory", type=float, help="of each machine in GB: what needs more of it does not fit")
+    verb.add_argument("--quick", action="store_true", help="textbook formulas instead of the engine")
+    verb.add_argument("--max", action="store_true", help="the largest micro batch and the longest sequences that fit")
+    verb.add_argument("--price", type=float, help="of one GPU for one hour: what a run costs")
+    verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU: its speed")
+    verb.add_argument("--hardware", type=Path, help="a YAML file with further GPUs")
+    verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.md and plan.png there")
+    verb.add_argument("--json", action="store_true", help="print JSON alone")
+
     verb = verbs.add_parser("sweep", help="one strategy after another, measured; unknown options go to run_sft.py")
     verb.add_argument("recipe", type=Path)
     verb.add_argument("--strategies", default=DEFAULT_STRATEGIES, help="names of accelerate_configs/*.yaml, by comma")
@@ -52,11 +69,12 @@ def main(argv: list[str] | None = None) -> int:
     verb.add_argument("--stage", type=int, required=True, help="its ZeRO stage: 1, 2 or 3")
 
     arguments, rest = parser.parse_known_args(argv)
-    if rest and arguments.verb not in ("sweep", "check"):
+    if rest and arguments.verb not in ("sweep", "check", "plan"):
         parser.error(f"unknown: {' '.join(rest)}")
     run_verb = {
         "fetch": _fetch,
         "check": _check,
+        "plan": _plan,
         "sweep": _sweep,
         "report": _report,
         "verify": _verify,
@@ -136,6 +154,15 @@ def _write_upgraded(old: Path) -> Path:
     new.write_text(text)
     print(*said, f"written: {new}", sep="\n")
     return new
+
+
+def _plan(arguments: argparse.Namespace, rest: list[str]) -> int:
+    from zero_recipes import calm
+
+    calm.quieten()
+    from zero_recipes.plan import command
+
+    return command.run(arguments, rest)
 
 
 def _sweep(arguments: argparse.Namespace, rest: list[str]) -> int:

@@ -35,8 +35,15 @@ MOST_WARMUP_STEPS = 5
 class StageMetricsCallback(TrainerCallback):
     """Collects the metrics of one training run; `write` puts them into output_dir/metrics.json on rank 0."""
 
-    def __init__(self, run: Run, training_args, model: torch.nn.Module, clock: PhaseClock):
-        self.strategy, self.device, self.clock = run.strategy, run.device, clock
+    def __init__(
+        self,
+        run: Run,
+        training_args,
+        model: torch.nn.Module,
+        clock: PhaseClock,
+        predicted: dict[str, Any] | None = None,  # zero_recipes/plan/before_run.py
+    ):
+        self.strategy, self.device, self.clock, self.predicted = run.strategy, run.device, clock, predicted
         self.identity = identity(run, training_args, model)
         self.trainer: MeasuredSFTTrainer | None = None
         self.phases = MemoryPhases(run.device)
@@ -194,7 +201,7 @@ class StageMetricsCallback(TrainerCallback):
             "resumed_at": self.resumed_at,
             "grad_norm_history": self.grad_norms,
             "eval_history": self.evaluations,
-            "predicted": None,
+            "predicted": self.predicted,
             "versions": machine.versions(),
             "hardware": machine.hardware(self.device),
         }

@@ -82,7 +82,7 @@ def refuse_other_keys(config: PretrainedConfig, model_args, training_args, ours)
     """
     if ours.random_weights or _quantization(model_args, config) is not None:  # load_model asks the load itself
         return
-    with _without_zero_init():
+    with without_zero_init():
         _, report = _from_pretrained(config, model_args, training_args, _keywords(model_args, training_args), "meta")
     _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
 
@@ -173,8 +173,8 @@ def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
 
 
 @contextlib.contextmanager
-def _without_zero_init() -> Iterator[None]:
-    """Under ZeRO stage 3 from_pretrained is a collective load through zero.Init; here it is neither."""
+def without_zero_init() -> Iterator[None]:
+    """Under ZeRO stage 3 from_pretrained and from_config are collective, through zero.Init; here they are neither."""
     from transformers.integrations import deepspeed
 
     kept = deepspeed._hf_deepspeed_config_weak_ref

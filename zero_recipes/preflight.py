@@ -22,6 +22,7 @@ from zero_recipes.checks.versions import installed_versions, version_findings
 from zero_recipes.fit import fit_findings
 from zero_recipes.host import Host
 from zero_recipes.model import load_config, refuse_missing_attention
+from zero_recipes.plan.before_run import rehearsed
 from zero_recipes.recipe import RecipeFile
 from zero_recipes.refusal import Finding, Refusal
 from zero_recipes.resuming import checkpoint_to_resume
@@ -73,6 +74,8 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     if run is not None:
         elsewhere = device == "cpu" and not asks_for_cpu
         findings += machine_findings(run, environment, Host(), rehearsal and ("elsewhere" if elsewhere else "here"))
+        if rehearsal:
+            findings += rehearsed(run, environment)  # a run plans itself, once for all its ranks
     return run, findings
 
 

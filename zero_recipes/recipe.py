@@ -76,6 +76,17 @@ class RecipeArguments:
         default=False,
         metadata={"help": "Delete what an earlier run left in output_dir. Without it such a folder is refused."},
     )
+    predict: bool = field(
+        default=False,
+        metadata={
+            "help": "On CPUs too, plan the run before it starts: `predicted` in metrics.json. On a GPU it is always "
+            "planned."
+        },
+    )
+    skip_plan: bool = field(
+        default=False,
+        metadata={"help": "Start on a GPU without a plan, also where the plan would say that the run does not fit."},
+    )
 
 
 @dataclass

@@ -18,6 +18,7 @@ SHOWN_SAMPLES = 12
 ALT = {
     "staircase": "Bars: bytes of parameters, gradients and optimizer on one rank, for each strategy",
     "throughput": "Bars: tokens per second of each strategy",
+    "plan": "Bars: planned memory of each strategy by parts, beside the measured peak, and the GPU's memory",
     "loss": "Lines: training loss of each strategy, and its distance to the baseline",
 }
 
@@ -146,18 +147,25 @@ def _phases(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _predicted(runs: Sequence[Run]) -> dict[str, Any]:
-    """The plan's peak beside the measured one, for runs that were planned."""
+    """What was planned beside what was measured: states with states, allocated peak with allocated peak."""
     lines = []
     for run in runs:
-        expected, measured = (run.predicted or {}).get("peak_memory_bytes"), rows.peak_allocated(run)
-        if isinstance(expected, int):
-            error = units.percent(expected / measured - 1) if measured else ""
-            lines.append([run.label, units.size(expected), units.size(measured), error])
+        rank = rows.largest_rank(run)
+        states = rows.planned_states(run), rows.state_total(rank) if rank else None
+        peaks = rows.planned_peak(run), rows.peak_allocated(run)
+        if states[0] is not None or peaks[0] is not None:
+            source = str((run.predicted or {}).get("source", ""))
+            lines.append([run.label, source, *_beside(*states), *_beside(*peaks)])
     return {
-        "title": "Planned peak memory",
-        "headers": ["run", "planned", "measured", "planned - measured"],
+        "title": "Planned and measured memory",
+        "headers": ["run", "planned by", "states planned", "measured", "apart", "peak planned", "measured", "apart"],
         "rows": lines,
     }
+
+
+def _beside(planned: int | None, measured: int | None) -> tuple[str, str, str]:
+    apart = units.percent(planned / measured - 1) if planned is not None and measured else ""
+    return units.size(planned), units.size(measured), apart
 
 
 def _shared(title: str, runs: Sequence[Run], key: str) -> Iterable[dict[str, Any]]:

@@ -56,6 +56,19 @@ def peak_allocated(run: Run) -> int | None:
     return max((rank.allocated for rank in run.peak_memory_bytes or [] if rank and rank.allocated), default=None)
 
 
+def planned_states(run: Run) -> int | None:
+    """Bytes of the planned model states on the device that trains; None for a run that was not planned."""
+    planned = (run.predicted or {}).get("model_state_bytes") or {}
+    parts = [planned.get(part) for part in ("params", "grads", "optimizer")]
+    return sum(parts) if all(isinstance(part, int) for part in parts) else None
+
+
+def planned_peak(run: Run) -> int | None:
+    """Bytes allocated at the planned peak; None where no accelerator can be held against it."""
+    planned = (run.predicted or {}).get("peak_memory_bytes")
+    return planned if isinstance(planned, int) and run.device != "cpu" else None
+
+
 def peak_resident(run: Run) -> int | None:
     """Bytes of the largest process."""
     return max((rank.rss for rank in run.peak_memory_bytes or [] if rank and rank.rss), default=None)
@@ -114,7 +127,9 @@ def _row(run: Run, reference: Run | None) -> dict[str, Any]:
         "offloaded_bytes": (rank.offloaded_host or 0) + (rank.offloaded_disk or 0) if rank else None,
         "textbook_bytes": expected.total if expected else None,
         "state_over_textbook": total / expected.total if total is not None and expected else None,
+        "planned_state_bytes": planned_states(run),
         "peak_allocated_bytes": peak_allocated(run),
+        "planned_peak_bytes": planned_peak(run),
         "resident_bytes": peak_resident(run),
         "tokens_per_second": speed(run),
         "relative_speed": relative_speed(run, reference),

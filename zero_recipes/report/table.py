@@ -16,6 +16,7 @@ Row = dict[str, Any]
 NOTES = {
     "Model": "Model states: parameters, gradients and optimizer on the rank that holds most.",
     "Textbook": "Textbook: the ZeRO paper's formula for the model states.",
+    "Planned": "Planned: what zero-recipes plan said before the run, model states and allocated peak.",
     "Offloaded": "Offloaded: model states of that rank in host memory or on disk.",
     "Resident": "Resident: memory of the whole process, most of it imported libraries; no accelerator was measured.",
     "Tokens/s": "Tokens/s: without padding, over all ranks.",
@@ -45,8 +46,10 @@ def columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], list[Colum
         Column("Grads", lambda row: units.size(row["grads_bytes"])),
         Column("Optimizer", lambda row: units.size(row["optimizer_bytes"])),
         Column("Textbook", lambda row: units.size(row["textbook_bytes"])),
+        Column("Planned\nstates", lambda row: units.size(row["planned_state_bytes"])),
         Column("Offloaded", lambda row: units.size(row["offloaded_bytes"] or None)),
         _peak_column(rows),
+        Column("Planned\npeak", lambda row: units.size(row["planned_peak_bytes"])),
     ]
     speed = [
         Column("Tokens/s", lambda row: units.count(row["tokens_per_second"])),
@@ -69,7 +72,12 @@ def notes(rows: Sequence[Row]) -> list[str]:
 def print_table(rows: Sequence[Row], console: Console) -> None:
     """Print the rows; where the terminal is narrow, as several tables that each name the runs again."""
     named, memory, speed = columns(rows)
-    for group in _fitting(named, memory + speed, rows, console.width):
+    print_columns(named, memory + speed, rows, console)
+
+
+def print_columns(named: list[Column], others: list[Column], rows: Sequence[Row], console: Console) -> None:
+    """Any rows under any columns; each table begins with the `named` ones."""
+    for group in _fitting(named, others, rows, console.width):
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for column in group:
             justify = "left" if column in named else "right"
@@ -100,7 +108,12 @@ def _width(column: Column, rows: Sequence[Row]) -> int:
 def markdown_table(rows: Sequence[Row]) -> str:
     """The rows for a README, without the notes."""
     named, memory, speed = columns(rows)
-    chosen = named + memory + speed
+    return markdown_columns(named, memory + speed, rows)
+
+
+def markdown_columns(named: list[Column], others: list[Column], rows: Sequence[Row]) -> str:
+    """Any rows under any columns; all but the `named` ones are aligned to the right."""
+    chosen = named + others
     lines = [
         _markdown_line(column.header.replace("\n", " ") for column in chosen),
         _markdown_line("---" if index < len(named) else "---:" for index in range(len(chosen))),

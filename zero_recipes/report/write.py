@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from zero_recipes.plan import picture
 from zero_recipes.report import plots, rows, table
 from zero_recipes.report.judgement import Judgement, judge
 from zero_recipes.report.page import devices_note, render_page
@@ -23,7 +24,7 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     folder = Path(folder)
     runs = read_runs(folder)
     judgements = judge(runs)
-    pictures = plots.draw_comparison(runs, folder)
+    pictures = plots.draw_comparison(runs, folder) | _plan_picture(runs, folder)
     drawn = {run.folder.name: plots.draw_single(run, folder) for run in rows.single_runs(runs)}
     single_pictures = {name: path for name, path in drawn.items() if path}
     _write(folder / "report.json", _as_json(runs, judgements))
@@ -31,6 +32,17 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     page = _write(folder / "report.html", render_page(runs, judgements, pictures, single_pictures))
     print_report(runs, judgements, console or Console())
     return page
+
+
+def _plan_picture(runs: Sequence[Run], folder: Path) -> dict[str, Path]:
+    """plan.png: what was planned for the runs of the comparison, with the peaks that an accelerator measured."""
+    planned = [run for run in rows.comparison(runs) if rows.planned_peak(run) and "at_peak" in run.predicted]
+    if not planned:
+        return {}
+    bars = [picture.Bar(run.label, run.predicted, rows.peak_allocated(run)) for run in planned]
+    memory = [run.hardware["gpu_memory_bytes"] for run in planned if "gpu_memory_bytes" in (run.hardware or {})]
+    title, setting = "Planned memory, and the measured peak", rows.setting(planned)
+    return {"plan": picture.draw(bars, min(memory, default=None), title, setting, folder / "plan.png")}
 
 
 def print_report(runs: Sequence[Run], judgements: Sequence[Judgement], console: Console) -> None:

@@ -1,0 +1,177 @@
+"""Write docs/scenarios.md and benchmarks/results/scenarios.json: known models on known machines, planned.
+
+    python scripts/scenarios.py [--quick]    # plans all of them; --quick: by formulas
+    python scripts/scenarios.py --check      # exits 1 if the page is not what the JSON says
+
+Every scenario is the job of recipes/pythia.yaml (full fine-tuning in bf16, micro batches of 4 sequences of 512 tokens,
+no recomputation) with another model and other GPUs. No GPU is needed and nothing is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from zero_recipes.metrics import write_json  # noqa: E402
+from zero_recipes.plan import formulas, planning, predictor, question  # noqa: E402
+from zero_recipes.plan.advice import Predict, smallest_cure  # noqa: E402
+from zero_recipes.plan.hardware import Gpu, gpu_named, gpus  # noqa: E402
+from zero_recipes.plan.job import Job  # noqa: E402
+from zero_recipes.plan.recommendation import host_memory  # noqa: E402
+from zero_recipes.plan.verdict import judge  # noqa: E402
+from zero_recipes.report.units import parameters, size  # noqa: E402
+from zero_recipes.theory import model_state_bytes  # noqa: E402
+
+PAGE = ROOT / "docs" / "scenarios.md"
+RESULT = ROOT / "benchmarks" / "results" / "scenarios.json"
+RECIPE = Path("recipes/pythia.yaml")
+ENGINE_UP_TO = 100e9  # parameters; larger models are planned by formulas
+COUNTS = [2**exponent for exponent in range(14)]
+OFFLOAD = ("zero2_offload", "zero3_offload")
+
+
+class Scenario(NamedTuple):
+    """A model on a machine, and what is commonly said of it."""
+
+    model: str
+    count: int
+    gpu: str
+    said: str  # in a few words
+    strategy: str  # that is commonly named for it
+
+
+SCENARIOS = [
+    Scenario("EleutherAI/pythia-6.9b-deduped", 2, "h100-80gb", "stage 2 is the safe choice, 50 to 60 GB", "zero2"),
+    Scenario("EleutherAI/pythia-6.9b-deduped", 2, "b200-192gb", "every stage runs, stage 0 in 80 to 110 GB", "zero0"),
+    Scenario("EleutherAI/pythia-2.8b-deduped", 2, "a100-40gb", "the model for two 40 GB cards; ddp below 10B", "ddp"),
+    Scenario("meta-llama/Llama-2-7b-hf", 2, "a100-40gb", "ZeRO-2 or ZeRO-3", "zero3"),
+    Scenario("meta-llama/Llama-2-13b-hf", 2, "a100-80gb", "ZeRO-2, a tight fit", "zero2"),
+    Scenario("meta-llama/Llama-2-13b-hf", 8, "a100-40gb", "ZeRO-2", "zero2"),
+    Scenario("meta-llama/Llama-2-70b-hf", 8, "a100-80gb", "ZeRO-3", "zero3"),
+    Scenario("meta-llama/Llama-2-70b-hf", 64, "h100-80gb", "ZeRO-3", "zero3"),
+    Scenario("gpt3-175b", 4, "h100-80gb", "526 GB a GPU at stage 3 (8 bytes of optimizer counted)", "zero3"),
+    Scenario("gpt3-175b", 8, "h100-80gb", "263 GB a GPU at stage 3 (8 bytes of optimizer counted)", "zero3"),
+    Scenario("megatron-1t", 16, "h100-80gb", "20 GB of GPU, 400 GB of host memory, 2 TB of NVMe", "zero3_offload"),
+]
+INTRODUCTION = """# Known models on known machines
+
+Made by `python scripts/scenarios.py` from `benchmarks/results/scenarios.json`. Nothing here was measured: it is what
+`zero-recipes plan` says. Each row is the job of `recipes/pythia.yaml` (full fine-tuning in bf16 with Adam, micro
+batches of 4 sequences of 512 tokens, accumulation 2, no recomputation) with another model and other GPUs.
+
+- fits: up to the high end of the estimate; tight: only the low end; no: not even that.
+- Takes: allocated peak on one GPU under the strategy that is commonly named, of the memory that it has.
+- With offload: the milder of the two that fits, and the host memory that it takes.
+- Mildest change: to that strategy on the same GPUs, in the order of recomputation, smaller micro batches, higher stage,
+  offload, LoRA; more GPUs last.
+- Stage 3 from: the smallest power of two of these GPUs on which stage 3 fits, as the recipe stands / recomputing
+  activations.
+- By: the engine simulated, or textbook formulas, which leave out much and are 10 % and more off.
+"""
+
+
+def planned(scenario: Scenario, predict: Predict) -> dict[str, Any]:
+    """One scenario as JSON: verdict and need of each strategy, the mildest change, the smallest machine."""
+    recipe = question.read_recipe(RECIPE, ["--model_name_or_path", scenario.model])
+    config, gpu = question.model_config(recipe.values), gpu_named(scenario.gpu, gpus())
+    strategies = question.read_strategies(recipe, None)
+
+    def job(name: str, count: int = scenario.count) -> Job:
+        return question.job_of(recipe, config, name, strategies[name], count)
+
+    rows = {name: planning.make_row(job(name), gpu, predict, strategies, with_cure=False) for name in strategies}
+    claimed = rows[scenario.strategy]
+    psi = claimed.prediction["parameters"]
+    cure = None
+    if claimed.verdict.word != "fits":
+        cure = smallest_cure(claimed.job, gpu.memory_bytes, predict, strategies)
+    return {
+        **scenario._asdict(),
+        "source": claimed.prediction["source"],
+        "parameters": psi,
+        "gpu_memory_bytes": gpu.memory_bytes,
+        "strategies": {
+            name: {
+                "verdict": row.verdict.word,
+                "margin_bytes": row.verdict.margin,
+                "allocated_peak_bytes": row.prediction["allocated_peak_bytes"],
+                "reserved_bytes": row.prediction["reserved_bytes"],
+                "model_state_bytes": row.prediction["model_state_bytes"],
+                "host_bytes": row.prediction["host_bytes"],
+                "step_seconds": list(row.speed.step_seconds),
+            }
+            for name, row in rows.items()
+        },
+        "cure": cure
+        and {
+            "words": cure.words,
+            "host_memory": host_memory(cure.prediction),
+            "command": planning.launch_command(recipe, [], cure.job),
+        },
+        "stage_3_from": stage_3_from(lambda count: job("zero3", count), gpu, predict, psi),
+        "stage_3_recomputing_from": stage_3_from(lambda count: recomputing(job("zero3", count)), gpu, predict, psi),
+    }
+
+
+def recomputing(job: Job) -> Job:
+    return replace(job, values=dict(job.values) | {"activation_checkpointing": True})
+
+
+def stage_3_from(job: Callable[[int], Job], gpu: Gpu, predict: Predict, psi: int) -> int | None:
+    """The fewest GPUs, a power of two, on which stage 3 fits; counts that the states alone exceed are not tried."""
+    for count in COUNTS:
+        if model_state_bytes(psi, count, 3).total > gpu.memory_bytes:
+            continue
+        if judge(predict(job(count)), gpu.memory_bytes).word == "fits":
+            return count
+    return None
+
+
+def page(rows: list[dict[str, Any]]) -> str:
+    headers = ["Model", "GPUs", "Commonly said", "ddp", "zero0", "zero1", "zero2", "zero3", "Takes", "With offload"]
+    headers += ["Mildest change", "Stage 3 from", "By"]
+    lines = [headers, ["---"] * len(headers), *map(list, map(_cells, rows))]
+    return INTRODUCTION + "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cells(row: dict[str, Any]) -> Iterator[str]:
+    found, named = row["strategies"], row["strategies"][row["strategy"]]
+    yield f"{row['model'].rpartition('/')[2]} ({parameters(row['parameters'])})"
+    yield f"{row['count']} x {row['gpu']}"
+    yield row["said"]
+    for name in ("ddp", "zero0", "zero1", "zero2", "zero3"):
+        word = found[name]["verdict"]
+        yield f"**{word}**" if name == row["strategy"] else word
+    yield f"{size(named['allocated_peak_bytes'])} of {size(row['gpu_memory_bytes'])}"
+    fitting = [name for name in OFFLOAD if found[name]["verdict"] == "fits"]
+    yield f"{fitting[0]}: {host_memory(found[fitting[0]])}" if fitting else "no"
+    cure = row["cure"] or {"words": "none was found", "host_memory": ""}
+    yield "none needed" if named["verdict"] == "fits" else ", ".join(filter(None, (cure["words"], cure["host_memory"])))
+    counts = [row[key] for key in ("stage_3_from", "stage_3_recomputing_from")]
+    yield " / ".join(f"over {COUNTS[-1]}" if count is None else str(count) for count in counts)
+    yield row["source"]
+
+
+def main(arguments: list[str]) -> int:
+    if "--check" in arguments:
+        return int(PAGE.read_text() != page(json.loads(RESULT.read_text())["scenarios"]))
+    exact = predictor.for_command("--quick" in arguments)
+    rows = []
+    for scenario in SCENARIOS:
+        large = question.known_models()[scenario.model]["parameters"] > ENGINE_UP_TO
+        rows.append(planned(scenario, planning.remembered(formulas.predict if large else exact)))
+        print(" | ".join(_cells(rows[-1])), flush=True)
+    write_json(RESULT, {"measured": False, "recipe": str(RECIPE), "scenarios": rows})
+    PAGE.write_text(page(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
