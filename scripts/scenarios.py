@@ -162,7 +162,7 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
 def main(arguments: list[str]) -> int:
     if "--check" in arguments:
         return int(PAGE.read_text() != page(json.loads(RESULT.read_text())["scenarios"]))
-    exact = predictor.for_command("--quick" in arguments)
+    exact = predictor.of("--quick" in arguments)
     rows = []
     for scenario in SCENARIOS:
         large = question.known_models()[scenario.model]["parameters"] > ENGINE_UP_TO

@@ -34,34 +34,19 @@ def train_profiled(argv: list[str]) -> dict:
 
 
 def _peak(tree) -> int:
-    """Largest sum of what lives, after the mark. What was there before the profiler does not count.
+    """Largest sum of what lives after the mark; what was there before the profiler does not count.
 
-    By address: events of several threads can bear the same time, and a free then stand behind the allocation that has
-    taken its place.
+    torch's reporter keeps the sum itself (c10/core/CPUAllocator.cpp `ProfiledCPUMemoryReporter`), under a lock: events
+    of several threads need not be put in order.
     """
-    allocations, begin, stack = [], None, list(tree)
+    sums, begin, stack = [], None, list(tree)
     while stack:
         event = stack.pop()
         stack.extend(event.children)
         if event.tag == _EventType.Allocation:
             fields = event.extra_fields
-            allocations.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+            sums.append((event.start_time_ns, fields.total_allocated, fields.alloc_size))
         elif event.name == BEGIN:
             begin = event.start_time_ns
-    live: dict[int, int] = {}
-    late: list[tuple[int, int]] = []  # frees that are still to come, of places taken again
-    total = peak = 0
-    for time, address, size in sorted(allocations, key=lambda event: event[0]):
-        if size > 0:
-            if address in live:
-                late.append((address, live[address]))
-                total -= live[address]
-            live[address] = size
-            total += size
-        elif (address, -size) in late:
-            late.remove((address, -size))
-        elif address in live:
-            total -= live.pop(address)
-        if time >= begin:
-            peak = max(peak, total)
-    return peak
+    _, first, size = min(sums)
+    return max(total for time, total, _ in sums if time >= begin) - (first - size)

@@ -209,10 +209,13 @@ def test_nothing_is_predicted_twice():
     assert predict(job("zero2")) is not None and len(asked) == 2
 
 
-def test_without_the_simulation_the_command_says_so(capsys, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "zero_recipes.plan.simulation", None)
-    assert "--quick" in refused(capsys, RECIPE, "--gpus", "2", "--gpu", "h200")
-    assert predictor.for_command(quick=True) is formulas.predict
+def test_versions_that_the_simulation_does_not_know_are_answered_by_formulas(monkeypatch):
+    monkeypatch.setitem(simulation.KNOWN_VERSIONS, "torch", "1.0")
+    found = predictor.of()(job("zero2"))
+    assert found["source"] == "formulas" and "does not know torch" in found["notes"][0]
+    monkeypatch.undo()
+    assert predictor.of() is simulation.predict
+    assert predictor.of(quick=True)(job("zero2"))["source"] == "formulas"
 
 
 # speed and cost

@@ -37,7 +37,7 @@ def ask(monkeypatch):
             taken = need(job)
             return made_up(job, taken * GB, overhead=5 * GB) | {"source": source}
 
-        monkeypatch.setattr(predictor, "for_runs", lambda: predict)
+        monkeypatch.setattr(predictor, "of", lambda quick=False: predict)
         config = strategies()[strategy]
         stage = None if config is None else config["zero_optimization"]["stage"]
         own = recipe("pythia")

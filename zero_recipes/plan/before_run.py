@@ -66,7 +66,7 @@ def _work(run: Run, environment: Mapping[str, str]) -> dict[str, Any]:
 
     findings: list[Finding] = []
     try:
-        job, predict = job_of_run(run, environment), predictor.for_runs()
+        job, predict = job_of_run(run, environment), predictor.of()
         prediction = predict(job)
         said = f"plan          {size(prediction['allocated_peak_bytes'])} at the peak, by {_source(prediction)}"
         if run.device == "cuda" and not run.recipe.values["skip_plan"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from rich.console import Console
@@ -26,7 +26,9 @@ from zero_recipes.refusal import Refusal
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """The verb; `rest` overrides the recipe's keys. Returns 0. Raises Refusal for what cannot be planned."""
     question = read_question(arguments, rest)
-    with _watched(predictor.for_command(arguments.quick)) as predict:
+    if not arguments.quick:
+        _simulate(question)
+    with _watched(predictor.of(arguments.quick)) as predict:
         factor = None
         if arguments.calibrate:
             measured = read_measured(arguments.calibrate)
@@ -44,6 +46,22 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     else:
         writing.show(answer, Console())
     return 0
+
+
+def _simulate(question: Question) -> None:
+    """All strategies and counts side by side, with a bar; `_rows` then finds their answers kept."""
+    jobs = []
+    for count in question.counts:
+        with suppress(Refusal):  # `_rows` says it
+            jobs += [question.job(strategy, count) for strategy in question.strategies]
+    shown = Console(stderr=True)
+    with Progress(*Progress.get_default_columns(), console=shown, transient=True) as progress:
+        task = progress.add_task("simulating", total=len(jobs))
+
+        def done(job: Job) -> None:
+            progress.update(task, advance=1, description=f"simulated {job.strategy} on {job.world_size}")
+
+        predictor.prepare(jobs, done)
 
 
 def _rows(question: Question, predict: Predict, factor: float | None) -> tuple[list[Row], dict[int, str]]:

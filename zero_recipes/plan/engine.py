@@ -168,6 +168,8 @@ def simulate(job: Job, folder: str) -> dict:
     values |= {"output_dir": folder, "deepspeed": job.ds_config}
     recipe = recipes.Recipe(Path("plan.yaml"), values, {}, "")
     recipes.derive_accumulation(recipe, job.world_size)
+    accumulation = values["gradient_accumulation_steps"]
+    values["gradient_accumulation_steps"] = min(accumulation, 2)
     strategy = strategies.resolve(recipe, {"WORLD_SIZE": str(job.world_size)})
     _, training_args, model_args, _, _ = recipes.instances(recipe)
     _train_on(device, training_args)
@@ -179,11 +181,11 @@ def simulate(job: Job, folder: str) -> dict:
     host = LiveStorages("cpu")
     observed = Observed(tracker, host) if on_gpu else Observed(tracker)
     with FakeTensorMode(allow_non_fake_inputs=True), observed:
-        watch = Watch(strategy, observed, tracker, host)
+        watch = Watch(strategy, observed, tracker, host, accumulation)
         trainer = _trainer(job, strategy, training_args, model_args, watch)
         trainer.train()
     found = watch.found() | {"imports": imports}
-    found["gradient_accumulation_steps"] = training_args.gradient_accumulation_steps
+    found["gradient_accumulation_steps"] = accumulation
     found["reserved_peak_bytes"] = reserved_peak(tracker.events, TRAINING[0]) if on_gpu else 0
     return found
 

@@ -7,6 +7,11 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+# Keys of a recipe that no prediction depends on.
+NOT_ASKED = {"output_dir", "run_name", "overwrite", "predict", "skip_plan", "resume_from_checkpoint", "save_model"}
+NOT_ASKED |= {"max_steps", "num_train_epochs", "learning_rate", "warmup_steps", "seed", "data_seed", "allow_keys"}
+NOT_ASKED |= {"dataset_name", "sample_prompts", "sample_max_new_tokens", "logging_steps", "save_steps", "eval_steps"}
+
 PARTS = ("params", "grads", "optimizer", "activations", "buckets", "loss_head", "other")
 
 
@@ -30,7 +35,9 @@ class Job:
 
     def key(self, versions: dict[str, str]) -> str:
         """Name of the cached answer: everything that it depends on."""
-        return hashlib.sha256(json.dumps([asdict(self), versions], sort_keys=True, default=str).encode()).hexdigest()
+        asked = asdict(self)
+        asked["values"] = {key: value for key, value in asked["values"].items() if key not in NOT_ASKED}
+        return hashlib.sha256(json.dumps([asked, versions], sort_keys=True, default=str).encode()).hexdigest()
 
 
 # A prediction is a dict that JSON can hold. Bytes are bytes, of the rank that needs most (0 or world_size - 1):

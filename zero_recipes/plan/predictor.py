@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+from zero_recipes.plan import formulas
 from zero_recipes.plan.advice import Predict
-from zero_recipes.plan.cache import kept
-from zero_recipes.refusal import Refusal
+from zero_recipes.plan.job import Job, Prediction
 
 
-def for_command(quick: bool) -> Predict:
-    """Of `zero-recipes plan`: the simulation, with --quick the formulas. Raises Refusal where there is none."""
-    if quick:
-        from zero_recipes.plan.formulas import predict
+def of(quick: bool = False) -> Predict:
+    """The simulation; the formulas where they are asked for, or where libraries are newer than the simulation."""
+    from zero_recipes.plan import simulation
 
-        return predict
-    try:
-        from zero_recipes.plan.simulation import predict
-    except ModuleNotFoundError as error:
-        if error.name != "zero_recipes.plan.simulation":
-            raise
-        raise Refusal(
-            "the engine's simulation is not part of this version",
-            "There is no zero_recipes/plan/simulation.py.",
-            "Add --quick: the textbook formulas, in a second.",
-        ) from None
-    return kept(predict)
+    unknown = simulation.unknown_versions()
+    if not (quick or unknown):
+        return simulation.predict
 
-
-def for_runs() -> Predict:
-    """Of a run, before its model is loaded."""
-    from zero_recipes.plan.formulas import predict
+    def predict(job: Job) -> Prediction:
+        prediction = formulas.predict(job)
+        said = [] if quick else [f"By formulas: the simulation does not know {', '.join(unknown)}."]
+        return prediction | {"notes": [*said, *prediction["notes"]]}
 
     return predict
+
+
+def prepare(jobs: Sequence[Job], done: Callable[[Job], None]) -> None:
+    """Simulate these jobs side by side, so that `of()` finds their answers; `done` is told of each. Raises Refusal."""
+    from zero_recipes.plan import simulation
+
+    if not simulation.unknown_versions():
+        simulation.predict_all(jobs, done)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.checks.ds_config import precision_of
+from zero_recipes.plan import cache
 from zero_recipes.plan.job import Job, Prediction
 from zero_recipes.refusal import Refusal
 
@@ -41,7 +42,7 @@ def unknown_versions() -> list[str]:
 
 
 def predict(job: Job) -> Prediction:
-    """The prediction for one job; from the cache where it has been made with these versions."""
+    """The prediction for one job; from the cache where it has been made with these versions. Raises Refusal."""
     return predict_all([job])[0]
 
 
@@ -52,29 +53,16 @@ def predict_all(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: N
     """
     for job in jobs:
         _refuse_unknown(job)
-    wanted = {job_key(job): job for job in jobs}
-    found = {key: _cached(key) for key in wanted}
-    for key, answer in found.items():
-        if answer is not None:
-            done(wanted[key])
-    missing = {key: job for key, job in wanted.items() if found[key] is None}
+    found = [cache.find(job) for job in jobs]
+    missing = [index for index, prediction in enumerate(found) if prediction is None]
+    for index, job in enumerate(jobs):
+        if index not in missing:
+            done(job)
     if missing:
-        for key, answer in _simulate(missing, done).items():
-            found[key] = answer
-            _keep(key, answer)
-    return [found[job_key(job)] for job in jobs]
-
-
-def job_key(job: Job) -> str:
-    return job.key({name: version(name) for name in KNOWN_VERSIONS} | {"zero-recipes": _own_version()})
-
-
-def _own_version() -> str:
-    """Changes with the code of this folder: a cached answer is as good as the code that made it."""
-    import hashlib
-
-    here = Path(__file__).parent
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(here.glob("*.py")))).hexdigest()[:16]
+        for index, prediction in zip(missing, _simulate([jobs[index] for index in missing], done), strict=True):
+            found[index] = prediction
+            cache.keep(jobs[index], prediction)
+    return found
 
 
 def _refuse_unknown(job: Job) -> None:
@@ -94,43 +82,45 @@ def _refuse_unknown(job: Job) -> None:
         )
 
 
-def _simulate(jobs: dict[str, Job], done: Callable[[Job], None]) -> dict[str, Prediction]:
-    """One child imports the libraries and forks a process for each job and rank."""
+def _simulate(jobs: Sequence[Job], done: Callable[[Job], None]) -> list[Prediction]:
+    """All jobs of one device in one child, which imports the libraries once and forks for each job and rank."""
     with tempfile.TemporaryDirectory() as folder:
-        tasks = []
-        for key, job in jobs.items():
-            for rank in _ranks(job):
-                tasks.append({"job": asdict(job), "rank": rank, "answer": str(Path(folder, f"{key}.{rank}.json"))})
-        errors: dict[str, list[str]] = {}
-        kinds = sorted({job.device for job in jobs.values()})  # the pretended GPU is made before the fork
-        for device in kinds:
-            those = [task for task in tasks if task["job"]["device"] == device]
-            for answer, error in _engine(those, lambda path: _tell(path, jobs, folder, done)):
-                errors.setdefault(Path(answer).name.split(".")[0], []).append(error)
-        for key, said in errors.items():
-            raise Refusal(
-                f"{jobs[key].strategy} on {jobs[key].world_size} ranks cannot be simulated",
-                said[0],
-                "zero-recipes plan --quick answers by formulas.",
-            )
-        return {
-            key: _prediction(job, [json.loads(path.read_text()) for path in sorted(Path(folder).glob(f"{key}.*.json"))])
-            for key, job in jobs.items()
-        }
+        answers = [[Path(folder, f"{index}.{rank}.json") for rank in _ranks(job)] for index, job in enumerate(jobs)]
+
+        def told(answer: Path) -> None:
+            index = int(answer.name.split(".")[0])
+            if all(path.exists() for path in answers[index]):
+                done(jobs[index])
+
+        for device in sorted({job.device for job in jobs}):  # the device that stands for a GPU comes before the forks
+            tasks = [
+                {"job": asdict(job), "rank": rank, "answer": str(path)}
+                for job, paths in zip(jobs, answers, strict=True)
+                if job.device == device
+                for rank, path in zip(_ranks(job), paths, strict=True)
+            ]
+            for answer, error in _engine(tasks, told):
+                job = jobs[int(answer.name.split(".")[0])]
+                raise Refusal(
+                    f"{job.strategy} on {job.world_size} ranks cannot be simulated",
+                    error,
+                    "zero-recipes plan --quick answers by formulas.",
+                )
+        return [
+            _prediction(job, [json.loads(path.read_text()) for path in paths])
+            for job, paths in zip(jobs, answers, strict=True)
+        ]
 
 
 def _ranks(job: Job) -> list[int]:
-    """The first and the last, which hold most and least of what does not divide; one where nothing is sharded."""
-    return sorted({0, job.world_size - 1}) if job.zero_stage else [0]
+    """The first and the last at stages 1 and 2: their flat partitions cut other tensors, which are kept whole.
+
+    One where nothing is sharded, and at stage 3, where each tensor is cut into padded parts of one size.
+    """
+    return sorted({0, job.world_size - 1}) if job.zero_stage in (1, 2) else [0]
 
 
-def _tell(path: str, jobs: dict[str, Job], folder: str, done: Callable[[Job], None]) -> None:
-    key = Path(path).name.split(".")[0]
-    if len(list(Path(folder).glob(f"{key}.*.json"))) == len(_ranks(jobs[key])):
-        done(jobs[key])
-
-
-def _engine(tasks: list[dict], told: Callable[[str], None]) -> list[tuple[str, str]]:
+def _engine(tasks: list[dict], told: Callable[[Path], None]) -> list[tuple[Path, str]]:
     """Run the tasks; [(answer's path, what went wrong)] of those that failed."""
     child = subprocess.Popen(
         [sys.executable, "-m", "zero_recipes.plan.engine", str(AT_ONCE)],
@@ -138,7 +128,7 @@ def _engine(tasks: list[dict], told: Callable[[str], None]) -> list[tuple[str, s
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"},
+        env=_environment(),
     )
     noise: list[str] = []
     listener = threading.Thread(target=lambda: noise.extend(child.stderr), daemon=True)
@@ -151,15 +141,25 @@ def _engine(tasks: list[dict], told: Callable[[str], None]) -> list[tuple[str, s
             said = json.loads(line)
             ended.add(said["answer"])
             if said["error"]:
-                failed.append((said["answer"], said["error"]))
+                failed.append((Path(said["answer"]), said["error"]))
             else:
-                told(said["answer"])
+                told(Path(said["answer"]))
     child.wait()
     listener.join()
     for task in tasks:
         if task["answer"] not in ended:
-            failed.append((task["answer"], "".join(noise[-3:]).strip() or f"exit code {child.returncode}"))
+            failed.append((Path(task["answer"]), "".join(noise[-3:]).strip() or f"exit code {child.returncode}"))
     return failed
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what a launcher has put there; no GPU is touched."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_"))
+    }
+    return own | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
@@ -233,21 +233,3 @@ def _notes(job: Job) -> list[str]:
     if str(getattr(values["eval_strategy"], "value", values["eval_strategy"])) not in ("no", "False"):
         notes.append(f"Evaluation in batches of {values['per_device_eval_batch_size']} is not simulated.")
     return notes
-
-
-def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/zero-recipes/plan, by default in ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zero-recipes" / "plan"
-
-
-def _cached(key: str) -> Prediction | None:
-    path = cache_folder() / f"{key}.json"
-    return json.loads(path.read_text()) if path.is_file() else None
-
-
-def _keep(key: str, answer: Prediction) -> None:
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{key}.{os.getpid()}.part"
-    unfinished.write_text(json.dumps(answer))
-    os.replace(unfinished, folder / f"{key}.json")

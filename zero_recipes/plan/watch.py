@@ -31,13 +31,16 @@ class WatchedSFTTrainer(TokenWeightedSFTTrainer):
     def training_step(self, *arguments, **keywords):
         loss = super().training_step(*arguments, **keywords)
         self.watch.tracker.enter("between")
+        self.watch.end_micro_step()
         return loss
 
 
 class Watch(TrainerCallback):
     """Two steps: the first builds Adam's states, the second is read. Peaks are of both."""
 
-    def __init__(self, strategy, observed: Observed, tracker: LiveStorages, host: LiveStorages):
+    def __init__(self, strategy, observed: Observed, tracker: LiveStorages, host: LiveStorages, accumulation: int):
+        """`accumulation`: micro steps of a step in the recipe; at most two are simulated, others are as the first."""
+        self.accumulation, self.simulated = accumulation, min(accumulation, 2)
         self.strategy, self.observed = strategy, observed
         self.tracker, self.host = tracker, host
         self.trainer: WatchedSFTTrainer | None = None
@@ -86,6 +89,10 @@ class Watch(TrainerCallback):
 
         owner.step = named
 
+    def end_micro_step(self) -> None:
+        """What this micro step sent: those of a step differ, for only the last one steps."""
+        self.communication.end_step()
+
     def on_step_begin(self, args, state, control, **kwargs):
         if self.done == 1:
             self.probe.attach()
@@ -93,7 +100,6 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self.tracker.enter("between")
-        self.communication.end_step()
         if self.probe.attached:
             self.states = self.probe.detach()
         self.done += 1
@@ -124,6 +130,16 @@ class Watch(TrainerCallback):
             "memory_phases": self.bytes,
             "host_load": self.host_load,
             "host_training": max(self.host.peaks.values(), default=0),
-            "communication_bytes_per_step": self.communication.steps[-1] if self.communication.steps else {},
-            "flops_per_step": self.observed.flops,
+            "communication_bytes_per_step": self._communication(),
+            "flops_per_step": self.observed.flops // self.simulated * self.accumulation,
+        }
+
+    def _communication(self) -> dict[str, int]:
+        """Of one step: the last micro step, and as many of the others as the recipe has."""
+        *_, last = micro_steps = self.communication.steps or [{}]
+        if not self.strategy.is_deepspeed:
+            return last  # DistributedDataParallel reduces in the last micro step only
+        other = micro_steps[-2] if self.simulated > 1 else {}
+        return {
+            name: last.get(name, 0) + (self.accumulation - 1) * other.get(name, 0) for name in sorted({*last, *other})
         }
