@@ -26,6 +26,8 @@ ORDER = [
     "test_model_states",
     "test_metrics",
     "test_equality",
+    "test_infinity",
+    "test_plus_plus",
     "test_resume",
     "test_equivalence",
     "test_weighting",

@@ -22,7 +22,7 @@ from zero_recipes.checks.room import disk_findings, download_findings, memory_fi
 from zero_recipes.host import Host
 from zero_recipes.launch import Run
 from zero_recipes.refusal import Finding, Refusal, say_refused
-from zero_recipes.sizes import checkpoint_bytes, count_parameters, local_config
+from zero_recipes.sizes import checkpoint_bytes, local_config, parameter_sizes
 from zero_recipes.strategy import Strategy
 
 GB = 10**9
@@ -125,11 +125,11 @@ def test_host_memory_that_a_run_certainly_needs(values, tmp_path, run, needs):
 
 def test_parameters_are_counted_without_weights_and_tied_ones_once(values):
     config = local_config(values)
-    count = count_parameters(config, False)
+    count = sum(parameter_sizes(config, False))
     with_weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     assert count == with_weights
     assert local_config(values | {"model_name_or_path": "nobody/nothing"}) is None
-    assert count_parameters(SimpleNamespace(), False) is None
+    assert parameter_sizes(SimpleNamespace(), False) is None
 
 
 # disk

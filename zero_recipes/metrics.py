@@ -16,7 +16,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, TrainerCallback
 
-from zero_recipes import machine, model_states, reshard_load
+from zero_recipes import machine, model_states, nvme, reshard_load
 from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.clock import PhaseClock, StepClock
 from zero_recipes.communication import CommunicationCounter
@@ -35,8 +35,9 @@ MOST_WARMUP_STEPS = 5
 class StageMetricsCallback(TrainerCallback):
     """Collects the metrics of one training run; `write` puts them into output_dir/metrics.json on rank 0."""
 
-    def __init__(self, run: Run, training_args, model: torch.nn.Module, clock: PhaseClock):
+    def __init__(self, run: Run, training_args, model: torch.nn.Module, clock: PhaseClock, disks: list[dict]):
         self.strategy, self.device, self.clock = run.strategy, run.device, clock
+        self.disks, self.traffic = disks, nvme.Traffic()  # disks: nvme.swap_space's
         self.identity = identity(run, training_args, model)
         self.trainer: MeasuredSFTTrainer | None = None
         self.phases = MemoryPhases(run.device)
@@ -111,6 +112,7 @@ class StageMetricsCallback(TrainerCallback):
         self.probe = StateProbe(self.trainer, self.strategy, self.phases)
         self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy.world_size)
         self.communication.start()
+        self.traffic.start()
         self.steps.open()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -149,16 +151,18 @@ class StageMetricsCallback(TrainerCallback):
         losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64)
         tokens = torch.stack([_or_zeros(self.tokens), _or_zeros(self.tokens_timed)]).cpu()
         seconds = self.steps.seconds()
-        ranks = gather_object(
-            [{"peak": peak, "states": self.states, "losses": losses.cpu().tolist(), "tokens": tokens.tolist()}]
-        )
+        own = {"peak": peak, "states": self.states, "losses": losses.cpu().tolist(), "tokens": tokens.tolist()}
+        ranks = gather_object([own | {"traffic": self.traffic.per_step(self.done)}])
         if not seconds:  # a resumed run that had no step left
             return {"peak_memory_bytes": [rank["peak"] for rank in ranks]} | self.earlier
         summary = _summarise(ranks, seconds, min(self.warmup, len(seconds) - 1))
         if self.earlier:
             summary["loss_history"] = self.earlier["loss_history"] + summary["loss_history"]
             summary["tokens"] = {key: count + self.earlier["tokens"][key] for key, count in summary["tokens"].items()}
-        return summary | {"communication_bytes_per_step": self.communication.median()}
+        if self.disks:
+            summary["nvme"] = {"disks": self.disks, "bytes_per_step": [rank["traffic"] for rank in ranks]}
+        summary["communication_bytes_per_step"] = self.communication.median()
+        return summary | {"communication_bytes_between_nodes": self.communication.median_between_nodes()}
 
     def states_so_far(self) -> dict[str, int]:
         """Model-state bytes of this rank, for a run that fails: the largest seen, or those of this moment."""
@@ -175,9 +179,11 @@ class StageMetricsCallback(TrainerCallback):
             "memory_phases": self.phases.bytes if self.device == "cuda" else None,
             "model_state_bytes": None,
             "communication_bytes_per_step": None,
+            "communication_bytes_between_nodes": None,
             "tokens": None,
             "tokens_per_second": None,
             "step_seconds": None,
+            "nvme": None,
             "loss_history": [],
         } | self.summary
         document = {
@@ -186,8 +192,10 @@ class StageMetricsCallback(TrainerCallback):
             "error": error,
             **self.identity,
             **{key: measured[key] for key in ("peak_memory_bytes", "memory_phases", "model_state_bytes")},
-            **{key: measured[key] for key in ("communication_bytes_per_step", "tokens", "tokens_per_second")},
+            **{key: size for key, size in measured.items() if key.startswith("communication_bytes_")},
+            **{key: measured[key] for key in ("tokens", "tokens_per_second")},
             "step_seconds": measured["step_seconds"],
+            "nvme": measured["nvme"],
             "phase_seconds": {name: round(seconds, 3) for name, seconds in self.clock.seconds.items()},
             "loss_history": measured["loss_history"],
             "first_step": self.first_step,

@@ -32,8 +32,9 @@ def local_config(values: Mapping[str, Any]):
         return None  # the run says what is wrong with it (model.py)
 
 
-def count_parameters(config, trust_remote_code: bool) -> int | None:
-    """Ψ of the model that `config` describes, built without memory; None where its class cannot be built like that."""
+def parameter_sizes(config, trust_remote_code: bool) -> list[int] | None:
+    """Elements of each tensor of the model that `config` describes, built without memory; None where its class cannot
+    be built like that."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -42,7 +43,7 @@ def count_parameters(config, trust_remote_code: bool) -> int | None:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception:  # a model's own code may raise anything; the run itself will say it with its traceback
         return None
-    return sum(p.numel() for p in model.parameters())
+    return [p.numel() for p in model.parameters()]
 
 
 def load_bytes_per_parameter(values: Mapping[str, Any], config) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_recipes.auto import fill_own_autos
 from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.checks.ds_shape import shape_findings
 from zero_recipes.recipe import Recipe
@@ -19,7 +20,7 @@ from zero_recipes.refusal import Refusal
 class Strategy:
     """How one run is spread over its processes."""
 
-    name: str  # "single", "ddp", "zero0" ... "zero3", with "_offload" where model states leave the device
+    name: str  # "single", "ddp", "zero0" ... "zero3", with what is added to the stage (name_of)
     zero_stage: int | None  # None without DeepSpeed
     world_size: int
     ds_config: dict[str, Any] | None  # as read, "auto" values included
@@ -86,6 +87,8 @@ def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Str
     findings = shape_findings(config, source)
     if findings:
         raise Refusal.of(findings)
+    name = name_of(config)
+    config = fill_own_autos(config, recipe.values, world_size, env)
     recipe.values["deepspeed"] = recipe.given["deepspeed"] = config
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
@@ -93,9 +96,19 @@ def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Str
     offload_param = (zero.get("offload_param") or {}).get("device")
     offload_optimizer = None if offload_optimizer == "none" else offload_optimizer
     offload_param = None if offload_param == "none" else offload_param
-    name = f"zero{stage}" + ("_offload" if offload_optimizer or offload_param else "")
     _refuse_unsaved(recipe, stage, zero, source)
     return Strategy(name, stage, world_size, config, source, offload_optimizer, offload_param)
+
+
+def name_of(config: Mapping[str, Any]) -> str:
+    """ "zero0" ... "zero3", then "_infinity" where states lie on NVMe, "_offload" where they lie in host memory, and
+    ZeRO++'s parts: "_hpz", "_qwz", "_qgz", for all three "_plus_plus"."""
+    zero = config.get("zero_optimization", {})
+    devices = {(zero.get(key) or {}).get("device") for key in ("offload_optimizer", "offload_param")}
+    offloads = "_infinity" if "nvme" in devices else "_offload" if "cpu" in devices else ""
+    parts = ["_hpz"] if zero.get("zero_hpz_partition_size", 1) != 1 else []
+    parts += [f"_q{kind[0]}z" for kind in ("weights", "gradients") if zero.get(f"zero_quantized_{kind}")]
+    return f"zero{zero.get('stage', 0)}{offloads}" + ("_plus_plus" if len(parts) == 3 else "".join(parts))
 
 
 def read_ds_config(named: str | Path | dict[str, Any]) -> dict[str, Any]:
