@@ -214,7 +214,7 @@ def test_the_largest_rank_and_the_fullest_accelerator_are_shown(tmp_path):
     peaks = [{"allocated": 5, "reserved": 9, "rss": 90}, {"allocated": 8, "reserved": 9, "rss": 70}]
     save(tmp_path / "zero1", metrics("zero1", model_state_bytes=[small, large], peak_memory_bytes=peaks))
     (row,) = rows.table_rows(read_runs(tmp_path))
-    assert (row["state_bytes"], row["offloaded_bytes"]) == (33, 8)
+    assert (row["state_bytes"], row["host_bytes"], row["disk_bytes"]) == (33, 7, 1)
     assert (row["peak_allocated_bytes"], row["resident_bytes"]) == (8, 90)
 
 

@@ -16,6 +16,7 @@ ORDER = ("ddp", "zero0", "zero1", "zero2", "zero3")
 
 # What an "ok" row may lack: an accelerator, a stage (ddp), phases, a plan, and of course a failure.
 NULLABLE = {"error", "zero_stage", "max_length", "allocated", "reserved", "memory_phases", "predicted", "failure"}
+NULLABLE |= {"communication_bytes_between_nodes", "nvme"}  # rows of earlier versions; nothing on NVMe
 
 
 Part = TypeVar("Part", bound=BaseModel)
@@ -127,9 +128,11 @@ class Run(_Part):
     memory_phases: dict[str, int | None] | None = None
     model_state_bytes: list[RankState | None] | None = None
     communication_bytes_per_step: dict[str, int] | None = None
+    communication_bytes_between_nodes: dict[str, int] | None = None
     tokens: Tokens | None = None
     tokens_per_second: Tokens | None = None
     step_seconds: StepSeconds | None = None
+    nvme: dict[str, Any] | None = None
     phase_seconds: dict[str, float | None] | None = None
     loss_history: list[Measured] | None = None
     grad_norm_history: list[Measured] | None = None
