@@ -13,16 +13,17 @@ Terms = dict[str, float]
 
 def volume_terms(zero_stage: int, accumulation: int, multi_rank_buckets: bool = True, kept: bool = True) -> Terms:
     """{what: units of Φ}. `accumulation`: micro steps; `multi_rank_buckets`: zero_optimization's
-    use_multi_rank_bucket_allreduce; `kept`: whether stage 3 keeps the parameters gathered until the optimizer's step,
-    as it does with models below stage3_max_live_parameters and stage3_max_reuse_distance (1e9 elements each).
+    use_multi_rank_bucket_allreduce; `kept`: whether stage 3 keeps the parameters gathered from forward to backward, as
+    it does from the second step on with models below stage3_max_live_parameters and stage3_max_reuse_distance (1e9
+    elements each; partitioned_param_coordinator.py, __params_to_release).
     """
     if zero_stage == 0:
         return {"all-reduce of the gradients": 2.0}
     if zero_stage == 3:
-        gathers = 1.0 if kept else 2.0 * accumulation
+        gathers = "gather of the parameters" if kept else "gathers of the parameters in forward and in backward"
         return {
-            "gather of the parameters" + ("" if kept else ", forward and backward"): gathers,
-            "reduce-scatter at every micro step": 1.0 * accumulation,
+            f"{gathers} at every micro step": (1.0 if kept else 2.0) * accumulation,
+            "reduce-scatter of the gradients at every micro step": 1.0 * accumulation,
         }
     times = accumulation if zero_stage == 2 else 1
     # stage_1_and_2.py, average_tensor: one all-reduce of the bucket for all ranks, or a reduce to each owner

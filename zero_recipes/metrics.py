@@ -20,6 +20,7 @@ from zero_recipes import machine, model_states, nvme, reshard_load
 from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.clock import PhaseClock, StepClock
 from zero_recipes.communication import CommunicationCounter
+from zero_recipes.engine_seconds import EngineSeconds
 from zero_recipes.faults import load_weights_by_class
 from zero_recipes.launch import Run
 from zero_recipes.model import parameter_counts
@@ -51,6 +52,7 @@ class StageMetricsCallback(TrainerCallback):
         self.states = dict.fromkeys((*model_states.PARTS, "offloaded_host", "offloaded_disk"), 0)
         self.probe: StateProbe | None = None
         self.communication: CommunicationCounter | None = None
+        self.engine_seconds: EngineSeconds | None = None
         self.warmup = 0
         self.done = 0
         self.summary: dict[str, Any] = {}
@@ -112,6 +114,7 @@ class StageMetricsCallback(TrainerCallback):
         self.probe = StateProbe(self.trainer, self.strategy, self.phases)
         self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy.world_size)
         self.communication.start()
+        self.engine_seconds = EngineSeconds(self.trainer.model_wrapped)
         self.traffic.start()
         self.steps.open()
 
@@ -161,6 +164,7 @@ class StageMetricsCallback(TrainerCallback):
             summary["tokens"] = {key: count + self.earlier["tokens"][key] for key, count in summary["tokens"].items()}
         if self.disks:
             summary["nvme"] = {"disks": self.disks, "bytes_per_step": [rank["traffic"] for rank in ranks]}
+        summary["engine_seconds"] = self.engine_seconds.median(self.warmup)
         summary["communication_bytes_per_step"] = self.communication.median()
         return summary | {"communication_bytes_between_nodes": self.communication.median_between_nodes()}
 
@@ -177,12 +181,14 @@ class StageMetricsCallback(TrainerCallback):
         measured = {
             "peak_memory_bytes": None,
             "memory_phases": self.phases.bytes if self.device == "cuda" else None,
+            "host_memory_phases": self.phases.host_bytes,
             "model_state_bytes": None,
             "communication_bytes_per_step": None,
             "communication_bytes_between_nodes": None,
             "tokens": None,
             "tokens_per_second": None,
             "step_seconds": None,
+            "engine_seconds": None,
             "nvme": None,
             "loss_history": [],
         } | self.summary
@@ -191,10 +197,12 @@ class StageMetricsCallback(TrainerCallback):
             "status": status,
             "error": error,
             **self.identity,
-            **{key: measured[key] for key in ("peak_memory_bytes", "memory_phases", "model_state_bytes")},
+            **{key: measured[key] for key in ("peak_memory_bytes", "memory_phases", "host_memory_phases")},
+            "model_state_bytes": measured["model_state_bytes"],
             **{key: size for key, size in measured.items() if key.startswith("communication_bytes_")},
             **{key: measured[key] for key in ("tokens", "tokens_per_second")},
             "step_seconds": measured["step_seconds"],
+            "engine_seconds": measured["engine_seconds"],
             "nvme": measured["nvme"],
             "phase_seconds": {name: round(seconds, 3) for name, seconds in self.clock.seconds.items()},
             "loss_history": measured["loss_history"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import psutil
 import torch
 from trl import SFTTrainer
 
@@ -10,15 +11,18 @@ from zero_recipes.strategy import Strategy
 
 
 class MemoryPhases:
-    """Allocated bytes on the accelerator after each phase of the first steps."""
+    """Bytes after each phase of the first steps: allocated on the accelerator, resident on the host."""
 
     def __init__(self, device: str):
         self.on_cuda = device == "cuda"
         self.bytes: dict[str, int] = {}
+        self.host_bytes: dict[str, int] = {}
+        self.process = psutil.Process()
 
     def record(self, name: str) -> None:
         if self.on_cuda:
             self.bytes[name] = torch.cuda.memory_allocated()
+        self.host_bytes[name] = self.process.memory_info().rss
 
 
 class StateProbe:

@@ -33,7 +33,7 @@ class Strategy:
         return self.ds_config is not None
 
     def described(self, device: str, training_args) -> list[str]:
-        """What is in force, in five lines."""
+        """What is in force, in seven lines."""
         args = training_args
         sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.world_size
         tokens = "" if args.max_length is None else f", at most {sequences * args.max_length:,} tokens"
@@ -47,7 +47,26 @@ class Strategy:
             f"{args.gradient_accumulation_steps} accumulation x {self.world_size} processes)",
             f"precision     {precision_of(vars(args))}",
             f"offloaded     {', '.join(offloaded) or 'nothing'}",
+            f"optimizer     {self._from_ds_config('optimizer') or self._recipes_optimizer(args)}",
+            f"schedule      {self._from_ds_config('scheduler') or self._recipes_schedule(args)}",
         ]
+
+    def _from_ds_config(self, block: str) -> str | None:
+        """What the ds_config's block makes, which then counts instead of the recipe's keys."""
+        named = (self.ds_config or {}).get(block)
+        if named is None:
+            return None
+        warmup = f", {named.get('params', {}).get('warmup_type', 'log')} warm-up" if block == "scheduler" else ""
+        return f"{named['type']}{warmup} (the ds_config's {block} block; the recipe's keys do not count)"
+
+    def _recipes_optimizer(self, args) -> str:
+        name = getattr(args.optim, "value", args.optim)
+        # accelerate 1.15, utils/deepspeed.py, map_pytorch_optim_to_deepspeed
+        on_cpu = self.offload_optimizer and self.ds_config.get("zero_force_ds_cpu_optimizer", True)
+        return f"{name}, as DeepSpeedCPU{'Adagrad' if name == 'adagrad' else 'Adam'}" if on_cpu else str(name)
+
+    def _recipes_schedule(self, args) -> str:
+        return f"{getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}, linear warm-up"
 
 
 def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Strategy:

@@ -16,7 +16,8 @@ ORDER = ("ddp", "zero0", "zero1", "zero2", "zero3")
 
 # What an "ok" row may lack: an accelerator, a stage (ddp), phases, a plan, and of course a failure.
 NULLABLE = {"error", "zero_stage", "max_length", "allocated", "reserved", "memory_phases", "predicted", "failure"}
-NULLABLE |= {"communication_bytes_between_nodes", "nvme"}  # rows of earlier versions; nothing on NVMe
+# rows of earlier versions lack them; nothing on NVMe; no wall_clock_breakdown
+NULLABLE |= {"communication_bytes_between_nodes", "host_memory_phases", "nvme", "engine_seconds"}
 
 
 Part = TypeVar("Part", bound=BaseModel)
@@ -126,6 +127,7 @@ class Run(_Part):
     max_length: int | None = None
     peak_memory_bytes: list[PeakMemory | None] | None = None
     memory_phases: dict[str, int | None] | None = None
+    host_memory_phases: dict[str, int] | None = None
     model_state_bytes: list[RankState | None] | None = None
     communication_bytes_per_step: dict[str, int] | None = None
     communication_bytes_between_nodes: dict[str, int] | None = None
@@ -133,6 +135,7 @@ class Run(_Part):
     tokens_per_second: Tokens | None = None
     step_seconds: StepSeconds | None = None
     nvme: dict[str, Any] | None = None
+    engine_seconds: dict[str, float] | None = None
     phase_seconds: dict[str, float | None] | None = None
     loss_history: list[Measured] | None = None
     grad_norm_history: list[Measured] | None = None
