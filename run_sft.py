@@ -70,7 +70,7 @@ def train_on(run, disks: list[dict]):
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from trl import get_peft_config
 
-    from zero_recipes import generation, metrics, nvme, saving
+    from zero_recipes import generation, host_device, metrics, nvme, saving
     from zero_recipes.checkpoints import clear_earlier_run
     from zero_recipes.clock import PhaseClock
     from zero_recipes.data import load_tokenizer
@@ -100,10 +100,11 @@ def train_on(run, disks: list[dict]):
         refuse_other_data(checkpoint, prepared.data_sha256)
 
         # nothing is refused from here on; what stands in the folder may be touched
+        link = host_device.measured(run.strategy, run.device)
         if main_process:
             clear_earlier_run(output_dir, ours.overwrite)
-            header = run.strategy.described(run.device, training_args) + nvme.described(disks)
-            header.append(str(prepared.audit))
+            header = run.strategy.described(run.device, training_args)
+            header += [*nvme.described(disks), *host_device.described(link), str(prepared.audit)]
             print(*header, *prepared.findings, sep="\n", flush=True)
             ds_config = resolved_ds_config(run, prepared.rows) if run.strategy.is_deepspeed else None
             recipes.write_resolved(recipe, output_dir / "recipe.resolved.yaml", header, ds_config)
@@ -113,7 +114,7 @@ def train_on(run, disks: list[dict]):
         with clock.phase("model"):
             model = load_model(config, model_args, training_args, ours)
 
-        stage_metrics = metrics.StageMetricsCallback(run, training_args, model, clock, disks)
+        stage_metrics = metrics.StageMetricsCallback(run, training_args, model, clock, disks, link)
         before = generation.AnswersBeforeTraining(samples, ours.sample_max_new_tokens, clock)
         with clock.phase("data"):
             trainer = metrics.MeasuredSFTTrainer(

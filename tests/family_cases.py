@@ -99,3 +99,20 @@ def quantized_means() -> dict[str, float]:
                 gap = (got.float().view(-1) - wanted).norm() / wanted.norm()
                 found[f"{str(dtype).removeprefix('torch.')} {name}"] = gap.nan_to_num(9e9).item()
     return found
+
+
+def refusal_on_two_nodes(argv: list[str], checked: bool = True) -> str:
+    """What `train_on_two_nodes` is refused for; with the sizes unchecked, what it ends with."""
+    from contextlib import nullcontext
+    from unittest import mock
+
+    from zero_recipes.checks import this_machine
+    from zero_recipes.refusal import Refusal
+
+    off = nullcontext() if checked else mock.patch.object(this_machine, "quantised_findings", lambda *_: [])
+    try:
+        with off:
+            train_on_two_nodes(argv)
+        return "no error"
+    except (Refusal, AssertionError) as error:
+        return error.what if isinstance(error, Refusal) else str(error)

@@ -45,6 +45,13 @@ def test_hpz_has_the_losses_of_stage_3_from_groups_of_its_own(runs):
     assert runs["zero3"]["hpz_groups"] == [[1, 4]] and runs["zero3_hpz"]["hpz_groups"] == [[2, 2]]
 
 
+def test_hpz_costs_a_copy_of_the_weights_in_each_node(runs):
+    """2Ψ divided by the processes of a node, beside the 2Ψ divided by all."""
+    plain, copied = (runs[name]["metrics"] for name in ("zero3", "zero3_hpz"))
+    more = copied["model_state_bytes"][0]["params"] - plain["model_state_bytes"][0]["params"]
+    assert more == pytest.approx(2 * plain["parameters"] / 2, rel=0.02)
+
+
 @pytest.mark.parametrize("strategy", ["zero3_qwz", "zero3_qgz", "zero3_plus_plus"])
 def test_quantised_losses_stay_within_the_bound(runs, strategy):
     plain, quantised = losses(runs, "zero3"), losses(runs, strategy)
@@ -67,6 +74,21 @@ def test_what_crosses_between_nodes_is_what_the_paper_says(runs, strategy):
     parts = PLUS_PLUS.get(strategy, {"hpz": False, "qwz": False, "qgz": False})
     paper = plus_plus_units(**parts)
     assert paper_volume(metrics["communication_bytes_between_nodes"]) / phi == pytest.approx(paper, rel=0.08)
+
+
+def test_sizes_that_do_not_divide_stop_the_quantiser(four, tmp_path):
+    """tests/tiny.py's usual model: refused by name, and with the check off DeepSpeed stops as the finding says."""
+    argv = [
+        str(write_recipe(tmp_path)),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--deepspeed",
+        "ds_configs/zero3_qwz.json",
+    ]
+    (said, *_) = four.run("family_cases.refusal_on_two_nodes", argv=argv)
+    assert "no multiple of 8: 101" in said
+    unchecked = four.run("family_cases.refusal_on_two_nodes", argv=argv, checked=False)
+    assert all("number of weights be a multiple of 8" in one for one in unchecked)
 
 
 def test_one_node_sends_nothing_between_nodes(two, tmp_path):

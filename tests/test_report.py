@@ -352,6 +352,7 @@ def test_communication_is_set_beside_the_paper(tmp_path):
     judgement = verdict(sweep(tmp_path / "real"), "bytes as the paper")
     assert judgement.verdict == "no"
     assert "zero1 3.00Φ (paper 2), zero2 3.00Φ (paper 2), zero3 3.00Φ (paper 3)" in judgement.measured
+    assert "zero1: 2Φ (all-reduce of the gradients at the last micro step) + 1Φ (gather" in judgement.measured
     sharded = {"communication_bytes_per_step": {"reduce_scatter": 2_000_000, "all_gather": 2_000_000}}
     assert (
         verdict(sweep(tmp_path / "paper", {"zero1": sharded, "zero2": sharded}), "bytes as the paper").verdict == "yes"

@@ -31,8 +31,9 @@ def fill_own_autos(
     for block in (zero[key] for key in ON_NVME if isinstance(zero.get(key), dict)):
         if block.get("nvme_path") == "auto" and path:
             block["nvme_path"] = path
-        if block.get("buffer_size") == "auto":
-            block["buffer_size"] = largest_partition(values, world_size) or "auto"
+    swapped = zero.get("offload_param")
+    if isinstance(swapped, dict) and swapped.get("buffer_size") == "auto":
+        swapped["buffer_size"] = largest_partition(values, world_size) or "auto"
     return filled
 
 

@@ -112,7 +112,8 @@ def _bytes_of(tensors: torch.Tensor | list[torch.Tensor]) -> int:
 
 def _median(steps: list[Bytes]) -> Bytes:
     names = sorted({name for step in steps for name in step})
-    return {name: int(statistics.median(step.get(name, 0) for step in steps)) for name in names}
+    medians = {name: int(statistics.median(step.get(name, 0) for step in steps)) for name in names}
+    return {name: size for name, size in medians.items() if size}
 
 
 def ddp_bucket_bytes(model: Any) -> int:

@@ -36,9 +36,10 @@ MOST_WARMUP_STEPS = 5
 class StageMetricsCallback(TrainerCallback):
     """Collects the metrics of one training run; `write` puts them into output_dir/metrics.json on rank 0."""
 
-    def __init__(self, run: Run, training_args, model: torch.nn.Module, clock: PhaseClock, disks: list[dict]):
+    def __init__(self, run: Run, training_args, model: torch.nn.Module, clock: PhaseClock, disks: list, link=None):
         self.strategy, self.device, self.clock = run.strategy, run.device, clock
         self.disks, self.traffic = disks, nvme.Traffic()  # disks: nvme.swap_space's
+        self.link = link  # host_device.measured's
         self.identity = identity(run, training_args, model)
         self.trainer: MeasuredSFTTrainer | None = None
         self.phases = MemoryPhases(run.device)
@@ -115,7 +116,8 @@ class StageMetricsCallback(TrainerCallback):
         self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy.world_size)
         self.communication.start()
         self.engine_seconds = EngineSeconds(self.trainer.model_wrapped)
-        self.traffic.start()
+        if self.disks:
+            self.traffic.start()
         self.steps.open()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -155,7 +157,7 @@ class StageMetricsCallback(TrainerCallback):
         tokens = torch.stack([_or_zeros(self.tokens), _or_zeros(self.tokens_timed)]).cpu()
         seconds = self.steps.seconds()
         own = {"peak": peak, "states": self.states, "losses": losses.cpu().tolist(), "tokens": tokens.tolist()}
-        ranks = gather_object([own | {"traffic": self.traffic.per_step(self.done)}])
+        ranks = gather_object([own | {"traffic": self.traffic.per_step(self.done) if self.disks else None}])
         if not seconds:  # a resumed run that had no step left
             return {"peak_memory_bytes": [rank["peak"] for rank in ranks]} | self.earlier
         summary = _summarise(ranks, seconds, min(self.warmup, len(seconds) - 1))
@@ -204,6 +206,7 @@ class StageMetricsCallback(TrainerCallback):
             "step_seconds": measured["step_seconds"],
             "engine_seconds": measured["engine_seconds"],
             "nvme": measured["nvme"],
+            "host_device_bytes_per_second": self.link,
             "phase_seconds": {name: round(seconds, 3) for name, seconds in self.clock.seconds.items()},
             "loss_history": measured["loss_history"],
             "first_step": self.first_step,

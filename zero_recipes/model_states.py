@@ -50,9 +50,11 @@ def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def _params(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
-    """Stages 1 and 2: the flat 16-bit groups, padding included; stage 3: this rank's partition (`ds_tensor`)."""
+    """Stages 1 and 2: the flat 16-bit groups, padding included; stage 3: this rank's partition (`ds_tensor`), and its
+    part of the machine's copy under hpZ (`ds_secondary_tensor`)."""
     for p in model.parameters():
         yield p.ds_tensor if hasattr(p, "ds_tensor") else p.data
+        yield from _flatten(getattr(p, "ds_secondary_tensor", None))
     yield from _flatten(getattr(optimizer, "bit16_groups_flat", None))
 
 

@@ -14,7 +14,7 @@ from zero_recipes.launch import Run
 from zero_recipes.refusal import Finding
 
 LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
-DEFAULT_MAX_IN_CPU = 10**9  # elements: zero/offload_config.py
+DEFAULT_MAX_IN_CPU, DEFAULT_BUFFER = 10**9, 10**8  # elements: zero/offload_config.py
 
 
 def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iterator[Finding]:
@@ -24,7 +24,7 @@ def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iter
         return
     zero, world = strategy.ds_config["zero_optimization"], strategy.world_size
     each = 4 if precision_of(run.recipe.values) == "fp32" else 2
-    least = max(LEAST_SWAPPED, strategy.ds_config.get("aio", {}).get("block_size", 0))
+    least = max(LEAST_SWAPPED, _number(strategy.ds_config.get("aio", {}), "block_size", 0))
     parts = [-(-size // world) for size in sizes]
     swapped = [part for part in parts if part * each >= least]
     if strategy.offload_param == "nvme":
@@ -51,8 +51,9 @@ def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iter
 
 
 def _buffers(block: dict, parts: list[int], swapped: list[int]) -> Iterator[Finding]:
-    size, kept = block.get("buffer_size", 10**8), block.get("max_in_cpu", DEFAULT_MAX_IN_CPU)
-    if swapped and isinstance(size, int) and size < max(swapped):
+    size = _number(block, "buffer_size", DEFAULT_BUFFER)
+    kept = _number(block, "max_in_cpu", DEFAULT_MAX_IN_CPU)
+    if swapped and size < max(swapped):
         yield Finding(
             f"offload_param.buffer_size {size:,} is smaller than a tensor's part of {max(swapped):,} elements",
             'swap_tensor/partitioned_param_swapper.py, get_buffer stops on it while the model is loaded: "More '
@@ -67,6 +68,12 @@ def _buffers(block: dict, parts: list[int], swapped: list[int]) -> Iterator[Find
             'Write "max_in_cpu": 0, or "device": "cpu".',
             level="warning",
         )
+
+
+def _number(block: dict, key: str, default: int) -> int:
+    """What is written there, 1e9 included; the default for "auto" and what else DeepSpeed itself will refuse."""
+    value = block.get(key, default)
+    return int(value) if isinstance(value, (int, float)) else default
 
 
 def _is_nvme(zero: dict, key: str) -> bool:

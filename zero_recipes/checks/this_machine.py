@@ -10,6 +10,7 @@ from zero_recipes.checks.build_tools import build_findings
 from zero_recipes.checks.cache import missing_of_model, offline_findings, on_hub, volume_findings
 from zero_recipes.checks.gpus import peer_findings
 from zero_recipes.checks.nvme import nvme_findings
+from zero_recipes.checks.plus_plus import quantised_findings
 from zero_recipes.checks.room import disk_findings, download_findings, memory_findings, shared_memory_findings
 from zero_recipes.host import Host
 from zero_recipes.launch import Run, build_root, stale_build_locks
@@ -52,7 +53,7 @@ def _sized(run: Run, here: int, host: Host) -> list[Finding]:
         return []
     psi = sum(sizes)
     findings = [*memory_findings(run, config, psi, here, host), *disk_findings(run, config, psi, here, host)]
-    findings += nvme_findings(run, sizes, here, host)
+    findings += [*nvme_findings(run, sizes, here, host), *quantised_findings(run.strategy, sizes)]
     waits = on_hub(values["model_name_or_path"]) and not constants.is_offline_mode()
     if waits and not values["random_weights"] and missing_of_model(values):
         findings += download_findings(values, psi, Path(constants.HF_HUB_CACHE), host)

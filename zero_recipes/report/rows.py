@@ -87,6 +87,8 @@ def in_phi(run: Run, sent: Mapping[str, int] | None) -> float | None:
 
 def paper_in_phi(run: Run) -> float | None:
     """What the paper of the strategy says, in Φ: ZeRO's, or ZeRO++'s for what crosses between nodes."""
+    if run.communication_bytes_per_step is None:
+        return None
     if run.strategy in ORDER or run.strategy.endswith(("_offload", "_infinity")):
         return float(theory.communication_units(run.zero_stage or 0)) if (run.world_size or 1) > 1 else None
     parts = theory.PLUS_PLUS.get(run.strategy)
