@@ -25,6 +25,7 @@ ORDER = [
     "test_reshard_files",
     "test_model_states",
     "test_metrics",
+    "test_volume",
     "test_equality",
     "test_infinity",
     "test_plus_plus",

@@ -68,6 +68,30 @@ def test_names_of_strategies(zero, name):
     assert name_of({"zero_optimization": zero}) == name
 
 
+def test_the_header_says_which_optimizer_and_schedule_count(values, tmp_path):
+    """The recipe's, as accelerate replaces them, unless the ds_config has blocks of its own."""
+
+    def said(**top) -> dict[str, str]:
+        config = json.loads((ROOT / "ds_configs" / "zero2_offload.json").read_text()) | top
+        recipe = SimpleNamespace(values=values | {"deepspeed": config, "warmup_steps": 10}, given={}, name="r")
+        lines = resolve(recipe, {"WORLD_SIZE": "2"}).described("cpu", SimpleNamespace(**recipe.values))
+        return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+
+    assert said()["optimizer"] == "adamw_torch_fused, as DeepSpeedCPUAdam"
+    assert said()["schedule"] == "linear, linear warm-up over 10 steps"
+    own = said(optimizer={"type": "Adam", "params": {}}, scheduler={"type": "WarmupDecayLR", "params": {}})
+    assert own["optimizer"].startswith("Adam (the ds_config's optimizer block")
+    assert own["schedule"].startswith("WarmupDecayLR, log warm-up (the ds_config's scheduler block")
+
+
+def test_a_resolved_recipe_goes_with_the_accelerate_file_that_it_was_launched_with(values, tmp_path):
+    filled = fill_own_autos(INFINITY, values | {"nvme_path": str(tmp_path)}, 2, {})
+    recipe = SimpleNamespace(values=values | {"deepspeed": filled, "nvme_path": str(tmp_path)}, given={}, name="r")
+    launched = {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
+    launched["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ROOT / "ds_configs" / "zero3_infinity.json")
+    assert resolve(recipe, launched).name == "zero3_infinity"
+
+
 def found(values, folder: Path, free: int = 10**15, world: int = 2, **block) -> list[tuple[str, str]]:
     config = fill_own_autos(INFINITY, values | {"nvme_path": str(folder)}, world, {})
     config["zero_optimization"]["offload_param"] |= block

@@ -25,6 +25,8 @@ def fill_own_autos(
     """
     filled = copy.deepcopy(config)
     zero = filled.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        return filled  # refused by its shape
     if zero.get("zero_hpz_partition_size") == "auto":
         zero["zero_hpz_partition_size"] = int(environment.get("LOCAL_WORLD_SIZE", world_size))
     path = values["nvme_path"] or environment.get(NVME_PATH)

@@ -49,14 +49,11 @@ def swap_space(strategy: Strategy) -> Iterator[list[dict[str, Any]]]:
     locks: list[int] = []
     aio = strategy.ds_config.get("aio", {})
     try:
-        measured = once_per_node(lambda: [claim(folder, locks) | measure(folder, aio) for folder in folders])
-        try:
-            yield measured
-        finally:  # not before the folders are ours: another run's files have the same names
-            for folder in folders:
-                clear(folder)
+        yield once_per_node(lambda: [claim(folder, locks) | measure(folder, aio) for folder in folders])
     finally:
-        for lock in locks:
+        # by the process that holds the lock: another run's files have the same names, and may be there once it is free
+        for lock, folder in zip(locks, folders, strict=False):
+            shutil.rmtree(folder / SWAPPED, ignore_errors=True)
             os.close(lock)
 
 
@@ -106,17 +103,6 @@ def measure(folder: Path, aio: dict[str, Any], size: int = PROBE_BYTES) -> dict[
         handle.free_cpu_locked_tensor(buffer)
         file.unlink(missing_ok=True)
     return {f"{name}_bytes_per_second": size / spent for name, spent in seconds.items()}
-
-
-def clear(folder: Path) -> None:
-    """Delete this rank's swap files, and DeepSpeed's folder once the last rank has left it empty."""
-    for own in (folder / SWAPPED).glob(f"*/rank{rank()}"):
-        shutil.rmtree(own)
-    for left in (*(folder / SWAPPED).glob("*"), folder / SWAPPED):
-        try:
-            left.rmdir()
-        except OSError:
-            continue  # another rank's files are there still, or it was faster
 
 
 def swapped_bytes(strategy: Strategy) -> int:

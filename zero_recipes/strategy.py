@@ -66,7 +66,11 @@ class Strategy:
         return f"{name}, as DeepSpeedCPU{'Adagrad' if name == 'adagrad' else 'Adam'}" if on_cpu else str(name)
 
     def _recipes_schedule(self, args) -> str:
-        return f"{getattr(args.lr_scheduler_type, 'value', args.lr_scheduler_type)}, linear warm-up"
+        name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        if not args.warmup_steps or name == "constant":
+            return name
+        long = f"{args.warmup_steps:g} steps" if args.warmup_steps >= 1 else f"{args.warmup_steps:.0%} of the steps"
+        return f"{name}, linear warm-up over {long}"
 
 
 def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Strategy:
@@ -88,7 +92,9 @@ def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Str
     named = recipe.values.get("deepspeed")
     if named is not None and launched is not None:
         config = read_ds_config(named)
-        if config != launched:
+        # a resolved recipe has our own "auto" values filled in already
+        mine, theirs = (fill_own_autos(each, recipe.values, world_size, env) for each in (config, launched))
+        if mine != theirs:
             raise Refusal(
                 f"two DeepSpeed configurations: the recipe names {_shown(named)}, the launcher {launched_from}",
                 "transformers (training_args.py, `if self.deepspeed`) would take the recipe's and drop the launcher's "
