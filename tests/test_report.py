@@ -359,6 +359,16 @@ def test_communication_is_set_beside_the_paper(tmp_path):
     )
 
 
+def test_plus_plus_is_set_beside_its_paper_where_it_ran(tmp_path):
+    assert not any("ZeRO++" in judgement.question for judgement in judge(sweep(tmp_path / "without")))
+    for name, gathered in (("zero3", 4_000_000), ("zero3_hpz", 2_000_000)):
+        between = {"all_gather": gathered, "reduce_scatter": 2_000_000}
+        save(tmp_path / "with" / name, metrics(name, communication_bytes_between_nodes=between))
+    judgement = verdict(read_runs(tmp_path / "with"), "ZeRO++ save")
+    assert judgement.verdict == "yes"
+    assert judgement.measured == "Into each machine per step: zero3_hpz 2.00Φ (paper 2). zero3 sent 3.00Φ."
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -42,6 +42,7 @@ def judge(runs: Sequence[Run]) -> list[Judgement]:
     compared = rows.comparison(runs)
     questions = (_finished, _alike, _staircase, _stages_equally_fast, _stage3_slower, _losses_equal, _communication)
     answers = [question(compared) for question in questions] if compared else []
+    answers += _saved_between_nodes(compared)
     return [*answers, Judgement(*judge_answers(runs))]
 
 
@@ -223,6 +224,29 @@ def _communication(runs: Sequence[Run]) -> Judgement:
         measured += f" Each step had {accumulation} micro steps."
     measured += "".join(f" {run.label}: {said}." for run in moved if (said := _terms_of(run)))
     return Judgement(question, "yes" if agrees else "no", measured, claimed, right)
+
+
+def _saved_between_nodes(runs: Sequence[Run]) -> list[Judgement]:
+    """Asked only where ZeRO++ ran on several machines."""
+    sent = {run.label: rows.in_phi(run, run.communication_bytes_between_nodes) for run in runs if run.status == "ok"}
+    saving = {
+        run.label: rows.paper_in_phi(run) for run in runs if run.strategy in theory.PLUS_PLUS and sent.get(run.label)
+    }
+    if not saving:
+        return []
+    holds = all(abs(sent[label] / paper - 1) <= EQUAL_VOLUME for label, paper in saving.items())
+    measured = ", ".join(f"{label} {sent[label]:.2f}Φ (paper {paper:g})" for label, paper in saving.items())
+    plain = f" zero3 sent {sent['zero3']:.2f}Φ." if sent.get("zero3") else ""
+    return [
+        Judgement(
+            "Does ZeRO++ save what its paper says between machines?",
+            "yes" if holds else "no",
+            f"Into each machine per step: {measured}.{plain}",
+            "3Φ becomes 2Φ with qwZ or hpZ, 2.25Φ with qgZ, 0.75Φ with all three (arXiv:2306.10209, section 3).",
+            "The paper counts what crosses the network. Models whose parameters stay gathered send less than 3Φ "
+            "without ZeRO++ too, and then it saves less.",
+        )
+    ]
 
 
 def _terms_of(run: Run) -> str | None:
