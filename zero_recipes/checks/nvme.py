@@ -12,6 +12,7 @@ from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.host import Host
 from zero_recipes.launch import Run
 from zero_recipes.refusal import Finding
+from zero_recipes.sizes import number_in
 
 LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
 DEFAULT_MAX_IN_CPU, DEFAULT_BUFFER = 10**9, 10**8  # elements: zero/offload_config.py
@@ -24,7 +25,7 @@ def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iter
         return
     zero, world = strategy.ds_config["zero_optimization"], strategy.world_size
     each = 4 if precision_of(run.recipe.values) == "fp32" else 2
-    least = max(LEAST_SWAPPED, _number(strategy.ds_config.get("aio", {}), "block_size", 0))
+    least = max(LEAST_SWAPPED, number_in(strategy.ds_config.get("aio", {}), "block_size", 0))
     parts = [-(-size // world) for size in sizes]
     swapped = [part for part in parts if part * each >= least]
     if strategy.offload_param == "nvme":
@@ -51,8 +52,8 @@ def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iter
 
 
 def _buffers(block: dict, parts: list[int], swapped: list[int]) -> Iterator[Finding]:
-    size = _number(block, "buffer_size", DEFAULT_BUFFER)
-    kept = _number(block, "max_in_cpu", DEFAULT_MAX_IN_CPU)
+    size = number_in(block, "buffer_size", DEFAULT_BUFFER)
+    kept = number_in(block, "max_in_cpu", DEFAULT_MAX_IN_CPU)
     if swapped and size < max(swapped):
         yield Finding(
             f"offload_param.buffer_size {size:,} is smaller than a tensor's part of {max(swapped):,} elements",
@@ -68,12 +69,6 @@ def _buffers(block: dict, parts: list[int], swapped: list[int]) -> Iterator[Find
             'Write "max_in_cpu": 0, or "device": "cpu".',
             level="warning",
         )
-
-
-def _number(block: dict, key: str, default: int) -> int:
-    """What is written there, 1e9 included; the default for "auto" and what else DeepSpeed itself will refuse."""
-    value = block.get(key, default)
-    return int(value) if isinstance(value, (int, float)) else default
 
 
 def _is_nvme(zero: dict, key: str) -> bool:
