@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: setup demo test grid lint clean
+.PHONY: setup ops demo test grid lint clean
 
 setup: $(VENV)/.ready
 
@@ -17,11 +17,15 @@ $(VENV)/.ready: requirements.lock pyproject.toml scripts/check_machine.sh
 demo: setup
 	@sh scripts/demo.sh
 
-test: setup
+# DeepSpeed's kernels that the tests load, compiled once: async_io takes minutes, and only where libaio-dev is installed
+ops: setup
+	@python -m zero_recipes.ops deepspeed_shm_comm cpu_adam async_io
+
+test: ops
 	python -m pytest
 
 # whole grids and repetitions: minutes to an hour
-grid: setup
+grid: ops
 	python -m pytest -m grid
 
 lint: setup

@@ -25,8 +25,12 @@ from zero_recipes.refusal import Refusal, say_refused  # noqa: E402
 def main(argv: list[str]) -> None:
     run = prepare(argv)
     from zero_recipes import launch
+    from zero_recipes.checks.build_tools import ops_of
 
-    launch.start_process_group(run.strategy, run.device, run.recipe.values["ddp_timeout"])
+    values = run.recipe.values
+    launch.start_process_group(
+        run.strategy, run.device, values["ddp_timeout"], ops_of(run.strategy, run.device, values)
+    )
     try:
         trainer = train(run)
     except Refusal:
@@ -54,16 +58,24 @@ def prepare(argv: list[str]):
 
 
 def train(run):
-    """Data, model, samples before, training, samples after, saving. Returns the trainer, its group still alive."""
+    """The whole run, with what it swaps to NVMe gone at its end. Returns the trainer, its group still alive."""
+    from zero_recipes import nvme
+
+    with nvme.swap_space(run.strategy) as disks:
+        return train_on(run, disks)
+
+
+def train_on(run, disks: list[dict]):
+    """Data, model, samples before, training, samples after, saving. `disks`: what nvme.swap_space has measured."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from trl import get_peft_config
 
-    from zero_recipes import generation, metrics, saving
+    from zero_recipes import generation, host_device, metrics, nvme, saving
     from zero_recipes.checkpoints import clear_earlier_run
     from zero_recipes.clock import PhaseClock
     from zero_recipes.data import load_tokenizer
     from zero_recipes.failure import if_the_disk_takes_it, write_failure
-    from zero_recipes.faults import FreshAdamAtStage0
+    from zero_recipes.faults import FreshAdamAtStage0, mend_quantized_gradients
     from zero_recipes.fit import refuse_other_data
     from zero_recipes.model import load_config, load_model, refuse_other_keys
     from zero_recipes.plan.before_run import plan
@@ -90,18 +102,21 @@ def train(run):
         refuse_other_data(checkpoint, prepared.data_sha256)
 
         # nothing is refused from here on; what stands in the folder may be touched
+        link = host_device.measured(run.strategy, run.device)
         if main_process:
             clear_earlier_run(output_dir, ours.overwrite)
-            header = [*run.strategy.described(run.device, training_args), str(prepared.audit)]
+            header = run.strategy.described(run.device, training_args)
+            header += [*nvme.described(disks), *host_device.described(link), str(prepared.audit)]
             print(*header, *prepared.findings, sep="\n", flush=True)
             ds_config = resolved_ds_config(run, prepared.rows) if run.strategy.is_deepspeed else None
             recipes.write_resolved(recipe, output_dir / "recipe.resolved.yaml", header, ds_config)
         training_args.distributed_state.wait_for_everyone()
 
+        mend_quantized_gradients()  # before DeepSpeed takes the function
         with clock.phase("model"):
             model = load_model(config, model_args, training_args, ours)
 
-        stage_metrics = metrics.StageMetricsCallback(run, training_args, model, clock, predicted)
+        stage_metrics = metrics.StageMetricsCallback(run, training_args, model, clock, disks, link, predicted)
         before = generation.AnswersBeforeTraining(samples, ours.sample_max_new_tokens, clock)
         with clock.phase("data"):
             trainer = metrics.MeasuredSFTTrainer(

@@ -123,7 +123,8 @@ ALPACA = ({"instruction": "Say 1.", "input": "", "output": "One."},)
 CHATML = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|endoftext|>{% endfor %}"
 STAGE_3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 ACCELERATE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
-SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto"}}
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_type": "linear"}}
+LOG_WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 5}}
 
 
 def schedule(warmup: Any) -> dict[str, Any]:
@@ -355,6 +356,13 @@ SECTIONS = {
             {"aio": {"thread_count": 4}},
             {"aio": {"intra_op_parallelism": 4}},
             "aio.thread_count",
+            "warning",
+        ),
+        ds(
+            "a warm-up along a logarithm",
+            {"scheduler": LOG_WARMUP},
+            schedule(5),
+            "WarmupLR in ds.json warms up along a logarithm",
             "warning",
         ),
         ds("an unknown block", {"gradient_cliping": 1.0}, {}, "unknown top-level keys", "warning"),

@@ -45,6 +45,7 @@ PEFT = {"use_peft": True, "lora_target_modules": "all-linear"}
 ONE = {"WORLD_SIZE": "1"}
 NVME = {"device": "nvme", "nvme_path": str(ROOT)}
 ON_NVME = {"offload_optimizer": NVME}
+NO_PREFETCH = {"stage3_prefetch_bucket_size": 0}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
 # name: (bad recipe, its cured twin, what is found, and what is not the default: level, environment, device)
@@ -105,11 +106,6 @@ CASES = {
         "zero_quantized_gradients on one node",
         {"level": "warning"},
     ),
-    "NVMe with resume": (
-        {"deepspeed": ds_config(3, **ON_NVME), "resume_from_checkpoint": "true"},
-        {"deepspeed": ds_config(3, **ON_NVME)},
-        "resume_from_checkpoint with offload_optimizer on NVMe",
-    ),
     "NVMe with checkpoints": (
         {"deepspeed": ds_config(3, **ON_NVME), "save_strategy": "epoch"},
         {"deepspeed": ds_config(3, **ON_NVME), "save_strategy": "no"},
@@ -122,9 +118,19 @@ CASES = {
         "offload_optimizer on NVMe at stage 2",
     ),
     "NVMe without a folder": (
-        {"deepspeed": ds_config(3, offload_param=NVME | {"nvme_path": str(ROOT / "nowhere")})},
-        {"deepspeed": ds_config(3, offload_param=NVME)},
+        {"deepspeed": ds_config(3, **NO_PREFETCH, offload_param=NVME | {"nvme_path": str(ROOT / "nowhere")})},
+        {"deepspeed": ds_config(3, **NO_PREFETCH, offload_param=NVME)},
         f"offload_param.nvme_path {ROOT / 'nowhere'} is no folder here",
+    ),
+    "NVMe without a name": (
+        {"deepspeed": ds_config(3, offload_optimizer=NVME | {"nvme_path": "auto"})},
+        {"deepspeed": ds_config(3, offload_optimizer=NVME | {"nvme_path": "auto"}), "nvme_path": str(ROOT)},
+        'offload_optimizer.nvme_path is "auto", and no folder is named',
+    ),
+    "NVMe with prefetching": (
+        {"deepspeed": ds_config(3, offload_param=NVME)},
+        {"deepspeed": ds_config(3, **NO_PREFETCH, offload_param=NVME)},
+        "stage3_prefetch_bucket_size auto with offload_param on NVMe",
     ),
     "gradients in fp32 at stage 0": (
         {"deepspeed": ds_config(0) | FP32_GRADIENTS},

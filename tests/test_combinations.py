@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers import AutoTokenizer
 
-from tests.known_bad import CASES, ENDLESS, MARKED, UNMARKED, found_in
+from tests.known_bad import CASES, ENDLESS, MARKED, TWO_NODES, UNMARKED, found_in
 from tests.tiny import ROOT, write_recipe
 from zero_recipes import recipe as recipes
 from zero_recipes.checks.accelerate_file import launched_environment
@@ -54,9 +54,15 @@ def test_quantisation_needs_its_package(found, monkeypatch):
 
 
 def test_the_shipped_configurations_have_no_finding(found):
+    """On two nodes of two, where ZeRO++ belongs; its quantiser exists for GPUs only."""
     for path in sorted((ROOT / "ds_configs").glob("*.json")):
+        changes = {"deepspeed": str(path), "nvme_path": str(ROOT)}
         for device in ("cpu", "cuda"):
-            assert found({"deepspeed": str(path)}, device=device) == [], path
+            given = found(changes, device=device, environment=TWO_NODES)
+            quantised = [] if device == "cuda" else [what for _, what in given if "zero_quantized_" in what]
+            assert (
+                len(given) == len(quantised) == ("_q" in path.stem or "plus_plus" in path.stem) * (device == "cpu")
+            ), path
 
 
 # What is cited and cannot be run here (GPUs, NVMe, bitsandbytes): (file, a line that says so)

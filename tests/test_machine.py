@@ -22,7 +22,7 @@ from zero_recipes.checks.room import disk_findings, download_findings, memory_fi
 from zero_recipes.host import Host
 from zero_recipes.launch import Run
 from zero_recipes.refusal import Finding, Refusal, say_refused
-from zero_recipes.sizes import checkpoint_bytes, count_parameters, local_config
+from zero_recipes.sizes import checkpoint_bytes, host_terms, local_config, parameter_sizes
 from zero_recipes.strategy import Strategy
 
 GB = 10**9
@@ -125,11 +125,21 @@ def test_host_memory_that_a_run_certainly_needs(values, tmp_path, run, needs):
 
 def test_parameters_are_counted_without_weights_and_tied_ones_once(values):
     config = local_config(values)
-    count = count_parameters(config, False)
+    count = sum(parameter_sizes(config, False))
     with_weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     assert count == with_weights
     assert local_config(values | {"model_name_or_path": "nobody/nothing"}) is None
-    assert count_parameters(SimpleNamespace(), False) is None
+    assert parameter_sizes(SimpleNamespace(), False) is None
+
+
+def test_swap_buffers_take_host_memory_on_a_gpu_machine_too(values):
+    """2 bytes x 5 x 10⁸ for parameters, 4 bytes x 4 x 10⁸ for the optimizer; a sub-group no larger than the model."""
+    zero = {"stage": 3, "sub_group_size": 10**8}
+    zero["offload_param"] = {"device": "nvme", "buffer_size": 10**8, "buffer_count": 5}
+    zero["offload_optimizer"] = {"device": "nvme"}
+    strategy = Strategy("zero3_infinity", 3, 2, {"zero_optimization": zero}, "c.json", "nvme", "nvme")
+    assert sum(host_terms(strategy, "cuda", values, CONFIG, PSI, 2).values()) == 2 * 2_600_000_000
+    assert sum(host_terms(strategy, "cuda", values, CONFIG, 10**6, 2).values()) == 2 * (1_000_000_000 + 16 * 250_000)
 
 
 # disk

@@ -214,7 +214,7 @@ def test_the_largest_rank_and_the_fullest_accelerator_are_shown(tmp_path):
     peaks = [{"allocated": 5, "reserved": 9, "rss": 90}, {"allocated": 8, "reserved": 9, "rss": 70}]
     save(tmp_path / "zero1", metrics("zero1", model_state_bytes=[small, large], peak_memory_bytes=peaks))
     (row,) = rows.table_rows(read_runs(tmp_path))
-    assert (row["state_bytes"], row["offloaded_bytes"]) == (33, 8)
+    assert (row["state_bytes"], row["host_bytes"], row["disk_bytes"]) == (33, 7, 1)
     assert (row["peak_allocated_bytes"], row["resident_bytes"]) == (8, 90)
 
 
@@ -352,10 +352,21 @@ def test_communication_is_set_beside_the_paper(tmp_path):
     judgement = verdict(sweep(tmp_path / "real"), "bytes as the paper")
     assert judgement.verdict == "no"
     assert "zero1 3.00Φ (paper 2), zero2 3.00Φ (paper 2), zero3 3.00Φ (paper 3)" in judgement.measured
+    assert "zero1: 2Φ (all-reduce of the gradients at the last micro step) + 1Φ (gather" in judgement.measured
     sharded = {"communication_bytes_per_step": {"reduce_scatter": 2_000_000, "all_gather": 2_000_000}}
     assert (
         verdict(sweep(tmp_path / "paper", {"zero1": sharded, "zero2": sharded}), "bytes as the paper").verdict == "yes"
     )
+
+
+def test_plus_plus_is_set_beside_its_paper_where_it_ran(tmp_path):
+    assert not any("ZeRO++" in judgement.question for judgement in judge(sweep(tmp_path / "without")))
+    for name, gathered in (("zero3", 4_000_000), ("zero3_hpz", 2_000_000)):
+        between = {"all_gather": gathered, "reduce_scatter": 2_000_000}
+        save(tmp_path / "with" / name, metrics(name, communication_bytes_between_nodes=between))
+    judgement = verdict(read_runs(tmp_path / "with"), "ZeRO++ save")
+    assert judgement.verdict == "yes"
+    assert judgement.measured == "Into each machine per step: zero3_hpz 2.00Φ (paper 2). zero3 sent 3.00Φ."
 
 
 @pytest.mark.parametrize(

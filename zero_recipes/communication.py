@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import statistics
+from collections.abc import Callable
 from typing import Any
 
-# DeepSpeed's function names (deepspeed/comm/comm.py) by the collective that they are
-_COLLECTIVES = {
-    "all_reduce": "all_reduce",
-    "inference_all_reduce": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_gather": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "reduce": "reduce",
-    "broadcast": "broadcast",
+import torch
+
+# methods of DeepSpeed's backend (0.19.8, deepspeed/comm/torch.py; its decorators hide their signatures): the
+# collective, the argument with the full tensor, the names of the arguments in order
+_COUNTED = {
+    "all_reduce": ("all_reduce", "tensor", ("tensor", "op", "group")),
+    "inference_all_reduce": ("all_reduce", "tensor", ("tensor", "op", "group")),
+    "all_reduce_coalesced": ("all_reduce", "tensors", ("tensors", "op", "group")),
+    "all_gather": ("all_gather", "tensor_list", ("tensor_list", "tensor", "group")),
+    "all_gather_into_tensor": ("all_gather", "output_tensor", ("output_tensor", "input_tensor", "group")),
+    "all_gather_base": ("all_gather", "output_tensor", ("output_tensor", "input_tensor", "group")),
+    "all_gather_coalesced": ("all_gather", "output_tensors", ("output_tensors", "input_tensors", "group")),
+    "reduce_scatter": ("reduce_scatter", "input_list", ("output", "input_list", "op", "group")),
+    "reduce_scatter_tensor": ("reduce_scatter", "input_tensor", ("output_tensor", "input_tensor", "op", "group")),
+    "all_to_all": ("all_to_all", "input_tensor_list", ("output_tensor_list", "input_tensor_list", "group")),
+    "all_to_all_single": ("all_to_all", "input", ("output", "input", "output_splits", "input_splits", "group")),
+    "reduce": ("reduce", "tensor", ("tensor", "dst", "op", "group")),
+    "broadcast": ("broadcast", "tensor", ("tensor", "src", "group")),
 }
+Bytes = dict[str, int]
 
 
 class CommunicationCounter:
-    """Counts some steps of one run: DeepSpeed's through its own logger, DDP's by its buckets.
+    """Counts some steps of one run: DeepSpeed's at its backend, DDP's by its buckets.
 
-    DeepSpeed's logger synchronises the device around every collective (comm.py `timed_op`), so it is on only during
-    warm-up steps, which no timing includes.
+    Not by DeepSpeed's own logger (comm.py `timed_op`): that one waits for the device at every collective, and does not
+    know which group it was, so that what stays inside a machine cannot be told from what crosses the network.
     """
 
     def __init__(self, engine: Any, world_size: int):
         self.engine, self.world_size = engine, world_size
-        self.steps: list[dict[str, int]] = []
+        self.per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        self.steps: list[tuple[Bytes, Bytes]] = []  # all of one step, and what of it went between machines
+        self.now: tuple[Bytes, Bytes] = ({}, {})
 
     @property
     def _is_deepspeed(self) -> bool:
@@ -40,43 +51,69 @@ class CommunicationCounter:
 
     def start(self) -> None:
         if self._is_deepspeed:
-            from deepspeed import comm
-
-            comm.configure(enabled=True, prof_all=True, verbose=False)
-            comm.comm.comms_logger.reset_data()
+            backend = _backend()
+            for name in _COUNTED:
+                setattr(backend, name, self._counting(name, getattr(backend, name)))
 
     def end_step(self) -> None:
         """Close one optimizer step."""
-        if self._is_deepspeed:
-            self.steps.append(self._logged())
-        elif self.world_size > 1:
-            self.steps.append({"all_reduce": ddp_bucket_bytes(self.engine)})
+        if not self._is_deepspeed and self.world_size > 1:
+            self._add("all_reduce", ddp_bucket_bytes(self.engine), list(range(self.world_size)))
+        self.steps.append(self.now)
+        self.now = ({}, {})
 
     def stop(self) -> None:
         if self._is_deepspeed:
-            from deepspeed import comm
+            for name in _COUNTED:
+                vars(_backend()).pop(name, None)  # the class's own method shows again
 
-            comm.configure(enabled=False, prof_all=False)
-
-    def median(self) -> dict[str, int]:
+    def median(self) -> Bytes:
         """{collective: bytes per optimizer step}, the median over the counted steps."""
-        names = sorted({name for step in self.steps for name in step})
-        return {name: int(statistics.median(step.get(name, 0) for step in self.steps)) for name in names}
+        return _median([all_of_it for all_of_it, _ in self.steps])
 
-    def _logged(self) -> dict[str, int]:
-        from deepspeed import comm
+    def median_between_nodes(self) -> Bytes:
+        """The part of `median` whose groups span machines: for one machine, the bytes that it receives."""
+        return _median([between for _, between in self.steps])
 
-        totals: dict[str, int] = {}
-        for function, sizes in comm.comm.comms_logger.get_raw_data().items():
-            collective = _COLLECTIVES.get(function)
-            if collective is None:
-                continue
-            # the logger records what goes in: of an all-gather that is one shard of the full tensor
-            factor = self.world_size if collective == "all_gather" else 1
-            total = sum(size * record[0] for size, record in sizes.items()) * factor
-            totals[collective] = totals.get(collective, 0) + total
-        comm.comm.comms_logger.reset_data()
-        return {name: total for name, total in totals.items() if total}
+    def _counting(self, name: str, method: Callable) -> Callable:
+        collective, whole, names = _COUNTED[name]
+
+        @functools.wraps(method)
+        def counted(*arguments, **keywords):
+            given = dict(zip(names, arguments, strict=False)) | keywords
+            group = given.get("group") or torch.distributed.group.WORLD
+            self._add(collective, _bytes_of(given[whole]), torch.distributed.get_process_group_ranks(group))
+            return method(*arguments, **keywords)
+
+        return counted
+
+    def _add(self, collective: str, size: int, ranks: list[int]) -> None:
+        everywhere, between = self.now
+        nodes = {rank // self.per_node for rank in ranks}
+        if len(ranks) > 1:
+            everywhere[collective] = everywhere.get(collective, 0) + size
+        if len(nodes) > 1:
+            # an all-to-all's inputs are parts: those of the machine's other processes, in groups of their own, belong
+            # to the same whole
+            others = self.per_node * len(nodes) // len(ranks) if collective == "all_to_all" else 1
+            between[collective] = between.get(collective, 0) + size * others
+
+
+def _backend():
+    from deepspeed import comm
+
+    return comm.comm.cdb
+
+
+def _bytes_of(tensors: torch.Tensor | list[torch.Tensor]) -> int:
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    return sum(tensor.numel() * tensor.element_size() for tensor in listed)
+
+
+def _median(steps: list[Bytes]) -> Bytes:
+    names = sorted({name for step in steps for name in step})
+    medians = {name: int(statistics.median(step.get(name, 0) for step in steps)) for name in names}
+    return {name: size for name, size in medians.items() if size}
 
 
 def ddp_bucket_bytes(model: Any) -> int:

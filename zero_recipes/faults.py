@@ -59,3 +59,32 @@ def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
     whole = type(model).from_pretrained(checkpoint, dtype=model.dtype, local_files_only=True)
     with torch.no_grad():
         model.load_state_dict(whole.state_dict())
+
+
+def mend_quantized_gradients() -> None:
+    """ZeRO++'s qgZ: hand gradients to DeepSpeed's kernel as fp16, and make them their mean over all ranks.
+
+    DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py `all_to_all_quant_reduce` gives gradients as they are to a
+    kernel that reads fp16 whatever they are (ops/csrc/quantization/pt_binding.cpp, ds_swizzle_quant:
+    `(__half*)input_vals.data_ptr()`): the bits of bf16 and fp32 become other numbers. The kernel adds up the devices of
+    a node (quant_reduce.cu, `rop::Add`) and only the nodes are divided by, so that matrices' gradients are as many
+    times the mean as a node has devices, while vectors, which go through reduce-scatter, are the mean. Called again, it
+    does nothing more.
+    """
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import stage3
+
+    faulty = stage3.all_to_all_quant_reduce
+    if hasattr(faulty, "mended"):
+        return
+
+    def all_to_all_quant_reduce(tensors, groups):
+        # what it does not quantize goes through reduce-scatter, as it is
+        quantized = [t.dim() != 1 and t.numel() % (2 * comm.get_world_size()) == 0 for t in tensors]
+        devices = get_accelerator().device_count()
+        given = [t.div(devices).half() if q else t for t, q in zip(tensors, quantized, strict=True)]
+        return [out.to(t.dtype) for out, t in zip(faulty(given, groups), tensors, strict=True)]
+
+    all_to_all_quant_reduce.mended = faulty
+    stage3.all_to_all_quant_reduce = all_to_all_quant_reduce

@@ -41,6 +41,7 @@ def fit_findings(checkpoint: str, values: Mapping[str, Any], strategy: Strategy)
 
     A checkpoint without a manifest cannot be compared; whoever names it by its path vouches for it.
     """
+    yield from _on_nvme(checkpoint, strategy)
     written = manifest.read(Path(checkpoint))
     if written is None:
         yield Finding(
@@ -60,6 +61,18 @@ def fit_findings(checkpoint: str, values: Mapping[str, Any], strategy: Strategy)
     yield from _versions(checkpoint, written)
 
 
+def _on_nvme(checkpoint: str, strategy: Strategy) -> Iterator[Finding]:
+    if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
+        yield Finding(
+            f"{strategy.name} resumes from {checkpoint}, with states on NVMe",
+            "DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint: `not self.zero_nvme_offload_optimizer()`) skips the "
+            "optimizer's states where they lie on NVMe: the run would go on with fresh ones. With parameters there it "
+            "dies in runtime/zero/stage3.py.",
+            'Resume with "device": "cpu" (accelerate_configs/zero3_offload.yaml) from a checkpoint that it wrote, or '
+            "begin anew with --overwrite true.",
+        )
+
+
 def _ranks(checkpoint: str, written: Mapping, strategy: Strategy) -> Iterator[Finding]:
     there = (written["zero_stage"], written["world_size"])
     here = (strategy.zero_stage, strategy.world_size)
@@ -75,7 +88,7 @@ def _ranks(checkpoint: str, written: Mapping, strategy: Strategy) -> Iterator[Fi
             f"{back[0].upper()}{back[1:]}." if None in (there[0], here[0]) else f"{command}; or {back}.",
         )
     elif written["strategy"] != strategy.name:
-        onto_cpu = strategy.name.endswith("_offload")
+        onto_cpu = "_offload" in strategy.name
         yield Finding(
             f"{checkpoint} was written by {written['strategy']}, this run is {strategy.name}",
             "DeepSpeedCPUAdam finds no bias_correction in the groups that torch's AdamW saved (DeepSpeed 0.19.8, "

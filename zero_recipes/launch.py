@@ -14,8 +14,10 @@ import torch
 from zero_recipes.process import free_port, rank
 from zero_recipes.recipe import Recipe
 from zero_recipes.refusal import Refusal
-from zero_recipes.rendezvous import meet
+from zero_recipes.rendezvous import JOIN_SECONDS, meet
 from zero_recipes.strategy import Strategy
+
+COMPILE_SECONDS = 1800  # more for the ranks to come together, for each op that the first of a machine compiles
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,12 @@ def refuse_shared_gpus(strategy: Strategy, device: str, environment: Mapping[str
         )
 
 
-def start_process_group(strategy: Strategy, device: str, timeout_seconds: int) -> None:
+def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, ops: set[str]) -> None:
     """Start the process group before TrainingArguments does, and prove it (rendezvous.py); raises Refusal.
 
     With the deepspeed launcher and torchrun on CPU, transformers 5.23 starts no DeepSpeed group (training_args.py
     `_setup_devices`, branch `use_cpu`), zero.Init then sees a world of one, and `ddp_timeout` is dropped.
+    `ops`: DeepSpeed's kernels that the run loads (checks/build_tools.py, ops_of), compiled first where missing.
     """
     if strategy.world_size == 1 and not strategy.is_deepspeed:
         return
@@ -76,15 +79,20 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int) -
         os.environ.update(
             RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
         )
+    from zero_recipes.ops import build, missing  # it takes build_root from here
+
     timeout = timedelta(seconds=timeout_seconds)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if device == "cuda" else "gloo"
-    meet(backend, timeout)
+    remove_stale_build_locks()
+    to_compile = missing(ops, device)
+    if to_compile and int(os.environ["LOCAL_RANK"]) == 0:
+        build(to_compile)
+    meet(backend, timeout, JOIN_SECONDS + COMPILE_SECONDS * len(to_compile))
     if strategy.is_deepspeed:
         import deepspeed
 
-        remove_stale_build_locks()
         deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 

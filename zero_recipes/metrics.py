@@ -16,10 +16,11 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, TrainerCallback
 
-from zero_recipes import machine, model_states, reshard_load
+from zero_recipes import machine, model_states, nvme, reshard_load
 from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.clock import PhaseClock, StepClock
 from zero_recipes.communication import CommunicationCounter
+from zero_recipes.engine_seconds import EngineSeconds
 from zero_recipes.faults import load_weights_by_class
 from zero_recipes.launch import Run
 from zero_recipes.model import parameter_counts
@@ -41,9 +42,12 @@ class StageMetricsCallback(TrainerCallback):
         training_args,
         model: torch.nn.Module,
         clock: PhaseClock,
+        disks: list,  # nvme.swap_space's
+        link=None,  # host_device.measured's
         predicted: dict[str, Any] | None = None,  # zero_recipes/plan/before_run.py
     ):
         self.strategy, self.device, self.clock, self.predicted = run.strategy, run.device, clock, predicted
+        self.disks, self.traffic, self.link = disks, nvme.Traffic(), link
         self.identity = identity(run, training_args, model)
         self.trainer: MeasuredSFTTrainer | None = None
         self.phases = MemoryPhases(run.device)
@@ -57,6 +61,7 @@ class StageMetricsCallback(TrainerCallback):
         self.states = dict.fromkeys((*model_states.PARTS, "offloaded_host", "offloaded_disk"), 0)
         self.probe: StateProbe | None = None
         self.communication: CommunicationCounter | None = None
+        self.engine_seconds: EngineSeconds | None = None
         self.warmup = 0
         self.done = 0
         self.summary: dict[str, Any] = {}
@@ -118,6 +123,9 @@ class StageMetricsCallback(TrainerCallback):
         self.probe = StateProbe(self.trainer, self.strategy, self.phases)
         self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy.world_size)
         self.communication.start()
+        self.engine_seconds = EngineSeconds(self.trainer.model_wrapped)
+        if self.disks:
+            self.traffic.start()
         self.steps.open()
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -156,16 +164,19 @@ class StageMetricsCallback(TrainerCallback):
         losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64)
         tokens = torch.stack([_or_zeros(self.tokens), _or_zeros(self.tokens_timed)]).cpu()
         seconds = self.steps.seconds()
-        ranks = gather_object(
-            [{"peak": peak, "states": self.states, "losses": losses.cpu().tolist(), "tokens": tokens.tolist()}]
-        )
+        own = {"peak": peak, "states": self.states, "losses": losses.cpu().tolist(), "tokens": tokens.tolist()}
+        ranks = gather_object([own | {"traffic": self.traffic.per_step(self.done) if self.disks else None}])
         if not seconds:  # a resumed run that had no step left
             return {"peak_memory_bytes": [rank["peak"] for rank in ranks]} | self.earlier
         summary = _summarise(ranks, seconds, min(self.warmup, len(seconds) - 1))
         if self.earlier:
             summary["loss_history"] = self.earlier["loss_history"] + summary["loss_history"]
             summary["tokens"] = {key: count + self.earlier["tokens"][key] for key, count in summary["tokens"].items()}
-        return summary | {"communication_bytes_per_step": self.communication.median()}
+        if self.disks:
+            summary["nvme"] = {"disks": self.disks, "bytes_per_step": [rank["traffic"] for rank in ranks]}
+        summary["engine_seconds"] = self.engine_seconds.median(self.warmup)
+        summary["communication_bytes_per_step"] = self.communication.median()
+        return summary | {"communication_bytes_between_nodes": self.communication.median_between_nodes()}
 
     def states_so_far(self) -> dict[str, int]:
         """Model-state bytes of this rank, for a run that fails: the largest seen, or those of this moment."""
@@ -180,11 +191,15 @@ class StageMetricsCallback(TrainerCallback):
         measured = {
             "peak_memory_bytes": None,
             "memory_phases": self.phases.bytes if self.device == "cuda" else None,
+            "host_memory_phases": self.phases.host_bytes,
             "model_state_bytes": None,
             "communication_bytes_per_step": None,
+            "communication_bytes_between_nodes": None,
             "tokens": None,
             "tokens_per_second": None,
             "step_seconds": None,
+            "engine_seconds": None,
+            "nvme": None,
             "loss_history": [],
         } | self.summary
         document = {
@@ -192,9 +207,14 @@ class StageMetricsCallback(TrainerCallback):
             "status": status,
             "error": error,
             **self.identity,
-            **{key: measured[key] for key in ("peak_memory_bytes", "memory_phases", "model_state_bytes")},
-            **{key: measured[key] for key in ("communication_bytes_per_step", "tokens", "tokens_per_second")},
+            **{key: measured[key] for key in ("peak_memory_bytes", "memory_phases", "host_memory_phases")},
+            "model_state_bytes": measured["model_state_bytes"],
+            **{key: size for key, size in measured.items() if key.startswith("communication_bytes_")},
+            **{key: measured[key] for key in ("tokens", "tokens_per_second")},
             "step_seconds": measured["step_seconds"],
+            "engine_seconds": measured["engine_seconds"],
+            "nvme": measured["nvme"],
+            "host_device_bytes_per_second": self.link,
             "phase_seconds": {name: round(seconds, 3) for name, seconds in self.clock.seconds.items()},
             "loss_history": measured["loss_history"],
             "first_step": self.first_step,

@@ -16,11 +16,11 @@ PARTS = ("params", "grads", "optimizer")
 
 
 def read(model: torch.nn.Module, optimizer: Any, offload_optimizer: bool, offload_param: bool) -> dict[str, int]:
-    """{"params", "grads", "optimizer", "offloaded_host", "offloaded_disk"}: bytes at this moment, on this rank.
+    """{"params", "grads", "optimizer", "offloaded_host"}: bytes at this moment, on this rank.
 
     `model` is the bare module, `optimizer` DeepSpeed's ZeRO optimizer or a torch optimizer. Tensors on another device
     than the one that trains, and (in a CPU run, where host and device are one) states that the configuration offloads,
-    count as offloaded_host. What DeepSpeed has swapped to disk has no tensor; its files count as offloaded_disk.
+    count as offloaded_host. What DeepSpeed has swapped to disk has no tensor: zero_recipes/nvme.py counts its files.
     """
     device = _training_device(model)
     tensors = {
@@ -34,7 +34,7 @@ def read(model: torch.nn.Module, optimizer: Any, offload_optimizer: bool, offloa
         here = [t for t in tensors[part] if t.device.type == device and not (device == "cpu" and offloaded[part])]
         host += [t for t in tensors[part] if t.device.type != device or (device == "cpu" and offloaded[part])]
         result[part] = distinct_bytes(here)
-    return {**result, "offloaded_host": distinct_bytes(host), "offloaded_disk": 0}
+    return {**result, "offloaded_host": distinct_bytes(host)}
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -50,9 +50,11 @@ def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def _params(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
-    """Stages 1 and 2: the flat 16-bit groups, padding included; stage 3: this rank's partition (`ds_tensor`)."""
+    """Stages 1 and 2: the flat 16-bit groups, padding included; stage 3: this rank's partition (`ds_tensor`), and its
+    part of the machine's copy under hpZ (`ds_secondary_tensor`)."""
     for p in model.parameters():
         yield getattr(p, "ds_tensor", p)
+        yield from _flatten(getattr(p, "ds_secondary_tensor", None))
     yield from _flatten(getattr(optimizer, "bit16_groups_flat", None))
 
 

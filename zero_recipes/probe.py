@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import psutil
 import torch
 from trl import SFTTrainer
 
-from zero_recipes import model_states
+from zero_recipes import model_states, nvme
 from zero_recipes.strategy import Strategy
 
 
 class MemoryPhases:
-    """Allocated bytes on the accelerator after each phase of the first steps."""
+    """Bytes after each phase of the first steps: allocated on the accelerator, resident on the host."""
 
     def __init__(self, device: str):
         self.on_cuda = device == "cuda"
         self.bytes: dict[str, int] = {}
+        self.host_bytes: dict[str, int] = {}
+        self.process = psutil.Process()
 
     def record(self, name: str) -> None:
         if self.on_cuda:
             self.bytes[name] = torch.cuda.memory_allocated()
+        self.host_bytes[name] = self.process.memory_info().rss
 
 
 class StateProbe:
@@ -30,7 +34,7 @@ class StateProbe:
     """
 
     def __init__(self, trainer: SFTTrainer, strategy: Strategy, phases: MemoryPhases):
-        self.model, self.phases = trainer.model, phases
+        self.model, self.phases, self.strategy = trainer.model, phases, strategy
         self.optimizer = trainer.optimizer
         engine_optimizer = getattr(trainer.model_wrapped, "optimizer", None)
         self.states_of = engine_optimizer if strategy.is_deepspeed else model_states.base_optimizer(trainer.optimizer)
@@ -62,6 +66,7 @@ class StateProbe:
     def read(self) -> dict[str, int]:
         """Read all parts now; the largest bytes of each so far."""
         now = model_states.read(self.model, self.states_of, *self.offload)
+        now["offloaded_disk"] = nvme.swapped_bytes(self.strategy)
         self.largest = {part: max(self.largest.get(part, 0), size) for part, size in now.items()}
         return self.largest
 

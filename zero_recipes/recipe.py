@@ -72,6 +72,13 @@ class RecipeArguments:
     save_model: bool = field(
         default=True, metadata={"help": "Save the model to output_dir after training and check that it is whole."}
     )
+    nvme_path: str | None = field(
+        default=None,
+        metadata={
+            "help": 'The folder that ZeRO-Infinity swaps to, where the ds_config has "nvme_path": "auto". Unset: the '
+            "environment's ZERO_RECIPES_NVME_PATH."
+        },
+    )
     overwrite: bool = field(
         default=False,
         metadata={"help": "Delete what an earlier run left in output_dir. Without it such a folder is refused."},

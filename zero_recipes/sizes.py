@@ -32,8 +32,9 @@ def local_config(values: Mapping[str, Any]):
         return None  # the run says what is wrong with it (model.py)
 
 
-def count_parameters(config, trust_remote_code: bool) -> int | None:
-    """Ψ of the model that `config` describes, built without memory; None where its class cannot be built like that."""
+def parameter_sizes(config, trust_remote_code: bool) -> list[int] | None:
+    """Elements of each tensor of the model that `config` describes, built without memory; None where its class cannot
+    be built like that."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -42,7 +43,7 @@ def count_parameters(config, trust_remote_code: bool) -> int | None:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception:  # a model's own code may raise anything; the run itself will say it with its traceback
         return None
-    return sum(p.numel() for p in model.parameters())
+    return [p.numel() for p in model.parameters()]
 
 
 def load_bytes_per_parameter(values: Mapping[str, Any], config) -> int:
@@ -75,7 +76,33 @@ def host_terms(strategy: Strategy, device: str, values: Mapping[str, Any], confi
         if strategy.zero_stage != 3 and not mapped:
             loaded = {"weights while loading": each * psi}
             terms = max(terms, loaded, key=lambda found: sum(found.values()))  # not at the same moment
+    terms |= _swap_buffers(strategy, states, psi)
     return {what: int(here * size) for what, size in terms.items()}
+
+
+def _swap_buffers(strategy: Strategy, states: ModelState, psi: int) -> dict[str, float]:
+    """{what: bytes} of one process's buffers for NVMe (DeepSpeed 0.19.8, runtime/swap_tensor/).
+
+    partitioned_param_swapper.py: buffer_count of buffer_size elements, 16 bits at least. optimizer_utils.py:
+    buffer_count of the largest sub-group in fp32; of the Trainer's two groups one has half the parameters or more.
+    """
+    zero = (strategy.ds_config or {}).get("zero_optimization", {})
+    terms = {}
+    block = zero.get("offload_param") or {}
+    if strategy.offload_param == "nvme" and block:
+        size = number_in(block, "buffer_size", 10**8)
+        terms["swap buffers of parameters"] = 2 * number_in(block, "buffer_count", 5) * size
+    block = zero.get("offload_optimizer") or {}
+    if strategy.offload_optimizer == "nvme" and block and states.optimizer:
+        largest = min(number_in(zero, "sub_group_size", 10**9), psi / 2 / strategy.world_size)
+        terms["swap buffers of the optimizer"] = 4 * number_in(block, "buffer_count", 4) * largest
+    return terms
+
+
+def number_in(block: Mapping[str, Any], key: str, default: int) -> int:
+    """What is written there, 1e9 included; the default for "auto" and what else DeepSpeed itself will refuse."""
+    value = block.get(key, default)
+    return int(value) if isinstance(value, (int, float)) else default
 
 
 def _states(strategy: Strategy, values: Mapping[str, Any], config, psi: int) -> ModelState:

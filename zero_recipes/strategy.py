@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_recipes.auto import fill_own_autos
 from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.checks.ds_shape import shape_findings
 from zero_recipes.recipe import Recipe
@@ -19,7 +20,7 @@ from zero_recipes.refusal import Refusal
 class Strategy:
     """How one run is spread over its processes."""
 
-    name: str  # "single", "ddp", "zero0" ... "zero3", with "_offload" where model states leave the device
+    name: str  # "single", "ddp", "zero0" ... "zero3", with what is added to the stage (name_of)
     zero_stage: int | None  # None without DeepSpeed
     world_size: int
     ds_config: dict[str, Any] | None  # as read, "auto" values included
@@ -32,7 +33,7 @@ class Strategy:
         return self.ds_config is not None
 
     def described(self, device: str, training_args) -> list[str]:
-        """What is in force, in five lines."""
+        """What is in force, in seven lines."""
         args = training_args
         sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.world_size
         tokens = "" if args.max_length is None else f", at most {sequences * args.max_length:,} tokens"
@@ -46,7 +47,30 @@ class Strategy:
             f"{args.gradient_accumulation_steps} accumulation x {self.world_size} processes)",
             f"precision     {precision_of(vars(args))}",
             f"offloaded     {', '.join(offloaded) or 'nothing'}",
+            f"optimizer     {self._from_ds_config('optimizer') or self._recipes_optimizer(args)}",
+            f"schedule      {self._from_ds_config('scheduler') or self._recipes_schedule(args)}",
         ]
+
+    def _from_ds_config(self, block: str) -> str | None:
+        """What the ds_config's block makes, which then counts instead of the recipe's keys."""
+        named = (self.ds_config or {}).get(block)
+        if named is None:
+            return None
+        warmup = f", {named.get('params', {}).get('warmup_type', 'log')} warm-up" if block == "scheduler" else ""
+        return f"{named['type']}{warmup} (the ds_config's {block} block; the recipe's keys do not count)"
+
+    def _recipes_optimizer(self, args) -> str:
+        name = getattr(args.optim, "value", args.optim)
+        # accelerate 1.15, utils/deepspeed.py, map_pytorch_optim_to_deepspeed
+        on_cpu = self.offload_optimizer and self.ds_config.get("zero_force_ds_cpu_optimizer", True)
+        return f"{name}, as DeepSpeedCPU{'Adagrad' if name == 'adagrad' else 'Adam'}" if on_cpu else str(name)
+
+    def _recipes_schedule(self, args) -> str:
+        name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        if not args.warmup_steps or name == "constant":
+            return name
+        long = f"{args.warmup_steps:g} steps" if args.warmup_steps >= 1 else f"{args.warmup_steps:.0%} of the steps"
+        return f"{name}, linear warm-up over {long}"
 
 
 def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Strategy:
@@ -68,7 +92,9 @@ def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Str
     named = recipe.values.get("deepspeed")
     if named is not None and launched is not None:
         config = read_ds_config(named)
-        if config != launched:
+        # a resolved recipe has our own "auto" values filled in already
+        mine, theirs = (fill_own_autos(each, recipe.values, world_size, env) for each in (config, launched))
+        if mine != theirs:
             raise Refusal(
                 f"two DeepSpeed configurations: the recipe names {_shown(named)}, the launcher {launched_from}",
                 "transformers (training_args.py, `if self.deepspeed`) would take the recipe's and drop the launcher's "
@@ -86,6 +112,8 @@ def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Str
     findings = shape_findings(config, source)
     if findings:
         raise Refusal.of(findings)
+    name = name_of(config)
+    config = fill_own_autos(config, recipe.values, world_size, env)
     recipe.values["deepspeed"] = recipe.given["deepspeed"] = config
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
@@ -93,9 +121,19 @@ def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Str
     offload_param = (zero.get("offload_param") or {}).get("device")
     offload_optimizer = None if offload_optimizer == "none" else offload_optimizer
     offload_param = None if offload_param == "none" else offload_param
-    name = f"zero{stage}" + ("_offload" if offload_optimizer or offload_param else "")
     _refuse_unsaved(recipe, stage, zero, source)
     return Strategy(name, stage, world_size, config, source, offload_optimizer, offload_param)
+
+
+def name_of(config: Mapping[str, Any]) -> str:
+    """ "zero0" ... "zero3", then "_infinity" where states lie on NVMe, "_offload" where they lie in host memory, and
+    ZeRO++'s parts: "_hpz", "_qwz", "_qgz", for all three "_plus_plus"."""
+    zero = config.get("zero_optimization", {})
+    devices = {(zero.get(key) or {}).get("device") for key in ("offload_optimizer", "offload_param")}
+    offloads = "_infinity" if "nvme" in devices else "_offload" if "cpu" in devices else ""
+    parts = ["_hpz"] if zero.get("zero_hpz_partition_size", 1) != 1 else []
+    parts += [f"_q{kind[0]}z" for kind in ("weights", "gradients") if zero.get(f"zero_quantized_{kind}")]
+    return f"zero{zero.get('stage', 0)}{offloads}" + ("_plus_plus" if len(parts) == 3 else "".join(parts))
 
 
 def read_ds_config(named: str | Path | dict[str, Any]) -> dict[str, Any]:

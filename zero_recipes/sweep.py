@@ -15,10 +15,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from zero_recipes.auto import NVME_PATH
 from zero_recipes.checkpoints import saved_in
 from zero_recipes.failure import failed_row
 from zero_recipes.process import free_port
 from zero_recipes.refusal import Refusal
+from zero_recipes.report.reading import ORDER
 
 MEASURES_ONLY = ["--save_model", "false", "--save_strategy", "no"]
 
@@ -49,6 +51,12 @@ def sweep(
     configs = {name: config_folder / f"{name}.yaml" for name in strategies}
     _refuse_early(recipe, script, configs, output_dir, overrides)
     console = Console()
+    swap = output_dir / "swap"
+    swaps_here = [name for name in configs if name.endswith("_infinity")] and "--nvme_path" not in overrides
+    if swaps_here and NVME_PATH not in os.environ:
+        console.print(f"no {NVME_PATH}: ZeRO-Infinity swaps to {swap}", highlight=False, soft_wrap=True)
+        swap.mkdir(parents=True, exist_ok=True)
+        overrides = [*overrides, "--nvme_path", str(swap)]
     outcomes = []
     for number, (strategy, config) in enumerate(configs.items(), 1):
         folder = output_dir / strategy
@@ -61,12 +69,22 @@ def sweep(
         if exit_code:
             row = failed_row(folder, strategy, exit_code, log)
             (folder / "metrics.json").write_text(json.dumps(row, indent=2) + "\n")
-        status = json.loads((folder / "metrics.json").read_text())["status"]
+        written = json.loads((folder / "metrics.json").read_text())
+        status = written["status"]
         seconds = time.perf_counter() - start
         outcomes.append(Outcome(strategy, status, seconds, folder))
         ending = f"{label}: {status} after {seconds:.0f} s" + (f", see {folder / 'log.txt'}" if exit_code else "")
+        if status == "refused":
+            ending += f": {written['error'].removeprefix('refused: ').partition(' why: ')[0]}"
         console.print(ending, markup=False, highlight=False, soft_wrap=True)
     return outcomes
+
+
+def all_strategies(config_folder: Path = Path("accelerate_configs")) -> list[str]:
+    """Every strategy that has an accelerate file, the plain stages first. What cannot run here becomes a row that says
+    why, and costs seconds: the run itself refuses."""
+    names = {path.stem for path in config_folder.glob("*.yaml")}
+    return sorted(names, key=lambda name: (name not in ORDER, ORDER.index(name) if name in ORDER else 0, name))
 
 
 def launch_command(

@@ -13,6 +13,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 STAGES = (0, 1, 2, 3)
+# ZeRO++'s strategies by the parts that they have
+PLUS_PLUS = {
+    "zero3_hpz": {"hpz": True, "qwz": False, "qgz": False},
+    "zero3_qwz": {"hpz": False, "qwz": True, "qgz": False},
+    "zero3_qgz": {"hpz": False, "qwz": False, "qgz": True},
+    "zero3_plus_plus": {"hpz": True, "qwz": True, "qgz": True},
+}
 
 
 class ModelState(NamedTuple):
@@ -58,6 +65,17 @@ def communication_units(zero_stage: int) -> int:
     """
     _check_stage(zero_stage)
     return 3 if zero_stage == 3 else 2
+
+
+def plus_plus_units(hpz: bool, qwz: bool, qgz: bool) -> float:
+    """Volume between nodes per step in units of Φ under ZeRO++: 3 without it, 0.75 with all of it.
+
+    Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv:2306.10209,
+    section 3: qwZ gathers int8 instead of 16 bits, in forward and backward (0.5 + 0.5); hpZ keeps the backward gather
+    inside the node (0); qgZ reduces int4 (0.25). For one node, all its ranks together.
+    """
+    gather = 0.5 if qwz else 1.0
+    return gather + (0 if hpz else gather) + (0.25 if qgz else 1.0)
 
 
 def paper_volume(bytes_by_collective: Mapping[str, int]) -> int:

@@ -20,7 +20,7 @@ ON_CUDA = {"fused_adam", "fused_lamb", "fused_lion", "async_io"}
 
 def build_findings(strategy: Strategy, device: str, values: Mapping[str, Any], host: Host) -> Iterator[Finding]:
     """What is missing to build or to load the ops of this run."""
-    ops = {op for op in ops_of(strategy, device, values) if not _prebuilt(op, device)}
+    ops = {op for op in ops_of(strategy, device, values) if not is_prebuilt(op, device)}
     if not ops:
         return
     named = ", ".join(sorted(ops))
@@ -31,7 +31,7 @@ def build_findings(strategy: Strategy, device: str, values: Mapping[str, Any], h
             f"DeepSpeed 0.19.8 (op_builder/builder.py `jit_load`) loads {named} through it, compiled before or not.",
             "pip install ninja",
         )
-    compiled = {op for op in ops if _is_compiled(op, host)}
+    compiled = {op for op in ops if is_compiled(op, host)}
     if ops - compiled and host.compiler() is None:
         yield Finding(
             f"there is no C++ compiler ({host.environment.get('CXX', 'c++')})",
@@ -79,14 +79,14 @@ def ops_of(strategy: Strategy, device: str, values: Mapping[str, Any]) -> set[st
     return ops
 
 
-def _prebuilt(op: str, device: str) -> bool:
+def is_prebuilt(op: str, device: str) -> bool:
     """Installed with DeepSpeed (DS_BUILD_OPS), for this kind of device: op_builder/builder.py `load`."""
     from deepspeed.git_version_info import accelerator_name, installed_ops
 
     return installed_ops.get(op, False) and accelerator_name == device
 
 
-def _is_compiled(op: str, host: Host) -> bool:
+def is_compiled(op: str, host: Host) -> bool:
     """Whether an earlier launch has left it in torch's folder of extensions; ninja then finds nothing to do."""
     return any(host.at(build_root(host.environment)).glob(f"**/{op}/{op}.so"))
 

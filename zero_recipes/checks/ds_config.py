@@ -17,6 +17,8 @@ BLOCKS = {
     *("weight_quantization", "monitor_config", "activation_checkpointing", "bf16", "fp16", "zenflow"),
 }
 
+LOG_WARMUP = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
+
 
 def ds_config_findings(
     config: dict[str, Any], source: str, values: dict[str, Any], world_size: int, device: str
@@ -95,8 +97,17 @@ def _half_precision(values: dict, device: str) -> Iterator[Finding]:
 
 
 def _schedule(config: dict, source: str, values: dict) -> Iterator[Finding]:
-    parameters = config.get("scheduler", {}).get("params", {})
+    scheduler = config.get("scheduler", {})
+    parameters = scheduler.get("params", {})
     steps = values["max_steps"]
+    if scheduler.get("type") in LOG_WARMUP and "warmup_type" not in parameters:
+        yield Finding(
+            f"{scheduler['type']} in {source} warms up along a logarithm",
+            "That is DeepSpeed's default (runtime/lr_schedules.py, WARMUP_LOG_RATE): half the steps of the warm-up "
+            "bring more than half the learning rate. The recipe's lr_scheduler_type would warm up in a line.",
+            'Write "warmup_type": "linear", or "log" if it is meant.',
+            level="warning",
+        )
     for key in ("total_num_steps", "warmup_num_steps"):
         written = parameters.get(key, "auto")
         if written == "auto" or steps <= 0 or (key == "warmup_num_steps" and written < steps):

@@ -9,11 +9,13 @@ from pathlib import Path
 from zero_recipes.checks.build_tools import build_findings
 from zero_recipes.checks.cache import missing_of_model, offline_findings, on_hub, volume_findings
 from zero_recipes.checks.gpus import peer_findings
+from zero_recipes.checks.nvme import nvme_findings
+from zero_recipes.checks.plus_plus import quantised_findings
 from zero_recipes.checks.room import disk_findings, download_findings, memory_findings, shared_memory_findings
 from zero_recipes.host import Host
 from zero_recipes.launch import Run, build_root, stale_build_locks
 from zero_recipes.refusal import Finding
-from zero_recipes.sizes import count_parameters, local_config
+from zero_recipes.sizes import local_config, parameter_sizes
 
 
 def machine_findings(run: Run, environment: Mapping[str, str], host: Host, rehearsal: str | bool) -> list[Finding]:
@@ -46,10 +48,12 @@ def _sized(run: Run, here: int, host: Host) -> list[Finding]:
 
     values = run.recipe.values
     config = local_config(values)
-    psi = None if config is None else count_parameters(config, values["trust_remote_code"])
-    if psi is None:
+    sizes = None if config is None else parameter_sizes(config, values["trust_remote_code"])
+    if sizes is None:
         return []
+    psi = sum(sizes)
     findings = [*memory_findings(run, config, psi, here, host), *disk_findings(run, config, psi, here, host)]
+    findings += [*nvme_findings(run, sizes, here, host), *quantised_findings(run.strategy, sizes)]
     waits = on_hub(values["model_name_or_path"]) and not constants.is_offline_mode()
     if waits and not values["random_weights"] and missing_of_model(values):
         findings += download_findings(values, psi, Path(constants.HF_HUB_CACHE), host)

@@ -11,9 +11,11 @@ from typing import Any
 
 from packaging.version import Version
 
+from zero_recipes.auto import NVME_PATH
 from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.refusal import Finding
 
+PREFETCH = 50_000_000  # elements: DeepSpeed's default of stage3_prefetch_bucket_size (runtime/zero/config.py)
 # overlap_comm at stages 1 and 2: (mended in, torch_compile only, what went wrong)
 RACES = (
     (
@@ -132,23 +134,31 @@ def _nvme(zero: Mapping, values: Mapping) -> Iterator[Finding]:
             "(runtime/zero/stage_1_and_2.py, cpu_offload).",
             'Use stage 3, or "device": "cpu".',
         )
-    if values["resume_from_checkpoint"] not in (None, "false", False):
-        yield Finding(
-            f"resume_from_checkpoint with {named} on NVMe",
-            "runtime/engine.py, load_checkpoint skips the optimizer's states where they lie on NVMe: the run goes on "
-            "with fresh ones. With parameters there it dies in runtime/zero/stage3.py.",
-            'Resume with "device": "cpu", or begin anew with --overwrite true.',
-        )
-    elif values["save_strategy"] not in ("no", False):
+    if values["save_strategy"] not in ("no", False):
         yield Finding(
             f"checkpoints (save_strategy: {values['save_strategy']}) with {named} on NVMe",
             "They cannot be resumed: runtime/engine.py, load_checkpoint skips the optimizer's states on NVMe.",
             'Set save_strategy: "no" and keep save_model: true; or offload to the CPU.',
             level="warning",
         )
+    prefetch = zero.get("stage3_prefetch_bucket_size", PREFETCH)
+    if "offload_param" in on_nvme and prefetch != 0:
+        yield Finding(
+            f"stage3_prefetch_bucket_size {prefetch} with offload_param on NVMe",
+            "Prefetching reads a part that is being read already (runtime/swap_tensor/partitioned_param_swapper.py, "
+            '_allocate_and_return_buffers_for_swap_in): the run dies of "already assigned swap buffer id", once a '
+            "tensor fits into the bucket.",
+            'Set "stage3_prefetch_bucket_size": 0; parts are read ahead all the same.',
+        )
     for key in on_nvme:
         path = zero[key].get("nvme_path")
-        if path is None or not Path(path).is_dir():
+        if path == "auto":
+            yield Finding(
+                f'{key}.nvme_path is "auto", and no folder is named',
+                f"It is taken from the recipe's nvme_path or from {NVME_PATH}; neither is set.",
+                "--nvme_path FOLDER, on the NVMe disk.",
+            )
+        elif path is None or not Path(path).is_dir():
             yield Finding(
                 f"{key}.nvme_path {path} is no folder here",
                 "DeepSpeed would create it without a word (runtime/swap_tensor/), on whatever disk, and fill it."

@@ -6,10 +6,11 @@ answer gets the verdict "cannot tell" and the reason.
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal, NamedTuple
 
 from zero_recipes import theory
+from zero_recipes.deepspeed_volume import explained, volume_terms
 from zero_recipes.report import rows, units
 from zero_recipes.report.answers import judge_answers
 from zero_recipes.report.reading import ORDER, Run
@@ -41,6 +42,7 @@ def judge(runs: Sequence[Run]) -> list[Judgement]:
     compared = rows.comparison(runs)
     questions = (_finished, _alike, _staircase, _stages_equally_fast, _stage3_slower, _losses_equal, _communication)
     answers = [question(compared) for question in questions] if compared else []
+    answers += _saved_between_nodes(compared)
     return [*answers, Judgement(*judge_answers(runs))]
 
 
@@ -200,9 +202,10 @@ def _communication(runs: Sequence[Run]) -> Judgement:
     question = "Does each stage move as many bytes as the paper says?"
     claimed = "2Φ per step for DDP and stages 0 to 2, 3Φ for stage 3 (arXiv:1910.02054, section 7)."
     right = (
-        "DeepSpeed's stages 1 and 2 all-reduce the gradients and then gather the parameters: 3Φ. Its stage 3 keeps "
-        "small models gathered after the first step: 2Φ. Stages 2 and 3 reduce at every micro step, so accumulation "
-        "adds to them. Under 16-bit autocast DDP reduces fp32 gradients, twice the bytes."
+        "DeepSpeed's stages 1 and 2 all-reduce the gradients and then gather the parameters: 3Φ "
+        '("use_multi_rank_bucket_allreduce": false gives the textbook\'s 2Φ). Its stage 3 keeps small models gathered '
+        "from forward to backward: 2Φ. Stages 2 and 3 reduce at every micro step, so accumulation adds to them. Under "
+        "16-bit autocast DDP reduces fp32 gradients, twice the bytes. docs/zero_family.md has it all."
     )
     moved = [run for run in runs if run.strategy in ORDER and rows.communication_in_phi(run) is not None]
     if not any(run.zero_stage is not None for run in moved) or any(run.world_size == 1 for run in moved):
@@ -219,7 +222,42 @@ def _communication(runs: Sequence[Run]) -> Judgement:
     accumulation = max(run.gradient_accumulation_steps or 1 for run in moved)
     if accumulation > 1:
         measured += f" Each step had {accumulation} micro steps."
+    measured += "".join(f" {run.label}: {said}." for run in moved if (said := _terms_of(run)))
     return Judgement(question, "yes" if agrees else "no", measured, claimed, right)
+
+
+def _saved_between_nodes(runs: Sequence[Run]) -> list[Judgement]:
+    """Asked only where ZeRO++ ran on several machines."""
+    sent = {run.label: rows.in_phi(run, run.communication_bytes_between_nodes) for run in runs if run.status == "ok"}
+    saving = {
+        run.label: rows.paper_in_phi(run) for run in runs if run.strategy in theory.PLUS_PLUS and sent.get(run.label)
+    }
+    if not saving:
+        return []
+    holds = all(abs(sent[label] / paper - 1) <= EQUAL_VOLUME for label, paper in saving.items())
+    measured = ", ".join(f"{label} {sent[label]:.2f}Φ (paper {paper:g})" for label, paper in saving.items())
+    plain = f" zero3 sent {sent['zero3']:.2f}Φ." if sent.get("zero3") else ""
+    return [
+        Judgement(
+            "Does ZeRO++ save what its paper says between machines?",
+            "yes" if holds else "no",
+            f"Into each machine per step: {measured}.{plain}",
+            "3Φ becomes 2Φ with qwZ or hpZ, 2.25Φ with qgZ, 0.75Φ with all three (arXiv:2306.10209, section 3).",
+            "The paper counts what crosses the network. Models whose parameters stay gathered send less than 3Φ "
+            "without ZeRO++ too, and then it saves less.",
+        )
+    ]
+
+
+def _terms_of(run: Run) -> str | None:
+    """What the measured volume is made of, by DeepSpeed's source; None for DDP, and where no reading of it fits."""
+    if run.zero_stage is None:
+        return None
+    for buckets, kept in product((True, False), (True, False)):
+        terms = volume_terms(run.zero_stage, run.gradient_accumulation_steps or 1, buckets, kept)
+        if abs(rows.communication_in_phi(run) / sum(terms.values()) - 1) <= EQUAL_VOLUME:
+            return explained(terms)
+    return None
 
 
 def _stages(runs: Sequence[Run]) -> list[Run]:

@@ -16,6 +16,9 @@ ORDER = ("ddp", "zero0", "zero1", "zero2", "zero3")
 
 # What an "ok" row may lack: an accelerator, a stage (ddp), phases, a plan, and of course a failure.
 NULLABLE = {"error", "zero_stage", "max_length", "allocated", "reserved", "memory_phases", "predicted", "failure"}
+# rows of earlier versions lack them; nothing on NVMe, nothing offloaded from a GPU, no wall_clock_breakdown
+NULLABLE |= {"communication_bytes_between_nodes", "host_memory_phases", "nvme", "host_device_bytes_per_second"}
+NULLABLE |= {"engine_seconds"}
 
 
 Part = TypeVar("Part", bound=BaseModel)
@@ -125,11 +128,16 @@ class Run(_Part):
     max_length: int | None = None
     peak_memory_bytes: list[PeakMemory | None] | None = None
     memory_phases: dict[str, int | None] | None = None
+    host_memory_phases: dict[str, int] | None = None
     model_state_bytes: list[RankState | None] | None = None
     communication_bytes_per_step: dict[str, int] | None = None
+    communication_bytes_between_nodes: dict[str, int] | None = None
     tokens: Tokens | None = None
     tokens_per_second: Tokens | None = None
     step_seconds: StepSeconds | None = None
+    nvme: dict[str, Any] | None = None
+    host_device_bytes_per_second: dict[str, float] | None = None
+    engine_seconds: dict[str, float] | None = None
     phase_seconds: dict[str, float | None] | None = None
     loss_history: list[Measured] | None = None
     grad_norm_history: list[Measured] | None = None

@@ -1,7 +1,7 @@
 """From what a run recorded to the numbers that the report shows: one plain dict per run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zero_recipes import theory
@@ -88,10 +88,24 @@ def communication_volume(run: Run) -> int | None:
 
 def communication_in_phi(run: Run) -> float | None:
     """The same in units of Φ, the bytes of the trainable parameters in the run's precision."""
-    volume = communication_volume(run)
-    if volume is None or not run.trainable_parameters or run.precision is None:
+    return in_phi(run, run.communication_bytes_per_step)
+
+
+def in_phi(run: Run, sent: Mapping[str, int] | None) -> float | None:
+    """Bytes by collective, as the paper counts them, in units of Φ."""
+    if sent is None or not run.trainable_parameters or run.precision is None:
         return None
-    return volume / (run.trainable_parameters * BYTES_PER_VALUE[run.precision])
+    return theory.paper_volume(sent) / (run.trainable_parameters * BYTES_PER_VALUE[run.precision])
+
+
+def paper_in_phi(run: Run) -> float | None:
+    """What the paper of the strategy says, in Φ: ZeRO's, or ZeRO++'s for what crosses between nodes."""
+    if run.communication_bytes_per_step is None:
+        return None
+    if run.strategy in ORDER or run.strategy.endswith(("_offload", "_infinity")):
+        return float(theory.communication_units(run.zero_stage or 0)) if (run.world_size or 1) > 1 else None
+    parts = theory.PLUS_PLUS.get(run.strategy)
+    return None if parts is None else theory.plus_plus_units(**parts)
 
 
 def final_loss(run: Run) -> float | None:
@@ -124,7 +138,8 @@ def _row(run: Run, reference: Run | None) -> dict[str, Any]:
         "params_bytes": rank.params if rank else None,
         "grads_bytes": rank.grads if rank else None,
         "optimizer_bytes": rank.optimizer if rank else None,
-        "offloaded_bytes": (rank.offloaded_host or 0) + (rank.offloaded_disk or 0) if rank else None,
+        "host_bytes": rank.offloaded_host if rank else None,
+        "disk_bytes": rank.offloaded_disk if rank else None,
         "textbook_bytes": expected.total if expected else None,
         "state_over_textbook": total / expected.total if total is not None and expected else None,
         "planned_state_bytes": planned_states(run),
@@ -136,6 +151,8 @@ def _row(run: Run, reference: Run | None) -> dict[str, Any]:
         "step_seconds_median": run.step_seconds.median if run.step_seconds else None,
         "communication_bytes": communication_volume(run),
         "communication_in_phi": communication_in_phi(run),
+        "between_nodes_in_phi": in_phi(run, run.communication_bytes_between_nodes),
+        "paper_in_phi": paper_in_phi(run),
         "steps": len(run.loss_history or []),
         "final_loss": final_loss(run),
     }

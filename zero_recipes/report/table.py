@@ -17,10 +17,12 @@ NOTES = {
     "Model": "Model states: parameters, gradients and optimizer on the rank that holds most.",
     "Textbook": "Textbook: the ZeRO paper's formula for the model states.",
     "Planned": "Planned: what zero-recipes plan said before the run, model states and allocated peak.",
-    "Offloaded": "Offloaded: model states of that rank in host memory or on disk.",
+    "On": "On host, on disk: model states of that rank in the host's memory, in swap files on NVMe.",
     "Resident": "Resident: memory of the whole process, most of it imported libraries; no accelerator was measured.",
     "Tokens/s": "Tokens/s: without padding, over all ranks.",
     "Comm.": "Comm.: bytes sent through collectives in one step; an all-reduce counts twice, others once.",
+    "Between": "Between nodes: the part of it that crosses the network, for one machine.",
+    "Paper": "Paper: the volume that the strategy's paper gives; ZeRO++'s is that between nodes.",
     "in Φ": "Φ: the bytes of the trainable parameters in the run's precision.",
     "Final": "Final loss: mean of the last five steps.",
 }
@@ -47,7 +49,8 @@ def columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], list[Colum
         Column("Optimizer", lambda row: units.size(row["optimizer_bytes"])),
         Column("Textbook", lambda row: units.size(row["textbook_bytes"])),
         Column("Planned\nstates", lambda row: units.size(row["planned_state_bytes"])),
-        Column("Offloaded", lambda row: units.size(row["offloaded_bytes"] or None)),
+        Column("On\nhost", lambda row: units.size(row["host_bytes"] or None)),
+        Column("On\ndisk", lambda row: units.size(row["disk_bytes"] or None)),
         _peak_column(rows),
         Column("Planned\npeak", lambda row: units.size(row["planned_peak_bytes"])),
     ]
@@ -57,6 +60,8 @@ def columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], list[Colum
         Column("Step\nmedian", lambda row: _seconds(row["step_seconds_median"])),
         Column("Comm.\nper step", lambda row: units.size(row["communication_bytes"])),
         Column("in Φ", lambda row: units.fixed(row["communication_in_phi"], 2)),
+        Column("Between\nnodes in Φ", lambda row: units.fixed(row["between_nodes_in_phi"] or None, 2)),
+        Column("Paper\nin Φ", lambda row: units.fixed(row["paper_in_phi"], 2)),
         Column("Final\nloss", lambda row: units.fixed(row["final_loss"], 4)),
     ]
     return named, _filled(memory, rows), _filled(speed, rows)

@@ -1,0 +1,75 @@
+"""Checks of ZeRO-Infinity against the model: room on the disk, buffers that fit, and whether anything swaps at all.
+
+File names are those of DeepSpeed 0.19.8, under deepspeed/runtime/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from zero_recipes.checks.ds_config import precision_of
+from zero_recipes.host import Host
+from zero_recipes.launch import Run
+from zero_recipes.refusal import Finding
+from zero_recipes.sizes import number_in
+
+LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
+DEFAULT_MAX_IN_CPU, DEFAULT_BUFFER = 10**9, 10**8  # elements: zero/offload_config.py
+
+
+def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iterator[Finding]:
+    """`sizes`: elements of each tensor of the model; `here`: processes on this machine."""
+    strategy = run.strategy
+    if "nvme" not in (strategy.offload_optimizer, strategy.offload_param) or strategy.zero_stage != 3:
+        return
+    zero, world = strategy.ds_config["zero_optimization"], strategy.world_size
+    each = 4 if precision_of(run.recipe.values) == "fp32" else 2
+    least = max(LEAST_SWAPPED, number_in(strategy.ds_config.get("aio", {}), "block_size", 0))
+    parts = [-(-size // world) for size in sizes]
+    swapped = [part for part in parts if part * each >= least]
+    if strategy.offload_param == "nvme":
+        yield from _buffers(zero["offload_param"], parts, swapped)
+        if not swapped:
+            yield Finding(
+                f"no tensor of the model is large enough to be swapped by {world} processes",
+                f"The largest part is {max(parts) * each:,} bytes; below {least:,} "
+                "(swap_tensor/partitioned_param_swapper.py, swappable_tensor) parts stay in host memory.",
+                "Nothing, for a trial; a model of this size needs no NVMe.",
+                level="warning",
+            )
+    needed = sum(swapped) * each if strategy.offload_param == "nvme" else 0
+    needed += sum(swapped) * 12 if strategy.offload_optimizer == "nvme" else 0
+    path = next(zero[key].get("nvme_path") for key in ("offload_optimizer", "offload_param") if _is_nvme(zero, key))
+    free = host.free_disk(path) if path and Path(path).is_dir() else None
+    if free is not None and here * needed > free:
+        yield Finding(
+            f"the run swaps at least {here * needed / 1e9:.1f} GB to {path}, which has {free / 1e9:.1f} GB free",
+            f"{here} processes with {needed / 1e9:.1f} GB each: parameters and their fp32 master, momentum and "
+            "variance, written while the engine is built and again at every step.",
+            "Another --nvme_path, more machines, or offload_param on the CPU.",
+        )
+
+
+def _buffers(block: dict, parts: list[int], swapped: list[int]) -> Iterator[Finding]:
+    size = number_in(block, "buffer_size", DEFAULT_BUFFER)
+    kept = number_in(block, "max_in_cpu", DEFAULT_MAX_IN_CPU)
+    if swapped and size < max(swapped):
+        yield Finding(
+            f"offload_param.buffer_size {size:,} is smaller than a tensor's part of {max(swapped):,} elements",
+            'swap_tensor/partitioned_param_swapper.py, get_buffer stops on it while the model is loaded: "More '
+            'elements than buffer size".',
+            f'Write "buffer_size": "auto" (zero-recipes fills in {max(swapped)}).',
+        )
+    if swapped and kept >= sum(parts):
+        yield Finding(
+            f"offload_param.max_in_cpu {kept:,} keeps all parameters in host memory",
+            f"Each process has {sum(parts):,} elements of them, and zero/stage3.py "
+            "(_create_param_groups_fp16_flat_cpu_memory) brings that many back from the disk for good.",
+            'Write "max_in_cpu": 0, or "device": "cpu".',
+            level="warning",
+        )
+
+
+def _is_nvme(zero: dict, key: str) -> bool:
+    return (zero.get(key) or {}).get("device") == "nvme"
