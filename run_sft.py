@@ -58,7 +58,7 @@ def train(run):
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from trl import get_peft_config
 
-    from zero_recipes import generation, metrics, saving
+    from zero_recipes import fsdp, generation, metrics, saving
     from zero_recipes.checkpoints import clear_earlier_run
     from zero_recipes.clock import PhaseClock
     from zero_recipes.data import load_tokenizer
@@ -75,6 +75,8 @@ def train(run):
     clock, stage_metrics = PhaseClock(), None
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(recipe)
     main_process, checkpoint = training_args.process_index == 0, training_args.resume_from_checkpoint
+    if run.strategy.is_fsdp:
+        fsdp.mend(training_args, run.device)
     clock.seconds["imports"] = time.perf_counter() - STARTED
     try:
         with clock.phase("model"):
@@ -101,6 +103,10 @@ def train(run):
 
         stage_metrics = metrics.StageMetricsCallback(run, training_args, model, clock)
         before = generation.AnswersBeforeTraining(samples, ours.sample_max_new_tokens, clock)
+        sharded = []
+        if run.strategy.is_fsdp:
+            fsdp.keep_names_of_the_file(model)
+            sharded = [fsdp.RefuseUnsharded()]
         with clock.phase("data"):
             trainer = metrics.MeasuredSFTTrainer(
                 model=model,
@@ -109,7 +115,7 @@ def train(run):
                 eval_dataset=prepared.evaluation,
                 processing_class=tokenizer,
                 peft_config=get_peft_config(model_args),
-                callbacks=[FreshAdamAtStage0(bool(checkpoint)), before, stage_metrics],
+                callbacks=[*sharded, FreshAdamAtStage0(bool(checkpoint)), before, stage_metrics],
             )
         before.trainer = trainer
         stage_metrics.watch(trainer)

@@ -26,6 +26,7 @@ ORDER = [
     "test_model_states",
     "test_metrics",
     "test_equality",
+    "test_fsdp",
     "test_resume",
     "test_equivalence",
     "test_weighting",

@@ -67,6 +67,8 @@ def test_an_accelerate_config_points_at_its_ds_config(path):
     assert "use_cpu" not in config and "mixed_precision" not in config, "one set serves CPU and GPU, any precision"
     if path.stem == "ddp":
         assert config["distributed_type"] == "MULTI_GPU"
+    elif path.stem == "fsdp2":
+        assert config["distributed_type"] == "FSDP" and config["fsdp_config"]["fsdp_version"] == 2
     else:
         assert config["deepspeed_config"]["deepspeed_config_file"] == f"ds_configs/{path.stem}.json"
         assert config["deepspeed_config"]["zero3_init_flag"] == path.stem.startswith("zero3")

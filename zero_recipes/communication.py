@@ -5,6 +5,10 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from torch.distributed.fsdp import FSDPModule
+
+from zero_recipes.collectives import CountCollectives, in_force
+
 # DeepSpeed's function names (deepspeed/comm/comm.py) by the collective that they are
 _COLLECTIVES = {
     "all_reduce": "all_reduce",
@@ -22,7 +26,7 @@ _COLLECTIVES = {
 
 
 class CommunicationCounter:
-    """Counts some steps of one run: DeepSpeed's through its own logger, DDP's by its buckets.
+    """Counts some steps of one run: DeepSpeed's through its own logger, DDP's by its buckets, FSDP2's as they pass.
 
     DeepSpeed's logger synchronises the device around every collective (comm.py `timed_op`), so it is on only during
     warm-up steps, which no timing includes.
@@ -31,6 +35,7 @@ class CommunicationCounter:
     def __init__(self, engine: Any, world_size: int):
         self.engine, self.world_size = engine, world_size
         self.steps: list[dict[str, int]] = []
+        self.passing = CountCollectives() if isinstance(engine, FSDPModule) else None
 
     @property
     def _is_deepspeed(self) -> bool:
@@ -44,11 +49,15 @@ class CommunicationCounter:
 
             comm.configure(enabled=True, prof_all=True, verbose=False)
             comm.comm.comms_logger.reset_data()
+        elif self.passing is not None:
+            in_force(self.passing, True)
 
     def end_step(self) -> None:
         """Close one optimizer step."""
         if self._is_deepspeed:
             self.steps.append(self._logged())
+        elif self.passing is not None:
+            self.steps.append(self.passing.take())
         elif self.world_size > 1:
             self.steps.append({"all_reduce": ddp_bucket_bytes(self.engine)})
 
@@ -57,6 +66,8 @@ class CommunicationCounter:
             from deepspeed import comm
 
             comm.configure(enabled=False, prof_all=False)
+        elif self.passing is not None:
+            in_force(self.passing, False)
 
     def median(self) -> dict[str, int]:
         """{collective: bytes per optimizer step}, the median over the counted steps."""

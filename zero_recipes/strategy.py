@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_recipes import fsdp
 from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.checks.ds_shape import shape_findings
 from zero_recipes.recipe import Recipe
@@ -19,17 +20,22 @@ from zero_recipes.refusal import Refusal
 class Strategy:
     """How one run is spread over its processes."""
 
-    name: str  # "single", "ddp", "zero0" ... "zero3", with "_offload" where model states leave the device
+    name: str  # "single", "ddp", "fsdp2", "zero0" ... "zero3", with "_offload" where model states leave the device
     zero_stage: int | None  # None without DeepSpeed
     world_size: int
     ds_config: dict[str, Any] | None  # as read, "auto" values included
     source: str  # where the DeepSpeed configuration comes from, for messages
     offload_optimizer: str | None = None  # "cpu", "nvme" or None
     offload_param: str | None = None
+    fsdp_config: dict[str, Any] | None = None  # transformers' `fsdp_config`; None without FSDP
 
     @property
     def is_deepspeed(self) -> bool:
         return self.ds_config is not None
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.fsdp_config is not None
 
     def described(self, device: str, training_args) -> list[str]:
         """What is in force, in five lines."""
@@ -58,12 +64,9 @@ def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Str
     """
     env = os.environ if environment is None else environment
     world_size = int(env.get("WORLD_SIZE", 1))
-    if env.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise Refusal(
-            "the accelerate file asks for FSDP",
-            "zero-recipes does not measure FSDP yet, and on CPU accelerate 1.15 would run plain DDP without a word.",
-            "Use accelerate_configs/zero3.yaml, or `trl sft` for an FSDP run without measurements.",
-        )
+    fsdp_config = fsdp.resolve(recipe, env, world_size)
+    if fsdp_config is not None:
+        return Strategy("fsdp2", None, world_size, None, "none", fsdp_config=fsdp_config)
     launched, launched_from = _from_launcher(env)
     named = recipe.values.get("deepspeed")
     if named is not None and launched is not None:

@@ -32,6 +32,9 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
         return {"ACCELERATE_USE_CPU": str(config.get("use_cpu", False)), "MASTER_ADDR": "127.0.0.1"}
     if kind == "FSDP":
         environment["ACCELERATE_USE_FSDP"] = "true"
+        named = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+        given = (config.get("fsdp_config") or {}).items()
+        environment |= {named.get(key, key.upper()): str(value) for key, value in given if value is not None}
     deepspeed = config.get("deepspeed_config") or {}
     if not deepspeed:
         return environment
