@@ -58,7 +58,7 @@ def train(run):
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from trl import get_peft_config
 
-    from zero_recipes import fsdp, generation, metrics, saving
+    from zero_recipes import fsdp, generation, metrics, network, saving
     from zero_recipes.checkpoints import clear_earlier_run
     from zero_recipes.clock import PhaseClock
     from zero_recipes.data import load_tokenizer
@@ -89,10 +89,13 @@ def train(run):
         refuse_apart(checkpoint)
         refuse_other_data(checkpoint, prepared.data_sha256)
 
+        links = network.measure(run.device)
+
         # nothing is refused from here on; what stands in the folder may be touched
         if main_process:
             clear_earlier_run(output_dir, ours.overwrite)
-            header = [*run.strategy.described(run.device, training_args), str(prepared.audit)]
+            header = [*run.strategy.described(run.device, training_args), *network.described(links)]
+            header.append(str(prepared.audit))
             print(*header, *prepared.findings, sep="\n", flush=True)
             ds_config = resolved_ds_config(run, prepared.rows) if run.strategy.is_deepspeed else None
             recipes.write_resolved(recipe, output_dir / "recipe.resolved.yaml", header, ds_config)
@@ -101,7 +104,7 @@ def train(run):
         with clock.phase("model"):
             model = load_model(config, model_args, training_args, ours)
 
-        stage_metrics = metrics.StageMetricsCallback(run, training_args, model, clock)
+        stage_metrics = metrics.StageMetricsCallback(run, training_args, model, clock, links)
         before = generation.AnswersBeforeTraining(samples, ours.sample_max_new_tokens, clock)
         sharded = []
         if run.strategy.is_fsdp:

@@ -37,6 +37,7 @@ ORDER = [
     "test_reshard",
     "test_real_weights",
     "test_rendezvous",
+    "test_machines",
     "test_failures",
     "test_kills",
     "test_launchers",

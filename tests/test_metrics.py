@@ -16,7 +16,7 @@ CONTRACT = {
     *("trainable_parameters", "precision", "micro_batch_size", "gradient_accumulation_steps", "max_length"),
     *("peak_memory_bytes", "memory_phases", "model_state_bytes", "communication_bytes_per_step", "tokens"),
     *("tokens_per_second", "step_seconds", "phase_seconds", "loss_history", "grad_norm_history", "eval_history"),
-    *("first_step", "resumed_at", "predicted", "versions", "hardware", "recipe_sha256"),
+    *("first_step", "resumed_at", "network", "predicted", "versions", "hardware", "recipe_sha256"),
 }
 
 
@@ -37,7 +37,7 @@ def epoch(two, tmp_path_factory):
 def test_the_keys_are_the_contracts(epoch):
     for metrics in epoch[0].values():
         assert set(metrics) == CONTRACT
-        assert metrics["predicted"] is None and metrics["memory_phases"] is None
+        assert metrics["predicted"] is metrics["network"] is None and metrics["memory_phases"] is None
         assert [set(rank) for rank in metrics["peak_memory_bytes"]] == [{"allocated", "reserved", "rss"}] * 2
         assert metrics["peak_memory_bytes"][0]["allocated"] is None and metrics["peak_memory_bytes"][0]["rss"] > 2**27
         phases = ["imports", "data", "model", "samples_before", "train", "samples_after", "save"]

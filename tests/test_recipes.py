@@ -67,6 +67,9 @@ def test_an_accelerate_config_points_at_its_ds_config(path):
     assert "use_cpu" not in config and "mixed_precision" not in config, "one set serves CPU and GPU, any precision"
     if path.stem == "ddp":
         assert config["distributed_type"] == "MULTI_GPU"
+    elif path.stem == "multi_node":
+        assert config["deepspeed_config"]["deepspeed_config_file"] == "ds_configs/zero3.json"
+        assert config["num_machines"] == 2 and config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
     elif path.stem == "fsdp2":
         assert config["distributed_type"] == "FSDP" and config["fsdp_config"]["fsdp_version"] == 2
     else:

@@ -35,8 +35,11 @@ MOST_WARMUP_STEPS = 5
 class StageMetricsCallback(TrainerCallback):
     """Collects the metrics of one training run; `write` puts them into output_dir/metrics.json on rank 0."""
 
-    def __init__(self, run: Run, training_args, model: torch.nn.Module, clock: PhaseClock):
+    def __init__(
+        self, run: Run, training_args, model: torch.nn.Module, clock: PhaseClock, links: dict[str, Any] | None = None
+    ):
         self.strategy, self.device, self.clock = run.strategy, run.device, clock
+        self.links = links  # zero_recipes.network's; None on one machine
         self.identity = identity(run, training_args, model)
         self.trainer: MeasuredSFTTrainer | None = None
         self.phases = MemoryPhases(run.device)
@@ -194,6 +197,7 @@ class StageMetricsCallback(TrainerCallback):
             "resumed_at": self.resumed_at,
             "grad_norm_history": self.grad_norms,
             "eval_history": self.evaluations,
+            "network": self.links,
             "predicted": None,
             "versions": machine.versions(),
             "hardware": machine.hardware(self.device),

@@ -11,6 +11,7 @@ from typing import Any
 from zero_recipes.checks.chat import chat_findings
 from zero_recipes.checks.versions import installed_versions
 from zero_recipes.checks.zero_options import zero_option_findings
+from zero_recipes.process import local_world_size
 from zero_recipes.refusal import Finding, Refusal
 
 # architectures of transformers 5.23 that do not hand position_ids to create_causal_mask (masking_utils.py): the
@@ -36,7 +37,7 @@ def combination_findings(
         *chat_findings(values),
     ]
     if strategy.is_deepspeed:
-        local = int(environment.get("LOCAL_WORLD_SIZE", strategy.world_size))
+        local = local_world_size(environment, strategy.world_size)
         found += _trainer_under_deepspeed(values, strategy.zero_stage)
         found += zero_option_findings(
             strategy.ds_config, values, strategy.world_size, local, device, installed_versions()["deepspeed"]
