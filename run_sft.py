@@ -58,7 +58,7 @@ def train(run):
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from trl import get_peft_config
 
-    from zero_recipes import fsdp, generation, metrics, network, saving
+    from zero_recipes import fsdp, generation, metrics, network, saving, ulysses
     from zero_recipes.checkpoints import clear_earlier_run
     from zero_recipes.clock import PhaseClock
     from zero_recipes.data import load_tokenizer
@@ -77,6 +77,7 @@ def train(run):
     main_process, checkpoint = training_args.process_index == 0, training_args.resume_from_checkpoint
     if run.strategy.is_fsdp:
         fsdp.mend(training_args, run.device)
+    ulysses.share_sequences(training_args, run.strategy.sequence_parallel, model_args.attn_implementation)
     clock.seconds["imports"] = time.perf_counter() - STARTED
     try:
         with clock.phase("model"):

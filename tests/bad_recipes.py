@@ -399,6 +399,12 @@ SECTIONS = {
             "zero_stage beside deepspeed_config_file",
         ),
         Fault(
+            "parallelism in an accelerate file",
+            Side(ds={}, accelerate=ACCELERATE + "parallelism_config:\n  parallelism_config_sp_size: 2\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "has a parallelism_config",
+        ),
+        Fault(
             "a number of processes that is none",
             Side(ds={}, accelerate=ACCELERATE.replace("num_processes: 2", "num_processes: all")),
             Side(ds={}, accelerate=ACCELERATE),

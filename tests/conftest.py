@@ -27,6 +27,7 @@ ORDER = [
     "test_metrics",
     "test_equality",
     "test_fsdp",
+    "test_ulysses",
     "test_resume",
     "test_equivalence",
     "test_weighting",

@@ -88,10 +88,12 @@ class StageMetricsCallback(TrainerCallback):
 
     def count_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
         """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent."""
-        ids, labels = inputs["input_ids"], inputs["labels"]
+        ids = inputs["input_ids"]
+        shared = "shift_labels" in inputs  # this process's part of each row (zero_recipes/ulysses.py)
+        supervised = inputs["shift_labels"] if shared else inputs["labels"][..., 1:]
         mask = inputs.get("attention_mask")
         non_padding = ids.new_tensor(ids.numel()) if mask is None else mask.sum()
-        counted = torch.stack([ids.new_tensor(ids.numel()), non_padding, (labels[..., 1:] != -100).sum()])
+        counted = torch.stack([ids.new_tensor(ids.numel()), non_padding, (supervised != -100).sum()])
         self.tokens = counted if self.tokens is None else self.tokens + counted
         if self.done >= self.warmup:
             self.tokens_timed = counted if self.tokens_timed is None else self.tokens_timed + counted

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_recipes import fsdp
+from zero_recipes import fsdp, ulysses
 from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.checks.ds_shape import shape_findings
 from zero_recipes.recipe import Recipe
@@ -28,6 +28,12 @@ class Strategy:
     offload_optimizer: str | None = None  # "cpu", "nvme" or None
     offload_param: str | None = None
     fsdp_config: dict[str, Any] | None = None  # transformers' `fsdp_config`; None without FSDP
+    sequence_parallel: int = 1  # processes that share each sequence
+
+    @property
+    def replicas(self) -> int:
+        """Groups of processes that have sequences of their own: the data-parallel size."""
+        return self.world_size // self.sequence_parallel
 
     @property
     def is_deepspeed(self) -> bool:
@@ -40,7 +46,7 @@ class Strategy:
     def described(self, device: str, training_args) -> list[str]:
         """What is in force, in five lines."""
         args = training_args
-        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.world_size
+        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.replicas
         tokens = "" if args.max_length is None else f", at most {sequences * args.max_length:,} tokens"
         offloaded = [
             what for what, where in (("optimizer", self.offload_optimizer), ("params", self.offload_param)) if where
@@ -49,7 +55,8 @@ class Strategy:
             f"strategy      {self.name}" + (f" (DeepSpeed, {self.source})" if self.is_deepspeed else ""),
             f"world size    {self.world_size} on {device}",
             f"global batch  {sequences} sequences{tokens} ({args.per_device_train_batch_size} per device x "
-            f"{args.gradient_accumulation_steps} accumulation x {self.world_size} processes)",
+            f"{args.gradient_accumulation_steps} accumulation x {self.replicas} "
+            + ("processes)" if self.sequence_parallel == 1 else f"groups of {self.sequence_parallel} processes)"),
             f"precision     {precision_of(vars(args))}",
             f"offloaded     {', '.join(offloaded) or 'nothing'}",
         ]
@@ -98,7 +105,10 @@ def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Str
     offload_param = None if offload_param == "none" else offload_param
     name = f"zero{stage}" + ("_offload" if offload_optimizer or offload_param else "")
     _refuse_unsaved(recipe, stage, zero, source)
-    return Strategy(name, stage, world_size, config, source, offload_optimizer, offload_param)
+    shared = recipe.values["sequence_parallel_size"]
+    ulysses.refuse_unshared(shared, world_size)
+    name += "_ulysses" if shared > 1 else ""
+    return Strategy(name, stage, world_size, config, source, offload_optimizer, offload_param, sequence_parallel=shared)
 
 
 def read_ds_config(named: str | Path | dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
         named = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
         given = (config.get("fsdp_config") or {}).items()
         environment |= {named.get(key, key.upper()): str(value) for key, value in given if value is not None}
+    if config.get("parallelism_config"):
+        environment["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     deepspeed = config.get("deepspeed_config") or {}
     if not deepspeed:
         return environment
@@ -48,6 +50,13 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
 
 def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
     """What an accelerate file says beside the ds_config that it names. `environment`: the launcher's."""
+    if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        yield Finding(
+            "the accelerate file has a parallelism_config",
+            "It changes how many rows a step has and which process gets which (accelerate, parallelism_config.py). "
+            "Nothing here counts tokens under its tensor or context parallelism.",
+            "Remove it. Sequence parallelism (Ulysses) is the recipe's: sequence_parallel_size.",
+        )
     if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none").lower() in ("none", ""):
         return
     given = environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from zero_recipes import ulysses
 from zero_recipes.checks.chat import chat_findings
 from zero_recipes.checks.versions import installed_versions
 from zero_recipes.checks.zero_options import zero_option_findings
@@ -34,6 +35,7 @@ def combination_findings(
         *_uneven_ranks(values, strategy.world_size),
         *_weights(values, strategy.world_size),
         *_launched_alone(strategy, environment),
+        *ulysses.findings(values, strategy, device, _model_config(values)),
         *chat_findings(values),
     ]
     if strategy.is_deepspeed:
