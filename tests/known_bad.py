@@ -56,6 +56,11 @@ CASES = {
         {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(2)},
         "load_in_4bit at ZeRO stage 3",
     ),
+    "QLoRA under FSDP2": (
+        {"load_in_4bit": True, **PEFT, "fsdp": True},
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(2)},
+        "load_in_4bit under FSDP2",
+    ),
     "quantised without LoRA": ({"load_in_8bit": True}, {"load_in_8bit": True, **PEFT}, "load_in_8bit without LoRA"),
     "quantised random weights": (
         {"load_in_8bit": True},

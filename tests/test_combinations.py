@@ -88,6 +88,7 @@ CITED = [
     ("transformers/trainer.py", "`auto_find_batch_size` isn't supported yet with DeepSpeed Zero-3."),
     ("deepspeed/runtime/sequence_parallel/ulysses_sp.py", "kv_head_count=arch_cfg.num_key_value_heads,"),
     ("deepspeed/runtime/sequence_parallel/ulysses_sp.py", "attention_mask = None"),
+    ("accelerate/utils/fsdp_utils.py", "Exclude non-floating frozen Params4bit from FSDP sharding."),
     ("accelerate/data_loader.py", "and new_dataset.n_shards >= num_processes"),
     ("trl/trainer/sft_trainer.py", "When `padding_free=True` without packing, `max_length` is not enforced."),
     ("trl/trainer/sft_trainer.py", 'inputs["use_cache"] = False'),  # else transformers would not look for boundaries
