@@ -399,6 +399,12 @@ SECTIONS = {
             "zero_stage beside deepspeed_config_file",
         ),
         Fault(
+            "FP8",
+            Side(accelerate="distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp8\n"),
+            Side(accelerate="distributed_type: MULTI_GPU\nnum_processes: 2\n"),
+            "asks for FP8",
+        ),
+        Fault(
             "parallelism in an accelerate file",
             Side(ds={}, accelerate=ACCELERATE + "parallelism_config:\n  parallelism_config_sp_size: 2\n"),
             Side(ds={}, accelerate=ACCELERATE),

@@ -28,6 +28,7 @@ ORDER = [
     "test_equality",
     "test_fsdp",
     "test_ulysses",
+    "test_parallelism",
     "test_resume",
     "test_equivalence",
     "test_weighting",

@@ -47,6 +47,7 @@ NVME = {"device": "nvme", "nvme_path": str(ROOT)}
 ON_NVME = {"offload_optimizer": NVME}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+ZENFLOW = {"topk_ratio": 0.1, "update_interval": 2, "full_warm_up_rounds": 0, "overlap_step": False}
 SHARED = {"sequence_parallel_size": 2, "pad_to_multiple_of": 128, "dataloader_drop_last": True}
 SHARED |= {"max_length": 128, "deepspeed": ds_config(3)}
 # name: (bad recipe, its cured twin, what is found, and what is not the default: level, environment, device)
@@ -147,6 +148,31 @@ CASES = {
         {"deepspeed": ds_config(1) | {"tensor_parallel": {"autotp_size": 2}}},
         {"deepspeed": ds_config(1)},
         "tensor_parallel.autotp_size (AutoTP)",
+    ),
+    "ZenFlow": (
+        {"deepspeed": ds_config(2, offload_optimizer={"device": "cpu"}, zenflow=ZENFLOW)},
+        {"deepspeed": ds_config(2, offload_optimizer={"device": "cpu"})},
+        "zero_optimization.zenflow (ZenFlow) at stage 2",
+    ),
+    "ZenFlow at stage 3": (
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu"}, zenflow=ZENFLOW)},
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu"})},
+        "zero_optimization.zenflow (ZenFlow) at stage 3",
+    ),
+    "a pipeline": (
+        {"deepspeed": ds_config(1) | {"pipeline": {"stages": 2}}},
+        {"deepspeed": ds_config(3)},
+        "a pipeline block",
+    ),
+    "DeepCompile": (
+        {"deepspeed": ds_config(3) | {"compile": {"deepcompile": True}}},
+        {"deepspeed": ds_config(3)},
+        "compile.deepcompile (DeepCompile)",
+    ),
+    "compiled at stage 3": (
+        {"deepspeed": ds_config(3), "torch_compile": True},
+        {"deepspeed": ds_config(2), "torch_compile": True},
+        "torch_compile at ZeRO stage 3",
     ),
     "SuperOffload on a CPU": (
         {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu", "super_offload": True})},

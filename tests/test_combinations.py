@@ -88,6 +88,12 @@ CITED = [
     ("transformers/trainer.py", "`auto_find_batch_size` isn't supported yet with DeepSpeed Zero-3."),
     ("deepspeed/runtime/sequence_parallel/ulysses_sp.py", "kv_head_count=arch_cfg.num_key_value_heads,"),
     ("deepspeed/runtime/sequence_parallel/ulysses_sp.py", "attention_mask = None"),
+    ("deepspeed/runtime/engine.py", "executing without DeepCompile until compile() runs."),
+    (
+        "deepspeed/runtime/pipe/engine.py",
+        'assert isinstance(self.module, PipelineModule), "model must base PipelineModule"',
+    ),
+    ("transformers/training_args.py", 'self.mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")'),
     ("accelerate/utils/fsdp_utils.py", "Exclude non-floating frozen Params4bit from FSDP sharding."),
     ("accelerate/data_loader.py", "and new_dataset.n_shards >= num_processes"),
     ("trl/trainer/sft_trainer.py", "When `padding_free=True` without packing, `max_length` is not enforced."),
@@ -121,7 +127,14 @@ def test_races_of_overlap_comm_by_version(found):
     """Streams of a GPU: the lines that mended them are in the installed DeepSpeed, so the rule is for older ones."""
 
     def races(version: str, stage: int = 2, compiled: bool = False, overlap: bool = True) -> int:
-        values = {"torch_compile": compiled, "bf16": True, "fp16": False, "resume_from_checkpoint": None}
+        values = {
+            "torch_compile_backend": None,
+            "torch_compile_mode": None,
+            "torch_compile": compiled,
+            "bf16": True,
+            "fp16": False,
+            "resume_from_checkpoint": None,
+        }
         config = {"zero_optimization": {"stage": stage, "overlap_comm": overlap}}
         return len(zero_option_findings(config, values, 2, 2, "cuda", version))
 
