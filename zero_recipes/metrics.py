@@ -115,7 +115,8 @@ class StageMetricsCallback(TrainerCallback):
             torch.cuda.reset_peak_memory_stats()
         self.probe = StateProbe(self.trainer, self.strategy, self.phases)
         self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy.world_size)
-        self.communication.start()
+        if total:  # a resumed run may have no step left, and then nothing would stop it
+            self.communication.start()
         self.steps.open()
 
     def on_step_begin(self, args, state, control, **kwargs):

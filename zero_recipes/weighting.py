@@ -31,10 +31,14 @@ class TokenWeightedSFTTrainer(SFTTrainer):
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
-        parallelism = self.accelerator.parallelism_config
-        self._shares_sequences = parallelism is not None and parallelism.sp_enabled
         self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
+
+    @property
+    def _shares_sequences(self) -> bool:
+        """Whether each row is shared by several processes (zero_recipes/ulysses.py)."""
+        parallelism = self.accelerator.parallelism_config
+        return parallelism is not None and parallelism.sp_enabled
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
