@@ -70,7 +70,7 @@ def train_on(run, disks: list[dict]):
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from trl import get_peft_config
 
-    from zero_recipes import generation, host_device, metrics, nvme, saving
+    from zero_recipes import fsdp, generation, host_device, metrics, network, nvme, saving, ulysses
     from zero_recipes.checkpoints import clear_earlier_run
     from zero_recipes.clock import PhaseClock
     from zero_recipes.data import load_tokenizer
@@ -88,6 +88,9 @@ def train_on(run, disks: list[dict]):
     clock, stage_metrics = PhaseClock(), None
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(recipe)
     main_process, checkpoint = training_args.process_index == 0, training_args.resume_from_checkpoint
+    if run.strategy.is_fsdp:
+        fsdp.mend(training_args, run.device)
+    ulysses.share_sequences(training_args, run.strategy.sequence_parallel, model_args.attn_implementation)
     clock.seconds["imports"] = time.perf_counter() - STARTED
     try:
         with clock.phase("model"):
@@ -101,11 +104,13 @@ def train_on(run, disks: list[dict]):
         refuse_apart(checkpoint)
         refuse_other_data(checkpoint, prepared.data_sha256)
 
+        links = network.measure(run.device)
+
         # nothing is refused from here on; what stands in the folder may be touched
         link = host_device.measured(run.strategy, run.device)
         if main_process:
             clear_earlier_run(output_dir, ours.overwrite)
-            header = run.strategy.described(run.device, training_args)
+            header = [*run.strategy.described(run.device, training_args), *network.described(links)]
             header += [*nvme.described(disks), *host_device.described(link), str(prepared.audit)]
             print(*header, *prepared.findings, sep="\n", flush=True)
             ds_config = resolved_ds_config(run, prepared.rows) if run.strategy.is_deepspeed else None
@@ -116,8 +121,14 @@ def train_on(run, disks: list[dict]):
         with clock.phase("model"):
             model = load_model(config, model_args, training_args, ours)
 
-        stage_metrics = metrics.StageMetricsCallback(run, training_args, model, clock, disks, link, predicted)
+        stage_metrics = metrics.StageMetricsCallback(
+            run, training_args, model, clock, disks=disks, link=link, links=links, predicted=predicted
+        )
         before = generation.AnswersBeforeTraining(samples, ours.sample_max_new_tokens, clock)
+        sharded = []
+        if run.strategy.is_fsdp:
+            fsdp.keep_names_of_the_file(model)
+            sharded = [fsdp.RefuseUnsharded()]
         with clock.phase("data"):
             trainer = metrics.MeasuredSFTTrainer(
                 model=model,
@@ -126,7 +137,7 @@ def train_on(run, disks: list[dict]):
                 eval_dataset=prepared.evaluation,
                 processing_class=tokenizer,
                 peft_config=get_peft_config(model_args),
-                callbacks=[FreshAdamAtStage0(bool(checkpoint)), before, stage_metrics],
+                callbacks=[*sharded, FreshAdamAtStage0(bool(checkpoint)), before, stage_metrics],
             )
         before.trainer = trainer
         stage_metrics.watch(trainer)

@@ -14,8 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "trust.md"
-STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-NOT_RESHARDED = ("ddp", "zero0")
+STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp2")
+NOT_RESHARDED = ("ddp", "zero0", "fsdp2")
 COLUMNS = {
     "loss": "largest relative difference of a step's loss from the reference's",
     "weight": "norm of the difference of all weights from the reference's, over the norm of the weights",
@@ -23,7 +23,7 @@ COLUMNS = {
     "absolute difference of any loss, gradient norm, evaluation, weight, optimizer state or random number",
     "reshard": "a run whose checkpoint goes on under each other stage and world size (1, 2 and 4; offload to and from) "
     "against one that is not interrupted: largest relative difference of a step's loss, in fp32; weights and optimizer "
-    "states are the same bits. Stage 0 and ddp are refused",
+    "states are the same bits. Stage 0, ddp and FSDP2 are refused",
 }
 REFERENCE = (
     "The reference is a plain PyTorch loop in fp32 (`tests/equivalence/reference.py`): the token-weighted mean over "

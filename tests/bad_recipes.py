@@ -131,6 +131,17 @@ def schedule(warmup: Any) -> dict[str, Any]:
     return {"scheduler": SCHEDULE | {"params": SCHEDULE["params"] | {"warmup_num_steps": warmup}}}
 
 
+FSDP_FILE = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n"
+FSDP2 = "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+
+
+def fsdp(name: str, bad: str, cured: str, says: str, lines: str = "") -> Fault:
+    """A fault in the fsdp_config of an accelerate file."""
+    return Fault(
+        name, Side(recipe=lines, accelerate=FSDP_FILE + bad), Side(recipe=lines, accelerate=FSDP_FILE + cured), says
+    )
+
+
 SECTIONS = {
     "The recipe's text": [
         Fault("an empty recipe", Side(whole=""), Side(), "no mapping of keys to values"),
@@ -396,17 +407,74 @@ SECTIONS = {
             "zero_stage beside deepspeed_config_file",
         ),
         Fault(
+            "FP8",
+            Side(accelerate="distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp8\n"),
+            Side(accelerate="distributed_type: MULTI_GPU\nnum_processes: 2\n"),
+            "asks for FP8",
+        ),
+        Fault(
+            "parallelism in an accelerate file",
+            Side(ds={}, accelerate=ACCELERATE + "parallelism_config:\n  parallelism_config_sp_size: 2\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "has a parallelism_config",
+        ),
+        Fault(
             "a number of processes that is none",
             Side(ds={}, accelerate=ACCELERATE.replace("num_processes: 2", "num_processes: all")),
             Side(ds={}, accelerate=ACCELERATE),
             "num_processes in accelerate.yaml is 'all'",
             launcher_stops=True,
         ),
+    ],
+    "FSDP": [
+        fsdp("FSDP1", "  fsdp_sharding_strategy: FULL_SHARD\n", FSDP2, "FSDP1 ("),
+        fsdp(
+            "parts saved instead of a model",
+            FSDP2 + "  fsdp_state_dict_type: SHARDED_STATE_DICT\n",
+            FSDP2,
+            "state_dict_type SHARDED_STATE_DICT",
+        ),
+        fsdp(
+            "parameters on the CPU", FSDP2 + "  fsdp_offload_params: true\n", FSDP2, "parameters offloaded to the CPU"
+        ),
+        fsdp(
+            "weights on one rank only",
+            FSDP2 + "  fsdp_cpu_ram_efficient_loading: true\n",
+            FSDP2,
+            "cpu_ram_efficient_loading",
+        ),
+        fsdp(
+            "activations recomputed twice",
+            FSDP2 + "  fsdp_activation_checkpointing: true\n",
+            FSDP2,
+            "activation_checkpointing twice",
+            "activation_checkpointing: true",
+        ),
+        recipe("FSDP's old words", "fsdp: full_shard auto_wrap", "fsdp: true", "fsdp: full_shard auto_wrap"),
+        recipe(
+            "a key that FSDP2 does not read",
+            "fsdp: true\nfsdp_config: {sharding_strategy: 1}",
+            "fsdp: true",
+            "fsdp_config with sharding_strategy",
+        ),
+        recipe(
+            "FSDP and DeepSpeed",
+            "fsdp: true\ndeepspeed: ds.json",
+            "deepspeed: ds.json",
+            "FSDP and DeepSpeed at once",
+            ds={},
+        ),
+        recipe(
+            "a batch size that FSDP2 seeks",
+            "fsdp: true\nauto_find_batch_size: true",
+            "fsdp: true",
+            "auto_find_batch_size under FSDP2",
+        ),
         Fault(
-            "FSDP",
-            Side(accelerate="distributed_type: FSDP\nnum_processes: 2\n"),
-            Side(ds={}, accelerate=ACCELERATE),
-            "asks for FSDP",
+            "two FSDP configurations",
+            Side(recipe="fsdp: true\nfsdp_config: {reshard_after_forward: false}", accelerate=FSDP_FILE + FSDP2),
+            Side(accelerate=FSDP_FILE + FSDP2),
+            "two FSDP configurations",
         ),
     ],
 }

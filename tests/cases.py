@@ -153,7 +153,7 @@ def checkpoint_gaps(one: str, other: str) -> dict[str, float]:
         {
             p.relative_to(folder).as_posix()
             for p in Path(folder).rglob("*")
-            if p.suffix in (".pt", ".pth", ".safetensors")
+            if p.suffix in (".pt", ".pth", ".bin", ".safetensors") and p.name != "training_args.bin"
         }
         for folder in (one, other)
     ]

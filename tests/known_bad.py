@@ -48,12 +48,20 @@ ON_NVME = {"offload_optimizer": NVME}
 NO_PREFETCH = {"stage3_prefetch_bucket_size": 0}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+ZENFLOW = {"topk_ratio": 0.1, "update_interval": 2, "full_warm_up_rounds": 0, "overlap_step": False}
+SHARED = {"sequence_parallel_size": 2, "pad_to_multiple_of": 128, "dataloader_drop_last": True}
+SHARED |= {"max_length": 128, "deepspeed": ds_config(3)}
 # name: (bad recipe, its cured twin, what is found, and what is not the default: level, environment, device)
 CASES = {
     "QLoRA at stage 3": (
         {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(3)},
         {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(2)},
         "load_in_4bit at ZeRO stage 3",
+    ),
+    "QLoRA under FSDP2": (
+        {"load_in_4bit": True, **PEFT, "fsdp": True},
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(2)},
+        "load_in_4bit under FSDP2",
     ),
     "quantised without LoRA": ({"load_in_8bit": True}, {"load_in_8bit": True, **PEFT}, "load_in_8bit without LoRA"),
     "quantised random weights": (
@@ -147,6 +155,31 @@ CASES = {
         {"deepspeed": ds_config(1)},
         "tensor_parallel.autotp_size (AutoTP)",
     ),
+    "ZenFlow": (
+        {"deepspeed": ds_config(2, offload_optimizer={"device": "cpu"}, zenflow=ZENFLOW)},
+        {"deepspeed": ds_config(2, offload_optimizer={"device": "cpu"})},
+        "zero_optimization.zenflow (ZenFlow) at stage 2",
+    ),
+    "ZenFlow at stage 3": (
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu"}, zenflow=ZENFLOW)},
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu"})},
+        "zero_optimization.zenflow (ZenFlow) at stage 3",
+    ),
+    "a pipeline": (
+        {"deepspeed": ds_config(1) | {"pipeline": {"stages": 2}}},
+        {"deepspeed": ds_config(3)},
+        "a pipeline block",
+    ),
+    "DeepCompile": (
+        {"deepspeed": ds_config(3) | {"compile": {"deepcompile": True}}},
+        {"deepspeed": ds_config(3)},
+        "compile.deepcompile (DeepCompile)",
+    ),
+    "compiled at stage 3": (
+        {"deepspeed": ds_config(3), "torch_compile": True},
+        {"deepspeed": ds_config(2), "torch_compile": True},
+        "torch_compile at ZeRO stage 3",
+    ),
     "SuperOffload on a CPU": (
         {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu", "super_offload": True})},
         {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu"})},
@@ -194,6 +227,58 @@ CASES = {
         {"padding_free": True},
         {"padding_free": True, "max_length": None},
         "padding_free without packing, with a max_length",
+    ),
+    "parallelism by accelerate": (
+        SHARED | {"parallelism_config": {"cp_size": 2}},
+        SHARED,
+        "parallelism_config in the recipe",
+    ),
+    "shared sequences without DeepSpeed": (
+        {key: value for key, value in SHARED.items() if key != "deepspeed"},
+        SHARED,
+        "sequence_parallel_size 2 under ddp",
+    ),
+    "shared sequences of a GPT-NeoX": (
+        SHARED,
+        SHARED | {"sequence_parallel_size": 1},
+        "sequence_parallel_size 2 with a model of type gpt_neox",
+    ),
+    "shared sequences, eager attention": (
+        SHARED | {"attn_implementation": "eager"},
+        SHARED | {"attn_implementation": "sdpa"},
+        "sequence_parallel_size 2 with attn_implementation: eager",
+    ),
+    "shared sequences, packed": (SHARED | {"packing": True}, SHARED, "packing with sequence_parallel_size 2"),
+    "shared sequences, the last rows": (
+        SHARED | {"dataloader_drop_last": False},
+        SHARED,
+        "sequence_parallel_size 2 without dataloader_drop_last",
+    ),
+    "shared sequences that do not divide": (
+        SHARED | {"pad_to_multiple_of": 3},
+        SHARED,
+        "sequence_parallel_size 2 with pad_to_multiple_of: 3",
+    ),
+    "shared sequences of several lengths": (
+        SHARED | {"pad_to_multiple_of": 2},
+        SHARED,
+        "sequence_parallel_size 2 on a CPU with rows of several lengths",
+        {"device": "cpu"},
+    ),
+    "shared sequences, samples": (
+        SHARED | {"sample_prompts": "3"},
+        SHARED | {"sample_prompts": "0"},
+        "sample_prompts with sequence_parallel_size 2",
+    ),
+    "shared sequences, checkpoints": (
+        SHARED | {"save_strategy": "epoch"},
+        SHARED,
+        "checkpoints with sequence_parallel_size 2",
+    ),
+    "shared sequences, another loss": (
+        SHARED | {"loss_type": "dft"},
+        SHARED,
+        "sequence_parallel_size 2 with another loss than nll",
     ),
     "assistant's turns in Alpaca": (
         {"assistant_only_loss": True},

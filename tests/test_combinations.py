@@ -15,7 +15,8 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers import AutoTokenizer
 
-from tests.known_bad import CASES, ENDLESS, MARKED, TWO_NODES, UNMARKED, found_in
+from tests.known_bad import CASES, ENDLESS, MARKED, SHARED, TWO_NODES, UNMARKED, found_in
+from tests.test_ulysses import write_llama
 from tests.tiny import ROOT, write_recipe
 from zero_recipes import recipe as recipes
 from zero_recipes.checks.accelerate_file import launched_environment
@@ -23,6 +24,7 @@ from zero_recipes.checks.chat import template_findings
 from zero_recipes.checks.versions import FLOORS, installed_versions, version_findings
 from zero_recipes.checks.zero_options import RACES, zero_option_findings
 from zero_recipes.preflight import preflight
+from zero_recipes.refusal import Refusal
 
 SITE = Path(os.path.dirname(torch.__file__)).parent
 
@@ -41,6 +43,16 @@ def test_a_bad_recipe_is_found_and_its_cured_twin_is_not(found, name):
     keywords = {key: where[key] for key in ("environment", "device") if key in where}
     assert (level, what) in found(bad, **keywords)
     assert what not in [said for _, said in found(cured, **keywords)]
+
+
+def test_sequences_are_shared_by_groups_and_heads(tmp_path):
+    with pytest.raises(Refusal, match="sequence_parallel_size 3 with 2 processes"):
+        found_in(write_recipe(tmp_path), {"sequence_parallel_size": 3, "deepspeed": SHARED["deepspeed"]})
+    write_llama(tmp_path / "model", heads=1, keys=1)
+    what = "sequence_parallel_size 2 with 1 attention heads and 1 key-value heads"
+    assert what in [said for _, said in found_in(tmp_path / "recipe.yaml", SHARED)]
+    write_llama(tmp_path / "model")
+    assert found_in(tmp_path / "recipe.yaml", SHARED, device="cpu") == []
 
 
 def test_quantisation_needs_its_package(found, monkeypatch):
@@ -80,6 +92,15 @@ CITED = [
     ("transformers/trainer_utils.py", "You cannot perform fine-tuning on purely quantized models."),
     ("transformers/quantizers/quantizer_bnb_4bit.py", "4-bit quantization requires bitsandbytes"),
     ("transformers/trainer.py", "`auto_find_batch_size` isn't supported yet with DeepSpeed Zero-3."),
+    ("deepspeed/runtime/sequence_parallel/ulysses_sp.py", "kv_head_count=arch_cfg.num_key_value_heads,"),
+    ("deepspeed/runtime/sequence_parallel/ulysses_sp.py", "attention_mask = None"),
+    ("deepspeed/runtime/engine.py", "executing without DeepCompile until compile() runs."),
+    (
+        "deepspeed/runtime/pipe/engine.py",
+        'assert isinstance(self.module, PipelineModule), "model must base PipelineModule"',
+    ),
+    ("transformers/training_args.py", 'self.mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")'),
+    ("accelerate/utils/fsdp_utils.py", "Exclude non-floating frozen Params4bit from FSDP sharding."),
     ("accelerate/data_loader.py", "and new_dataset.n_shards >= num_processes"),
     ("trl/trainer/sft_trainer.py", "When `padding_free=True` without packing, `max_length` is not enforced."),
     ("trl/trainer/sft_trainer.py", 'inputs["use_cache"] = False'),  # else transformers would not look for boundaries
@@ -112,7 +133,14 @@ def test_races_of_overlap_comm_by_version(found):
     """Streams of a GPU: the lines that mended them are in the installed DeepSpeed, so the rule is for older ones."""
 
     def races(version: str, stage: int = 2, compiled: bool = False, overlap: bool = True) -> int:
-        values = {"torch_compile": compiled, "bf16": True, "fp16": False, "resume_from_checkpoint": None}
+        values = {
+            "torch_compile_backend": None,
+            "torch_compile_mode": None,
+            "torch_compile": compiled,
+            "bf16": True,
+            "fp16": False,
+            "resume_from_checkpoint": None,
+        }
         config = {"zero_optimization": {"stage": stage, "overlap_comm": overlap}}
         return len(zero_option_findings(config, values, 2, 2, "cuda", version))
 

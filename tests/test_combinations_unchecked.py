@@ -44,9 +44,13 @@ FAILURES = {
     "gradients in fp32 at stage 0": "NotImplementedError: unsupported mix of model_dtype",
     "only the model, and the best one": "can't be used with `save_only_model`",
     "a single LoRA name": "NoMatchingPeftModuleError",
+    "compiled at stage 3": "modified by an inplace operation",
+    "ZenFlow": "must be a mapping, not NoneType",
+    "ZenFlow at stage 3": "IndexError: index out of range in self",
 }
 EXTRA = {
     "only the model, and the best one": {"eval_strategy": "epoch", "save_strategy": "epoch"},
+    "compiled at stage 3": {"torch_compile_backend": "aot_eager", "bf16": False},
 }
 
 

@@ -18,7 +18,7 @@ CONTRACT = {
     *("communication_bytes_per_step", "communication_bytes_between_nodes", "engine_seconds"),
     "host_device_bytes_per_second",
     *("tokens_per_second", "step_seconds", "phase_seconds", "loss_history", "grad_norm_history", "eval_history"),
-    *("first_step", "resumed_at", "predicted", "versions", "hardware", "recipe_sha256"),
+    *("first_step", "resumed_at", "network", "predicted", "versions", "hardware", "recipe_sha256"),
 }
 
 
@@ -39,7 +39,7 @@ def epoch(two, tmp_path_factory):
 def test_the_keys_are_the_contracts(epoch):
     for metrics in epoch[0].values():
         assert set(metrics) == CONTRACT
-        assert metrics["predicted"] is None and metrics["memory_phases"] is None
+        assert metrics["predicted"] is metrics["network"] is None and metrics["memory_phases"] is None
         assert [set(rank) for rank in metrics["peak_memory_bytes"]] == [{"allocated", "reserved", "rss"}] * 2
         assert metrics["peak_memory_bytes"][0]["allocated"] is None and metrics["peak_memory_bytes"][0]["rss"] > 2**27
         phases = ["imports", "data", "model", "samples_before", "train", "samples_after", "save"]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.plan_jobs import GB, ROOT, job, made_up, recipe, strategies
 from zero_recipes import cli
-from zero_recipes.plan import command, formulas, picture, planning, predictor, rules, speed
+from zero_recipes.plan import command, formulas, picture, planning, predictor, rules, simulation, speed
 from zero_recipes.plan.hardware import gpu_named, gpus
 from zero_recipes.plan.recommendation import recommend
 

@@ -67,15 +67,21 @@ def test_an_accelerate_config_points_at_its_ds_config(path):
     assert "use_cpu" not in config and "mixed_precision" not in config, "one set serves CPU and GPU, any precision"
     if path.stem == "ddp":
         assert config["distributed_type"] == "MULTI_GPU"
+    elif path.stem == "multi_node":
+        assert config["deepspeed_config"]["deepspeed_config_file"] == "ds_configs/zero3.json"
+        assert config["num_machines"] == 2 and config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+    elif path.stem == "fsdp2":
+        assert config["distributed_type"] == "FSDP" and config["fsdp_config"]["fsdp_version"] == 2
     else:
         assert config["deepspeed_config"]["deepspeed_config_file"] == f"ds_configs/{path.stem}.json"
         assert config["deepspeed_config"]["zero3_init_flag"] == path.stem.startswith("zero3")
 
 
 def test_both_folders_hold_the_same_strategies():
-    assert {path.stem for path in ACCELERATE} == {path.stem for path in DS_CONFIGS} | {"ddp"}
+    assert {path.stem for path in ACCELERATE} == {path.stem for path in DS_CONFIGS} | {"ddp", "fsdp2", "multi_node"}
+    tiny = ROOT / "recipes" / "tiny.yaml"
     for path in DS_CONFIGS:
-        recipe = recipes.parse(RECIPES[-1], recipes.read(RECIPES[-1]), ["--deepspeed", str(path)])
+        recipe = recipes.parse(tiny, recipes.read(tiny), ["--deepspeed", str(path)])
         assert strategy.resolve(recipe, {}).name == path.stem
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import write_recipe, write_rows
+from tests.tiny import named, write_recipe, write_rows
 from zero_recipes import machine, manifest
 from zero_recipes.metrics import write_json
 
 RESULT = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "resume.json"
-STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp2")
 SAVED_AT, STEPS = 4, 7
 LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["query_key_value", "dense"], "lora_dropout": 0.1}
 
@@ -34,8 +34,7 @@ def resume_recipe(folder: Path, **keys) -> Path:
 
 
 def arguments(recipe: Path, strategy: str, output_dir: Path, *more: str) -> list[str]:
-    named = [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
-    return [str(recipe), "--output_dir", str(output_dir), *named, *more]
+    return [str(recipe), "--output_dir", str(output_dir), *named(strategy), *more]
 
 
 def interrupted(whole: Path, folder: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -10,10 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from peft import PeftModel
 from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.tiny import write_recipe
+from tests.known_bad import found_in
+from tests.tiny import named, write_model, write_recipe, write_rows
 from zero_recipes.model import refuse_missing_attention
 from zero_recipes.refusal import Refusal
 from zero_recipes.verify import verify
@@ -56,6 +62,39 @@ def test_lora_on_prompt_and_completion(two, tmp_path, strategy):
     with safe_open(folder / "adapter_model.safetensors", "pt") as adapter:
         b = [adapter.get_tensor(name) for name in adapter.keys() if "lora_B" in name]  # noqa: SIM118
     assert len(b) == 8 and all(tensor.abs().max() > 0 for tensor in b), "LoRA's B starts at zero and must have moved"
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
+def test_the_lora_recipe_makes_a_whole_adapter(two, tmp_path, strategy):
+    """recipes/pythia-lora.yaml on a small model of the same kind: every matrix of the adapter, trained, loads again."""
+    model, rows = write_model(tmp_path / "model"), write_rows(tmp_path / "rows")
+    argv = ["recipes/pythia-lora.yaml", "--model_name_or_path", str(model), "--dataset_name", str(rows)]
+    argv += ["--random_weights", "true", "--max_steps", "2", "--sample_prompts", "0", "--max_length", "64"]
+    argv += ["--activation_checkpointing", "false", "--warmup_steps", "0"]
+    metrics = two.run("train", argv=[*argv, "--output_dir", str(tmp_path / "out"), *named(strategy)])[0]["metrics"]
+    hidden, intermediate = 64, 101  # tests/tiny.py; two layers, rank 16, A and B of four matrices each
+    wanted = 2 * 16 * ((hidden + 3 * hidden) + 2 * hidden + 2 * (hidden + intermediate))
+    assert (metrics["strategy"], metrics["trainable_parameters"]) == (strategy, wanted)
+    assert verify(tmp_path / "out")["parameters"] == wanted, "the adapter is not complete"
+    adapter = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert len(adapter) == 16 and all(t.abs().max() > 0 for t in adapter.values()), "B begins at zero and must move"
+    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    loaded = PeftModel.from_pretrained(base, str(tmp_path / "out")).state_dict()
+    assert all(torch.equal(loaded[name.replace(".weight", ".default.weight")], t) for name, t in adapter.items())
+
+
+def test_the_qlora_recipe_is_refused_where_it_would_not_be_right(tmp_path):
+    """bitsandbytes is at no test's hand: that it is refused without, and at stage 3, is all that is shown."""
+    for strategy, what in (("zero3", "at ZeRO stage 3"), ("fsdp2", "under FSDP2")):
+        said = [what for _, what in found_in(ROOT / "recipes" / "pythia-qlora.yaml", resolved(strategy))]
+        assert f"load_in_4bit {what}" in said
+    said = [what for _, what in found_in(ROOT / "recipes" / "pythia-qlora.yaml", resolved("zero2"))]
+    missing = ["load_in_4bit, but the package bitsandbytes is not installed"]
+    assert said == ([] if importlib.util.find_spec("bitsandbytes") else missing)
+
+
+def resolved(strategy: str) -> dict:
+    return {"fsdp": True} if strategy == "fsdp2" else {"deepspeed": f"ds_configs/{strategy}.json"}
 
 
 def test_messages_with_samples_through_the_chat_template(one, tmp_path):

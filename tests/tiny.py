@@ -70,3 +70,10 @@ def write_recipe(folder: Path, **keys) -> Path:
     path = folder / "recipe.yaml"
     path.write_text(json.dumps(recipe, indent=2))  # JSON is YAML
     return path
+
+
+def named(strategy: str) -> list[str]:
+    """How the command line asks for a strategy, without a launcher."""
+    if strategy in ("single", "ddp"):
+        return []
+    return ["--fsdp", "true"] if strategy == "fsdp2" else ["--deepspeed", f"ds_configs/{strategy}.json"]

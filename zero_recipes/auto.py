@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from zero_recipes.process import local_world_size
 from zero_recipes.refusal import Refusal
 
 NVME_PATH = "ZERO_RECIPES_NVME_PATH"
@@ -28,7 +29,7 @@ def fill_own_autos(
     if not isinstance(zero, dict):
         return filled  # refused by its shape
     if zero.get("zero_hpz_partition_size") == "auto":
-        zero["zero_hpz_partition_size"] = int(environment.get("LOCAL_WORLD_SIZE", world_size))
+        zero["zero_hpz_partition_size"] = local_world_size(environment, world_size)
     path = values["nvme_path"] or environment.get(NVME_PATH)
     for block in (zero[key] for key in ON_NVME if isinstance(zero.get(key), dict)):
         if block.get("nvme_path") == "auto" and path:

@@ -70,6 +70,12 @@ def main(argv: list[str] | None = None) -> int:
     verb.add_argument("--world_size", type=int, required=True, help="processes of the run to come")
     verb.add_argument("--stage", type=int, required=True, help="its ZeRO stage: 1, 2 or 3")
 
+    verb = verbs.add_parser("meet", help="several machines find each other, or say who is missing; before a launch")
+    verb.add_argument("--hosts", required=True, help="names or addresses of all machines by comma, by machine rank")
+    verb.add_argument("--machine_rank", type=int, required=True, help="which of them this machine is, from 0")
+    verb.add_argument("--port", type=int, help="of the first machine, open to the others; default: 29501")
+    verb.add_argument("--seconds", type=float, help="how long to wait; default: 60")
+
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.verb not in ("sweep", "check", "plan"):
         parser.error(f"unknown: {' '.join(rest)}")
@@ -81,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         "report": _report,
         "verify": _verify,
         "reshard": _reshard,
+        "meet": _meet,
     }[arguments.verb]
     try:
         return run_verb(arguments, rest)
@@ -184,6 +191,16 @@ def _report(arguments: argparse.Namespace, _rest: list[str]) -> int:
     from zero_recipes.report import write_report
 
     print(f"report: {write_report(arguments.folder)}")
+    return 0
+
+
+def _meet(arguments: argparse.Namespace, _rest: list[str]) -> int:
+    from zero_recipes.machines import PORT, SECONDS, meet_machines
+
+    hosts = [host.strip() for host in arguments.hosts.split(",")]
+    names = meet_machines(hosts, arguments.machine_rank, arguments.port or PORT, arguments.seconds or SECONDS)
+    listed = ", ".join(f"{rank}: {name} ({host})" for rank, (name, host) in enumerate(zip(names, hosts, strict=True)))
+    print(f"{len(names)} machines have met: {listed}")
     return 0
 
 

@@ -9,6 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
+
+from zero_recipes.collectives import CountCollectives, in_force
+from zero_recipes.process import local_world_size
 
 # methods of DeepSpeed's backend (0.19.8, deepspeed/comm/torch.py; its decorators hide their signatures): the
 # collective, the argument with the full tensor, the names of the arguments in order
@@ -31,7 +35,7 @@ Bytes = dict[str, int]
 
 
 class CommunicationCounter:
-    """Counts some steps of one run: DeepSpeed's at its backend, DDP's by its buckets.
+    """Counts some steps of one run: DeepSpeed's at its backend, DDP's by its buckets, FSDP2's as they pass.
 
     Not by DeepSpeed's own logger (comm.py `timed_op`): that one waits for the device at every collective, and does not
     know which group it was, so that what stays inside a machine cannot be told from what crosses the network.
@@ -39,9 +43,10 @@ class CommunicationCounter:
 
     def __init__(self, engine: Any, world_size: int):
         self.engine, self.world_size = engine, world_size
-        self.per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        self.per_node = local_world_size(os.environ, world_size)
         self.steps: list[tuple[Bytes, Bytes]] = []  # all of one step, and what of it went between machines
         self.now: tuple[Bytes, Bytes] = ({}, {})
+        self.passing = CountCollectives() if isinstance(engine, FSDPModule) else None
 
     @property
     def _is_deepspeed(self) -> bool:
@@ -54,11 +59,17 @@ class CommunicationCounter:
             backend = _backend()
             for name in _COUNTED:
                 setattr(backend, name, self._counting(name, getattr(backend, name)))
+        elif self.passing is not None:
+            in_force(self.passing, True)
 
     def end_step(self) -> None:
         """Close one optimizer step."""
-        if not self._is_deepspeed and self.world_size > 1:
-            self._add("all_reduce", ddp_bucket_bytes(self.engine), list(range(self.world_size)))
+        everyone = list(range(self.world_size))
+        if self.passing is not None:
+            for collective, size in self.passing.take().items():
+                self._add(collective, size, everyone)
+        elif not self._is_deepspeed and self.world_size > 1:
+            self._add("all_reduce", ddp_bucket_bytes(self.engine), everyone)
         self.steps.append(self.now)
         self.now = ({}, {})
 
@@ -66,6 +77,9 @@ class CommunicationCounter:
         if self._is_deepspeed:
             for name in _COUNTED:
                 vars(_backend()).pop(name, None)  # the class's own method shows again
+
+        elif self.passing is not None:
+            in_force(self.passing, False)
 
     def median(self) -> Bytes:
         """{collective: bytes per optimizer step}, the median over the counted steps."""

@@ -8,6 +8,7 @@ zero_recipes/model_states.py reads the engine and knows nothing of these terms.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 Groups = Sequence[Sequence[int]]
 Terms = dict[str, dict[str, int]]
@@ -37,6 +38,37 @@ def ddp_terms(groups: Groups) -> Terms:
         "params": {"fp32 parameters 4Ψ": 4 * psi},
         "grads": {"fp32 gradients 4Ψ": 4 * psi},
         "optimizer": {"Adam 8Ψ": 8 * psi, "step counters": STEP_COUNTER * tensors},
+    }
+
+
+def fsdp2_terms(shapes: Sequence[Sequence[int]], world_size: int, rank: int, bf16: bool, accumulates: bool) -> Terms:
+    """FSDP2 (torch.distributed.fsdp.fully_shard), whose fp32 shards are their own master; without DeepSpeed.
+
+    Each tensor is cut by its first dimension (torch/distributed/fsdp/_fully_shard/_fsdp_param.py), the memory of
+    parameters and gradients padded to the largest part. accelerate 1.15 keeps trainable parameters in fp32 under bf16
+    too (utils/fsdp_utils.py, fsdp2_prepare_model); a gradient is reduced in bf16 and kept in fp32. Between micro steps
+    gradients lie there whole, in the dtype in which they are reduced.
+    """
+    psi, rows, row = sum(map(prod, shapes)), [shape[0] for shape in shapes], [prod(shape[1:]) for shape in shapes]
+    parts = [-(-count // world_size) for count in rows]
+    mine = [max(0, min(part, count - part * rank)) for part, count in zip(parts, rows, strict=True)]
+    padded, own = (
+        sum(p * r for p, r in zip(parts, row, strict=True)),
+        sum(m * r for m, r in zip(mine, row, strict=True)),
+    )
+    share = 4 * psi // world_size
+    grads = {"fp32 gradients 4Ψ/N": share, "padding of each tensor": 4 * padded - share}
+    whole = (2 if bf16 else 4) * psi
+    if accumulates and whole > 4 * padded:
+        grads = {"whole gradients between micro steps": whole}
+    return {
+        "params": {"fp32 parameters 4Ψ/N": share, "padding of each tensor": 4 * padded - share},
+        "grads": grads,
+        "optimizer": {
+            "Adam 8Ψ/N": 2 * share,
+            "uneven parts": 8 * own - 2 * share,
+            "step counters": STEP_COUNTER * len(shapes),
+        },
     }
 
 

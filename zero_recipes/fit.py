@@ -74,8 +74,8 @@ def _on_nvme(checkpoint: str, strategy: Strategy) -> Iterator[Finding]:
 
 
 def _ranks(checkpoint: str, written: Mapping, strategy: Strategy) -> Iterator[Finding]:
-    there = (written["zero_stage"], written["world_size"])
-    here = (strategy.zero_stage, strategy.world_size)
+    there = (written["zero_stage"], written["world_size"], written["strategy"] == "fsdp2")
+    here = (strategy.zero_stage, strategy.world_size, strategy.is_fsdp)
     if there != here:
         back = f"launch {written['strategy']} on {_processes(written['world_size'])} again"
         command = f"zero-recipes reshard {checkpoint} --world_size {strategy.world_size} --stage {strategy.zero_stage}"

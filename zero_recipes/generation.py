@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import SFTTrainer
 
+from zero_recipes import fsdp
 from zero_recipes.clock import PhaseClock
 from zero_recipes.data import alpaca_prompt, alpaca_row
 from zero_recipes.faults import forget_trace_of_generation
@@ -92,6 +93,7 @@ def answer(trainer: SFTTrainer, samples: list[Sample], max_new_tokens: int) -> A
         found += list(zip(chosen, texts, _reference_losses(trainer, part), strict=True))
     model.train(was_training)
     forget_trace_of_generation(trainer.model_wrapped)
+    fsdp.reshard(trainer.model)
     everyone = {i: (text, loss) for i, text, loss in gather_object(found)}
     return Answers([everyone[i][0] for i in range(len(samples))], [everyone[i][1] for i in range(len(samples))])
 

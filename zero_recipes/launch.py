@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from zero_recipes.process import free_port, rank
+from zero_recipes.process import free_port, local_world_size, rank
 from zero_recipes.recipe import Recipe
 from zero_recipes.refusal import Refusal
 from zero_recipes.rendezvous import JOIN_SECONDS, meet
@@ -54,7 +54,7 @@ def refuse_data_parallel(strategy: Strategy, device: str, environment: Mapping[s
 
 def refuse_shared_gpus(strategy: Strategy, device: str, environment: Mapping[str, str]) -> None:
     """More processes than GPUs on this machine: NCCL does not take two ranks on one device."""
-    here = int(environment.get("LOCAL_WORLD_SIZE", strategy.world_size))
+    here = local_world_size(environment, strategy.world_size)
     count = torch.cuda.device_count() if device == "cuda" else here
     if here > count:
         raise Refusal(

@@ -42,12 +42,14 @@ class StageMetricsCallback(TrainerCallback):
         training_args,
         model: torch.nn.Module,
         clock: PhaseClock,
-        disks: list,  # nvme.swap_space's
-        link=None,  # host_device.measured's
+        *,
+        disks: list,  # zero_recipes/nvme.py, swap_space
+        link: dict[str, Any] | None = None,  # zero_recipes/host_device.py
+        links: dict[str, Any] | None = None,  # zero_recipes/network.py; None on one machine
         predicted: dict[str, Any] | None = None,  # zero_recipes/plan/before_run.py
     ):
         self.strategy, self.device, self.clock, self.predicted = run.strategy, run.device, clock, predicted
-        self.disks, self.traffic, self.link = disks, nvme.Traffic(), link
+        self.disks, self.traffic, self.link, self.links = disks, nvme.Traffic(), link, links
         self.identity = identity(run, training_args, model)
         self.trainer: MeasuredSFTTrainer | None = None
         self.phases = MemoryPhases(run.device)
@@ -97,10 +99,12 @@ class StageMetricsCallback(TrainerCallback):
 
     def count_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
         """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent."""
-        ids, labels = inputs["input_ids"], inputs["labels"]
+        ids = inputs["input_ids"]
+        shared = "shift_labels" in inputs  # this process's part of each row (zero_recipes/ulysses.py)
+        supervised = inputs["shift_labels"] if shared else inputs["labels"][..., 1:]
         mask = inputs.get("attention_mask")
         non_padding = ids.new_tensor(ids.numel()) if mask is None else mask.sum()
-        counted = torch.stack([ids.new_tensor(ids.numel()), non_padding, (labels[..., 1:] != -100).sum()])
+        counted = torch.stack([ids.new_tensor(ids.numel()), non_padding, (supervised != -100).sum()])
         self.tokens = counted if self.tokens is None else self.tokens + counted
         if self.done >= self.warmup:
             self.tokens_timed = counted if self.tokens_timed is None else self.tokens_timed + counted
@@ -122,8 +126,9 @@ class StageMetricsCallback(TrainerCallback):
             torch.cuda.reset_peak_memory_stats()
         self.probe = StateProbe(self.trainer, self.strategy, self.phases)
         self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy.world_size)
-        self.communication.start()
         self.engine_seconds = EngineSeconds(self.trainer.model_wrapped)
+        if total:  # a resumed run may have no step left, and then nothing would stop it
+            self.communication.start()
         if self.disks:
             self.traffic.start()
         self.steps.open()
@@ -221,6 +226,7 @@ class StageMetricsCallback(TrainerCallback):
             "resumed_at": self.resumed_at,
             "grad_norm_history": self.grad_norms,
             "eval_history": self.evaluations,
+            "network": self.links,
             "predicted": self.predicted,
             "versions": machine.versions(),
             "hardware": machine.hardware(self.device),

@@ -7,26 +7,35 @@ Read in DeepSpeed 0.19.8; paths below are relative to deepspeed/runtime.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from zero_recipes.fsdp import local, whole_gradients
+
 PARTS = ("params", "grads", "optimizer")
 
 
-def read(model: torch.nn.Module, optimizer: Any, offload_optimizer: bool, offload_param: bool) -> dict[str, int]:
+def read(
+    model: torch.nn.Module,
+    parameters: Sequence[torch.nn.Parameter],
+    optimizer: Any,
+    offload_optimizer: bool,
+    offload_param: bool,
+) -> dict[str, int]:
     """{"params", "grads", "optimizer", "offloaded_host"}: bytes at this moment, on this rank.
 
-    `model` is the bare module, `optimizer` DeepSpeed's ZeRO optimizer or a torch optimizer. Tensors on another device
-    than the one that trains, and (in a CPU run, where host and device are one) states that the configuration offloads,
-    count as offloaded_host. What DeepSpeed has swapped to disk has no tensor: zero_recipes/nvme.py counts its files.
+    `model` is the bare module, `parameters` are its own between two steps, `optimizer` is DeepSpeed's ZeRO optimizer or
+    a torch optimizer. Tensors on another device than the one that trains, and (in a CPU run, where host and device are
+    one) states that the configuration offloads, count as offloaded_host. What DeepSpeed has swapped to disk has no
+    tensor: zero_recipes/nvme.py counts its files.
     """
-    device = _training_device(model)
+    device = _training_device()
     tensors = {
-        "params": list(_params(model, optimizer)),
-        "grads": list(_grads(model, optimizer)),
-        "optimizer": list(_optimizer(optimizer, set(map(id, model.parameters())))),
+        "params": list(map(local, _params(parameters, optimizer))),
+        "grads": [*map(local, _grads(parameters, optimizer)), *whole_gradients(model)],
+        "optimizer": list(map(local, _optimizer(optimizer, set(map(id, parameters))))),
     }
     offloaded = {"params": offload_param, "grads": offload_optimizer, "optimizer": offload_optimizer}
     result, host = {}, []
@@ -49,16 +58,16 @@ def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage()._cdata  # fake tensors (zero_recipes/plan) have no address
 
 
-def _params(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
+def _params(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
     """Stages 1 and 2: the flat 16-bit groups, padding included; stage 3: this rank's partition (`ds_tensor`), and its
     part of the machine's copy under hpZ (`ds_secondary_tensor`)."""
-    for p in model.parameters():
+    for p in parameters:
         yield getattr(p, "ds_tensor", p)
         yield from _flatten(getattr(p, "ds_secondary_tensor", None))
     yield from _flatten(getattr(optimizer, "bit16_groups_flat", None))
 
 
-def _grads(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
+def _grads(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
     """Gradients as each stage keeps them, and the fp32 copies that DeepSpeed makes inside step().
 
     From stage 2 on a parameter's own gradient is in flight only, on its way through the reduce bucket.
@@ -66,9 +75,9 @@ def _grads(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
     if not _partitions_gradients(optimizer):
         # stage 1 leaves small gradients as views into the bucket that has reduced them
         buckets = {_place(buffer) for b in getattr(optimizer, "ipg_buckets", {}).values() for buffer in b.buffer}
-        for p in model.parameters():
+        for p in parameters:
             for grad in (p.grad, getattr(p, "grad_accum", None)):  # zero/stage_1_and_2.py: fill_grad_accum_attribute
-                if grad is not None and _place(grad) not in buckets:
+                if grad is not None and _place(local(grad)) not in buckets:
                     yield grad
     # zero/stage_1_and_2.py: the buffer of copy_grads_in_partition, and the lists that keep its views over micro steps;
     # zero/stage3.py: grad_partitions_flat_buffer
@@ -109,7 +118,7 @@ def base_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _training_device(model: torch.nn.Module) -> str:
+def _training_device() -> str:
     from deepspeed.accelerator import get_accelerator
 
     return "cpu" if get_accelerator().device_name() == "cpu" else get_accelerator().device_name().split(":")[0]

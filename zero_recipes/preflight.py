@@ -50,7 +50,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     findings += launcher_findings(environment)
     in_force = _attempt(findings, strategies.resolve, recipe, environment)
     if in_force is not None:
-        _attempt(findings, recipes.derive_accumulation, recipe, in_force.world_size)
+        _attempt(findings, recipes.derive_accumulation, recipe, in_force.replicas)
         _attempt(findings, launch.refuse_data_parallel, in_force, device, environment)
         _attempt(findings, launch.refuse_shared_gpus, in_force, device, environment)
         if in_force.is_deepspeed:
@@ -97,13 +97,13 @@ def resolved_ds_config(run: launch.Run, rows: int | None = None) -> dict[str, An
     model = SimpleNamespace(config=load_config(arguments, arguments))
     steps = values["max_steps"]
     if steps <= 0:
-        steps = "auto" if rows is None else _steps(rows, values, world_size)
+        steps = "auto" if rows is None else _steps(rows, values, run.strategy.replicas)
     filled.trainer_config_finalize(arguments, model, steps)
     return filled.config
 
 
-def _steps(rows: int, values: Mapping[str, Any], world_size: int) -> int:
+def _steps(rows: int, values: Mapping[str, Any], replicas: int) -> int:
     """Optimizer steps of a run by epochs (transformers 5.23 trainer.py, `set_initial_training_values`)."""
     micro, last = values["per_device_train_batch_size"], values["dataloader_drop_last"]
-    batches = rows // micro // world_size if last else math.ceil(math.ceil(rows / micro) / world_size)
+    batches = rows // micro // replicas if last else math.ceil(math.ceil(rows / micro) / replicas)
     return math.ceil(values["num_train_epochs"] * max(math.ceil(batches / values["gradient_accumulation_steps"]), 1))

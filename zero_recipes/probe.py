@@ -35,6 +35,7 @@ class StateProbe:
 
     def __init__(self, trainer: SFTTrainer, strategy: Strategy, phases: MemoryPhases):
         self.model, self.phases, self.strategy = trainer.model, phases, strategy
+        self.parameters = list(self.model.parameters())  # within a step FSDP2 puts gathered ones in their place
         self.optimizer = trainer.optimizer
         engine_optimizer = getattr(trainer.model_wrapped, "optimizer", None)
         self.states_of = engine_optimizer if strategy.is_deepspeed else model_states.base_optimizer(trainer.optimizer)
@@ -47,10 +48,10 @@ class StateProbe:
         return bool(self.hooks)
 
     def attach(self) -> None:
-        for p in self.model.parameters():
+        for p in self.parameters:
             if p.requires_grad:
                 self.hooks.append(p.register_post_accumulate_grad_hook(self._after_gradient))
-        self.hooks.append(self.model.register_forward_hook(lambda *_: self.phases.record("forward")))
+        self.hooks.append(self.model.register_forward_hook(self._after_forward))
         inner = model_states.base_optimizer(self.states_of)
         self.hooks.append(inner.register_step_pre_hook(self._before_optimizer))
 
@@ -65,10 +66,14 @@ class StateProbe:
 
     def read(self) -> dict[str, int]:
         """Read all parts now; the largest bytes of each so far."""
-        now = model_states.read(self.model, self.states_of, *self.offload)
+        now = model_states.read(self.model, self.parameters, self.states_of, *self.offload)
         now["offloaded_disk"] = nvme.swapped_bytes(self.strategy)
         self.largest = {part: max(self.largest.get(part, 0), size) for part, size in now.items()}
         return self.largest
+
+    def _after_forward(self, *_arguments) -> None:
+        self.phases.record("forward")
+        self.read()  # gradients of the micro steps before this one: FSDP2 keeps them whole until the last
 
     def _before_optimizer(self, *_arguments) -> None:
         self.read()  # returns None: a torch optimizer takes a hook's value for new arguments

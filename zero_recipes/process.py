@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import NoReturn
 
 import psutil
@@ -16,6 +17,12 @@ import psutil
 def rank() -> int:
     """The launcher's RANK; 0 in a single process."""
     return int(os.environ.get("RANK", 0))
+
+
+def local_world_size(environment: Mapping[str, str], world_size: int) -> int:
+    """Processes of this job on this machine. torchrun says it in LOCAL_WORLD_SIZE, the deepspeed launcher in LOCAL_SIZE
+    (DeepSpeed 0.19.8, launcher/launch.py); without either all are here."""
+    return int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world_size)
 
 
 def free_port() -> int:

@@ -55,6 +55,13 @@ class RecipeArguments:
     sample_max_new_tokens: int = field(
         default=128, metadata={"help": "Longest answer to a sample prompt, in tokens (greedy decoding)."}
     )
+    sequence_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "Processes that share each sequence (Ulysses, under DeepSpeed): for sequences whose activations do "
+            "not fit into one GPU. 1: every process has sequences of its own."
+        },
+    )
     random_weights: bool = field(
         default=False,
         metadata={

@@ -98,7 +98,7 @@ def _refuse_unusable(checkpoint: Path) -> None:
     fault = manifest.damage(checkpoint)
     if fault is not None and not manifest.is_foreign(checkpoint):
         raise Refusal(f"{checkpoint} is not whole", fault, other)
-    states = [*checkpoint.glob("optimizer.pt"), *checkpoint.glob("global_step*")]
+    states = [*checkpoint.glob("optimizer.pt"), *checkpoint.glob("optimizer.bin"), *checkpoint.glob("global_step*")]
     if not states and not is_resharded(checkpoint):
         raise Refusal(
             f"{checkpoint} holds no optimizer states",

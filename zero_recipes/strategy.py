@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_recipes import fsdp, ulysses
 from zero_recipes.auto import fill_own_autos
 from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.checks.ds_shape import shape_findings
@@ -20,22 +21,33 @@ from zero_recipes.refusal import Refusal
 class Strategy:
     """How one run is spread over its processes."""
 
-    name: str  # "single", "ddp", "zero0" ... "zero3", with what is added to the stage (name_of)
+    name: str  # "single", "ddp", "fsdp2", "zero0" ... "zero3", with what is added to the stage (name_of)
     zero_stage: int | None  # None without DeepSpeed
     world_size: int
     ds_config: dict[str, Any] | None  # as read, "auto" values included
     source: str  # where the DeepSpeed configuration comes from, for messages
     offload_optimizer: str | None = None  # "cpu", "nvme" or None
     offload_param: str | None = None
+    fsdp_config: dict[str, Any] | None = None  # transformers' `fsdp_config`; None without FSDP
+    sequence_parallel: int = 1  # processes that share each sequence
+
+    @property
+    def replicas(self) -> int:
+        """Groups of processes that have sequences of their own: the data-parallel size."""
+        return self.world_size // self.sequence_parallel
 
     @property
     def is_deepspeed(self) -> bool:
         return self.ds_config is not None
 
+    @property
+    def is_fsdp(self) -> bool:
+        return self.fsdp_config is not None
+
     def described(self, device: str, training_args) -> list[str]:
         """What is in force, in seven lines."""
         args = training_args
-        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.world_size
+        sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.replicas
         tokens = "" if args.max_length is None else f", at most {sequences * args.max_length:,} tokens"
         offloaded = [
             what for what, where in (("optimizer", self.offload_optimizer), ("params", self.offload_param)) if where
@@ -44,7 +56,8 @@ class Strategy:
             f"strategy      {self.name}" + (f" (DeepSpeed, {self.source})" if self.is_deepspeed else ""),
             f"world size    {self.world_size} on {device}",
             f"global batch  {sequences} sequences{tokens} ({args.per_device_train_batch_size} per device x "
-            f"{args.gradient_accumulation_steps} accumulation x {self.world_size} processes)",
+            f"{args.gradient_accumulation_steps} accumulation x {self.replicas} "
+            + ("processes)" if self.sequence_parallel == 1 else f"groups of {self.sequence_parallel} processes)"),
             f"precision     {precision_of(vars(args))}",
             f"offloaded     {', '.join(offloaded) or 'nothing'}",
             f"optimizer     {self._from_ds_config('optimizer') or self._recipes_optimizer(args)}",
@@ -82,12 +95,9 @@ def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Str
     """
     env = os.environ if environment is None else environment
     world_size = int(env.get("WORLD_SIZE", 1))
-    if env.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise Refusal(
-            "the accelerate file asks for FSDP",
-            "zero-recipes does not measure FSDP yet, and on CPU accelerate 1.15 would run plain DDP without a word.",
-            "Use accelerate_configs/zero3.yaml, or `trl sft` for an FSDP run without measurements.",
-        )
+    fsdp_config = fsdp.resolve(recipe, env, world_size)
+    if fsdp_config is not None:
+        return Strategy("fsdp2", None, world_size, None, "none", fsdp_config=fsdp_config)
     launched, launched_from = _from_launcher(env)
     named = recipe.values.get("deepspeed")
     if named is not None and launched is not None:
@@ -122,7 +132,10 @@ def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Str
     offload_optimizer = None if offload_optimizer == "none" else offload_optimizer
     offload_param = None if offload_param == "none" else offload_param
     _refuse_unsaved(recipe, stage, zero, source)
-    return Strategy(name, stage, world_size, config, source, offload_optimizer, offload_param)
+    shared = recipe.values["sequence_parallel_size"]
+    ulysses.refuse_unshared(shared, world_size)
+    name += "_ulysses" if shared > 1 else ""
+    return Strategy(name, stage, world_size, config, source, offload_optimizer, offload_param, sequence_parallel=shared)
 
 
 def name_of(config: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.markup import escape
 
@@ -83,7 +84,8 @@ def sweep(
 def all_strategies(config_folder: Path = Path("accelerate_configs")) -> list[str]:
     """Every strategy that has an accelerate file, the plain stages first. What cannot run here becomes a row that says
     why, and costs seconds: the run itself refuses."""
-    names = {path.stem for path in config_folder.glob("*.yaml")}
+    files = {path.stem: yaml.safe_load(path.read_text()) for path in config_folder.glob("*.yaml")}
+    names = {name for name, launched in files.items() if launched.get("num_machines", 1) == 1}
     return sorted(names, key=lambda name: (name not in ORDER, ORDER.index(name) if name in ORDER else 0, name))
 
 
@@ -103,7 +105,7 @@ def launch_command(
 def _refuse_early(recipe: Path, script: Path, configs: dict, output_dir: Path, overrides: list[str]) -> None:
     for path in (recipe, script, *configs.values()):
         if not path.is_file():
-            known = sorted(p.stem for p in Path("accelerate_configs").glob("*.yaml"))
+            known = all_strategies()
             raise Refusal(
                 f"there is no {path}",
                 f"Paths are relative to the working directory, {Path.cwd()}.",

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from trl import SFTTrainer
 
+from zero_recipes import ulysses
+
 
 class TokenWeightedSFTTrainer(SFTTrainer):
     """SFTTrainer whose losses, in training and in evaluation, are token-weighted means over all ranks.
@@ -20,6 +22,8 @@ class TokenWeightedSFTTrainer(SFTTrainer):
     Evaluation: SFTTrainer's `prediction_step` passes no count, and the evaluation loop weights the means of each rank's
     batches by their rows.
 
+    Ulysses: transformers weighs each micro batch of each group the same (integrations/deepspeed.py).
+
     Rows that accelerate repeats to fill the last batches of an epoch (data_loader.py, BatchSamplerShard) have no loss.
     Not so with padding_free: rows stand in one then, and the repeated ones cannot be told by their place.
     A mixture of experts' auxiliary loss stays a mean over micro batches.
@@ -27,17 +31,28 @@ class TokenWeightedSFTTrainer(SFTTrainer):
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
-        parallelism = getattr(self.accelerator, "parallelism_config", None)
-        if parallelism is None or not parallelism.sp_enabled:  # Ulysses counts for itself
-            self.model_accepts_loss_kwargs = True
+        self.model_accepts_loss_kwargs = True
         self._loss_shifts_labels = True
+
+    @property
+    def _shares_sequences(self) -> bool:
+        """Whether each row is shared by several processes (zero_recipes/ulysses.py)."""
+        parallelism = self.accelerator.parallelism_config
+        return parallelism is not None and parallelism.sp_enabled
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._shares_sequences and batches:
+            return batches, self.accelerator.gather(ulysses.shared_tokens(batches).to(device)).sum()
         if batches and self._repeats():
             without_loss(batches[-1], self._train_batch_size, self._kept(self._train_batch_size))
             count = self._get_num_items_in_batch(batches, device)
         return batches, count
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if not (self._shares_sequences and self.model.training):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return ulysses.loss_of_a_part(model, inputs, num_items_in_batch, self.accelerator.num_processes)
 
     def evaluation_loop(self, *arguments, metric_key_prefix="eval", **keywords):
         self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # summed loss, tokens

@@ -32,6 +32,13 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
         return {"ACCELERATE_USE_CPU": str(config.get("use_cpu", False)), "MASTER_ADDR": "127.0.0.1"}
     if kind == "FSDP":
         environment["ACCELERATE_USE_FSDP"] = "true"
+        named = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+        given = (config.get("fsdp_config") or {}).items()
+        environment |= {named.get(key, key.upper()): str(value) for key, value in given if value is not None}
+    if config.get("mixed_precision"):
+        environment["ACCELERATE_MIXED_PRECISION"] = str(config["mixed_precision"])
+    if config.get("parallelism_config"):
+        environment["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     deepspeed = config.get("deepspeed_config") or {}
     if not deepspeed:
         return environment
@@ -45,6 +52,20 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
 
 def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
     """What an accelerate file says beside the ds_config that it names. `environment`: the launcher's."""
+    if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        yield Finding(
+            "the accelerate file has a parallelism_config",
+            "It changes how many rows a step has and which process gets which (accelerate, parallelism_config.py). "
+            "Nothing here counts tokens under its tensor or context parallelism.",
+            "Remove it. Sequence parallelism (Ulysses) is the recipe's: sequence_parallel_size.",
+        )
+    if environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8":
+        yield Finding(
+            "the accelerate file asks for FP8",
+            "transformers (training_args.py, __post_init__) silently puts the recipe's bf16 or fp16 in its place, and "
+            "none of the libraries that compute in FP8 (Transformer Engine, torchao, MS-AMP) is used here.",
+            "Remove mixed_precision; the recipe's bf16: true says the precision.",
+        )
     if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none").lower() in ("none", ""):
         return
     given = environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")

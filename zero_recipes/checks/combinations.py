@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from zero_recipes import ulysses
 from zero_recipes.checks.chat import chat_findings
 from zero_recipes.checks.versions import installed_versions
 from zero_recipes.checks.zero_options import zero_option_findings
+from zero_recipes.process import local_world_size
 from zero_recipes.refusal import Finding, Refusal
 
 # architectures of transformers 5.23 that do not hand position_ids to create_causal_mask (masking_utils.py): the
@@ -27,16 +29,17 @@ def combination_findings(
     `values`: the recipe's keys in force; `strategy`: a zero_recipes.strategy.Strategy; `environment`: the launcher's.
     """
     found = [
-        *_quantised(values, strategy.zero_stage),
+        *_quantised(values, strategy),
         *_lora(values, strategy.zero_stage, device),
         *_packing(values),
         *_uneven_ranks(values, strategy.world_size),
         *_weights(values, strategy.world_size),
         *_launched_alone(strategy, environment),
+        *ulysses.findings(values, strategy, device, _model_config(values)),
         *chat_findings(values),
     ]
     if strategy.is_deepspeed:
-        local = int(environment.get("LOCAL_WORLD_SIZE", strategy.world_size))
+        local = local_world_size(environment, strategy.world_size)
         found += _trainer_under_deepspeed(values, strategy.zero_stage)
         found += zero_option_findings(
             strategy.ds_config, values, strategy.world_size, local, device, installed_versions()["deepspeed"]
@@ -44,7 +47,7 @@ def combination_findings(
     return found
 
 
-def _quantised(values: Mapping, zero_stage: int | None) -> Iterator[Finding]:
+def _quantised(values: Mapping, strategy) -> Iterator[Finding]:
     asked = next((key for key in ("load_in_4bit", "load_in_8bit") if values[key]), None)
     if asked is None:
         return
@@ -63,7 +66,14 @@ def _quantised(values: Mapping, zero_stage: int | None) -> Iterator[Finding]:
         )
     if values["random_weights"]:
         yield Finding(f"{asked} with random_weights", "There are no weights to quantise.", "Remove one of the two.")
-    if zero_stage == 3:
+    if strategy.is_fsdp:
+        yield Finding(
+            f"{asked} under FSDP2",
+            "accelerate (utils/fsdp_utils.py, fsdp2_prepare_model) leaves quantised weights out of the sharding, with a"
+            " warning: every rank holds the whole of them, which FSDP was to avoid.",
+            "Use ds_configs/zero2.json; or LoRA under FSDP2 without quantisation.",
+        )
+    if strategy.zero_stage == 3:
         yield Finding(
             f"{asked} at ZeRO stage 3",
             "transformers (modeling_utils.py, get_init_context) builds a quantised model without zero.Init: every rank "

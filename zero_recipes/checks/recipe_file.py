@@ -47,7 +47,7 @@ DEPRECATED = {
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
 # sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too
-UNTYPED = {"sample_prompts", "resume_from_checkpoint"}
+UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp"}
 COUNTS = {"per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length"}
 # keys that people put into a recipe although the launcher owns them, beside accelerate's own (ClusterConfig)
 LAUNCH_KEYS = {"accelerate_config", "config_file", "num_gpus", "nproc_per_node", "launcher", "hostfile"}

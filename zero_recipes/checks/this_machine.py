@@ -14,6 +14,7 @@ from zero_recipes.checks.plus_plus import quantised_findings
 from zero_recipes.checks.room import disk_findings, download_findings, memory_findings, shared_memory_findings
 from zero_recipes.host import Host
 from zero_recipes.launch import Run, build_root, stale_build_locks
+from zero_recipes.process import local_world_size
 from zero_recipes.refusal import Finding
 from zero_recipes.sizes import local_config, parameter_sizes
 
@@ -26,7 +27,7 @@ def machine_findings(run: Run, environment: Mapping[str, str], host: Host, rehea
     of a GPU machine. Its memory and disk then speak of no run, and errors become warnings that say "on this machine";
     in a run the same findings refuse. What is missing offline stays an error: who forbids the hub means this cache.
     """
-    values, here = run.recipe.values, int(environment.get("LOCAL_WORLD_SIZE", run.strategy.world_size))
+    values, here = run.recipe.values, local_world_size(environment, run.strategy.world_size)
     findings = [
         *build_findings(run.strategy, run.device, values, host),
         *shared_memory_findings(run, here, host),

@@ -53,6 +53,7 @@ def zero_option_findings(
         *_accumulation_dtype(config, zero, values),
         *_muon(config, zero),
         *_not_to_be_trusted(config, zero, device),
+        *_compiled(config, zero, values),
     ]
 
 
@@ -210,11 +211,45 @@ def _not_to_be_trusted(config: Mapping, zero: Mapping, device: str) -> Iterator[
             "another one than every other strategy's, or runtime/engine.py stops on the difference.",
             "Remove the tensor_parallel block.",
         )
+    if zero.get("zenflow"):
+        yield Finding(
+            f"zero_optimization.zenflow (ZenFlow) at stage {zero.get('stage', 0)}",
+            "The embedding is not gathered in the first forward pass: IndexError, index out of range."
+            if zero.get("stage") == 3
+            else "It takes its optimizer from the ds_config's block and not the recipe's: TypeError while the "
+            "engine is built (runtime/zenflow/zenflow_stage_1_and_2.py, ZenFlowSelectiveAdamW).",
+            "Remove zenflow; offload_optimizer alone keeps the states in host memory.",
+        )
+    if config.get("pipeline"):
+        yield Finding(
+            "a pipeline block",
+            "DeepSpeed cuts models into stages that are written as PipelineModule (runtime/pipe/engine.py); those of "
+            "transformers are not, and the block does nothing: every process holds all layers, without a word.",
+            "Remove it; ZeRO stage 3 shares the parameters out.",
+        )
     if (zero.get("offload_optimizer") or {}).get("super_offload") and device == "cpu":
         yield Finding(
             "offload_optimizer.super_offload on a CPU",
             "runtime/superoffload/superoffload_stage3.py: SuperOffload only supports CUDA.",
             "Remove super_offload for runs on CPUs.",
+        )
+
+
+def _compiled(config: Mapping, zero: Mapping, values: Mapping) -> Iterator[Finding]:
+    if (config.get("compile") or {}).get("deepcompile"):
+        yield Finding(
+            "compile.deepcompile (DeepCompile)",
+            'runtime/engine.py goes on "without DeepCompile until compile() runs", which nobody calls unless '
+            "torch_compile is set; on GPUs it was never compared with other runs here.",
+            "Remove the compile block.",
+        )
+    asks = [key for key in ("torch_compile", "torch_compile_backend", "torch_compile_mode") if values[key]]
+    if asks and zero.get("stage") == 3:
+        yield Finding(
+            f"{asks[0]} at ZeRO stage 3",
+            "TRL's fused LM head (trl/kernels/chunked_logprob.py) keeps the gathered head for its backward pass; the "
+            'compiled engine has let it go by then: "modified by an inplace operation", in the first step.',
+            "Remove it, or use stage 2.",
         )
 
 

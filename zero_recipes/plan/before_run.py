@@ -15,7 +15,7 @@ from zero_recipes.plan.advice import Predict, smallest_cure
 from zero_recipes.plan.job import Job, Prediction
 from zero_recipes.plan.planning import launch_command
 from zero_recipes.plan.verdict import Verdict, judge
-from zero_recipes.process import rank
+from zero_recipes.process import local_world_size, rank
 from zero_recipes.refusal import Finding, Refusal, first_line
 
 SOURCES = {"engine": "the engine, simulated", "formulas": "textbook formulas"}
@@ -90,7 +90,7 @@ def predicted(prediction: Prediction) -> dict[str, Any]:
 def job_of_run(run: Run, environment: Mapping[str, str]) -> Job:
     """The job that this run is. Raises Refusal where the model's config is not here."""
     values, strategy = dict(run.recipe.values), run.strategy
-    here = int(environment.get("LOCAL_WORLD_SIZE", strategy.world_size))
+    here = local_world_size(environment, strategy.world_size)
     device = "gpu" if run.device == "cuda" else "cpu"
     config = question.model_config(values)
     model = values["model_name_or_path"]

@@ -14,7 +14,7 @@ from zero_recipes import recipe as recipes
 from zero_recipes.plan.job import Job
 from zero_recipes.recipe import Recipe
 from zero_recipes.refusal import Refusal
-from zero_recipes.strategy import read_ds_config
+from zero_recipes.strategy import name_of, read_ds_config
 
 MODELS = Path(__file__).with_name("models")
 CONFIGS = Path("accelerate_configs")
@@ -37,7 +37,7 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
     own = recipe.values["deepspeed"]
     if own is not None and names is None:
         config = read_ds_config(own)
-        return {_name_of(config): config}
+        return {name_of(config): config}
     if own is not None:
         raise Refusal(
             f"--strategies {','.join(names)}, but the recipe names a DeepSpeed configuration itself",
@@ -63,13 +63,6 @@ def _ds_config_of(path: Path) -> dict[str, Any] | None:
     launched = yaml.safe_load(path.read_text()) or {}
     named = (launched.get("deepspeed_config") or {}).get("deepspeed_config_file")
     return None if named is None else read_ds_config(named)
-
-
-def _name_of(config: Mapping[str, Any]) -> str:
-    """As zero_recipes/strategy.py names it in a run."""
-    zero = config.get("zero_optimization", {})
-    places = [(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
-    return f"zero{zero.get('stage', 0)}" + ("_offload" if places != ["none", "none"] else "")
 
 
 def model_config(values: Mapping[str, Any]) -> dict[str, Any]:

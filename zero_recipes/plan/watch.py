@@ -106,13 +106,13 @@ class Watch(TrainerCallback):
         self._assign()
 
     def _assign(self) -> None:
-        model, optimizer = self.probe.model, self.probe.states_of
-        known = set(map(id, model.parameters()))
+        parameters, optimizer = self.probe.parameters, self.probe.states_of
+        known = set(map(id, parameters))
         for tracker in (self.tracker, self.host):
             tracker.assign(getattr(self.trainer.model_wrapped, "buckets", []), "buckets")  # of DistributedDataParallel
-            tracker.assign(list(model_states._grads(model, optimizer)), "grads")
+            tracker.assign(list(model_states._grads(parameters, optimizer)), "grads")
             tracker.assign(list(model_states._optimizer(optimizer, known)), "optimizer")
-            tracker.assign(list(model_states._params(model, optimizer)), "params")
+            tracker.assign(list(model_states._params(parameters, optimizer)), "params")
 
     def found(self) -> dict:
         """What this rank needs; job.py says what the words mean."""
@@ -136,7 +136,8 @@ class Watch(TrainerCallback):
 
     def _communication(self) -> dict[str, int]:
         """Of one step: the last micro step, and as many of the others as the recipe has."""
-        *_, last = micro_steps = self.communication.steps or [{}]
+        micro_steps = [everywhere for everywhere, _ in self.communication.steps]
+        last = micro_steps[-1]
         if not self.strategy.is_deepspeed:
             return last  # DistributedDataParallel reduces in the last micro step only
         other = micro_steps[-2] if self.simulated > 1 else {}

@@ -41,12 +41,15 @@ def state_total(rank: RankState) -> int:
 
 def textbook(run: Run) -> theory.ModelState | None:
     """The formula's bytes for this run, or None where no formula covers it (offload, ZeRO++, unknown size)."""
-    if run.strategy not in ORDER or not run.parameters or not run.world_size or run.precision is None:
+    if run.strategy not in (*ORDER, "fsdp2") or not run.parameters or not run.world_size or run.precision is None:
         return None
     trainable = run.trainable_parameters
     if run.strategy == "ddp":
         # Under autocast DDP keeps weights, gradients and Adam in fp32, whatever the run's precision.
         return theory.model_state_bytes_fp32(run.parameters, run.world_size, 0, trainable)
+    if run.strategy == "fsdp2":
+        # Its fp32 shards are their own master: stage 3's formula, with fp32's bytes.
+        return theory.model_state_bytes_fp32(run.parameters, run.world_size, 3, trainable)
     formula = theory.model_state_bytes_fp32 if run.precision == "fp32" else theory.model_state_bytes
     return formula(run.parameters, run.world_size, ORDER.index(run.strategy) - 1, trainable)
 
