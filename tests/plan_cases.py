@@ -10,43 +10,46 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tests.cases import train
 from zero_recipes.metrics import StageMetricsCallback
 
-BEGIN = "plan_cases: training begins"
+STEP = "plan_cases: a step begins"
 
 
 def train_profiled(argv: list[str]) -> dict:
-    """`train`, with the largest sum of live allocations in its steps: {"allocated": bytes, "metrics": ...}."""
+    """`train`, with how far each step's live allocations rise above its beginning: {"rises": [bytes], "metrics": ...}."""
     gc.collect()
-    original = StageMetricsCallback.on_train_begin
+    original = StageMetricsCallback.on_step_begin
 
-    def on_train_begin(self, *arguments, **keywords):
-        result = original(self, *arguments, **keywords)
-        with record_function(BEGIN):
-            return result
+    def on_step_begin(self, *arguments, **keywords):
+        gc.collect()  # tensors in reference cycles live until Python looks for them, at moments that nobody plans
+        with record_function(STEP):
+            return original(self, *arguments, **keywords)
 
-    StageMetricsCallback.on_train_begin = on_train_begin
+    StageMetricsCallback.on_step_begin = on_step_begin
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             result = train(argv)
     finally:
-        StageMetricsCallback.on_train_begin = original
+        StageMetricsCallback.on_step_begin = original
     tree = profiled.profiler.kineto_results.experimental_event_tree()
-    return {"allocated": _peak(tree), "metrics": result["metrics"]}
+    return {"rises": _rises(tree), "metrics": result["metrics"]}
 
 
-def _peak(tree) -> int:
-    """Largest sum of what lives after the mark; what was there before the profiler does not count.
+def _rises(tree) -> list[int]:
+    """Largest sum of what lives less what lived at the step's beginning, of each step.
 
-    torch's reporter keeps the sum itself (c10/core/CPUAllocator.cpp `ProfiledCPUMemoryReporter`), under a lock: events
-    of several threads need not be put in order.
+    torch's reporter (c10/core/CPUAllocator.cpp `ProfiledCPUMemoryReporter`) does not hear what gloo's threads free, so
+    that its sum drifts upwards from step to step; within a step it is right.
     """
-    sums, begin, stack = [], None, list(tree)
+    sums, begins, stack = [], [], list(tree)
     while stack:
         event = stack.pop()
         stack.extend(event.children)
         if event.tag == _EventType.Allocation:
-            fields = event.extra_fields
-            sums.append((event.start_time_ns, fields.total_allocated, fields.alloc_size))
-        elif event.name == BEGIN:
-            begin = event.start_time_ns
-    _, first, size = min(sums)
-    return max(total for time, total, _ in sums if time >= begin) - (first - size)
+            sums.append((event.start_time_ns, event.extra_fields.total_allocated))
+        elif event.name == STEP:
+            begins.append(event.start_time_ns)
+    sums.sort()
+    edges = [*sorted(begins), sums[-1][0] + 1]
+    return [
+        max(total for time, total in sums if begin <= time < end) - [total for time, total in sums if time < begin][-1]
+        for begin, end in zip(edges, edges[1:], strict=False)
+    ]

@@ -64,7 +64,7 @@ def write_recipe(folder: Path, model: Path, keys: dict) -> Path:
         "max_length": 128,
         "per_device_train_batch_size": 2,
         "train_sampling_strategy": "sequential",
-        "max_steps": 4,
+        "max_steps": 6,
         "learning_rate": 1.0e-3,
         "activation_checkpointing": False,
         "logging_steps": 1,
@@ -121,8 +121,9 @@ def test_the_plan_is_what_a_run_takes(model, case, planned, two, tmp_path):
 
     states = {part: max(rank[part] for rank in metrics["model_state_bytes"]) for part in predicted["model_state_bytes"]}
     assert predicted["model_state_bytes"] == states
-    measured = max(rank["allocated"] for rank in ranks)
-    assert abs(measured - predicted["allocated_peak_bytes"]) <= 0.001 * measured, (measured, predicted)
+    peak = predicted["allocated_peak_bytes"]
+    risen = max(min(rank["rises"][1:]) for rank in ranks)  # a collective's tensors may be let go of late: never early
+    assert abs(risen - (peak - predicted["memory_phases"]["step"])) <= 0.001 * peak, (ranks[0]["rises"], predicted)
     assert sum(predicted["at_peak"].values()) == predicted["allocated_peak_bytes"]
     for collective in ("all_reduce", "reduce_scatter"):
         asked = predicted["communication_bytes_per_step"].get(collective, 0)

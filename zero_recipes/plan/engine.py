@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
@@ -99,7 +100,9 @@ def _run(task: dict) -> NoReturn:
         _start_group(job, task["rank"])
         with tempfile.TemporaryDirectory() as folder:
             found = simulate(job, folder)
-        Path(task["answer"]).write_text(json.dumps(found | {"seconds": time.perf_counter() - started}))
+        found["seconds"] = time.perf_counter() - started
+        found["resident_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        Path(task["answer"]).write_text(json.dumps(found))
         code = 0
     except BaseException as error:  # whatever it is, the parent must hear of it
         Path(task["answer"] + ".error").write_text(f"{type(error).__name__}: {first_line(error)}")

@@ -56,5 +56,6 @@ class Job:
 # communication_bytes_per_step  {collective: bytes of full tensors}, as in metrics.json
 # flops_per_step                of one rank, matrix products and attention of forward and backward, recomputation too
 # seconds                       how long the prediction took
+# resident_bytes                how much memory the simulation of a rank took; only from the engine
 # notes                         [str]: what it does not know about this job
 Prediction = dict[str, Any]

@@ -59,7 +59,7 @@ def predict_all(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: N
         if index not in missing:
             done(job)
     if missing:
-        for index, prediction in zip(missing, _simulate([jobs[index] for index in missing], done), strict=True):
+        for index, prediction in zip(missing, simulate([jobs[index] for index in missing], done), strict=True):
             found[index] = prediction
             cache.keep(jobs[index], prediction)
     return found
@@ -82,8 +82,11 @@ def _refuse_unknown(job: Job) -> None:
         )
 
 
-def _simulate(jobs: Sequence[Job], done: Callable[[Job], None]) -> list[Prediction]:
-    """All jobs of one device in one child, which imports the libraries once and forks for each job and rank."""
+def simulate(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> list[Prediction]:
+    """All jobs of one device in one child, which imports the libraries once and forks for each job and rank.
+
+    Raises Refusal where a job cannot be simulated. Nothing is kept.
+    """
     with tempfile.TemporaryDirectory() as folder:
         answers = [[Path(folder, f"{index}.{rank}.json") for rank in _ranks(job)] for index, job in enumerate(jobs)]
 
@@ -197,6 +200,7 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
         "communication_bytes_per_step": most["communication_bytes_per_step"],
         "flops_per_step": most["flops_per_step"],
         "seconds": sum(rank["seconds"] for rank in ranks),
+        "resident_bytes": max(rank["resident_bytes"] for rank in ranks),
         "notes": _notes(job),
     }
 

@@ -1,0 +1,58 @@
+"""Time and memory that planning takes: python benchmarks/plan.py -> benchmarks/results/plan.json
+
+recipes/pythia.yaml under every strategy on 2 GPUs, side by side as `zero-recipes plan` does, and a Llama of 70 billion
+parameters on 64 GPUs under stage 3. Nothing is taken from or left in the cache of predictions.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.chdir(ROOT)
+
+from zero_recipes import machine  # noqa: E402
+from zero_recipes.metrics import write_json  # noqa: E402
+from zero_recipes.plan import question, simulation  # noqa: E402
+
+RECIPE = Path("recipes/pythia.yaml")
+JOBS = {
+    "pythia-6.9b, every strategy, 2 GPUs": ("EleutherAI/pythia-6.9b-deduped", question.ALL, 2),
+    "llama-2-70b, zero3, 64 GPUs": ("meta-llama/Llama-2-70b-hf", ("zero3",), 64),
+}
+
+
+def main() -> None:
+    measured = {}
+    for name, (model, strategies, count) in JOBS.items():
+        recipe = question.read_recipe(RECIPE, ["--model_name_or_path", model])
+        known = question.read_strategies(recipe, strategies)
+        config = question.model_config(recipe.values)
+        jobs = [question.job_of(recipe, config, strategy, ds, count) for strategy, ds in known.items()]
+        begin = time.perf_counter()
+        predictions = simulation.simulate(jobs)
+        seconds = time.perf_counter() - begin
+        measured[name] = {
+            "seconds": round(seconds, 1),
+            "strategies": {
+                found["strategy"]: {
+                    "seconds": round(found["seconds"], 1),
+                    "resident_bytes": found["resident_bytes"],
+                    "allocated_peak_bytes": found["allocated_peak_bytes"],
+                }
+                for found in predictions
+            },
+        }
+        print(name, measured[name])
+    hardware = machine.hardware("cpu") | {"cores": os.cpu_count(), "python": platform.python_version()}
+    document = {"measured": measured, "hardware": hardware, "versions": machine.versions()}
+    write_json(ROOT / "benchmarks" / "results" / "plan.json", document)
+
+
+if __name__ == "__main__":
+    main()
