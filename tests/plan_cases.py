@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -14,7 +15,7 @@ STEP = "plan_cases: a step begins"
 
 
 def train_profiled(argv: list[str]) -> dict:
-    """`train`, with how far each step's live allocations rise above its beginning: {"rises": [bytes], "metrics": ...}."""
+    """`train`, with how far the live allocations of each step rise above its beginning: {"rises": [bytes], "metrics"}."""
     gc.collect()
     original = StageMetricsCallback.on_step_begin
 
@@ -51,5 +52,5 @@ def _rises(tree) -> list[int]:
     edges = [*sorted(begins), sums[-1][0] + 1]
     return [
         max(total for time, total in sums if begin <= time < end) - [total for time, total in sums if time < begin][-1]
-        for begin, end in zip(edges, edges[1:], strict=False)
+        for begin, end in itertools.pairwise(edges)
     ]

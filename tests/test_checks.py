@@ -168,7 +168,7 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
     if stage == 2:
         rates = {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}
         steps = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
-        config["scheduler"] = {"type": "WarmupDecayLR", "params": rates | steps}
+        config["scheduler"] = {"type": "WarmupDecayLR", "params": rates | steps | {"warmup_type": "linear"}}
     path = write_recipe(tmp_path, deepspeed=config, **keys)
     run, findings = preflight(path, recipes.read(path), ["--output_dir", str(tmp_path / "o")], {"WORLD_SIZE": "2"})
     assert findings == []

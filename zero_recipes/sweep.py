@@ -84,7 +84,7 @@ def sweep(
 def all_strategies(config_folder: Path = Path("accelerate_configs")) -> list[str]:
     """Every strategy that has an accelerate file, the plain stages first. What cannot run here becomes a row that says
     why, and costs seconds: the run itself refuses."""
-    files = {path.stem: yaml.safe_load(path.read_text()) for path in config_folder.glob("*.yaml")}
+    files = {path.stem: yaml.safe_load(path.read_text()) or {} for path in config_folder.glob("*.yaml")}
     names = {name for name, launched in files.items() if launched.get("num_machines", 1) == 1}
     return sorted(names, key=lambda name: (name not in ORDER, ORDER.index(name) if name in ORDER else 0, name))
 
