@@ -364,17 +364,17 @@ def plan_for_a_small_gpu(argv: list[str], capacity: int) -> dict:
     from zero_recipes.refusal import Refusal
 
     run, asked = run_sft.prepare(argv), []
-    originals = predictor.for_runs, before_run.gpu_memory
+    originals = predictor.of, before_run.gpu_memory
 
     def predict(job):
         asked.append(rank())
         return made_up(job, 100 if job.world_size == 2 else 10)
 
-    predictor.for_runs, before_run.gpu_memory = lambda: predict, lambda: capacity
+    predictor.of, before_run.gpu_memory = lambda: predict, lambda: capacity
     try:
         predicted = before_run.plan(dataclasses.replace(run, device="cuda"))
         return {"peak": predicted["peak_memory_bytes"], "refused": None, "asked": asked}
     except Refusal as refusal:
         return {"peak": None, "refused": [vars(finding) for finding in refusal.findings], "asked": asked}
     finally:
-        predictor.for_runs, before_run.gpu_memory = originals
+        predictor.of, before_run.gpu_memory = originals

@@ -15,7 +15,7 @@ STEP = "plan_cases: a step begins"
 
 
 def train_profiled(argv: list[str]) -> dict:
-    """`train`, with how far the live allocations of each step rise above its beginning: {"rises": [bytes], "metrics"}."""
+    """`train`, with how far each step's live allocations rise above its beginning: {"rises": [bytes], "metrics"}."""
     gc.collect()
     original = StageMetricsCallback.on_step_begin
 
