@@ -7,7 +7,6 @@ parameters on 64 GPUs under stage 3. Nothing is taken from or left in the cache 
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import time
 from pathlib import Path
@@ -48,10 +47,10 @@ def main() -> None:
                 for found in predictions
             },
         }
-        print(name, measured[name])
-    hardware = machine.hardware("cpu") | {"cores": os.cpu_count(), "python": platform.python_version()}
-    document = {"measured": measured, "hardware": hardware, "versions": machine.versions()}
-    write_json(ROOT / "benchmarks" / "results" / "plan.json", document)
+        print(name, measured[name], flush=True)
+        hardware = machine.hardware("cpu") | {"cores": os.cpu_count(), "load_average": os.getloadavg()[1]}
+        document = {"measured": measured, "hardware": hardware, "versions": machine.versions()}
+        write_json(ROOT / "benchmarks" / "results" / "plan.json", document)  # after each: the second takes long
 
 
 if __name__ == "__main__":

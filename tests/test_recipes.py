@@ -127,3 +127,12 @@ def test_a_recipe_fits_its_schema(path):
         taken = entry.get("type", [kind])
         assert kind in taken or (kind == "integer" and "number" in taken), key
         assert value in entry.get("enum", [value]), key
+
+
+def test_the_header_of_the_reference_job_quotes_the_plan():
+    planned = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())["measured"]
+    strategies = planned["pythia-6.9b, every strategy, 2 GPUs"]["strategies"]
+    header = (ROOT / "recipes" / "pythia.yaml").read_text()
+    for name in ("ddp", "zero0", "zero1", "zero2", "zero3"):
+        row = re.search(rf"^#   {name}\s+[\d.]+ /\s+[\d.]+ /\s+([\d.]+)", header, re.MULTILINE)
+        assert float(row[1]) == round(strategies[name]["allocated_peak_bytes"] / 1e9, 1)
