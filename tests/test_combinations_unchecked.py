@@ -54,7 +54,13 @@ EXTRA = {
 }
 
 
-@pytest.mark.parametrize("name", FAILURES)
+# What Dynamo ends with depends on what its process has compiled before: by itself this one ends as written above.
+ALONE = "compiled at stage 3"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.grid] if name == ALONE else []) for name in FAILURES]
+)
 def test_with_the_check_off_it_fails(two, tmp_path, name):
     extra = EXTRA.get(name, {})
     if name == "qwZ on a CPU":  # sizes that its quantiser takes
