@@ -11,8 +11,6 @@ import functools
 
 import torch
 
-KNOWN = {"torch": "2.13", "deepspeed": "0.19", "transformers": "5.23", "trl": "1.16", "accelerate": "1.15"}
-
 aten = torch.ops.aten
 
 

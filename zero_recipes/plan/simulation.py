@@ -216,7 +216,7 @@ def _checkpoint_bytes(job: Job, found: dict[str, Any]) -> dict[str, int]:
     weights = each * (trainable if lora else found["parameters"])
     if job.ds_config is None:
         return {"weights": weights, "resumable": weights + 8 * trainable}
-    again = 0 if job.zero_stage == 3 else each * (trainable if lora else found["parameters"])
+    again = 0 if job.zero_stage == 3 else weights
     return {"weights": weights, "resumable": weights + 12 * trainable + again}
 
 
