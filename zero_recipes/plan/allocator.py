@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MIB = 1 << 20
-kMinBlockSize = 512
+kMinBlockSize = 512  # bytes: every allocation is rounded up to it
 kSmallSize = MIB  # larger ones come from segments of their own kind
 kSmallBuffer = 2 * MIB
 kLargeBuffer = 20 * MIB

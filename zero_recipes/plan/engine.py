@@ -155,12 +155,11 @@ def simulate(job: Job, folder: str) -> dict:
     from zero_recipes import calm
 
     calm.quieten()
-    torch.set_num_threads(1)
     from zero_recipes import recipe as recipes
     from zero_recipes import strategy as strategies
     from zero_recipes.plan import patches, pretend_gpu
-    from zero_recipes.plan.allocator import reserved_peak
-    from zero_recipes.plan.tracker import CUDA_BLOCK, LiveStorages, Observed
+    from zero_recipes.plan.allocator import kMinBlockSize, reserved_peak
+    from zero_recipes.plan.tracker import LiveStorages, Observed
     from zero_recipes.plan.watch import TRAINING, Watch
 
     on_gpu = job.device == "gpu"
@@ -180,7 +179,7 @@ def simulate(job: Job, folder: str) -> dict:
     full_rows = training_args.per_device_train_batch_size == 1 or training_args.packing
     patches.apply(on_gpu, full_rows, training_args.packing)
     imports = psutil.Process().memory_info().rss
-    tracker = LiveStorages(device.type, CUDA_BLOCK if on_gpu else 1, pretend_gpu.stream if on_gpu else None)
+    tracker = LiveStorages(device.type, kMinBlockSize if on_gpu else 1, pretend_gpu.stream if on_gpu else None)
     host = LiveStorages("cpu")
     observed = Observed(tracker, host) if on_gpu else Observed(tracker)
     with FakeTensorMode(allow_non_fake_inputs=True), observed:

@@ -14,8 +14,6 @@ from torch.utils.flop_counter import flop_registry
 from zero_recipes.plan.job import PARTS
 from zero_recipes.plan.patches import answer_for_number
 
-CUDA_BLOCK = 512  # bytes: c10/cuda/CUDACachingAllocator.h kMinBlockSize, to which every allocation is rounded up
-
 # Where a tensor made in this file belongs; the innermost frame that is named decides.
 _PART_OF_FILE = {
     "trl/kernels/chunked_logprob.py": "loss_head",
