@@ -5,6 +5,7 @@ A process of its own for test_plan_patches.py: it starts a pretended process gro
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 
@@ -57,8 +58,11 @@ def main() -> None:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     import deepspeed
 
+    compiled = []
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: compiled.append("half a minute")
     deepspeed.init_distributed("fake", auto_mpi_discovery=False, verbose=False)
     found = {
+        "no_kernels": str(len(compiled)),
         "answer_for_number": outcome(lambda: torch.empty(1).item()),
         "no_addresses": outcome(addresses),
         "no_pinned_memory": outcome(lambda: torch.empty(2).pin_memory()),

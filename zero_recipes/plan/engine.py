@@ -77,7 +77,7 @@ def main(at_once: int) -> None:
 
 def _import(on_gpu: bool) -> None:
     """All that the tasks need; no thread may run and no process group may exist before the forks."""
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCHINDUCTOR_COMPILE_THREADS="1")
     import torch
 
     torch.set_num_threads(1)
@@ -86,7 +86,8 @@ def _import(on_gpu: bool) -> None:
 
         pretend_gpu.set_up()  # before others take names out of torch
     import datasets  # noqa: F401
-    import deepspeed  # noqa: F401
+    import deepspeed
+    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (every engine does, and torch's compiler with it)
     import peft  # noqa: F401
     import trl  # noqa: F401
 
@@ -143,6 +144,9 @@ def _start_group(job: Job, rank: int) -> None:
     if job.ds_config is not None:
         import deepspeed
 
+        from zero_recipes.plan import patches
+
+        patches.no_kernels()
         deepspeed.init_distributed("fake", auto_mpi_discovery=False, verbose=False)
 
 

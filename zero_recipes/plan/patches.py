@@ -8,33 +8,42 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 
 import torch
 
 aten = torch.ops.aten
 
 
-def answer_for_number(func, args: tuple) -> float | int | bool | None:
-    """Python asks a tensor for its number (`.item()`, `if tensor`): a fake one has none and would raise.
+# Operators by which Python asks a tensor for its number: `.item()`, `if tensor`, torch.equal
+ASKED_FOR = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
+
+
+def answer_for_number(func, args: tuple) -> float | int | bool:
+    """A number for one of ASKED_FOR: a fake tensor has none and would raise.
 
     0.0, False and a byte of 0 take the way of a healthy step (no overflow: DeepSpeed 0.19, zero/stage_1_and_2.py
-    `has_overflow`, asks a byte), 1 is a count that divides. None: the operator asks for no number.
+    `has_overflow`, asks a byte), 1 is a count that divides, and two tensors are equal.
     """
-    if func is aten._local_scalar_dense.default:
-        dtype = args[0].dtype
-        if dtype.is_floating_point:
-            return 0.0
-        return False if dtype == torch.bool else 0 if dtype == torch.uint8 else 1
-    if func is aten.is_nonzero.default:
-        return False
-    if func is aten.equal.default:  # torch.equal: of two tensors' values
-        return True
-    return None
+    if func is not aten._local_scalar_dense.default:
+        return func is aten.equal.default
+    dtype = args[0].dtype
+    if dtype.is_floating_point:
+        return 0.0
+    return False if dtype == torch.bool else 0 if dtype == torch.uint8 else 1
 
 
 def no_addresses() -> None:
     """DeepSpeed 0.19 (zero/stage3.py, zero/partition_parameters.py) compares `data_ptr()`s, which fake tensors lack."""
     torch.Tensor.data_ptr = lambda tensor: tensor.untyped_storage()._cdata
+
+
+def no_kernels() -> None:
+    """DeepSpeed 0.19 (comm/torch.py `TorchBackend`) compiles a kernel for the CPU's collectives, half a minute long.
+
+    Here nothing is sent. To be called before the process group starts.
+    """
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 
 def no_pinned_memory() -> None:

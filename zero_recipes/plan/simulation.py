@@ -14,6 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.plan import cache
 from zero_recipes.plan.job import Job, Prediction
@@ -21,7 +23,7 @@ from zero_recipes.refusal import Refusal
 
 # The versions that the patches of patches.py were written for, up to the part of the number that must agree.
 KNOWN_VERSIONS = {"torch": "2.13", "deepspeed": "0.19", "transformers": "5.23", "trl": "1.16", "accelerate": "1.15"}
-AT_ONCE = 2  # simulations side by side: each takes a core and 0.6 to 1 GB
+RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
 
 # Beside the caching allocator's segments, per GPU. Assumptions, not measured by this project: a CUDA context with its
 # loaded kernels (some 0.5 GB on recent GPUs), cuBLAS workspaces (32 MiB a stream on Hopper), and the channels of a
@@ -126,7 +128,7 @@ def _ranks(job: Job) -> list[int]:
 def _engine(tasks: list[dict], told: Callable[[Path], None]) -> list[tuple[Path, str]]:
     """Run the tasks; [(answer's path, what went wrong)] of those that failed."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "zero_recipes.plan.engine", str(AT_ONCE)],
+        [sys.executable, "-m", "zero_recipes.plan.engine", str(_at_once())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -153,6 +155,12 @@ def _engine(tasks: list[dict], told: Callable[[Path], None]) -> list[tuple[Path,
         if task["answer"] not in ended:
             failed.append((Path(task["answer"]), "".join(noise[-3:]).strip() or f"exit code {child.returncode}"))
     return failed
+
+
+def _at_once() -> int:
+    """Simulations side by side: each takes a core."""
+    free = psutil.virtual_memory().available // RESIDENT
+    return max(1, min(os.cpu_count() or 1, free))
 
 
 def _environment() -> dict[str, str]:
