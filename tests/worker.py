@@ -23,7 +23,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     importlib.import_module("tests.cases")  # once, before the first case
-    environment = dict(os.environ)
+    environment, linear = dict(os.environ), torch.nn.functional.linear
     for line in sys.stdin:
         os.environ.clear()  # accelerate leaves the last run's plugins there
         os.environ.update(environment)
@@ -32,6 +32,8 @@ def main(folder: Path) -> None:
         AcceleratorState._reset_state()
         GradientState._reset_state()
         unset_hf_deepspeed_config()
+        # DeepSpeed 0.19.8, zero/partition_parameters.py: stage 3 replaces it for good by one that keeps its inputs
+        torch.nn.functional.linear = linear
         try:
             module, _, case = order["case"].rpartition(".")
             cases = importlib.import_module(f"tests.{module or 'cases'}")
