@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zero_recipes.checks.ds_config import precision_of
+from zero_recipes.plan import family
 from zero_recipes.plan.job import PARTS, Job, Prediction
 from zero_recipes.plan.shape import Shape, shape_of
 from zero_recipes.sizes import DTYPE_BYTES
@@ -71,8 +72,7 @@ def predict(job: Job) -> Prediction:
         "peak_phase": phase,
         "peak_operator": None,
         "at_peak": at_peak,
-        "model_state_bytes": {part: int(size) for part, size in states._asdict().items()}
-        | {"offloaded_host": int(_offloaded(job, shape)), "offloaded_disk": 0},
+        "model_state_bytes": {part: int(size) for part, size in states._asdict().items()} | _off_gpu(job, shape),
         "memory_phases": {
             "model_loaded": int(states.params) if job.zero_stage == 3 else 0,
             "engine_built": int(resting),
@@ -92,6 +92,8 @@ def predict(job: Job) -> Prediction:
 
 def model_states(job: Job, shape: Shape) -> ModelState:
     """Bytes on the GPU of one rank at rest; what the ds_config offloads is not there (`_offloaded`)."""
+    if family.is_fsdp(job):
+        return family.fsdp_states(job, shape, _loaded(job, shape), _width(job))
     if job.ds_config is None:
         each = _loaded(job, shape)  # under autocast weights, gradients and Adam keep the dtype of loading
         return ModelState(each * shape.parameters, each * shape.trainable, 2 * each * shape.trainable)
@@ -99,7 +101,9 @@ def model_states(job: Job, shape: Shape) -> ModelState:
     optimizer, params = _offload(job)
     # ZeRO-Offload moves each gradient to the host as it is reduced: arXiv:2101.06840, section 4.1
     return ModelState(
-        0 if params else states.params, 0 if optimizer else states.grads, 0 if optimizer else states.optimizer
+        0 if params else states.params + family.second_copy(job, shape, _width(job)),
+        0 if optimizer else states.grads,
+        0 if optimizer else states.optimizer,
     )
 
 
@@ -108,8 +112,14 @@ def _sharded(job: Job, shape: Shape) -> ModelState:
     return formula(shape.parameters, job.world_size, job.zero_stage, shape.trainable)
 
 
+def _off_gpu(job: Job, shape: Shape) -> dict[str, int]:
+    """Where one rank's offloaded states lie."""
+    host, disk = ("offloaded_disk", "offloaded_host")[:: -1 if not family.on_disk(job) else 1]
+    return {host: int(_offloaded(job, shape)), disk: 0}
+
+
 def _offloaded(job: Job, shape: Shape) -> float:
-    """Bytes of one rank's model states in host memory."""
+    """Bytes of one rank's model states off the GPU."""
     if job.ds_config is None:
         return 0
     states, (optimizer, params) = _sharded(job, shape), _offload(job)
@@ -157,6 +167,8 @@ def bucket_bytes(job: Job, shape: Shape) -> float:
     """Bytes of reduce buckets and, at stage 3, of parameters gathered for use."""
     if job.world_size == 1 and job.ds_config is None:
         return 0
+    if family.is_fsdp(job):
+        return family.fsdp_gathered(shape, _width(job))
     if job.ds_config is None:  # torch's DDP keeps a second copy of all gradients: gradient_as_bucket_view is False
         return _loaded(job, shape) * shape.trainable
     zero, width = _zero(job), _width(job)
@@ -182,7 +194,8 @@ def _autocast_copies(job: Job, shape: Shape) -> float:
 
     Backward needs them too; with recomputation only one layer's at a time, but forward ends with all of them.
     """
-    if job.ds_config is not None or precision_of(job.values) == "fp32" or _loaded(job, shape) != 4:
+    sharded = job.ds_config is not None or family.is_fsdp(job)  # 16-bit weights are gathered, not cast
+    if sharded or precision_of(job.values) == "fp32" or _loaded(job, shape) != 4:
         return 0
     return 2 * shape.trainable
 
@@ -196,7 +209,8 @@ def host_bytes(job: Job, shape: Shape) -> dict[str, int]:
     mapped = not job.values["random_weights"] and each == DTYPE_BYTES.get(shape.dtype, 4)
     load = 0 if mapped or job.zero_stage == 3 else here * each * shape.parameters
     gradients = 4 * shape.trainable / job.world_size if _offload(job)[0] else 0
-    return {"load": int(load), "training": int(here * (_offloaded(job, shape) + gradients))}
+    held = family.swap_buffers(job, shape) if family.on_disk(job) else _offloaded(job, shape) + gradients
+    return {"load": int(load), "training": int(here * held)}
 
 
 def checkpoint_bytes(job: Job, shape: Shape) -> dict[str, int]:
@@ -217,6 +231,9 @@ def communication_bytes(job: Job, shape: Shape) -> dict[str, int]:
         return {}
     width, passes = _width(job), job.values["gradient_accumulation_steps"]
     gradients, weights = width * shape.trainable, width * shape.parameters
+    gathered = {"all_gather": 2 * passes * weights, "reduce_scatter": passes * gradients}
+    if family.is_fsdp(job):
+        return gathered | {"reduce_scatter": gradients}
     if job.ds_config is None:
         return {"all_reduce": int(_loaded(job, shape) * shape.trainable)}
     if job.zero_stage == 0:
@@ -225,7 +242,7 @@ def communication_bytes(job: Job, shape: Shape) -> dict[str, int]:
         return {"all_reduce": gradients, "all_gather": gradients}
     if job.zero_stage == 2:
         return {"all_reduce": passes * gradients, "all_gather": gradients}
-    return {"all_gather": 2 * passes * weights, "reduce_scatter": passes * gradients}
+    return family.compressed(job, gathered)
 
 
 def flops(job: Job, shape: Shape) -> int:
@@ -251,7 +268,8 @@ def checkpointed(values: Mapping[str, Any]) -> bool:
 
 
 def _tokens(job: Job, shape: Shape) -> int:
-    return job.values["per_device_train_batch_size"] * tokens_of(job, shape)
+    """Of one rank's micro batch."""
+    return job.values["per_device_train_batch_size"] * tokens_of(job, shape) // family.shared(job)
 
 
 def _pairs(job: Job, shape: Shape) -> int:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from zero_recipes.plan import formulas
+from zero_recipes.plan import family, formulas
 from zero_recipes.plan.advice import Predict
 from zero_recipes.plan.job import Job, Prediction
 
 
 def of(quick: bool = False) -> Predict:
-    """The simulation; the formulas where they are asked for, or where libraries are newer than the simulation."""
+    """The simulation; the formulas where they are asked for, or where it cannot do the job (a note says why)."""
     from zero_recipes.plan import simulation
 
     unknown = simulation.unknown_versions()
-    if not (quick or unknown):
-        return simulation.predict
 
     def predict(job: Job) -> Prediction:
+        why = f"the simulation does not know {', '.join(unknown)}" if unknown else family.not_simulated(job)
+        if not (quick or why):
+            return simulation.predict(job)
         prediction = formulas.predict(job)
-        said = [] if quick else [f"By formulas: the simulation does not know {', '.join(unknown)}."]
+        said = [] if quick else [f"{job.strategy} is by formulas: {why}."]
         return prediction | {"notes": [*said, *prediction["notes"]]}
 
     return predict
@@ -30,4 +31,4 @@ def prepare(jobs: Sequence[Job], done: Callable[[Job], None]) -> None:
     from zero_recipes.plan import simulation
 
     if not simulation.unknown_versions():
-        simulation.predict_all(jobs, done)
+        simulation.predict_all([job for job in jobs if family.not_simulated(job) is None], done)

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from zero_recipes import recipe as recipes
+from zero_recipes.plan import family
 from zero_recipes.plan.job import Job
 from zero_recipes.recipe import Recipe
 from zero_recipes.refusal import Refusal
@@ -35,6 +36,8 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
     Raises Refusal where a file is missing, or where `names` and the recipe's `deepspeed:` contradict each other.
     """
     own = recipe.values["deepspeed"]
+    if names is None and str(recipe.values["fsdp"]).lower() == "true":
+        return {family.FSDP: None}
     if own is not None and names is None:
         config = read_ds_config(own)
         return {name_of(config): config}
@@ -122,6 +125,10 @@ def job_of(
     """One job. Raises Refusal where global_batch_size cannot be made of so many ranks."""
     own = Recipe(recipe.path, copy.deepcopy(recipe.values), dict(recipe.given), recipe.sha256)
     recipes.derive_accumulation(own, world_size)
+    ds_config = copy.deepcopy(ds_config)
+    zero = (ds_config or {}).get("zero_optimization", {})
+    if zero.get("zero_hpz_partition_size") == "auto":  # as auto.py fills it in a run
+        zero["zero_hpz_partition_size"] = min(gpus_per_node, world_size)
     own.values["deepspeed"] = ds_config
     name = "single" if ds_config is None and world_size == 1 else strategy
     model = own.values["model_name_or_path"]

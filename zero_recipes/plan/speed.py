@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_recipes.plan import family
 from zero_recipes.plan.hardware import Gpu
 from zero_recipes.plan.job import Job, Prediction
 from zero_recipes.refusal import Refusal
@@ -96,6 +97,9 @@ def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range)
     around = {
         name: (2 if name.startswith("all_reduce") else 1) * (ranks - 1) / ranks * size for name, size in moved.items()
     }
+    if not one_node and "all_gather" in around:  # hpZ: the others take the link within the node
+        outside = family.gathers_between_nodes(job)
+        around["all_gather"] *= outside + (1 - outside) * bandwidth / (1e9 * gpu.link_gb_s)
     # stages 1 and 2 gather the updated weights after the step, when there is nothing to hide behind
     bare = sum(size for name, size in around.items() if name.startswith("all_gather") and job.zero_stage in (1, 2))
     rest = sum(around.values()) - bare

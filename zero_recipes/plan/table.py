@@ -34,7 +34,8 @@ NOTES = [
 
 def columns(rows: Sequence[Row], price: float | None) -> tuple[list[Column], list[Column]]:
     """(those naming the row, the others)."""
-    named = [Column("Strategy", lambda row: row.job.strategy), Column("Verdict", _verdict)]
+    mixed = len({row.prediction["source"] for row in rows}) > 1
+    named = [Column("Strategy", lambda row: _name(row, mixed)), Column("Verdict", _verdict)]
     if len({row.job.world_size for row in rows}) > 1:
         named.insert(1, Column("GPUs", lambda row: str(row.job.world_size)))
     memory = [
@@ -76,6 +77,10 @@ def markdown(rows: Sequence[Row], price: float | None) -> str:
 def between(values: tuple[float, float] | None, written=units.significant) -> str:
     """A range: 0.43 - 0.64; nothing where it is not known."""
     return "" if values is None else f"{written(values[0])} - {written(values[1])}"
+
+
+def _name(row: Row, mixed: bool) -> str:
+    return f"{row.job.strategy} *" if mixed and row.prediction["source"] == "formulas" else row.job.strategy
 
 
 def _verdict(row: Row) -> str:

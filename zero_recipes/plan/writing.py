@@ -93,6 +93,9 @@ def _cure(cure: Cure, question: Question) -> dict[str, Any]:
     }
 
 
+SOURCES = {"engine": "the engine simulated", "formulas": "textbook formulas"}
+
+
 def write(answer: Answer, folder: Path) -> None:
     """plan.json, plan.md and plan.png."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +117,8 @@ def _setting(answer: Answer) -> str:
     row = answer.chosen[0]
     first = row.prediction
     model = (row.job.model or "").removeprefix("./")
-    source = {"engine": "the engine simulated", "formulas": "textbook formulas"}[first["source"]]
+    sources = {row.prediction["source"] for row in answer.chosen}
+    source = " and, *, ".join(words for name, words in SOURCES.items() if name in sources)
     return (
         f"{model}, {row.job.world_size} x {answer.question.gpu.name}, {first['precision']}, "
         f"micro batch {first['micro_batch_size']} x {first['max_length']} tokens; {source}"
