@@ -23,7 +23,7 @@ from zero_recipes.metrics import write_json  # noqa: E402
 from zero_recipes.plan import formulas, planning, predictor, question  # noqa: E402
 from zero_recipes.plan.advice import Predict, smallest_cure  # noqa: E402
 from zero_recipes.plan.hardware import Gpu, gpu_named, gpus  # noqa: E402
-from zero_recipes.plan.job import Job  # noqa: E402
+from zero_recipes.plan.job import Job, Prediction  # noqa: E402
 from zero_recipes.plan.recommendation import host_memory  # noqa: E402
 from zero_recipes.plan.verdict import judge  # noqa: E402
 from zero_recipes.report.units import parameters, size  # noqa: E402
@@ -73,7 +73,8 @@ batches of 4 sequences of 512 tokens, accumulation 2, no recomputation) with ano
   offload, LoRA; more GPUs last.
 - Stage 3 from: the smallest power of two of these GPUs on which stage 3 fits, as the recipe stands / recomputing
   activations.
-- By: the engine simulated, or textbook formulas, which leave out much and are 10 % and more off.
+- By: the engine simulated, or textbook formulas, which leave out much and are 10 % and more off. Strategies whose
+  model states alone are more than the GPU has are by formulas in every row.
 """
 
 
@@ -86,6 +87,7 @@ def planned(scenario: Scenario, predict: Predict) -> dict[str, Any]:
     def job(name: str, count: int = scenario.count) -> Job:
         return question.job_of(recipe, config, name, strategies[name], count)
 
+    predict = hopeless_by_formulas(predict, gpu)
     rows = {name: planning.make_row(job(name), gpu, predict, strategies, with_cure=False) for name in strategies}
     claimed = rows[scenario.strategy]
     psi = claimed.prediction["parameters"]
@@ -118,6 +120,17 @@ def planned(scenario: Scenario, predict: Predict) -> dict[str, Any]:
         "stage_3_from": stage_3_from(lambda count: job("zero3", count), gpu, predict, psi),
         "stage_3_recomputing_from": stage_3_from(lambda count: recomputing(job("zero3", count)), gpu, predict, psi),
     }
+
+
+def hopeless_by_formulas(predict: Predict, gpu: Gpu) -> Predict:
+    """Where the model states alone are more than the GPU has, the textbook says no as well as the engine."""
+
+    def ask(job: Job) -> Prediction:
+        textbook = formulas.predict(job)
+        states = (textbook["model_state_bytes"][part] for part in ("params", "grads", "optimizer"))
+        return textbook if sum(states) > gpu.memory_bytes else predict(job)
+
+    return ask
 
 
 def recomputing(job: Job) -> Job:

@@ -102,3 +102,14 @@ def test_sequences_shared_out_are_counted_so():
         predictor.of(quick=True)(whole)["at_peak"]["activations"] / 2, rel=1e-6
     )
     assert predictor.of()(shared)["source"] == "formulas"
+
+
+def test_packed_weights_take_nine_sixteenths_of_a_byte():
+    """Half a byte and an fp32 scale for 64; the embedding and the head of 50,432 x 4,096 stay in bf16."""
+    lora = {"use_peft": True, "lora_target_modules": "all-linear"}
+    ends = 2 * 50_432 * 4_096
+    norms_and_biases = PSI - ends - 32 * 12 * 4_096**2
+    plain, packed = (formulas.predict(member("zero2", **lora, load_in_4bit=four)) for four in (False, True))
+    spared = plain["model_state_bytes"]["params"] - packed["model_state_bytes"]["params"]
+    assert spared == pytest.approx((2 - 9 / 16) * (PSI - ends - norms_and_biases), rel=1e-3)
+    assert predictor.of()(member("zero2", **lora, load_in_4bit=True))["source"] == "formulas"

@@ -1,4 +1,4 @@
-"""What the family's members beyond the plain stages need, by formulas: FSDP2, ZeRO++ (hpZ, qwZ, qgZ), NVMe."""
+"""What the family's members beyond the plain stages need, by formulas: FSDP2, ZeRO++, NVMe, QLoRA."""
 
 from __future__ import annotations
 
@@ -26,7 +26,23 @@ def not_simulated(job: Job) -> str | None:
         return "ZeRO++'s quantisers are not simulated: they are CUDA kernels"
     if shared(job) > 1:
         return "sequences that Ulysses shares out are not simulated"
+    if job.values["load_in_4bit"] or job.values["load_in_8bit"]:
+        return "quantised weights are not simulated: bitsandbytes packs them in kernels of its own"
     return None
+
+
+def packed_bytes(job: Job, shape: Shape, width: int) -> float:
+    """Bytes of all weights: those of linear layers packed by bitsandbytes where the recipe asks for it.
+
+    4 bit: half a byte and an fp32 scale for 64 weights (arXiv:2305.14314, section 3); 8 bit: a byte. Embedding, head
+    and LoRA's adapter stay as they are.
+    """
+    if not (job.values["load_in_4bit"] or job.values["load_in_8bit"]):
+        return width * shape.parameters
+    adapter = shape.trainable if job.values["use_peft"] else 0
+    linear = shape.multiplied - shape.vocabulary * shape.hidden - adapter
+    each = 1 / 2 + 4 / 64 if job.values["load_in_4bit"] else 1
+    return each * linear + width * (shape.parameters - linear)
 
 
 def is_fsdp(job: Job) -> bool:

@@ -96,7 +96,8 @@ def model_states(job: Job, shape: Shape) -> ModelState:
         return family.fsdp_states(job, shape, _loaded(job, shape), _width(job))
     if job.ds_config is None:
         each = _loaded(job, shape)  # under autocast weights, gradients and Adam keep the dtype of loading
-        return ModelState(each * shape.parameters, each * shape.trainable, 2 * each * shape.trainable)
+        held = family.packed_bytes(job, shape, each)
+        return ModelState(held, each * shape.trainable, 2 * each * shape.trainable)
     states = _sharded(job, shape)
     optimizer, params = _offload(job)
     # ZeRO-Offload moves each gradient to the host as it is reduced: arXiv:2101.06840, section 4.1
@@ -109,7 +110,9 @@ def model_states(job: Job, shape: Shape) -> ModelState:
 
 def _sharded(job: Job, shape: Shape) -> ModelState:
     formula = model_state_bytes_fp32 if precision_of(job.values) == "fp32" else model_state_bytes
-    return formula(shape.parameters, job.world_size, job.zero_stage, shape.trainable)
+    states = formula(shape.parameters, job.world_size, job.zero_stage, shape.trainable)
+    share = family.packed_bytes(job, shape, _width(job)) / (_width(job) * shape.parameters)
+    return states._replace(params=share * states.params)
 
 
 def _off_gpu(job: Job, shape: Shape) -> dict[str, int]:
@@ -318,5 +321,5 @@ def _notes(job: Job, shape: Shape) -> list[str]:
     if job.values.get("torch_compile"):
         notes.append("torch_compile: fused kernels keep other tensors than these; they are not known.")
     if job.values["load_in_4bit"] or job.values["load_in_8bit"]:
-        notes.append("Quantised weights are counted as if they were not: the need is smaller.")
+        notes.append("Quantised weights: what unpacking one layer takes while it computes is not counted.")
     return notes

@@ -104,6 +104,9 @@ def simulate(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None
                 if job.device == device
                 for rank, path in zip(_ranks(job), paths, strict=True)
             ]
+            tasks.sort(
+                key=lambda task: jobs[int(Path(task["answer"]).name.split(".")[0])].zero_stage != 3
+            )  # long first
             for answer, error in _engine(tasks, told):
                 job = jobs[int(answer.name.split(".")[0])]
                 raise Refusal(
