@@ -41,6 +41,7 @@ ORDER = [
     "test_combinations_unchecked",
     "test_saving",
     "test_trl_recipes",
+    "test_qlora",
     "test_reshard",
     "test_real_weights",
     "test_rendezvous",

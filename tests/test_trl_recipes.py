@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -18,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.known_bad import found_in
 from tests.tiny import named, write_model, write_recipe, write_rows
 from zero_recipes.model import refuse_missing_attention
 from zero_recipes.refusal import Refusal
@@ -81,20 +79,6 @@ def test_the_lora_recipe_makes_a_whole_adapter(two, tmp_path, strategy):
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     loaded = PeftModel.from_pretrained(base, str(tmp_path / "out")).state_dict()
     assert all(torch.equal(loaded[name.replace(".weight", ".default.weight")], t) for name, t in adapter.items())
-
-
-def test_the_qlora_recipe_is_refused_where_it_would_not_be_right(tmp_path):
-    """bitsandbytes is at no test's hand: that it is refused without, and at stage 3, is all that is shown."""
-    for strategy, what in (("zero3", "at ZeRO stage 3"), ("fsdp2", "under FSDP2")):
-        said = [what for _, what in found_in(ROOT / "recipes" / "pythia-qlora.yaml", resolved(strategy))]
-        assert f"load_in_4bit {what}" in said
-    said = [what for _, what in found_in(ROOT / "recipes" / "pythia-qlora.yaml", resolved("zero2"))]
-    missing = ["load_in_4bit, but the package bitsandbytes is not installed"]
-    assert said == ([] if importlib.util.find_spec("bitsandbytes") else missing)
-
-
-def resolved(strategy: str) -> dict:
-    return {"fsdp": True} if strategy == "fsdp2" else {"deepspeed": f"ds_configs/{strategy}.json"}
 
 
 def test_messages_with_samples_through_the_chat_template(one, tmp_path):
