@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -41,6 +42,7 @@ ORDER = [
     "test_combinations_unchecked",
     "test_saving",
     "test_trl_recipes",
+    "test_qlora",
     "test_reshard",
     "test_real_weights",
     "test_rendezvous",
@@ -58,6 +60,10 @@ os.environ["HF_DATASETS_CACHE"] = CACHE.name
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ORDER.index(item.path.stem) if item.path.stem in ORDER else -1)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what is imported stays: collecting goes past it, which saves a seventh of the time in this process
 
 
 def _group(world_size: int):

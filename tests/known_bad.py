@@ -53,15 +53,36 @@ SHARED = {"sequence_parallel_size": 2, "pad_to_multiple_of": 128, "dataloader_dr
 SHARED |= {"max_length": 128, "deepspeed": ds_config(3)}
 # name: (bad recipe, its cured twin, what is found, and what is not the default: level, environment, device)
 CASES = {
-    "QLoRA at stage 3": (
+    "QLoRA in 4 bit at stage 3": (
         {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(3)},
         {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(2)},
         "load_in_4bit at ZeRO stage 3",
+        {"level": "warning"},
     ),
-    "QLoRA under FSDP2": (
+    "QLoRA in 8 bit at stage 3": (
+        {"load_in_8bit": True, **PEFT, "deepspeed": ds_config(3)},
+        {"load_in_8bit": True, **PEFT, "deepspeed": ds_config(2)},
+        "load_in_8bit at ZeRO stage 3",
+    ),
+    "QLoRA in 8 bit under FSDP2": (
+        {"load_in_8bit": True, **PEFT, "fsdp": True},
+        {"load_in_8bit": True, **PEFT, "deepspeed": ds_config(2)},
+        "load_in_8bit under FSDP2",
+    ),
+    "QLoRA packed into integers under FSDP2": (
         {"load_in_4bit": True, **PEFT, "fsdp": True},
-        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(2)},
-        "load_in_4bit under FSDP2",
+        {"load_in_4bit": True, **PEFT, "fsdp": True, "bnb_4bit_quant_storage": "bfloat16"},
+        "load_in_4bit under FSDP2 with bnb_4bit_quant_storage: uint8 in bf16",
+    ),
+    "QLoRA packed into another float": (
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(2), "bnb_4bit_quant_storage": "float16"},
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(2), "bnb_4bit_quant_storage": "bfloat16"},
+        "bnb_4bit_quant_storage: float16 in bf16 under DeepSpeed",
+    ),
+    "QLoRA and ZeRO++'s own quantisation": (
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(3, zero_quantized_weights=True)},
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(3)},
+        "load_in_4bit with zero_quantized_weights",
     ),
     "quantised without LoRA": ({"load_in_8bit": True}, {"load_in_8bit": True, **PEFT}, "load_in_8bit without LoRA"),
     "quantised random weights": (

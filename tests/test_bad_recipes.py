@@ -34,14 +34,18 @@ def test_the_fault_is_found_and_its_cured_twin_passes(fault, tmp_path):
 
 def test_a_job_of_two_ranks_refuses_every_fault_on_both(two, tmp_path):
     """One job, one run after another: each ends refused, with the same words on both ranks, and leaves no output."""
-    for number, fault in enumerate(fault for fault in ERRORS if not fault.launcher_stops):
+    faults = [fault for fault in ERRORS if not fault.launcher_stops]
+    runs = []
+    for number, fault in enumerate(faults):
         folder = tmp_path / str(number)
         argv = fault.bad.write(folder)
         file = None if fault.bad.accelerate is None else folder / "accelerate.yaml"
-        environment = launched_environment(file, 2)
-        refused = two.run("refusal_in", folder=str(folder), argv=argv, environment=environment)
-        assert refused[0] == refused[1] and fault.says in refused[0], (fault.name, refused)
-        assert [path.name for path in (folder / "out").rglob("*")] == [
+        runs.append({"folder": str(folder), "argv": argv, "environment": launched_environment(file, 2)})
+    ranks = two.run("refusals_in", runs=runs)
+    assert ranks[0] == ranks[1] and len(ranks[0]) == len(faults)
+    for number, (fault, refused) in enumerate(zip(faults, ranks[0], strict=True)):
+        assert fault.says in refused, (fault.name, refused)
+        assert [path.name for path in (tmp_path / str(number) / "out").rglob("*")] == [
             Path(name).name for name in fault.bad.files if name.startswith("out/")
         ], fault.name
 

@@ -101,6 +101,7 @@ CITED = [
     ),
     ("transformers/training_args.py", 'self.mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")'),
     ("accelerate/utils/fsdp_utils.py", "Exclude non-floating frozen Params4bit from FSDP sharding."),
+    ("deepspeed/runtime/engine.py", "if p.dtype in CASTABLE_DTYPES and p.dtype != param_dtype:"),
     ("accelerate/data_loader.py", "and new_dataset.n_shards >= num_processes"),
     ("trl/trainer/sft_trainer.py", "When `padding_free=True` without packing, `max_length` is not enforced."),
     ("trl/trainer/sft_trainer.py", 'inputs["use_cache"] = False'),  # else transformers would not look for boundaries

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.compiled import write_compiled
 from tests.tiny import ROOT, write_model, write_recipe
 from zero_recipes import host_device, ops
 from zero_recipes import recipe as recipes
@@ -127,8 +128,7 @@ def test_ops_are_compiled_once_and_said(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
 
     def load(verbose):
-        (tmp_path / "some_op").mkdir()
-        (tmp_path / "some_op" / "some_op.so").write_text("")
+        write_compiled(tmp_path / "some_op")
 
     monkeypatch.setitem(ALL_OPS, "some_op", SimpleNamespace(load=load))
     assert ops.missing(["some_op"], "cpu") == ["some_op"]

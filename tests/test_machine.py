@@ -13,14 +13,15 @@ import torch
 from deepspeed import git_version_info
 from transformers import AutoModelForCausalLM
 
+from tests.compiled import write_compiled
 from tests.tiny import write_recipe
 from zero_recipes import cli
 from zero_recipes import recipe as recipes
 from zero_recipes.checks import cache, gpus, this_machine
-from zero_recipes.checks.build_tools import build_findings, ops_of
+from zero_recipes.checks.build_tools import build_findings, is_compiled, ops_of
 from zero_recipes.checks.room import disk_findings, download_findings, memory_findings, shared_memory_findings
 from zero_recipes.host import Host
-from zero_recipes.launch import Run
+from zero_recipes.launch import Run, extension_folder
 from zero_recipes.refusal import Finding, Refusal, say_refused
 from zero_recipes.sizes import checkpoint_bytes, host_terms, local_config, parameter_sizes
 from zero_recipes.strategy import Strategy
@@ -252,13 +253,42 @@ def test_a_compiler_is_needed_where_an_op_is_built(values, tmp_path):
     clang = machine(tmp_path, {"/usr/bin/clang++": "#!/bin/sh\n"}, CXX="clang++")
     assert build(values, without(clang, "/usr/bin/c++"), "cpu") == ""
     without(machine(tmp_path), "/usr/bin/c++")
-    compiled = tmp_path / "extensions" / "py311_cpu" / "deepspeed_shm_comm"
-    compiled.mkdir(parents=True)
-    (compiled / "deepspeed_shm_comm.so").write_text("")
+    write_compiled(tmp_path / "extensions" / "deepspeed_shm_comm")
     assert build(values, bare, "cpu") == ""  # compiled before: ninja finds nothing to do
     assert "compile cpu_adam" in next(
         f.why for f in build_findings(Strategy("z", 2, 2, {}, "c", "cpu"), "cpu", values, bare)
     )
+
+
+def test_what_another_environment_has_compiled_does_not_count(tmp_path):
+    """Ninja would compile it again, inside the run."""
+    host = machine(tmp_path)
+    extensions = tmp_path / "extensions"
+    write_compiled(extensions / "mine")
+    assert is_compiled("mine", host)
+    for name, other in (("deepspeed", "/other/deepspeed"), ("torch", "/other/torch"), ("cxx", "clang++")):
+        write_compiled(extensions / f"by_{name}", **{name: other})
+        assert not is_compiled(f"by_{name}", host), name
+    source = write_compiled(extensions / "updated")
+    assert is_compiled("updated", host)
+    later = source.stat().st_mtime + 10
+    os.utime(source, (later, later))  # as after an update in place
+    assert not is_compiled("updated", host)
+    write_compiled(extensions / "py311_cpu" / "elsewhere")  # below the default root alone
+    assert not is_compiled("elsewhere", host)
+    write_compiled(extensions / "async_io")
+    assert not is_compiled("async_io", host), "it loads pin_memory first"
+    write_compiled(extensions / "pin_memory")
+    assert is_compiled("async_io", host)
+
+
+def test_the_folder_of_an_extension_is_torchs(monkeypatch, tmp_path):
+    from torch.utils.cpp_extension import _get_build_directory
+
+    for name, value in (("TORCH_EXTENSIONS_DIR", str(tmp_path)), ("XDG_CACHE_HOME", str(tmp_path / "cache"))):
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        monkeypatch.setenv(name, value)
+        assert str(extension_folder(os.environ, "some_op")) == _get_build_directory("some_op", False)
 
 
 def test_headers_of_python_and_libaio(values, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -18,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.known_bad import found_in
 from tests.tiny import named, write_model, write_recipe, write_rows
 from zero_recipes.model import refuse_missing_attention
 from zero_recipes.refusal import Refusal
@@ -83,20 +81,6 @@ def test_the_lora_recipe_makes_a_whole_adapter(two, tmp_path, strategy):
     assert all(torch.equal(loaded[name.replace(".weight", ".default.weight")], t) for name, t in adapter.items())
 
 
-def test_the_qlora_recipe_is_refused_where_it_would_not_be_right(tmp_path):
-    """bitsandbytes is at no test's hand: that it is refused without, and at stage 3, is all that is shown."""
-    for strategy, what in (("zero3", "at ZeRO stage 3"), ("fsdp2", "under FSDP2")):
-        said = [what for _, what in found_in(ROOT / "recipes" / "pythia-qlora.yaml", resolved(strategy))]
-        assert f"load_in_4bit {what}" in said
-    said = [what for _, what in found_in(ROOT / "recipes" / "pythia-qlora.yaml", resolved("zero2"))]
-    missing = ["load_in_4bit, but the package bitsandbytes is not installed"]
-    assert said == ([] if importlib.util.find_spec("bitsandbytes") else missing)
-
-
-def resolved(strategy: str) -> dict:
-    return {"fsdp": True} if strategy == "fsdp2" else {"deepspeed": f"ds_configs/{strategy}.json"}
-
-
 def test_messages_with_samples_through_the_chat_template(one, tmp_path):
     model = tmp_path / "chat"
     shutil.copytree(ROOT / "tiny_world" / "base", model)
@@ -138,6 +122,28 @@ def hub_cache(home: Path, name: str) -> None:
     (folder / "refs" / "main").write_text("abc123")
 
 
+# one process for the three: the hub's folder is read when its library is imported
+THREE = """
+import contextlib, io, json, sys
+import run_sft
+from zero_recipes import cli
+from zero_recipes.refusal import Refusal, say_refused
+
+def ended(command):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = command()
+        except Refusal as refusal:
+            code = say_refused(refusal)
+    return code, out.getvalue(), err.getvalue()
+
+commands = [lambda: run_sft.main(json.loads(sys.argv[1]))]
+commands += [lambda name=name: cli.main(["fetch", f"recipes/{name}.yaml"]) for name in ("tiny", "pythia")]
+print(json.dumps([ended(command) for command in commands]))
+"""
+
+
 def test_a_fetched_model_is_found_offline_and_an_absent_one_refused(tmp_path):
     hub_cache(tmp_path / "home", "someone/fetched")
     environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
@@ -145,18 +151,19 @@ def test_a_fetched_model_is_found_offline_and_an_absent_one_refused(tmp_path):
     def run(*command: str) -> subprocess.CompletedProcess:
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
-    recipe = write_recipe(tmp_path, random_weights=False, max_steps=1)
-    script = [sys.executable, "run_sft.py", str(recipe), "--output_dir", str(tmp_path / "out")]
-    found = run(*script, "--model_name_or_path", "someone/fetched")
+    argv = [str(write_recipe(tmp_path, random_weights=False, max_steps=1)), "--output_dir", str(tmp_path / "out")]
+    found = run(sys.executable, "run_sft.py", *argv, "--model_name_or_path", "someone/fetched")
     assert found.returncode == 0, found.stderr[-2000:]
-    absent = run(*script, "--model_name_or_path", "someone/absent", "--overwrite", "true")
-    assert absent.returncode == 2 and "refused: the model someone/absent" in absent.stderr
-    assert "zero-recipes fetch" in absent.stderr
-    fetch = [sys.executable, "-m", "zero_recipes.cli", "fetch"]
-    local = run(*fetch, "recipes/tiny.yaml")
-    assert local.returncode == 0 and "./tiny_world/base: 0.00 GB" in local.stdout
-    offline = run(*fetch, "recipes/pythia.yaml")
-    assert offline.returncode == 2 and "refused: the model EleutherAI/pythia-6.9b-deduped" in offline.stderr
+    argv += ["--model_name_or_path", "someone/absent", "--overwrite", "true"]
+    three = run(sys.executable, "-c", THREE, json.dumps(argv))
+    assert three.returncode == 0, three.stderr[-2000:]
+    (absent, _, absent_said), (local, local_said, _), (offline, _, offline_said) = json.loads(
+        three.stdout.splitlines()[-1]
+    )
+    assert absent == 2 and "refused: the model someone/absent" in absent_said
+    assert "zero-recipes fetch" in absent_said
+    assert local == 0 and "./tiny_world/base: 0.00 GB" in local_said
+    assert offline == 2 and "refused: the model EleutherAI/pythia-6.9b-deduped" in offline_said
 
 
 def test_a_model_folder_without_weights_is_refused(tmp_path):

@@ -27,6 +27,9 @@ def quieten() -> None:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
     # DeepSpeed logs its whole configuration on every engine; what is in force stands in recipe.resolved.yaml
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # bitsandbytes 0.50 (backends/cpu/ops.py), which PEFT imports wherever it is installed, misses a package for the
+    # kernel that faults.keep_4bit_layout keeps out
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     if rank() or not sys.stderr.isatty():
         import datasets
         import transformers

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from transformers import PreTrainedModel, TrainerCallback
 
@@ -61,6 +64,21 @@ def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
         model.load_state_dict(whole.state_dict())
 
 
+@contextlib.contextmanager
+def adapter_dtypes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Let what trains have the dtype after the loading of a checkpoint that it had before.
+
+    TRL 1.16, sft_trainer.py (`if _is_quantized_model`) makes QLoRA's adapter bf16; transformers 5.23, trainer.py
+    `_load_from_checkpoint` loads it by PEFT's load_adapter, which makes it fp32 again: a run resumed without DeepSpeed
+    would go on in another precision.
+    """
+    dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    yield
+    for name, p in model.named_parameters():
+        if name in dtypes and p.dtype != dtypes[name]:
+            p.data = p.data.to(dtypes[name])
+
+
 def mend_quantized_gradients() -> None:
     """ZeRO++'s qgZ: hand gradients to DeepSpeed's kernel as fp16, and make them their mean over all ranks.
 
@@ -88,3 +106,16 @@ def mend_quantized_gradients() -> None:
 
     all_to_all_quant_reduce.mended = faulty
     stage3.all_to_all_quant_reduce = all_to_all_quant_reduce
+
+
+def keep_4bit_layout(model: torch.nn.Module) -> None:
+    """Keep 4-bit layers in the layout that can be trained, on CPUs with AVX512-BF16 too.
+
+    bitsandbytes 0.50.2, nn/modules.py (Linear4bit.forward) packs the weights anew in the first forward pass in
+    evaluation mode there, in place and for good; autograd/_functions.py (matmul_4bit) then multiplies without autograd
+    in training too. After samples or an evaluation no gradient would pass a frozen layer: the adapters below it
+    would learn from the residual alone, with a warning of torch's and nothing else.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False

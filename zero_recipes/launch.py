@@ -103,6 +103,18 @@ def build_root(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
+def extension_folder(environment: Mapping[str, str], name: str) -> Path:
+    """The folder of one extension: torch/utils/cpp_extension.py, `_get_build_directory`."""
+    if environment.get("TORCH_EXTENSIONS_DIR"):
+        return Path(environment["TORCH_EXTENSIONS_DIR"], name)
+    from torch.utils.cpp_extension import get_default_build_root
+
+    release = torch.version.hip or torch.version.cuda
+    device = f"{'rocm' if torch.version.hip else 'cu'}{release.replace('.', '')}" if release else "cpu"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+    return Path(get_default_build_root(), f"{python}_{device}", name)
+
+
 def stale_build_locks(root: Path) -> list[Path]:
     """Locks that a killed compiler left: torch would wait for them for ever, without a word.
 

@@ -21,7 +21,7 @@ from zero_recipes.checks.ds_config import precision_of
 from zero_recipes.clock import PhaseClock, StepClock
 from zero_recipes.communication import CommunicationCounter
 from zero_recipes.engine_seconds import EngineSeconds
-from zero_recipes.faults import load_weights_by_class
+from zero_recipes.faults import adapter_dtypes_kept, load_weights_by_class
 from zero_recipes.launch import Run
 from zero_recipes.model import parameter_counts
 from zero_recipes.probe import MemoryPhases, StateProbe
@@ -259,7 +259,8 @@ class MeasuredSFTTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer):
         if isinstance(model, PreTrainedModel) and not self.is_fsdp_enabled:
             load_weights_by_class(model, resume_from_checkpoint)
         else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with adapter_dtypes_kept(model):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self):
         by_names_of_the_file = not (self.is_deepspeed_enabled or self.is_fsdp_enabled)

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from zero_recipes import model_states
+from zero_recipes.faults import keep_4bit_layout
 from zero_recipes.refusal import Finding, Refusal, first_line
 
 # attention implementation: (module that it needs, how to install it)
@@ -99,6 +101,8 @@ def load_model(config: PretrainedConfig, model_args, training_args, ours) -> Pre
     else:
         model, report = _from_pretrained(config, model_args, training_args, keywords)
         _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
+        if _quantization(model_args, config) is not None:
+            keep_4bit_layout(model)
     asked, got = keywords["attn_implementation"], model.config._attn_implementation
     if asked is not None and got != asked:
         raise Refusal(
@@ -210,6 +214,8 @@ def _whole(p: torch.nn.Parameter):
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
-    """(all, trainable) parameters, whole also where ZeRO stage 3 has partitioned them (tied ones count once)."""
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    """(all, trainable) parameters, whole also where ZeRO stage 3 has partitioned them (tied ones count once), each
+    number once also where several lie packed in one element (4 bit)."""
+    packed = {id(weight): state.shape.numel() for weight, state in model_states.packed_weights(model)}
+    sizes = [(packed.get(id(p), getattr(p, "ds_numel", p.numel())), p.requires_grad) for p in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)

@@ -33,7 +33,7 @@ def read(
     """
     device = _training_device()
     tensors = {
-        "params": list(map(local, _params(parameters, optimizer))),
+        "params": [*map(local, _params(parameters, optimizer)), *_scales(model)],
         "grads": [*map(local, _grads(parameters, optimizer)), *whole_gradients(model)],
         "optimizer": list(map(local, _optimizer(optimizer, set(map(id, parameters))))),
     }
@@ -65,6 +65,27 @@ def _params(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterato
         yield getattr(p, "ds_tensor", p)
         yield from _flatten(getattr(p, "ds_secondary_tensor", None))
     yield from _flatten(getattr(optimizer, "bit16_groups_flat", None))
+
+
+def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Any]]:
+    """(weight, bitsandbytes' QuantState) of every layer in 4 bit: its scales, and the shape before packing.
+
+    FSDP2 makes other parameters of the weights; the layer keeps the state then (bitsandbytes 0.50, nn/modules.py,
+    fix_4bit_weight_quant_state_from_module).
+    """
+    for module in model.modules():
+        weight = module._parameters.get("weight")  # PEFT's layer has its base's as a property
+        state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
+        if state is not None:
+            yield weight, state
+
+
+def _scales(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """What 4-bit weights are multiplied with, 4 bytes for 64 of them, itself quantised where it is nested: no
+    parameter, and whole on every rank."""
+    for _, state in packed_weights(model):
+        yield from _flatten(vars(state))
+        yield from _flatten(vars(state.state2) if state.nested else None)
 
 
 def _grads(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:

@@ -113,7 +113,9 @@ def _states(strategy: Strategy, values: Mapping[str, Any], config, psi: int) -> 
     adam = "optimizer" not in (strategy.ds_config or {}) and str(values["optim"]).startswith("adamw_torch")
     trainable = psi if adam and not values["use_peft"] else 0
     if _in_16_bits(strategy, values):
-        return model_state_bytes(psi, strategy.world_size, strategy.zero_stage or 0, trainable)
+        states = model_state_bytes(psi, strategy.world_size, strategy.zero_stage or 0, trainable)
+        packed = 4 if values["load_in_4bit"] else 2 if values["load_in_8bit"] else 1
+        return states._replace(params=states.params / packed)
     states = model_state_bytes_fp32(psi, strategy.world_size, strategy.zero_stage or 0, trainable)
     return ModelState(*(size * load_bytes_per_parameter(values, config) / 4 for size in states))
 

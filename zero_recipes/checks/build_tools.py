@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from zero_recipes.host import Host
-from zero_recipes.launch import build_root
+from zero_recipes.launch import extension_folder
 from zero_recipes.refusal import Finding
 from zero_recipes.strategy import Strategy
 
@@ -24,8 +27,7 @@ def build_findings(strategy: Strategy, device: str, values: Mapping[str, Any], h
     if not ops:
         return
     named = ", ".join(sorted(ops))
-    beside = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{host.environment.get('PATH', '')}"}
-    if Host(environment=beside).which("ninja") is None:
+    if Host(environment=with_our_ninja(host)).which("ninja") is None:
         yield Finding(
             "ninja is not installed",
             f"DeepSpeed 0.19.8 (op_builder/builder.py `jit_load`) loads {named} through it, compiled before or not.",
@@ -87,8 +89,36 @@ def is_prebuilt(op: str, device: str) -> bool:
 
 
 def is_compiled(op: str, host: Host) -> bool:
-    """Whether an earlier launch has left it in torch's folder of extensions; ninja then finds nothing to do."""
-    return any(host.at(build_root(host.environment)).glob(f"**/{op}/{op}.so"))
+    """Whether an earlier launch has left it where torch looks for it, and ninja would find nothing to do there.
+
+    torch (utils/cpp_extension.py, `_write_ninja_file_to_build_library`) writes build.ninja anew in every process. What
+    another environment has compiled, with the paths of its DeepSpeed, torch and Python or with another compiler, ninja
+    then compiles again, inside the run; so it does after an update, whose headers are newer.
+    """
+    # op_builder/async_io.py `load` loads pin_memory first
+    return all(_is_fresh(name, host) for name in (("pin_memory", op) if op == "async_io" else (op,)))
+
+
+def _is_fresh(op: str, host: Host) -> bool:
+    from torch.utils import cpp_extension
+
+    folder = host.at(extension_folder(host.environment, op))
+    if not (folder / f"{op}.so").is_file() or not (folder / "build.ninja").is_file():
+        return False
+    written = (folder / "build.ninja").read_text()
+    deepspeed = Path(importlib.util.find_spec("deepspeed").origin).parent
+    here = [f"cxx = {host.environment.get('CXX', 'c++')}\n", f" {deepspeed}/ops/csrc/"]
+    here += [f"-isystem {path} " for path in (cpp_extension.include_paths()[0], sysconfig.get_path("include"))]
+    if not all(part in written for part in here):
+        return False
+    ninja = Host(environment=with_our_ninja(host)).which("ninja")
+    looked = ninja and subprocess.run([ninja, "-n", "-C", folder], capture_output=True, text=True)
+    return bool(looked) and "no work to do" in looked.stdout
+
+
+def with_our_ninja(host: Host) -> dict[str, str]:
+    """The PATH on which DeepSpeed finds ninja: it stands beside the interpreter, a venv need not be activated."""
+    return {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{host.environment.get('PATH', '')}"}
 
 
 def _toolkit(named: str, host: Host) -> Iterator[Finding]:

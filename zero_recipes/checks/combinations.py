@@ -1,8 +1,7 @@
-"""Recipes that contradict themselves or their launch: quantisation, packing, uneven ranks, a launch of one process."""
+"""Recipes that contradict themselves or their launch: LoRA, packing, uneven ranks, a launch of one process."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from typing import Any
 
 from zero_recipes import ulysses
 from zero_recipes.checks.chat import chat_findings
+from zero_recipes.checks.quantised import quantised_findings
 from zero_recipes.checks.versions import installed_versions
 from zero_recipes.checks.zero_options import zero_option_findings
 from zero_recipes.process import local_world_size
@@ -29,7 +29,7 @@ def combination_findings(
     `values`: the recipe's keys in force; `strategy`: a zero_recipes.strategy.Strategy; `environment`: the launcher's.
     """
     found = [
-        *_quantised(values, strategy),
+        *quantised_findings(values, strategy),
         *_lora(values, strategy.zero_stage, device),
         *_packing(values),
         *_uneven_ranks(values, strategy.world_size),
@@ -45,41 +45,6 @@ def combination_findings(
             strategy.ds_config, values, strategy.world_size, local, device, installed_versions()["deepspeed"]
         )
     return found
-
-
-def _quantised(values: Mapping, strategy) -> Iterator[Finding]:
-    asked = next((key for key in ("load_in_4bit", "load_in_8bit") if values[key]), None)
-    if asked is None:
-        return
-    if importlib.util.find_spec("bitsandbytes") is None:
-        yield Finding(
-            f"{asked}, but the package bitsandbytes is not installed",
-            "transformers (quantizers/quantizer_bnb_4bit.py) stops without it.",
-            f"pip install bitsandbytes, or remove {asked}.",
-        )
-    if not values["use_peft"]:
-        yield Finding(
-            f"{asked} without LoRA",
-            "transformers (trainer_utils.py, validate_quantization_for_training) trains no purely quantised model, and "
-            "says so once the model has been loaded.",
-            f"Set use_peft: true, or remove {asked}.",
-        )
-    if values["random_weights"]:
-        yield Finding(f"{asked} with random_weights", "There are no weights to quantise.", "Remove one of the two.")
-    if strategy.is_fsdp:
-        yield Finding(
-            f"{asked} under FSDP2",
-            "accelerate (utils/fsdp_utils.py, fsdp2_prepare_model) leaves quantised weights out of the sharding, with a"
-            " warning: every rank holds the whole of them, which FSDP was to avoid.",
-            "Use ds_configs/zero2.json; or LoRA under FSDP2 without quantisation.",
-        )
-    if strategy.zero_stage == 3:
-        yield Finding(
-            f"{asked} at ZeRO stage 3",
-            "transformers (modeling_utils.py, get_init_context) builds a quantised model without zero.Init: every rank "
-            "loads the whole of it, which the stage was to avoid (huggingface/peft#2016).",
-            "Use ds_configs/zero2.json; or LoRA at stage 3 without quantisation.",
-        )
 
 
 def _lora(values: Mapping, zero_stage: int | None, device: str) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ BARS_INCHES = (8.0, 4.8)
 LOSS_INCHES = (8.0, 6.0)
 
 PARTS = {"params": "#4477aa", "grads": "#ee9b3d", "optimizer": "#66a182"}
+ELSEWHERE = {"offloaded_host": ("on host", "#c3cad3"), "offloaded_disk": ("on disk", "#e3d9c6")}
 STRATEGIES = {"ddp": "#7a7a7a", "zero0": "#cc4b58", "zero1": "#e0a030", "zero2": "#2a9d8f", "zero3": "#33608c"}
 OTHERS = ("#8e5ea2", "#a0642e", "#7fa653", "#c77cb0", "#4f4f87")
 INK, FAINT, ALARM = "#24292f", "#d8dce1", "#b3261e"
@@ -73,7 +74,8 @@ def _save(path: Path, inches: tuple[float, float], draw: Callable[[Figure], None
 
 
 def _staircase(figure: Figure, runs: Sequence[Run]) -> None:
-    """Stacked model states of the fullest rank; beside them the peak, where an accelerator measured one."""
+    """Stacked model states of the fullest rank, in grey on top what lies on host and disk; beside them the peak, where
+    an accelerator measured one."""
     axes = figure.subplots()
     _title(axes, "Model states on the fullest rank", runs)
     peaks = [rows.peak_allocated(run) for run in runs]
@@ -88,22 +90,29 @@ def _staircase(figure: Figure, runs: Sequence[Run]) -> None:
             _above(axes, place + shift, peak / one, units.significant(peak / one), len(runs))
     axes.set_ylabel(f"memory of one rank in {unit}")
     _from_zero(axes, 1.12 * highest / one)
-    _strategy_axis(axes, runs)
-    _staircase_legend(axes, with_peaks)
+    _strategy_axis(axes, runs, [rows.largest_rank(run) is None for run in runs])
+    elsewhere = [part for part in ELSEWHERE if any(_bytes_in(run, part) for run in runs)]
+    _staircase_legend(axes, elsewhere, with_peaks)
 
 
 def _tallest(run: Run) -> float:
     """Highest of the things that are drawn for a run, in bytes."""
-    rank, expected = rows.largest_rank(run), rows.textbook(run)
-    return max(rows.state_total(rank) if rank else 0, rows.peak_allocated(run) or 0, expected.total if expected else 0)
+    expected = rows.textbook(run)
+    stacked = sum(_bytes_in(run, part) for part in (*PARTS, *ELSEWHERE))
+    return max(stacked, rows.peak_allocated(run) or 0, expected.total if expected else 0)
+
+
+def _bytes_in(run: Run, part: str) -> int:
+    """Of PARTS and ELSEWHERE, on the rank that holds most."""
+    return getattr(rows.largest_rank(run), part, 0) or 0
 
 
 def _state_bar(axes: Axes, run: Run, place: float, width: float, one: int, bars: int) -> None:
-    """One stacked bar with its total on top and the textbook's total as a mark across it."""
+    """One stacked bar with its total on top, wherever it lies, and the textbook's total as a mark across it."""
     rank, expected = rows.largest_rank(run), rows.textbook(run)
     bottom = 0.0
-    for part, colour in PARTS.items() if rank else ():
-        height = (getattr(rank, part) or 0) / one
+    for part, colour in {**PARTS, **{part: colour for part, (_, colour) in ELSEWHERE.items()}}.items():
+        height = _bytes_in(run, part) / one
         axes.bar(place, height, width, bottom=bottom, color=colour, edgecolor="white", linewidth=0.6)
         bottom += height
     top = bottom
@@ -118,13 +127,13 @@ def _state_bar(axes: Axes, run: Run, place: float, width: float, one: int, bars:
         _absent(axes, place, run)
 
 
-def _staircase_legend(axes: Axes, with_peaks: bool) -> None:
-    for part, colour in PARTS.items():
-        axes.bar(0, 0, color=colour, label=part)
+def _staircase_legend(axes: Axes, elsewhere: Sequence[str], with_peaks: bool) -> None:
+    for label, colour in (*PARTS.items(), *(ELSEWHERE[part] for part in elsewhere)):
+        axes.bar(0, 0, color=colour, label=label)
     if with_peaks:
         axes.bar(0, 0, fill=False, edgecolor=INK, linewidth=1.1, label="peak allocated")
     axes.plot([], [], color=INK, lw=2, label="textbook total")
-    axes.figure.legend(loc="outside lower center", ncols=5)
+    axes.figure.legend(loc="outside lower center", ncols=6)
 
 
 # ---------------------------------------------------------------- speed
@@ -148,7 +157,7 @@ def _throughput(figure: Figure, runs: Sequence[Run]) -> None:
     _from_zero(axes, 1.16 * fastest)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if fastest >= 10 else f"{value:g}")
     axes.set_ylabel("non-padding tokens per second, all ranks")
-    _strategy_axis(axes, runs)
+    _strategy_axis(axes, runs, [rows.speed(run) is None for run in runs])
     if reference:
         axes.set_xlabel(f"percentages: relative to {reference.label}", fontsize=9.5)
 
@@ -240,9 +249,10 @@ def _title(axes: Axes, text: str, runs: Sequence[Run]) -> None:
                   fontsize=9.5, color="#57606a", ha="left", va="bottom", annotation_clip=False)  # fmt: skip
 
 
-def _strategy_axis(axes: Axes, runs: Sequence[Run]) -> None:
-    """Names under the bars, broken at underscores so that long ones do not meet."""
-    labels = [_label(run).replace("_", "\n").replace(" ", "\n") for run in runs]
+def _strategy_axis(axes: Axes, runs: Sequence[Run], absent: Sequence[bool]) -> None:
+    """Names under the bars, broken at underscores so that long ones do not meet; an `absent` bar says itself why."""
+    names = [run.label if no_bar else _label(run) for run, no_bar in zip(runs, absent, strict=True)]
+    labels = [name.replace("_", "\n").replace(" ", "\n") for name in names]
     axes.set_xticks(range(len(runs)), labels, fontsize=10 if len(runs) <= 6 else 9)
     spare = max(0, 4 - len(runs)) / 2  # two bars alone would look like walls
     axes.set_xlim(-0.6 - spare, len(runs) - 0.4 + spare)
