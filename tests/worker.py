@@ -16,12 +16,16 @@ import torch  # noqa: E402
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config  # noqa: E402
 
+LINEAR = torch.nn.functional.linear
+
 
 def forget_last_run() -> None:
-    """What accelerate and transformers keep of a run for the whole process."""
+    """What accelerate, transformers and DeepSpeed keep of a run for the whole process."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     unset_hf_deepspeed_config()
+    # DeepSpeed 0.19.8, zero/partition_parameters.py: stage 3 replaces it for good by one that keeps its inputs
+    torch.nn.functional.linear = LINEAR
 
 
 def main(folder: Path) -> None:
@@ -31,21 +35,13 @@ def main(folder: Path) -> None:
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     importlib.import_module("tests.cases")  # once, before the first case
     gc.freeze()  # what is imported stays: collecting after a case need not go through it, which takes half a second
-    environment, linear = dict(os.environ), torch.nn.functional.linear
+    environment = dict(os.environ)
     for line in sys.stdin:
         os.environ.clear()  # accelerate leaves the last run's plugins there
         os.environ.update(environment)
         order = json.loads(line)
         print(f"=== case {order['number']}: {order['case']} {order['arguments']}", flush=True)
-<<<<<<< HEAD
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
-        unset_hf_deepspeed_config()
-        # DeepSpeed 0.19.8, zero/partition_parameters.py: stage 3 replaces it for good by one that keeps its inputs
-        torch.nn.functional.linear = linear
-=======
         forget_last_run()
->>>>>>> family
         try:
             module, _, case = order["case"].rpartition(".")
             cases = importlib.import_module(f"tests.{module or 'cases'}")
