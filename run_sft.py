@@ -46,6 +46,8 @@ def prepare(argv: list[str]):
     mapping = recipes.read(path)  # the recipe's `env:` is in force before torch is imported
 
     from zero_recipes import calm
+
+    calm.quieten_loggers()
     from zero_recipes.preflight import preflight
 
     calm.quieten()

@@ -25,17 +25,22 @@ def quieten() -> None:
     """Drop the warnings above, and the progress bars of all ranks but the first (they say the same, interleaved)."""
     for category, message, module in SUPPRESSED:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
-    # DeepSpeed logs its whole configuration on every engine; what is in force stands in recipe.resolved.yaml
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # bitsandbytes 0.50 (backends/cpu/ops.py), which PEFT imports wherever it is installed, misses a package for the
-    # kernel that faults.keep_4bit_layout keeps out
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    quieten_loggers()
     if rank() or not sys.stderr.isatty():
         import datasets
         import transformers
 
         datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
+
+
+def quieten_loggers() -> None:
+    """The part that must be done before the libraries are imported, and costs nothing."""
+    # DeepSpeed logs its whole configuration on every engine; what is in force stands in recipe.resolved.yaml
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # bitsandbytes 0.50 (backends/cpu/ops.py), which PEFT imports wherever it is installed, misses a package for the
+    # kernel that faults.keep_4bit_layout keeps out
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def choose_progress(recipe) -> None:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from zero_recipes.calm import quieten_loggers
 from zero_recipes.refusal import Refusal, say_refused
 
 DEFAULT_STRATEGIES = "ddp,zero0,zero1,zero2,zero3"
@@ -89,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         "reshard": _reshard,
         "meet": _meet,
     }[arguments.verb]
+    quieten_loggers()
     try:
         return run_verb(arguments, rest)
     except Refusal as refusal:
