@@ -27,6 +27,7 @@ ORDER = [
     "test_model_states",
     "test_metrics",
     "test_volume",
+    "test_plan_surprises",
     "test_plan_accuracy",
     "test_plan_runs",
     "test_equality",
