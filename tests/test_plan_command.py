@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from dataclasses import replace
 
@@ -66,6 +67,17 @@ def test_json_is_all_that_is_printed_and_holds_every_figure(capsys):
     assert run == pytest.approx([2 * 2 * end for end in hours])  # two GPUs at 2 an hour
     assert hours == pytest.approx([500 * end / 3600 for end in three["step_seconds"]])  # max_steps: 500
     assert document["gpu"]["memory_bytes"] == H100.memory_bytes and document["cannot_know"]
+
+
+def test_epochs_of_data_at_hand_are_counted_in_steps(capsys):
+    rows = len((ROOT / "tiny_world" / "train.jsonl").read_text().splitlines())
+    keys = ["--max_steps", "-1", "--num_train_epochs", "3", "--per_device_train_batch_size", "7"]
+    options = [*keys, "--global_batch_size", "28", "--packing", "false", "--strategies", "zero2", "--price", "1"]
+    (row,) = json.loads(plan(capsys, "--json", *options, name="recipes/tiny.yaml"))["rows"]
+    steps = 3 * math.ceil(math.ceil(math.ceil(rows / 7) / 2) / 2)  # micro batches, two ranks, two micro steps
+    assert row["cost"]["hours"] == pytest.approx([steps * end / 3600 for end in row["step_seconds"]])
+    (row,) = json.loads(plan(capsys, "--json", *options, "--packing", "true", name="recipes/tiny.yaml"))["rows"]
+    assert row["cost"]["hours"] is None  # TRL makes other rows of these
 
 
 def test_overrides_reach_the_recipe_and_the_command(capsys):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +18,7 @@ from zero_recipes.checks.cache import on_hub
 from zero_recipes.checks.ds_config import fill_auto
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
+from zero_recipes.data import steps_by_epochs
 from zero_recipes.fit import fit_findings
 from zero_recipes.host import Host
 from zero_recipes.model import load_config, refuse_missing_attention
@@ -97,13 +97,6 @@ def resolved_ds_config(run: launch.Run, rows: int | None = None) -> dict[str, An
     model = SimpleNamespace(config=load_config(arguments, arguments))
     steps = values["max_steps"]
     if steps <= 0:
-        steps = "auto" if rows is None else _steps(rows, values, run.strategy.replicas)
+        steps = "auto" if rows is None else steps_by_epochs(rows, values, run.strategy.replicas)
     filled.trainer_config_finalize(arguments, model, steps)
     return filled.config
-
-
-def _steps(rows: int, values: Mapping[str, Any], replicas: int) -> int:
-    """Optimizer steps of a run by epochs (transformers 5.23 trainer.py, `set_initial_training_values`)."""
-    micro, last = values["per_device_train_batch_size"], values["dataloader_drop_last"]
-    batches = rows // micro // replicas if last else math.ceil(math.ceil(rows / micro) / replicas)
-    return math.ceil(values["num_train_epochs"] * max(math.ceil(batches / values["gradient_accumulation_steps"]), 1))

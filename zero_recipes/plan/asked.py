@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_recipes.plan.hardware import Gpu, gpu_named, gpus
@@ -27,10 +27,17 @@ class Question:
     gpu: Gpu
     known: dict[str, Gpu]
     host: int | None  # bytes of each machine's memory, where it was said
+    rows: int | None = None  # of the data, where a run by epochs has it at hand
 
     def job(self, strategy: str, count: int) -> Job:
         ds_config = self.strategies[strategy]
-        return job_of(self.recipe, self.config, strategy, ds_config, count, self.gpus_per_node)
+        job = job_of(self.recipe, self.config, strategy, ds_config, count, self.gpus_per_node)
+        if self.rows is None:
+            return job
+        from zero_recipes.data import steps_by_epochs
+
+        steps = steps_by_epochs(self.rows, job.values, count // (job.values["sequence_parallel_size"] or 1))
+        return replace(job, values=job.values | {"max_steps": steps})
 
     def command(self, job: Job) -> str:
         return launch_command(self.recipe, self.overrides, job)
@@ -45,7 +52,16 @@ def read_question(arguments: argparse.Namespace, overrides: list[str]) -> Questi
     strategies = read_strategies(recipe, names)
     config = model_config(recipe.values)
     host = None if arguments.host_memory is None else int(arguments.host_memory * 1e9)
-    return Question(recipe, overrides, config, strategies, counts, arguments.gpus_per_node, gpu, known, host)
+    asked = (recipe, overrides, config, strategies, counts, arguments.gpus_per_node, gpu, known, host)
+    return Question(*asked, _rows_by_epochs(recipe))
+
+
+def _rows_by_epochs(recipe: Recipe) -> int | None:
+    if recipe.values["max_steps"] > 0:
+        return None
+    from zero_recipes.data import rows_on_disk
+
+    return rows_on_disk(recipe.values)
 
 
 def _counts(text: str, per_node: int) -> list[int]:

@@ -128,7 +128,7 @@ def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> Range:
 
 
 def cost(job: Job, speed: Speed, price: float) -> Cost:
-    """`price`: of one GPU for one hour. The run's steps are known where the recipe has max_steps."""
+    """`price`: of one GPU for one hour. The run's steps are known from max_steps, or epochs of data at hand."""
     per_second = price * job.world_size / 3600
     per_step = _times(speed.step_seconds, per_second)
     steps = job.values["max_steps"]
