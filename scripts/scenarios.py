@@ -96,7 +96,7 @@ def planned(scenario: Scenario, predict: Predict) -> dict[str, Any]:
         cure = smallest_cure(claimed.job, gpu.memory_bytes, predict, strategies)
     return {
         **scenario._asdict(),
-        "source": claimed.prediction["source"],
+        "source": "engine" if any(row.prediction["source"] == "engine" for row in rows.values()) else "formulas",
         "parameters": psi,
         "gpu_memory_bytes": gpu.memory_bytes,
         "strategies": {
