@@ -341,7 +341,7 @@ def refusal_in(folder: str, argv: list[str], environment: dict[str, str]) -> str
 
 def refusals_in(runs: list[dict]) -> list[str]:
     """`refusal_in` for one run after another, in one case: a case of its own costs half a second for each."""
-    from tests.worker import forget_last_run
+    from tests.forget import forget_last_run
 
     refusals = []
     for run in runs:

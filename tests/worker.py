@@ -13,19 +13,8 @@ from zero_recipes import calm
 calm.quieten()
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config  # noqa: E402
 
-LINEAR = torch.nn.functional.linear
-
-
-def forget_last_run() -> None:
-    """What accelerate, transformers and DeepSpeed keep of a run for the whole process."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    unset_hf_deepspeed_config()
-    # DeepSpeed 0.19.8, zero/partition_parameters.py: stage 3 replaces it for good by one that keeps its inputs
-    torch.nn.functional.linear = LINEAR
+from tests.forget import forget_last_run  # noqa: E402
 
 
 def main(folder: Path) -> None:

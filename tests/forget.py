@@ -1,0 +1,18 @@
+"""What a run leaves behind in its process, undone before the next one. To be imported before the first run."""
+
+from __future__ import annotations
+
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+LINEAR = torch.nn.functional.linear
+
+
+def forget_last_run() -> None:
+    """What accelerate, transformers and DeepSpeed keep of a run for the whole process."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+    # DeepSpeed 0.19.8, zero/partition_parameters.py: stage 3 replaces it for good by one that keeps its inputs
+    torch.nn.functional.linear = LINEAR
