@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from zero_recipes.checks.ds_config import precision_of
-from zero_recipes.plan import cache
+from zero_recipes.plan import cache, family
 from zero_recipes.plan.job import Job, Prediction
 from zero_recipes.refusal import Refusal
 
@@ -76,8 +76,11 @@ def _refuse_unknown(job: Job) -> None:
             "It replaces small parts of these libraries (zero_recipes/plan/patches.py), checked for one version each.",
             quick,
         )
-    if values["load_in_4bit"] or values["load_in_8bit"]:
-        raise Refusal("quantised weights cannot be simulated", "bitsandbytes packs them in kernels of its own.", quick)
+    other = family.not_simulated(job)
+    if other:
+        raise Refusal(
+            f"{job.strategy} on {job.world_size} ranks cannot be simulated", f"{other[0].upper()}{other[1:]}.", quick
+        )
     if values["max_length"] is None:
         raise Refusal(
             "the recipe sets no max_length", "Activations grow with the longest row.", "--max_length 1024, e.g."
@@ -97,16 +100,14 @@ def simulate(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None
             if all(path.exists() for path in answers[index]):
                 done(jobs[index])
 
+        # stage 3 takes longest and comes first, so that no core is left alone with it at the end
         for device in sorted({job.device for job in jobs}):  # the device that stands for a GPU comes before the forks
             tasks = [
                 {"job": asdict(job), "rank": rank, "answer": str(path)}
-                for job, paths in zip(jobs, answers, strict=True)
+                for job, paths in sorted(zip(jobs, answers, strict=True), key=lambda pair: pair[0].zero_stage != 3)
                 if job.device == device
                 for rank, path in zip(_ranks(job), paths, strict=True)
             ]
-            tasks.sort(
-                key=lambda task: jobs[int(Path(task["answer"]).name.split(".")[0])].zero_stage != 3
-            )  # long first
             for answer, error in _engine(tasks, told):
                 job = jobs[int(answer.name.split(".")[0])]
                 raise Refusal(
