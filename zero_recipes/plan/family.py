@@ -6,12 +6,10 @@ from typing import Any
 
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.shape import Shape
+from zero_recipes.sizes import number_in
 from zero_recipes.theory import ModelState
 
 FSDP = "fsdp2"
-SWAP_BUFFERS = 4  # of fp32 sub-groups: buffer_count in ds_configs/zero3_infinity.json
-PARAMETER_BUFFERS = 5
-SUB_GROUP = 10**9  # elements; deepspeed/runtime/zero/config.py `sub_group_size`
 
 
 def not_simulated(job: Job) -> str | None:
@@ -104,9 +102,11 @@ def gathers_between_nodes(job: Job) -> float:
 def swap_buffers(job: Job, shape: Shape) -> float:
     """Bytes of host memory of one rank through which states go to the disk and back: masters, moments and gradient
     of a sub-group, and parts of the largest parameter (runtime/swap_tensor/)."""
-    group = min(shape.trainable / job.world_size, _zero(job).get("sub_group_size", SUB_GROUP))
+    zero = _zero(job)
+    group = min(shape.trainable / job.world_size, number_in(zero, "sub_group_size", 10**9))
     largest = shape.vocabulary * shape.hidden / job.world_size
-    return SWAP_BUFFERS * 4 * group + PARAMETER_BUFFERS * 2 * largest
+    optimizer, parameters = zero["offload_optimizer"], zero.get("offload_param") or {}
+    return 4 * number_in(optimizer, "buffer_count", 4) * group + 2 * number_in(parameters, "buffer_count", 5) * largest
 
 
 def _hpz(job: Job) -> int:

@@ -117,8 +117,8 @@ def _sharded(job: Job, shape: Shape) -> ModelState:
 
 def _off_gpu(job: Job, shape: Shape) -> dict[str, int]:
     """Where one rank's offloaded states lie."""
-    host, disk = ("offloaded_disk", "offloaded_host")[:: -1 if not family.on_disk(job) else 1]
-    return {host: int(_offloaded(job, shape)), disk: 0}
+    held, on_disk = int(_offloaded(job, shape)), family.on_disk(job)
+    return {"offloaded_host": 0 if on_disk else held, "offloaded_disk": held if on_disk else 0}
 
 
 def _offloaded(job: Job, shape: Shape) -> float:
