@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -15,7 +14,7 @@ STEP = "plan_cases: a step begins"
 
 
 def train_profiled(argv: list[str]) -> dict:
-    """`train`, with how far each step's live allocations rise above its beginning: {"rises": [bytes], "metrics"}."""
+    """`train`, with how far each step's live bytes rise above its beginning: {"rises": [[low, high]], "metrics"}."""
     gc.collect()
     original = StageMetricsCallback.on_step_begin
 
@@ -30,27 +29,58 @@ def train_profiled(argv: list[str]) -> dict:
             result = train(argv)
     finally:
         StageMetricsCallback.on_step_begin = original
-    tree = profiled.profiler.kineto_results.experimental_event_tree()
-    return {"rises": _rises(tree), "metrics": result["metrics"]}
+    return {"rises": _rises(profiled.profiler.kineto_results.experimental_event_tree()), "metrics": result["metrics"]}
 
 
-def _rises(tree) -> list[int]:
-    """Largest sum of what lives less what lived at the step's beginning, of each step.
+def _rises(tree) -> list[list[int]]:
+    """Bytes, [at least, at most], between what lives at each step's beginning and the most that lives within it.
 
-    torch's reporter (c10/core/CPUAllocator.cpp `ProfiledCPUMemoryReporter`) does not hear what gloo's threads free, so
-    that its sum drifts upwards from step to step; within a step it is right.
+    The profiler does not hear what gloo's threads free (torch c10/core/CPUAllocator.cpp `ProfiledCPUMemoryReporter`),
+    and it is chance whether such a thread is the last that holds a collective's tensor. A tensor whose end was not
+    heard counts in the second number only, from its beginning until its address is used again.
     """
-    sums, begins, stack = [], [], list(tree)
+    changes, begins = [], []
+    for event in _flat(tree):
+        if event.tag == _EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        elif event.name == STEP:
+            begins.append(event.start_time_ns)
+    changes.sort(key=lambda change: change[0])
+    silent = _never_heard_to_end(changes)
+
+    begins.sort()
+    rises, heard, unheard, start = [], 0, {}, 0
+    for number, (time, address, size) in enumerate(changes):
+        while len(rises) < len(begins) and time >= begins[len(rises)]:
+            rises.append([0, 0])
+            start, unheard = heard, {}
+        unheard.pop(address, None)
+        if number in silent:
+            unheard[address] = size
+        else:
+            heard += size
+        if rises:
+            least = heard - start
+            rises[-1] = [max(rises[-1][0], least), max(rises[-1][1], least + sum(unheard.values()))]
+    return rises
+
+
+def _flat(tree):
+    stack = list(tree)
     while stack:
         event = stack.pop()
         stack.extend(event.children)
-        if event.tag == _EventType.Allocation:
-            sums.append((event.start_time_ns, event.extra_fields.total_allocated))
-        elif event.name == STEP:
-            begins.append(event.start_time_ns)
-    sums.sort()
-    edges = [*sorted(begins), sums[-1][0] + 1]
-    return [
-        max(total for time, total in sums if begin <= time < end) - [total for time, total in sums if time < begin][-1]
-        for begin, end in itertools.pairwise(edges)
-    ]
+        yield event
+
+
+def _never_heard_to_end(changes: list[tuple[int, int, int]]) -> set[int]:
+    """Places in `changes` of the allocations that no free of the same address follows before its next allocation."""
+    open_at, silent = {}, set()
+    for number, (_, address, size) in enumerate(changes):
+        if size > 0:
+            if address in open_at:
+                silent.add(open_at[address])
+            open_at[address] = number
+        else:
+            open_at.pop(address, None)
+    return silent | set(open_at.values())
