@@ -72,7 +72,7 @@ def train_on(run, disks: list[dict]):
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from trl import get_peft_config
 
-    from zero_recipes import fsdp, generation, host_device, metrics, network, nvme, saving, ulysses
+    from zero_recipes import fsdp, generation, host_device, host_threads, metrics, network, nvme, saving, ulysses
     from zero_recipes.checkpoints import clear_earlier_run
     from zero_recipes.clock import PhaseClock
     from zero_recipes.data import load_tokenizer
@@ -92,6 +92,7 @@ def train_on(run, disks: list[dict]):
     main_process, checkpoint = training_args.process_index == 0, training_args.resume_from_checkpoint
     if run.strategy.is_fsdp:
         fsdp.mend(training_args, run.device)
+    threads = host_threads.spread(run.strategy, run.device, os.environ)
     ulysses.share_sequences(training_args, run.strategy.sequence_parallel, model_args.attn_implementation)
     clock.seconds["imports"] = time.perf_counter() - STARTED
     try:
@@ -113,7 +114,8 @@ def train_on(run, disks: list[dict]):
         if main_process:
             clear_earlier_run(output_dir, ours.overwrite)
             header = [*run.strategy.described(run.device, training_args), *network.described(links)]
-            header += [*nvme.described(disks), *host_device.described(link), str(prepared.audit)]
+            header += [*nvme.described(disks), *host_device.described(link), *host_threads.described(threads)]
+            header.append(str(prepared.audit))
             print(*header, *prepared.findings, sep="\n", flush=True)
             ds_config = resolved_ds_config(run, prepared.rows) if run.strategy.is_deepspeed else None
             recipes.write_resolved(recipe, output_dir / "recipe.resolved.yaml", header, ds_config)

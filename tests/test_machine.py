@@ -98,6 +98,25 @@ def test_memory_is_the_least_of_meminfo_and_the_cgroups(tmp_path):
     assert machine(tmp_path / "v1", one).memory() == (300_000_000, "the cgroup's memory.limit_in_bytes")
 
 
+def test_cores_are_the_least_of_those_allowed_and_the_quotas(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)))
+    assert machine(tmp_path / "bare").cores() == 64
+    two = {
+        "/proc/self/cgroup": "0::/kubepods/pod1/c\n",
+        "/sys/fs/cgroup/kubepods/pod1/c/cpu.max": "max 100000\n",
+        "/sys/fs/cgroup/kubepods/pod1/cpu.max": "1250000 100000\n",
+    }
+    assert machine(tmp_path / "v2", two).cores() == 12
+    one = {
+        "/proc/self/cgroup": "4:cpu,cpuacct:/docker/abc\n0::/docker/abc\n",
+        "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n",
+        "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+    }
+    assert machine(tmp_path / "v1", one).cores() == 1
+    free = one | {"/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n"}
+    assert machine(tmp_path / "free", free).cores() == 64
+
+
 @pytest.mark.parametrize(
     "run, needs",
     [

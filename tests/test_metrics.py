@@ -16,7 +16,7 @@ CONTRACT = {
     *("trainable_parameters", "precision", "micro_batch_size", "gradient_accumulation_steps", "max_length"),
     *("peak_memory_bytes", "memory_phases", "host_memory_phases", "model_state_bytes", "tokens", "nvme"),
     *("communication_bytes_per_step", "communication_bytes_between_nodes", "engine_seconds"),
-    "host_device_bytes_per_second",
+    *("host_device_bytes_per_second", "host_threads"),
     *("tokens_per_second", "step_seconds", "phase_seconds", "loss_history", "grad_norm_history", "eval_history"),
     *("first_step", "resumed_at", "network", "predicted", "versions", "hardware", "recipe_sha256"),
 }

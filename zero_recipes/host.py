@@ -33,11 +33,11 @@ class Host:
         version 1 memory.limit_in_bytes. What a container's cgroup shows as its root is its own limit.
         """
         found = [(self._meminfo("MemAvailable"), "MemAvailable in /proc/meminfo")]
-        for folder, name in self._cgroup_folders():
-            for path in (folder, *folder.parents):
-                limit = self._read(path / name)
-                if limit is not None and limit.isdigit():
-                    found.append((int(limit), f"the cgroup's {name}"))
+        for path, version in self._cgroups("memory"):
+            name = "memory.max" if version == 2 else "memory.limit_in_bytes"
+            limit = self._read(path / name)
+            if limit is not None and limit.isdigit():
+                found.append((int(limit), f"the cgroup's {name}"))
         limit, source = min(found)
         swap = self._meminfo("SwapFree")
         return limit + swap, f"{source} and free swap" if swap else source
@@ -49,15 +49,33 @@ class Host:
                 return int(line.split()[1]) * 1024
         return 0
 
-    def _cgroup_folders(self) -> list[tuple[Path, str]]:
-        """[(folder of this process's cgroup, its file with the limit)]: /proc/self/cgroup, cgroups(7)."""
+    def cores(self) -> int:
+        """Cores' worth of time that processes here may take: those they may run on, and the quotas of their cgroups.
+
+        A rented pod shows all cores of its machine and a quota: version 2 cpu.max, version 1 cpu.cfs_quota_us.
+        """
+        found = [float(len(os.sched_getaffinity(0)))]
+        for path, version in self._cgroups("cpu"):
+            if version == 2:
+                quota, period = (self._read(path / "cpu.max") or "max 1").split()
+            else:
+                quota, period = (self._read(path / f"cpu.cfs_{what}_us") or "-1" for what in ("quota", "period"))
+            if quota.isdigit():
+                found.append(int(quota) / int(period))
+        return max(1, int(min(found)))
+
+    def _cgroups(self, controller: str) -> list[tuple[Path, int]]:
+        """[(folder of this process's cgroup or of one above it, version)]: /proc/self/cgroup, cgroups(7)."""
         found = []
         for line in (self._read(self.at("/proc/self/cgroup")) or "").splitlines():
             hierarchy, controllers, path = line.split(":", 2)
             if hierarchy == "0":
-                found.append((self.at("/sys/fs/cgroup" + path), "memory.max"))
-            elif "memory" in controllers.split(","):
-                found.append((self.at("/sys/fs/cgroup/memory" + path), "memory.limit_in_bytes"))
+                folder, version = self.at("/sys/fs/cgroup" + path), 2
+            elif controller in controllers.split(","):
+                folder, version = self.at(f"/sys/fs/cgroup/{controller}" + path), 1
+            else:
+                continue
+            found += [(above, version) for above in (folder, *folder.parents)]
         return found
 
     def free_disk(self, folder: str | Path) -> int:

@@ -220,6 +220,7 @@ class StageMetricsCallback(TrainerCallback):
             "engine_seconds": measured["engine_seconds"],
             "nvme": measured["nvme"],
             "host_device_bytes_per_second": self.link,
+            "host_threads": torch.get_num_threads(),
             "phase_seconds": {name: round(seconds, 3) for name, seconds in self.clock.seconds.items()},
             "loss_history": measured["loss_history"],
             "first_step": self.first_step,
