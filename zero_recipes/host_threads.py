@@ -17,7 +17,7 @@ def spread(strategy: Strategy, device: str, environment: Mapping[str, str], host
 
     Adam on the host is an OpenMP loop (DeepSpeed csrc/includes/cpu_adam.h), as are the sums and norms of offloaded
     gradients; torchrun and accelerate set OMP_NUM_THREADS=1 where the environment has none (torch 2.13
-    distributed/run.py `config_from_args`, accelerate 1.14 utils/launch.py). Any other number was somebody's choice and
+    distributed/run.py `config_from_args`, accelerate 1.15 utils/launch.py). Any other number was somebody's choice and
     stays, and so does the launcher's where the CPU itself trains, for then every rank computes on its cores already.
     """
     if device == "cpu" or not strategy.offload_optimizer or environment.get("OMP_NUM_THREADS", "1") != "1":
