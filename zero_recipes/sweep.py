@@ -19,6 +19,7 @@ from rich.markup import escape
 from zero_recipes.auto import NVME_PATH
 from zero_recipes.checkpoints import saved_in
 from zero_recipes.failure import failed_row
+from zero_recipes.host import Host
 from zero_recipes.process import free_port
 from zero_recipes.refusal import Refusal
 from zero_recipes.report.reading import ORDER
@@ -66,7 +67,7 @@ def sweep(
         for stale in (folder / "metrics.json", *folder.glob("failure.rank*.json")):
             stale.unlink(missing_ok=True)  # an earlier run's numbers must not become this run's row
         start = time.perf_counter()
-        exit_code, log = _run(command, folder, label, console)
+        exit_code, log = _run(command, folder, label, console, max(1, Host().cores() // num_processes))
         if exit_code:
             row = failed_row(folder, strategy, exit_code, log)
             (folder / "metrics.json").write_text(json.dumps(row, indent=2) + "\n")
@@ -121,12 +122,11 @@ def _refuse_early(recipe: Path, script: Path, configs: dict, output_dir: Path, o
         )
 
 
-def _run(command: list[str], folder: Path, label: str, console: Console) -> tuple[int, str]:
+def _run(command: list[str], folder: Path, label: str, console: Console, threads: int) -> tuple[int, str]:
     """(exit code, the log's last 400 lines). The whole log goes to folder/log.txt, its last line to the terminal."""
     folder.mkdir(parents=True, exist_ok=True)
     tail: collections.deque[str] = collections.deque(maxlen=400)
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"PYTHONUNBUFFERED": "1"}
     with open(folder / "log.txt", "w") as log, console.status(f"{label}: starting") as status:
         log.write(" ".join(command) + "\n")
         child = subprocess.Popen(

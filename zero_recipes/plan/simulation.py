@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from zero_recipes.checks.ds_config import precision_of
+from zero_recipes.host import Host
 from zero_recipes.plan import cache, family
 from zero_recipes.plan.job import Job, Prediction
 from zero_recipes.refusal import Refusal
@@ -164,7 +165,7 @@ def _engine(tasks: list[dict], told: Callable[[Path], None]) -> list[tuple[Path,
 def _at_once() -> int:
     """Simulations side by side: each takes a core."""
     free = psutil.virtual_memory().available // RESIDENT
-    return max(1, min(os.cpu_count() or 1, free))
+    return max(1, min(Host().cores(), free))
 
 
 def _environment() -> dict[str, str]:

@@ -7,13 +7,14 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from zero_recipes.plan.job import PARTS
 from zero_recipes.plan.patches import ASKED_FOR, answer_for_number
+from zero_recipes.plan.shortcuts import PURE, SHORTCUTS, Remembered
 
 # Where a tensor made in this file belongs; the innermost frame that is named decides.
 _PART_OF_FILE = {
@@ -30,18 +31,6 @@ _PART_OF_FILE = {
     "torch/autograd/graph.py": None,  # who has called backward does not matter
 }
 _DEVICE = torch.ops.prim.device.default
-# More than half of a training step's operators; they make no storage.
-VIEWS = {
-    torch.ops.aten._unsafe_view.default,
-    torch.ops.aten.as_strided.default,
-    torch.ops.aten.detach.default,
-    torch.ops.aten.expand.default,
-    torch.ops.aten.slice.Tensor,
-    torch.ops.aten.t.default,
-    torch.ops.aten.transpose.int,
-    torch.ops.aten.unsqueeze.default,
-    torch.ops.aten.view.default,
-}
 _HEAD_DEPTH = 80  # frames looked at, from the innermost
 
 
@@ -52,6 +41,11 @@ class Observed(TorchDispatchMode):
         super().__init__()
         self.trackers = trackers
         self.counts_flops, self.flops = False, 0
+        self.remembered = Remembered()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper that says so costs more than what it wraps
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -59,9 +53,10 @@ class Observed(TorchDispatchMode):
             return answer_for_number(func, args)
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # asked more often than all else together, and slowly answered by the mode
-        if func in VIEWS and type(args[0]) is FakeTensor and not kwargs:
-            return view_of(func, args)
-        out = func(*args, **kwargs)
+        shortcut = SHORTCUTS.get(func)
+        if shortcut is not None:
+            return shortcut(func, args, kwargs)
+        out = self.remembered.answer(func, args, kwargs) if func in PURE else func(*args, **kwargs)
         if self.counts_flops:
             self.flops += flops_of(func, args, kwargs, out)
         leaves = (out,) if isinstance(out, torch.Tensor) else tree_leaves(out) if isinstance(out, (tuple, list)) else ()
@@ -159,14 +154,6 @@ class LiveStorages:
                 return known
             frame, depth = frame.f_back, depth + 1
         return "activations" if self.phase in ("forward", "backward") else "other"
-
-
-def view_of(func, args: tuple) -> FakeTensor:
-    """What FakeTensorMode answers for one of VIEWS after it has looked into its cache, which takes thrice as long."""
-    base = args[0]
-    with in_kernel_invocation_manager(base.fake_mode):
-        view = func(*args)
-    return FakeTensor(base.fake_mode, view, base.fake_device)
 
 
 def flops_of(func, args: tuple, kwargs: dict, out) -> int:
