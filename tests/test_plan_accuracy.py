@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer
 
-from tests.tiny import ROOT, write_model
+from tests.tiny import ROOT, llama_config, write_model
 from zero_recipes import recipe as recipes
 from zero_recipes.plan import simulation
 from zero_recipes.plan.job import Job
@@ -31,20 +31,8 @@ CASES = {
 
 
 def write_llama(folder: Path) -> Path:
-    """Grouped queries, a gated MLP and sizes that divide nothing."""
-    LlamaConfig(
-        vocab_size=1031,
-        hidden_size=96,
-        intermediate_size=203,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=1,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)
+    """Sizes that divide nothing; no weights."""
+    llama_config(hidden_size=96, intermediate_size=203, num_hidden_layers=3).save_pretrained(folder)
     AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(folder)
     return folder
 

@@ -8,19 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
-from tests.tiny import named, write_recipe
+from tests.tiny import llama_config, named, write_recipe
 
 
 def write_llama(folder: Path, heads: int = 4, keys: int = 2) -> Path:
     """A Llama with weights, in a folder that has a tokenizer."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1031, hidden_size=64, intermediate_size=101, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=keys, bos_token_id=0, eos_token_id=0, pad_token_id=1, tie_word_embeddings=False,
-        max_position_embeddings=256,
-    )  # fmt: skip
+    config = llama_config(num_attention_heads=heads, num_key_value_heads=keys)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 

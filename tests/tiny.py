@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from transformers import AutoTokenizer, GPTNeoXConfig
+from transformers import AutoTokenizer, GPTNeoXConfig, LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -29,6 +29,25 @@ def write_model(folder: Path, hidden: int = 64, intermediate: int = 101, vocabul
     ).save_pretrained(folder)
     AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(folder)
     return folder
+
+
+def llama_config(**sizes) -> LlamaConfig:
+    """A Llama with grouped queries and a gated MLP, for the tiny world's tokenizer; `sizes` override it."""
+    config = {
+        "vocab_size": 1031,
+        "hidden_size": 64,
+        "intermediate_size": 101,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+        "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    return LlamaConfig(**(config | sizes))
 
 
 def write_rows(folder: Path, count: int = 240, seed: int = 0) -> Path:
