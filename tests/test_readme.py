@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -63,6 +64,14 @@ def test_tool_commands_are_verbs(command, monkeypatch):
 
 def test_tables_are_made_from_committed_json():
     assert subprocess.run([sys.executable, "scripts/readme_demo.py", "--check"], cwd=ROOT, timeout=120).returncode == 0
+
+
+def test_the_time_of_a_plan_is_the_measured_one():
+    measured = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())["measured"].values()
+    seven, large = (round(one["seconds"]) for one in measured)
+    page = " ".join((ROOT / "docs" / "plan.md").read_text().split())
+    assert f"take {seven} s on two cores (AMD EPYC), 70B at stage 3 on 64 GPUs {large} s" in page
+    assert max(rank["resident_bytes"] for one in measured for rank in one["strategies"].values()) < 0.6e9
 
 
 def test_the_check_of_the_machine_passes_here_and_names_what_is_missing(tmp_path):

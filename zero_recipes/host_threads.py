@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 import torch
@@ -23,7 +22,7 @@ def spread(strategy: Strategy, device: str, environment: Mapping[str, str], host
     if device == "cpu" or not strategy.offload_optimizer or environment.get("OMP_NUM_THREADS", "1") != "1":
         return None
     here = local_world_size(environment, strategy.world_size)
-    threads = max(1, (host or Host(environment=os.environ)).cores() // here)
+    threads = max(1, (host or Host()).cores() // here)
     torch.set_num_threads(threads)
     return threads
 
