@@ -76,7 +76,7 @@ def step():
 
 alone = step()
 before = len(os.listdir("/proc/self/task"))
-assert host_threads.spread(OFFLOADED, "cuda", os.environ, SixteenCores()) == 8
+assert host_threads.spread(OFFLOADED, "cuda", os.environ, SixteenCores()) == 4
 shared = step()
 print("\\nthreads", before, len(os.listdir("/proc/self/task")), torch.equal(alone, shared))
 """
@@ -84,12 +84,12 @@ print("\\nthreads", before, len(os.listdir("/proc/self/task")), torch.equal(alon
 
 def test_adam_takes_the_threads_and_computes_the_same():
     """One OpenMP serves torch and DeepSpeed's kernel: what torch is told holds for both."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2", "DS_ACCELERATOR": "cpu"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4", "DS_ACCELERATOR": "cpu"}
     environment["PYTHONPATH"] = str(ROOT)
     ended = subprocess.run([sys.executable, "-c", ADAM], capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr
     before, after, same = ended.stdout.split("threads")[1].split()
-    assert int(after) - int(before) >= 7 and same == "True"  # OpenMP adds seven to the one there was
+    assert int(after) - int(before) >= 3 and same == "True"  # OpenMP adds three to the one there was
 
 
 def test_a_launcher_still_leaves_each_rank_one_thread(monkeypatch):
