@@ -85,8 +85,7 @@ print("\\nthreads", before, len(os.listdir("/proc/self/task")), torch.equal(alon
 def test_adam_takes_the_threads_and_computes_the_same():
     """One OpenMP serves torch and DeepSpeed's kernel: what torch is told holds for both."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4", "DS_ACCELERATOR": "cpu"}
-    environment["PYTHONPATH"] = str(ROOT)
-    ended = subprocess.run([sys.executable, "-c", ADAM], capture_output=True, text=True, env=environment)
+    ended = subprocess.run([sys.executable, "-c", ADAM], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert ended.returncode == 0, ended.stderr
     before, after, same = ended.stdout.split("threads")[1].split()
     assert int(after) - int(before) >= 3 and same == "True"  # OpenMP adds three to the one there was

@@ -64,6 +64,10 @@ class Host:
                 found.append(int(quota) / int(period))
         return max(1, int(min(found)))
 
+    def threads(self, processes: int) -> int:
+        """For each of so many processes its share of the cores, one at least."""
+        return max(1, self.cores() // processes)
+
     def _cgroups(self, controller: str) -> list[tuple[Path, int]]:
         """[(folder of this process's cgroup or of one above it, version)]: /proc/self/cgroup, cgroups(7)."""
         found = []

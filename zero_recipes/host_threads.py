@@ -21,8 +21,7 @@ def spread(strategy: Strategy, device: str, environment: Mapping[str, str], host
     """
     if device == "cpu" or not strategy.offload_optimizer or environment.get("OMP_NUM_THREADS", "1") != "1":
         return None
-    here = local_world_size(environment, strategy.world_size)
-    threads = max(1, (host or Host()).cores() // here)
+    threads = (host or Host()).threads(local_world_size(environment, strategy.world_size))
     torch.set_num_threads(threads)
     return threads
 

@@ -67,7 +67,7 @@ def sweep(
         for stale in (folder / "metrics.json", *folder.glob("failure.rank*.json")):
             stale.unlink(missing_ok=True)  # an earlier run's numbers must not become this run's row
         start = time.perf_counter()
-        exit_code, log = _run(command, folder, label, console, max(1, Host().cores() // num_processes))
+        exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
         if exit_code:
             row = failed_row(folder, strategy, exit_code, log)
             (folder / "metrics.json").write_text(json.dumps(row, indent=2) + "\n")
