@@ -43,50 +43,55 @@ def truth() -> torch.Tensor:
     return torch.empty(6, 6, dtype=torch.bool)
 
 
-# operator: (tensors first, what follows them, keywords)
+# operator: (arguments, keywords); a function stands for the tensor that it makes
 MADE = {
-    aten._to_copy.default: [([square], (), {"dtype": torch.float32}), ([square], (), {"dtype": torch.float16})],
-    aten.abs.default: [([square], (), {})],
-    aten.add.Tensor: [([square, row], (), {}), ([square, single], (), {}), ([truth], (1.0,), {}), ([truth], (1,), {})],
-    aten.addmm.default: [([row, square, square], (), {})],
-    aten.amax.default: [([square], (), {}), ([square], ([0],), {})],
-    aten.amin.default: [([square], (), {})],
-    aten.clone.default: [([square], (), {}), ([square], (), {"memory_format": torch.contiguous_format})],
-    aten.div.Tensor: [([square], (2,), {}), ([truth], (2,), {})],
-    aten.eq.Tensor: [([square, single], (), {})],
-    aten.gelu.default: [([square], (), {})],
-    aten.gelu_backward.default: [([square, square], (), {})],
-    aten.linalg_vector_norm.default: [([square], (), {}), ([square], (), {"dtype": torch.float32})],
-    aten.logical_and.default: [([truth, square], (), {})],
-    aten.logical_not.default: [([square], (), {})],
-    aten.mm.default: [([square, square], (), {})],
-    aten.mul.Tensor: [([square, row], (), {}), ([square, single], (), {})],
-    aten.ne.Scalar: [([square], (0.0,), {})],
-    aten.neg.default: [([square], (), {})],
-    aten.silu.default: [([square], (), {})],
-    aten.silu_backward.default: [([square, square], (), {})],
-    aten.slice_backward.default: [([row], ([9], 0, 2, 8, 1), {})],
-    aten.sum.dim_IntList: [([square], ([0], True), {}), ([truth], ([1],), {})],
-    aten.where.self: [([truth, square, single], (), {})],
-    aten.zeros_like.default: [([square], (), {}), ([square], (), {"dtype": torch.float32})],
-}
-LISTED = {
-    aten.cat.default: [([square, square], 1), ([square, single], 0)],
-    aten.empty.memory_format: [([3, 4],), ([0],)],
+    aten._to_copy.default: [((square,), {"dtype": torch.float32}), ((square,), {"dtype": torch.float16})],
+    aten.abs.default: [((square,), {})],
+    aten.add.Tensor: [((square, row), {}), ((square, single), {}), ((truth, 1.0), {}), ((truth, 1), {})],
+    aten.addmm.default: [((row, square, square), {})],
+    aten.amax.default: [((square,), {}), ((square, [0]), {})],
+    aten.amin.default: [((square,), {})],
+    aten.cat.default: [(([square, square], 1), {}), (([square, single], 0), {})],
+    aten.clone.default: [((square,), {}), ((square,), {"memory_format": torch.contiguous_format})],
+    aten.div.Tensor: [((square, 2), {}), ((truth, 2), {})],
+    aten.empty.memory_format: [(([3, 4],), {}), (([0],), {})],
+    aten.eq.Tensor: [((square, single), {})],
+    aten.gelu.default: [((square,), {})],
+    aten.gelu_backward.default: [((square, square), {})],
+    aten.linalg_vector_norm.default: [((square,), {}), ((square,), {"dtype": torch.float32})],
+    aten.logical_and.default: [((truth, square), {})],
+    aten.logical_not.default: [((square,), {})],
+    aten.mm.default: [((square, square), {})],
+    aten.mul.Tensor: [((square, row), {}), ((square, single), {})],
+    aten.ne.Scalar: [((square, 0.0), {})],
+    aten.neg.default: [((square,), {})],
+    aten.silu.default: [((square,), {})],
+    aten.silu_backward.default: [((square, square), {})],
+    aten.slice_backward.default: [((row, [9], 0, 2, 8, 1), {})],
+    aten.sum.dim_IntList: [((square, [0], True), {}), ((truth, [1]), {})],
+    aten.where.self: [((truth, square, single), {})],
+    aten.zeros_like.default: [((square,), {}), ((square,), {"dtype": torch.float32})],
 }
 CHANGED = {
-    aten.add_.Tensor: ([square, single], (), {"alpha": 2}),
-    aten.addcdiv_.default: ([single, single, single], (), {"value": -0.1}),
-    aten.addcmul_.default: ([single, single, single], (), {"value": 0.1}),
-    aten.copy_.default: ([square, single], (), {}),
-    aten.div_.Tensor: ([square], (2,), {}),
-    aten.fill_.Scalar: ([square], (0,), {}),
-    aten.lerp_.Scalar: ([single, single], (0.1,), {}),
-    aten.mul_.Tensor: ([square], (0.5,), {}),
-    aten.normal_.default: ([square], (0.0, 0.02), {}),
-    aten.uniform_.default: ([square], (-0.1, 0.1), {}),
-    aten.zero_.default: ([square], (), {}),
+    aten.add_.Tensor: ((square, single), {"alpha": 2}),
+    aten.addcdiv_.default: ((single, single, single), {"value": -0.1}),
+    aten.addcmul_.default: ((single, single, single), {"value": 0.1}),
+    aten.copy_.default: ((square, single), {}),
+    aten.div_.Tensor: ((square, 2), {}),
+    aten.fill_.Scalar: ((square, 0), {}),
+    aten.lerp_.Scalar: ((single, single, 0.1), {}),
+    aten.mul_.Tensor: ((square, 0.5), {}),
+    aten.normal_.default: ((square, 0.0, 0.02), {}),
+    aten.uniform_.default: ((square, -0.1, 0.1), {}),
+    aten.zero_.default: ((square,), {}),
 }
+
+
+def with_tensors(value):
+    """The same arguments with each function's tensor in its place."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(with_tensors(one) for one in value)
+    return value() if callable(value) else value
 
 
 def same_form(own: torch.Tensor, asked: torch.Tensor) -> bool:
@@ -103,7 +108,7 @@ def said(tensor: torch.Tensor, what: str):
 
 def test_every_shortcut_is_tried_below():
     assert {func for func, _ in VIEWED} == set(VIEWS)
-    assert set(MADE) | set(LISTED) == PURE
+    assert set(MADE) == PURE
     assert set(CHANGED) == set(IN_PLACE)
     assert set(SHORTCUTS) == {*VIEWS, *IN_PLACE, *COLLECTIVES}
 
@@ -118,40 +123,29 @@ def test_views_are_those_of_the_mode(func, arguments):
 
 
 CALLS = [(func, *call) for func, calls in MADE.items() for call in calls]
-CALLS += [(func, [], arguments, {}) for func, calls in LISTED.items() for arguments in calls]
 
 
-@pytest.mark.parametrize("func, tensors, arguments, keywords", CALLS)
-def test_what_is_made_has_the_form_that_the_mode_gives_it(func, tensors, arguments, keywords):
+@pytest.mark.parametrize("func, arguments, keywords", CALLS)
+def test_what_is_made_has_the_form_that_the_mode_gives_it(func, arguments, keywords):
     """The second answer is the shortcut's. Other calls of the operator before it must not be mistaken for this one."""
     remembered = Remembered()
     with FakeTensorMode():
-        for other in [call for call in CALLS if call[0] is func]:
-            remembered.answer(func, *called(*other[1:]))
-        handed = called(tensors, arguments, keywords)
-        asked, own = func(*handed[0], **keywords), remembered.answer(func, *handed)
-        third = remembered.answer(func, *handed)
+        for others, their_keywords in MADE[func]:
+            remembered.answer(func, with_tensors(others), their_keywords)
+        handed = with_tensors(arguments)
+        asked, own = func(*handed, **keywords), remembered.answer(func, handed, keywords)
+        third = remembered.answer(func, handed, keywords)
     assert same_form(own, asked)
     assert own.untyped_storage().nbytes() == asked.untyped_storage().nbytes()
-    apart = [asked, own, third, *(one for one in handed[0] if torch.is_tensor(one))]
+    apart = [asked, own, third, *filter(torch.is_tensor, handed)]
     assert len({one.untyped_storage()._cdata for one in apart}) == len(apart)
-
-
-def called(tensors: list, arguments: tuple, keywords: dict) -> tuple[tuple, dict]:
-    """(positional arguments, keywords), the tensors made."""
-    rest = [[one() for one in value] if _makers(value) else value for value in arguments]
-    return (*(make() for make in tensors), *rest), keywords
-
-
-def _makers(value) -> bool:
-    return isinstance(value, list) and all(map(callable, value))
 
 
 @pytest.mark.parametrize("func", CHANGED, ids=str)
 def test_what_is_changed_in_place_is_answered(func):
-    tensors, arguments, keywords = CHANGED[func]
+    arguments, keywords = CHANGED[func]
     with FakeTensorMode():
-        handed = (*(make() for make in tensors), *arguments)
+        handed = with_tensors(arguments)
         assert func(*handed, **keywords) is handed[0]
         assert SHORTCUTS[func](func, handed, keywords) is handed[0]
 
