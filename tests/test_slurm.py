@@ -62,7 +62,6 @@ class Cluster:
         for gpu in range(8):
             (folder / f"gpu{gpu}").touch()
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-7]\n")
-        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         (folder / "slurm.conf").write_text(CONF.format(names=names, hosts=HOSTS, folder=folder))
         key = folder / "munge.key"
         key.write_bytes(os.urandom(128))
