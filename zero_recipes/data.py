@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -173,13 +172,6 @@ def _require_trl_columns(rows: Dataset | IterableDataset, training_args) -> None
 
 def _is_local(name: str) -> bool:
     return Path(name).exists() or name in ("json", "csv", "parquet", "text")
-
-
-def steps_by_epochs(rows: int, values: Mapping[str, Any], replicas: int) -> int:
-    """Optimizer steps of a run by epochs (transformers 5.23 trainer.py, `set_initial_training_values`)."""
-    micro, last = values["per_device_train_batch_size"], values["dataloader_drop_last"]
-    batches = rows // micro // replicas if last else math.ceil(math.ceil(rows / micro) / replicas)
-    return math.ceil(values["num_train_epochs"] * max(math.ceil(batches / values["gradient_accumulation_steps"]), 1))
 
 
 def rows_on_disk(values: Mapping[str, Any]) -> int | None:

@@ -18,7 +18,6 @@ from zero_recipes.checks.cache import on_hub
 from zero_recipes.checks.ds_config import fill_auto
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
-from zero_recipes.data import steps_by_epochs
 from zero_recipes.fit import fit_findings
 from zero_recipes.host import Host
 from zero_recipes.model import load_config, refuse_missing_attention
@@ -26,6 +25,7 @@ from zero_recipes.plan.before_run import rehearsed
 from zero_recipes.recipe import RecipeFile
 from zero_recipes.refusal import Finding, Refusal
 from zero_recipes.resuming import checkpoint_to_resume
+from zero_recipes.steps import steps_by_epochs
 
 
 def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapping[str, str], rehearsal=False):

@@ -12,6 +12,7 @@ from zero_recipes.plan.planning import launch_command
 from zero_recipes.plan.question import Strategies, job_of, model_config, read_recipe, read_strategies
 from zero_recipes.recipe import Recipe
 from zero_recipes.refusal import Refusal
+from zero_recipes.steps import steps_by_epochs
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,6 @@ class Question:
         job = job_of(self.recipe, self.config, strategy, ds_config, count, self.gpus_per_node)
         if self.rows is None:
             return job
-        from zero_recipes.data import steps_by_epochs
-
         steps = steps_by_epochs(self.rows, job.values, count // (job.values["sequence_parallel_size"] or 1))
         return replace(job, values=job.values | {"max_steps": steps})
 
