@@ -19,7 +19,7 @@ demo: setup
 
 # DeepSpeed's kernels that the tests load, compiled once: async_io takes minutes, and only where libaio-dev is installed
 ops: setup
-	@python -m zero_recipes.ops deepspeed_shm_comm cpu_adam async_io
+	@python -m zero_recipes.distributed.kernels deepspeed_shm_comm cpu_adam async_io
 
 test: ops
 	python -m pytest

@@ -17,15 +17,15 @@ import time
 
 STARTED = time.perf_counter()
 
-from zero_recipes import recipe as recipes  # noqa: E402
-from zero_recipes.process import leave, rank  # noqa: E402
-from zero_recipes.refusal import Refusal, say_refused  # noqa: E402
+from zero_recipes.config import recipe as recipes  # noqa: E402
+from zero_recipes.core.errors import Refusal, say_refused  # noqa: E402
+from zero_recipes.core.process import leave, rank  # noqa: E402
 
 
 def main(argv: list[str]) -> None:
     run = prepare(argv)
-    from zero_recipes import launch
-    from zero_recipes.checks.build_tools import ops_of
+    from zero_recipes.distributed import init as launch
+    from zero_recipes.distributed.kernels import ops_of
 
     values = run.recipe.values
     launch.start_process_group(
@@ -45,10 +45,10 @@ def prepare(argv: list[str]):
     path, overrides = recipes.split_command_line(argv)
     mapping = recipes.read(path)  # the recipe's `env:` is in force before torch is imported
 
-    from zero_recipes import calm
+    from zero_recipes.compat import warnings as calm
 
     calm.quieten_loggers()
-    from zero_recipes.preflight import preflight
+    from zero_recipes.checks.preflight import preflight
 
     calm.quieten()
     run, findings = preflight(path, mapping, overrides, os.environ)
@@ -61,7 +61,7 @@ def prepare(argv: list[str]):
 
 def train(run):
     """The whole run, with what it swaps to NVMe gone at its end. Returns the trainer, its group still alive."""
-    from zero_recipes import nvme
+    from zero_recipes.distributed import nvme
 
     with nvme.swap_space(run.strategy) as disks:
         return train_on(run, disks)
@@ -72,19 +72,23 @@ def train_on(run, disks: list[dict]):
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from trl import get_peft_config
 
-    from zero_recipes import fsdp, generation, host_device, host_threads, metrics, network, nvme, saving, ulysses
-    from zero_recipes.checkpoints import clear_earlier_run
-    from zero_recipes.clock import PhaseClock
-    from zero_recipes.data import load_tokenizer
-    from zero_recipes.failure import if_the_disk_takes_it, write_failure
-    from zero_recipes.faults import FreshAdamAtStage0, mend_quantized_gradients
-    from zero_recipes.fit import refuse_other_data
-    from zero_recipes.model import load_config, load_model, refuse_other_keys
-    from zero_recipes.plan.before_run import plan
-    from zero_recipes.preflight import resolved_ds_config
-    from zero_recipes.preparation import prepare as prepare_rows
-    from zero_recipes.resuming import refuse_apart
-    from zero_recipes.verify import verify
+    from zero_recipes.checkpoint.compatibility import refuse_other_data
+    from zero_recipes.checkpoint.output_dir import clear_earlier_run
+    from zero_recipes.checkpoint.resume import refuse_apart
+    from zero_recipes.checkpoint.verify import verify
+    from zero_recipes.checks.preflight import resolved_ds_config
+    from zero_recipes.compat.patches import FreshAdamAtStage0, patch_quantized_gradients
+    from zero_recipes.data.load import load_tokenizer
+    from zero_recipes.data.prepare import prepare as prepare_rows
+    from zero_recipes.distributed import bandwidth, fsdp, init, nvme, ulysses
+    from zero_recipes.metrics import callback as metrics_metrics
+    from zero_recipes.metrics.failure import if_the_disk_takes_it, write_failure
+    from zero_recipes.metrics.timers import PhaseClock
+    from zero_recipes.models.load import load_config, load_model, refuse_other_keys
+    from zero_recipes.planner.gate import plan
+    from zero_recipes.trainer import checkpointing
+    from zero_recipes.trainer import samples as generation
+    from zero_recipes.trainer import trainer as metrics
 
     recipe, output_dir = run.recipe, run.output_dir
     clock, stage_metrics = PhaseClock(), None
@@ -92,7 +96,7 @@ def train_on(run, disks: list[dict]):
     main_process, checkpoint = training_args.process_index == 0, training_args.resume_from_checkpoint
     if run.strategy.is_fsdp:
         fsdp.mend(training_args, run.device)
-    threads = host_threads.spread(run.strategy, run.device, os.environ)
+    threads = init.set_host_threads(run.strategy, run.device, os.environ)
     ulysses.share_sequences(training_args, run.strategy.sequence_parallel, model_args.attn_implementation)
     clock.seconds["imports"] = time.perf_counter() - STARTED
     try:
@@ -107,25 +111,25 @@ def train_on(run, disks: list[dict]):
         refuse_apart(checkpoint)
         refuse_other_data(checkpoint, prepared.data_sha256)
 
-        links = network.measure(run.device)
+        links = bandwidth.measure_network(run.device)
 
         # nothing is refused from here on; what stands in the folder may be touched
-        link = host_device.measured(run.strategy, run.device)
+        link = bandwidth.measure_host_link(run.strategy, run.device)
         if main_process:
             clear_earlier_run(output_dir, ours.overwrite)
-            header = [*run.strategy.described(run.device, training_args), *network.described(links)]
-            header += [*nvme.described(disks), *host_device.described(link), *host_threads.described(threads)]
+            header = [*run.strategy.described(run.device, training_args), *bandwidth.network_header(links)]
+            header += [*nvme.described(disks), *bandwidth.host_link_header(link), *init.host_threads_header(threads)]
             header.append(str(prepared.audit))
             print(*header, *prepared.findings, sep="\n", flush=True)
             ds_config = resolved_ds_config(run, prepared.rows) if run.strategy.is_deepspeed else None
             recipes.write_resolved(recipe, output_dir / "recipe.resolved.yaml", header, ds_config)
         training_args.distributed_state.wait_for_everyone()
 
-        mend_quantized_gradients()  # before DeepSpeed takes the function
+        patch_quantized_gradients()  # before DeepSpeed takes the function
         with clock.phase("model"):
             model = load_model(config, model_args, training_args, ours)
 
-        stage_metrics = metrics.StageMetricsCallback(
+        stage_metrics = metrics_metrics.StageMetricsCallback(
             run, training_args, model, clock, disks=disks, link=link, links=links, predicted=predicted
         )
         before = generation.AnswersBeforeTraining(samples, ours.sample_max_new_tokens, clock)
@@ -145,7 +149,7 @@ def train_on(run, disks: list[dict]):
             )
         before.trainer = trainer
         stage_metrics.watch(trainer)
-        saving.carry_on(trainer, run, prepared.data_sha256, before, stage_metrics)
+        checkpointing.carry_on(trainer, run, prepared.data_sha256, before, stage_metrics)
         stage_metrics.write(output_dir, "failed", "the run has not finished")  # what a killed run leaves
 
         with clock.phase("train"):

@@ -17,8 +17,8 @@ from pathlib import Path
 import yaml
 from transformers import AutoTokenizer, GPTNeoXConfig
 
+from zero_recipes.cli.sweep import sweep
 from zero_recipes.report import write_report
-from zero_recipes.sweep import sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 NAME = "pythia-13b"

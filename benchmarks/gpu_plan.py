@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 os.chdir(ROOT)
 
 from benchmarks.gpu_stages import shaped_recipe  # noqa: E402
-from zero_recipes.metrics import write_json  # noqa: E402
+from zero_recipes.core.files import write_json  # noqa: E402
 
 LENGTH = 512
 CONFIGURATIONS = {

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.pythia_model_states import config  # noqa: E402
+from zero_recipes.cli.sweep import sweep  # noqa: E402
 from zero_recipes.report import write_report  # noqa: E402
-from zero_recipes.sweep import sweep  # noqa: E402
 
 SHAPE = "pythia-410m"
 

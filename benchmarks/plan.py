@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.chdir(ROOT)
 
-from zero_recipes import machine  # noqa: E402
-from zero_recipes.metrics import write_json  # noqa: E402
-from zero_recipes.plan import question, simulation  # noqa: E402
+from zero_recipes.core import environment  # noqa: E402
+from zero_recipes.core.files import write_json  # noqa: E402
+from zero_recipes.planner import jobs as question  # noqa: E402
+from zero_recipes.planner.simulator import parent as simulation  # noqa: E402
 
 RECIPE = Path("recipes/pythia.yaml")
 JOBS = {
@@ -48,8 +49,8 @@ def main() -> None:
             },
         }
         print(name, measured[name], flush=True)
-        hardware = machine.hardware("cpu") | {"cores": os.cpu_count(), "load_average": os.getloadavg()[1]}
-        document = {"measured": measured, "hardware": hardware, "versions": machine.versions()}
+        hardware = environment.hardware("cpu") | {"cores": os.cpu_count(), "load_average": os.getloadavg()[1]}
+        document = {"measured": measured, "hardware": hardware, "versions": environment.versions()}
         write_json(ROOT / "benchmarks" / "results" / "plan.json", document)  # after each: the second takes long
 
 

@@ -1,8 +1,8 @@
 """Model states of the Pythia recipes on two GPUs, by formula: python benchmarks/pythia_model_states.py
 
 Nothing is measured and no GPU is needed: the shapes are counted on the meta device, the bytes are those of
-zero_recipes/theory.py (the paper) and zero_recipes/deepspeed_bytes.py (DeepSpeed, held to the byte by
-tests/test_model_states.py on small models). Activations and buckets come on top. The recipes' headers quote the result.
+zero_recipes/theory: zero_paper.py (the paper) and deepspeed_memory.py (DeepSpeed, held to the byte by
+tests/engine/test_model_states.py on small models). Activations and buckets come on top. The recipes' headers quote it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-from zero_recipes.deepspeed_bytes import ddp_terms, model_state_terms
-from zero_recipes.metrics import write_json
-from zero_recipes.theory import model_state_bytes
+from zero_recipes.core.files import write_json
+from zero_recipes.theory.deepspeed_memory import ddp_terms, model_state_terms
+from zero_recipes.theory.zero_paper import model_state_bytes
 
 RESULT = Path(__file__).parent / "results" / "pythia_model_states.json"
 WORLD_SIZE = 2

@@ -1,8 +1,8 @@
 """The members of the ZeRO family side by side on CPU processes: python -m benchmarks.zero_family
 
 Writes benchmarks/results/zero_family.json, from which scripts/zero_family_page.py makes the tables of
-docs/zero_family.md. ZeRO++ runs on four processes that stand for two nodes of two, with tests/quantizer_on_cpu.py in
-the place of the CUDA op. A few minutes on two cores.
+docs/zero_family.md. ZeRO++ runs on four processes that stand for two nodes of two, with
+tests/helpers/quantizer_on_cpu.py in the place of the CUDA op. A few minutes on two cores.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.group import Group
-from tests.tiny import write_model, write_recipe
-from zero_recipes import machine
-from zero_recipes.deepspeed_volume import explained, volume_terms
-from zero_recipes.theory import PLUS_PLUS, communication_units, paper_volume, plus_plus_units
+from tests.helpers.group import Group
+from tests.helpers.tiny import write_model, write_recipe
+from zero_recipes.core import environment
+from zero_recipes.theory.deepspeed_comm import explained, volume_terms
+from zero_recipes.theory.zero_paper import PLUS_PLUS, communication_units, paper_volume, plus_plus_units
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "zero_family.json"
@@ -63,8 +63,8 @@ def main() -> None:
         "communication": sent,
         "offload": offload,
         "plus_plus": plus_plus,
-        "versions": machine.versions(),
-        "hardware": machine.hardware("cpu"),
+        "versions": environment.versions(),
+        "hardware": environment.hardware("cpu"),
     }
     RESULT.write_text(json.dumps(document, indent=2) + "\n")
 

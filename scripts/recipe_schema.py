@@ -16,8 +16,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from zero_recipes import recipe as recipes  # noqa: E402
-from zero_recipes.checks.recipe_file import UNTYPED, accepted_types  # noqa: E402
+from zero_recipes.config import recipe  # noqa: E402
+from zero_recipes.config.validation import UNTYPED, accepted_types  # noqa: E402
 
 SCHEMA = ROOT / "recipes" / "schema.json"
 NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
@@ -26,8 +26,8 @@ NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: 
 def schema() -> dict[str, Any]:
     """The JSON schema of a recipe: one property a key, no others."""
     properties = {"env": {"type": "object", "description": "Environment variables, set before anything is imported."}}
-    hints = recipes.key_types()
-    for cls in recipes.dataclasses_of_a_recipe():
+    hints = recipe.key_types()
+    for cls in recipe.dataclasses_of_a_recipe():
         for field in dataclasses.fields(cls):
             if field.init:
                 properties[field.name] = property_of(field, hints[field.name])

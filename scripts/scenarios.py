@@ -19,15 +19,19 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from zero_recipes.metrics import write_json  # noqa: E402
-from zero_recipes.plan import formulas, planning, predictor, question  # noqa: E402
-from zero_recipes.plan.advice import Predict, smallest_cure  # noqa: E402
-from zero_recipes.plan.hardware import Gpu, gpu_named, gpus  # noqa: E402
-from zero_recipes.plan.job import Job, Prediction  # noqa: E402
-from zero_recipes.plan.recommendation import host_memory  # noqa: E402
-from zero_recipes.plan.verdict import judge  # noqa: E402
-from zero_recipes.report.units import parameters, size  # noqa: E402
-from zero_recipes.theory import model_state_bytes  # noqa: E402
+from zero_recipes.core.files import write_json  # noqa: E402
+from zero_recipes.core.units import parameters, size  # noqa: E402
+from zero_recipes.metrics.prediction import Prediction  # noqa: E402
+from zero_recipes.planner import jobs  # noqa: E402
+from zero_recipes.planner import predict as predictor  # noqa: E402
+from zero_recipes.planner import rows as planning  # noqa: E402
+from zero_recipes.planner.advice import Predict, smallest_fix  # noqa: E402
+from zero_recipes.planner.formulas import predict as formulas  # noqa: E402
+from zero_recipes.planner.hardware import Gpu, gpu_named, gpus  # noqa: E402
+from zero_recipes.planner.job import Job  # noqa: E402
+from zero_recipes.planner.recommend import host_memory  # noqa: E402
+from zero_recipes.planner.verdict import judge  # noqa: E402
+from zero_recipes.theory.zero_paper import model_state_bytes  # noqa: E402
 
 PAGE = ROOT / "docs" / "scenarios.md"
 RESULT = ROOT / "benchmarks" / "results" / "scenarios.json"
@@ -80,20 +84,20 @@ batches of 4 sequences of 512 tokens, accumulation 2, no recomputation) with ano
 
 def planned(scenario: Scenario, predict: Predict) -> dict[str, Any]:
     """One scenario as JSON: verdict and need of each strategy, the mildest change, the smallest machine."""
-    recipe = question.read_recipe(RECIPE, ["--model_name_or_path", scenario.model])
-    config, gpu = question.model_config(recipe.values), gpu_named(scenario.gpu, gpus())
-    strategies = question.read_strategies(recipe, None)
+    recipe = jobs.read_recipe(RECIPE, ["--model_name_or_path", scenario.model])
+    config, gpu = jobs.model_config(recipe.values), gpu_named(scenario.gpu, gpus())
+    strategies = jobs.read_strategies(recipe, None)
 
     def job(name: str, count: int = scenario.count) -> Job:
-        return question.job_of(recipe, config, name, strategies[name], count)
+        return jobs.job_of(recipe, config, name, strategies[name], count)
 
     predict = hopeless_by_formulas(predict, gpu)
-    rows = {name: planning.make_row(job(name), gpu, predict, strategies, with_cure=False) for name in strategies}
+    rows = {name: planning.make_row(job(name), gpu, predict, strategies, with_fix=False) for name in strategies}
     claimed = rows[scenario.strategy]
     psi = claimed.prediction["parameters"]
-    cure = None
+    fix = None
     if claimed.verdict.word != "fits":
-        cure = smallest_cure(claimed.job, gpu.memory_bytes, predict, strategies)
+        fix = smallest_fix(claimed.job, gpu.memory_bytes, predict, strategies)
     return {
         **scenario._asdict(),
         "source": "engine" if any(row.prediction["source"] == "engine" for row in rows.values()) else "formulas",
@@ -111,11 +115,11 @@ def planned(scenario: Scenario, predict: Predict) -> dict[str, Any]:
             }
             for name, row in rows.items()
         },
-        "cure": cure
+        "cure": fix
         and {
-            "words": cure.words,
-            "host_memory": host_memory(cure.prediction),
-            "command": planning.launch_command(recipe, [], cure.job),
+            "words": fix.words,
+            "host_memory": host_memory(fix.prediction),
+            "command": planning.launch_command(recipe, [], fix.job),
         },
         "stage_3_from": stage_3_from(lambda count: job("zero3", count), gpu, predict, psi),
         "stage_3_recomputing_from": stage_3_from(lambda count: recomputing(job("zero3", count)), gpu, predict, psi),
@@ -165,8 +169,8 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
     yield f"{size(named['allocated_peak_bytes'])} of {size(row['gpu_memory_bytes'])}"
     fitting = [name for name in OFFLOAD if found[name]["verdict"] == "fits"]
     yield f"{fitting[0]}: {host_memory(found[fitting[0]])}" if fitting else "no"
-    cure = row["cure"] or {"words": "none was found", "host_memory": ""}
-    yield "none needed" if named["verdict"] == "fits" else ", ".join(filter(None, (cure["words"], cure["host_memory"])))
+    fix = row["cure"] or {"words": "none was found", "host_memory": ""}
+    yield "none needed" if named["verdict"] == "fits" else ", ".join(filter(None, (fix["words"], fix["host_memory"])))
     counts = [row[key] for key in ("stage_3_from", "stage_3_recomputing_from")]
     yield " / ".join(f"over {COUNTS[-1]}" if count is None else str(count) for count in counts)
     yield row["source"]
@@ -178,7 +182,7 @@ def main(arguments: list[str]) -> int:
     exact = predictor.of("--quick" in arguments)
     rows = []
     for scenario in SCENARIOS:
-        large = question.known_models()[scenario.model]["parameters"] > ENGINE_UP_TO
+        large = jobs.known_models()[scenario.model]["parameters"] > ENGINE_UP_TO
         rows.append(planned(scenario, planning.remembered(formulas.predict if large else exact)))
         print(" | ".join(_cells(rows[-1])), flush=True)
     write_json(RESULT, {"measured": False, "recipe": str(RECIPE), "scenarios": rows})

@@ -26,8 +26,8 @@ COLUMNS = {
     "states are the same bits. Stage 0, ddp and FSDP2 are refused",
 }
 REFERENCE = (
-    "The reference is a plain PyTorch loop in fp32 (`tests/equivalence/reference.py`): the token-weighted mean over "
-    "the global batch, in one forward pass. Rows are of very uneven length, the loss is on the completion alone, "
+    "The reference is a plain PyTorch loop in fp32 (`tests/helpers/equivalence_reference.py`): the token-weighted mean "
+    "over the global batch, in one forward pass. Rows are of very uneven length, the loss is on the completion alone, "
     "gradients are clipped at 1.0, dropout is 0; an epoch ends within the run, with a step of fewer rows."
 )
 
@@ -82,7 +82,7 @@ def page() -> str:
     lines += [
         "",
         "A run killed ten times at seeded steps, inside saves too, equals the uninterrupted one "
-        "(`tests/test_kills.py`).",
+        "(`tests/launch/test_kills.py`).",
         "",
         "Written by `python scripts/trust_table.py` from `benchmarks/results/*.json`.",
         "",

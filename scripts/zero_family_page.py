@@ -16,7 +16,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from zero_recipes.report import table, units  # noqa: E402
+from zero_recipes.core import units  # noqa: E402
+from zero_recipes.report import table  # noqa: E402
 
 PAGE = ROOT / "docs" / "zero_family.md"
 RESULTS = ROOT / "benchmarks" / "results"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.group import Group
+from tests.helpers.group import Group
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT.parent / "shared" / "fixtures"

@@ -5,6 +5,6 @@ Each check is a small function that yields findings. `run_sft.py` refuses on err
 
 from zero_recipes.checks.combinations import combination_findings
 from zero_recipes.checks.ds_config import ds_config_findings
-from zero_recipes.checks.recipe_file import recipe_findings
+from zero_recipes.config.validation import recipe_findings
 
 __all__ = ["combination_findings", "ds_config_findings", "recipe_findings"]

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.host import Host
-from zero_recipes.refusal import Finding
+from zero_recipes.core.errors import Finding
+from zero_recipes.core.host_limits import Host
 
 VOLUME = "/workspace"  # where RunPod mounts a pod's volume, unless its template says otherwise
 FETCH = "zero-recipes fetch RECIPE.yaml, with a connection; then start again."
@@ -23,6 +23,7 @@ def offline_findings(values: Mapping[str, Any]) -> Iterator[Finding]:
         missing = missing_of_model(values)
         if missing:
             yield Finding(
+                "ZR613",
                 f"the model {values['model_name_or_path']} is not whole in the cache: no {missing}",
                 f"HF_HUB_OFFLINE is set, and the cache is {constants.HF_HUB_CACHE}.",
                 FETCH,
@@ -31,6 +32,7 @@ def offline_findings(values: Mapping[str, Any]) -> Iterator[Finding]:
         for entry in values["datasets"] or [{"path": values["dataset_name"], "name": values["dataset_config"]}]:
             if not _dataset_is_cached(entry):
                 yield Finding(
+                    "ZR614",
                     f"the data {entry['path']} is not in the cache",
                     "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, and the cache is "
                     f"{datasets.config.HF_DATASETS_CACHE}.",
@@ -50,6 +52,7 @@ def volume_findings(values: Mapping[str, Any], output_dir: Path, host: Host) -> 
         place = Path(folder).resolve()
         if not place.is_relative_to(VOLUME):
             yield Finding(
+                "ZR615",
                 f"{what}, {folder}, is not on the pod's volume",
                 f"RunPod keeps {VOLUME} when a pod stops and clears the rest (docs.runpod.io, pods/storage/types).",
                 f"export HF_HOME={VOLUME}/cache/huggingface" if what != "output_dir" else f"--output_dir {VOLUME}/...",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from zero_recipes.refusal import Finding, Refusal
+from zero_recipes.core.errors import Finding, Refusal
 
 
 def chat_findings(values: Mapping[str, Any]) -> Iterator[Finding]:
@@ -18,6 +18,7 @@ def chat_findings(values: Mapping[str, Any]) -> Iterator[Finding]:
         return
     if values["dataset_format"] == "alpaca":
         yield Finding(
+            "ZR418",
             "assistant_only_loss with dataset_format: alpaca",
             "Alpaca's rows become prompt and completion, which have no assistant's turns: TRL (trainer/sft_trainer.py) "
             "stops on it, once the model has been loaded.",
@@ -42,15 +43,16 @@ def template_findings(tokenizer) -> Iterator[Finding]:
         is_chat_template_stop_token_trained,
     )
 
-    cure = (
+    fix = (
         "Put {% generation %} ... {% endgeneration %} around the assistant's text and its end-of-turn token in a "
         ".jinja file and name it as chat_template_path; or remove assistant_only_loss."
     )
     if not tokenizer.chat_template:
         yield Finding(
+            "ZR419",
             "assistant_only_loss, but the tokenizer has no chat template",
             "Without one nothing says which tokens are the assistant's; TRL dies with a TypeError.",
-            cure,
+            fix,
         )
         return
     replaced = None
@@ -59,22 +61,26 @@ def template_findings(tokenizer) -> Iterator[Finding]:
             replaced = get_training_chat_template(tokenizer)
         except ValueError as error:
             yield Finding(
-                "assistant_only_loss with a chat template that has no {% generation %} marks", f"TRL: {error}", cure
+                "ZR420",
+                "assistant_only_loss with a chat template that has no {% generation %} marks",
+                f"TRL: {error}",
+                fix,
             )
             return
     if not is_chat_template_stop_token_trained(tokenizer, chat_template=replaced):
         yield Finding(
+            "ZR421",
             "assistant_only_loss with a chat template that leaves the end of the turn out of the marks",
             "The model is never trained to stop; the loss does not show it (TRL, chat_template_utils.py).",
-            cure,
+            fix,
             level="warning",
         )
 
 
 def _tokenizer(values: Mapping[str, Any]):
     """The tokenizer with the chat template in force."""
-    from zero_recipes.data import load_tokenizer
-    from zero_recipes.preparation import dress
+    from zero_recipes.data.load import load_tokenizer
+    from zero_recipes.data.prepare import dress
 
     arguments = SimpleNamespace(**values)
     return dress(load_tokenizer(arguments, arguments), arguments)

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from zero_recipes import ulysses
 from zero_recipes.checks.chat import chat_findings
-from zero_recipes.checks.quantised import quantised_findings
+from zero_recipes.checks.quantized import quantised_findings
 from zero_recipes.checks.versions import installed_versions
 from zero_recipes.checks.zero_options import zero_option_findings
-from zero_recipes.process import local_world_size
-from zero_recipes.refusal import Finding, Refusal
+from zero_recipes.config import sequence_parallel
+from zero_recipes.core.errors import Finding, Refusal
+from zero_recipes.core.process import local_world_size
 
 # architectures of transformers 5.23 that do not hand position_ids to create_causal_mask (masking_utils.py): the
 # boundaries of packed rows are lost, whatever the attention implementation
@@ -26,7 +26,7 @@ def combination_findings(
 ) -> list[Finding]:
     """All findings about keys that do not go together.
 
-    `values`: the recipe's keys in force; `strategy`: a zero_recipes.strategy.Strategy; `environment`: the launcher's.
+    `values`: the recipe's keys in force; `strategy`: a config.strategy.Strategy; `environment`: the launcher's.
     """
     found = [
         *quantised_findings(values, strategy),
@@ -35,7 +35,7 @@ def combination_findings(
         *_uneven_ranks(values, strategy.world_size),
         *_weights(values, strategy.world_size),
         *_launched_alone(strategy, environment),
-        *ulysses.findings(values, strategy, device, _model_config(values)),
+        *sequence_parallel.findings(values, strategy, device, _model_config(values)),
         *chat_findings(values),
     ]
     if strategy.is_deepspeed:
@@ -54,30 +54,33 @@ def _lora(values: Mapping, zero_stage: int | None, device: str) -> Iterator[Find
     only = modules[0] if isinstance(modules, list) and len(modules) == 1 else modules
     if isinstance(only, str) and only.isidentifier() and only not in TOP_LEVEL:
         yield Finding(
+            "ZR128",
             f"lora_target_modules with the single name {only}",
             "TRL 1.16 (trainer/model_config.py, __post_init__) makes a text of a list of one, and PEFT takes a text "
             'for a pattern of the whole path: "No modules were targeted", once the model has been loaded.',
             f'Write lora_target_modules: [".*{only}"].',
         )
-    from zero_recipes.preparation import is_template_file
+    from zero_recipes.data.prepare import is_template_file
 
     template = values["chat_template_path"]
     if not template or is_template_file(template):
         return
-    cure = "Name a .jinja file (no tokens are added), or train without LoRA."
+    fix = "Name a .jinja file (no tokens are added), or train without LoRA."
     if zero_stage == 3 and device == "cpu":
         yield Finding(
+            "ZR129",
             f"LoRA at ZeRO stage 3 on a CPU with the chat template of another tokenizer ({template})",
             "TRL adds its tokens and trains their rows; PEFT 0.21 (tuners/trainable_tokens/layer.py, "
             "_collect_token_weights) fetches them to a CUDA device.",
-            cure,
+            fix,
         )
     if getattr(_model_config(values), "tie_word_embeddings", False):
         yield Finding(
+            "ZR130",
             f"LoRA on tied embeddings with the chat template of another tokenizer ({template})",
             "TRL adds its tokens and trains their rows; PEFT 0.21 wraps the tied LM head (TrainableTokensWrapper) "
             "without a bias, and TRL 1.16 (trainer/utils.py, add_fused_lm_head) asks for it in the first step.",
-            cure,
+            fix,
         )
 
 
@@ -87,12 +90,14 @@ def _packing(values: Mapping) -> Iterator[Finding]:
     model_type = getattr(model, "model_type", None)
     if values["padding_free"] and not packing and values["max_length"] is not None:
         yield Finding(
+            "ZR131",
             "padding_free without packing, with a max_length",
             "TRL (trainer/sft_trainer.py) stops on it: max_length would not be enforced.",
             "Set packing: true, or max_length: null with rows that are short enough.",
         )
     if packing and strategy == "wrapped":
         yield Finding(
+            "ZR132",
             "packing_strategy: wrapped",
             "Rows stand in one stream without their boundaries (TRL's collator gives no position_ids): each attends to "
             "those before it, under every attention implementation, and is cut where a block ends.",
@@ -101,6 +106,7 @@ def _packing(values: Mapping) -> Iterator[Finding]:
         )
     elif model_type in LEAKING:
         yield Finding(
+            "ZR133",
             f"{'packing' if packing else 'padding_free'} with a model of type {model_type}",
             f"transformers 5.23 (models/{model_type}) does not hand position_ids to create_causal_mask: packed rows "
             "attend to each other under every attention implementation, without a word.",
@@ -116,6 +122,7 @@ def _uneven_ranks(values: Mapping, world_size: int) -> Iterator[Finding]:
         return
     if loading.get("even_batches") is False and not values["dataset_streaming"]:
         yield Finding(
+            "ZR134",
             f"accelerator_config.even_batches: false with {world_size} processes",
             "Where rows do not divide, a rank has a batch less (accelerate, data_loader.py, BatchSamplerShard), and "
             "collectives meet that are not the same: the run hangs or dies, in training and in evaluation.",
@@ -123,6 +130,7 @@ def _uneven_ranks(values: Mapping, world_size: int) -> Iterator[Finding]:
         )
     if loading.get("dispatch_batches") is False and values["dataset_streaming"]:
         yield Finding(
+            "ZR135",
             f"accelerator_config.dispatch_batches: false with dataset_streaming and {world_size} processes",
             "Each rank reads its own files (accelerate, data_loader.py: n_shards >= num_processes); where "
             " they differ in length a rank ends early and the others wait for it for ever.",
@@ -133,6 +141,7 @@ def _uneven_ranks(values: Mapping, world_size: int) -> Iterator[Finding]:
 def _weights(values: Mapping, world_size: int) -> Iterator[Finding]:
     if world_size > 1 and not values["average_tokens_across_devices"]:
         yield Finding(
+            "ZR136",
             f"average_tokens_across_devices: false with {world_size} processes",
             "Each rank then divides by its own tokens (transformers, trainer.py, _get_num_items_in_batch): a token "
             "weighs more where rows are short, and the result depends on how many processes there are.",
@@ -147,6 +156,7 @@ def _launched_alone(strategy, environment: Mapping[str, str]) -> Iterator[Findin
     asked_for_more = "ACCELERATE_USE_CPU" in environment and "MASTER_ADDR" in environment and "RANK" not in environment
     if asked_for_more and not by_mpi:
         yield Finding(
+            "ZR137",
             "accelerate was asked for several processes and started one",
             "Under distributed_type MULTI_CPU or NO it starts the script once, whatever num_processes says "
             "(accelerate 1.15, commands/launch.py, simple_launcher; utils/launch.py then sets MASTER_ADDR only).",
@@ -155,6 +165,7 @@ def _launched_alone(strategy, environment: Mapping[str, str]) -> Iterator[Findin
         )
     elif strategy.zero_stage and not (strategy.offload_optimizer or strategy.offload_param):
         yield Finding(
+            "ZR138",
             f"ZeRO stage {strategy.zero_stage} with one process",
             "There is nobody to share with: every model state stays whole.",
             "Launch with --num_processes 2 or more; for one process leave out DeepSpeed, or offload.",
@@ -165,12 +176,14 @@ def _launched_alone(strategy, environment: Mapping[str, str]) -> Iterator[Findin
 def _trainer_under_deepspeed(values: Mapping, zero_stage: int | None) -> Iterator[Finding]:
     if values["save_only_model"] and values["load_best_model_at_end"]:
         yield Finding(
+            "ZR139",
             "save_only_model with load_best_model_at_end under DeepSpeed",
             "transformers (trainer.py, create_accelerator_and_postprocess) stops on it, after loading the model.",
             "Set save_only_model: false.",
         )
     if values["auto_find_batch_size"] and zero_stage == 3:
         yield Finding(
+            "ZR140",
             "auto_find_batch_size at ZeRO stage 3",
             "transformers (trainer.py, create_accelerator_and_postprocess) stops on it, after loading the model.",
             "Set per_device_train_batch_size by hand.",
@@ -179,7 +192,7 @@ def _trainer_under_deepspeed(values: Mapping, zero_stage: int | None) -> Iterato
 
 def _model_config(values: Mapping):
     """None where it is not at hand: the run itself refuses that."""
-    from zero_recipes.model import load_config
+    from zero_recipes.models.load import load_config
 
     arguments = SimpleNamespace(**values)
     try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from zero_recipes.refusal import Finding
+from zero_recipes.config.recipe import precision_of
+from zero_recipes.core.errors import Finding
 
 # blocks that DeepSpeed 0.19.8 names outside runtime/constants.py
 BLOCKS = {
@@ -50,12 +51,6 @@ def fill_auto(config: dict[str, Any], values: dict[str, Any], world_size: int):
     return filled, arguments
 
 
-def precision_of(values: Mapping[str, Any]) -> str:
-    """ "bf16", "fp16" or "fp32": TRL takes bf16 where neither bf16 nor fp16 is named."""
-    bf16 = values["bf16"] if values["bf16"] is not None else not values["fp16"]
-    return "bf16" if bf16 else "fp16" if values["fp16"] else "fp32"
-
-
 def _missing(config: dict, source: str, values: dict) -> Iterator[Finding]:
     """What the run needs and the configuration leaves out: DeepSpeed would stop, or do without it in silence."""
     auto, enabled = '"auto"', '{"enabled": "auto"}'
@@ -72,7 +67,7 @@ def _missing(config: dict, source: str, values: dict) -> Iterator[Finding]:
         needs[block] = (f"DeepSpeed would train in fp32, the recipe says {block}", enabled)
     for key, (why, written) in needs.items():
         if key not in config:
-            yield Finding(f"{source} has no {key}", f"{why}.", f'Add "{key}": {written}.')
+            yield Finding("ZR213", f"{source} has no {key}", f"{why}.", f'Add "{key}": {written}.')
 
 
 def _mismatches(config: dict, source: str, values: dict, world_size: int) -> Iterator[Finding]:
@@ -81,6 +76,7 @@ def _mismatches(config: dict, source: str, values: dict, world_size: int) -> Ite
         written, _, wanted = mismatch.removeprefix("- ds ").partition(" vs hf ")
         key = written.partition("=")[0]
         yield Finding(
+            "ZR214",
             f"{source} has {written}, the run has {wanted}",
             "transformers stops on the difference, after the model has been loaded.",
             f'Write "auto" for {key}: the recipe and the number of processes decide.',
@@ -90,6 +86,7 @@ def _mismatches(config: dict, source: str, values: dict, world_size: int) -> Ite
 def _half_precision(values: dict, device: str) -> Iterator[Finding]:
     if values["fp16"] and device == "cpu":
         yield Finding(
+            "ZR215",
             "fp16 on a CPU",
             'DeepSpeed: "Type fp16 is not supported on your device" on most of them.',
             "Set bf16: true, or bf16: false for fp32.",
@@ -102,6 +99,7 @@ def _schedule(config: dict, source: str, values: dict) -> Iterator[Finding]:
     steps = values["max_steps"]
     if scheduler.get("type") in LOG_WARMUP and "warmup_type" not in parameters:
         yield Finding(
+            "ZR216",
             f"{scheduler['type']} in {source} warms up along a logarithm",
             "That is DeepSpeed's default (runtime/lr_schedules.py, WARMUP_LOG_RATE): half the steps of the warm-up "
             "bring more than half the learning rate. The recipe's lr_scheduler_type would warm up in a line.",
@@ -114,6 +112,7 @@ def _schedule(config: dict, source: str, values: dict) -> Iterator[Finding]:
             continue
         if written != steps:
             yield Finding(
+                "ZR217",
                 f"{source} has scheduler.params.{key} {written}, the run has {steps} steps",
                 "The schedule would never end its warm-up, or end at another place than the run.",
                 f'Write "{key}": "auto", or remove the scheduler block: the recipe\'s lr_scheduler_type then counts.',
@@ -123,6 +122,7 @@ def _schedule(config: dict, source: str, values: dict) -> Iterator[Finding]:
 def _without_effect(config: dict, source: str) -> Iterator[Finding]:
     if "activation_checkpointing" in config:
         yield Finding(
+            "ZR218",
             f"the activation_checkpointing block of {source} does nothing here",
             "Only models that call deepspeed.checkpointing read it; those of transformers do not.",
             "Remove it, and set activation_checkpointing: true in the recipe.",
@@ -130,6 +130,7 @@ def _without_effect(config: dict, source: str) -> Iterator[Finding]:
         )
     if "thread_count" in config.get("aio", {}):
         yield Finding(
+            "ZR219",
             f"aio.thread_count in {source} does nothing",
             "DeepSpeed 0.19.8 reads intra_op_parallelism (runtime/swap_tensor/aio_config.py).",
             'Write "intra_op_parallelism" instead.',
@@ -138,6 +139,7 @@ def _without_effect(config: dict, source: str) -> Iterator[Finding]:
     unknown = sorted(set(config) - _known_to_deepspeed())
     if unknown:
         yield Finding(
+            "ZR220",
             f"unknown top-level keys in {source}: {', '.join(unknown)}",
             "DeepSpeed ignores them without a word.",
             "Check their spelling, or remove them.",

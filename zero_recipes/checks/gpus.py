@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from zero_recipes.refusal import Finding
+from zero_recipes.core.errors import Finding
 
 
 def peer_findings(device: str, here: int, environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -18,6 +18,7 @@ def peer_findings(device: str, here: int, environment: Mapping[str, str]) -> Ite
         return
     if "RANK" in environment and _accelerate_stops(environment):
         yield Finding(
+            "ZR616",
             "RTX 40 cards with a driver before 550.40.07, and NCCL_P2P_DISABLE and NCCL_IB_DISABLE are not set",
             "accelerate (state.py, `check_cuda_p2p_ib_support`) stops with a NotImplementedError: these drivers "
             "promise peer access that the cards do not have, and NCCL hangs.",
@@ -26,6 +27,7 @@ def peer_findings(device: str, here: int, environment: Mapping[str, str]) -> Ite
     apart = [f"{a}-{b}" for a in range(here) for b in range(a + 1, here) if not torch.cuda.can_device_access_peer(a, b)]
     if apart:
         yield Finding(
+            "ZR617",
             f"no peer access between the GPUs {', '.join(apart[:4])}{' ...' if len(apart) > 4 else ''}",
             "NCCL copies between them through host memory and /dev/shm: right, but slower the more a stage "
             "communicates (stage 3 most).",

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zero_recipes.checks.ds_config import precision_of
-from zero_recipes.host import Host
-from zero_recipes.launch import Run
-from zero_recipes.refusal import Finding
-from zero_recipes.sizes import number_in
+from zero_recipes.config.recipe import precision_of
+from zero_recipes.config.run import Run
+from zero_recipes.core.errors import Finding
+from zero_recipes.core.host_limits import Host
+from zero_recipes.theory.lower_bounds import number_in
 
 LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
 DEFAULT_MAX_IN_CPU, DEFAULT_BUFFER = 10**9, 10**8  # elements: zero/offload_config.py
@@ -32,6 +32,7 @@ def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iter
         yield from _buffers(zero["offload_param"], parts, swapped)
         if not swapped:
             yield Finding(
+                "ZR618",
                 f"no tensor of the model is large enough to be swapped by {world} processes",
                 f"The largest part is {max(parts) * each:,} bytes; below {least:,} "
                 "(swap_tensor/partitioned_param_swapper.py, swappable_tensor) parts stay in host memory.",
@@ -44,6 +45,7 @@ def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iter
     free = host.free_disk(path) if path and Path(path).is_dir() else None
     if free is not None and here * needed > free:
         yield Finding(
+            "ZR619",
             f"the run swaps at least {here * needed / 1e9:.1f} GB to {path}, which has {free / 1e9:.1f} GB free",
             f"{here} processes with {needed / 1e9:.1f} GB each: parameters and their fp32 master, momentum and "
             "variance, written while the engine is built and again at every step.",
@@ -56,6 +58,7 @@ def _buffers(block: dict, parts: list[int], swapped: list[int]) -> Iterator[Find
     kept = number_in(block, "max_in_cpu", DEFAULT_MAX_IN_CPU)
     if swapped and size < max(swapped):
         yield Finding(
+            "ZR620",
             f"offload_param.buffer_size {size:,} is smaller than a tensor's part of {max(swapped):,} elements",
             'swap_tensor/partitioned_param_swapper.py, get_buffer stops on it while the model is loaded: "More '
             'elements than buffer size".',
@@ -63,6 +66,7 @@ def _buffers(block: dict, parts: list[int], swapped: list[int]) -> Iterator[Find
         )
     if swapped and kept >= sum(parts):
         yield Finding(
+            "ZR621",
             f"offload_param.max_in_cpu {kept:,} keeps all parameters in host memory",
             f"Each process has {sum(parts):,} elements of them, and zero/stage3.py "
             "(_create_param_groups_fp16_flat_cpu_memory) brings that many back from the disk for good.",

@@ -6,17 +6,17 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from zero_recipes.checks.build_tools import build_findings
 from zero_recipes.checks.cache import missing_of_model, offline_findings, on_hub, volume_findings
+from zero_recipes.checks.capacity import disk_findings, download_findings, memory_findings, shared_memory_findings
 from zero_recipes.checks.gpus import peer_findings
 from zero_recipes.checks.nvme import nvme_findings
-from zero_recipes.checks.plus_plus import quantised_findings
-from zero_recipes.checks.room import disk_findings, download_findings, memory_findings, shared_memory_findings
-from zero_recipes.host import Host
-from zero_recipes.launch import Run, build_root, stale_build_locks
-from zero_recipes.process import local_world_size
-from zero_recipes.refusal import Finding
-from zero_recipes.sizes import local_config, parameter_sizes
+from zero_recipes.checks.zero_options import quantised_findings
+from zero_recipes.config.run import Run
+from zero_recipes.core.errors import Finding
+from zero_recipes.core.host_limits import Host
+from zero_recipes.core.process import local_world_size
+from zero_recipes.distributed.kernels import build_findings, build_root, stale_build_locks
+from zero_recipes.theory.lower_bounds import local_config, parameter_sizes
 
 
 def machine_findings(run: Run, environment: Mapping[str, str], host: Host, rehearsal: str | bool) -> list[Finding]:
@@ -64,6 +64,7 @@ def _sized(run: Run, here: int, host: Host) -> list[Finding]:
 def _locks(host: Host) -> list[Finding]:
     return [
         Finding(
+            "ZR623",
             f"a build lock that a killed compiler left: {lock}",
             "torch (utils/file_baton.py) waits for it without a word and for ever.",
             "run_sft.py deletes it; any other program needs you to: delete it.",

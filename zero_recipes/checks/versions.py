@@ -7,7 +7,7 @@ from importlib import metadata
 
 from packaging.version import Version
 
-from zero_recipes.refusal import Finding
+from zero_recipes.core.errors import Finding
 
 # package: (oldest version that the code is written for, what goes wrong below it); pyproject.toml says the same
 FLOORS = {
@@ -43,6 +43,7 @@ def version_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
     for package, (floor, fault) in FLOORS.items():
         if Version(installed[package]) < Version(floor):
             yield Finding(
+                "ZR601",
                 f"{package} {installed[package]} is older than {floor}",
                 fault,
                 f'pip install "{package}>={floor}", or pip install -r requirements.lock for what the tests run on.',

@@ -1,19 +1,43 @@
-"""Options of DeepSpeed that do not go together: hpZ, quantised communication, NVMe, races, what is not to be trusted.
+"""Checks of ZeRO++ against the model: sizes that its quantiser takes. File names are those of DeepSpeed 0.19.8.
+
+Options of DeepSpeed that do not go together: hpZ, quantised communication, NVMe, races, what is not to be trusted.
 
 File names are those of DeepSpeed 0.19.8, under deepspeed/. Issues are deepspeedai/DeepSpeed's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
-from zero_recipes.auto import NVME_PATH
-from zero_recipes.checks.ds_config import precision_of
-from zero_recipes.refusal import Finding
+from zero_recipes.config.ds_auto import NVME_PATH
+from zero_recipes.config.recipe import precision_of
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.errors import Finding
+
+
+def quantised_findings(strategy: Strategy, sizes: Sequence[int]) -> Iterator[Finding]:
+    """`sizes`: elements of each tensor of the model."""
+    zero = (strategy.ds_config or {}).get("zero_optimization", {})
+    odd = [size for size in sizes if -(-size // strategy.world_size) % 8]
+    if zero.get("zero_quantized_weights") and zero.get("stage") == 3 and odd:
+        yield Finding(
+            "ZR221",
+            f"zero_quantized_weights with tensors whose part on a rank is no multiple of 8: {_listed(odd)} elements on "
+            f"{strategy.world_size} processes",
+            "runtime/zero/partition_parameters.py, CUDAQuantizer.quantize stops on it in the first forward pass: "
+            '"Qantized weight requires the number of weights be a multiple of 8".',
+            "Another number of processes, a model whose sizes divide, or remove it.",
+        )
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    distinct = sorted(set(sizes))
+    return ", ".join(f"{size:,}" for size in distinct[:3]) + (" ..." if len(distinct) > 3 else "")
+
 
 PREFETCH = 50_000_000  # elements: DeepSpeed's default of stage3_prefetch_bucket_size (runtime/zero/config.py)
 # overlap_comm at stages 1 and 2: (mended in, torch_compile only, what went wrong)
@@ -66,12 +90,14 @@ def _hpz(zero: Mapping, world_size: int, local_world_size: int) -> Iterator[Find
     remove = "Remove zero_hpz_partition_size"
     if world_size % group:
         yield Finding(
+            "ZR222",
             f"{here} does not divide {world_size} processes",
             "utils/groups.py, _create_zero_param_parallel_group stops on it.",
             "Write the number of GPUs of one node.",
         )
     elif group == world_size:
         yield Finding(
+            "ZR223",
             f"{here} with {world_size} processes",
             "There is one group: the second copy of the weights is the first one again "
             "(runtime/zero/partition_parameters.py, _partition_param_sec). It costs memory and saves no communication.",
@@ -79,6 +105,7 @@ def _hpz(zero: Mapping, world_size: int, local_world_size: int) -> Iterator[Find
         )
     elif local_world_size >= world_size:
         yield Finding(
+            "ZR224",
             f"{here} on one node",
             "It keeps gathers off the network between nodes. On one node no speed-up was seen (#4886), and each rank "
             f"holds 1/{size} of the weights beside its own 1/{world_size}.",
@@ -88,6 +115,7 @@ def _hpz(zero: Mapping, world_size: int, local_world_size: int) -> Iterator[Find
     offloaded = [k for k in ("offload_param", "offload_optimizer") if _device(zero, k)]
     if offloaded:
         yield Finding(
+            "ZR225",
             f"{here} with {' and '.join(offloaded)}",
             "On GPUs such runs were seen with a loss that never moves and gradients of 0 (#6926; #6889: not tested "
             "together). _partition_param_sec puts the second copy where offload_param lies, so that every gather "
@@ -103,12 +131,14 @@ def _quantised_communication(zero: Mapping, world_size: int, local_world_size: i
     named = " and ".join(asked)
     if zero.get("stage") != 3:
         yield Finding(
+            "ZR226",
             f"{named} at stage {zero.get('stage', 0)}",
             "Only stage 3 reads it (runtime/engine.py, _configure_zero_optimizer).",
             "Remove it, or use stage 3.",
         )
     elif device == "cpu":
         yield Finding(
+            "ZR227",
             f"{named} on a CPU",
             'The quantiser exists for GPUs only: "This op had not been implemented on CPU backend" '
             "(ops/op_builder/cpu/no_impl.py).",
@@ -116,6 +146,7 @@ def _quantised_communication(zero: Mapping, world_size: int, local_world_size: i
         )
     elif "zero_quantized_gradients" in asked and local_world_size >= world_size:
         yield Finding(
+            "ZR228",
             "zero_quantized_gradients on one node",
             "Gradients are quantised between nodes only (runtime/zero/stage3.py, __avg_scatter_grads: num_nodes > 1).",
             "Remove it.",
@@ -130,6 +161,7 @@ def _nvme(zero: Mapping, values: Mapping) -> Iterator[Finding]:
     named = " and ".join(on_nvme)
     if zero.get("stage") != 3:
         yield Finding(
+            "ZR229",
             f"{named} on NVMe at stage {zero.get('stage', 0)}",
             "Only stage 3 swaps to NVMe; stages 1 and 2 take any device for host memory "
             "(runtime/zero/stage_1_and_2.py, cpu_offload).",
@@ -137,6 +169,7 @@ def _nvme(zero: Mapping, values: Mapping) -> Iterator[Finding]:
         )
     if values["save_strategy"] not in ("no", False):
         yield Finding(
+            "ZR230",
             f"checkpoints (save_strategy: {values['save_strategy']}) with {named} on NVMe",
             "They cannot be resumed: runtime/engine.py, load_checkpoint skips the optimizer's states on NVMe.",
             'Set save_strategy: "no" and keep save_model: true; or offload to the CPU.',
@@ -145,6 +178,7 @@ def _nvme(zero: Mapping, values: Mapping) -> Iterator[Finding]:
     prefetch = zero.get("stage3_prefetch_bucket_size", PREFETCH)
     if "offload_param" in on_nvme and prefetch != 0:
         yield Finding(
+            "ZR231",
             f"stage3_prefetch_bucket_size {prefetch} with offload_param on NVMe",
             "Prefetching reads a part that is being read already (runtime/swap_tensor/partitioned_param_swapper.py, "
             '_allocate_and_return_buffers_for_swap_in): the run dies of "already assigned swap buffer id", once a '
@@ -155,12 +189,14 @@ def _nvme(zero: Mapping, values: Mapping) -> Iterator[Finding]:
         path = zero[key].get("nvme_path")
         if path == "auto":
             yield Finding(
+                "ZR232",
                 f'{key}.nvme_path is "auto", and no folder is named',
                 f"It is taken from the recipe's nvme_path or from {NVME_PATH}; neither is set.",
                 "--nvme_path FOLDER, on the NVMe disk.",
             )
         elif path is None or not Path(path).is_dir():
             yield Finding(
+                "ZR233",
                 f"{key}.nvme_path {path} is no folder here",
                 "DeepSpeed would create it without a word (runtime/swap_tensor/), on whatever disk, and fill it."
                 if path
@@ -175,6 +211,7 @@ def _races(zero: Mapping, values: Mapping, installed: str) -> Iterator[Finding]:
     for mended, compiled_only, what in RACES:
         if Version(installed) < Version(mended) and (values["torch_compile"] or not compiled_only):
             yield Finding(
+                "ZR234",
                 f"overlap_comm at stage {zero['stage']}"
                 + (" with torch_compile" if compiled_only else "")
                 + f" under DeepSpeed {installed}",
@@ -187,6 +224,7 @@ def _accumulation_dtype(config: Mapping, zero: Mapping, values: Mapping) -> Iter
     dtype = (config.get("data_types") or {}).get("grad_accum_dtype")
     if dtype and zero.get("stage", 0) == 0 and dtype != precision_of(values):
         yield Finding(
+            "ZR235",
             f"data_types.grad_accum_dtype {dtype} at stage 0 with a model in {precision_of(values)}",
             'runtime/engine.py, _do_optimizer_sanity_check: "unsupported mix", once the model has been loaded.',
             "Remove it, or use stage 2.",
@@ -197,6 +235,7 @@ def _muon(config: Mapping, zero: Mapping) -> Iterator[Finding]:
     muon = str((config.get("optimizer") or {}).get("type", "")).lower() == "muon"
     if muon and zero.get("stage") == 3 and zero.get("reduce_scatter", True):
         yield Finding(
+            "ZR236",
             "Muon at stage 3 with reduce_scatter",
             'runtime/zero/stage3.py: "Muon and reduce scatter cannot be used together", after loading the model.',
             'Set "reduce_scatter": false.',
@@ -206,6 +245,7 @@ def _muon(config: Mapping, zero: Mapping) -> Iterator[Finding]:
 def _not_to_be_trusted(config: Mapping, zero: Mapping, device: str) -> Iterator[Finding]:
     if (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
         yield Finding(
+            "ZR237",
             "tensor_parallel.autotp_size (AutoTP)",
             "The Trainer gives every rank its own rows, tensor parallelism needs the same rows on all: the loss is "
             "another one than every other strategy's, or runtime/engine.py stops on the difference.",
@@ -213,6 +253,7 @@ def _not_to_be_trusted(config: Mapping, zero: Mapping, device: str) -> Iterator[
         )
     if zero.get("zenflow"):
         yield Finding(
+            "ZR238",
             f"zero_optimization.zenflow (ZenFlow) at stage {zero.get('stage', 0)}",
             "The embedding is not gathered in the first forward pass: IndexError, index out of range."
             if zero.get("stage") == 3
@@ -222,6 +263,7 @@ def _not_to_be_trusted(config: Mapping, zero: Mapping, device: str) -> Iterator[
         )
     if config.get("pipeline"):
         yield Finding(
+            "ZR239",
             "a pipeline block",
             "DeepSpeed cuts models into stages that are written as PipelineModule (runtime/pipe/engine.py); those of "
             "transformers are not, and the block does nothing: every process holds all layers, without a word.",
@@ -229,6 +271,7 @@ def _not_to_be_trusted(config: Mapping, zero: Mapping, device: str) -> Iterator[
         )
     if (zero.get("offload_optimizer") or {}).get("super_offload") and device == "cpu":
         yield Finding(
+            "ZR240",
             "offload_optimizer.super_offload on a CPU",
             "runtime/superoffload/superoffload_stage3.py: SuperOffload only supports CUDA.",
             "Remove super_offload for runs on CPUs.",
@@ -238,6 +281,7 @@ def _not_to_be_trusted(config: Mapping, zero: Mapping, device: str) -> Iterator[
 def _compiled(config: Mapping, zero: Mapping, values: Mapping) -> Iterator[Finding]:
     if (config.get("compile") or {}).get("deepcompile"):
         yield Finding(
+            "ZR241",
             "compile.deepcompile (DeepCompile)",
             'runtime/engine.py goes on "without DeepCompile until compile() runs", which nobody calls unless '
             "torch_compile is set; on GPUs it was never compared with other runs here.",
@@ -246,6 +290,7 @@ def _compiled(config: Mapping, zero: Mapping, values: Mapping) -> Iterator[Findi
     asks = [key for key in ("torch_compile", "torch_compile_backend", "torch_compile_mode") if values[key]]
     if asks and zero.get("stage") == 3:
         yield Finding(
+            "ZR242",
             f"{asks[0]} at ZeRO stage 3",
             "TRL's fused LM head (trl/kernels/chunked_logprob.py) keeps the gathered head for its backward pass; the "
             'compiled engine has let it go by then: "modified by an inplace operation", in the first step.',

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from zero_recipes.report.reading import Run, Sample
+from zero_recipes.metrics.schema import Run, Sample
 
 LOWER_IS_BETTER = {"reference_loss"}
 JUDGED = ("exact_match", "token_f1", "reference_loss")

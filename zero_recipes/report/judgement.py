@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from itertools import pairwise, product
 from typing import Literal, NamedTuple
 
-from zero_recipes import theory
-from zero_recipes.deepspeed_volume import explained, volume_terms
-from zero_recipes.report import rows, units
+from zero_recipes.core import units
+from zero_recipes.metrics.schema import ORDER, Run
+from zero_recipes.report import rows
 from zero_recipes.report.answers import judge_answers
-from zero_recipes.report.reading import ORDER, Run
+from zero_recipes.theory import zero_paper
+from zero_recipes.theory.deepspeed_comm import explained, volume_terms
 
 Verdict = Literal["yes", "no", "cannot tell"]
 
@@ -89,7 +90,7 @@ def _staircase(runs: Sequence[Run]) -> Judgement:
         "The formulas are the paper's (arXiv:1910.02054, section 5). In 16 bit DeepSpeed's stage 0 holds 20Ψ, because "
         "it copies the gradients to fp32. In fp32 its stages 1 and 2 keep a separate master copy, 4Ψ/N more. "
         "Inside the optimizer step its other stages copy their part of the gradients to fp32 as well (4Ψ/N): stage 2 "
-        "then holds what stage 1 does. zero_recipes/deepspeed_bytes.py names each term."
+        "then holds what stage 1 does. zero_recipes/theory/deepspeed_memory.py names each term."
     )
     steps = [run for run in _stages(runs) if rows.largest_rank(run)]
     if len(steps) < 2:
@@ -210,7 +211,7 @@ def _communication(runs: Sequence[Run]) -> Judgement:
     moved = [run for run in runs if run.strategy in ORDER and rows.communication_in_phi(run) is not None]
     if not any(run.zero_stage is not None for run in moved) or any(run.world_size == 1 for run in moved):
         return Judgement(question, "cannot tell", "No stage was measured on two or more ranks.", claimed, right)
-    paper = {run.label: theory.communication_units(max(ORDER.index(run.strategy) - 1, 0)) for run in moved}
+    paper = {run.label: zero_paper.communication_units(max(ORDER.index(run.strategy) - 1, 0)) for run in moved}
     agrees = all(
         abs(rows.communication_in_phi(run) / paper[run.label] - 1) <= EQUAL_VOLUME
         for run in moved
@@ -230,7 +231,9 @@ def _saved_between_nodes(runs: Sequence[Run]) -> list[Judgement]:
     """Asked only where ZeRO++ ran on several machines."""
     sent = {run.label: rows.in_phi(run, run.communication_bytes_between_nodes) for run in runs if run.status == "ok"}
     saving = {
-        run.label: rows.paper_in_phi(run) for run in runs if run.strategy in theory.PLUS_PLUS and sent.get(run.label)
+        run.label: rows.paper_in_phi(run)
+        for run in runs
+        if run.strategy in zero_paper.PLUS_PLUS and sent.get(run.label)
     }
     if not saving:
         return []

@@ -9,10 +9,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from zero_recipes.report import rows, table, units
+from zero_recipes.core import units
+from zero_recipes.metrics.schema import Run, Sample
+from zero_recipes.report import rows, table
 from zero_recipes.report.answers import mean_scores, sampled_run
 from zero_recipes.report.judgement import Judgement
-from zero_recipes.report.reading import Run, Sample
 
 SHOWN_SAMPLES = 12
 ALT = {

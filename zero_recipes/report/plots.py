@@ -15,31 +15,17 @@ from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from zero_recipes.report import rows, units
-from zero_recipes.report.reading import Run
+from zero_recipes.core import units
+from zero_recipes.core.plot_style import ALARM, DPI, ELSEWHERE, FAINT, INK, PARTS, STYLE
+from zero_recipes.metrics.schema import Run
+from zero_recipes.report import rows
 
-DPI = 150
 BARS_INCHES = (8.0, 4.8)
 LOSS_INCHES = (8.0, 6.0)
 
-PARTS = {"params": "#4477aa", "grads": "#ee9b3d", "optimizer": "#66a182"}
-ELSEWHERE = {"offloaded_host": ("on host", "#c3cad3"), "offloaded_disk": ("on disk", "#e3d9c6")}
 STRATEGIES = {"ddp": "#7a7a7a", "zero0": "#cc4b58", "zero1": "#e0a030", "zero2": "#2a9d8f", "zero3": "#33608c"}
+
 OTHERS = ("#8e5ea2", "#a0642e", "#7fa653", "#c77cb0", "#4f4f87")
-INK, FAINT, ALARM = "#24292f", "#d8dce1", "#b3261e"
-STYLE = {
-    "font.size": 10.5,
-    "axes.edgecolor": "#8b929a",
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "text.color": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-}
 
 
 def draw_comparison(runs: Sequence[Run], folder: Path) -> dict[str, Path]:
@@ -68,9 +54,6 @@ def _save(path: Path, inches: tuple[float, float], draw: Callable[[Figure], None
         draw(figure)
         figure.savefig(path)
     return path
-
-
-# ---------------------------------------------------------------- memory
 
 
 def _staircase(figure: Figure, runs: Sequence[Run]) -> None:
@@ -136,9 +119,6 @@ def _staircase_legend(axes: Axes, elsewhere: Sequence[str], with_peaks: bool) ->
     axes.figure.legend(loc="outside lower center", ncols=6)
 
 
-# ---------------------------------------------------------------- speed
-
-
 def _throughput(figure: Figure, runs: Sequence[Run]) -> None:
     """Non-padding tokens per second over all ranks, with the share of the baseline on top."""
     axes = figure.subplots()
@@ -160,9 +140,6 @@ def _throughput(figure: Figure, runs: Sequence[Run]) -> None:
     _strategy_axis(axes, runs, [rows.speed(run) is None for run in runs])
     if reference:
         axes.set_xlabel(f"percentages: relative to {reference.label}", fontsize=9.5)
-
-
-# ---------------------------------------------------------------- loss
 
 
 def _losses(figure: Figure, runs: Sequence[Run]) -> None:
@@ -232,9 +209,6 @@ def _one_loss(figure: Figure, run: Run) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color=FAINT, lw=0.8)
     axes.legend()
-
-
-# ---------------------------------------------------------------- shared
 
 
 def colours(runs: Sequence[Run]) -> list[str]:

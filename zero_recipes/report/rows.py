@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero_recipes import theory
-from zero_recipes.report.reading import ORDER, RankState, Run
+from zero_recipes.metrics.schema import ORDER, RankState, Run
+from zero_recipes.theory import zero_paper
 
 BYTES_PER_VALUE = {"bf16": 2, "fp16": 2, "fp32": 4}
 FINAL_STEPS = 5
@@ -39,18 +39,18 @@ def state_total(rank: RankState) -> int:
     return (rank.params or 0) + (rank.grads or 0) + (rank.optimizer or 0)
 
 
-def textbook(run: Run) -> theory.ModelState | None:
+def textbook(run: Run) -> zero_paper.ModelState | None:
     """The formula's bytes for this run, or None where no formula covers it (offload, ZeRO++, unknown size)."""
     if run.strategy not in (*ORDER, "fsdp2") or not run.parameters or not run.world_size or run.precision is None:
         return None
     trainable = run.trainable_parameters
     if run.strategy == "ddp":
         # Under autocast DDP keeps weights, gradients and Adam in fp32, whatever the run's precision.
-        return theory.model_state_bytes_fp32(run.parameters, run.world_size, 0, trainable)
+        return zero_paper.model_state_bytes_fp32(run.parameters, run.world_size, 0, trainable)
     if run.strategy == "fsdp2":
         # Its fp32 shards are their own master: stage 3's formula, with fp32's bytes.
-        return theory.model_state_bytes_fp32(run.parameters, run.world_size, 3, trainable)
-    formula = theory.model_state_bytes_fp32 if run.precision == "fp32" else theory.model_state_bytes
+        return zero_paper.model_state_bytes_fp32(run.parameters, run.world_size, 3, trainable)
+    formula = zero_paper.model_state_bytes_fp32 if run.precision == "fp32" else zero_paper.model_state_bytes
     return formula(run.parameters, run.world_size, ORDER.index(run.strategy) - 1, trainable)
 
 
@@ -86,7 +86,7 @@ def communication_volume(run: Run) -> int | None:
     """Bytes per optimizer step as the paper counts them: all-reduce twice, others once."""
     if run.communication_bytes_per_step is None:
         return None
-    return theory.paper_volume(run.communication_bytes_per_step)
+    return zero_paper.paper_volume(run.communication_bytes_per_step)
 
 
 def communication_in_phi(run: Run) -> float | None:
@@ -98,7 +98,7 @@ def in_phi(run: Run, sent: Mapping[str, int] | None) -> float | None:
     """Bytes by collective, as the paper counts them, in units of Φ."""
     if sent is None or not run.trainable_parameters or run.precision is None:
         return None
-    return theory.paper_volume(sent) / (run.trainable_parameters * BYTES_PER_VALUE[run.precision])
+    return zero_paper.paper_volume(sent) / (run.trainable_parameters * BYTES_PER_VALUE[run.precision])
 
 
 def paper_in_phi(run: Run) -> float | None:
@@ -106,9 +106,9 @@ def paper_in_phi(run: Run) -> float | None:
     if run.communication_bytes_per_step is None:
         return None
     if run.strategy in ORDER or run.strategy.endswith(("_offload", "_infinity")):
-        return float(theory.communication_units(run.zero_stage or 0)) if (run.world_size or 1) > 1 else None
-    parts = theory.PLUS_PLUS.get(run.strategy)
-    return None if parts is None else theory.plus_plus_units(**parts)
+        return float(zero_paper.communication_units(run.zero_stage or 0)) if (run.world_size or 1) > 1 else None
+    parts = zero_paper.PLUS_PLUS.get(run.strategy)
+    return None if parts is None else zero_paper.plus_plus_units(**parts)
 
 
 def final_loss(run: Run) -> float | None:

@@ -1,16 +1,11 @@
 """The rows as a table: for the terminal (rich), for a README (markdown), for the page (lists of cells)."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from zero_recipes.report import units
-
-Row = dict[str, Any]
+from zero_recipes.core import units
+from zero_recipes.core.tables import Column, Row, markdown_columns, print_columns
 
 # First line of a header, and what it means.
 NOTES = {
@@ -26,13 +21,6 @@ NOTES = {
     "in Φ": "Φ: the bytes of the trainable parameters in the run's precision.",
     "Final": "Final loss: mean of the last five steps.",
 }
-
-
-class Column(NamedTuple):
-    """A header (broken by hand, for narrow columns) and how a row is shown under it."""
-
-    header: str
-    cell: Callable[[Row], str]
 
 
 def columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], list[Column]]:
@@ -80,55 +68,10 @@ def print_table(rows: Sequence[Row], console: Console) -> None:
     print_columns(named, memory + speed, rows, console)
 
 
-def print_columns(named: list[Column], others: list[Column], rows: Sequence[Row], console: Console) -> None:
-    """Any rows under any columns; each table begins with the `named` ones."""
-    for group in _fitting(named, others, rows, console.width):
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for column in group:
-            justify = "left" if column in named else "right"
-            table.add_column(column.header, justify=justify, vertical="middle", no_wrap=True)
-        for row in rows:
-            table.add_row(*(Text(column.cell(row)) for column in group))
-        console.print(table)
-
-
-def _fitting(named: list[Column], others: list[Column], rows: Sequence[Row], width: int) -> list[list[Column]]:
-    """Deal the columns out to as few tables as fit in `width` characters, each beginning with the named ones."""
-    start = 2 + sum(_width(column, rows) for column in named)
-    groups, used = [list(named)], start
-    for column in others:
-        if used + _width(column, rows) > width and len(groups[-1]) > len(named):
-            groups, used = [*groups, list(named)], start
-        groups[-1].append(column)
-        used += _width(column, rows)
-    return groups
-
-
-def _width(column: Column, rows: Sequence[Row]) -> int:
-    """Characters of the widest line in a column, with the two that part it from the next."""
-    texts = [*column.header.split("\n"), *(column.cell(row) for row in rows)]
-    return 2 + max(len(text) for text in texts)
-
-
 def markdown_table(rows: Sequence[Row]) -> str:
     """The rows for a README, without the notes."""
     named, memory, speed = columns(rows)
     return markdown_columns(named, memory + speed, rows)
-
-
-def markdown_columns(named: list[Column], others: list[Column], rows: Sequence[Row]) -> str:
-    """Any rows under any columns; all but the `named` ones are aligned to the right."""
-    chosen = named + others
-    lines = [
-        _markdown_line(column.header.replace("\n", " ") for column in chosen),
-        _markdown_line("---" if index < len(named) else "---:" for index in range(len(chosen))),
-        *(_markdown_line(column.cell(row) for column in chosen) for row in rows),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _markdown_line(cells: Any) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _filled(chosen: list[Column], rows: Sequence[Row]) -> list[Column]:

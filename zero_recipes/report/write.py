@@ -7,11 +7,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from zero_recipes.plan import picture
-from zero_recipes.report import plots, rows, table
+from zero_recipes.metrics.schema import Run, read_runs
+from zero_recipes.report import plan_plot, plots, rows, table
 from zero_recipes.report.judgement import Judgement, judge
 from zero_recipes.report.page import devices_note, render_page
-from zero_recipes.report.reading import Run, read_runs
 
 VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
 
@@ -39,10 +38,10 @@ def _plan_picture(runs: Sequence[Run], folder: Path) -> dict[str, Path]:
     planned = [run for run in rows.comparison(runs) if rows.planned_peak(run) and "at_peak" in run.predicted]
     if not planned:
         return {}
-    bars = [picture.Bar(run.label, run.predicted, rows.peak_allocated(run)) for run in planned]
+    bars = [plan_plot.Bar(run.label, run.predicted, rows.peak_allocated(run)) for run in planned]
     memory = [run.hardware["gpu_memory_bytes"] for run in planned if "gpu_memory_bytes" in (run.hardware or {})]
     title, setting = "Planned memory, and the measured peak", rows.setting(planned)
-    return {"plan": picture.draw(bars, min(memory, default=None), title, setting, folder / "plan.png")}
+    return {"plan": plan_plot.draw(bars, min(memory, default=None), title, setting, folder / "plan.png")}
 
 
 def print_report(runs: Sequence[Run], judgements: Sequence[Judgement], console: Console) -> None:
@@ -61,8 +60,8 @@ def print_report(runs: Sequence[Run], judgements: Sequence[Judgement], console: 
     for run in runs:
         if run.status != "ok":
             console.print(Text(f"\n{run.label}: {run.status}. {run.error or ''}", style="red"))
-            for cure in run.failure.cures if run.failure else []:
-                console.print(Text(f"  may help: {cure}"))
+            for fix in run.failure.cures if run.failure else []:
+                console.print(Text(f"  may help: {fix}"))
 
 
 def _tables(runs: Sequence[Run]) -> list[tuple[str, list[dict]]]:

@@ -1,0 +1,150 @@
+"""ddp, FSDP2 and every ZeRO stage give what a plain PyTorch loop in fp32 gives: the same losses and the same weights.
+
+The reference takes the token-weighted mean over the global batch in one forward pass. Rows are of very uneven length,
+the loss is on the completion alone, gradients are clipped at 1.0. The whole grid: pytest tests/engine -m grid
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.helpers import equivalence_reference
+from tests.helpers.equivalence_grid import EXAMPLES, PLACES, STEPS, STRATEGIES, TOLERANCE, reference_of, run
+from zero_recipes.core import environment
+from zero_recipes.core.files import write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULT = ROOT / "benchmarks" / "results" / "equivalence.json"
+NAMES = {1: "one", 2: "two", 4: "four"}
+# (strategy, world size, accumulation): each strategy, each world size, each accumulation
+PART = [
+    *((strategy, 2, 2) for strategy in STRATEGIES),
+    ("zero2", 1, 4),
+    ("zero3", 1, 1),
+    ("ddp", 4, 4),
+    ("zero2", 4, 1),
+    ("zero3", 4, 2),
+]
+# Keys' biases have no gradient where no rotary embedding turns the keys: they add the same to a query's score of every
+# key, and softmax does not see it. What is left is rounding, which Adam scales up to a step.
+WITHOUT_GRADIENT = {f"gpt_neox.layers.{layer}.attention.query_key_value.bias" for layer in range(2)}
+
+
+@pytest.fixture(scope="module")
+def subject(one, tmp_path_factory):
+    return reference_of(one, tmp_path_factory.mktemp("subject"))
+
+
+def assert_equal(found: dict) -> None:
+    assert found["first_loss_delta"] <= TOLERANCE, found
+    assert found["loss_delta"] <= TOLERANCE, found
+    assert found["weight_delta"] <= TOLERANCE, found
+    assert set(found["tensors_further_apart"]) <= WITHOUT_GRADIENT, found
+    assert all(apart < 1e-3 for apart in found["tensors_further_apart"].values()), found
+
+
+def test_the_subject_is_worth_comparing(subject):
+    lengths = sorted(subject.tokens_with_loss)
+    assert lengths[len(lengths) // 10] < 5 and lengths[-1] > 60, "rows are not of very uneven length"
+    assert len(subject.losses) == STEPS and subject.losses[-1] < subject.losses[0] - 1.0, "it does not learn"
+    assert min(subject.norms) > 1.0, "clipping at 1.0 is not put to the test"
+    assert subject.gradients["zero"] == subject.gradients["none"] == []
+    assert len(lengths) < STEPS * EXAMPLES and len(lengths) % EXAMPLES, "no epoch ends with a short step"
+
+
+@pytest.mark.parametrize("strategy, world, accumulation", PART)
+def test_a_part_of_the_grid(request, subject, tmp_path, strategy, world, accumulation):
+    group = request.getfixturevalue(NAMES[world])
+    assert_equal(run(group, subject, tmp_path / "out", strategy, accumulation))
+
+
+@pytest.mark.grid
+def test_the_whole_grid(request, subject, tmp_path):
+    """Writes benchmarks/results/equivalence.json, then asserts."""
+    runs = [
+        run(request.getfixturevalue(NAMES[world]), subject, tmp_path / f"{strategy}-{world}-{steps}", strategy, steps)
+        for strategy, world, steps in sorted(PLACES, key=lambda place: place[1])
+    ]
+    deltas = {
+        column: {
+            strategy: max(found[f"{column}_delta"] for found in runs if found["strategy"] == strategy)
+            for strategy in STRATEGIES
+        }
+        for column in ("loss", "weight")
+    }
+    document = {
+        "what": "distance from a plain PyTorch loop in fp32 with the token-weighted mean over the global batch",
+        "examples_per_step": EXAMPLES,
+        "steps": STEPS,
+        "tolerance": TOLERANCE,
+        "tensors_without_gradient": sorted(WITHOUT_GRADIENT),
+        "deltas": deltas,
+        "runs": runs,
+        "versions": environment.versions(),
+        "hardware": environment.hardware("cpu"),
+    }
+    write_json(RESULT, document)
+    assert len(runs) == len(PLACES)
+    for found in runs:
+        assert_equal(found)
+
+
+def test_the_committed_grid_is_whole_and_within_the_tolerance():
+    document = json.loads(RESULT.read_text())
+    places = {(run["strategy"], run["world_size"], run["accumulation"]) for run in document["runs"]}
+    assert places == set(PLACES)
+    for found in document["runs"]:
+        assert_equal(found)
+
+
+def test_the_page_is_made_from_the_committed_results():
+    assert subprocess.run([sys.executable, "scripts/trust_table.py", "--check"], cwd=ROOT, timeout=60).returncode == 0
+    shown = runpy.run_path(str(ROOT / "scripts" / "trust_table.py"))["shown"]
+    assert [shown(value) for value in (0.0, 3e-12, None)] == ["0", "3.0e-12", "not measured"]
+
+
+def test_the_named_tensors_have_no_gradient_but_rounding(subject):
+    """In fp64 the gradient of keys' biases outside the rotary part is far smaller; that of their other parts is not."""
+    folder = str(subject.recipe.parent / "model")
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(2, 1000, (4, 30), generator=draw).tolist()
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        equivalence_reference.token_weighted(equivalence_reference.token_losses(model, rows)).backward()
+        heads, size = model.config.num_attention_heads, model.config.hidden_size // model.config.num_attention_heads
+        turned = int(size * model.config.rope_parameters["partial_rotary_factor"])
+        found[dtype] = {}
+        for name in sorted(WITHOUT_GRADIENT):
+            query, key, value = model.get_parameter(name).grad.view(heads, 3, size).unbind(1)
+            found[dtype][name] = {
+                "unseen": float(key[:, turned:].abs().max()),
+                "seen": float(min(query.abs().max(), key[:, :turned].abs().max(), value.abs().max())),
+            }
+    for name in WITHOUT_GRADIENT:
+        single, double = (found[dtype][name] for dtype in (torch.float32, torch.float64))
+        assert 0 < single["unseen"] < 1e-7 and double["unseen"] < 1e-15, found
+        assert single["seen"] == pytest.approx(double["seen"], rel=1e-3) and double["seen"] > 1e-7, found
+
+
+def test_a_mean_for_each_rank_is_noticed(two, subject, tmp_path):
+    """The comparison has teeth: a per-rank mean, its refusal switched off, is far outside the tolerance."""
+    found = run(two, subject, tmp_path / "out", "zero2", 2, case="train_with_a_mean_for_each_rank")
+    assert found["loss_delta"] > 100 * TOLERANCE and found["weight_delta"] > 100 * TOLERANCE, found
+    with pytest.raises(AssertionError):
+        assert_equal(found)
+
+
+def test_repeated_rows_are_noticed(two, subject, tmp_path):
+    """Fails when accelerate repeats no rows at an epoch's end: then weighting.without_loss may go."""
+    found = run(two, subject, tmp_path / "out", "ddp", 1, case="train_with_repeated_rows")
+    assert found["loss_delta"] > 100 * TOLERANCE, found

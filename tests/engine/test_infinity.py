@@ -1,0 +1,162 @@
+"""ZeRO-Infinity: states really go to the disk and back, losses are those of CPU offload, nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.tiny import write_model, write_recipe
+from zero_recipes.core.errors import Refusal
+from zero_recipes.core.host_limits import Host
+from zero_recipes.distributed import nvme
+from zero_recipes.distributed.nvme import SWAPPED, claim, measure
+
+STEPS = 3
+pytestmark = pytest.mark.skipif(
+    not Host().libaio_headers(), reason="libaio-dev is not installed: async_io cannot be compiled"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def a_disk(tmp_path_factory) -> None:
+    """Skip where temporary files lie on no disk (tmpfs), or the kernel does not count what goes there."""
+    path, block = tmp_path_factory.mktemp("disk") / "probe", mmap.mmap(-1, 2**16)
+    try:
+        before = psutil.Process().io_counters().write_bytes
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        os.write(file, block)
+        os.close(file)
+        counted = psutil.Process().io_counters().write_bytes - before
+    except (OSError, psutil.Error, NotImplementedError) as error:
+        pytest.skip(f"no disk under the temporary folder: {error}")
+    if counted < 2**16:
+        pytest.skip("the kernel does not count what is written to the temporary folder")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    """A model whose parts on two ranks reach 1 MiB, below which DeepSpeed swaps nothing."""
+    folder = tmp_path_factory.mktemp("infinity")
+    model = write_model(folder / "large", hidden=512, intermediate=4096)
+    return write_recipe(folder, model_name_or_path=str(model), max_steps=STEPS, per_device_train_batch_size=1)
+
+
+@pytest.fixture(scope="module")
+def runs(two, recipe, tmp_path_factory) -> dict[str, list[dict]]:
+    """{strategy: result by rank}, on NVMe with the folder's content while it trained."""
+    folder = tmp_path_factory.mktemp("runs")
+    disk = folder / "disk"
+    disk.mkdir()
+    found = {}
+    for strategy in ("zero3_offload", "zero3_infinity"):
+        argv = [str(recipe), "--output_dir", str(folder / strategy), "--deepspeed", f"ds_configs/{strategy}.json"]
+        argv += ["--nvme_path", str(disk), "--save_model", "true"] if strategy == "zero3_infinity" else []
+        found[strategy] = two.run("family_cases.train_and_look_at_swap_files", argv=argv, disk=str(disk))
+    return found
+
+
+def test_losses_are_those_of_cpu_offload(runs):
+    on_disk, in_memory = (runs[name][0]["metrics"] for name in ("zero3_infinity", "zero3_offload"))
+    assert on_disk["strategy"] == "zero3_infinity" and in_memory["strategy"] == "zero3_offload"
+    assert on_disk["loss_history"] == pytest.approx(in_memory["loss_history"], rel=1e-4)
+    assert on_disk["loss_history"][-1] < on_disk["loss_history"][0] - 0.5
+
+
+def test_states_were_on_the_disk_and_went_there_and_back(runs):
+    """Swap files hold each rank's masters and moments (12 bytes an element); each step reads and writes them."""
+    for rank, result in enumerate(runs["zero3_infinity"]):
+        files, metrics = result["swapped"], result["metrics"]
+        optimizer = {name: size for name, size in files.items() if f"optimizer/rank{rank}/" in name}
+        parameters = {name: size for name, size in files.items() if f"bfloat16params/rank{rank}/" in name}
+        assert parameters and all(size >= 2**20 for size in parameters.values())
+        elements = metrics["parameters"] // 2
+        states = sum(size for name, size in optimizer.items() if "gradient" not in name)
+        assert states == pytest.approx(12 * elements, rel=0.05)
+        held = metrics["model_state_bytes"][rank]
+        assert held["offloaded_disk"] == sum(optimizer.values()) + sum(parameters.values())
+        moved = metrics["nvme"]["bytes_per_step"][rank]
+        assert moved["read"] > states and moved["written"] > states
+
+
+def test_cpu_offload_swaps_nothing(runs):
+    for rank, result in enumerate(runs["zero3_offload"]):
+        assert result["swapped"] == {} and result["metrics"]["nvme"] is None
+        held = result["metrics"]["model_state_bytes"][rank]
+        assert held["offloaded_disk"] == 0 and held["offloaded_host"] > 0
+
+
+def test_the_disk_was_measured_and_is_empty_again(runs):
+    result = runs["zero3_infinity"][0]
+    (disk,) = result["metrics"]["nvme"]["disks"]
+    assert disk["free_bytes"] > 0 and disk["write_bytes_per_second"] > 0 and disk["read_bytes_per_second"] > 0
+    assert [path.name for path in Path(disk["path"]).iterdir()] == [nvme.LOCK]
+
+
+def test_the_saved_model_is_whole(runs, recipe):
+    from zero_recipes.checkpoint.verify import verify
+
+    metrics = runs["zero3_infinity"][0]["metrics"]
+    assert verify(Path(runs["zero3_infinity"][0]["output_dir"]), deep=True)["parameters"] == metrics["parameters"]
+
+
+def test_a_folder_in_use_is_refused_and_its_files_stay(two, recipe, tmp_path):
+    """The other run's swap files have the names that this run would delete and write."""
+    locks: list[int] = []
+    claim(tmp_path, locks)
+    theirs = tmp_path / SWAPPED / "optimizer" / "rank0" / "0_1.tensor.swp"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("states")
+    argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero3_infinity.json"]
+    said = two.run("refusal_of", argv=[*argv, "--nvme_path", str(tmp_path)])
+    assert said == [f"another run swaps to {tmp_path}"] * 2
+    assert theirs.read_text() == "states"
+    os.close(locks[0])
+
+
+def test_what_a_killed_run_left_is_deleted(tmp_path, capsys):
+    left = tmp_path / SWAPPED / "optimizer" / "rank7"
+    left.mkdir(parents=True)
+    locks: list[int] = []
+    claim(tmp_path, locks)
+    assert not (tmp_path / SWAPPED).exists() and "a killed run left" in capsys.readouterr().out
+    with pytest.raises(Refusal, match="another run swaps"):
+        claim(tmp_path, locks)
+    os.close(locks[0])
+
+
+def test_the_disk_is_measured_with_what_is_written(tmp_path, monkeypatch):
+    """The probe writes past the page cache: the kernel's own counters of this process say so."""
+    traffic = nvme.Traffic()
+    traffic.start()
+    measure(tmp_path, {"queue_depth": 4}, size=4 * 2**20)
+    moved = traffic.per_step(1)
+    assert moved["written"] >= 4 * 2**20 and moved["read"] >= 4 * 2**20
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_a_checkpoint_that_would_be_resumed_is_refused(two, recipe, tmp_path):
+    """`true` without a checkpoint starts fresh, so that a pod can restart the same command."""
+    output = tmp_path / "out"
+    argv = [str(recipe), "--output_dir", str(output), "--deepspeed", "ds_configs/zero3_infinity.json"]
+    argv += ["--nvme_path", str(tmp_path), "--resume_from_checkpoint", "true", "--max_steps", "1"]
+    assert two.run("train", argv=argv)[0]["metrics"]["status"] == "ok"
+    (output / "checkpoint-1").mkdir()
+    (output / "checkpoint-1" / "optimizer.pt").write_text("")
+    (output / "metrics.json").unlink()
+    named = [word if word != "true" else str(output / "checkpoint-1") for word in argv]
+    (said, _) = two.run("refusal_of", argv=named)
+    assert f"resumes from {output / 'checkpoint-1'}, with states on NVMe" in said
+
+
+def test_prefetching_is_still_to_be_refused(two, recipe, tmp_path):
+    """Fails when DeepSpeed prefetches what is on NVMe: then drop the finding in checks/zero_options.py."""
+    config = json.loads(Path("ds_configs/zero3_infinity.json").read_text())
+    config["zero_optimization"] |= {"stage3_prefetch_bucket_size": 5 * 10**7, "stage3_max_live_parameters": 10**9}
+    argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--deepspeed", json.dumps(config)]
+    said = two.run("family_cases.failure_of", argv=[*argv, "--nvme_path", str(tmp_path)])
+    assert all("already assigned swap buffer id" in one for one in said), said

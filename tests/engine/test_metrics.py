@@ -1,0 +1,88 @@
+"""metrics.json: exactly the contract's keys, and numbers that an independent count agrees with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.helpers.tiny import write_recipe
+from zero_recipes.data.load import alpaca_row
+from zero_recipes.metrics.timers import PhaseClock
+
+CONTRACT = {
+    *("schema", "status", "error", "name", "strategy", "zero_stage", "world_size", "device", "model", "parameters"),
+    *("trainable_parameters", "precision", "micro_batch_size", "gradient_accumulation_steps", "max_length"),
+    *("peak_memory_bytes", "memory_phases", "host_memory_phases", "model_state_bytes", "tokens", "nvme"),
+    *("communication_bytes_per_step", "communication_bytes_between_nodes", "engine_seconds"),
+    *("host_device_bytes_per_second", "host_threads"),
+    *("tokens_per_second", "step_seconds", "phase_seconds", "loss_history", "grad_norm_history", "eval_history"),
+    *("first_step", "resumed_at", "network", "predicted", "versions", "hardware", "recipe_sha256"),
+}
+
+
+@pytest.fixture(scope="module")
+def epoch(two, tmp_path_factory):
+    """One epoch over 240 rows on two processes under each of four strategies: (metrics by strategy, the rows)."""
+    folder = tmp_path_factory.mktemp("metrics")
+    recipe = write_recipe(folder, max_steps=-1, num_train_epochs=1, per_device_train_batch_size=10, max_length=96)
+    found = {}
+    for strategy in ("ddp", "zero0", "zero1", "zero2"):
+        named = [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
+        argv = [str(recipe), "--output_dir", str(folder / strategy), *named]
+        found[strategy] = two.run("train", argv=argv)[0]["metrics"]
+    rows = [json.loads(line) for line in (folder / "rows" / "train.jsonl").read_text().splitlines()]
+    return found, rows, AutoTokenizer.from_pretrained(folder / "model")
+
+
+def test_the_keys_are_the_contracts(epoch):
+    for metrics in epoch[0].values():
+        assert set(metrics) == CONTRACT
+        assert metrics["predicted"] is metrics["network"] is None and metrics["memory_phases"] is None
+        assert [set(rank) for rank in metrics["peak_memory_bytes"]] == [{"allocated", "reserved", "rss"}] * 2
+        assert metrics["peak_memory_bytes"][0]["allocated"] is None and metrics["peak_memory_bytes"][0]["rss"] > 2**27
+        phases = ["imports", "data", "model", "samples_before", "train", "samples_after", "save"]
+        assert list(metrics["phase_seconds"]) == phases
+        assert metrics["phase_seconds"]["train"] > sum(metrics["step_seconds"][key] for key in ("median", "p90"))
+
+
+def test_tokens_equal_an_independent_count(epoch):
+    found, rows, tokenizer = epoch
+    prompts = [len(tokenizer(alpaca_row(row)["prompt"])["input_ids"]) for row in rows]
+    answers = [len(tokenizer(row["output"] + tokenizer.eos_token)["input_ids"]) for row in rows]
+    lengths = [min(96, prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    supervised = [length - prompt for length, prompt in zip(lengths, prompts, strict=True)]
+    assert any(length == 96 for length in lengths), "no row was cut"
+    for metrics in found.values():
+        assert metrics["tokens"]["non_padding"] == sum(lengths)
+        assert metrics["tokens"]["supervised"] == sum(supervised)
+        assert sum(lengths) < metrics["tokens"]["all"] <= 240 * 96
+        assert metrics["step_seconds"]["warmup_steps_excluded"] == 5 and len(metrics["loss_history"]) == 12
+
+
+def test_communication_is_what_went_through_the_collectives(epoch):
+    found, _, _ = epoch
+    psi = found["ddp"]["parameters"]
+    sent = {strategy: metrics["communication_bytes_per_step"] for strategy, metrics in found.items()}
+    assert sent["ddp"] == {"all_reduce": 4 * psi}  # fp32 gradients under autocast
+    assert sent["zero0"] == {"all_reduce": 2 * psi}
+    for strategy in ("zero1", "zero2"):
+        assert set(sent[strategy]) == {"all_reduce", "all_gather"}
+        assert 0 <= sent[strategy]["all_reduce"] - 2 * psi < 64, "gradients, and a few flags beside them"
+        assert 0 <= sent[strategy]["all_gather"] - 2 * psi < 64, "parameters, and the alignment of the flat groups"
+
+
+def test_phases_inside_another_are_taken_out_of_it(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("zero_recipes.metrics.timers.time.perf_counter", lambda: now[0])
+    clock = PhaseClock()
+    with clock.phase("train"):
+        now[0] += 2
+        with clock.phase("samples_before"):
+            now[0] += 3
+        now[0] += 1
+    assert (clock.seconds["train"], clock.seconds["samples_before"]) == (3, 3)
+    with pytest.raises(ValueError), clock.phase("train"), clock.phase("save"):
+        raise ValueError
+    assert clock.failed == "save"

@@ -1,0 +1,64 @@
+"""Mixtures of experts and compiled models under the sharding strategies train as a plain run does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from tests.helpers.tiny import named, write_recipe
+from zero_recipes.checkpoint.verify import verify
+
+KEYS = {"bf16": False, "max_steps": 4, "global_batch_size": 8, "save_model": True}
+
+
+@pytest.fixture(scope="module")
+def experts(two, tmp_path_factory):
+    """A Mixtral with weights: (recipe, losses and folder under ddp)."""
+    recipe = write_recipe(tmp_path_factory.mktemp("experts"), random_weights=False, **KEYS)
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=1031, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, bos_token_id=0, eos_token_id=0,
+        pad_token_id=1, max_position_embeddings=256,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(recipe.parent / "model")
+    return recipe, *trained(two, recipe, recipe.parent / "ddp", [])
+
+
+@pytest.fixture(scope="module")
+def plain(two, tmp_path_factory):
+    """(recipe, losses and folder under ddp, not compiled)."""
+    recipe = write_recipe(tmp_path_factory.mktemp("plain"), pad_to_multiple_of=128, **KEYS)  # one length: one graph
+    return recipe, *trained(two, recipe, recipe.parent / "ddp", [])
+
+
+def trained(two, recipe: Path, folder: Path, how: list[str]) -> tuple[list[float], Path]:
+    metrics = two.run("train", argv=[str(recipe), "--output_dir", str(folder), *how])[0]["metrics"]
+    assert verify(folder)["parameters"] == metrics["parameters"]
+    return metrics["loss_history"], folder
+
+
+def assert_equal(found: tuple[list[float], Path], losses: list[float], folder: Path) -> None:
+    assert found[0] == pytest.approx(losses, rel=1e-5) and losses[-1] < losses[0]
+    weights, wanted = (load_file(path / "model.safetensors") for path in (found[1], folder))
+    assert set(weights) == set(wanted)
+    apart = sum((weights[name] - wanted[name]).square().sum() for name in wanted)
+    assert (apart / sum(t.square().sum() for t in wanted.values())) ** 0.5 < 1e-5
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
+def test_a_mixture_of_experts_trains_as_under_ddp(two, experts, tmp_path, strategy):
+    recipe, losses, folder = experts
+    assert_equal(trained(two, recipe, tmp_path / "out", named(strategy)), losses, folder)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp2"])
+def test_a_compiled_model_trains_as_one_that_is_not(two, plain, tmp_path, strategy):
+    """Graphs are captured and differentiated (aot_eager); no code is generated, which would take a minute."""
+    recipe, losses, folder = plain
+    compiled = [*named(strategy), "--torch_compile", "true", "--torch_compile_backend", "aot_eager"]
+    assert_equal(trained(two, recipe, tmp_path / "out", compiled), losses, folder)

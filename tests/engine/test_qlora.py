@@ -1,0 +1,184 @@
+"""LoRA over weights in 4 bit (bitsandbytes, on CPUs too): the same under every strategy, or refused for a reason."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+from tests.helpers.known_bad import found_in
+from tests.helpers.qlora_cases import sha256_of
+from tests.helpers.tiny import named, write_model, write_rows
+from zero_recipes.checkpoint.verify import verify
+from zero_recipes.compat.deepspeed_tensors import packed_weights
+from zero_recipes.compat.patches import keep_4bit_layout
+
+bnb = pytest.importorskip("bitsandbytes")
+RECIPE = "recipes/pythia-qlora.yaml"
+HIDDEN, INTERMEDIATE, VOCABULARY, LAYERS = 64, 101, 1031, 2  # tests/helpers/tiny.py
+QUANTISED = LAYERS * (4 * HIDDEN * HIDDEN + 2 * HIDDEN * INTERMEDIATE)
+ADAPTER = LAYERS * 16 * ((HIDDEN + 3 * HIDDEN) + 2 * HIDDEN + 2 * (HIDDEN + INTERMEDIATE))
+SCALES = QUANTISED // 64 * 4 + LAYERS * 4 * 16 * 4  # fp32, one for 64 weights; a table of 16 for each layer
+STRATEGIES = ["ddp", "zero2", "zero3", "fsdp2"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    """A small GPT-NeoX with weights: random_weights has none to quantise."""
+    folder = tmp_path_factory.mktemp("base")
+    write_rows(folder / "rows")
+    write_model(folder / "model")
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder / "model")
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / "model")
+    return folder
+
+
+def argv(model: Path, out: Path, strategy: str, *more: str) -> list[str]:
+    argv = [RECIPE, "--model_name_or_path", str(model / "model"), "--dataset_name", str(model / "rows")]
+    argv += ["--max_steps", "4", "--max_length", "64", "--activation_checkpointing", "false", "--warmup_steps", "0"]
+    argv += ["--lr_scheduler_type", "constant", "--learning_rate", "1e-2", "--lora_dropout", "0"]
+    argv += ["--sample_max_new_tokens", "3", "--output_dir", str(out)]
+    return [*argv, *named(strategy), *more]
+
+
+@pytest.fixture(scope="module")
+def runs(two, model, tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
+    """{strategy: (its folder, what each rank says)}; a checkpoint after the second of four steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    saves = ["--save_strategy", "steps", "--save_steps", "2"]
+    return {
+        strategy: (
+            folder / strategy,
+            two.run("qlora_cases.train", argv=argv(model, folder / strategy, strategy, *saves)),
+        )
+        for strategy in STRATEGIES
+    }
+
+
+def losses(ranks: list[dict]) -> list[float]:
+    return ranks[0]["metrics"]["loss_history"]
+
+
+def test_losses_agree(runs):
+    """To bf16's precision: without DeepSpeed TRL trains the adapter itself in bf16, DeepSpeed keeps fp32 masters."""
+    ddp, zero2 = losses(runs["ddp"][1]), losses(runs["zero2"][1])
+    assert len(ddp) == 4 and ddp[0] - ddp[3] > 0.1, "it does not learn"
+    assert losses(runs["zero3"][1]) == pytest.approx(zero2, rel=1e-4)
+    for strategy in ("zero2", "fsdp2"):
+        assert losses(runs[strategy][1]) == pytest.approx(ddp, rel=3e-3)
+
+
+def test_the_base_is_packed_shared_out_and_frozen(runs, model):
+    """Two weights in a byte, on each rank all of them or its half; their bits at the end are those of the start."""
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model / "model", quantization_config=BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    )
+    bits = sha256_of([weight for weight, _ in packed_weights(loaded)])
+    for strategy, (_, ranks) in runs.items():
+        for rank in ranks:
+            parts = 1 if strategy in ("ddp", "zero2") else 2
+            assert rank["packed"] == 4 * LAYERS and rank["packed_sha256"] == bits and not rank["repacked"], strategy
+            # what does not divide is padded by an element of two bytes for each matrix
+            assert 0 <= rank["packed_bytes_here"] - QUANTISED // 2 // parts <= 2 * 4 * LAYERS, strategy
+
+
+def test_what_is_measured_counts_weights_and_not_bytes(runs):
+    unpacked = 2 * VOCABULARY * HIDDEN  # embeddings and LM head stay in 16 bit
+    states = {}
+    for strategy, (_, ranks) in runs.items():
+        metrics = ranks[0]["metrics"]
+        assert metrics["trainable_parameters"] == ADAPTER
+        vectors = metrics["parameters"] - ADAPTER - QUANTISED - unpacked  # biases and norms
+        assert 0 < vectors < 3000
+        states[strategy] = metrics["model_state_bytes"][0]["params"]
+    shared = QUANTISED // 2 + 2 * (unpacked + ADAPTER)
+    assert 0 < states["zero2"] - SCALES - shared < 8000
+    assert 0 < states["zero3"] - SCALES - shared // 2 < 8000
+
+
+def test_the_adapter_is_whole_and_loads(runs, model):
+    from peft import PeftModel
+
+    for strategy, (folder, _) in runs.items():
+        assert verify(folder)["parameters"] == ADAPTER, strategy
+        adapter = load_file(folder / "adapter_model.safetensors")
+        assert len(adapter) == 16 and all(t.abs().max() > 0 for t in adapter.values()), "B begins at zero and must move"
+        base = AutoModelForCausalLM.from_pretrained(model / "model")
+        loaded = PeftModel.from_pretrained(base, str(folder)).state_dict()
+        for name, tensor in adapter.items():
+            assert torch.equal(loaded[name.replace(".weight", ".default.weight")], tensor.float()), (strategy, name)
+
+
+def history(ranks: list[dict]) -> list[list[float]]:
+    return [losses(ranks), ranks[0]["metrics"]["grad_norm_history"]]
+
+
+def resumed(two, model, runs, strategy: str, out: Path, **keywords) -> list[list[float]]:
+    shutil.copytree(runs[strategy][0] / "checkpoint-2", out / "checkpoint-2")
+    more = ["--resume_from_checkpoint", "true", "--save_model", "false"]
+    return history(two.run("qlora_cases.train", argv=argv(model, out, strategy, *more), **keywords))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
+def test_a_resumed_run_goes_on_as_if_never_stopped(two, model, runs, tmp_path, strategy):
+    assert resumed(two, model, runs, strategy, tmp_path) == history(runs[strategy][1])
+
+
+def test_keeping_the_adapters_dtype_is_still_needed(two, model, runs, tmp_path):
+    """Fails when PEFT leaves bf16 as it is on resume: then remove faults.adapter_dtypes_kept."""
+    assert resumed(two, model, runs, "ddp", tmp_path, dtypes_kept=False) != history(runs["ddp"][1])
+
+
+def test_keeping_the_layout_is_still_needed():
+    """Fails when an evaluation no longer takes training's gradients: then remove faults.keep_4bit_layout."""
+    if not bnb.functional.has_avx512bf16():
+        pytest.skip("this CPU has no AVX512-BF16: bitsandbytes packs nothing anew")
+    passed = []
+    for keep in (False, True):
+        torch.manual_seed(0)
+        layer = bnb.nn.Linear4bit(64, 64, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+        layer = torch.nn.Sequential(layer).to("cpu")
+        if keep:
+            keep_4bit_layout(layer)
+        given = torch.randn(2, 64, dtype=torch.bfloat16)
+        with torch.no_grad():
+            layer.eval()(given)
+        given.requires_grad_()
+        layer.train()(given).float().sum().backward()
+        passed.append(given.grad is not None)
+    assert passed == [False, True]
+
+
+def test_weights_in_integers_are_not_shared_out_by_fsdp2(two, model, tmp_path):
+    uint8 = ["--bnb_4bit_quant_storage", "uint8"]
+    changes = {"fsdp": True, "bnb_4bit_quant_storage": "uint8"}
+    what = "load_in_4bit under FSDP2 with bnb_4bit_quant_storage: uint8 in bf16"
+    assert ("error", what) in found_in(Path(RECIPE), changes)
+    ranks = two.run("qlora_cases.train", argv=argv(model, tmp_path, "fsdp2", *uint8), checked=False)
+    assert all("does not shard" in rank["error"] and "base_layer.weight" in rank["error"] for rank in ranks)
+
+
+def test_weights_packed_into_another_float_are_other_weights(two, model, runs, tmp_path):
+    changes = {"deepspeed": "ds_configs/zero2.json", "bnb_4bit_quant_storage": "float16"}
+    what = "bnb_4bit_quant_storage: float16 in bf16 under DeepSpeed"
+    assert ("error", what) in found_in(Path(RECIPE), changes)
+    more = ["--bnb_4bit_quant_storage", "float16", "--max_steps", "1", "--sample_prompts", "0"]
+    (first,) = losses(two.run("qlora_cases.train", argv=argv(model, tmp_path, "zero2", *more), checked=False))
+    assert abs(first - losses(runs["zero2"][1])[0]) > 1e-3
+
+
+@pytest.mark.grid
+def test_8_bit_is_kept_whole_at_stage_3_and_dies_under_fsdp2(two, model, tmp_path):
+    more = ["--load_in_4bit", "false", "--load_in_8bit", "true", "--max_steps", "1", "--sample_prompts", "0"]
+    for strategy in ("zero3", "fsdp2"):
+        given = argv(model, tmp_path / strategy, strategy, *more)
+        for rank in two.run("qlora_cases.train", argv=given, checked=False):
+            if strategy == "zero3":
+                assert rank["kept_in_8_bit"] == QUANTISED
+            else:
+                assert "has no attribute 'CB'" in rank["error"]

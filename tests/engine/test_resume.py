@@ -1,0 +1,210 @@
+"""Going on from a checkpoint is bit-exact: losses, gradient norms, tokens, and every tensor of the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.tiny import named, write_recipe, write_rows
+from zero_recipes.checkpoint import manifest
+from zero_recipes.core import environment
+from zero_recipes.core.files import write_json
+
+RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "resume.json"
+STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp2")
+SAVED_AT, STEPS = 4, 7
+LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["query_key_value", "dense"], "lora_dropout": 0.1}
+
+
+def resume_recipe(folder: Path, **keys) -> Path:
+    """Three steps an epoch, the last of them smaller: the run is resumed within its second epoch and enters a third.
+
+    Dropout everywhere, a schedule with warm-up, weight decay: whatever is not restored shows in the losses.
+    """
+    usual = {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "learning_rate": 2e-3}
+    usual |= {"gradient_accumulation_steps": 2, "max_steps": STEPS, "save_strategy": "steps", "save_steps": SAVED_AT}
+    usual |= {"eval_strategy": "steps", "eval_steps": 5, "dataset_name": str(write_rows(folder / "few", count=20))}
+    recipe = write_recipe(folder, **(usual | keys))
+    config = folder / "model" / "config.json"
+    values = json.loads(config.read_text()) | {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    config.write_text(json.dumps(values))
+    return recipe
+
+
+def arguments(recipe: Path, strategy: str, output_dir: Path, *more: str) -> list[str]:
+    return [str(recipe), "--output_dir", str(output_dir), *named(strategy), *more]
+
+
+def interrupted(whole: Path, folder: Path) -> Path:
+    """What is left of a run that was killed after step 4."""
+    shutil.copytree(whole, folder)
+    shutil.rmtree(folder / f"checkpoint-{STEPS}")
+    return folder
+
+
+def compare(two, folder: Path, strategy: str, **keys) -> dict[str, float]:
+    """Run, interrupt, resume; the largest differences, after asserting that only the remaining steps were trained."""
+    recipe = resume_recipe(folder, **keys)
+    whole = two.run("train_counted", argv=arguments(recipe, strategy, folder / "whole"))
+    rest_dir = interrupted(folder / "whole", folder / "rest")
+    argv = arguments(recipe, strategy, rest_dir, "--resume_from_checkpoint", "true")
+    rest = two.run("train_counted", argv=argv)
+    for rank in (0, 1):
+        remaining = [step for step in whole[rank]["calls"] if step >= SAVED_AT]
+        assert rest[rank]["calls"] == remaining and 0 < len(remaining) < len(whole[rank]["calls"])
+    then, now = whole[0]["metrics"], rest[0]["metrics"]
+    assert (now["strategy"], now["resumed_at"], now["first_step"]) == (strategy, [SAVED_AT], 1)
+    assert then["resumed_at"] == [] and len(now["loss_history"]) == STEPS == len(then["loss_history"])
+    assert now["tokens"] == then["tokens"] and [e["step"] for e in now["eval_history"]] == [5, STEPS]
+    paths = [str(folder / name / f"checkpoint-{STEPS}") for name in ("whole", "rest")]
+    assert manifest.damage(Path(paths[1])) is None
+    gaps = two.run("checkpoint_gaps", one=paths[0], other=paths[1])[0]
+    assert gaps["tensors"] > 40
+
+    def gap(key: str) -> float:
+        return max((abs(a - b) for a, b in zip(then[key], now[key], strict=True)), default=0.0)
+
+    return {
+        "loss": gap("loss_history"),
+        "grad_norm": gap("grad_norm_history"),
+        "eval_loss": max(
+            abs(a["loss"] - b["loss"]) for a, b in zip(then["eval_history"], now["eval_history"], strict=True)
+        ),
+        "weights": gaps["weights"],
+        "states": gaps["states"],
+    }
+
+
+SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
+NOTHING = dict.fromkeys(("loss", "grad_norm", "eval_loss", "weights", "states"), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "bf16", "lora"),
+    [
+        ("ddp", True, True),
+        ("zero0", True, False),
+        ("zero2", True, True),
+        ("zero2_offload", False, False),
+        ("zero3", False, False),
+        ("zero3_offload", True, True),
+    ],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strategy, bf16, lora):
+    assert compare(two, tmp_path, strategy, bf16=bf16, **(LORA if lora else {})) == NOTHING
+
+
+@pytest.fixture(scope="module")
+def zero0(two, tmp_path_factory):
+    """(recipe, folder of a whole run of zero0, its losses)."""
+    folder = tmp_path_factory.mktemp("zero0")
+    recipe = resume_recipe(folder)
+    metrics = two.run("train", argv=arguments(recipe, "zero0", folder / "whole", *SAMPLES))[0]["metrics"]
+    return recipe, folder / "whole", metrics["loss_history"]
+
+
+def test_random_numbers_are_part_of_it(two, zero0, tmp_path):
+    """Without the ranks' states the rest differs: the dropout above puts them to the test."""
+    recipe, whole, losses = zero0
+    folder = interrupted(whole, tmp_path / "rest")
+    for path in folder.glob(f"checkpoint-{SAVED_AT}/rng_state_*.pth"):
+        path.unlink()
+    facts = manifest.read(folder / f"checkpoint-{SAVED_AT}")
+    manifest.write(folder / f"checkpoint-{SAVED_AT}", {k: v for k, v in facts.items() if k not in ("schema", "files")})
+    argv = arguments(recipe, "zero0", folder, "--resume_from_checkpoint", "true")
+    rest = two.run("train", argv=argv)[0]["metrics"]["loss_history"]
+    assert rest[:SAVED_AT] == losses[:SAVED_AT] and rest[SAVED_AT] != losses[SAVED_AT]
+
+
+def test_the_patch_of_stage_0_would_spoil_a_resumed_run(two, zero0, tmp_path):
+    recipe, whole, losses = zero0
+    folder = interrupted(whole, tmp_path / "rest")
+    argv = arguments(recipe, "zero0", folder, "--resume_from_checkpoint", "true")
+    rest = two.run("train_with_adam_reset", argv=argv)[0]["metrics"]["loss_history"]
+    assert rest[SAVED_AT] == losses[SAVED_AT], "the forward pass comes before Adam"
+    assert rest[SAVED_AT + 1] != losses[SAVED_AT + 1]
+
+
+def test_a_finished_run_trains_nothing_and_keeps_its_figures(two, zero0, tmp_path):
+    """A pod that restarts after the end. `before` stays what the untrained model said."""
+    recipe, whole, losses = zero0
+    folder = Path(shutil.copytree(whole, tmp_path / "copy"))
+    again = two.run(
+        "train_counted", argv=arguments(recipe, "zero0", folder, "--resume_from_checkpoint", "true", *SAMPLES)
+    )
+    metrics = again[0]["metrics"]
+    assert again[0]["calls"] == again[1]["calls"] == [] and metrics["loss_history"] == losses
+    assert metrics["status"] == "ok" and metrics["step_seconds"]["median"] > 0 and metrics["resumed_at"] == [STEPS]
+    assert (folder / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(two, zero0, tmp_path):
+    recipe, whole, _ = zero0
+    folder = Path(shutil.copytree(whole, tmp_path / "copy"))
+    resume = ("--resume_from_checkpoint", "true")
+    write_rows(tmp_path / "others", count=20, seed=1)
+    rows = arguments(recipe, "zero0", folder, *resume, "--dataset_name", str(tmp_path / "others"))
+    for said in two.run("refusal_of", argv=rows):
+        assert said.endswith("was trained on other rows")
+    for said in two.run("refusal_of", argv=arguments(recipe, "zero3", folder, *resume)):
+        assert said.endswith("was written by zero0 on 2 processes; this run is zero3 on 2 processes")
+    for said in two.run("refusal_of", argv=arguments(recipe, "zero0", folder, *resume, "--learning_rate", "1.0")):
+        assert said.endswith("learning_rate 0.002; this run has learning_rate 1.0")
+
+
+def test_a_checkpoint_of_plain_transformers_is_taken_by_its_path(two, zero0, tmp_path):
+    recipe, whole, losses = zero0
+    folder = interrupted(whole, tmp_path / "plain") / f"checkpoint-{SAVED_AT}"
+    for name in ("manifest.json", "history.json"):
+        (folder / name).unlink()
+    argv = arguments(recipe, "zero0", tmp_path / "rest", "--resume_from_checkpoint", str(folder))
+    metrics = two.run("train", argv=argv)[0]["metrics"]
+    assert metrics["loss_history"] == losses[SAVED_AT:] and metrics["first_step"] == SAVED_AT + 1
+
+
+def test_rotation_after_the_manifest_is_still_needed(one, tmp_path):
+    """Fails when transformers rotates after on_save: then a callback can write the manifest."""
+    recipe = resume_recipe(tmp_path, max_steps=2, save_steps=2)
+    argv = arguments(recipe, "ddp", tmp_path / "out")
+    assert one.run("order_of_saving", argv=argv)[0] == ["rotate", "on_save"]
+
+
+def test_ending_at_the_last_step_is_still_needed(two, zero0, tmp_path):
+    """Fails when transformers trains no step past the end: then remove CheckpointingSFTTrainer._run_epoch."""
+    recipe, whole, _ = zero0
+    folder = Path(shutil.copytree(whole, tmp_path / "copy"))
+    argv = arguments(recipe, "zero0", folder, "--resume_from_checkpoint", "true")
+    assert two.run("train_past_the_end", argv=argv)[0]["calls"] == [STEPS] * 2
+
+
+@pytest.mark.grid
+def test_the_whole_grid(two, tmp_path):
+    """Every strategy, full and LoRA, bf16 and fp32; writes benchmarks/results/resume.json."""
+    found = {}
+    for strategy in STRATEGIES:
+        for name, keys in (("full", {}), ("lora", LORA)):
+            for precision in ("bf16", "fp32"):
+                folder = tmp_path / f"{strategy}-{name}-{precision}"
+                folder.mkdir()
+                gaps = compare(two, folder, strategy, bf16=precision == "bf16", **keys)
+                found.setdefault(strategy, {}).setdefault(name, {})[precision] = gaps
+    kept = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+    write_json(
+        RESULT,
+        kept
+        | {
+            "what": "largest absolute difference between a run interrupted and resumed and the uninterrupted one: of "
+            "losses, gradient norms, evaluation, and of all tensors of the last checkpoint (weights; states: those of "
+            "optimizer, schedule and random numbers of each rank)",
+            "world_size": 2,
+            "saved_at": SAVED_AT,
+            "steps": STEPS,
+            "strategies": found,
+            "versions": environment.versions(),
+            "hardware": environment.hardware("cpu"),
+        },
+    )
+    assert all(gaps == NOTHING for names in found.values() for kinds in names.values() for gaps in kinds.values())

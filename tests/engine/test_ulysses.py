@@ -1,0 +1,101 @@
+"""Two processes that share each sequence train as one process does without: losses, weights, tokens, evaluations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.tiny import llama_config, named, write_recipe
+
+
+def write_llama(folder: Path, heads: int = 4, keys: int = 2) -> Path:
+    """A Llama with weights, in a folder that has a tokenizer."""
+    torch.manual_seed(0)
+    config = llama_config(num_attention_heads=heads, num_key_value_heads=keys)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    """Rows of very uneven length, accumulation over them, clipping; more steps than an epoch has."""
+    folder = tmp_path_factory.mktemp("ulysses")
+    keys = {"random_weights": False, "bf16": False, "max_steps": 8, "gradient_accumulation_steps": 4}
+    keys |= {"eval_strategy": "steps", "eval_steps": 4, "data_seed": 3, "save_model": True, "max_grad_norm": 1.0}
+    path = write_recipe(folder, pad_to_multiple_of=128, dataloader_drop_last=True, **keys)
+    write_llama(folder / "model")
+    for split in ("train", "test"):
+        rows = (
+            (folder / "rows" / f"{split}.jsonl").read_text().splitlines()[:48]
+        )  # an epoch divides: what is dropped is no part of this
+        (folder / "rows" / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(one, recipe):
+    """One process, whole sequences: (metrics, weights)."""
+    return run(one, recipe, recipe.parent / "alone", case="train")
+
+
+def run(group, recipe, folder, *more: str, case: str = "ulysses_cases.train_sharing"):
+    metrics = group.run(case, argv=[str(recipe), "--output_dir", str(folder), *more])[0]["metrics"]
+    return metrics, load_file(folder / "model.safetensors")
+
+
+def apart(losses: list[float], wanted: list[float]) -> float:
+    return max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_shared_sequences_train_as_whole_ones(two, recipe, alone, tmp_path, strategy):
+    found, weights = run(two, recipe, tmp_path / "out", *named(strategy), "--sequence_parallel_size", "2")
+    wanted, wanted_weights = alone
+    assert (found["strategy"], found["world_size"]) == (f"{strategy}_ulysses", 2)
+    assert apart(found["loss_history"], wanted["loss_history"]) < 1e-5
+    assert wanted["loss_history"][-1] < wanted["loss_history"][0] - 0.3
+    distance = sum((weights[name] - wanted_weights[name]).square().sum() for name in wanted_weights)
+    assert (distance / sum(tensor.square().sum() for tensor in wanted_weights.values())) ** 0.5 < 1e-5
+    losses = [[evaluation["loss"] for evaluation in metrics["eval_history"]] for metrics in (found, wanted)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 2
+    assert found["tokens"] == wanted["tokens"], "each token counts once, however many processes share its row"
+    speed = found["tokens_per_second"]
+    assert speed["supervised"] / speed["all"] == pytest.approx(
+        wanted["tokens_per_second"]["supervised"] / wanted["tokens_per_second"]["all"]
+    )
+    assert found["communication_bytes_per_step"]["all_to_all"] > 0
+
+
+def test_two_groups_share_out_the_rows(four, recipe, alone, tmp_path):
+    """Four processes, two sequences at a time: half the accumulation is the same step."""
+    more = ["--sequence_parallel_size", "2", "--gradient_accumulation_steps", "2", *named("zero2")]
+    found, _ = run(four, recipe, tmp_path / "out", *more)
+    wanted = alone[0]
+    assert apart(found["loss_history"], wanted["loss_history"]) < 1e-5 and found["tokens"] == wanted["tokens"]
+
+
+def test_a_mean_for_each_micro_batch_is_noticed(two, recipe, alone, tmp_path):
+    """Fails when transformers weighs tokens under Ulysses: then ulysses.loss_of_a_part may go."""
+    more = [*named("zero2"), "--sequence_parallel_size", "2"]
+    found, _ = run(two, recipe, tmp_path / "out", *more, case="ulysses_cases.train_with_a_mean_for_each_micro_batch")
+    assert apart(found["loss_history"], alone[0]["loss_history"]) > 1e-3
+
+
+def test_the_recipe_for_long_sequences_is_sound(tmp_path):
+    """recipes/qwen-long.yaml with a model of its kind: nothing is found in it."""
+    from tests.helpers.known_bad import ds_config, found_in
+    from tests.helpers.tiny import ROOT
+    from zero_recipes.config import recipe as recipes
+
+    write_recipe(tmp_path)
+    write_llama(tmp_path / "model")
+    shipped = recipes.read(ROOT / "recipes" / "qwen-long.yaml")
+    assert shipped["sequence_parallel_size"] == 2
+    changes = {"model_name_or_path": str(tmp_path / "model"), "deepspeed": ds_config(3)}
+    assert found_in(ROOT / "recipes" / "qwen-long.yaml", changes) == []
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["num_key_value_heads"] == 2

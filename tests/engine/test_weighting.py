@@ -1,0 +1,101 @@
+"""Every token weighs the same where transformers and TRL weigh ranks or micro batches; faults and their mending."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from tests.helpers.equivalence_grid import TOLERANCE, write_subject
+from tests.helpers.tiny import write_recipe
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> list[str]:
+    """The grid's recipe with an evaluation before a few steps; neither split divides into its batches."""
+    path = write_subject(tmp_path_factory.mktemp("weighting"))
+    keys = json.loads(path.read_text()) | {"max_steps": STEPS, "per_device_train_batch_size": 4, "save_model": False}
+    keys |= {"eval_strategy": "steps", "eval_steps": STEPS, "eval_on_start": True, "per_device_eval_batch_size": 4}
+    path.write_text(json.dumps(keys))
+    return [str(path)]
+
+
+@pytest.fixture(scope="module")
+def plain(one, recipe, tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("plain")
+    argv = [*recipe, "--output_dir", str(folder / "out")]
+    trained = one.run("train_plainly", argv=argv, folder=str(folder))[0]
+    return trained | {"evaluation": one.run("evaluate_plainly", argv=argv)[0]}
+
+
+def apart(losses: list[float], wanted: list[float]) -> float:
+    return max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_evaluation_is_token_weighted(two, recipe, plain, tmp_path, strategy):
+    argv = [*recipe, "--output_dir", str(tmp_path / "out")]
+    argv += [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
+    found = two.run("train_by", argv=argv, mended=True)[0]
+    assert apart(found["losses"], plain["losses"]) <= TOLERANCE
+    assert found["evaluations"][0] == pytest.approx(plain["evaluation"], rel=TOLERANCE)
+    assert found["evaluations"][1] < found["evaluations"][0] - 0.1
+
+
+def test_models_that_count_no_tokens(two, recipe, plain, tmp_path):
+    """As Gemma 3n and Gemma 4. Fails where SFTTrainer weighs tokens for them, and in evaluation: mending may go."""
+    argv = [*recipe, "--output_dir", str(tmp_path / "out")]
+    unmended = two.run("train_by", argv=argv, mended=False, accepts_loss_kwargs=False)[0]
+    assert apart(unmended["losses"], plain["losses"]) > 100 * TOLERANCE
+    assert abs(unmended["evaluations"][0] - plain["evaluation"]) > 10 * TOLERANCE * plain["evaluation"]
+    mended = two.run("train_by", argv=[*argv, "--overwrite", "true"], mended=True, accepts_loss_kwargs=False)[0]
+    assert apart(mended["losses"], plain["losses"]) <= TOLERANCE
+
+
+def test_models_without_a_loss_type(one, two, tmp_path):
+    """GPT-2 on plain text. Fails where transformers no longer counts the first tokens, which have no loss."""
+    recipe = write_text_recipe(tmp_path)
+    argv = [str(recipe), "--output_dir", str(tmp_path / "out")]
+    plain = one.run("train_plainly", argv=argv, folder=str(tmp_path / "plain"))[0]
+    mended = two.run("train_by", argv=argv, mended=True)[0]
+    assert apart(mended["losses"], plain["losses"]) <= TOLERANCE
+    unmended = two.run("train_by", argv=[*argv, "--overwrite", "true"], mended=False)[0]
+    assert apart(unmended["losses"], plain["losses"]) > 100 * TOLERANCE
+
+
+def write_text_recipe(folder: Path) -> Path:
+    """A GPT-2 with weights and rows of text: every token but a row's first has a loss."""
+    rows = folder / "text"
+    rows.mkdir()
+    lines = [json.dumps({"text": "The fish hums. " * (1 + i * i % 17)}) for i in range(80)]
+    (rows / "train.jsonl").write_text("\n".join(lines) + "\n")
+    recipe = write_recipe(
+        folder, dataset_name=str(rows), dataset_format=None, random_weights=False, bf16=False, max_steps=STEPS,
+        global_batch_size=16, weight_decay=0.01, max_grad_norm=1.0, data_seed=7,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=1031, n_positions=256, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0,
+        pad_token_id=1, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return recipe
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_the_first_step_of_lora_changes_what_has_a_gradient_and_nothing_else(two, one, recipe, tmp_path, strategy):
+    """B has a gradient, A has none while B is zero, all else is frozen. The grid asserts the same of full training."""
+    lora = ["--use_peft", "true", "--lora_r", "4", "--lora_target_modules", "query_key_value", "dense"]
+    lora += ["--max_steps", "1", "--weight_decay", "0", "--eval_strategy", "no", "--eval_on_start", "false"]
+    argv = [*recipe, "--output_dir", str(tmp_path / "out"), *lora]
+    gradients = one.run("gradients_of_the_first_step", argv=argv)[0]
+    assert len(gradients["some"]) == len(gradients["zero"]) == 4 and len(gradients["none"]) == 28
+    argv += [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
+    for found in two.run("train_watched", argv=argv):
+        assert set(found["changed"]) == set(gradients["some"])
+        assert set(found["unchanged"]) == set(gradients["zero"] + gradients["none"])

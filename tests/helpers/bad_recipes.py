@@ -1,0 +1,509 @@
+"""Recipes with one fault each, and their fixed twins: the tests refuse and accept them, docs/checks.md shows them.
+
+A case is a folder: recipe.yaml, and where it needs them ds.json, accelerate.yaml, rows/ and other files. Paths are
+relative to it, so that what is said of it does not depend on where it lies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import chdir
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SOUND_ROWS = [{"prompt": f"Say {i}.\n", "completion": f"The fish says {i}."} for i in range(8)]
+SOUND_DS_CONFIG = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+SOUND_RECIPE = """model_name_or_path: ./model
+dataset_name: ./rows
+random_weights: true
+output_dir: out
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 2
+max_steps: 10
+max_length: 64
+activation_checkpointing: false
+save_strategy: "no"
+save_model: false
+report_to: none
+"""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way of writing it. `recipe`: lines that replace those of the same key, or are added."""
+
+    recipe: str = ""
+    without: tuple[str, ...] = ()  # keys taken out of the sound recipe
+    whole: str | None = None  # the whole recipe, instead
+    overrides: tuple[str, ...] = ()
+    ds: str | Mapping[str, Any] | None = None  # text, or keys laid over ds_configs/zero2.json (None takes one out)
+    accelerate: str | None = None
+    rows: tuple[Mapping[str, Any], ...] | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+
+    def written(self) -> str:
+        """What differs from the sound recipe, as a person would write it."""
+        parts = []
+        if self.whole is not None or self.recipe:
+            parts.append(self.recipe if self.whole is None else self.whole or "(nothing)")
+        parts += [f"(without `{key}`)" for key in self.without]
+        if self.overrides:
+            parts.append("run_sft.py recipe.yaml " + " ".join(self.overrides))
+        if self.ds is not None:
+            parts.append("ds.json: " + (self.ds if isinstance(self.ds, str) else json.dumps(self.ds)))
+        if self.accelerate is not None:
+            parts.append("accelerate.yaml:\n" + self.accelerate.rstrip())
+        if self.rows is not None:
+            parts.append("a row: " + json.dumps(self.rows[0]))
+        parts += [f"{name}: {text}" for name, text in self.files.items()]
+        return "\n".join(part.rstrip() for part in parts) or "(as it is)"
+
+    def write(self, folder: Path) -> list[str]:
+        """Write the case into `folder`. Returns the arguments of run_sft.py, relative to it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model").symlink_to(ROOT / "tiny_world" / "base")
+        (folder / "rows").mkdir()
+        rows = SOUND_ROWS if self.rows is None else self.rows
+        (folder / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for name, text in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        replaced = {line.partition(":")[0] for line in self.recipe.splitlines() if not line.startswith(" ")}
+        kept = [
+            line
+            for line in SOUND_RECIPE.splitlines()
+            if line.partition(":")[0] not in replaced and line.partition(":")[0] not in self.without
+        ]
+        if self.ds is not None:
+            text = self.ds
+            if not isinstance(text, str):
+                laid = {key: value for key, value in (SOUND_DS_CONFIG | dict(text)).items() if value is not None}
+                text = json.dumps(laid)
+            (folder / "ds.json").write_text(text)
+            if self.accelerate is None and "deepspeed" not in replaced:
+                kept.append("deepspeed: ds.json")
+        if self.accelerate is not None:
+            (folder / "accelerate.yaml").write_text(self.accelerate)
+        text = "\n".join([*kept, self.recipe]) if self.whole is None else self.whole
+        (folder / "recipe.yaml").write_text(text)
+        return ["recipe.yaml", *self.overrides]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, its fixed twin, and the words of the finding that names it."""
+
+    name: str
+    bad: Side
+    fixed: Side
+    says: str  # stands in the finding's `what`
+    level: str = "error"
+    launcher_stops: bool = False  # before a run of ours begins
+
+
+def recipe(name: str, bad: str, fixed: str, says: str, **more: Any) -> Fault:
+    """A fault in a line of the recipe."""
+    level = more.pop("level", "error")
+    return Fault(name, Side(recipe=bad, **more), Side(recipe=fixed, **more), says, level)
+
+
+def ds(name: str, bad: Any, fixed: Any, says: str, level: str = "error", lines: str = "") -> Fault:
+    """A fault in the DeepSpeed configuration."""
+    return Fault(name, Side(ds=bad, recipe=lines), Side(ds=fixed, recipe=lines), says, level)
+
+
+CHAT = ({"messages": [{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "One."}]},)
+MASKED = {"input_ids": [5, 6, 0], "labels": [-100, -100, -100]}
+ALPACA = ({"instruction": "Say 1.", "input": "", "output": "One."},)
+CHATML = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|endoftext|>{% endfor %}"
+STAGE_3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+ACCELERATE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_type": "linear"}}
+LOG_WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": 5}}
+
+
+def schedule(warmup: Any) -> dict[str, Any]:
+    return {"scheduler": SCHEDULE | {"params": SCHEDULE["params"] | {"warmup_num_steps": warmup}}}
+
+
+FSDP_FILE = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n"
+FSDP2 = "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+
+
+def fsdp(name: str, bad: str, fixed: str, says: str, lines: str = "") -> Fault:
+    """A fault in the fsdp_config of an accelerate file."""
+    return Fault(
+        name, Side(recipe=lines, accelerate=FSDP_FILE + bad), Side(recipe=lines, accelerate=FSDP_FILE + fixed), says
+    )
+
+
+SECTIONS = {
+    "The recipe's text": [
+        Fault("an empty recipe", Side(whole=""), Side(), "no mapping of keys to values"),
+        Fault("no YAML", Side(whole="max_steps: [1\n"), Side(), "is not YAML"),
+        Fault(
+            "an env block that is no mapping", Side(recipe="env: fast"), Side(recipe="env: {FAST: 1}"), "is no mapping"
+        ),
+        recipe("a key that is no text", "? 5", "seed: 5", "the key in recipe.yaml:13 is no text"),
+        recipe("a key that stands twice", "max_steps: 5\nmax_steps: 7", "max_steps: 7", "stands twice"),
+        recipe("a misspelt key", "lerning_rate: 1e-4", "learning_rate: 1e-4", "unknown key `lerning_rate`"),
+        recipe("a key of the launcher", "num_processes: 2", "seed: 2", "a key of the launcher"),
+        recipe("a former key: torch_dtype", "torch_dtype: bfloat16", "dtype: bfloat16", "`torch_dtype`"),
+        recipe("a former key: max_seq_length", "max_seq_length: 64", "max_length: 64", "`max_seq_length`"),
+        recipe(
+            "a former key: evaluation_strategy", 'evaluation_strategy: "no"', 'eval_strategy: "no"', "`evaluation_str"
+        ),
+        recipe("a former key: warmup_ratio", "warmup_ratio: 0.1", "warmup_steps: 0.1", "`warmup_ratio`"),
+        recipe(
+            "a former key: overwrite_output_dir", "overwrite_output_dir: true", "overwrite: true", "`overwrite_output"
+        ),
+        recipe(
+            "a former switch", "group_by_length: true", "train_sampling_strategy: group_by_length", "`group_by_length`"
+        ),
+        recipe(
+            "an old name that is still taken",
+            "gradient_checkpointing: false",
+            "activation_checkpointing: false",
+            "is an old name",
+            without=("activation_checkpointing",),
+            level="warning",
+        ),
+        recipe("YAML's no", "save_strategy: no", 'save_strategy: "no"', "a truth value"),
+        recipe("a list for a number", "learning_rate: [1e-5]", "learning_rate: 1e-5", "is a list"),
+        recipe("a mapping for a number", "max_steps: {first: 5}", "max_steps: 5", "is a mapping"),
+        recipe("a number for text", "run_name: 2024", 'run_name: "2024"', "is the number 2024"),
+        recipe("a switch for a list", "report_to: none\nlabel_names: true", "report_to: none", "`label_names` in"),
+        recipe(
+            "a mixture that is no list of data sets",
+            "datasets: ./rows",
+            "datasets: [{path: ./rows}]",
+            "is no list of data sets",
+            without=("dataset_name",),
+        ),
+        recipe("a number for a switch", "packing: 3", "packing: false", "is the number 3"),
+        recipe("text for a number", "logging_steps: many", "logging_steps: 5", "is the text 'many'"),
+        recipe(
+            "a key without a value",
+            "learning_rate:",
+            "learning_rate: 1e-5",
+            "`learning_rate` in recipe.yaml:13 is empty",
+        ),
+        recipe("a count below one", "max_length: 0", "max_length: 64", "`max_length` in recipe.yaml:12 is 0"),
+        recipe("a choice that is none", "optim: adamw_fast", "optim: adamw_torch", "`optim` in recipe.yaml"),
+        recipe(
+            "a packing strategy that is none", "packing_strategy: best", "packing_strategy: bfd", "`packing_strategy`"
+        ),
+    ],
+    "The command line": [
+        Fault(
+            "an abbreviated key",
+            Side(overrides=("--max_step", "3")),
+            Side(overrides=("--max_steps", "3")),
+            "unknown key `max_step` in the command line",
+        ),
+        Fault(
+            "a value without a key",
+            Side(overrides=("--max_steps", "3", "4")),
+            Side(overrides=("--max_steps", "3")),
+            "'4' on the command line belongs to no key",
+        ),
+        Fault(
+            "a wrong value",
+            Side(overrides=("--max_steps", "many")),
+            Side(overrides=("--max_steps", "3")),
+            "the command line or the recipe has a wrong value",
+        ),
+    ],
+    "Batches, model and data": [
+        recipe(
+            "a global batch that does not divide",
+            "global_batch_size: 7",
+            "global_batch_size: 8",
+            "global_batch_size 7 cannot be made",
+            without=("gradient_accumulation_steps",),
+        ),
+        recipe(
+            "a global batch that contradicts the accumulation",
+            "global_batch_size: 16",
+            "global_batch_size: 8",
+            "contradicts gradient_accumulation_steps 2",
+        ),
+        Fault("no model", Side(without=("model_name_or_path",)), Side(), "names no model"),
+        Fault("no data", Side(without=("dataset_name",)), Side(), "names no data"),
+        recipe("a model that is not there", "model_name_or_path: ./modle", "model_name_or_path: ./model", "be found"),
+        recipe("data that is not there", "dataset_name: ./row", "dataset_name: ./rows", "cannot be loaded"),
+        recipe(
+            "a split that is not there", "dataset_train_split: training", "dataset_train_split: train", "has no split"
+        ),
+        recipe("an evaluation without a split", "eval_strategy: steps", 'eval_strategy: "no"', "has no split 'test'"),
+        recipe("no Alpaca columns", "dataset_format: alpaca", "seed: 1", "has no column instruction"),
+        recipe("Alpaca's columns unnamed", "seed: 1", "dataset_format: alpaca", "has the columns", rows=ALPACA),
+        recipe("sample prompts from no split", "sample_prompts: 2", "sample_prompts: [Say it.]", "asks for evaluation"),
+        recipe("sample prompts from no file", "sample_prompts: p.jsonl", "sample_prompts: [a]", "no file of sample"),
+        Fault(
+            "a sample prompt without its columns",
+            Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"question": "a"}'}),
+            Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"prompt": "a", "completion": "b"}'}),
+            "cannot be made of rows with the columns question",
+        ),
+        Fault(
+            "a row without an answer",
+            Side(rows=({"input_ids": [5, 6, 0], "labels": [5, 6, 0]}, MASKED)),
+            Side(rows=({"input_ids": [5, 6, 0], "labels": [5, 6, 0]},)),
+            "1 rows carry no loss at all; the first is row 1",
+        ),
+        recipe("rows cut before their answers", "max_length: 2", "max_length: 64", "no row is left to train on"),
+        Fault(
+            "a prompt that merges with its answer",
+            Side(rows=({"prompt": "The fi", "completion": "sh hums."},)),
+            Side(rows=({"prompt": "The fish", "completion": " hums."},)),
+            "no prefix of prompt and answer",
+            "warning",
+        ),
+        Fault(
+            "an answer that does not learn to end",
+            Side(
+                rows=CHAT,
+                recipe="chat_template_path: c.jinja",
+                files={"c.jinja": CHATML.replace("<|endoftext|>", "\n")},
+            ),
+            Side(rows=CHAT, recipe="chat_template_path: c.jinja", files={"c.jinja": CHATML}),
+            "have no supervised <|endoftext|> at their end",
+            "warning",
+        ),
+        Fault(
+            "a chat template that is not there",
+            Side(recipe="chat_template_path: chat.jinja"),
+            Side(recipe="chat_template_path: c.jinja", files={"c.jinja": CHATML}),
+            "there is no chat template chat.jinja",
+        ),
+        recipe("an unknown end of text", "eos_token: <|im_end|>", "eos_token: <|endoftext|>", "is not in the model"),
+        recipe("padding with the end of text", "pad_token: <|endoftext|>", "pad_token: <|padding|>", "its end of text"),
+        recipe("unknown padding", "pad_token: <|pad|>", "pad_token: <|padding|>", "pad_token '<|pad|>' is not in"),
+        recipe(
+            "flash attention on a CPU",
+            "attn_implementation: flash_attention_2",
+            "attn_implementation: sdpa",
+            "flash_attention_2 on a CPU",
+        ),
+    ],
+    "The output folder": [
+        Fault(
+            "a folder that holds an earlier run",
+            Side(files={"out/metrics.json": '{"status": "ok"}'}),
+            Side(files={"out/metrics.json": '{"status": "ok"}'}, overrides=("--overwrite", "true")),
+            "out already holds metrics.json",
+        ),
+        recipe(
+            "a checkpoint that is not there",
+            "resume_from_checkpoint: out/checkpoint-5",
+            "resume_from_checkpoint: true",
+            "no checkpoint",
+        ),
+    ],
+    "The DeepSpeed configuration": [
+        recipe(
+            "a ds_config that is not there", "deepspeed: zero9.json", "deepspeed: ds.json", "no DeepSpeed conf", ds={}
+        ),
+        ds("comments in JSON", '{"zero_optimization": {"stage": 2}} // two', {}, "is not JSON"),
+        ds("a ds_config that is no mapping", "[2]", {}, "is no mapping"),
+        ds("a stage that is none", {"zero_optimization": {"stage": 5}}, {}, "zero_optimization.stage in ds.json is 5"),
+        ds(
+            "a misspelt ZeRO key", {"zero_optimization": {"stge": 2}}, {}, "zero_optimization.stge in ds.json is no key"
+        ),
+        ds("a block that is no mapping", {"bf16": True}, {"bf16": {"enabled": True}}, "bf16 in ds.json is True"),
+        ds("an optimizer without a type", {"optimizer": {"params": {}}}, {}, "optimizer in ds.json has no type"),
+        ds("a count that is none", {"train_batch_size": "all"}, {}, "train_batch_size in ds.json is 'all'"),
+        ds("a norm that is none", {"gradient_clipping": "yes"}, {}, "gradient_clipping in ds.json is 'yes'"),
+        ds("no zero_optimization", {"zero_optimization": None}, {}, "has no zero_optimization"),
+        ds(
+            "no micro batch",
+            {"train_micro_batch_size_per_gpu": None, "train_batch_size": None},
+            {},
+            "has no train_micro",
+        ),
+        ds("no accumulation", {"gradient_accumulation_steps": None}, {}, "has no gradient_accumulation_steps"),
+        ds("no clipping", {"gradient_clipping": None}, {}, "has no gradient_clipping"),
+        ds("no bf16", {"bf16": None}, {}, "has no bf16"),
+        ds("another global batch", {"train_batch_size": 128}, {"train_batch_size": "auto"}, "has train_batch_size=128"),
+        ds("another micro batch", {"train_micro_batch_size_per_gpu": 16}, {}, "has train_micro_batch_size_per_gpu=16"),
+        ds("another accumulation", {"gradient_accumulation_steps": 4}, {}, "has gradient_accumulation_steps=4"),
+        ds("another clipping", {"gradient_clipping": 0.3}, {"gradient_clipping": 1.0}, "has gradient_clipping=0.3"),
+        ds("fp16 beside bf16", {"fp16": {"enabled": True}}, {"fp16": {"enabled": "auto"}}, "has fp16.enabled=True"),
+        ds(
+            "another learning rate",
+            {"optimizer": {"type": "AdamW", "params": {"lr": 0.5, "torch_adam": True}}},
+            {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}},
+            "has optimizer.params.lr=0.5",
+        ),
+        ds(
+            "a warm-up longer than the run",
+            schedule(1000),
+            schedule(5),
+            "warmup_num_steps 1000",
+            lines="warmup_steps: 5",
+        ),
+        ds(
+            "a stage 3 that saves nothing",
+            {"zero_optimization": {"stage": 3}},
+            {"zero_optimization": STAGE_3},
+            "without stage3_gather",
+            lines="save_model: true",
+        ),
+        ds(
+            "a block that does nothing",
+            {"activation_checkpointing": {}},
+            {},
+            "activation_checkpointing block",
+            "warning",
+        ),
+        ds(
+            "a key that does nothing",
+            {"aio": {"thread_count": 4}},
+            {"aio": {"intra_op_parallelism": 4}},
+            "aio.thread_count",
+            "warning",
+        ),
+        ds(
+            "a warm-up along a logarithm",
+            {"scheduler": LOG_WARMUP},
+            schedule(5),
+            "WarmupLR in ds.json warms up along a logarithm",
+            "warning",
+        ),
+        ds("an unknown block", {"gradient_cliping": 1.0}, {}, "unknown top-level keys", "warning"),
+        recipe(
+            "fp16 on a CPU", "fp16: true\nbf16: false", "bf16: true", "fp16 on a CPU", ds={"fp16": {"enabled": "auto"}}
+        ),
+    ],
+    "The launcher": [
+        Fault(
+            "two ds_configs",
+            Side(recipe="deepspeed: other.json", files={"other.json": "{}"}, ds={}, accelerate=ACCELERATE),
+            Side(ds={}, accelerate=ACCELERATE),
+            "two DeepSpeed configurations",
+        ),
+        Fault(
+            "ZeRO written inline",
+            Side(accelerate="distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "describes ZeRO inline",
+        ),
+        Fault(
+            "two precisions",
+            Side(ds={}, accelerate=ACCELERATE + "mixed_precision: bf16\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "mixed_precision beside deepspeed_config_file",
+        ),
+        Fault(
+            "an inline stage beside a ds_config",
+            Side(ds={}, accelerate=ACCELERATE + "  zero_stage: 3\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "zero_stage beside deepspeed_config_file",
+        ),
+        Fault(
+            "FP8",
+            Side(accelerate="distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp8\n"),
+            Side(accelerate="distributed_type: MULTI_GPU\nnum_processes: 2\n"),
+            "asks for FP8",
+        ),
+        Fault(
+            "parallelism in an accelerate file",
+            Side(ds={}, accelerate=ACCELERATE + "parallelism_config:\n  parallelism_config_sp_size: 2\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "has a parallelism_config",
+        ),
+        Fault(
+            "a number of processes that is none",
+            Side(ds={}, accelerate=ACCELERATE.replace("num_processes: 2", "num_processes: all")),
+            Side(ds={}, accelerate=ACCELERATE),
+            "num_processes in accelerate.yaml is 'all'",
+            launcher_stops=True,
+        ),
+    ],
+    "FSDP": [
+        fsdp("FSDP1", "  fsdp_sharding_strategy: FULL_SHARD\n", FSDP2, "FSDP1 ("),
+        fsdp(
+            "parts saved instead of a model",
+            FSDP2 + "  fsdp_state_dict_type: SHARDED_STATE_DICT\n",
+            FSDP2,
+            "state_dict_type SHARDED_STATE_DICT",
+        ),
+        fsdp(
+            "parameters on the CPU", FSDP2 + "  fsdp_offload_params: true\n", FSDP2, "parameters offloaded to the CPU"
+        ),
+        fsdp(
+            "weights on one rank only",
+            FSDP2 + "  fsdp_cpu_ram_efficient_loading: true\n",
+            FSDP2,
+            "cpu_ram_efficient_loading",
+        ),
+        fsdp(
+            "activations recomputed twice",
+            FSDP2 + "  fsdp_activation_checkpointing: true\n",
+            FSDP2,
+            "activation_checkpointing twice",
+            "activation_checkpointing: true",
+        ),
+        recipe("FSDP's old words", "fsdp: full_shard auto_wrap", "fsdp: true", "fsdp: full_shard auto_wrap"),
+        recipe(
+            "a key that FSDP2 does not read",
+            "fsdp: true\nfsdp_config: {sharding_strategy: 1}",
+            "fsdp: true",
+            "fsdp_config with sharding_strategy",
+        ),
+        recipe(
+            "FSDP and DeepSpeed",
+            "fsdp: true\ndeepspeed: ds.json",
+            "deepspeed: ds.json",
+            "FSDP and DeepSpeed at once",
+            ds={},
+        ),
+        recipe(
+            "a batch size that FSDP2 seeks",
+            "fsdp: true\nauto_find_batch_size: true",
+            "fsdp: true",
+            "auto_find_batch_size under FSDP2",
+        ),
+        Fault(
+            "two FSDP configurations",
+            Side(recipe="fsdp: true\nfsdp_config: {reshard_after_forward: false}", accelerate=FSDP_FILE + FSDP2),
+            Side(accelerate=FSDP_FILE + FSDP2),
+            "two FSDP configurations",
+        ),
+    ],
+}
+FAULTS = [fault for faults in SECTIONS.values() for fault in faults]
+
+
+def findings_of(side: Side, folder: Path) -> list:
+    """Everything that `zero-recipes check --data` finds, for two processes. `folder` is made anew."""
+    from zero_recipes.checks.preflight import preflight
+    from zero_recipes.cli import main as cli
+    from zero_recipes.config import recipe as recipes
+    from zero_recipes.config.accelerate import launched_environment
+    from zero_recipes.core.errors import Refusal
+
+    shutil.rmtree(folder, ignore_errors=True)
+    name, *overrides = side.write(folder)
+    kept = dict(os.environ)
+    with chdir(folder):
+        try:
+            path = Path(name)
+            file = None if side.accelerate is None else Path("accelerate.yaml")
+            environment, findings = launched_environment(file, 2), []
+            run, found = preflight(path, recipes.read(path), overrides, environment)
+            findings += found
+            if run is not None and not any(finding.level == "error" for finding in findings):
+                findings += cli.data_findings(run, show=False)
+        except Refusal as refusal:
+            findings = refusal.findings
+        finally:
+            os.environ.clear()
+            os.environ.update(kept)
+    return findings

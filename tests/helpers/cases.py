@@ -1,0 +1,382 @@
+"""What the workers of tests/helpers/group.py run. Every case is called on all ranks; arguments and results are JSON."""
+
+from __future__ import annotations
+
+import json
+
+import run_sft
+from zero_recipes.compat import deepspeed_tensors
+from zero_recipes.metrics.callback import StageMetricsCallback
+
+
+def train(argv: list[str]) -> dict:
+    """One whole run of run_sft.py in this process group; what the engine really was, and metrics.json."""
+    run = run_sft.prepare(argv)
+    trainer = run_sft.train(run)
+    trainer.accelerator.wait_for_everyone()  # rank 0 writes the files
+    engine = trainer.model_wrapped
+    optimizer = getattr(engine, "optimizer", None)
+    return {
+        "engine": type(engine).__name__,
+        "optimizer": type(optimizer).__name__,
+        "stage": engine.zero_optimization_stage() if hasattr(engine, "zero_optimization_stage") else None,
+        "world_size": trainer.accelerator.num_processes,
+        "metrics": json.loads((run.output_dir / "metrics.json").read_text()),
+        "groups": parameter_groups(trainer),
+        "hpz_groups": hpz_groups(trainer.model),
+    }
+
+
+def hpz_groups(model) -> list[list[int]]:
+    """At stage 3, [number of groups that hold the model whole, ranks in each]: one entry if all parameters agree."""
+    partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
+    return sorted({(p.ds_secondary_tensor_num_of_groups, p.ds_secondary_tensor_group_size) for p in partitioned})
+
+
+def parameter_groups(trainer) -> list[list[int]]:
+    """Sizes (elements) of the trainable tensors by the Trainer's optimizer groups: weight decay, then none."""
+    names = set(trainer.get_decay_parameter_names(trainer.model))
+    groups: tuple[list[int], list[int]] = ([], [])
+    for name, p in trainer.model.named_parameters():
+        if p.requires_grad:
+            groups[name not in names].append(getattr(p, "ds_numel", p.numel()))
+    return list(groups)
+
+
+def train_counted(argv: list[str]) -> dict:
+    """`train`, with the step (from 0) of every call of training_step, one a micro batch."""
+    from zero_recipes.trainer.trainer import MeasuredSFTTrainer
+
+    original, steps = MeasuredSFTTrainer.training_step, []
+
+    def training_step(self, *arguments, **keywords):
+        steps.append(self.state.global_step)
+        return original(self, *arguments, **keywords)
+
+    MeasuredSFTTrainer.training_step = training_step
+    try:
+        return train(argv) | {"calls": steps}
+    finally:
+        MeasuredSFTTrainer.training_step = original
+
+
+def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
+    """`train`, while another program fills the disk of `filler` but for `left` bytes."""
+    import shutil
+    from pathlib import Path
+
+    original = StageMetricsCallback.on_train_begin
+
+    def fill(self, *arguments, **keywords):
+        Path(filler).write_bytes(bytes(shutil.disk_usage(Path(filler).parent).free - left))
+        return original(self, *arguments, **keywords)
+
+    StageMetricsCallback.on_train_begin = fill
+    try:
+        return train(argv)
+    finally:
+        StageMetricsCallback.on_train_begin = original
+
+
+def order_of_saving(argv: list[str]) -> list[str]:
+    """What happens around a save by transformers' own `_save_checkpoint`."""
+    from transformers import trainer
+
+    from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer
+
+    mended, rotate, on_save = (
+        CheckpointingSFTTrainer._save_checkpoint,
+        trainer.rotate_checkpoints,
+        StageMetricsCallback.on_save,
+    )
+    events = []
+    del CheckpointingSFTTrainer._save_checkpoint
+    trainer.rotate_checkpoints = lambda *_, **__: events.append("rotate")
+    StageMetricsCallback.on_save = lambda *_, **__: events.append("on_save")
+    try:
+        train(argv)
+        return events
+    finally:
+        CheckpointingSFTTrainer._save_checkpoint = mended
+        trainer.rotate_checkpoints, StageMetricsCallback.on_save = rotate, on_save
+
+
+def train_past_the_end(argv: list[str]) -> dict:
+    """`train_counted`, by transformers' own epoch."""
+    from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer
+
+    mended = CheckpointingSFTTrainer._run_epoch
+    del CheckpointingSFTTrainer._run_epoch
+    try:
+        return train_counted(argv)
+    finally:
+        CheckpointingSFTTrainer._run_epoch = mended
+
+
+def train_with_adam_reset(argv: list[str]) -> dict:
+    """`train`, with stage 0's mending applied to a resumed run as if it were a fresh one."""
+    from zero_recipes.compat.patches import FreshAdamAtStage0
+
+    original = FreshAdamAtStage0.__init__
+    FreshAdamAtStage0.__init__ = lambda self, resumes: original(self, False)
+    try:
+        return train(argv)
+    finally:
+        FreshAdamAtStage0.__init__ = original
+
+
+def checkpoint_gaps(one: str, other: str) -> dict[str, float]:
+    """Largest absolute difference of two checkpoints' tensors: {"weights", "states"}, and how many were compared.
+
+    Of every file of tensors: the model or adapter; optimizer, fp32 masters, schedule and random numbers of each rank.
+    What the ZeRO stages cut is compared by parameter: the padding of the parts is memory that nobody has written.
+    """
+    from pathlib import Path
+
+    import torch
+    from safetensors.torch import load_file
+
+    from zero_recipes.checkpoint.reshard.read import open_checkpoint, read_parameter
+
+    gaps = {"weights": 0.0, "states": 0.0, "tensors": 0}
+    names = [
+        {
+            p.relative_to(folder).as_posix()
+            for p in Path(folder).rglob("*")
+            if p.suffix in (".pt", ".pth", ".bin", ".safetensors") and p.name != "training_args.bin"
+        }
+        for folder in (one, other)
+    ]
+    assert names[0] == names[1], names
+    cut = {name for name in names[0] if name.endswith("_optim_states.pt") and "zero_pp_rank" in name}
+    if cut:
+        cut |= {name for name in names[0] if "zero_pp_rank" in name}
+        mine, wanted = open_checkpoint(Path(one)), open_checkpoint(Path(other))
+        assert (mine.adam_step, mine.engine, mine.groups) == (wanted.adam_step, wanted.engine, wanted.groups)
+        for name in mine.places:
+            states, others = read_parameter(mine, name), read_parameter(wanted, name)
+            for key, state in states.items():
+                gaps["states"] = max(gaps["states"], (state.double() - others[key].double()).abs().max().item())
+                gaps["tensors"] += 1
+    for name in sorted(names[0] - cut):
+        kind = "weights" if name.endswith(".safetensors") else "states"
+        read = load_file if kind == "weights" else lambda path: torch.load(path, weights_only=False, map_location="cpu")
+        for mine, wanted in zip(_tensors(read(f"{one}/{name}")), _tensors(read(f"{other}/{name}")), strict=True):
+            assert mine.shape == wanted.shape, name
+            gap = (mine.double() - wanted.double()).abs().max().item() if mine.numel() else 0.0
+            gaps[kind] = max(gaps[kind], gap)
+            gaps["tensors"] += 1
+    return gaps
+
+
+def _tensors(value) -> list:
+    """Every tensor in a loaded file, numbers as tensors, in the order of the file."""
+    import numpy
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, numpy.ndarray):
+        return [torch.from_numpy(value.astype("float64"))]
+    if isinstance(value, (bool, int, float)):
+        return [torch.tensor(float(value))]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def train_with_stowaway(argv: list[str]) -> dict:
+    """`train`, with a tensor of 1 MiB hidden in the optimizer's states before the first step."""
+    import torch
+
+    original = StageMetricsCallback.on_train_begin
+
+    def hide(self, args, state, control, **kwargs):
+        inner = deepspeed_tensors.base_optimizer(self.trainer.optimizer)
+        inner.state[torch.nn.Parameter(torch.zeros(1))] = {"hidden": torch.ones(2**18).clone()}
+        return original(self, args, state, control, **kwargs)
+
+    StageMetricsCallback.on_train_begin = hide
+    try:
+        return train(argv)
+    finally:
+        StageMetricsCallback.on_train_begin = original
+
+
+def train_without_fresh_adam(argv: list[str]) -> dict:
+    """`train` at stage 0 with DeepSpeed's own step before training left in place."""
+    from zero_recipes.compat.patches import FreshAdamAtStage0
+
+    seen: dict = {}
+    original = FreshAdamAtStage0.on_train_begin
+
+    def look(self, args, state, control, model=None, optimizer=None, **kwargs):
+        inner = optimizer.optimizer
+        states = deepspeed_tensors.base_optimizer(inner).state.values()
+        seen["adam_steps_before_training"] = max(int(tensors["step"]) for tensors in states)
+        seen["masters_moved"] = any(
+            not (master == weight.float()).all()
+            for masters, weights in zip(inner.fp32_groups, inner.fp16_groups, strict=True)
+            for master, weight in zip(masters, weights, strict=True)
+        )
+
+    FreshAdamAtStage0.on_train_begin = look
+    try:
+        return seen | {"loss_history": train(argv)["metrics"]["loss_history"]}
+    finally:
+        FreshAdamAtStage0.on_train_begin = original
+
+
+def fresh_adam_on_resume() -> dict:
+    """The step counter that FreshAdamAtStage0 leaves on a fresh and on a resumed run, from 7."""
+    from types import SimpleNamespace
+
+    import deepspeed
+    import torch
+
+    from zero_recipes.compat.patches import FreshAdamAtStage0
+
+    left = {}
+    for name, resumes in (("fresh", False), ("resumed", True)):
+        layer = torch.nn.Linear(3, 3)
+        _, optimizer, _, _ = deepspeed.initialize(
+            model=layer,
+            optimizer=torch.optim.AdamW(layer.parameters()),
+            config={"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
+        )
+        for tensors in optimizer.state.values():
+            tensors["step"].fill_(7.0)
+        FreshAdamAtStage0(resumes).on_train_begin(None, None, None, optimizer=SimpleNamespace(optimizer=optimizer))
+        left[name] = max(float(tensors["step"]) for tensors in optimizer.state.values())
+    return left
+
+
+def train_without_forgetting(argv: list[str]) -> str:
+    """The error of a stage 3 run that generates before training and keeps the trace."""
+    from zero_recipes.trainer import samples
+
+    original = samples.forget_trace_of_generation
+    samples.forget_trace_of_generation = lambda engine: None
+    try:
+        train(argv)
+        return "no error"
+    except AssertionError as error:
+        return str(error)[-200:]
+    finally:
+        samples.forget_trace_of_generation = original
+
+
+def names_lost_on_resume(folder: str) -> list[str]:
+    """Tensors that transformers' own Trainer leaves as they were when it loads a checkpoint of a GPTNeoX."""
+    import os
+
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained("tiny_world/base")
+    if os.environ["RANK"] == "0":
+        model.save_pretrained(folder)
+        return model.load_state_dict(load_file(f"{folder}/model.safetensors"), False).missing_keys
+    return []
+
+
+def engine_config(argv: list[str]) -> dict:
+    """The configuration that the DeepSpeed engine of a finished run was built from."""
+    run = run_sft.prepare(argv)
+    trainer = run_sft.train(run)
+    return json.loads(json.dumps(trainer.model_wrapped.config, default=str))
+
+
+def splits_tokenised(argv: list[str], cache: str) -> int:
+    """How many splits this process tokenised in one run, with the datasets library's cache in `cache`."""
+    import datasets
+
+    from zero_recipes.data import prepare
+
+    original, kept, calls = prepare.tokenise, datasets.config.HF_DATASETS_CACHE, []
+    prepare.tokenise = lambda *arguments: calls.append(1) or original(*arguments)
+    datasets.config.HF_DATASETS_CACHE = cache
+    try:
+        train(argv)
+        return len(calls)
+    finally:
+        prepare.tokenise, datasets.config.HF_DATASETS_CACHE = original, kept
+
+
+def refusal_of(argv: list[str]) -> str:
+    """What a run is refused for, on this rank."""
+    from zero_recipes.core.errors import Refusal
+
+    try:
+        train(argv)
+        return "not refused"
+    except Refusal as refusal:
+        return refusal.what
+
+
+def refusal_in(folder: str, argv: list[str], environment: dict[str, str]) -> str:
+    """What a run started in `folder`, with a launcher's `environment`, is refused for, on this rank."""
+    import os
+    from contextlib import chdir
+
+    kept = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        with chdir(folder):
+            return refusal_of(argv)
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def refusals_in(runs: list[dict]) -> list[str]:
+    """`refusal_in` for one run after another, in one case: a case of its own costs half a second for each."""
+    from tests.helpers.forget import forget_last_run
+
+    refusals = []
+    for run in runs:
+        forget_last_run()
+        refusals.append(refusal_in(**run))
+    return refusals
+
+
+def train_unchecked(argv: list[str]) -> dict:
+    """`train` with the check of combinations switched off."""
+    from deepspeed.utils import groups
+
+    from zero_recipes.checks import preflight
+
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # one process makes it once only
+    original = preflight.combination_findings
+    preflight.combination_findings = lambda *_: []
+    try:
+        return train(argv)
+    finally:
+        preflight.combination_findings = original
+
+
+def plan_for_a_small_gpu(argv: list[str], capacity: int) -> dict:
+    """What the plan of a run says on each rank where its GPU has `capacity` bytes, and which ranks predicted."""
+    import dataclasses
+
+    from tests.helpers.plan_jobs import made_up
+    from zero_recipes.core.errors import Refusal
+    from zero_recipes.core.process import rank
+    from zero_recipes.planner import gate
+    from zero_recipes.planner import predict as predictor
+
+    run, asked = run_sft.prepare(argv), []
+    originals = predictor.of, gate.gpu_memory
+
+    def predict(job):
+        asked.append(rank())
+        return made_up(job, 100 if job.world_size == 2 else 10)
+
+    predictor.of, gate.gpu_memory = lambda: predict, lambda: capacity
+    try:
+        predicted = gate.plan(dataclasses.replace(run, device="cuda"))
+        return {"peak": predicted["peak_memory_bytes"], "refused": None, "asked": asked}
+    except Refusal as refusal:
+        return {"peak": None, "refused": [vars(finding) for finding in refusal.findings], "asked": asked}
+    finally:
+        predictor.of, gate.gpu_memory = originals

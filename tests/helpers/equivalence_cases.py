@@ -1,0 +1,153 @@
+"""Cases of tests/helpers/group.py for this folder; arguments and results are JSON."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, TrainerCallback
+from trl import SFTTrainer, get_peft_config
+
+import run_sft
+from tests.helpers import equivalence_reference
+from zero_recipes.config import recipe as recipes
+from zero_recipes.data.load import load_tokenizer
+from zero_recipes.data.prepare import prepare
+from zero_recipes.trainer import token_weighting
+from zero_recipes.trainer import trainer as metrics
+
+
+def prepared(argv: list[str]) -> tuple:
+    """(the recipe's values, its ModelConfig, training rows, evaluation rows) as run_sft.py would have them."""
+    recipe = run_sft.prepare(argv).recipe
+    script_args, training_args, model_args, dataset_args, ours = recipes.instances(recipe)
+    tokenizer = load_tokenizer(model_args, training_args)
+    rows = prepare(script_args, training_args, dataset_args, ours, tokenizer)
+    return recipe.values, model_args, list(rows.train), list(rows.evaluation or ())
+
+
+def train_plainly(argv: list[str], folder: str) -> dict:
+    """The reference run of a recipe; its model is saved in `folder`."""
+    values, model_args, rows, _ = prepared(argv)
+    model, losses, norms = equivalence_reference.train(model_args.model_name_or_path, rows, values)
+    model.save_pretrained(folder)
+    counted = [sum(label != -100 for label in row["labels"][1:]) for row in rows]
+    return {"losses": losses, "norms": norms, "tokens_with_loss": counted}
+
+
+def evaluate_plainly(argv: list[str]) -> float:
+    """The token-weighted loss of the model, before training, over the whole evaluation split."""
+    _, model_args, _, rows = prepared(argv)
+    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, dtype=torch.float32)
+    with torch.no_grad():
+        return float(equivalence_reference.token_weighted(equivalence_reference.token_losses(model, rows)))
+
+
+def gradients_of_the_first_step(argv: list[str]) -> dict[str, list[str]]:
+    """Names of the tensors by their gradient in a plain model's first step: some, zero, or none (frozen)."""
+    values, model_args, rows, _ = prepared(argv)
+    model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, dtype=torch.float32)
+    adapter = get_peft_config(model_args)
+    if adapter is not None:
+        from peft import get_peft_model
+
+        model = get_peft_model(model, adapter)
+    batch = next(equivalence_reference.global_batches(len(rows), values["global_batch_size"], values["data_seed"]))
+    equivalence_reference.token_weighted(equivalence_reference.token_losses(model, [rows[i] for i in batch])).backward()
+    found: dict[str, list[str]] = {"some": [], "zero": [], "none": []}
+    for name, p in model.named_parameters():
+        found["none" if p.grad is None else "some" if p.grad.any() else "zero"].append(name)
+    return found
+
+
+class FirstStep(TrainerCallback):
+    """Which tensors the first step changes."""
+
+    def __init__(self):
+        self.changed: list[str] = []
+        self.unchanged: list[str] = []
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.before = whole_weights(model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            for name, after in whole_weights(model).items():
+                (self.unchanged if torch.equal(after, self.before[name]) else self.changed).append(name)
+
+
+def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all parameters, gathered where ZeRO stage 3 has partitioned them. A collective."""
+    import deepspeed
+
+    copies = {}
+    for name, p in model.named_parameters():
+        with deepspeed.zero.GatheredParameters(p) if hasattr(p, "ds_id") else contextlib.nullcontext():
+            copies[name.removeprefix("module.")] = p.detach().cpu().clone()
+    return copies
+
+
+def train_watched(argv: list[str]) -> dict:
+    """`train`, and which tensors its first step changed."""
+    from tests.helpers.cases import train
+
+    watcher, original = FirstStep(), metrics.MeasuredSFTTrainer.train
+
+    def watched(self, *arguments, **keywords):
+        self.add_callback(watcher)
+        return original(self, *arguments, **keywords)
+
+    with replaced(metrics.MeasuredSFTTrainer, "train", watched):
+        return train(argv) | {"changed": watcher.changed, "unchanged": watcher.unchanged}
+
+
+def train_with_repeated_rows(argv: list[str]) -> dict:
+    """`train_watched`, with the loss of the rows that accelerate repeats left in place."""
+    with replaced(token_weighting, "without_loss", lambda *_: None):
+        return train_watched(argv)
+
+
+def train_with_a_mean_for_each_rank(argv: list[str]) -> dict:
+    """`train_watched`, with the check of combinations switched off."""
+    from zero_recipes.checks import preflight
+
+    with replaced(preflight, "combination_findings", lambda *_: []):
+        return train_watched([*argv, "--average_tokens_across_devices", "false"])
+
+
+def train_by(argv: list[str], mended: bool, accepts_loss_kwargs: bool = True) -> dict:
+    """Loss and evaluation histories by our weighting or by SFTTrainer's, for a GPT-NeoX that counts tokens or not."""
+    from tests.helpers.cases import train
+
+    with contextlib.ExitStack() as stack:
+        if not accepts_loss_kwargs:
+            stack.enter_context(replaced(GPTNeoXForCausalLM, "accepts_loss_kwargs", False))
+        if not mended:
+            for name in ("__init__", "get_batch_samples", "evaluation_loop", "prediction_step"):
+                stack.enter_context(replaced(token_weighting.TokenWeightedSFTTrainer, name, getattr(SFTTrainer, name)))
+        found = train(argv)["metrics"]
+    return {"losses": found["loss_history"], "evaluations": [entry["loss"] for entry in found["eval_history"]]}
+
+
+def keys_reported_by_transformers(argv: list[str]) -> dict[str, list[str]]:
+    """What from_pretrained reports while the run's DeepSpeed configuration is in force."""
+    _, _training_args, model_args, _, _ = recipes.instances(run_sft.prepare(argv).recipe)
+    _, report = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, output_loading_info=True)
+    return {problem: sorted(report[problem]) for problem in ("missing_keys", "unexpected_keys")}
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute with another value for a while; one that was not there goes again."""
+    missing = object()
+    kept = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if kept is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, kept)

@@ -1,0 +1,120 @@
+"""One recipe under every strategy, world size and accumulation, and how far each run is from the reference."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.helpers.tiny import named, write_recipe, write_rows
+
+STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp2")
+WORLDS = ACCUMULATIONS = (1, 2, 4)
+PLACES = [  # FSDP2 has nobody to share with in a world of one
+    place for place in itertools.product(STRATEGIES, WORLDS, ACCUMULATIONS) if place[:2] != ("fsdp2", 1)
+]
+EXAMPLES = 16  # per optimizer step
+ROWS = 165  # an epoch ends with a step of 5 examples, in the middle of the run
+STEPS = 20
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What every run of the grid is compared with."""
+
+    recipe: Path
+    weights: dict[str, torch.Tensor]
+    losses: list[float]
+    norms: list[float]
+    tokens_with_loss: list[int]  # of each row
+    gradients: dict[str, list[str]]  # names of tensors by their gradient in the first step: some, zero, none
+
+
+def write_subject(folder: Path) -> Path:
+    """A recipe in fp32 with uneven rows, completion-only loss, clipping, weight decay and a model with weights."""
+    recipe = write_recipe(
+        folder,
+        dataset_name=str(write_rows(folder / "uneven", count=ROWS)),
+        random_weights=False,
+        bf16=False,
+        max_steps=STEPS,
+        global_batch_size=EXAMPLES,
+        learning_rate=1.0e-3,
+        lr_scheduler_type="linear",
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        data_seed=7,
+        save_model=True,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "model")
+    return recipe
+
+
+def reference_of(one, folder: Path) -> Subject:
+    """Run the reference; `one` is a group of one process."""
+    recipe, kept = write_subject(folder), folder / "reference"
+    argv = [str(recipe), "--output_dir", str(folder / "nothing")]
+    found = one.run("train_plainly", argv=argv, folder=str(kept))[0]
+    gradients = one.run("gradients_of_the_first_step", argv=argv)[0]
+    return Subject(recipe, load_file(kept / "model.safetensors"), **found, gradients=gradients)
+
+
+def run(group, subject: Subject, folder: Path, strategy: str, accumulation: int, case: str = "train_watched") -> dict:
+    """One run: what it was asserted to be, and its distance from the reference."""
+    world, micro = group.world_size, EXAMPLES // (group.world_size * accumulation)
+    argv = [
+        str(subject.recipe),
+        "--output_dir",
+        str(folder),
+        "--per_device_train_batch_size",
+        str(micro),
+        *named(strategy),
+    ]
+    result = group.run(case, argv=argv)[0]
+    metrics = result["metrics"]
+    stage = int(strategy[4]) if strategy.startswith("zero") else None
+    asked = {
+        "engine": {"ddp": "DistributedDataParallel", "fsdp2": "FSDPGPTNeoXForCausalLM"}.get(
+            strategy, "DeepSpeedEngine"
+        ),
+        "stage": stage,
+        "world_size": world,
+        "accumulation": accumulation,
+        "micro_batch": micro,
+    }
+    really = {key: result[key] for key in ("engine", "stage", "world_size")}
+    really |= {"accumulation": metrics["gradient_accumulation_steps"], "micro_batch": metrics["micro_batch_size"]}
+    assert really == asked
+    assert metrics["precision"] == "fp32" and metrics["zero_stage"] == stage
+    offloaded = sum(states["offloaded_host"] for states in metrics["model_state_bytes"])
+    assert (offloaded > 0) == strategy.endswith("_offload")
+    assert set(result["changed"]) == set(subject.gradients["some"]) and result["unchanged"] == []
+    return {"strategy": strategy} | really | distance(subject, metrics["loss_history"], folder)
+
+
+def distance(subject: Subject, losses: list[float], folder: Path) -> dict:
+    """Largest relative difference of a loss, relative difference of all weights, and that of tensors further apart."""
+    weights = load_file(folder / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in weights.items()} == {
+        name: tensor.shape for name, tensor in subject.weights.items()
+    }
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    apart, sizes = {}, {}
+    for name, wanted in subject.weights.items():
+        apart[name] = float((weights[name].double() - wanted.double()).norm())
+        sizes[name] = float(wanted.double().norm())
+    return {
+        "first_loss_delta": abs(losses[0] - subject.losses[0]) / subject.losses[0],
+        "loss_delta": max(abs(a - b) / b for a, b in zip(losses, subject.losses, strict=True)),
+        "weight_delta": math.hypot(*apart.values()) / math.hypot(*sizes.values()),
+        "tensors_further_apart": {
+            name: apart[name] / sizes[name] for name in apart if apart[name] > TOLERANCE * sizes[name]
+        },
+    }

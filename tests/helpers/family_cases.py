@@ -1,0 +1,118 @@
+"""Cases of ZeRO's family for tests/helpers/group.py: NVMe, ZeRO++."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.helpers.cases import train
+from zero_recipes.checks import preflight
+from zero_recipes.distributed.nvme import SWAPPED
+from zero_recipes.metrics.callback import StageMetricsCallback
+
+
+def train_and_look_at_swap_files(argv: list[str], disk: str) -> dict:
+    """`train`, with {file below DeepSpeed's swap folder: bytes} when the last step had ended, and the output folder."""
+    original, seen = StageMetricsCallback.end_steps, {}
+
+    def look(self):
+        root = Path(disk) / SWAPPED
+        seen.update({str(path.relative_to(root)): path.stat().st_size for path in root.rglob("*") if path.is_file()})
+        return original(self)
+
+    StageMetricsCallback.end_steps = look
+    try:
+        return train(argv) | {"swapped": seen, "output_dir": argv[argv.index("--output_dir") + 1]}
+    finally:
+        StageMetricsCallback.end_steps = original
+
+
+def failure_of(argv: list[str]) -> str:
+    """The error that a run ends with, its combinations unchecked."""
+    original = preflight.combination_findings
+    preflight.combination_findings = lambda *_: []
+    try:
+        train(argv)
+        return "no error"
+    except Exception as error:
+        return str(error)
+    finally:
+        preflight.combination_findings = original
+
+
+def train_on_two_nodes(argv: list[str]) -> dict:
+    """`train` on four processes that stand for two nodes of two, with the quantizer of quantizer_on_cpu.py."""
+    import os
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from deepspeed.ops import op_builder
+    from deepspeed.runtime.comm import coalesced_collectives
+    from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
+    from deepspeed.utils import groups
+
+    from tests.helpers import quantizer_on_cpu
+    from zero_recipes.checks import zero_options
+
+    # LOCAL_SIZE: what DeepSpeed's CPU accelerator counts as the devices of a node
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # one process makes it once only
+    groups._ALL_TO_ALL_GROUP.clear()
+    builder = SimpleNamespace(load=lambda: quantizer_on_cpu)
+    with (
+        mock.patch.object(op_builder, "QuantizerBuilder", lambda: builder),
+        mock.patch.object(CUDAQuantizer, "quantizer_cuda_module", None),
+        mock.patch.object(coalesced_collectives, "quantizer_module", None),
+        mock.patch.object(zero_options, "_quantised_communication", lambda *_: []),
+    ):
+        return train(argv)
+
+
+def quantized_means() -> dict[str, float]:
+    """Relative distance of qgZ's result from the mean over four ranks, {dtype, "mended" or not}: a random matrix."""
+    import os
+    from unittest import mock
+
+    import torch
+    from deepspeed import comm
+    from deepspeed.runtime.comm import coalesced_collectives
+    from deepspeed.runtime.zero import stage3
+    from deepspeed.utils import groups
+
+    from tests.helpers import quantizer_on_cpu
+    from zero_recipes.compat.patches import patch_quantized_gradients
+
+    os.environ["LOCAL_SIZE"] = "2"
+    groups._ALL_TO_ALL_GROUP.clear()
+    pairs = groups._get_local_all_to_all_group()
+    patch_quantized_gradients()
+    mended = stage3.all_to_all_quant_reduce
+    rank, world = comm.get_rank(), comm.get_world_size()
+    found = {}
+    with mock.patch.object(coalesced_collectives, "quantizer_module", quantizer_on_cpu):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            drawn = torch.randn(64, 128, generator=torch.Generator().manual_seed(rank)).to(dtype)
+            mean = drawn.float().clone()
+            comm.all_reduce(mean)
+            wanted = (mean / world).view(-1).chunk(world)[rank]
+            for name, reduce in (("mended", mended), ("as it is", mended.mended)):
+                (got,) = reduce([drawn.clone()], pairs)
+                gap = (got.float().view(-1) - wanted).norm() / wanted.norm()
+                found[f"{str(dtype).removeprefix('torch.')} {name}"] = gap.nan_to_num(9e9).item()
+    return found
+
+
+def refusal_on_two_nodes(argv: list[str], checked: bool = True) -> str:
+    """What `train_on_two_nodes` is refused for; with the sizes unchecked, what it ends with."""
+    from contextlib import nullcontext
+    from unittest import mock
+
+    from zero_recipes.checks import this_machine
+    from zero_recipes.core.errors import Refusal
+
+    off = nullcontext() if checked else mock.patch.object(this_machine, "quantised_findings", lambda *_: [])
+    try:
+        with off:
+            train_on_two_nodes(argv)
+        return "no error"
+    except (Refusal, AssertionError) as error:
+        return error.what if isinstance(error, Refusal) else str(error)

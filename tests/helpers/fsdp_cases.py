@@ -1,0 +1,83 @@
+"""Cases of tests/helpers/group.py for FSDP2; arguments and results are JSON."""
+
+from __future__ import annotations
+
+import run_sft
+from tests.helpers.cases import train
+from tests.helpers.equivalence_cases import replaced
+from zero_recipes.distributed import fsdp
+from zero_recipes.metrics import callback as metrics
+
+
+def train_and_keep_shapes(argv: list[str]) -> dict:
+    """`train`, with the shapes of all tensors and the placements that they really had while training."""
+    seen: dict = {}
+
+    class Look(fsdp.RefuseUnsharded):
+        def on_train_begin(self, args, state, control, model=None, **kwargs):
+            super().on_train_begin(args, state, control, model=model, **kwargs)
+            named = dict(model.named_parameters())
+            seen["shapes"] = [list(p.shape) for p in named.values()]
+            seen["placements"] = sorted({str(p.placements) for p in named.values()})
+            seen["rows_here"] = {name: list(p.to_local().shape) for name, p in named.items()}
+
+    with replaced(fsdp, "RefuseUnsharded", Look):
+        return train(argv) | seen
+
+
+def train_without_the_patch(argv: list[str]) -> str:
+    """What a CPU run under FSDP2 is refused for, where accelerate is left to itself; else how the model was wrapped."""
+    from zero_recipes.core.errors import Refusal
+
+    wrapped = []
+    original = metrics.StageMetricsCallback.on_train_begin
+
+    def look(self, *arguments, **keywords):
+        wrapped.append(type(self.trainer.model_wrapped).__name__)
+        return original(self, *arguments, **keywords)
+
+    with (
+        replaced(fsdp, "let_it_shard_on_cpu", lambda: None),
+        replaced(metrics.StageMetricsCallback, "on_train_begin", look),
+    ):
+        try:
+            train(argv)
+        except Refusal as refusal:
+            return refusal.what
+    return f"trained as {wrapped[0]}"
+
+
+def losses_by_accelerate(argv: list[str]) -> list[float]:
+    """Loss history under accelerate's own mixed precision."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    def own(training_args) -> MixedPrecisionPolicy:
+        from accelerate.utils import FullyShardedDataParallelPlugin
+
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        plugin.set_mixed_precision("bf16")
+        return plugin.mixed_precision_policy
+
+    with replaced(fsdp, "policy", own):
+        return train(argv)["metrics"]["loss_history"]
+
+
+def train_without_names(argv: list[str]) -> dict:
+    """`train`, with saving left to transformers."""
+    with replaced(fsdp, "keep_names_of_the_file", lambda model: None):
+        return train(argv)
+
+
+def gathered_after_evaluation(argv: list[str]) -> dict[str, list[str]]:
+    """Parameters that an evaluation leaves gathered, and those that are so once `reshard` was called."""
+    from torch.distributed.tensor import DTensor
+
+    trainer = run_sft.train(run_sft.prepare(argv))
+
+    def gathered() -> list[str]:
+        return [name for name, p in trainer.model.named_parameters() if not isinstance(p, DTensor)]
+
+    trainer.evaluate()
+    before = gathered()
+    fsdp.reshard(trainer.model)
+    return {"before": before, "after": gathered()}

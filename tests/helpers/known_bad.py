@@ -1,0 +1,317 @@
+"""The known-bad recipes, their fixed twins and what is found in each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.helpers.tiny import ROOT, write_recipe
+from zero_recipes.checks import combination_findings
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config import strategy as strategies
+from zero_recipes.core.errors import Finding
+
+TWO_NODES = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+
+
+def ds_config(stage: int, **zero) -> dict:
+    config = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
+    config["zero_optimization"] |= zero
+    return config
+
+
+def argv_of(folder: Path, **keys) -> list[str]:
+    return [str(write_recipe(folder, **keys)), "--output_dir", str(folder / "out")]
+
+
+def findings_in(
+    path: Path, changes: dict, environment: dict[str, str] | None = None, device: str = "cuda"
+) -> list[Finding]:
+    """What is found in a recipe with changes, on two processes of one node by default."""
+    environment = environment or {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    recipe = recipes.parse(path, recipes.read(path) | changes, [])
+    strategy = strategies.resolve(recipe, environment)
+    given = combination_findings(recipe.values, strategy, device, environment)
+    assert all(finding.why and finding.fix for finding in given)
+    return given
+
+
+def found_in(path: Path, changes: dict, **launch) -> list[tuple[str, str]]:
+    """`findings_in` as [(level, what)]."""
+    return [(finding.level, finding.what) for finding in findings_in(path, changes, **launch)]
+
+
+PEFT = {"use_peft": True, "lora_target_modules": "all-linear"}
+ONE = {"WORLD_SIZE": "1"}
+NVME = {"device": "nvme", "nvme_path": str(ROOT)}
+ON_NVME = {"offload_optimizer": NVME}
+NO_PREFETCH = {"stage3_prefetch_bucket_size": 0}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+ZENFLOW = {"topk_ratio": 0.1, "update_interval": 2, "full_warm_up_rounds": 0, "overlap_step": False}
+SHARED = {"sequence_parallel_size": 2, "pad_to_multiple_of": 128, "dataloader_drop_last": True}
+SHARED |= {"max_length": 128, "deepspeed": ds_config(3)}
+# name: (bad recipe, its fixed twin, what is found, and what is not the default: level, environment, device)
+CASES = {
+    "QLoRA in 4 bit at stage 3": (
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(3)},
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(2)},
+        "load_in_4bit at ZeRO stage 3",
+        {"level": "warning"},
+    ),
+    "QLoRA in 8 bit at stage 3": (
+        {"load_in_8bit": True, **PEFT, "deepspeed": ds_config(3)},
+        {"load_in_8bit": True, **PEFT, "deepspeed": ds_config(2)},
+        "load_in_8bit at ZeRO stage 3",
+    ),
+    "QLoRA in 8 bit under FSDP2": (
+        {"load_in_8bit": True, **PEFT, "fsdp": True},
+        {"load_in_8bit": True, **PEFT, "deepspeed": ds_config(2)},
+        "load_in_8bit under FSDP2",
+    ),
+    "QLoRA packed into integers under FSDP2": (
+        {"load_in_4bit": True, **PEFT, "fsdp": True},
+        {"load_in_4bit": True, **PEFT, "fsdp": True, "bnb_4bit_quant_storage": "bfloat16"},
+        "load_in_4bit under FSDP2 with bnb_4bit_quant_storage: uint8 in bf16",
+    ),
+    "QLoRA packed into another float": (
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(2), "bnb_4bit_quant_storage": "float16"},
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(2), "bnb_4bit_quant_storage": "bfloat16"},
+        "bnb_4bit_quant_storage: float16 in bf16 under DeepSpeed",
+    ),
+    "QLoRA and ZeRO++'s own quantisation": (
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(3, zero_quantized_weights=True)},
+        {"load_in_4bit": True, **PEFT, "deepspeed": ds_config(3)},
+        "load_in_4bit with zero_quantized_weights",
+    ),
+    "quantised without LoRA": ({"load_in_8bit": True}, {"load_in_8bit": True, **PEFT}, "load_in_8bit without LoRA"),
+    "quantised random weights": (
+        {"load_in_8bit": True},
+        {"load_in_8bit": True, "random_weights": False},
+        "load_in_8bit with random_weights",
+    ),
+    "a single LoRA name": (
+        {"use_peft": True, "lora_target_modules": ["query_key_value"]},
+        {"use_peft": True, "lora_target_modules": [".*query_key_value"]},
+        "lora_target_modules with the single name query_key_value",
+    ),
+    "hpZ that does not divide": (
+        {"deepspeed": ds_config(3, zero_hpz_partition_size=3)},
+        {"deepspeed": ds_config(3, zero_hpz_partition_size=2)},
+        "zero_hpz_partition_size 3 does not divide 4 processes",
+        {"environment": TWO_NODES},
+    ),
+    "hpZ with one group": (
+        {"deepspeed": ds_config(3, zero_hpz_partition_size=8)},
+        {"deepspeed": ds_config(3)},
+        "zero_hpz_partition_size 8 with 2 processes",
+    ),
+    "hpZ on one node": (
+        {"deepspeed": ds_config(3, zero_hpz_partition_size=2)},
+        {"deepspeed": ds_config(3)},
+        "zero_hpz_partition_size 2 on one node",
+        {"environment": {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}, "level": "warning"},
+    ),
+    "hpZ with offload": (
+        {"deepspeed": ds_config(3, zero_hpz_partition_size=2, offload_param={"device": "cpu"})},
+        {"deepspeed": ds_config(3, zero_hpz_partition_size=2, offload_param={"device": "none"})},
+        "zero_hpz_partition_size 2 with offload_param",
+        {"environment": TWO_NODES},
+    ),
+    "qwZ on a CPU": (
+        {"deepspeed": ds_config(3, zero_quantized_weights=True)},
+        {"deepspeed": ds_config(3)},
+        "zero_quantized_weights on a CPU",
+        {"device": "cpu"},
+    ),
+    "qwZ at stage 2": (
+        {"deepspeed": ds_config(2, zero_quantized_weights=True)},
+        {"deepspeed": ds_config(3, zero_quantized_weights=True)},
+        "zero_quantized_weights at stage 2",
+    ),
+    "qgZ on one node": (
+        {"deepspeed": ds_config(3, zero_quantized_gradients=True)},
+        {"deepspeed": ds_config(3)},
+        "zero_quantized_gradients on one node",
+        {"level": "warning"},
+    ),
+    "NVMe with checkpoints": (
+        {"deepspeed": ds_config(3, **ON_NVME), "save_strategy": "epoch"},
+        {"deepspeed": ds_config(3, **ON_NVME), "save_strategy": "no"},
+        "checkpoints (save_strategy: epoch) with offload_optimizer on NVMe",
+        {"level": "warning"},
+    ),
+    "NVMe at stage 2": (
+        {"deepspeed": ds_config(2, **ON_NVME)},
+        {"deepspeed": ds_config(3, **ON_NVME)},
+        "offload_optimizer on NVMe at stage 2",
+    ),
+    "NVMe without a folder": (
+        {"deepspeed": ds_config(3, **NO_PREFETCH, offload_param=NVME | {"nvme_path": str(ROOT / "nowhere")})},
+        {"deepspeed": ds_config(3, **NO_PREFETCH, offload_param=NVME)},
+        f"offload_param.nvme_path {ROOT / 'nowhere'} is no folder here",
+    ),
+    "NVMe without a name": (
+        {"deepspeed": ds_config(3, offload_optimizer=NVME | {"nvme_path": "auto"})},
+        {"deepspeed": ds_config(3, offload_optimizer=NVME | {"nvme_path": "auto"}), "nvme_path": str(ROOT)},
+        'offload_optimizer.nvme_path is "auto", and no folder is named',
+    ),
+    "NVMe with prefetching": (
+        {"deepspeed": ds_config(3, offload_param=NVME)},
+        {"deepspeed": ds_config(3, **NO_PREFETCH, offload_param=NVME)},
+        "stage3_prefetch_bucket_size auto with offload_param on NVMe",
+    ),
+    "gradients in fp32 at stage 0": (
+        {"deepspeed": ds_config(0) | FP32_GRADIENTS},
+        {"deepspeed": ds_config(2) | FP32_GRADIENTS},
+        "data_types.grad_accum_dtype fp32 at stage 0 with a model in bf16",
+    ),
+    "Muon at stage 3": (
+        {"deepspeed": ds_config(3) | MUON},
+        {"deepspeed": ds_config(3, reduce_scatter=False) | MUON},
+        "Muon at stage 3 with reduce_scatter",
+    ),
+    "AutoTP": (
+        {"deepspeed": ds_config(1) | {"tensor_parallel": {"autotp_size": 2}}},
+        {"deepspeed": ds_config(1)},
+        "tensor_parallel.autotp_size (AutoTP)",
+    ),
+    "ZenFlow": (
+        {"deepspeed": ds_config(2, offload_optimizer={"device": "cpu"}, zenflow=ZENFLOW)},
+        {"deepspeed": ds_config(2, offload_optimizer={"device": "cpu"})},
+        "zero_optimization.zenflow (ZenFlow) at stage 2",
+    ),
+    "ZenFlow at stage 3": (
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu"}, zenflow=ZENFLOW)},
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu"})},
+        "zero_optimization.zenflow (ZenFlow) at stage 3",
+    ),
+    "a pipeline": (
+        {"deepspeed": ds_config(1) | {"pipeline": {"stages": 2}}},
+        {"deepspeed": ds_config(3)},
+        "a pipeline block",
+    ),
+    "DeepCompile": (
+        {"deepspeed": ds_config(3) | {"compile": {"deepcompile": True}}},
+        {"deepspeed": ds_config(3)},
+        "compile.deepcompile (DeepCompile)",
+    ),
+    "compiled at stage 3": (
+        {"deepspeed": ds_config(3), "torch_compile": True},
+        {"deepspeed": ds_config(2), "torch_compile": True},
+        "torch_compile at ZeRO stage 3",
+    ),
+    "SuperOffload on a CPU": (
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu", "super_offload": True})},
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu"})},
+        "offload_optimizer.super_offload on a CPU",
+        {"device": "cpu"},
+    ),
+    "only the model, and the best one": (
+        {"deepspeed": ds_config(2), "save_only_model": True, "load_best_model_at_end": True},
+        {"save_only_model": True, "load_best_model_at_end": True},
+        "save_only_model with load_best_model_at_end under DeepSpeed",
+    ),
+    "batches sought at stage 3": (
+        {"deepspeed": ds_config(3), "auto_find_batch_size": True},
+        {"deepspeed": ds_config(2), "auto_find_batch_size": True},
+        "auto_find_batch_size at ZeRO stage 3",
+    ),
+    "uneven batches": (
+        {"accelerator_config": {"even_batches": False}},
+        {"accelerator_config": {"even_batches": True}},
+        "accelerator_config.even_batches: false with 2 processes",
+    ),
+    "a mean for each rank": (
+        {"average_tokens_across_devices": False},
+        {"average_tokens_across_devices": True},
+        "average_tokens_across_devices: false with 2 processes",
+    ),
+    "uneven streams": (
+        {"accelerator_config": {"dispatch_batches": False}, "dataset_streaming": True},
+        {"dataset_streaming": True},
+        "accelerator_config.dispatch_batches: false with dataset_streaming and 2 processes",
+    ),
+    "one process": (
+        {"deepspeed": ds_config(2)},
+        {"deepspeed": ds_config(2, offload_optimizer={"device": "cpu"})},
+        "ZeRO stage 2 with one process",
+        {"environment": ONE, "level": "warning"},
+    ),
+    "packing in one stream": (
+        {"packing": True, "packing_strategy": "wrapped"},
+        {"packing": True},
+        "packing_strategy: wrapped",
+        {"level": "warning"},
+    ),
+    "padding_free with a max_length": (
+        {"padding_free": True},
+        {"padding_free": True, "max_length": None},
+        "padding_free without packing, with a max_length",
+    ),
+    "parallelism by accelerate": (
+        SHARED | {"parallelism_config": {"cp_size": 2}},
+        SHARED,
+        "parallelism_config in the recipe",
+    ),
+    "shared sequences without DeepSpeed": (
+        {key: value for key, value in SHARED.items() if key != "deepspeed"},
+        SHARED,
+        "sequence_parallel_size 2 under ddp",
+    ),
+    "shared sequences of a GPT-NeoX": (
+        SHARED,
+        SHARED | {"sequence_parallel_size": 1},
+        "sequence_parallel_size 2 with a model of type gpt_neox",
+    ),
+    "shared sequences, eager attention": (
+        SHARED | {"attn_implementation": "eager"},
+        SHARED | {"attn_implementation": "sdpa"},
+        "sequence_parallel_size 2 with attn_implementation: eager",
+    ),
+    "shared sequences, packed": (SHARED | {"packing": True}, SHARED, "packing with sequence_parallel_size 2"),
+    "shared sequences, the last rows": (
+        SHARED | {"dataloader_drop_last": False},
+        SHARED,
+        "sequence_parallel_size 2 without dataloader_drop_last",
+    ),
+    "shared sequences that do not divide": (
+        SHARED | {"pad_to_multiple_of": 3},
+        SHARED,
+        "sequence_parallel_size 2 with pad_to_multiple_of: 3",
+    ),
+    "shared sequences of several lengths": (
+        SHARED | {"pad_to_multiple_of": 2},
+        SHARED,
+        "sequence_parallel_size 2 on a CPU with rows of several lengths",
+        {"device": "cpu"},
+    ),
+    "shared sequences, samples": (
+        SHARED | {"sample_prompts": "3"},
+        SHARED | {"sample_prompts": "0"},
+        "sample_prompts with sequence_parallel_size 2",
+    ),
+    "shared sequences, checkpoints": (
+        SHARED | {"save_strategy": "epoch"},
+        SHARED,
+        "checkpoints with sequence_parallel_size 2",
+    ),
+    "shared sequences, another loss": (
+        SHARED | {"loss_type": "dft"},
+        SHARED,
+        "sequence_parallel_size 2 with another loss than nll",
+    ),
+    "assistant's turns in Alpaca": (
+        {"assistant_only_loss": True},
+        {},
+        "assistant_only_loss with dataset_format: alpaca",
+    ),
+}
+
+
+MARKED = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
+)
+UNMARKED = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+ENDLESS = MARKED.replace("{{ eos_token }}{% endgeneration %}", "{% endgeneration %}{{ eos_token }}")

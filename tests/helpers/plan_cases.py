@@ -1,0 +1,86 @@
+"""Cases for test_plan_accuracy.py: what a real run allocates, by torch.profiler, not by the planner's tracker."""
+
+from __future__ import annotations
+
+import gc
+
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tests.helpers.cases import train
+from zero_recipes.metrics.callback import StageMetricsCallback
+
+STEP = "plan_cases: a step begins"
+
+
+def train_profiled(argv: list[str]) -> dict:
+    """`train`, with how far each step's live bytes rise above its beginning: {"rises": [[low, high]], "metrics"}."""
+    gc.collect()
+    original = StageMetricsCallback.on_step_begin
+
+    def on_step_begin(self, *arguments, **keywords):
+        gc.collect()  # tensors in reference cycles live until Python looks for them, at moments that nobody plans
+        with record_function(STEP):
+            return original(self, *arguments, **keywords)
+
+    StageMetricsCallback.on_step_begin = on_step_begin
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            result = train(argv)
+    finally:
+        StageMetricsCallback.on_step_begin = original
+    return {"rises": _rises(profiled.profiler.kineto_results.experimental_event_tree()), "metrics": result["metrics"]}
+
+
+def _rises(tree) -> list[list[int]]:
+    """Bytes, [at least, at most], between what lives at each step's beginning and the most that lives within it.
+
+    The profiler does not hear what gloo's threads free (torch c10/core/CPUAllocator.cpp `ProfiledCPUMemoryReporter`),
+    and it is chance whether such a thread is the last that holds a collective's tensor. A tensor whose end was not
+    heard counts in the second number only, from its beginning until its address is used again.
+    """
+    changes, begins = [], []
+    for event in _flat(tree):
+        if event.tag == _EventType.Allocation:
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        elif event.name == STEP:
+            begins.append(event.start_time_ns)
+    changes.sort(key=lambda change: change[0])
+    silent = _never_heard_to_end(changes)
+
+    begins.sort()
+    rises, heard, unheard, start = [], 0, {}, 0
+    for number, (time, address, size) in enumerate(changes):
+        while len(rises) < len(begins) and time >= begins[len(rises)]:
+            rises.append([0, 0])
+            start, unheard = heard, {}
+        unheard.pop(address, None)
+        if number in silent:
+            unheard[address] = size
+        else:
+            heard += size
+        if rises:
+            least = heard - start
+            rises[-1] = [max(rises[-1][0], least), max(rises[-1][1], least + sum(unheard.values()))]
+    return rises
+
+
+def _flat(tree):
+    stack = list(tree)
+    while stack:
+        event = stack.pop()
+        stack.extend(event.children)
+        yield event
+
+
+def _never_heard_to_end(changes: list[tuple[int, int, int]]) -> set[int]:
+    """Places in `changes` of the allocations that no free of the same address follows before its next allocation."""
+    open_at, silent = {}, set()
+    for number, (_, address, size) in enumerate(changes):
+        if size > 0:
+            if address in open_at:
+                silent.add(open_at[address])
+            open_at[address] = number
+        else:
+            open_at.pop(address, None)
+    return silent | set(open_at.values())

@@ -1,0 +1,64 @@
+"""Cases of tests/engine/test_qlora.py, run by the workers of tests/helpers/group.py."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from unittest import mock
+
+import run_sft
+from zero_recipes.checks import preflight
+from zero_recipes.compat.deepspeed_tensors import packed_weights
+from zero_recipes.core.errors import Refusal
+from zero_recipes.metrics import callback as metrics
+
+
+def train(argv: list[str], checked: bool = True, dtypes_kept: bool = True) -> dict:
+    """One run over quantised weights: what was measured, and what became of the weights on this rank.
+
+    `checked`: with the check of combinations; `dtypes_kept`: with the mending of a resumed adapter's dtype.
+    """
+    import json
+
+    off = contextlib.ExitStack()
+    with off:
+        if not checked:
+            off.enter_context(mock.patch.object(preflight, "combination_findings", lambda *_: []))
+        if not dtypes_kept:
+            off.enter_context(mock.patch.object(metrics, "adapter_dtypes_kept", lambda _: contextlib.nullcontext()))
+        try:
+            run = run_sft.prepare(argv)
+            trainer = run_sft.train(run)
+        except (Refusal, AttributeError) as error:
+            return {"error": str(error)}
+    trainer.accelerator.wait_for_everyone()  # rank 0 writes the files
+    packed = list(packed_weights(trainer.model))
+    return {
+        "metrics": json.loads((run.output_dir / "metrics.json").read_text()),
+        "packed": len(packed),
+        "repacked": any(getattr(state, "packing_format_for_cpu", False) for _, state in packed),
+        "packed_bytes_here": sum(bytes_here(weight) for weight, _ in packed),
+        "packed_sha256": sha256_of([weight for weight, _ in packed]),
+        "kept_in_8_bit": sum(m.state.CB.numel() for m in trainer.model.modules() if hasattr(m, "init_8bit_state")),
+    }
+
+
+def bytes_here(weight) -> int:
+    """Of a parameter's memory on this rank, between two steps."""
+    from zero_recipes.distributed.fsdp import local
+
+    return local(getattr(weight, "ds_tensor", weight)).untyped_storage().nbytes()
+
+
+def sha256_of(weights: list) -> str:
+    """Of all bits of these parameters, whole. Collective where they are shared out."""
+    import deepspeed
+    import torch
+
+    digest = hashlib.sha256()
+    for weight in weights:
+        gathered = deepspeed.zero.GatheredParameters(weight) if hasattr(weight, "ds_id") else contextlib.nullcontext()
+        with gathered:
+            whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+            digest.update(whole.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

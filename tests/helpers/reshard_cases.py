@@ -1,0 +1,140 @@
+"""What the workers of tests/helpers/group.py run for test_reshard.py: states before saving and after loading."""
+
+from __future__ import annotations
+
+import json
+
+import run_sft
+from tests.helpers.cases import train
+from zero_recipes.compat import deepspeed_tensors
+from zero_recipes.metrics.callback import StageMetricsCallback
+
+
+def train_and_keep_states(argv: list[str], step: int, path: str) -> dict:
+    """`train`; what DeepSpeed itself gathers of masters and Adam's states when `step` is saved goes to `path`."""
+    import torch
+
+    original = StageMetricsCallback.on_save
+
+    def keep(self, args, state, control, **kwargs):
+        if state.global_step == step:
+            states = gathered_states(self.trainer)
+            if args.process_index == 0:
+                torch.save(states, path)
+        return original(self, args, state, control, **kwargs)
+
+    StageMetricsCallback.on_save = keep
+    try:
+        return train(argv)
+    finally:
+        StageMetricsCallback.on_save = original
+
+
+def train_and_compare_states(argv: list[str], path: str) -> dict:
+    """`train` from a resharded checkpoint; how the states after loading, before any step, differ from those at `path`.
+
+    "different": names whose masters, moments or weights for the forward pass are not the same bits.
+    "steps": Adam's counters before and after the run; "counters": how many tensors they are, "groups": of how many.
+    """
+    import torch
+
+    original, seen = StageMetricsCallback.on_train_begin, {}
+
+    def counters(trainer) -> list:
+        return [state["step"] for state in deepspeed_tensors.base_optimizer(trainer.optimizer).state.values()]
+
+    def compare(self, args, state, control, **kwargs):
+        wanted, found = torch.load(path), gathered_states(self.trainer)
+        assert wanted.keys() == found.keys() and wanted
+        seen["different"] = sorted(
+            f"{name} {key}"
+            for name in wanted
+            for key in wanted[name]
+            if wanted[name][key].dtype != found[name][key].dtype or not wanted[name][key].equal(found[name][key])
+        )
+        seen["steps"] = [{int(step) for step in counters(self.trainer)}.pop()]
+        return original(self, args, state, control, **kwargs)
+
+    StageMetricsCallback.on_train_begin = compare
+    try:
+        run = run_sft.prepare(argv)
+        trainer = run_sft.train(run)
+        trainer.accelerator.wait_for_everyone()
+    finally:
+        StageMetricsCallback.on_train_begin = original
+    steps = counters(trainer)
+    assert len({int(step) for step in steps}) == 1
+    shared = {step.data_ptr() if torch.is_tensor(step) else number for number, step in enumerate(steps)}
+    return {
+        "different": seen["different"],
+        "steps": [*seen["steps"], int(steps[0])],
+        "counters": len(shared),
+        "groups": len(trainer.optimizer.param_groups),
+        "losses": json.loads((run.output_dir / "metrics.json").read_text())["loss_history"],
+    }
+
+
+def gathered_states(trainer) -> dict:
+    """{name: {"fp32", "exp_avg", "exp_avg_sq", "weight"}} of what is trained, whole, gathered by DeepSpeed."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    optimizer, states = trainer.optimizer.optimizer, {}
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # DeepSpeed 0.19.8, zero/stage_1_and_2.py `_optimizer_step` links all groups after the first one's step: the
+        # moments of the others do not exist yet, and safe_get_full_optimizer_state does not find them
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    for name, p in trainer.model.named_parameters():
+        if p.requires_grad:
+            states[name] = {"fp32": safe_get_full_fp32_param(p).clone()}
+            states[name] |= {key: safe_get_full_optimizer_state(p, key).clone() for key in ("exp_avg", "exp_avg_sq")}
+            with deepspeed.zero.GatheredParameters([p] if hasattr(p, "ds_id") else []):
+                states[name]["weight"] = p.data.clone()
+    return states
+
+
+def masters_read_through_round_robin() -> list[bool]:
+    """Whether DeepSpeed's safe_get_full_fp32_param gives each weight of a fresh stage 2 engine, by round_robin."""
+    import deepspeed
+    import torch
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    right = []
+    for round_robin in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(size, size) for size in (3, 5, 7)))
+        deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters()),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": 2, "round_robin_gradients": round_robin},
+                "zero_allow_untested_optimizer": True,
+            },
+        )
+        right.append(all(safe_get_full_fp32_param(p).equal(p.data) for p in model.parameters()))
+    return right
+
+
+def set_whole_at_stage_3() -> str:
+    """What DeepSpeed's safe_set_full_fp32_param says, at stage 3, to a parameter that two ranks do not divide."""
+    import deepspeed
+    import torch
+    from deepspeed.utils import safe_set_full_fp32_param
+
+    layer = torch.nn.Linear(3, 3)
+    deepspeed.initialize(
+        model=layer,
+        optimizer=torch.optim.AdamW(layer.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3},
+            "zero_allow_untested_optimizer": True,
+        },
+    )
+    try:
+        safe_set_full_fp32_param(layer.weight, torch.ones(3, 3))
+        return "no error"
+    except RuntimeError as error:
+        return str(error)

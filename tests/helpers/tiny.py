@@ -1,0 +1,98 @@
+"""A model folder and a data folder made in a second, for tests of the engine: odd sizes, rows of very uneven length."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from transformers import AutoTokenizer, GPTNeoXConfig, LlamaConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_model(folder: Path, hidden: int = 64, intermediate: int = 101, vocabulary: int = 1031) -> Path:
+    """A GPT-NeoX config (no weights: use random_weights) with the tiny world's tokenizer. Sizes that divide nothing."""
+    GPTNeoXConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=1,
+        architectures=["GPTNeoXForCausalLM"],
+    ).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(folder)
+    return folder
+
+
+def llama_config(**sizes) -> LlamaConfig:
+    """A Llama with grouped queries and a gated MLP, for the tiny world's tokenizer; `sizes` override it."""
+    config = {
+        "vocab_size": 1031,
+        "hidden_size": 64,
+        "intermediate_size": 101,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+        "tie_word_embeddings": False,
+        "architectures": ["LlamaForCausalLM"],
+    }
+    return LlamaConfig(**(config | sizes))
+
+
+def write_rows(folder: Path, count: int = 240, seed: int = 0) -> Path:
+    """Alpaca rows whose answers are 1 to 60 words long; train and test split."""
+    draw = random.Random(seed)
+    words = ["red", "blue", "fish", "moss", "cave", "river", "hums", "barks", "fire", "wind", "the", "it", "is", "in"]
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "test"):
+        rows = [
+            {
+                "instruction": f"Say {draw.choice(words)} {i}.",
+                "input": draw.choice(["", "now"]),
+                "output": " ".join(draw.choices(words, k=draw.choice([1, 2, 5, 20, 60]))),
+            }
+            for i in range(count)
+        ]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def write_recipe(folder: Path, **keys) -> Path:
+    """A quick recipe on random weights and uneven rows; `keys` override it."""
+    recipe = {
+        "model_name_or_path": str(write_model(folder / "model")),
+        "dataset_name": str(write_rows(folder / "rows")),
+        "dataset_format": "alpaca",
+        "random_weights": True,
+        "bf16": True,
+        "max_length": 128,
+        "per_device_train_batch_size": 2,
+        "max_steps": 3,
+        "learning_rate": 1.0e-3,
+        "activation_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "save_model": False,
+        "report_to": "none",
+    } | keys
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe, indent=2))  # JSON is YAML
+    return path
+
+
+def named(strategy: str) -> list[str]:
+    """How the command line asks for a strategy, without a launcher."""
+    if strategy in ("single", "ddp"):
+        return []
+    return ["--fsdp", "true"] if strategy == "fsdp2" else ["--deepspeed", f"ds_configs/{strategy}.json"]

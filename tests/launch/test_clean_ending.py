@@ -1,0 +1,55 @@
+"""Runs end cleanly, every time: threads of a gloo group that outlive Python abort some runs with exit code -6."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.tiny import write_recipe
+from zero_recipes.cli.sweep import launch_command
+
+ROOT = Path(__file__).resolve().parents[2]
+STRATEGIES = ("zero3", "zero0", "ddp", "zero2")
+
+
+ENDING = """
+import atexit, sys, threading
+from zero_recipes.core.process import leave
+
+class Late:
+    def __del__(self):
+        print("the interpreter was taken down")
+
+late = Late()
+atexit.register(print, "exit handler")
+go = threading.Event()
+threading.Thread(target=lambda: (go.wait(), print("thread joined"))).start()
+threading.Timer(0.1, go.set).start()
+print("last words", end="")
+{end}
+"""
+
+
+@pytest.mark.parametrize("end, code", [("leave(3)", 3), ("sys.exit(3)", 3)])
+def test_a_run_leaves_without_taking_the_interpreter_down(end, code):
+    """sys.exit shows what is left out: an object of the main module is finalised at the interpreter's end only."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDING.format(end=end)], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == code and ended.stderr == ""
+    said = "last wordsthread joined\nexit handler\n"
+    assert ended.stdout == said + ("" if "leave" in end else "the interpreter was taken down\n")
+
+
+@pytest.mark.grid
+def test_20_of_20_runs_exit_0(tmp_path):
+    recipe = write_recipe(tmp_path, max_steps=2)
+    codes = []
+    for number in range(20):
+        config = ROOT / "accelerate_configs" / f"{STRATEGIES[number % len(STRATEGIES)]}.yaml"
+        command = launch_command(recipe, config, 2, tmp_path / str(number), [], ROOT / "run_sft.py")
+        codes.append(subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300).returncode)
+    assert codes == [0] * 20

@@ -1,0 +1,150 @@
+"""A run that fails leaves a row, not a crash: out of memory on rank 1, rank 0 killed, a refusal; through sweep."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.tiny import write_recipe
+from zero_recipes.cli.sweep import sweep
+from zero_recipes.core.errors import Refusal
+from zero_recipes.metrics.failure import failed_row, signal_in
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.launch
+
+OUT_OF_MEMORY = """
+if os.environ["RANK"] == "1" and len(self.stage_metrics.losses) == 2:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+"""
+KILLED = """
+if os.environ["RANK"] == "0" and len(self.stage_metrics.losses) == 2:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+SCRIPT = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import run_sft
+
+original = run_sft.train
+
+
+def train(run):
+    import torch
+    from zero_recipes.trainer.trainer import MeasuredSFTTrainer
+
+    step = MeasuredSFTTrainer.training_step
+
+    def training_step(self, *arguments, **keywords):
+{act}
+        return step(self, *arguments, **keywords)
+
+    MeasuredSFTTrainer.training_step = training_step
+    return original(run)
+
+
+run_sft.train = train
+run_sft.main(sys.argv[1:])
+"""
+
+
+def sabotaged(folder: Path, act: str) -> Path:
+    """A run_sft.py whose training step does `act` in the third step."""
+    script = folder / "sabotaged.py"
+    script.write_text(SCRIPT.format(root=str(ROOT), act=textwrap.indent(act.strip(), " " * 8)))
+    return script
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("failures"), max_steps=6)
+
+
+def test_out_of_memory_on_rank_1(recipe, tmp_path):
+    script = sabotaged(tmp_path, OUT_OF_MEMORY)
+    (outcome,) = sweep(recipe, ["zero2"], 2, tmp_path / "out", [], script=script)
+    assert outcome.status == "oom"
+    row = json.loads((outcome.folder / "metrics.json").read_text())
+    assert row["status"] == "oom" and "out of memory" in row["error"]
+    failure = row["failure"]
+    assert (failure["phase"], failure["rank"]) == ("train", 1)
+    assert {entry["what"] for entry in failure["largest_memory"]} >= {"params", "grads", "optimizer"}
+    sizes = [entry["bytes"] for entry in failure["largest_memory"]]
+    assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0
+    assert failure["cures"][0].startswith("activation_checkpointing")
+    assert row["parameters"] > 0 and row["strategy"] == "zero2", "what rank 0 knew of the run was lost"
+    assert json.loads((outcome.folder / "failure.rank1.json").read_text())["traceback"]
+
+
+def test_rank_0_is_killed(recipe, tmp_path):
+    script = sabotaged(tmp_path, KILLED)
+    (outcome,) = sweep(recipe, ["zero3"], 2, tmp_path / "out", [], script=script)
+    row = json.loads((outcome.folder / "metrics.json").read_text())
+    assert (row["status"], row["strategy"]) == ("failed", "zero3")
+    assert "SIGKILL" in row["error"] and row["failure"]["signal"] == "SIGKILL"
+    assert not (outcome.folder / "failure.rank0.json").exists()
+    assert row["parameters"] > 0 and row["world_size"] == 2, "what was known of the run was lost"
+
+
+def test_a_refused_strategy_is_a_row_and_the_sweep_goes_on(recipe, tmp_path):
+    overrides = ["--global_batch_size", "7"]
+    outcomes = sweep(recipe, ["zero1", "ddp"], 2, tmp_path, overrides)
+    assert [outcome.status for outcome in outcomes] == ["refused", "refused"]
+    row = json.loads((tmp_path / "zero1" / "metrics.json").read_text())
+    assert row["error"].startswith("refused: global_batch_size 7") and "fix:" in row["error"]
+
+
+def test_a_refusal_that_only_the_launchers_closing_table_holds(tmp_path):
+    """torchrun stops rank 0 (SIGTERM) when rank 1 has refused first: seen on a busy machine."""
+    table = "Failures:\n  exitcode  : -15 (pid: 7)  (SIGTERM)\n  traceback : Signal 15 (SIGTERM) received by PID 7\n"
+    table += "  exitcode  : 2 (pid: 8)\n  traceback : refused: a\n      why: b\n     fix: c\n====\n"
+    row = failed_row(tmp_path, "zero1", 1, table)
+    assert (row["status"], row["error"]) == ("refused", "refused: a why: b fix: c")
+
+
+def test_a_refused_run_does_not_wear_the_numbers_of_an_earlier_one(recipe, tmp_path):
+    (tmp_path / "zero1").mkdir()
+    (tmp_path / "zero1" / "metrics.json").write_text('{"status": "ok", "parameters": 7}')
+    overrides = ["--global_batch_size", "7", "--overwrite", "true"]
+    (outcome,) = sweep(recipe, ["zero1"], 2, tmp_path, overrides)
+    row = json.loads((tmp_path / "zero1" / "metrics.json").read_text())
+    assert outcome.status == row["status"] == "refused" and "parameters" not in row
+
+
+def test_a_sweep_refuses_before_it_starts(recipe, tmp_path):
+    with pytest.raises(Refusal, match="there is no"):
+        sweep(recipe, ["zero9"], 2, tmp_path, [])
+    (tmp_path / "zero1").mkdir()
+    (tmp_path / "zero1" / "metrics.json").write_text('{"status": "ok"}')
+    with pytest.raises(Refusal, match="earlier run"):
+        sweep(recipe, ["zero1"], 2, tmp_path, [])
+    assert (tmp_path / "zero1" / "metrics.json").read_text() == '{"status": "ok"}'
+
+
+def test_signals_are_read_off_the_exit_code_and_the_closing_table():
+    assert signal_in(-9, "") == "SIGKILL"
+    assert signal_in(1, "  exitcode  : -9 (pid: 1)\n  exitcode  : -15 (pid: 2)") == "SIGKILL"
+    assert signal_in(1, "  exitcode  : 1 (pid: 1)\n  exitcode  : -15 (pid: 2)") is None
+
+
+def test_the_first_cause_wins(tmp_path):
+    def write(rank, status, time):
+        content = {
+            "rank": rank,
+            "status": status,
+            "phase": "train",
+            "error": f"e{rank}",
+            "largest_memory": [],
+            "time": time,
+        }
+        (tmp_path / f"failure.rank{rank}.json").write_text(json.dumps(content))
+
+    write(0, "failed", 1.0)  # a peer that lost its connection, noticed first
+    write(1, "oom", 2.0)
+    assert failed_row(tmp_path, "zero2", 1, "")["failure"]["rank"] == 1
+    write(1, "failed", 2.0)
+    assert failed_row(tmp_path, "zero2", 1, "")["failure"]["rank"] == 0

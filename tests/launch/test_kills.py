@@ -1,0 +1,143 @@
+"""Killed runs lose nothing: SIGKILL of a rank anywhere, inside a save too, SIGTERM of the launcher, a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine.test_resume import RESULT, arguments, resume_recipe
+from tests.helpers.group import CaseFailed
+from tests.helpers.killed import PLACES, RANK_0_ONLY
+from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
+from zero_recipes.core.files import write_json
+from zero_recipes.core.process import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+RESUME = ("--resume_from_checkpoint", "true")
+
+pytestmark = pytest.mark.launch
+
+
+def launch(strategy: str, recipe: Path, output_dir: Path, kill: str | None, *more: str) -> tuple[int, str]:
+    """(exit code, everything printed) of a real launch that is killed as tests/helpers/killed.py says."""
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", str(free_port())]
+    command += ["tests/helpers/killed.py", str(recipe), "--output_dir", str(output_dir), *RESUME, *more]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({} if kill is None else {"KILL": kill})
+    ended = subprocess.run(
+        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400
+    )
+    return ended.returncode, ended.stdout
+
+
+def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
+    recipe = resume_recipe(tmp_path, save_steps=2, save_total_limit=1)
+    whole = two.run("train", argv=arguments(recipe, "zero3", tmp_path / "whole"))[0]["metrics"]
+    out = tmp_path / "out"
+
+    code, said = launch("zero3", recipe, out, "optimizer:1:4")
+    assert code and "starting fresh" in said, said[-3000:]
+    assert [path.name for path in numbered(out)] == ["checkpoint-2", "checkpoint-4"]
+    assert manifest.is_unfinished(out / "checkpoint-4") and manifest.damage(out / "checkpoint-2") is None
+    optimizer = sorted((out / "checkpoint-4").rglob("*rank_1*optim*"))
+    assert optimizer and optimizer[0].stat().st_size > 0, "it was not killed inside the file"
+
+    code, said = launch("zero3", recipe, out, "terminate:0:6")
+    assert code and f"passed over: {out}/checkpoint-4 was not written to its end" in said, said[-3000:]
+    assert f"going on from {out}/checkpoint-2" in said and f"deleted: {out}/checkpoint-4" in said
+    assert [path.name for path in numbered(out)] == ["checkpoint-4"], "save_total_limit was not kept"
+
+    rest = two.run("train", argv=arguments(recipe, "zero3", out, *RESUME))[0]["metrics"]
+    assert rest["loss_history"] == whole["loss_history"] and rest["resumed_at"] == [2, 4]
+    paths = [str(folder / "checkpoint-7") for folder in (tmp_path / "whole", out)]
+    gaps = two.run("checkpoint_gaps", one=paths[0], other=paths[1])[0]
+    assert (gaps["weights"], gaps["states"]) == (0.0, 0.0) and gaps["tensors"] > 40
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 32 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small file system cannot be mounted here (no root)")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, small_disk):
+    """The room is there when the run starts (checks/room.py refuses otherwise), then another program takes it."""
+    recipe = resume_recipe(tmp_path, save_steps=2)
+    whole = one.run("train", argv=arguments(recipe, "ddp", tmp_path / "whole"))[0]["metrics"]
+    size = sum(manifest.read(tmp_path / "whole" / "checkpoint-2")["files"].values())
+    out, filler = small_disk / "out", small_disk / "filler"
+    with pytest.raises(CaseFailed) as failed:
+        argv = arguments(recipe, "ddp", out)
+        one.run("train_on_a_filling_disk", argv=argv, filler=str(filler), left=int(1.7 * size))
+    message = str(failed.value).splitlines()[-1]
+    assert message.startswith(
+        f"zero_recipes.trainer.checkpointing.NotSaved: {out}/checkpoint-4 could not be saved: "
+    ), message
+    assert " bytes are free on its disk. " in message and f"{out}/checkpoint-2 is whole" in message
+    assert manifest.is_unfinished(out / "checkpoint-4") and manifest.damage(out / "checkpoint-2") is None
+    assert json.loads((out / "metrics.json").read_text())["status"] == "failed", "the file was lost"
+    filler.unlink()
+    rest = one.run("train", argv=arguments(recipe, "ddp", out, *RESUME))[0]["metrics"]
+    assert rest["loss_history"] == whole["loss_history"] and rest["resumed_at"] == [2]
+
+
+def seeded_kills(seed: int, count: int, steps: int) -> list[tuple[str, int]]:
+    """[(KILL, step of the last whole checkpoint after it)]: every place in turn, at random steps, on random ranks."""
+    draw = random.Random(seed)
+    places = [place for _ in range(count) for place in draw.sample(PLACES, len(PLACES))][:count]
+    kills, whole = [], 0
+    for place in places:
+        step = min(whole + draw.choice([1, 1, 2, 2, 3]), steps)
+        if place == "rotation" and step == 1:
+            step = 2  # there must be an older one
+        rank = 0 if place in RANK_0_ONLY else draw.randrange(2)
+        whole = step if place == "rotation" else step - 1
+        kills.append((f"{place}:{rank}:{step}", whole))
+    return kills
+
+
+def test_the_seeded_kills_cover_every_place():
+    kills = seeded_kills(0, 10, 12)
+    assert len(kills) == 10 and {kill.split(":")[0] for kill, _ in kills} == set(PLACES)
+    assert {kill.split(":")[1] for kill, _ in kills} == {"0", "1"} and kills == seeded_kills(0, 10, 12)
+    assert kills[-1][1] < 12 and [whole for _, whole in kills] == sorted(whole for _, whole in kills)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_run_that_is_killed_ten_times(two, tmp_path, strategy):
+    """One checkpoint a step, one kept: each launch goes on from the last whole one."""
+    steps = 14
+    recipe = resume_recipe(tmp_path, save_steps=1, save_total_limit=1, max_steps=steps)
+    whole = two.run("train", argv=arguments(recipe, strategy, tmp_path / "whole"))[0]["metrics"]
+    out, kills = tmp_path / "out", seeded_kills(0, 10, 12)
+    for kill, last in kills:
+        code, said = launch(strategy, recipe, out, kill)
+        assert code and "SIGKILL" in said, f"{kill}: {said[-3000:]}"
+        expected = str(out / f"checkpoint-{last}") if last else None
+        assert checkpoint_to_resume(out, "true") == expected, kill
+    code, said = launch(strategy, recipe, out, None)
+    assert code == 0, said[-3000:]
+    rest = json.loads((out / "metrics.json").read_text())
+    assert rest["loss_history"] == whole["loss_history"] and len(rest["loss_history"]) == steps
+    assert rest["tokens"] == whole["tokens"] and rest["resumed_at"] == sorted({last for _, last in kills} - {0})
+    paths = [str(folder / f"checkpoint-{steps}") for folder in (tmp_path / "whole", out)]
+    gaps = two.run("checkpoint_gaps", one=paths[0], other=paths[1])[0]
+    assert (gaps["weights"], gaps["states"]) == (0.0, 0.0)
+    result = json.loads(RESULT.read_text())
+    loss = max(abs(a - b) for a, b in zip(whole["loss_history"], rest["loss_history"], strict=True))
+    entry = {"kills": [kill for kill, _ in kills], "steps": steps, "loss": loss, **gaps}
+    write_json(RESULT, result | {"killed_ten_times": result.get("killed_ten_times", {}) | {strategy: entry}})

@@ -1,0 +1,95 @@
+"""Every launcher starts the tiny recipe for real, once; what it prints is calm."""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+QUICK = ["--max_steps", "2", "--sample_prompts", "2", "--sample_max_new_tokens", "4", "--eval_strategy", "no"]
+QUICK += ["--sample_prompts", "tests/helpers/prompts.jsonl", "--logging_steps", "1"]
+
+pytestmark = pytest.mark.launch
+
+
+def start(command: list[str], output_dir: Path) -> tuple[str, dict]:
+    """(everything printed, metrics.json) of one command that must succeed."""
+    ended = subprocess.run(
+        [*command, *QUICK, "--output_dir", str(output_dir)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=400,
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    return ended.stdout, json.loads((output_dir / "metrics.json").read_text())
+
+
+def test_accelerate(tmp_path):
+    command = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/zero3.yaml"]
+    _, metrics = start([*command, "run_sft.py", "recipes/tiny.yaml"], tmp_path)
+    assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", "zero3", 2)
+    assert (tmp_path / "samples.jsonl").read_text().count("\n") == 2
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_accelerate_ddp(tmp_path):
+    command = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/ddp.yaml"]
+    _, metrics = start([*command, "run_sft.py", "recipes/tiny.yaml"], tmp_path)
+    assert (metrics["strategy"], metrics["world_size"]) == ("ddp", 2)
+
+
+def test_torchrun_and_calm(tmp_path):
+    """torchrun's own log folder keeps the ranks apart: no line from below may repeat within one."""
+    command = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", "29511"]
+    command += ["--log-dir", str(tmp_path / "logs"), "--redirects", "3"]
+    ds_config = ["--deepspeed", "ds_configs/zero2.json"]
+    _, metrics = start([*command, "run_sft.py", "recipes/tiny.yaml", *ds_config], tmp_path / "out")
+    assert (metrics["strategy"], metrics["world_size"]) == ("zero2", 2)
+    logs = sorted((tmp_path / "logs").rglob("std*.log"))
+    assert len(logs) == 4, logs
+    for path in logs:
+        repeated = [
+            line for line, count in collections.Counter(lines_from_below(path.read_text())).items() if count > 1
+        ]
+        assert not repeated, f"{path}: {repeated}"
+    assert "FutureWarning" not in "".join(path.read_text() for path in logs)
+
+
+def lines_from_below(text: str) -> list[str]:
+    """Lines that libraries printed: not our table of samples, white space or rules."""
+    ours = re.compile(r"^\s*$|^[│├└┌┏┡┃╇┳━─┼┴┬ ]|^\s+(exact_match|token_f1|reference_loss) ")
+    return [line for line in re.split(r"[\r\n]+", text) if not ours.match(line)]
+
+
+def test_deepspeed_launcher(tmp_path):
+    command = [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "29512", "run_sft.py", "recipes/tiny.yaml"]
+    _, metrics = start([*command, "--deepspeed", "ds_configs/zero1.json"], tmp_path)
+    assert (metrics["strategy"], metrics["world_size"]) == ("zero1", 2)
+
+
+def test_plain_python(tmp_path):
+    _, metrics = start([sys.executable, "run_sft.py", "recipes/tiny.yaml"], tmp_path)
+    assert (metrics["strategy"], metrics["world_size"]) == ("single", 1)
+
+
+def test_refusals_end_as_each_launcher_ends():
+    """accelerate returns 1 and prints our message last, in its closing table; deepspeed and python return 2."""
+    wrong = ["run_sft.py", "recipes/tiny.yaml", "--max_step", "2"]
+    accelerate = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/zero1.yaml"]
+    deepspeed = [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "29513"]
+    for command, code in ((accelerate, 1), (deepspeed, 2), ([sys.executable], 2)):
+        ended = subprocess.run([*command, *wrong], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == code, ended.stderr[-2000:]
+        assert "refused: unknown key `max_step`" in ended.stderr
+        if command is accelerate:
+            table = ended.stderr[ended.stderr.rindex("Root Cause") :]
+            assert "refused: unknown key `max_step`" in table and "`max_steps`" in table

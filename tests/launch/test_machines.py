@@ -1,0 +1,202 @@
+"""Several machines: who is missing is named in time; training on two network namespaces equals one machine.
+
+The namespaces stand for two hosts: each has its own interfaces and routes, a veth pair joins them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.tiny import ROOT, write_recipe
+from zero_recipes.config.run import refuse_shared_gpus
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.errors import Refusal
+from zero_recipes.core.process import free_port, local_world_size
+from zero_recipes.distributed import bandwidth
+from zero_recipes.distributed.wait_for_hosts import meet_machines
+
+HOSTS = ("10.77.0.1", "10.77.0.2")
+CLI = [sys.executable, "-m", "zero_recipes.cli.main"]
+
+
+def _ip(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def namespaces():
+    """Names of two joined network namespaces; each one's interface is called as it is."""
+    if shutil.which("ip") is None:
+        pytest.skip("two hosts on one machine need network namespaces, and there is no `ip` (package iproute2)")
+    names = [f"zr{os.getpid()}{side}" for side in "ab"]
+    orders = [("netns", "add", name) for name in names]
+    orders.append(("link", "add", names[0], "netns", names[0], "type", "veth", "peer", names[1], "netns", names[1]))
+    for name, address in zip(names, HOSTS, strict=True):
+        orders.append(("-n", name, "addr", "add", f"{address}/24", "dev", name))
+        orders += [("-n", name, "link", "set", device, "up") for device in (name, "lo")]
+    try:
+        for order in orders:
+            done = _ip(*order)
+            if done.returncode:
+                pytest.skip(f"two hosts on one machine need network namespaces: ip {' '.join(order)}: {done.stderr}")
+        yield names
+    finally:
+        for name in names:
+            _ip("netns", "del", name)
+
+
+def on_each(namespaces: list[str], commands: list[list[str]], timeout: float = 400) -> list[tuple[int, str]]:
+    """(exit code, all that was printed) of one command in each namespace, at the same time."""
+    running = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"},
+        )
+        for name, command in zip(namespaces, commands, strict=False)
+    ]
+    printed = [""] * len(running)
+
+    def read(i: int) -> None:
+        printed[i] = running[i].communicate(timeout=timeout)[0]
+
+    readers = [threading.Thread(target=read, args=(i,)) for i in range(len(running))]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    return [(process.returncode, text) for process, text in zip(running, printed, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Path:
+    return write_recipe(tmp_path_factory.mktemp("machines"), bf16=False)
+
+
+@pytest.fixture(scope="module")
+def one_host(two, recipe, tmp_path_factory) -> list[float]:
+    """Losses of as many processes on one machine."""
+    argv = [str(recipe), "--output_dir", str(tmp_path_factory.mktemp("one") / "out")]
+    metrics = two.run("train", argv=[*argv, "--deepspeed", "ds_configs/zero3.json"])[0]["metrics"]
+    assert metrics["network"] is None
+    return metrics["loss_history"]
+
+
+def assert_equal_and_measured(ended: list[tuple[int, str]], folder: Path, namespaces, losses: list[float]) -> None:
+    assert [code for code, _ in ended] == [0, 0], "\n".join(text[-2000:] for _, text in ended)
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert (metrics["strategy"], metrics["world_size"], metrics["status"]) == ("zero3", 2, "ok")
+    assert metrics["loss_history"] == pytest.approx(losses, rel=1e-6)
+    links = metrics["network"]
+    assert (links["machines"], links["backend"], links["transport"]) == (2, "gloo", "TCP")
+    assert links["interfaces"] == [f"{name} (GLOO_SOCKET_IFNAME)" for name in namespaces]
+    assert links["bus_bytes_per_second"] == pytest.approx(links["all_reduce_bytes"] / links["all_reduce_seconds"])
+    assert f"network       2 machines, gloo over TCP: {namespaces[0]}" in ended[0][1]
+    assert "all-reduce    16 MiB in " in ended[0][1] and "all-reduce    16 MiB" not in ended[1][1]
+
+
+@pytest.mark.launch
+def test_two_hosts_by_accelerate_equal_one(namespaces, recipe, one_host, tmp_path):
+    """The command lines of docs/multi_node.md, `zero-recipes meet` before them."""
+    port, meeting = free_port(), free_port()
+    commands = []
+    for machine in ("0", "1"):
+        meet = [*CLI, "meet", "--hosts", ",".join(HOSTS), "--machine_rank", machine, "--port", str(meeting)]
+        launch = [sys.executable, "-m", "accelerate.commands.launch"]
+        launch += ["--config_file", "accelerate_configs/multi_node.yaml", "--num_processes", "2"]
+        launch += ["--machine_rank", machine, "--main_process_ip", HOSTS[0], "--main_process_port", str(port)]
+        launch += ["run_sft.py", str(recipe), "--output_dir", str(tmp_path)]
+        commands.append(["sh", "-c", f"{' '.join(meet)} && exec {' '.join(launch)}"])
+    ended = on_each(namespaces, commands)
+    assert all("2 machines have met: 0: " in text for _, text in ended)
+    assert_equal_and_measured(ended, tmp_path, namespaces, one_host)
+
+
+@pytest.mark.launch
+def test_two_hosts_by_what_the_deepspeed_launcher_starts_on_each(namespaces, recipe, one_host, tmp_path):
+    """`deepspeed --hostfile` goes to each host by ssh and starts this there (launcher/multinode_runner.py)."""
+    import base64
+
+    world = base64.urlsafe_b64encode(json.dumps({host: [0] for host in HOSTS}).encode()).decode()
+    port = free_port()
+    commands = [
+        [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", f"--node_rank={machine}",
+         f"--master_addr={HOSTS[0]}", f"--master_port={port}", "run_sft.py", str(recipe), "--output_dir",
+         str(tmp_path), "--deepspeed", "ds_configs/zero3.json"]
+        for machine in (0, 1)
+    ]  # fmt: skip
+    assert_equal_and_measured(on_each(namespaces, commands), tmp_path, namespaces, one_host)
+
+
+@pytest.mark.launch
+def test_a_missing_host_is_named_by_the_one_that_waits(namespaces):
+    for machine, missing in ((0, "machine 1 (10.77.0.2) has not come"), (1, "machine 0 (10.77.0.1) is not to be")):
+        command = [*CLI, "meet", "--hosts", ",".join(HOSTS), "--machine_rank", str(machine), "--seconds", "1"]
+        ((code, said),) = on_each([namespaces[machine]], [command])
+        assert code == 2 and f"refused: {missing}" in said and "Traceback" not in said, said
+        assert "   fix: Start " in said
+
+
+@pytest.mark.launch
+def test_the_launcher_alone_names_nobody(namespaces):
+    """Fails when torchrun's static rendezvous says who is missing: then zero-recipes meet may go."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", "0", "--no-python"]
+    command += ["--master_addr", HOSTS[0], "--master_port", str(free_port()), "--rdzv_conf", "timeout=5", "true"]
+    ((code, said),) = on_each(namespaces[:1], [command])
+    assert code == 1 and "1/2 clients joined" in said and HOSTS[1] not in said
+
+
+def test_machines_meet_and_learn_each_others_names():
+    import socket
+
+    port, found = free_port(), {}
+
+    def meet(machine: int) -> None:
+        found[machine] = meet_machines(["127.0.0.1", "localhost"], machine, port)
+
+    threads = [threading.Thread(target=meet, args=(machine,)) for machine in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: [socket.gethostname()] * 2, 1: [socket.gethostname()] * 2}
+
+
+def test_a_machine_that_never_comes_is_named_and_one_that_is_none_refused():
+    with pytest.raises(Refusal, match=r"machine 1 \(node-b\), machine 2 \(node-c\) have not come to machine 0") as said:
+        meet_machines(["127.0.0.1", "node-b", "node-c"], 0, free_port(), 0.1)
+    assert "1 of 3 machines are there" in said.value.why
+    with pytest.raises(Refusal, match="machine_rank 2 of 2 machines"):
+        meet_machines(["127.0.0.1", "node-b"], 2, free_port(), 0.1)
+
+
+def test_processes_of_this_machine_by_each_launcher(monkeypatch):
+    """The deepspeed launcher sets no LOCAL_WORLD_SIZE: two nodes of 8 GPUs must not be taken for 16 ranks on one."""
+    assert local_world_size({"LOCAL_WORLD_SIZE": "2"}, 8) == local_world_size({"LOCAL_SIZE": "2"}, 8) == 2
+    assert local_world_size({}, 8) == 8
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    sixteen = Strategy("zero3", 3, 16, {}, "ds_configs/zero3.json")
+    refuse_shared_gpus(sixteen, "cuda", {"LOCAL_SIZE": "8"})
+    with pytest.raises(Refusal, match="16 processes on this machine"):
+        refuse_shared_gpus(sixteen, "cuda", {})
+
+
+def test_the_transport_is_what_nccl_would_take(tmp_path):
+    devices = tmp_path / "infiniband"
+    assert bandwidth.transport("nccl", {}, devices) == "TCP"
+    (devices / "mlx5_0").mkdir(parents=True)
+    assert bandwidth.transport("nccl", {}, devices) == "InfiniBand or RoCE (mlx5_0)"
+    assert bandwidth.transport("nccl", {"NCCL_IB_DISABLE": "1"}, devices) == "TCP"
+    assert bandwidth.transport("nccl", {"NCCL_NET": "Socket"}, devices) == "Socket (NCCL_NET)"
+    assert bandwidth.transport("gloo", {}, devices) == "TCP"

@@ -1,0 +1,350 @@
+"""`zero-recipes plan` through its main: tables, JSON, picture, recommendation, cost, calibration, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe, strategies
+from zero_recipes.cli import main as cli
+from zero_recipes.planner import cli as command
+from zero_recipes.planner import cost
+from zero_recipes.planner import predict as predictor
+from zero_recipes.planner import recommend as rules
+from zero_recipes.planner import rows as planning
+from zero_recipes.planner.formulas import predict as formulas
+from zero_recipes.planner.hardware import gpu_named, gpus
+from zero_recipes.planner.recommend import recommend
+from zero_recipes.planner.simulator import parent as simulation
+from zero_recipes.report import plan_plot
+
+RECIPE = "recipes/pythia.yaml"
+H100 = gpu_named("h100-80gb", gpus())
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def plan(capsys, *options: str, name: str = RECIPE, gpus: str = "2", gpu: str = "h100-80gb") -> str:
+    assert cli.main(["plan", name, "--gpus", gpus, "--gpu", gpu, "--quick", *options]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys, *options: str) -> str:
+    assert cli.main(["plan", *options]) == 2
+    said = capsys.readouterr().err
+    assert "why:" in said and "fix:" in said
+    return said
+
+
+def test_the_table_says_what_fits_and_what_to_run(capsys):
+    said = plan(capsys)
+    lines = {line.split()[0]: line.split()[1] for line in said.splitlines() if line.split()[1:2]}
+    assert lines["zero3"] == "fits" and lines["zero0"] == "no" and lines["zero3_offload"] == "fits"
+    assert "Recommended: zero3" in said
+    assert f"accelerate_configs/zero3.yaml --num_processes 2 run_sft.py {RECIPE}\n" in said
+    assert "A common rule: ddp for a model of 6.86 billion parameters" in said and "does not fit" in said
+    assert "zero0: the mildest fix: zero3" in said
+    assert "torch.compile" in said and "quantised" in said and "textbook formulas" in said
+
+
+def test_a_narrow_terminal_loses_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = plan(capsys)
+    assert all(header in said for header in ("Margin", "Optimizer", "Reserved", "Host", "Disk", "Tokens/s"))
+    assert all(len(line) <= 80 for line in said.splitlines() if "run_sft.py" not in line)
+
+
+def test_json_is_all_that_is_printed_and_holds_every_figure(capsys):
+    document = json.loads(plan(capsys, "--json", "--price", "2", "--max"))
+    rows = {row["strategy"]: row for row in document["rows"]}
+    assert list(rows) == list(strategies())
+    three = rows["zero3"]
+    assert three["prediction"] == formulas.predict(job("zero3")) | {"seconds": three["prediction"]["seconds"]}
+    assert three["verdict"] == "fits" and three["cure"] is None and three["max"]["micro_batch_size"] >= 4
+    assert rows["zero0"]["cure"]["strategy"] == "zero3" and "--num_processes 2" in rows["zero0"]["cure"]["command"]
+    hours, run = three["cost"]["hours"], three["cost"]["run"]
+    assert run == pytest.approx([2 * 2 * end for end in hours])  # two GPUs at 2 an hour
+    assert hours == pytest.approx([500 * end / 3600 for end in three["step_seconds"]])  # max_steps: 500
+    assert document["gpu"]["memory_bytes"] == H100.memory_bytes and document["cannot_know"]
+
+
+def test_epochs_of_data_at_hand_are_counted_in_steps(capsys):
+    rows = len((ROOT / "tiny_world" / "train.jsonl").read_text().splitlines())
+    keys = ["--max_steps", "-1", "--num_train_epochs", "3", "--per_device_train_batch_size", "7"]
+    options = [*keys, "--global_batch_size", "28", "--packing", "false", "--strategies", "zero2", "--price", "1"]
+    (row,) = json.loads(plan(capsys, "--json", *options, name="recipes/tiny.yaml"))["rows"]
+    steps = 3 * math.ceil(math.ceil(math.ceil(rows / 7) / 2) / 2)  # micro batches, two ranks, two micro steps
+    assert row["cost"]["hours"] == pytest.approx([steps * end / 3600 for end in row["step_seconds"]])
+    (row,) = json.loads(plan(capsys, "--json", *options, "--packing", "true", name="recipes/tiny.yaml"))["rows"]
+    assert row["cost"]["hours"] is None  # TRL makes other rows of these
+
+
+def test_overrides_reach_the_recipe_and_the_command(capsys):
+    said = json.loads(plan(capsys, "--json", "--max_length", "1024", "--activation_checkpointing", "true"))
+    assert {row["prediction"]["max_length"] for row in said["rows"]} == {1024}
+    assert said["recommendation"]["command"].endswith(f"{RECIPE} --max_length 1024 --activation_checkpointing true")
+
+
+def test_the_smallest_machine_is_looked_for(capsys):
+    said = plan(capsys, gpus="1,2,4,8", gpu="l40s")
+    assert "Smallest machine: 1 x l40s-48gb" in said and "Without offload: 4 x l40s-48gb" in said
+    document = json.loads(plan(capsys, "--json", "--strategies", "zero2,zero3", gpus="1,2,4,8", gpu="l40s"))
+    words = {(row["world_size"], row["strategy"]): row["verdict"] for row in document["rows"]}
+    assert words[2, "zero3"] == "no" and words[4, "zero3"] == "fits"
+    assert document["smallest_machine"] == 4
+    assert "--num_processes 4" in document["recommendation"]["command"]
+
+
+def test_where_no_machine_is_large_enough_a_fix_is_named(capsys):
+    document = json.loads(plan(capsys, "--json", "--strategies", "zero3", gpus="1,2", gpu="l40s"))
+    assert document["smallest_machine"] is None
+    last = document["rows"][-1]
+    assert last["world_size"] == 2 and last["cure"]["command"] == document["recommendation"]["command"]
+    assert "--use_peft true" in last["cure"]["command"]
+
+
+def test_a_count_that_the_global_batch_does_not_go_into_is_said(capsys):
+    said = plan(capsys, name="recipes/tiny.yaml", gpus="1,2,4", gpu="l40s")
+    assert "4: global_batch_size 16 cannot be made of 4 processes" in said
+    assert "Smallest machine: 1 x l40s-48gb" in said
+
+
+def test_the_hosts_memory_is_held_against_offload_where_it_is_said(capsys):
+    options = ("--strategies", "zero2_offload", "--json")
+    (row,) = json.loads(plan(capsys, *options, "--host_memory", "64"))["rows"]
+    needs = row["prediction"]["host_bytes"]["training"]
+    assert row["verdict"] == "no" and row["host_lacks_bytes"] == needs - 64 * GB
+    assert json.loads(plan(capsys, *options, "--host_memory", "128"))["rows"][0]["verdict"] == "fits"
+    assert "no (host)" in plan(capsys, "--host_memory", "64")
+
+
+def test_several_machines_are_launched_as_such(capsys):
+    document = json.loads(plan(capsys, "--json", "--strategies", "zero3", gpus="16", gpu="a100-40gb"))
+    assert (
+        "--num_processes 16 --num_machines 2 --machine_rank K --main_process_ip HOST"
+        in (document["recommendation"]["command"])
+    )
+    assert any("2 machines" in reason for reason in document["recommendation"]["reasons"])
+
+
+def test_a_recipe_with_its_own_ds_config_is_planned_and_launched_with_it(capsys):
+    document = json.loads(plan(capsys, "--json", "--deepspeed", "ds_configs/zero2_offload.json"))
+    assert [row["strategy"] for row in document["rows"]] == ["zero2_offload"]
+    assert document["recommendation"]["command"].startswith("torchrun --nproc_per_node 2 run_sft.py")
+
+
+def test_a_folder_takes_the_picture_and_the_json(capsys, tmp_path):
+    plan(capsys, "--output_dir", str(tmp_path / "plan"))
+    header = (tmp_path / "plan" / "plan.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", header[16:]) == (1200, 720)
+    assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
+    written = (tmp_path / "plan" / "plan.md").read_text()
+    assert "| zero3 | fits | +10.2 GiB |" in written and "- Peak: bytes of live tensors" in written
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["recipes/none.yaml", "--gpus", "2", "--gpu", "h200"], "there is no recipe"),
+        ([RECIPE, "--gpus", "2", "--gpu", "abacus"], "no such GPU"),
+        ([RECIPE, "--gpus", "two", "--gpu", "h200"], "--gpus two"),
+        ([RECIPE, "--gpus", "2,x", "--gpu", "h200"], "--gpus 2,x"),
+        ([RECIPE, "--gpus", "0", "--gpu", "h200"], "--gpus 0"),
+        ([RECIPE, "--gpus", "12", "--gpu", "h200"], "--gpus 12 with 8 in each machine"),
+        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--gpus_per_node", "0"], "with 0 in each machine"),
+        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--strategies", "zero5"], "no strategy zero5"),
+        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--max_stepz", "5"], "max_stepz"),
+        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--model_name_or_path", "no/body"], "config.json of no/body"),
+        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--hardware", "none.yaml"], "no hardware file"),
+        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--quick", "--calibrate", RECIPE], "is no metrics.json"),
+        (["recipes/tiny.yaml", "--gpus", "3", "--gpu", "h200", "--quick"], "global_batch_size 16"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(capsys, options, says):
+    assert says in refused(capsys, *options)
+
+
+# the decision
+
+
+def rows_of(**needs: int) -> list[planning.Row]:
+    """Rows of recipes/pythia.yaml on two H100s that take so many GB."""
+    predict = lambda asked: made_up(asked, needs.get(asked.strategy, 500) * GB)  # noqa: E731
+    return [planning.make_row(job(name), H100, predict, strategies(), with_fix=False) for name in needs]
+
+
+def decide(rows):
+    return recommend(rows, H100, gpus(), lambda job: f"run {job.strategy}")
+
+
+def test_of_equally_fast_strategies_the_one_with_most_headroom_is_chosen():
+    assert decide(rows_of(zero1=70, zero2=50, zero3=60)).strategy == "zero2"
+    assert decide(rows_of(zero1=70, zero3=95)).command == "run zero1"
+
+
+def test_offload_is_chosen_only_where_nothing_else_fits():
+    both = decide(rows_of(zero3=80, zero3_offload=10))
+    assert both.strategy == "zero3" and any("Offload (zero3_offload)" in reason for reason in both.reasons)
+    alone = decide(rows_of(zero3=90, zero3_offload=10))
+    assert alone.strategy == "zero3_offload" and any("host memory" in reason for reason in alone.reasons)
+
+
+def test_a_smaller_gpu_that_would_do_is_named():
+    assert any("rtx4090-24gb" in reason for reason in decide(rows_of(zero3=10)).reasons)
+    assert not any("smaller GPU" in reason for reason in decide(rows_of(zero3=60)).reasons)
+
+
+def test_where_nothing_fits_the_mildest_fix_of_all_rows_is_recommended():
+    def predict(asked):
+        helped = asked.strategy == "zero3" and formulas.checkpointed(asked.values)
+        return made_up(asked, (50 if helped else 84 if asked.strategy == "zero2" else 90) * GB, overhead=3 * GB)
+
+    names = {name: strategies()[name] for name in ("zero2", "zero3")}
+    found = decide([planning.make_row(job(name), H100, predict, names) for name in names])
+    assert found.strategy == "zero3" and "activation checkpointing (from zero3)" in " ".join(found.reasons)
+    assert "zero2 may" in " ".join(found.reasons)  # 84 GB fit, 87 do not
+    hopeless = decide(rows_of(zero2=500))
+    assert hopeless.strategy is None and hopeless.command is None
+
+
+def test_the_rule_of_thumb_stands_beside_the_verdict():
+    assert "Here it fits" in rules.beside(rows_of(ddp=70))[0]
+    assert "does not fit" in rules.beside(rows_of(ddp=90))[0]
+    assert rules.beside(rows_of(zero3=70))[0].endswith("billion).")  # ddp was not asked about
+
+
+def test_nothing_is_predicted_twice():
+    asked = []
+    predict = planning.remembered(lambda job: asked.append(job) or made_up(job, GB))
+    assert predict(job("zero3")) is predict(job("zero3"))
+    assert predict(job("zero2")) is not None and len(asked) == 2
+
+
+def test_versions_that_the_simulation_does_not_know_are_answered_by_formulas(monkeypatch):
+    monkeypatch.setitem(simulation.KNOWN_VERSIONS, "torch", "1.0")
+    found = predictor.of()(job("zero2"))
+    assert found["source"] == "formulas" and "does not know torch" in found["notes"][0]
+    monkeypatch.undo()
+    monkeypatch.setattr(simulation, "predict", lambda job: made_up(job, GB))
+    assert predictor.of()(job("zero2"))["source"] == "engine"
+    assert predictor.of(quick=True)(job("zero2"))["source"] == "formulas"
+
+
+# speed and cost
+
+
+def test_computation_is_flops_over_the_share_of_the_rate():
+    gpu = H100.model_copy(update={"achievable": (0.25, 0.5), "memory_gb_s": 1e9})
+    found = cost.estimate(job("zero0", ranks=1), made_up(job("zero0", ranks=1), GB), gpu)
+    assert found.computing == pytest.approx((1e15 / (989e12 * 0.5), 1e15 / (989e12 * 0.25)))
+    assert found.communicating == (0, 0)  # one rank
+    assert found.tokens_per_step == 4 * 2 * 512
+
+
+def test_communication_is_what_the_computation_does_not_hide():
+    asked, still = job("zero2", ranks=2), H100.model_copy(update={"bf16_tflops": 1e9, "memory_gb_s": 1e9})
+    moved = (2 * 2e9 + 2e9) / 2  # an all-reduce goes around twice; half of each on two ranks
+    found = cost.estimate(asked, made_up(asked, GB), still).communicating
+    assert found == pytest.approx((moved / (450e9 * 0.85), moved / (450e9 * 0.5)), rel=1e-3)
+    hidden = cost.estimate(asked, made_up(asked, GB), H100).communicating
+    assert hidden == pytest.approx((1e9 / (450e9 * 0.85), 1e9 / (450e9 * 0.5)))  # only the gather after the step
+    apart = job("zero2", ranks=2, gpus_per_node=1)
+    assert cost.estimate(apart, made_up(apart, GB), still).communicating[0] == pytest.approx(
+        moved / (50e9 * 0.85), rel=1e-3
+    )
+
+
+def test_offload_pays_for_the_link_and_for_adam_on_the_cpu():
+    asked = job("zero2_offload", ranks=2)
+    crossing = 2 * GB / 2 * (2 + 1)  # gradients of two passes, weights once, half of a billion parameters each
+    adam = GB  # two halves on one machine
+    found = cost.estimate(asked, made_up(asked, GB), H100).offloading
+    assert found == pytest.approx((crossing / (64e9 * 0.8) + adam / 3.5e9, crossing / (64e9 * 0.5) + adam / 1.3e9))
+    assert cost.estimate(job("zero2"), made_up(job("zero2"), GB), H100).offloading == (0, 0)
+
+
+def test_an_uncalibrated_range_is_at_most_30_percent_to_either_side_with_nvlink():
+    joined = [gpu for gpu in gpus().values() if gpu.link_gb_s >= 300]
+    assert len(joined) == 5
+    for gpu in joined:
+        low, high = cost.estimate(job("zero3"), formulas.predict(job("zero3")), gpu).step_seconds
+        assert 0.1 < (high - low) / (high + low) < 0.30
+
+
+def measured(**changes) -> dict:
+    """What matters of a metrics.json: tokens per second of exactly twice the estimated time."""
+    asked = job("zero3", per_device_train_batch_size=2)
+    estimated = cost.estimate(asked, formulas.predict(asked), H100)
+    return {
+        "model": asked.model,
+        "strategy": "zero3",
+        "device": "NVIDIA H100 80GB HBM3",
+        "world_size": 2,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_length": 512,
+        "step_seconds": {"median": 1.0},
+        "tokens_per_second": {"all": estimated.tokens_per_step / (2 * estimated.middle)},
+    } | changes
+
+
+def test_a_measured_run_narrows_the_range(capsys, tmp_path):
+    (tmp_path / "metrics.json").write_text(json.dumps(measured()))
+    before = json.loads(plan(capsys, "--json"))["rows"]
+    after = json.loads(plan(capsys, "--json", "--calibrate", str(tmp_path / "metrics.json")))["rows"]
+    for free, bound in zip(before, after, strict=True):
+        assert sum(bound["step_seconds"]) == pytest.approx(2 * sum(free["step_seconds"]))
+        low, high = bound["step_seconds"]
+        assert (high - low) / (high + low) == pytest.approx(0.10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"device": "cpu"}, "holds no times of a GPU"),
+        ({"step_seconds": None}, "holds no times of a GPU"),
+        ({"model": "another/model"}, "another/model under zero3 was measured"),
+        ({"strategy": "zero3_own"}, "zero3_own was measured"),
+    ],
+)
+def test_a_run_of_something_else_does_not_calibrate(capsys, tmp_path, changes, says):
+    (tmp_path / "metrics.json").write_text(json.dumps(measured(**changes)))
+    options = [RECIPE, "--gpus", "2", "--gpu", "h100-80gb", "--quick", "--calibrate", str(tmp_path / "metrics.json")]
+    assert says in refused(capsys, *options)
+
+
+def test_without_steps_there_is_a_price_a_step_and_a_million_tokens_alone():
+    asked = replace(job("zero3"), values=dict(job("zero3").values) | {"max_steps": -1})
+    estimated = cost.estimate(asked, formulas.predict(asked), H100)
+    found = cost.cost(asked, estimated, price=3.6)
+    assert found.run is None and found.hours is None
+    assert found.per_step == pytest.approx(tuple(2 * 3.6 / 3600 * end for end in estimated.step_seconds))
+    assert found.per_million_tokens[0] == pytest.approx(found.per_step[0] / estimated.tokens_per_step * 1e6)
+
+
+def test_a_bar_that_goes_far_beyond_the_gpu_is_cut_and_a_measured_peak_stands_beside(tmp_path):
+    bars = [
+        plan_plot.Bar("zero0", made_up(job("zero0"), 900 * GB)),
+        plan_plot.Bar("zero3", made_up(job("zero3"), 50 * GB), 52 * GB),
+    ]
+    for capacity in (80 * GB, None):
+        assert plan_plot.draw(bars, capacity, "t", "s", tmp_path / "a.png").stat().st_size > 10_000
+
+
+def test_the_command_leaves_out_what_the_recipe_says_already():
+    own = recipe("tiny")
+    changed = replace(job("zero2", name="tiny"), values=dict(own.values) | {"activation_checkpointing": True})
+    assert planning.launch_command(own, [], changed).endswith("recipes/tiny.yaml --activation_checkpointing true")
+    assert planning.launch_command(own, [], job("ddp", 1, "tiny")).startswith("python run_sft.py")
+
+
+def test_the_plan_imports_no_simulation_for_the_quick_answer():
+    assert "simulation" not in vars(command)

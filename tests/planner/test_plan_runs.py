@@ -1,0 +1,217 @@
+"""The plan of a run that starts: refused on a GPU where it does not fit, kept in metrics.json, shown in the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.helpers.plan_jobs import GB, ROOT, made_up, recipe, strategies
+from tests.helpers.tiny import write_recipe
+from tests.unit.test_report import GPU, metrics, on_cpu, save
+from zero_recipes.checks import preflight
+from zero_recipes.cli import main as cli
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.run import Run
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.errors import Refusal
+from zero_recipes.metrics.failure import failed_row
+from zero_recipes.planner import gate
+from zero_recipes.planner import predict as predictor
+from zero_recipes.planner.cache import kept
+from zero_recipes.planner.formulas import predict as formulas
+from zero_recipes.report import read_runs, write_report
+from zero_recipes.report.rows import table_rows
+
+
+@pytest.fixture
+def ask(monkeypatch):
+    """Plans a run of recipes/pythia.yaml on two GPUs of 80 GB; `need`: GB by job, or what the prediction raises."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(gate.Host, "memory", lambda self: (1000 * GB, "a stand-in"))
+    monkeypatch.setattr(gate, "gpu_memory", lambda: 80 * GB)
+
+    def plan(need, strategy="zero2", device="cuda", source="engine", asked=None, rehearse=False, **values):
+        def predict(job):
+            if asked is not None:
+                asked.append(job)
+            taken = need(job)
+            return made_up(job, taken * GB, overhead=5 * GB) | {"source": source}
+
+        monkeypatch.setattr(predictor, "of", lambda quick=False: predict)
+        config = strategies()[strategy]
+        stage = None if config is None else config["zero_optimization"]["stage"]
+        own = recipe("pythia")
+        own = recipes.Recipe(own.path, own.values | {"deepspeed": config} | values, own.given, own.sha256)
+        run = Run(own, Strategy(strategy, stage, 2, config, "a file"), device, Path("out"))
+        return gate.rehearsed(run, {}) if rehearse else gate.plan(run)
+
+    return plan
+
+
+def test_a_run_that_fits_carries_its_plan(ask, capsys):
+    found = ask(lambda job: 70)
+    assert found["peak_memory_bytes"] == 70 * GB and found["source"] == "engine"
+    assert found["model_state_bytes"]["params"] == 35 * GB and sum(found["at_peak"].values()) == 70 * GB
+    assert "65.2 GiB at the peak, by the engine, simulated: fits into 74.5 GiB" in capsys.readouterr().out
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_run_that_does_not_fit_is_refused_with_what_would(ask):
+    with pytest.raises(Refusal) as refusal:
+        ask(lambda job: 70 if formulas.checkpointed(job.values) else 90)
+    (finding,) = refusal.value.findings
+    assert (finding.level, finding.scope) == ("error", "run")
+    assert finding.what == "zero2 on 2 GPUs needs at least 83.8 GiB on each, and this one has 74.5 GiB"
+    assert "peak in backward: params 41.9 GiB, activations 41.9 GiB" in finding.why
+    assert "accelerate_configs/zero2.yaml --num_processes 2 run_sft.py" in finding.fix
+    assert "--activation_checkpointing true" in finding.fix and "--skip_plan true" in finding.fix
+
+
+def test_where_nothing_helps_that_is_said(ask):
+    with pytest.raises(Refusal) as refusal:
+        ask(lambda job: 90)
+    assert "No change that was tried makes it fit" in refusal.value.fix
+
+
+def test_a_tight_run_goes_on(ask, capsys):
+    assert ask(lambda job: 78)["peak_memory_bytes"] == 78 * GB
+    said = capsys.readouterr().out
+    assert "tight in" in said and "warning" not in said
+
+
+def test_formulas_warn_and_do_not_refuse(ask, capsys):
+    assert ask(lambda job: 90, source="formulas")["peak_memory_bytes"] == 90 * GB
+    said = capsys.readouterr().out
+    assert "warning: zero2 on 2 GPUs needs at least" in said and "textbook formulas" in said
+
+
+def test_skip_plan_asks_nothing(ask):
+    asked = []
+    assert ask(lambda job: 500, skip_plan=True, asked=asked) is None and asked == []
+    # asked for by name it is planned, and still not refused
+    assert ask(lambda job: 500, skip_plan=True, predict=True, asked=asked) and asked
+
+
+def test_on_cpus_a_run_is_planned_only_if_asked_and_never_refused(ask):
+    asked = []
+    assert ask(lambda job: 500, device="cpu", asked=asked) is None and asked == []
+    assert ask(lambda job: 500, device="cpu", asked=asked, predict=True)["peak_memory_bytes"] == 500 * GB
+    assert [job.device for job in asked] == ["cpu"]
+
+
+def test_a_plan_that_cannot_be_made_stops_no_run(ask, capsys):
+    def broken(job):
+        raise RuntimeError("unknown operator\nand a traceback")
+
+    assert ask(broken) is None
+    assert "plan          none could be made: unknown operator\n" in capsys.readouterr().out
+    assert ask(lambda job: 70, model_name_or_path="no/body") is None
+    assert "config.json of no/body" in capsys.readouterr().out
+
+
+def test_a_rehearsal_finds_the_same(ask):
+    (finding,) = ask(lambda job: 90, rehearse=True)
+    assert finding.level == "error" and "needs at least" in finding.what
+    assert ask(lambda job: 70, rehearse=True) == []
+    assert ask(lambda job: 90, rehearse=True, device="cpu", predict=True) == []
+
+
+def test_check_on_a_machine_with_a_gpu_says_it(ask, monkeypatch, tmp_path, capsys):
+    small = write_recipe(tmp_path)
+    ask(lambda job: 90, device="cpu")  # sets the prediction
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr(preflight, "machine_findings", lambda *arguments: [])
+    assert cli.main(["check", str(small), "--output_dir", str(tmp_path / "out")]) == 2
+    assert "refused: single on 1 GPU needs at least 83.8 GiB" in capsys.readouterr().out
+    assert cli.main(["check", str(small), "--output_dir", str(tmp_path / "out"), "--skip_plan", "true"]) == 0
+
+
+def test_an_answer_is_kept_for_the_same_job_and_the_same_versions(tmp_path, monkeypatch):
+    from tests.helpers.plan_jobs import job
+
+    asked = []
+    predict = lambda asked_for: asked.append(asked_for) or made_up(asked_for, GB)  # noqa: E731
+    first = kept(predict, tmp_path)(job("zero2"))
+    assert kept(predict, tmp_path)(job("zero2")) == first and len(asked) == 1
+    kept(predict, tmp_path)(job("zero3"))
+    kept(predict, tmp_path)(job("zero2", max_length=64))
+    assert len(asked) == 3
+    monkeypatch.setattr("zero_recipes.core.environment.versions", lambda: {"torch": "another"})
+    kept(predict, tmp_path)(job("zero2"))
+    assert len(asked) == 4
+    for path in tmp_path.glob("*.json"):
+        path.write_text('{"half')  # a program that died while writing would leave no file; a disk may
+    assert kept(predict, tmp_path)(job("zero2"))["allocated_peak_bytes"] == GB and len(asked) == 5
+    (tmp_path / "file").write_text("")
+    assert kept(predict, tmp_path / "file")(job("zero2")) == first  # cannot be kept, is answered
+
+
+def test_a_refused_run_of_a_sweep_is_a_row(ask, tmp_path):
+    with pytest.raises(Refusal) as refusal:
+        ask(lambda job: 90)
+    row = failed_row(tmp_path, "zero2", 1, f"loading\n{refusal.value}\n")
+    assert row["status"] == "refused" and "needs at least 83.8 GiB" in row["error"]
+
+
+# the report
+
+PLANNED = {
+    "source": "engine",
+    "peak_memory_bytes": 44 * 2**20,
+    "at_peak": made_up(SimpleNamespace(strategy="zero2", zero_stage=2, world_size=2, values={
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_length": 512}), 44 * 2**20)["at_peak"],
+    "reserved_bytes": {"low": 44 * 2**20, "high": 60 * 2**20},
+    "model_state_bytes": {"params": 2**20, "grads": 2**20, "optimizer": 2**21},
+}  # fmt: skip
+
+
+def test_the_report_puts_planned_beside_measured(tmp_path):
+    hardware = {"gpu": GPU, "gpu_memory_bytes": 80 * 2**20}
+    for strategy in ("zero2", "zero3"):
+        save(tmp_path / strategy, metrics(strategy, predicted=PLANNED, hardware=hardware))
+    row = table_rows(read_runs(tmp_path))[0]
+    assert row["planned_peak_bytes"] == 44 * 2**20 and row["planned_state_bytes"] == 4 * 2**20
+    page = write_report(tmp_path).read_text()
+    assert "Planned and measured memory" in page and "10.0 %" in page  # 44 MiB planned, 40 measured
+    assert "planned memory of each strategy" in page and (tmp_path / "plan.png").is_file()
+    assert "| Planned states |" in (tmp_path / "report.md").read_text().replace("\n", " ")
+
+
+def test_on_cpus_states_stand_beside_states_and_no_peak_beside_resident_memory(tmp_path):
+    save(tmp_path / "zero2", on_cpu("zero2", predicted=PLANNED))
+    row = table_rows(read_runs(tmp_path))[0]
+    assert row["planned_state_bytes"] == 4 * 2**20 and row["planned_peak_bytes"] is None
+    write_report(tmp_path)
+    written = (tmp_path / "report.md").read_text()
+    assert "Planned states" in written and "Planned peak" not in written
+    assert not (tmp_path / "plan.png").exists()
+
+
+def test_runs_without_a_plan_show_none(tmp_path):
+    save(tmp_path / "zero2", metrics("zero2", predicted=None))
+    assert "Planned" not in (write_report(tmp_path).parent / "report.md").read_text()
+
+
+# in a process group
+
+
+def test_one_rank_plans_and_every_rank_is_refused(two, tmp_path):
+    argv = [str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero2.json"]
+    first, second = two.run("plan_for_a_small_gpu", argv=argv, capacity=50)
+    assert first["asked"] and set(first["asked"]) == {0} and second["asked"] == []
+    assert first["refused"] == second["refused"] and "4 GPUs" in first["refused"][0]["fix"]
+    fits = two.run("plan_for_a_small_gpu", argv=argv, capacity=100)
+    assert [found["peak"] for found in fits] == [100, 100]
+
+
+def test_a_planned_run_on_cpus_carries_states_like_those_measured(two, tmp_path):
+    argv = [str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero3.json"]
+    found = two.run("train", argv=[*argv, "--predict", "true"])[0]["metrics"]
+    planned, measured = found["predicted"]["model_state_bytes"], found["model_state_bytes"][0]
+    assert found["predicted"]["source"] in ("formulas", "engine")
+    for part in ("params", "optimizer"):
+        assert measured[part] == pytest.approx(planned[part], rel=0.02)  # padding aside

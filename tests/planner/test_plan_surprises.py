@@ -1,0 +1,62 @@
+"""What textbooks do not say and the simulated engine shows by itself, on the device that stands for a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.tiny import write_model
+from tests.planner.test_plan_accuracy import job_of, write_recipe
+from zero_recipes.planner.simulator import parent as simulation
+
+HALF = {"fp16": True, "bf16": False}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+ASKED = {
+    "stage 0": ("zero0", {}, {}),
+    "stage 2": ("zero2", {}, {}),
+    "stage 3": ("zero3", {}, {}),
+    "stage 2, fp16": ("zero2", HALF, {}),
+    "stage 3, fp16": ("zero3", HALF, {}),
+    "stage 1, two micro steps": ("zero1", {"gradient_accumulation_steps": 2}, {}),
+    "stage 1, two micro steps, fp32 sums": ("zero1", {"gradient_accumulation_steps": 2}, FP32_SUMS),
+}
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory) -> dict[str, dict]:
+    root = tmp_path_factory.mktemp("surprises")
+    model = write_model(root / "neox", hidden=96, intermediate=203)
+    jobs = []
+    for case, (strategy, keys, ds_keys) in ASKED.items():
+        folder = root / case
+        folder.mkdir()
+        job = job_of(write_recipe(folder, model, keys), model, strategy)
+        jobs.append(replace(job, device="gpu", ds_config=job.ds_config | ds_keys))
+    return dict(zip(ASKED, simulation.simulate(jobs), strict=True))
+
+
+def test_stage_0_in_16_bits_takes_20_bytes_a_parameter(planned):
+    states = planned["stage 0"]["model_state_bytes"]
+    per_parameter = {part: size / planned["stage 0"]["parameters"] for part, size in states.items() if size}
+    assert per_parameter == pytest.approx({"params": 2, "grads": 6, "optimizer": 12}, rel=1e-3)
+
+
+def test_a_higher_stage_can_take_more_than_a_lower_one(planned):
+    """Stage 3 keeps so small a model gathered (stage3_param_persistence_threshold), beside its parts."""
+    assert planned["stage 3"]["allocated_peak_bytes"] > planned["stage 2"]["allocated_peak_bytes"]
+
+
+def test_sums_in_fp32_at_stage_1_are_whole_on_every_rank(planned):
+    plain, summed = (planned[f"stage 1, two micro steps{case}"] for case in ("", ", fp32 sums"))
+    psi = plain["parameters"]
+    assert plain["at_peak"]["grads"] == pytest.approx(2 * psi, rel=0.02)
+    assert summed["at_peak"]["grads"] == pytest.approx(8 * psi, rel=0.02)
+    assert summed["allocated_peak_bytes"] > plain["allocated_peak_bytes"] + 3 * psi
+
+
+@pytest.mark.parametrize("stage", ["stage 2", "stage 3"])
+def test_fp16_takes_what_bf16_takes(stage, planned):
+    for key in ("allocated_peak_bytes", "model_state_bytes"):
+        assert planned[f"{stage}, fp16"][key] == planned[stage][key]
+    assert planned[f"{stage}, fp16"]["precision"] == "fp16"

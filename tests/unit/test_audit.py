@@ -1,0 +1,94 @@
+"""What the audit counts is what is trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl import SFTConfig
+
+from tests.helpers.tiny import write_recipe
+from zero_recipes.cli import main as cli
+from zero_recipes.config import recipe as recipes
+from zero_recipes.data.audit import audit, audit_findings
+from zero_recipes.data.load import load_rows, load_tokenizer
+from zero_recipes.data.prepare import finish, tokenise
+
+BASE = Path(__file__).resolve().parents[2] / "tiny_world" / "base"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BASE)
+
+
+def arguments(tmp_path, **keys):
+    sound = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False}
+    return SFTConfig(output_dir=str(tmp_path), **(sound | keys))
+
+
+def audited(rows: list[dict], tokenizer, tmp_path, **keys):
+    training_args, data = arguments(tmp_path, **keys), Dataset.from_list(rows)
+    tokens = tokenise(data, tokenizer, training_args)
+    ready = finish(tokens, tokenizer, training_args, training_args.packing)
+    found = audit(data, tokens, ready, tokenizer, training_args)
+    return found, audit_findings(found, data, tokenizer)
+
+
+def test_the_audit_counts_what_a_run_trains_on(one, tmp_path):
+    """One epoch of a real run reports the same rows, tokens and supervised tokens."""
+    path = write_recipe(tmp_path, max_steps=-1, num_train_epochs=1, max_length=80, per_device_train_batch_size=8)
+    argv = [str(path), "--output_dir", str(tmp_path / "out")]
+    trained = one.run("train", argv=argv)[0]["metrics"]
+    recipe = recipes.parse(path, recipes.read(path), [])
+    recipe.values |= {"use_cpu": True, "bf16": False, "output_dir": str(tmp_path / "a")}
+    script_args, training_args, model_args, dataset_args, ours = recipes.instances(recipe)
+    tokenizer = load_tokenizer(model_args, training_args)
+    rows, _ = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
+    tokens = tokenise(rows, tokenizer, training_args)
+    found = audit(rows, tokens, finish(tokens, tokenizer, training_args, False), tokenizer, training_args)
+    assert found.truncated > 0 and found.rows == 240
+    assert (found.tokens, found.supervised) == (trained["tokens"]["non_padding"], trained["tokens"]["supervised"])
+    share = 1 - trained["tokens"]["non_padding"] / trained["tokens"]["all"]
+    assert found.padding_share == pytest.approx(share, abs=0.05), "another shuffle, the same rows"
+
+
+def test_truncated_and_dropped_rows(tokenizer, tmp_path):
+    rows = [{"prompt": "The fish", "completion": " hums."}, {"prompt": "The fish " * 40, "completion": " hums."}]
+    found, findings = audited(rows, tokenizer, tmp_path, max_length=20)
+    assert (found.rows, found.truncated, found.dropped, findings) == (2, 1, 1, [])
+    assert audited(rows, tokenizer, tmp_path, max_length=2)[1][0].what == "no row is left to train on"
+
+
+def test_rows_without_any_loss_are_an_error_with_their_number(tokenizer, tmp_path):
+    ids = tokenizer("The fish hums.")["input_ids"]
+    rows = [{"input_ids": ids, "labels": ids}, {"input_ids": ids, "labels": [-100] * len(ids)}]
+    found, findings = audited(rows, tokenizer, tmp_path)
+    assert found.without_supervision == [1]
+    assert findings[0].level == "error" and "the first is row 1" in findings[0].what
+    assert found.unsupervised_ends == 2 and any("learn to stop" in finding.why for finding in findings)
+
+
+def test_a_prompt_that_merges_with_its_answer_is_named(tokenizer, tmp_path):
+    apart = [{"prompt": "The fish", "completion": " hums."}]
+    assert audited(apart, tokenizer, tmp_path)[0].shifted_prompts == 0
+    joined = [{"prompt": "The fi", "completion": "sh hums."}]
+    found, findings = audited(joined, tokenizer, tmp_path)
+    assert found.shifted_prompts == 1 and "no prefix" in findings[0].what and findings[0].level == "warning"
+
+
+def test_packing_fills_what_padding_wastes(tokenizer, tmp_path):
+    rows = [{"text": "The fish hums. " * (1 + i % 7)} for i in range(70)]
+    plain = audited(rows, tokenizer, tmp_path, max_length=64)[0]
+    packed = audited(rows, tokenizer, tmp_path, max_length=64, packing=True)[0]
+    assert plain.packing_share is None and packed.padding_share == 0.0
+    assert plain.padding_share > 0.1 and 0.9 < packed.packing_share <= 1.0
+
+
+def test_check_data_shows_the_table_and_three_rows(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(BASE.parents[1])
+    assert cli.main(["check", "recipes/tiny.yaml", "--data", "--output_dir", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "supervised tokens" in said and said.count("### Response:") == 3

@@ -1,0 +1,209 @@
+"""Known-bad combinations: each is found, its fixed twin is not, and the lines that the findings cite still stand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+from transformers import AutoTokenizer
+
+from tests.engine.test_ulysses import write_llama
+from tests.helpers.known_bad import CASES, ENDLESS, MARKED, SHARED, TWO_NODES, UNMARKED, found_in
+from tests.helpers.tiny import ROOT, write_recipe
+from zero_recipes.checks.chat import template_findings
+from zero_recipes.checks.preflight import preflight
+from zero_recipes.checks.versions import FLOORS, installed_versions, version_findings
+from zero_recipes.checks.zero_options import RACES, zero_option_findings
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.accelerate import launched_environment
+from zero_recipes.core.errors import Refusal
+
+SITE = Path(os.path.dirname(torch.__file__)).parent
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """found_in a quick recipe, with changes."""
+    return partial(found_in, write_recipe(tmp_path_factory.mktemp("found")))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bad_recipe_is_found_and_its_fixed_twin_is_not(found, name):
+    bad, fixed, what, *rest = CASES[name]
+    where = rest[0] if rest else {}
+    level = where.get("level", "error")
+    keywords = {key: where[key] for key in ("environment", "device") if key in where}
+    assert (level, what) in found(bad, **keywords)
+    assert what not in [said for _, said in found(fixed, **keywords)]
+
+
+def test_sequences_are_shared_by_groups_and_heads(tmp_path):
+    with pytest.raises(Refusal, match="sequence_parallel_size 3 with 2 processes"):
+        found_in(write_recipe(tmp_path), {"sequence_parallel_size": 3, "deepspeed": SHARED["deepspeed"]})
+    write_llama(tmp_path / "model", heads=1, keys=1)
+    what = "sequence_parallel_size 2 with 1 attention heads and 1 key-value heads"
+    assert what in [said for _, said in found_in(tmp_path / "recipe.yaml", SHARED)]
+    write_llama(tmp_path / "model")
+    assert found_in(tmp_path / "recipe.yaml", SHARED, device="cpu") == []
+
+
+def test_quantisation_needs_its_package(found, monkeypatch):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    what = "load_in_4bit, but the package bitsandbytes is not installed"
+    assert ("error", what) in found({"load_in_4bit": True})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert ("error", what) not in found({"load_in_4bit": True})
+
+
+def test_the_shipped_configurations_have_no_finding(found):
+    """On two nodes of two, where ZeRO++ belongs; its quantiser exists for GPUs only."""
+    for path in sorted((ROOT / "ds_configs").glob("*.json")):
+        changes = {"deepspeed": str(path), "nvme_path": str(ROOT)}
+        for device in ("cpu", "cuda"):
+            given = found(changes, device=device, environment=TWO_NODES)
+            quantised = [] if device == "cuda" else [what for _, what in given if "zero_quantized_" in what]
+            assert (
+                len(given) == len(quantised) == ("_q" in path.stem or "plus_plus" in path.stem) * (device == "cpu")
+            ), path
+
+
+# What is cited and cannot be run here (GPUs, NVMe, bitsandbytes): (file, a line that says so)
+CITED = [
+    ("deepspeed/runtime/engine.py", "if load_zero_checkpoint and not self.zero_nvme_offload_optimizer():"),
+    ("deepspeed/runtime/zero/stage3.py", "if self.all2all_process_group is not None and num_nodes > 1:"),
+    ("deepspeed/runtime/zero/stage3.py", 'raise ValueError("Muon and reduce scatter cannot be used together")'),
+    ("deepspeed/runtime/superoffload/superoffload_stage3.py", "SuperOffload only supports NVIDIA CUDA GPUs"),
+    ("deepspeed/runtime/zero/stage3.py", "os.makedirs(nvme_swap_folder, exist_ok=True)"),
+    ("deepspeed/runtime/swap_tensor/partitioned_param_swapper.py", "os.makedirs(self.swap_folder, exist_ok=True)"),
+    ("deepspeed/runtime/zero/partition_parameters.py", "device=self.remote_device)"),
+    ("deepspeed/runtime/zero/stage_1_and_2.py", "offload_optimizer_config.device != OffloadDeviceEnum.none:"),
+    ("deepspeed/runtime/engine.py", "Data inconsistency within the TP group."),
+    ("transformers/modeling_utils.py", "if not is_quantized and not _is_ds_init_called:"),
+    ("transformers/trainer_utils.py", "You cannot perform fine-tuning on purely quantized models."),
+    ("transformers/quantizers/quantizer_bnb_4bit.py", "4-bit quantization requires bitsandbytes"),
+    ("transformers/trainer.py", "`auto_find_batch_size` isn't supported yet with DeepSpeed Zero-3."),
+    ("deepspeed/runtime/sequence_parallel/ulysses_sp.py", "kv_head_count=arch_cfg.num_key_value_heads,"),
+    ("deepspeed/runtime/sequence_parallel/ulysses_sp.py", "attention_mask = None"),
+    ("deepspeed/runtime/engine.py", "executing without DeepCompile until compile() runs."),
+    (
+        "deepspeed/runtime/pipe/engine.py",
+        'assert isinstance(self.module, PipelineModule), "model must base PipelineModule"',
+    ),
+    ("transformers/training_args.py", 'self.mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")'),
+    ("accelerate/utils/fsdp_utils.py", "Exclude non-floating frozen Params4bit from FSDP sharding."),
+    ("deepspeed/runtime/engine.py", "if p.dtype in CASTABLE_DTYPES and p.dtype != param_dtype:"),
+    ("accelerate/data_loader.py", "and new_dataset.n_shards >= num_processes"),
+    ("trl/trainer/sft_trainer.py", "When `padding_free=True` without packing, `max_length` is not enforced."),
+    ("trl/trainer/sft_trainer.py", 'inputs["use_cache"] = False'),  # else transformers would not look for boundaries
+    ("trl/trainer/sft_trainer.py", "You set `assistant_only_loss=True`, but the dataset is not conversational."),
+    ("trl/trainer/utils.py", "with autocast_ctx, maybe_gather_lm_head_ctx(weight, bias):"),  # once, not by chunk
+]
+
+
+@pytest.mark.parametrize("file, line", CITED, ids=[file for file, _ in CITED])
+def test_the_cited_lines_still_stand(file, line):
+    assert line in (SITE / file).read_text(), f"{file} has changed: look whether the rule is still needed"
+
+
+def test_floors_have_their_faults_and_are_those_of_pyproject(tmp_path, monkeypatch):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {r.name: r for r in map(Requirement, project["dependencies"])}
+    sound = installed_versions()
+    assert list(version_findings(sound)) == []
+    for package, (floor, fault) in FLOORS.items():
+        assert f">={floor}" in str(required[package].specifier).split(",")
+        (finding,) = version_findings(sound | {package: f"{floor}.dev0"})
+        assert finding.what == f"{package} {floor}.dev0 is older than {floor}" and finding.why == fault
+    monkeypatch.setattr("zero_recipes.checks.preflight.installed_versions", lambda: sound | {"trl": "1.9.0"})
+    path = write_recipe(tmp_path)
+    run, findings = preflight(path, recipes.read(path), [], {})
+    assert run is None and [finding.what for finding in findings] == ["trl 1.9.0 is older than 1.16"]
+
+
+def test_races_of_overlap_comm_by_version(found):
+    """Streams of a GPU: the lines that mended them are in the installed DeepSpeed, so the rule is for older ones."""
+
+    def races(version: str, stage: int = 2, compiled: bool = False, overlap: bool = True) -> int:
+        values = {
+            "torch_compile_backend": None,
+            "torch_compile_mode": None,
+            "torch_compile": compiled,
+            "bf16": True,
+            "fp16": False,
+            "resume_from_checkpoint": None,
+        }
+        config = {"zero_optimization": {"stage": stage, "overlap_comm": overlap}}
+        return len(zero_option_findings(config, values, 2, 2, "cuda", version))
+
+    assert races("0.18.9") == 1 and races("0.18.9", compiled=True) == 2
+    assert races("0.19.2") == 0 and races("0.19.2", compiled=True) == 1
+    assert races("0.19.3", compiled=True) == races("0.18.9", overlap=False) == races("0.18.9", stage=3) == 0
+    source = (SITE / "deepspeed/runtime/zero/stage_1_and_2.py").read_text()
+    assert "allreduced.record_stream(self.reduction_stream)" in source  # 0.19.0
+    assert "bucket.copy_streams.add(get_accelerator().current_stream())" in source  # 0.19.3
+    assert all(Version(mended) <= Version(installed_versions()["deepspeed"]) for mended, *_ in RACES)
+
+
+def test_chat_templates_without_marks(found, tmp_path):
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
+
+    def said(template: str | None) -> list[tuple[str, str]]:
+        tokenizer.chat_template = template
+        return [(finding.level, finding.what) for finding in template_findings(tokenizer)]
+
+    assert said(MARKED) == []
+    ((level, what),) = said(UNMARKED)
+    assert level == "error" and "no {% generation %} marks" in what
+    with pytest.raises(ValueError, match="not training-compatible"):  # what TRL does, once the model has been loaded
+        get_training_chat_template(tokenizer)
+    ((level, what),) = said(None)
+    assert level == "error" and "no chat template" in what
+    with pytest.raises(TypeError):
+        has_generation_markers(tokenizer.chat_template)
+    ((level, what),) = said(ENDLESS)
+    assert level == "warning" and "end of the turn" in what
+
+    # in a recipe: the tokenizer's own template, and a file's instead of it
+    tokenizer.chat_template = UNMARKED
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((ROOT / "tiny_world/base/config.json").read_text())
+    recipe = {"assistant_only_loss": True, "dataset_format": None, "model_name_or_path": str(tmp_path)}
+    assert "no {% generation %} marks" in found(recipe)[0][1]
+    (tmp_path / "marked.jinja").write_text(MARKED)
+    assert found(recipe | {"chat_template_path": str(tmp_path / "marked.jinja")}) == []
+    assert found(recipe | {"model_name_or_path": "nobody/has-this"}) == []  # not at hand: the run says so
+
+
+def test_multi_cpu_starts_one_process(found, tmp_path):
+    path = tmp_path / "cpu.yaml"
+    path.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\n"
+        "use_cpu: true\n"
+    )
+    launched = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), "--no_python", "env"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")},
+    ).stdout
+    assert launched.count("ACCELERATE_USE_CPU=") == 1 and "WORLD_SIZE=" not in launched
+    real = dict(line.split("=", 1) for line in launched.splitlines() if "=" in line)
+    foretold = launched_environment(path, None)
+    what = "accelerate was asked for several processes and started one"
+    for environment in (real, foretold):
+        assert ("error", what) in found({}, environment=environment, device="cpu")
+    assert found({}, environment=launched_environment(path, 1), device="cpu") == []
+    assert found({}, environment=foretold | {"PMI_SIZE": "2"}, device="cpu") == []

@@ -1,0 +1,177 @@
+"""What is filled in, checked and built for the family's members before anything starts; no launch in here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.helpers.compiled import write_compiled
+from tests.helpers.tiny import ROOT, write_model, write_recipe
+from zero_recipes.checks.nvme import nvme_findings
+from zero_recipes.cli.sweep import all_strategies
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.ds_auto import NVME_PATH, fill_own_autos
+from zero_recipes.config.run import Run
+from zero_recipes.config.strategy import name_of, resolve
+from zero_recipes.core.host_limits import Host
+from zero_recipes.distributed import bandwidth, kernels
+from zero_recipes.theory.lower_bounds import local_config, parameter_sizes
+
+INFINITY = json.loads((ROOT / "ds_configs" / "zero3_infinity.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("large")
+    model = write_model(folder / "large", hidden=512, intermediate=4096)
+    path = write_recipe(folder, model_name_or_path=str(model))
+    return recipes.parse(path, recipes.read(path), []).values
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_buffer_takes_the_models_largest_part_and_no_more(values, world_size):
+    filled = fill_own_autos(INFINITY, values, world_size, {})
+    largest = max(p.numel() for p in AutoModelForCausalLM.from_config(local_config(values)).parameters())
+    assert filled["zero_optimization"]["offload_param"]["buffer_size"] == -(-largest // world_size)
+    assert INFINITY["zero_optimization"]["offload_param"]["buffer_size"] == "auto", "a copy is filled"
+
+
+def test_the_recipes_folder_comes_before_the_environments(values):
+    def paths(**recipe):
+        zero = fill_own_autos(INFINITY, values | recipe, 2, {NVME_PATH: "/environment"})["zero_optimization"]
+        return {zero[key]["nvme_path"] for key in ("offload_optimizer", "offload_param")}
+
+    assert paths() == {"/environment"}
+    assert paths(nvme_path="/recipe") == {"/recipe"}
+
+
+def test_hpz_takes_the_processes_of_one_machine(values):
+    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "auto"}}
+    two_nodes = fill_own_autos(config, values, 16, {"LOCAL_WORLD_SIZE": "8"})
+    assert two_nodes["zero_optimization"]["zero_hpz_partition_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("zero", "name"),
+    [
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, "zero3_infinity"),
+        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "zero2_offload"),
+        ({"stage": 2, "offload_optimizer": {"device": "none"}}, "zero2"),
+        ({"stage": 3, "zero_hpz_partition_size": 1}, "zero3"),
+        ({"stage": 3, "zero_hpz_partition_size": 8, "zero_quantized_weights": True}, "zero3_hpz_qwz"),
+    ],
+)
+def test_names_of_strategies(zero, name):
+    assert name_of({"zero_optimization": zero}) == name
+
+
+def test_the_header_says_which_optimizer_and_schedule_count(values, tmp_path):
+    """The recipe's, as accelerate replaces them, unless the ds_config has blocks of its own."""
+
+    def said(**top) -> dict[str, str]:
+        config = json.loads((ROOT / "ds_configs" / "zero2_offload.json").read_text()) | top
+        recipe = SimpleNamespace(values=values | {"deepspeed": config, "warmup_steps": 10}, given={}, name="r")
+        lines = resolve(recipe, {"WORLD_SIZE": "2"}).described("cpu", SimpleNamespace(**recipe.values))
+        return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
+
+    assert said()["optimizer"] == "adamw_torch_fused, as DeepSpeedCPUAdam"
+    assert said()["schedule"] == "linear, linear warm-up over 10 steps"
+    own = said(optimizer={"type": "Adam", "params": {}}, scheduler={"type": "WarmupDecayLR", "params": {}})
+    assert own["optimizer"].startswith("Adam (the ds_config's optimizer block")
+    assert own["schedule"].startswith("WarmupDecayLR, log warm-up (the ds_config's scheduler block")
+
+
+def test_a_resolved_recipe_goes_with_the_accelerate_file_that_it_was_launched_with(values, tmp_path):
+    filled = fill_own_autos(INFINITY, values | {"nvme_path": str(tmp_path)}, 2, {})
+    recipe = SimpleNamespace(values=values | {"deepspeed": filled, "nvme_path": str(tmp_path)}, given={}, name="r")
+    launched = {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
+    launched["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ROOT / "ds_configs" / "zero3_infinity.json")
+    assert resolve(recipe, launched).name == "zero3_infinity"
+
+
+def found(values, folder: Path, free: int = 10**15, world: int = 2, **block) -> list[tuple[str, str]]:
+    config = fill_own_autos(INFINITY, values | {"nvme_path": str(folder)}, world, {})
+    config["zero_optimization"]["offload_param"] |= block
+    recipe = SimpleNamespace(values=dict(values), given={}, name="r")
+    recipe.values["deepspeed"] = config
+    strategy = resolve(recipe, {"WORLD_SIZE": str(world)})
+    host = Host(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
+    sizes = parameter_sizes(local_config(values), False)
+    given = list(nvme_findings(Run(recipe, strategy, "cpu", folder), sizes, world, host))
+    assert all(finding.why and finding.fix for finding in given)
+    return [(finding.level, finding.what) for finding in given]
+
+
+def test_room_and_buffers_of_nvme(values, tmp_path):
+    assert found(values, tmp_path) == []
+    ((level, what),) = found(values, tmp_path, free=10**6)
+    assert level == "error" and f"to {tmp_path}, which has 0.0 GB free" in what
+    ((level, what),) = found(values, tmp_path, buffer_size=1000)
+    assert level == "error" and "buffer_size 1,000 is smaller than a tensor's part of" in what
+    ((level, what),) = found(values, tmp_path, max_in_cpu=10**9)
+    assert level == "warning" and "max_in_cpu 1,000,000,000 keeps all parameters in host memory" in what
+
+
+def test_a_model_too_small_to_swap_is_said(values, tmp_path):
+    small = values | {"model_name_or_path": str(ROOT / "tiny_world" / "base")}
+    ((level, what),) = found(small, tmp_path)
+    assert level == "warning" and "no tensor of the model is large enough to be swapped by 2 processes" in what
+
+
+def test_ops_are_compiled_once_and_said(monkeypatch, tmp_path, capsys):
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+
+    def load(verbose):
+        write_compiled(tmp_path / "some_op")
+
+    monkeypatch.setitem(ALL_OPS, "some_op", SimpleNamespace(load=load))
+    assert kernels.missing(["some_op"], "cpu") == ["some_op"]
+    kernels.build(["some_op"])
+    said = capsys.readouterr().out
+    assert "compiling some_op, once for this machine" in said and "compiled some_op in" in said
+    assert kernels.missing(["some_op"], "cpu") == []
+
+
+def test_a_long_compilation_says_that_it_goes_on(capsys):
+    waits = iter([False, False, True])
+    kernels._say_that_it_goes_on("some_op", 0.0, SimpleNamespace(wait=lambda seconds: next(waits)))
+    assert capsys.readouterr().out.count("still compiling some_op") == 2
+
+
+def test_async_io_is_left_out_by_name_where_libaio_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(Host, "libaio_headers", lambda self: False)
+    monkeypatch.setattr(kernels, "missing", lambda names, device: names)
+    monkeypatch.setattr(kernels, "build", lambda names: print("building", names))
+    kernels.main(["cpu_adam", "async_io"])
+    said = capsys.readouterr().out
+    assert "apt-get install libaio-dev" in said and "building ['cpu_adam']" in said
+
+
+def test_all_strategies_are_the_folders_files(tmp_path):
+    for name in ("zero3_x", "zero2", "ddp", "fsdp2"):
+        (tmp_path / f"{name}.yaml").write_text("")
+    assert all_strategies(tmp_path) == ["ddp", "zero2", "fsdp2", "zero3_x"]
+    assert set(all_strategies(ROOT / "accelerate_configs")) >= {"zero3_infinity", "zero3_plus_plus", "zero3_hpz"}
+
+
+def test_the_link_to_a_gpu_by_a_stand_in():
+    """The same copies between two places in host memory: no GPU has run them."""
+    link = bandwidth.copy_bandwidth("cpu", size=2**20)
+    assert set(link) == {"to_device", "to_host"} and min(link.values()) > 0
+    assert bandwidth.host_link_header(link)[0].startswith("host to GPU") and bandwidth.host_link_header(None) == []
+    offloads = SimpleNamespace(offload_optimizer="cpu", offload_param=None)
+    assert bandwidth.measure_host_link(offloads, "cpu") is None
+
+
+def test_the_pages_tables_are_made_from_committed_json():
+    import subprocess
+    import sys
+
+    check = [sys.executable, "scripts/zero_family_page.py", "--check"]
+    assert subprocess.run(check, cwd=ROOT, timeout=120).returncode == 0, "run python scripts/zero_family_page.py"

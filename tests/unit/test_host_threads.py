@@ -1,0 +1,101 @@
+"""The optimizer on the host gets the machine's cores, which the launchers do not give it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed.run import config_from_args, get_args_parser
+
+from tests.helpers.tiny import ROOT
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.host_limits import Host
+from zero_recipes.distributed import init as host_threads
+
+OFFLOADED = Strategy("zero2_offload", 2, 4, {}, "ds_configs/zero2_offload.json", offload_optimizer="cpu")
+
+
+class SixteenCores(Host):
+    def cores(self) -> int:
+        return 16
+
+
+@pytest.fixture
+def threads():
+    """torch.get_num_threads, and its number again at the end."""
+    before = torch.get_num_threads()
+    yield torch.get_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "variables, expected",
+    [
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4"}, 4),  # by torchrun and accelerate launch
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, 8),  # the other two ranks are on another machine
+        ({"LOCAL_SIZE": "4"}, 4),  # by the deepspeed launcher, which lets every rank take all cores
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "32"}, 1),
+    ],
+)
+def test_each_rank_takes_its_share_of_the_cores(threads, variables, expected):
+    assert host_threads.set_host_threads(OFFLOADED, "cuda", variables, SixteenCores()) == expected == threads()
+    assert host_threads.host_threads_header(expected) == [
+        f"host threads  {expected} a process for the optimizer on the CPU"
+    ]
+
+
+@pytest.mark.parametrize(
+    "strategy, device, variables",
+    [
+        (OFFLOADED, "cuda", {"OMP_NUM_THREADS": "3"}),
+        (OFFLOADED, "cpu", {"OMP_NUM_THREADS": "1"}),
+        (Strategy("zero2", 2, 4, {}, "ds_configs/zero2.json"), "cuda", {"OMP_NUM_THREADS": "1"}),
+    ],
+    ids=["somebody's choice", "the CPU trains", "nothing is offloaded"],
+)
+def test_other_numbers_stay(threads, strategy, device, variables):
+    before = threads()
+    assert host_threads.set_host_threads(strategy, device, variables, SixteenCores()) is None
+    assert threads() == before
+    assert host_threads.host_threads_header(None) == []
+
+
+ADAM = """
+import os, sys, torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+from tests.unit.test_host_threads import OFFLOADED, SixteenCores
+from zero_recipes.distributed import init as host_threads
+
+def step():
+    torch.manual_seed(0)
+    weight = torch.nn.Parameter(torch.randn(1_000_003))
+    weight.grad = torch.randn(1_000_003)
+    DeepSpeedCPUAdam([weight]).step()
+    return weight.detach()
+
+alone = step()
+before = len(os.listdir("/proc/self/task"))
+assert host_threads.set_host_threads(OFFLOADED, "cuda", os.environ, SixteenCores()) == 4
+shared = step()
+print("\\nthreads", before, len(os.listdir("/proc/self/task")), torch.equal(alone, shared))
+"""
+
+
+def test_adam_takes_the_threads_and_computes_the_same():
+    """One OpenMP serves torch and DeepSpeed's kernel: what torch is told holds for both."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4", "DS_ACCELERATOR": "cpu"}
+    ended = subprocess.run([sys.executable, "-c", ADAM], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    before, after, same = ended.stdout.split("threads")[1].split()
+    assert int(after) - int(before) >= 3 and same == "True"  # OpenMP adds three to the one there was
+
+
+def test_a_launcher_still_leaves_each_rank_one_thread(monkeypatch):
+    """Fails when torchrun, which accelerate calls for DeepSpeed, gives ranks their share: then host_threads may go."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # what the launcher sets is undone with this one
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    config_from_args(get_args_parser().parse_args(["--nproc_per_node", "2", "run_sft.py"]))
+    assert os.environ["OMP_NUM_THREADS"] == "1"

@@ -1,0 +1,254 @@
+"""Which checkpoint a run goes on from: whole ones only, and only where the run fits; nothing whole is lost."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+
+from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint import resume as resuming
+from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts, refuse_other_data
+from zero_recipes.checkpoint.output_dir import clear_earlier_run, refuse_occupied
+from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
+from zero_recipes.config.recipe import parse
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core import environment
+from zero_recipes.core.errors import Refusal
+from zero_recipes.data.prepare import data_sha256
+from zero_recipes.trainer.checkpointing import rotate
+
+FACTS = {"strategy": "zero2", "zero_stage": 2, "world_size": 2, "precision": "bf16", "micro_batch_size": 2}
+FACTS |= {"gradient_accumulation_steps": 4, "recipe_sha256": "r", "data_sha256": "d", "recipe": {}}
+
+
+def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Path:
+    """A checkpoint folder: "whole", "unfinished", "damaged" or "foreign"."""
+    folder = output_dir / f"checkpoint-{step}"
+    if kind != "foreign":
+        manifest.begin(folder)
+    (folder / f"global_step{step}").mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / f"global_step{step}" / "optim_states.pt").write_bytes(b"states" * step)
+    if kind in ("whole", "damaged"):
+        manifest.write(folder, {"step": step, "versions": environment.versions()} | FACTS | facts)
+    if kind == "damaged":
+        (folder / "model.safetensors").write_bytes(b"weig")
+    return folder
+
+
+def test_a_manifest_lists_every_file_and_is_written_last(tmp_path):
+    folder = checkpoint(tmp_path, 3)
+    found = manifest.read(folder)
+    assert found["schema"] == 1 and found["step"] == 3
+    assert found["files"] == {"model.safetensors": 7, "global_step3/optim_states.pt": 18}
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step3", "manifest.json", "model.safetensors"]
+    assert manifest.damage(folder) is None
+
+
+def test_damage_names_the_first_fault(tmp_path):
+    assert "not written to its end" in manifest.damage(checkpoint(tmp_path, 1, "unfinished"))
+    assert "has no manifest.json" in manifest.damage(checkpoint(tmp_path, 2, "foreign"))
+    assert "4 bytes; 7 were written" in manifest.damage(checkpoint(tmp_path, 3, "damaged"))
+    folder = checkpoint(tmp_path, 4)
+    (folder / "global_step4" / "optim_states.pt").unlink()
+    assert "lacks global_step4/optim_states.pt" in manifest.damage(folder)
+    (folder / "manifest.json").write_text('{"schema"')
+    assert manifest.read(folder) is None and "cannot be read" in manifest.damage(folder)
+
+
+def test_killed_between_manifest_and_mark_is_whole_and_a_new_save_is_not(tmp_path):
+    folder = checkpoint(tmp_path, 3)
+    (folder / "unfinished").touch()
+    assert manifest.damage(folder) is None and not manifest.is_unfinished(folder)
+    manifest.begin(folder)
+    assert manifest.is_unfinished(folder) and manifest.read(folder) is None
+
+
+def test_true_takes_the_last_whole_one(tmp_path, capsys):
+    assert checkpoint_to_resume(tmp_path, None) is None
+    assert checkpoint_to_resume(tmp_path, "false") is None
+    assert checkpoint_to_resume(tmp_path / "new", "true") is None and "starting fresh" in capsys.readouterr().out
+    checkpoint(tmp_path, 12, "unfinished")
+    assert checkpoint_to_resume(tmp_path, "true") is None
+    said = capsys.readouterr().out
+    assert "checkpoint-12 was not written to its end" in said and "starting fresh" in said
+    for step, kind in ((2, "whole"), (10, "whole"), (11, "damaged")):
+        checkpoint(tmp_path, step, kind)
+    assert checkpoint_to_resume(tmp_path, True) == str(tmp_path / "checkpoint-10")
+    said = capsys.readouterr().out
+    assert said.count("passed over") == 2 and f"going on from {tmp_path}/checkpoint-10" in said
+    assert len(numbered(tmp_path)) == 4, "looking changes nothing"
+
+
+def test_unfinished_ones_are_deleted_and_damaged_ones_kept_aside(tmp_path):
+    for step, kind in ((2, "whole"), (3, "damaged"), (4, "unfinished"), (5, "foreign")):
+        checkpoint(tmp_path, step, kind)
+    clear_earlier_run(tmp_path, overwrite=False)
+    assert [path.name for path in numbered(tmp_path)] == ["checkpoint-2", "checkpoint-5"]
+    assert (tmp_path / "damaged-checkpoint-3" / "model.safetensors").read_bytes() == b"weig"
+    checkpoint(tmp_path, 3, "damaged")
+    clear_earlier_run(tmp_path, overwrite=False)
+    assert (tmp_path / "damaged-checkpoint-3-again").is_dir()
+
+
+def refused(*arguments) -> Refusal:
+    with pytest.raises(Refusal) as caught:
+        checkpoint_to_resume(*arguments)
+    return caught.value
+
+
+def test_what_another_program_wrote_must_be_named(tmp_path):
+    """It would be written over otherwise: training makes a folder of the same name."""
+    checkpoint(tmp_path, 2)
+    foreign = checkpoint(tmp_path, 4, "foreign")
+    refusal = refused(tmp_path, "true")
+    assert "nothing says whether" in refusal.what and f"--resume_from_checkpoint {foreign}" in refusal.fix
+    assert checkpoint_to_resume(tmp_path, str(foreign)) == str(foreign)
+    shutil.rmtree(foreign / "global_step4")
+    assert "no optimizer states" in refused(tmp_path, str(foreign)).what
+
+
+def test_a_checkpoint_named_by_its_path_must_be_whole_and_the_last(tmp_path):
+    for step, kind in ((2, "whole"), (4, "whole"), (6, "unfinished"), (8, "damaged")):
+        checkpoint(tmp_path, step, kind)
+    assert "there is no checkpoint" in refused(tmp_path, str(tmp_path / "checkpoint-3")).what
+    for step in (6, 8):
+        refusal = refused(tmp_path, str(tmp_path / f"checkpoint-{step}"))
+        assert "is not whole" in refusal.what and "checkpoint-2, checkpoint-4" in refusal.fix
+    refusal = refused(tmp_path, str(tmp_path / "checkpoint-2"))
+    assert "holds checkpoint-4, which a run from step 2 on would write again" in refusal.what
+    for folder, path in ((tmp_path, "checkpoint-4"), (tmp_path / "branch", "checkpoint-2")):
+        assert checkpoint_to_resume(folder, str(tmp_path / path)) == str(tmp_path / path)
+
+
+def test_resuming_and_overwriting_contradict_each_other(tmp_path):
+    folder = checkpoint(tmp_path / "out", 2)
+    assert "--overwrite true" in refused(tmp_path / "out", "true", True).what
+    assert "would be emptied" in refused(tmp_path / "out", str(folder), True).why
+    assert checkpoint_to_resume(tmp_path / "other", str(folder), True) == str(folder)
+
+
+def test_a_finished_run_without_checkpoints_is_not_replaced_by_a_fresh_one(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    refuse_occupied(tmp_path, "true", False)
+    refuse_occupied(tmp_path, str(tmp_path / "checkpoint-2"), False)
+    with pytest.raises(Refusal, match="already holds model"):
+        refuse_occupied(tmp_path, "another/checkpoint-2", False)
+    refusal = refused(tmp_path, "true")
+    assert "holds model.safetensors and no checkpoint" in refusal.what and "--overwrite true" in refusal.fix
+
+
+def test_rotation_keeps_the_newest_and_the_best_and_is_safe_to_kill(tmp_path, monkeypatch):
+    folders = {step: checkpoint(tmp_path, step) for step in (2, 9, 10, 11)}
+    rotate(tmp_path, None, None)
+    assert len(numbered(tmp_path)) == 4
+    rotate(tmp_path, 2, str(folders[2]))
+    assert numbered(tmp_path) == [folders[2], folders[11]]
+    rotate(tmp_path, 1, str(folders[2]))
+    assert numbered(tmp_path) == [folders[2], folders[11]]
+    monkeypatch.setattr(
+        "zero_recipes.trainer.checkpointing.shutil.rmtree", lambda folder: None
+    )  # killed before anything is gone
+    rotate(tmp_path, 1, None)
+    assert manifest.is_unfinished(folders[2]) and manifest.damage(folders[11]) is None
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory):
+    path = tmp_path_factory.mktemp("recipe") / "r.yaml"
+    mapping = {"model_name_or_path": "m", "max_steps": 20, "bf16": True, "per_device_train_batch_size": 2}
+    path.write_text(json.dumps(mapping))
+    return parse(path, mapping, ["--gradient_accumulation_steps", "4"]).values
+
+
+def findings(folder: Path, values: dict, strategy=("zero2", 2, 2), **other) -> list:
+    name, stage, world_size = strategy
+    return list(fit_findings(str(folder), values | other, Strategy(name, stage, world_size, None, "test")))
+
+
+def test_what_fits_has_no_finding(tmp_path, values):
+    folder = checkpoint(tmp_path, 4, recipe=recipe_facts(values))
+    assert findings(folder, values) == []
+    free = dict(save_steps=7, logging_steps=9, output_dir="elsewhere", report_to="wandb", sample_prompts=None)
+    assert findings(folder, values, **free) == []
+    constant = values | {"lr_scheduler_type": "constant"}
+    folder = checkpoint(tmp_path, 5, recipe=recipe_facts(constant))
+    assert findings(folder, constant, max_steps=30) == []
+
+
+def test_another_stage_or_world_size_names_the_command(tmp_path, values):
+    folder = checkpoint(tmp_path, 4, recipe=recipe_facts(values))
+    (finding,) = findings(folder, values, ("zero3", 3, 2))
+    assert finding.level == "error" and "written by zero2 on 2 processes; this run is zero3" in finding.what
+    assert f"zero-recipes reshard {folder} --world_size 2 --stage 3" in finding.fix
+    (finding,) = findings(folder, values, ("zero2", 2, 4), gradient_accumulation_steps=2)
+    assert f"zero-recipes reshard {folder} --world_size 4 --stage 2" in finding.fix
+    (finding,) = findings(folder, values, ("ddp", None, 2))
+    assert finding.fix == "Launch zero2 on 2 processes again."
+    (finding,) = findings(folder, values, ("zero2_offload", 2, 2))
+    assert finding.level == "error" and "bias_correction" in finding.why
+    folder = checkpoint(tmp_path, 5, recipe=recipe_facts(values), strategy="zero2_offload")
+    (finding,) = findings(folder, values)
+    assert finding.level == "warning" and "another kernel" in finding.why
+
+
+def test_another_global_batch_names_the_accumulation(tmp_path, values):
+    folder = checkpoint(tmp_path, 4, recipe=recipe_facts(values))
+    (finding,) = findings(folder, values, gradient_accumulation_steps=3)
+    assert "16 sequences per step; this run takes 12" in finding.what
+    assert "--gradient_accumulation_steps 4" in finding.fix
+    same = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert [finding.level for finding in findings(folder, values, **same)] == ["warning"]
+
+
+def test_another_recipe_is_refused_where_it_is_another_training(tmp_path, values):
+    folder = checkpoint(tmp_path, 4, recipe=recipe_facts(values))
+    (finding,) = findings(folder, values, learning_rate=1.0, seed=7)
+    assert finding.level == "error" and "seed 42, learning_rate" in finding.what and "--seed 42" in finding.fix
+    shorter = [finding for finding in findings(folder, values, max_steps=3) if finding.level == "error"]
+    assert len(shorter) == 1 and "has 4 steps behind it; max_steps is 3" in shorter[0].what
+    (finding,) = findings(folder, values, max_steps=40)
+    assert finding.level == "warning" and "The schedule is computed anew" in finding.why
+
+
+def test_other_versions_are_a_warning_and_other_data_is_refused(tmp_path, values, monkeypatch):
+    folder = checkpoint(tmp_path, 4, recipe=recipe_facts(values))
+    versions = environment.versions() | {"deepspeed": "9.9"}
+    monkeypatch.setattr("zero_recipes.checkpoint.compatibility.environment.versions", lambda: versions)
+    (finding,) = findings(folder, values)
+    assert finding.level == "warning" and finding.what.endswith("here is deepspeed 9.9")
+    refuse_other_data(str(folder), "d")
+    refuse_other_data(None, "d")
+    with pytest.raises(Refusal, match="other rows"):
+        refuse_other_data(str(folder), "e")
+    with pytest.raises(Refusal, match="other rows"):
+        refuse_other_data(str(folder), None)
+
+
+def test_a_checkpoint_without_a_manifest_is_taken_with_a_warning(tmp_path, values):
+    (finding,) = findings(checkpoint(tmp_path, 4, "foreign"), values)
+    assert finding.level == "warning" and "has no manifest" in finding.what
+
+
+def test_ranks_that_see_different_checkpoints_are_refused(monkeypatch):
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [*mine, None])
+    with pytest.raises(Refusal) as caught:
+        resuming.refuse_apart("out/checkpoint-2")
+    assert "rank 1: starts fresh" in caught.value.why
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: mine * 2)
+    resuming.refuse_apart("out/checkpoint-2")
+
+
+def test_the_hash_of_rows_is_that_of_their_content_and_order():
+    rows = [{"input_ids": list(range(i % 7)), "labels": [i] * (i % 7)} for i in range(2500)]
+    whole = Dataset.from_list(rows)
+    assert data_sha256(whole) == data_sha256(Dataset.from_list(copy.deepcopy(rows)))
+    assert data_sha256(whole) == data_sha256(whole.select(range(2499, -1, -1)).select(range(2499, -1, -1)))
+    assert data_sha256(whole) != data_sha256(whole.select(range(2499, -1, -1)))
+    rows[1700]["labels"][0] += 1
+    assert data_sha256(whole) != data_sha256(Dataset.from_list(rows))

@@ -1,0 +1,104 @@
+"""Whatever a recipe or a ds_config holds, `zero-recipes check` ends with findings, never with a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import chdir
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.bad_recipes import SOUND_DS_CONFIG, SOUND_RECIPE, Side
+from zero_recipes.checks.ds_config import BLOCKS
+from zero_recipes.cli import main as cli
+from zero_recipes.config import recipe as recipes
+
+SETTINGS = settings(
+    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-10, 10)
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["auto", "no", "true", "cpu", "nvme", "bfloat16", "AdamW", "WarmupLR", "1e-5", "steps"])
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+recipe_keys = st.sampled_from(sorted(recipes.key_types())) | st.sampled_from(sorted(yaml.safe_load(SOUND_RECIPE)))
+ds_keys = st.sampled_from(sorted(BLOCKS | set(SOUND_DS_CONFIG) | {"optimizer", "scheduler", "train_batch_size"}))
+ZERO = ["stage", "device", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "nvme_path"]
+OTHERS = ["type", "params", "lr", "betas", "enabled", "total_num_steps", "warmup_num_steps", "thread_count"]
+ds_inner = st.sampled_from(ZERO + OTHERS + ["reduce_bucket_size"])
+accelerate_keys = st.sampled_from(
+    [
+        "distributed_type",
+        "num_processes",
+        "num_machines",
+        "deepspeed_config",
+        "mixed_precision",
+        "use_cpu",
+        "fsdp_config",
+    ]
+)
+ds_values = leaves | st.dictionaries(ds_inner, leaves | st.dictionaries(ds_inner, leaves, max_size=3), max_size=3)
+
+
+@pytest.fixture
+def check(tmp_path, capsys):
+    """The exit code of `zero-recipes check` on a recipe's and a ds_config's text."""
+    Side().write(tmp_path)
+
+    def exit_code(recipe: str, ds_config: str, *options: str) -> int:
+        (tmp_path / "recipe.yaml").write_text(recipe)
+        (tmp_path / "ds.json").write_text(ds_config)
+        kept = dict(os.environ)
+        try:
+            with chdir(tmp_path):
+                return cli.main(["check", "recipe.yaml", *(options or ("--num_processes", "2"))])
+        finally:
+            os.environ.clear()
+            os.environ.update(kept)
+            capsys.readouterr()
+
+    return exit_code
+
+
+@SETTINGS
+@given(st.text(max_size=60))
+def test_any_text(check, text):
+    assert check(text, "{}") in (0, 2)
+
+
+@SETTINGS
+@given(st.dictionaries(recipe_keys, values, max_size=5))
+def test_any_values_of_known_keys(check, keys):
+    assert check(yaml.safe_dump(yaml.safe_load(SOUND_RECIPE) | keys), "{}") in (0, 2)
+
+
+@SETTINGS
+@given(st.dictionaries(ds_keys, ds_values, max_size=4))
+def test_any_ds_config(check, keys):
+    text = json.dumps(SOUND_DS_CONFIG | keys)
+    assert check(SOUND_RECIPE + "deepspeed: ds.json\n", text) in (0, 2)
+
+
+@SETTINGS
+@given(st.text(max_size=30) | values.map(json.dumps))
+def test_any_json(check, text):
+    assert check(SOUND_RECIPE + "deepspeed: ds.json\n", text) in (0, 2)
+
+
+@SETTINGS
+@given(st.dictionaries(accelerate_keys, values, max_size=4))
+def test_any_accelerate_file(check, tmp_path, keys):
+    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(keys))
+    assert check(SOUND_RECIPE, "{}", "--config_file", "accelerate.yaml") in (0, 2)

@@ -1,0 +1,81 @@
+"""The README tells the truth: its files exist, its commands are the tools' own, its tables are made from JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zero_recipes.cli import main as cli
+from zero_recipes.config import recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    shlex.split(line, comments=True)
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    if line.strip()
+]
+
+
+def test_named_files_exist():
+    named = set(
+        re.findall(r"(?:recipes|ds_configs|accelerate_configs|docs|scripts|tests|zero_recipes)/[\w./-]+\.\w+", README)
+    )
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_page_of_checks_is_what_the_checks_say():
+    command = [sys.executable, "scripts/checks_page.py", "--check"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, "run python scripts/checks_page.py" + ended.stderr[-1000:]
+
+
+def test_the_two_commands_are_targets_of_the_makefile():
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {command[1] for command in COMMANDS if command[0] == "make"} == {"demo", "test"} <= targets
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "run_sft.py" in c], ids=" ".join)
+def test_run_commands_name_a_recipe_and_keys_that_exist(command, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    path, overrides = recipe.split_command_line(command[command.index("run_sft.py") + 1 :])
+    recipe.parse(path, recipe.read(path), overrides)
+    for word in command:
+        assert not word.endswith((".yaml", ".json")) or (ROOT / word).is_file()
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c[0] == "zero-recipes"], ids=" ".join)
+def test_tool_commands_are_verbs(command, monkeypatch):
+    seen = []
+    for verb in ("_fetch", "_check", "_plan", "_sweep", "_report", "_verify", "_reshard"):
+        monkeypatch.setattr(cli, verb, lambda arguments, rest: seen.append((arguments.verb, rest)) or 0)
+    assert cli.main(command[1:]) == 0
+    assert seen == [(command[1], [])]
+
+
+def test_tables_are_made_from_committed_json():
+    assert subprocess.run([sys.executable, "scripts/readme_demo.py", "--check"], cwd=ROOT, timeout=120).returncode == 0
+
+
+def test_the_time_of_a_plan_is_the_measured_one():
+    measured = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())["measured"].values()
+    seven, large = (round(one["seconds"]) for one in measured)
+    page = " ".join((ROOT / "docs" / "plan.md").read_text().split())
+    assert f"take {seven} s on two cores (AMD EPYC), 70B at stage 3 on 64 GPUs {large} s" in page
+    assert max(rank["resident_bytes"] for one in measured for rank in one["strategies"].values()) < 0.6e9
+
+
+def test_the_check_of_the_machine_passes_here_and_names_what_is_missing(tmp_path):
+    script = ["sh", "scripts/check_machine.sh"]
+    assert subprocess.run([*script, sys.executable], cwd=ROOT).returncode == 0
+    bare = subprocess.run([*script, "no-such-python"], cwd=ROOT, capture_output=True, text=True)
+    assert bare.returncode == 1 and "python3-dev" in bare.stderr and "apt-get install" in bare.stderr

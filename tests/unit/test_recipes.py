@@ -1,0 +1,138 @@
+"""Every committed recipe, ds_config and accelerate config is valid, and headers quote the committed figures."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config import strategy
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+ACCELERATE = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+DS_CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
+OWNED_BY_THE_TRAINER = (
+    "gradient_clipping",
+    "gradient_accumulation_steps",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+)
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_parses_and_trl_takes_it(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    recipe = recipes.parse(path, recipes.read(path), [])
+    recipe.values |= {"use_cpu": True, "output_dir": str(tmp_path)}
+    _, training_args, model_args, _, ours = recipes.instances(recipe)
+    assert training_args.bf16 and ours.dataset_format == "alpaca"
+    assert model_args.dtype == "float32", "ddp would train without an fp32 master"
+    recipes.write_resolved(recipe, tmp_path / "resolved.yaml", ["x"], None)
+    again = recipes.parse(tmp_path / "resolved.yaml", recipes.read(tmp_path / "resolved.yaml"), [])
+    assert again.given == recipe.given
+
+
+def test_the_full_run_is_the_missions():
+    full = yaml.safe_load((ROOT / "recipes" / "pythia-full.yaml").read_text())
+    assert (full["max_steps"], full["warmup_steps"], full["eval_steps"]) == (2000, 100, 200)
+    reference = yaml.safe_load((ROOT / "recipes" / "pythia.yaml").read_text())
+    for recipe in (full, reference):
+        assert (recipe["per_device_train_batch_size"], recipe["gradient_accumulation_steps"]) == (4, 2)
+        assert recipe["model_name_or_path"] == "EleutherAI/pythia-6.9b-deduped"
+
+
+@pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda path: path.stem)
+def test_a_ds_config_says_what_its_name_says(path):
+    config = json.loads(path.read_text())
+    zero = config["zero_optimization"]
+    assert zero["stage"] == int(path.stem[4])
+    offloads = "offload_optimizer" in zero or "offload_param" in zero
+    assert offloads == path.stem.endswith(("_offload", "_infinity"))
+    assert ("offload_param" in zero) == (path.stem in ("zero3_offload", "zero3_infinity"))
+    assert all(config[key] == "auto" for key in OWNED_BY_THE_TRAINER)
+    assert config["bf16"]["enabled"] == config["fp16"]["enabled"] == "auto"
+    assert zero.get("stage3_gather_16bit_weights_on_model_save", False) == (zero["stage"] == 3)
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
+def test_an_accelerate_config_points_at_its_ds_config(path):
+    config = yaml.safe_load(path.read_text())
+    assert "use_cpu" not in config and "mixed_precision" not in config, "one set serves CPU and GPU, any precision"
+    if path.stem == "ddp":
+        assert config["distributed_type"] == "MULTI_GPU"
+    elif path.stem == "multi_node":
+        assert config["deepspeed_config"]["deepspeed_config_file"] == "ds_configs/zero3.json"
+        assert config["num_machines"] == 2 and config["deepspeed_config"]["deepspeed_multinode_launcher"] == "standard"
+    elif path.stem == "fsdp2":
+        assert config["distributed_type"] == "FSDP" and config["fsdp_config"]["fsdp_version"] == 2
+    else:
+        assert config["deepspeed_config"]["deepspeed_config_file"] == f"ds_configs/{path.stem}.json"
+        assert config["deepspeed_config"]["zero3_init_flag"] == path.stem.startswith("zero3")
+
+
+def test_both_folders_hold_the_same_strategies():
+    assert {path.stem for path in ACCELERATE} == {path.stem for path in DS_CONFIGS} | {"ddp", "fsdp2", "multi_node"}
+    tiny = ROOT / "recipes" / "tiny.yaml"
+    for path in DS_CONFIGS:
+        recipe = recipes.parse(tiny, recipes.read(tiny), ["--deepspeed", str(path)])
+        assert strategy.resolve(recipe, {}).name == path.stem
+
+
+@pytest.mark.parametrize("name", ["pythia", "pythia-2.8b", "pythia-410m"])
+def test_headers_quote_the_committed_figures(name):
+    models = json.loads((ROOT / "benchmarks" / "results" / "pythia_model_states.json").read_text())["models"]
+    strategies = models["pythia-6.9b" if name == "pythia" else name]["strategies"]
+    header = (ROOT / "recipes" / f"{name}.yaml").read_text()
+    for strategy_name, entry in strategies.items():
+        row = re.search(rf"^#   {strategy_name}\s+([\d.]+) /\s+([\d.]+)", header, re.MULTILINE)
+        assert row, f"no row of {strategy_name}"
+        assert [f"{entry[key] / 1e9:.1f}" for key in ("textbook_bytes", "deepspeed_bytes")] == list(row.groups())
+    assert "ot been run on a GPU" in header or "Not run on a GPU" in header
+
+
+def test_a_mixture_of_data_sets_trains_and_is_resolved(one, tmp_path):
+    """`datasets:` with test_split_size, TRL's mixture, as in pythia-full.yaml."""
+    from tests.helpers.tiny import write_recipe
+
+    path = write_recipe(tmp_path, eval_strategy="steps", eval_steps=3, sample_prompts=2, sample_max_new_tokens=3)
+    recipe = yaml.safe_load(path.read_text())
+    files = {"path": "json", "data_files": str(Path(recipe.pop("dataset_name")) / "train.jsonl")}
+    path.write_text(yaml.safe_dump(recipe | {"datasets": [files], "test_split_size": 0.1}))
+    one.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])
+    resolved = yaml.safe_load((tmp_path / "out" / "recipe.resolved.yaml").read_text())
+    assert resolved["datasets"] == [files]
+    assert (tmp_path / "out" / "samples.jsonl").read_text().count("\n") == 2
+
+
+def test_the_schema_is_the_one_that_the_dataclasses_make():
+    check = [sys.executable, "scripts/recipe_schema.py", "--check"]
+    assert subprocess.run(check, cwd=ROOT, timeout=120).returncode == 0, "run python scripts/recipe_schema.py"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_its_schema(path):
+    properties = json.loads((ROOT / "recipes" / "schema.json").read_text())["properties"]
+    assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    for key, value in yaml.safe_load(path.read_text()).items():
+        entry = properties[key]
+        kind = kinds[type(value)]
+        taken = entry.get("type", [kind])
+        assert kind in taken or (kind == "integer" and "number" in taken), key
+        assert value in entry.get("enum", [value]), key
+
+
+def test_the_header_of_the_reference_job_quotes_the_plan():
+    planned = json.loads((ROOT / "benchmarks" / "results" / "plan.json").read_text())["measured"]
+    strategies = planned["pythia-6.9b, every strategy, 2 GPUs"]["strategies"]
+    header = (ROOT / "recipes" / "pythia.yaml").read_text()
+    for name in ("ddp", "zero0", "zero1", "zero2", "zero3"):
+        row = re.search(rf"^#   {name}\s+[\d.]+ /\s+[\d.]+ /\s+([\d.]+)", header, re.MULTILINE)
+        assert float(row[1]) == round(strategies[name]["allocated_peak_bytes"] / 1e9, 1)

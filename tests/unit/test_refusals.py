@@ -1,0 +1,217 @@
+"""What is known to go wrong is refused: exit code 2 on every rank, one message from rank 0, before weights load."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.tiny import write_recipe
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config import strategy
+from zero_recipes.core.errors import Refusal
+from zero_recipes.core.process import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    return write_recipe(tmp_path_factory.mktemp("refusals"))
+
+
+def refused(argv: list[str], environment: dict[str, str] | None = None) -> Refusal:
+    """The refusal that parsing and resolving end in."""
+    with pytest.raises(Refusal) as caught:
+        path, overrides = recipes.split_command_line(argv)
+        recipe = recipes.parse(path, recipes.read(path), overrides)
+        strategy.resolve(recipe, environment or {})
+        recipes.derive_accumulation(recipe, int((environment or {}).get("WORLD_SIZE", 1)))
+    return caught.value
+
+
+def test_a_misspelt_key_is_named_with_its_neighbour(good):
+    refusal = refused([str(good), "--lerning_rate", "1e-4"])
+    assert "`lerning_rate`" in refusal.what and "`learning_rate`" in refusal.fix
+    # an abbreviation that argparse would complete in silence
+    assert "`max_step`" in refused([str(good), "--max_step", "3"]).what
+
+
+def test_misspelt_and_launch_keys_in_the_file(tmp_path):
+    path = tmp_path / "r.yaml"
+    path.write_text("model_name_or_path: x\nper_device_batch_size: 4\n")
+    refusal = refused([str(path)])
+    assert "`per_device_batch_size`" in refusal.what and "per_device_train_batch_size" in refusal.fix
+    path.write_text("model_name_or_path: x\nnum_processes: 4\n")
+    refusal = refused([str(path)])
+    assert "num_processes" in refusal.what and "accelerate launch --config_file" in refusal.fix
+    path.write_text("accelerate_config: zero2\n")
+    assert "launcher" in refused([str(path)]).what
+
+
+def test_missing_and_broken_recipes(tmp_path):
+    assert "recipes/tiny.yaml" in refused(["recipes/tyni.yaml"]).fix
+    assert "no recipe" in refused([]).what
+    assert "no recipe" in refused(["--max_steps", "3"]).what
+    path = tmp_path / "r.yaml"
+    path.write_text("a: [1\n")
+    assert "is not YAML" in refused([str(path)]).what
+    path.write_text("")
+    assert "no mapping" in refused([str(path)]).what
+
+
+def test_a_wrong_value_is_no_usage_dump(good):
+    refusal = refused([str(good), "--max_steps", "many"])
+    assert "max_steps" in refusal.what and "many" in refusal.what
+
+
+@pytest.mark.parametrize("total, world, micro", [(7, 2, 2), (0, 1, 2), (6, 4, 2)])
+def test_a_global_batch_that_does_not_divide(good, total, world, micro):
+    argv = [str(good), "--global_batch_size", str(total), "--per_device_train_batch_size", str(micro)]
+    refusal = refused(argv, {"WORLD_SIZE": str(world)})
+    assert f"global_batch_size {total}" in refusal.what and f"{world} processes" in refusal.what
+
+
+def test_a_global_batch_that_divides_sets_the_accumulation(good):
+    recipe = recipes.parse(good, recipes.read(good), ["--global_batch_size", "24"])
+    recipes.derive_accumulation(recipe, 3)
+    assert recipe.values["gradient_accumulation_steps"] == 4
+    recipe = recipes.parse(
+        good, recipes.read(good), ["--global_batch_size", "24", "--gradient_accumulation_steps", "2"]
+    )
+    with pytest.raises(Refusal, match="contradicts"):
+        recipes.derive_accumulation(recipe, 3)
+
+
+LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero3.json"}
+
+
+def test_two_ds_configs_are_refused_by_both_names(good):
+    refusal = refused([str(good), "--deepspeed", "ds_configs/zero2.json"], LAUNCHED)
+    assert "ds_configs/zero2.json" in refusal.what and "ds_configs/zero3.json" in refusal.what
+    recipe = recipes.parse(good, recipes.read(good), ["--deepspeed", "ds_configs/zero3.json"])
+    assert strategy.resolve(recipe, LAUNCHED).name == "zero3"
+
+
+def test_strategies_are_found_under_every_launcher(good, tmp_path):
+    def found(overrides, environment):
+        return strategy.resolve(recipes.parse(good, recipes.read(good), overrides), environment)
+
+    assert found([], {}).name == "single"
+    assert found([], {"WORLD_SIZE": "2"}).name == "ddp"
+    assert found([], LAUNCHED | {"WORLD_SIZE": "2"}).zero_stage == 3
+    assert found(["--deepspeed", "ds_configs/zero2_offload.json"], {}).name == "zero2_offload"
+    assert found(["--deepspeed", '{"zero_optimization": {"stage": 1}}'], {}).name == "zero1"
+    inline = tmp_path / "inline.yaml"
+    inline.write_text("model_name_or_path: x\ndeepspeed:\n  zero_optimization:\n    stage: 2\n")
+    recipe = recipes.parse(inline, recipes.read(inline), [])
+    assert strategy.resolve(recipe, {}).name == "zero2"
+
+
+def test_ds_configs_that_cannot_be_read(good, tmp_path):
+    assert "there is no DeepSpeed configuration" in refused([str(good), "--deepspeed", "ds_configs/zero9.json"]).what
+    path = tmp_path / "c.json"
+    path.write_text('{"zero_optimization": {"stage": 2}} // note')
+    assert "comments" in refused([str(good), "--deepspeed", str(path)]).why
+    path.write_text('{"zero_optimization": {"stage": 5}}')
+    assert "is 5" in refused([str(good), "--deepspeed", str(path)]).what
+
+
+def test_stage_3_that_would_save_nothing(good):
+    config = '{"zero_optimization": {"stage": 3}}'
+    refusal = refused([str(good), "--deepspeed", config, "--save_model", "true"])
+    assert "stage3_gather_16bit_weights_on_model_save" in refusal.fix
+    recipe = recipes.parse(good, recipes.read(good), ["--deepspeed", config])  # saves nothing: nothing to refuse
+    assert strategy.resolve(recipe, {}).zero_stage == 3
+
+
+def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+    monkeypatch.delenv("ZERO_RECIPES_TEST", raising=False)
+    path = tmp_path / "trl.yaml"
+    path.write_text(
+        "env:\n  ZERO_RECIPES_TEST: 7\nmodel_name_or_path: m\ndatasets:\n  - path: json\n    data_files: d.jsonl\n"
+        "test_split_size: 0.1\nlearning_rate: 1e-5\npacking: false\nlora_target_modules: [q, v]\nuse_cpu: true\n"
+        "output_dir: o\nreport_to: none\nbf16: false\n"
+    )
+    recipe = recipes.parse(path, recipes.read(path), ["--max_steps", "5"])
+    assert os.environ["ZERO_RECIPES_TEST"] == "7"
+    ours = recipes.instances(recipe)
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
+    theirs = parser.parse_args_and_config(["--config", str(path), "--max_steps", "5"])
+    for mine, wanted in zip(ours, theirs, strict=False):
+        mine, wanted = (vars(x) | {"logging_dir": None, "distributed_state": None} for x in (mine, wanted))
+        assert {k: str(v) for k, v in mine.items()} == {k: str(v) for k, v in wanted.items()}
+
+
+# The same, whole: processes started by hand as two ranks, without a launcher between them and the test.
+
+
+def two_ranks(
+    argv: list[str], tmp_path: Path, extra: dict[str, str] | None = None, by_rank: dict[int, dict] | None = None
+) -> list[subprocess.CompletedProcess]:
+    port = free_port()
+    running = []
+    for rank in range(2):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "TORCHELASTIC_ERROR_FILE": str(tmp_path / f"error{rank}.json"),
+            **(extra or {}),
+            **(by_rank or {}).get(rank, {}),
+        }
+        running.append(
+            subprocess.Popen(
+                [sys.executable, "run_sft.py", *argv],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=environment,
+            )
+        )
+    ended = [(process, *process.communicate(timeout=240)) for process in running]
+    return [subprocess.CompletedProcess(process.args, process.returncode, out, err) for process, out, err in ended]
+
+
+def bad_inputs(good: Path, tmp_path: Path) -> dict[str, tuple[list[str], dict[str, str], str]]:
+    rows = tmp_path / "wrong"
+    rows.mkdir()
+    (rows / "train.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    return {
+        "misspelt key": ([str(good), "--lerning_rate", "1"], {}, "lerning_rate"),
+        "missing data": ([str(good), "--dataset_name", "./nowhere", "--bf16", "false"], {}, "./nowhere"),
+        "missing columns": ([str(good), "--dataset_name", str(rows)], {}, "no column instruction"),
+        "two ds configs": (
+            [str(good), "--deepspeed", "ds_configs/zero2.json"],
+            LAUNCHED,
+            "two DeepSpeed configurations",
+        ),
+        "global batch": ([str(good), "--global_batch_size", "7"], {}, "global_batch_size 7"),
+    }
+
+
+@pytest.mark.parametrize("name", ["misspelt key", "missing data", "missing columns", "two ds configs", "global batch"])
+def test_every_rank_exits_2_and_rank_0_alone_speaks(good, tmp_path, name):
+    argv, extra, said = bad_inputs(good, tmp_path)[name]
+    ranks = two_ranks([*argv, "--output_dir", str(tmp_path / "out")], tmp_path, extra)
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    message = ranks[0].stderr[ranks[0].stderr.index("refused: ") :]
+    assert said in message and "    why: " in message and "   fix: " in message
+    assert len(message.strip().splitlines()) == 3, message
+    for rank in ranks:
+        assert "Traceback" not in rank.stderr and "Loading weights" not in rank.stderr
+    assert "refused" not in ranks[1].stderr + ranks[1].stdout
+    assert not (tmp_path / "out").exists(), "something was written before the refusal"
+    closing = json.loads((tmp_path / "error1.json").read_text())
+    assert said in closing["message"]["extraInfo"]["py_callstack"]

@@ -1,0 +1,300 @@
+"""What reshard refuses, what it leaves behind when it is killed, and how much memory it takes. No training."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.tiny import write_recipe
+from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.reshard import write as resharding
+from zero_recipes.checkpoint.reshard.load import FOLDER
+from zero_recipes.checkpoint.reshard.write import reshard, strategy_of
+from zero_recipes.checks import preflight
+from zero_recipes.config import recipe as recipes
+from zero_recipes.core.errors import Refusal
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+SHAPES = [{"a.weight": (3, 5), "b.weight": (7, 1)}, {"a.bias": (3,)}]
+
+
+def write_checkpoint(
+    folder: Path, world: int = 2, model: dict | None = None, shapes: list[dict] = SHAPES, **config
+) -> Path:
+    """A checkpoint as DeepSpeed writes it at stage 3, of two tiny groups; `config` and `model` change what it says."""
+    checkpoint = folder / "checkpoint-7"
+    states = checkpoint / "global_step7"
+    states.mkdir(parents=True)
+    (checkpoint / "latest").write_text("global_step7")
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 7, "best_model_checkpoint": null}')
+    (checkpoint / "scheduler.pt").write_bytes(b"s")
+    for rank in range(world):
+        (checkpoint / f"rng_state_{rank}.pth").write_bytes(bytes([rank]))
+    ds_config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": 3},
+    } | config
+    described = {
+        "param_shapes": [{name: torch.Size(shape) for name, shape in group.items()} for group in shapes],
+        "dp_world_size": world,
+        "mp_world_size": 1,
+        "ds_config": ds_config,
+        "lr_scheduler": None,
+        **{"global_steps": 7, "global_samples": 56, "skipped_steps": 0},
+    }
+    torch.save(described | (model or {}), states / MODEL)
+    for rank in range(world):
+        torch.save({"optimizer_state_dict": rank_states(world, shapes)}, states / OPTIMIZER.format(rank))
+    return checkpoint
+
+
+def rank_states(world: int, shapes: list[dict] = SHAPES) -> dict:
+    flats = [torch.rand(sum(-(-torch.Size(shape).numel() // world) for shape in group.values())) for group in shapes]
+    adam = {
+        number: {"step": torch.tensor(7.0), "exp_avg": flat.clone(), "exp_avg_sq": flat.clone()}
+        for number, flat in enumerate(flats)
+    }
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "params": [number]} for number in range(len(flats))]
+    return {
+        "zero_stage": 3,
+        "fp32_flat_groups": flats,
+        "optimizer_state_dict": {"state": adam, "param_groups": groups},
+    }
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_whole_checkpoint_is_written_beside_the_old_one(tmp_path):
+    checkpoint = write_checkpoint(tmp_path)
+    before = contents(checkpoint)
+    facts = {"step": 7, "recipe_sha256": "abc", "zero_stage": 3, "world_size": 2}
+    manifest.write(checkpoint, facts)
+    folder, batch = reshard(checkpoint, 4, 2)
+    assert (folder.name, tuple(batch)) == ("checkpoint-7-zero2-world4", (2, 1, 4))
+    written = manifest.read(folder)
+    assert manifest.damage(folder) is None and set(written["files"]) == set(contents(folder)) - {manifest.MANIFEST}
+    kept = {key: written[key] for key in ("step", "recipe_sha256", "zero_stage", "world_size", "strategy")}
+    assert kept == facts | {"zero_stage": 2, "world_size": 4, "strategy": "zero2"}
+    assert [(folder / f"rng_state_{rank}.pth").read_bytes() for rank in range(4)] == [b"\0", b"\1", b"\0", b"\1"]
+    for name in ("trainer_state.json", "scheduler.pt"):
+        assert (folder / name).read_bytes() == before[name]
+    assert not (folder / "latest").exists(), "transformers would look for DeepSpeed's files"
+    del (after := contents(checkpoint))[manifest.MANIFEST]
+    assert after == before, "the old checkpoint was touched"
+
+
+def test_the_micro_batch_shrinks_where_the_global_batch_asks_for_it(tmp_path):
+    _, batch = reshard(write_checkpoint(tmp_path, gradient_accumulation_steps=1), 4, 1)
+    assert tuple(batch) == (1, 1, 4)
+
+
+def test_a_killed_reshard_leaves_nothing_half(tmp_path, monkeypatch):
+    checkpoint = write_checkpoint(tmp_path)
+    before = contents(checkpoint)
+
+    def die(source, name):
+        if name == "a.bias":
+            raise KeyboardInterrupt
+        return original(source, name)
+
+    original = resharding.read_parameter
+    monkeypatch.setattr(resharding, "read_parameter", die)
+    with pytest.raises(KeyboardInterrupt):
+        reshard(checkpoint, 1, 2)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == [".checkpoint-7-zero2-world1.part", "checkpoint-7"], "nothing that looks like a checkpoint"
+    monkeypatch.undo()
+    folder, _ = reshard(checkpoint, 1, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", folder.name]
+    assert manifest.damage(folder) is None and contents(checkpoint) == before
+
+
+def cut_off(checkpoint: Path) -> None:
+    path = checkpoint / "global_step7" / OPTIMIZER.format(1)
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def count_apart(checkpoint: Path) -> None:
+    states = rank_states(2)
+    states["optimizer_state_dict"]["state"][1]["step"] += 7
+    torch.save({"optimizer_state_dict": states}, checkpoint / "global_step7" / OPTIMIZER.format(1))
+
+
+def other_optimizer(checkpoint: Path) -> None:
+    states = rank_states(2)
+    for state in states["optimizer_state_dict"]["state"].values():
+        state["momentum_buffer"] = state.pop("exp_avg")
+    torch.save({"optimizer_state_dict": states}, checkpoint / "global_step7" / OPTIMIZER.format(1))
+
+
+def by_another_class(checkpoint: Path) -> None:
+    states = rank_states(2)
+    del states["zero_stage"]
+    torch.save({"optimizer_state_dict": states}, checkpoint / "global_step7" / OPTIMIZER.format(0))
+
+
+def shorten(checkpoint: Path) -> None:
+    states = rank_states(2)
+    states["fp32_flat_groups"][0] = states["fp32_flat_groups"][0][:-2].clone()
+    torch.save({"optimizer_state_dict": states}, checkpoint / "global_step7" / OPTIMIZER.format(1))
+
+
+def lose_by_manifest(checkpoint: Path) -> None:
+    manifest.write(checkpoint, {})
+    (checkpoint / "scheduler.pt").unlink()
+
+
+BROKEN = {
+    "no `latest`": ({}, lambda c: (c / "latest").unlink(), "no DeepSpeed checkpoint"),
+    "no folder": ({}, lambda c: shutil.rmtree(c / "global_step7"), "global_step7 is missing"),
+    "no model states": ({}, lambda c: (c / "global_step7" / MODEL).unlink(), "no *_model_states.pt"),
+    "a rank": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(1)).unlink(), "states of 1 of 2 ranks"),
+    "rank 0": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(0)).unlink(), "states of 0 of 2 ranks"),
+    "cut off": ({}, cut_off, "cannot be read"),
+    "too short": ({}, shorten, "too short for b.weight"),
+    "steps": ({}, count_apart, "step counters differ"),
+    "by manifest": ({}, lose_by_manifest, "lacks scheduler.pt"),
+    "not Adam": ({}, other_optimizer, "other optimizer states than Adam's: exp_avg_sq, momentum_buffer"),
+    "BF16_Optimizer": ({}, by_another_class, "BF16_Optimizer"),
+    "model parallel": ({"model": {"mp_world_size": 2}}, None, "model-parallel"),
+    "experts": ({"model": {"num_experts": [4]}}, None, "mixture-of-experts"),
+    "stage 0": ({"zero_optimization": {"stage": 0}}, None, "ZeRO stage 0"),
+    "fp16": ({"fp16": {"enabled": True}}, None, "fp16 run"),
+    "MiCS": ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, None, "mics_shard_size"),
+    "NVMe": ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, None, "on NVMe"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_checkpoint_that_cannot_be_read_is_refused_and_nothing_written(tmp_path, name):
+    changes, break_it, said = BROKEN[name]
+    checkpoint = write_checkpoint(tmp_path, **changes)
+    if break_it is not None:
+        break_it(checkpoint)
+    with pytest.raises(Refusal, match=re.escape(said)) as caught:
+        reshard(checkpoint, 1, 2)
+    assert caught.value.why and caught.value.fix
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("checkpoint-7-")]
+
+
+def test_targets_that_cannot_be(tmp_path, monkeypatch):
+    checkpoint = write_checkpoint(tmp_path)
+    for world, stage, said in ((3, 2, "global batch of 8 .* over 3"), (1, 0, "stage 0"), (0, 2, "world_size 0")):
+        with pytest.raises(Refusal, match=said):
+            reshard(checkpoint, world, stage)
+    folder, _ = reshard(checkpoint, 1, 2)
+    with pytest.raises(Refusal, match="exists already"):
+        reshard(checkpoint, 1, 2)
+    with pytest.raises(Refusal, match="resharded checkpoint itself"):
+        reshard(folder, 2, 2)
+    with pytest.raises(Refusal, match="no checkpoint"):
+        reshard(tmp_path / "checkpoint-8", 1, 2)
+    monkeypatch.setattr(resharding.Host, "free_disk", lambda self, folder: 10)
+    with pytest.raises(Refusal, match=r"needs 0\.0 GB"):
+        reshard(checkpoint, 1, 1)
+
+
+def test_the_strategy_to_launch_keeps_what_was_offloaded():
+    offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    assert [strategy_of(offloaded, stage) for stage in (1, 2, 3)] == ["zero1", "zero2_offload", "zero3_offload"]
+    assert strategy_of({"zero_optimization": {"offload_param": {"device": "none"}}}, 3) == "zero3"
+
+
+def refused_at_launch(folder: Path, checkpoint: Path, strategy: str, *overrides: str) -> list[str]:
+    """What preflight finds about a run on one process that resumes from `checkpoint`."""
+    recipe = folder / "recipe.yaml"
+    if not recipe.exists():
+        write_recipe(folder, bf16=False, gradient_accumulation_steps=4, max_steps=9)
+    named = [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
+    argv = ["--resume_from_checkpoint", str(checkpoint), "--output_dir", str(folder / "out"), *named, *overrides]
+    _, findings = preflight.preflight(recipe, recipes.read(recipe), argv, {}, rehearsal=True)
+    return [finding.what for finding in findings if finding.level == "error"]
+
+
+def test_a_launch_that_would_be_another_run_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    folder, _ = reshard(write_checkpoint(tmp_path), 1, 2)
+    assert refused_at_launch(tmp_path, folder, "zero2") == []
+    assert refused_at_launch(tmp_path, folder, "zero3") == [], "the states fit every stage"
+    (found,) = refused_at_launch(tmp_path, folder, "zero2", "--gradient_accumulation_steps", "2")
+    assert found.startswith("a global batch of 4 sequences resumes")
+    (found,) = refused_at_launch(tmp_path, folder, "zero0")
+    assert found.startswith("zero0 resumes")
+    (found,) = refused_at_launch(tmp_path, folder, "ddp")
+    assert found.startswith("single resumes")
+    (found,) = refused_at_launch(tmp_path, folder, "zero2", "--train_sampling_strategy", "group_by_length")
+    assert found.startswith("train_sampling_strategy: group_by_length on 1 processes")
+    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+    config["zero_optimization"]["round_robin_gradients"] = True
+    (found,) = refused_at_launch(tmp_path, folder, "ddp", "--deepspeed", json.dumps(config))
+    assert found.startswith("round_robin_gradients resumes")
+
+    config["zero_optimization"] = {"stage": 1}
+    config["data_types"] = {"grad_accum_dtype": "fp32"}
+    (found,) = refused_at_launch(tmp_path, folder, "ddp", "--deepspeed", json.dumps(config))
+    assert found.startswith("data_types.grad_accum_dtype at stage 1 resumes")
+
+    facts = {key: value for key, value in manifest.read(folder).items() if key not in ("schema", "files")}
+    state = folder / "trainer_state.json"
+    state.write_text('{"global_step": 7, "best_model_checkpoint": "out/checkpoint-5"}')
+    assert refused_at_launch(tmp_path, folder, "zero2")[0].endswith("is not whole"), "its size is another"
+    manifest.write(folder, facts)
+    assert refused_at_launch(tmp_path, folder, "zero2") == []
+    best = ["--load_best_model_at_end", "true", "--eval_strategy", "steps", "--save_strategy", "steps"]
+    assert refused_at_launch(tmp_path, folder, "zero2", *best)[0].startswith("load_best_model_at_end")
+    (folder / FOLDER / "a.bias.safetensors").unlink()
+    (found,) = refused_at_launch(tmp_path, folder, "zero2")
+    assert found.endswith("is not whole")
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from zero_recipes.compat import warnings as calm
+calm.quieten()
+import deepspeed, rich.progress, safetensors.torch, torch
+from zero_recipes.checkpoint.reshard.write import reshard
+checkpoint, how = Path(sys.argv[1]), sys.argv[2]
+
+def bytes_of(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
+before = bytes_of("VmRSS")
+if how == "whole":
+    kept = [torch.load(path, weights_only=False) for path in checkpoint.rglob("*_optim_states.pt")]
+else:
+    reshard(checkpoint, 1, int(how))
+print("grown", bytes_of("VmHWM") - before)
+"""
+
+
+def test_a_checkpoint_is_never_in_memory_whole(tmp_path):
+    """300 MB of states in 96 parameters: the peak grows by ten or so of them, mapped pages and imports included."""
+    shapes = [{f"layers.{number}.weight": (1024, 256) for number in range(96)}, {"norm.bias": (1024,)}]
+    checkpoint = write_checkpoint(tmp_path, shapes=shapes)
+    size = sum(path.stat().st_size for path in checkpoint.rglob("*_optim_states.pt"))
+    assert size > 300e6
+
+    def grown(how: str) -> int:
+        command = [sys.executable, "-c", MEASURE, str(checkpoint), how]
+        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr[-2000:]
+        return int(ended.stdout.split()[-1])
+
+    whole, lean = grown("whole"), grown("3")
+    assert whole > 0.95 * size, "the measure does not see what is loaded"
+    assert lean < 0.2 * size
+    assert sum(path.stat().st_size for path in tmp_path.rglob(f"{FOLDER}/*")) > 0.99 * size

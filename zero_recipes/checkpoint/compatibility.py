@@ -1,0 +1,264 @@
+"""A run that goes on from a resharded checkpoint: what would make it another run than the one that was saved.
+
+Whether a run fits the checkpoint that it is to go on from; where not, what differs and which command cures it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.reshard.load import is_resharded, read_index
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core import environment
+from zero_recipes.core.errors import Finding, Refusal
+
+
+def resharded_findings(values: Mapping[str, Any], strategy: Strategy) -> Iterator[Finding]:
+    """`values` are the recipe's in force, `resume_from_checkpoint` the path of a whole resharded checkpoint."""
+    checkpoint = values["resume_from_checkpoint"]
+    if strategy.zero_stage not in (1, 2, 3):
+        yield Finding(
+            "ZR712",
+            f"{strategy.name} resumes from {checkpoint}, a resharded checkpoint",
+            "Its states are by parameter, for engines of ZeRO stages 1, 2 and 3; another run would begin with a fresh "
+            "optimizer.",
+            "Launch with accelerate_configs/zero1.yaml, zero2.yaml or zero3.yaml.",
+        )
+        return
+    index = read_index(checkpoint)
+    saved, old_world = index["global_batch"], index["source"]["world_size"]
+    micro, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
+    total = micro * accumulation * strategy.world_size
+    if total != saved:
+        yield Finding(
+            "ZR713",
+            f"a global batch of {total} sequences resumes from {checkpoint}, which had {saved}",
+            f"{micro} per device x {accumulation} accumulation x {strategy.world_size} processes: the steps to come "
+            "would skip or repeat rows (transformers, trainer.py, _init_training_state counts steps) and be another "
+            "run's.",
+            f"Choose them so that their product is {saved}; zero-recipes reshard printed such a command.",
+        )
+    by_length = str(values["train_sampling_strategy"]) in ("group_by_length", "batch_rebalance")
+    if by_length and strategy.world_size != old_world:
+        yield Finding(
+            "ZR714",
+            f"train_sampling_strategy: {values['train_sampling_strategy']} on {strategy.world_size} processes resumes "
+            f"from {checkpoint}, a run on {old_world}",
+            "The order of the rows depends on the number of processes (transformers, trainer.py, _get_train_sampler): "
+            "the epoch would go on with rows that were seen already, and leave others out.",
+            f"Reshard for --world_size {old_world}.",
+        )
+    if strategy.zero_stage != 3 and strategy.ds_config["zero_optimization"].get("round_robin_gradients"):
+        yield Finding(
+            "ZR715",
+            f"round_robin_gradients resumes from {checkpoint}, a resharded checkpoint",
+            "DeepSpeed 0.19.8 then lays parameters in another order than it maps them (runtime/zero/stage_1_and_2.py, "
+            "_link_all_hp_params takes bit16_groups, the flat buffer round_robin_bit16_groups): states would go to "
+            "other parameters.",
+            "Remove round_robin_gradients from the ds_config.",
+        )
+    accumulates = (strategy.ds_config.get("data_types") or {}).get("grad_accum_dtype") is not None
+    if strategy.zero_stage == 1 and accumulates:
+        yield Finding(
+            "ZR716",
+            f"data_types.grad_accum_dtype at stage 1 resumes from {checkpoint}, a resharded checkpoint",
+            "DeepSpeed may take its BF16_Optimizer (runtime/bf16_optimizer.py), which keeps its states otherwise than "
+            "the stages do.",
+            "Remove data_types from the ds_config, or use stage 2.",
+        )
+    best = json.loads((Path(checkpoint) / "trainer_state.json").read_text())["best_model_checkpoint"]
+    if values["load_best_model_at_end"] and best is not None:
+        yield Finding(
+            "ZR717",
+            f"load_best_model_at_end, and the best checkpoint so far, {best}, is of the old world",
+            "If it stays the best, the run dies at its end: DeepSpeed loads a checkpoint at its own stage and world "
+            "only (transformers, trainer.py, _load_best_model).",
+            "Resume with --load_best_model_at_end false.",
+        )
+
+
+# other values of these are another training: a checkpoint holds what was made with the old ones, Adam's states, the
+# scheduler's base rates and the order of the rows among it, and transformers would mix the two without a word
+DECIDES = ("model_name_or_path", "model_revision", "dtype", "bf16", "fp16", "load_in_4bit", "load_in_8bit")
+DECIDES += ("bnb_4bit_quant_storage", "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_peft", "use_dora")
+DECIDES += ("use_rslora", "lora_alpha", "lora_dropout", "lora_modules_to_save", "lora_r", "lora_target_modules")
+DECIDES += ("lora_target_parameters", "lora_task_type", "seed", "data_seed", "train_sampling_strategy")
+DECIDES += ("dataloader_drop_last", "ignore_data_skip", "average_tokens_across_devices", "loss_type")
+DECIDES += ("neftune_noise_alpha", "label_smoothing_factor", "optim", "optim_args", "optim_target_modules")
+DECIDES += ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
+DECIDES += ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+# how long the run goes on: may be raised
+LENGTH = ("max_steps", "num_train_epochs")
+# shown in a warning where they differ: speed or rounding, not what is trained
+TOLD = ("attn_implementation", "activation_checkpointing", "gradient_checkpointing", "padding_free", "use_liger_kernel")
+TOLD += ("torch_compile", "tf32", "full_determinism", "per_device_train_batch_size")
+
+
+def recipe_facts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a recipe that a manifest keeps, as JSON."""
+    kept = {key: values[key] for key in (*DECIDES, *LENGTH, *TOLD) if key in values}
+    return json.loads(json.dumps(kept, default=lambda value: getattr(value, "value", str(value))))
+
+
+def fit_findings(checkpoint: str, values: Mapping[str, Any], strategy: Strategy) -> Iterator[Finding]:
+    """What of a run does not fit the checkpoint, before data and weights are loaded. `values`: the recipe's, in force.
+
+    A checkpoint without a manifest cannot be compared; whoever names it by its path vouches for it.
+    """
+    yield from _on_nvme(checkpoint, strategy)
+    written = manifest.read(Path(checkpoint))
+    if written is None:
+        yield Finding(
+            "ZR718",
+            f"{checkpoint} has no manifest",
+            "Plain transformers or an earlier version wrote it: nothing says which strategy, data and recipe made it, "
+            "or whether it is whole. The loss history begins with this run.",
+            "Go on only if you know that it fits; the next checkpoint will have a manifest.",
+            level="warning",
+        )
+        return
+    if is_resharded(checkpoint):
+        yield from resharded_findings(values, strategy)
+    else:
+        yield from _ranks(checkpoint, written, strategy)
+        yield from _global_batch(checkpoint, written, values, strategy)
+    yield from _recipe(checkpoint, written, values)
+    yield from _versions(checkpoint, written)
+
+
+def _on_nvme(checkpoint: str, strategy: Strategy) -> Iterator[Finding]:
+    if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
+        yield Finding(
+            "ZR719",
+            f"{strategy.name} resumes from {checkpoint}, with states on NVMe",
+            "DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint: `not self.zero_nvme_offload_optimizer()`) skips the "
+            "optimizer's states where they lie on NVMe: the run would go on with fresh ones. With parameters there it "
+            "dies in runtime/zero/stage3.py.",
+            'Resume with "device": "cpu" (accelerate_configs/zero3_offload.yaml) from a checkpoint that it wrote, or '
+            "begin anew with --overwrite true.",
+        )
+
+
+def _ranks(checkpoint: str, written: Mapping, strategy: Strategy) -> Iterator[Finding]:
+    there = (written["zero_stage"], written["world_size"], written["strategy"] == "fsdp2")
+    here = (strategy.zero_stage, strategy.world_size, strategy.is_fsdp)
+    if there != here:
+        back = f"launch {written['strategy']} on {_processes(written['world_size'])} again"
+        command = f"zero-recipes reshard {checkpoint} --world_size {strategy.world_size} --stage {strategy.zero_stage}"
+        yield Finding(
+            "ZR720",
+            f"{checkpoint} was written by {written['strategy']} on {_processes(written['world_size'])}; this run is "
+            f"{strategy.name} on {_processes(strategy.world_size)}",
+            "Each rank saved its own part of the optimizer and its own random numbers. DeepSpeed 0.19.8 "
+            "(runtime/engine.py, _load_zero_checkpoint) stops on another world size, and on another "
+            "stage with a bare AssertionError.",
+            f"{back[0].upper()}{back[1:]}." if None in (there[0], here[0]) else f"{command}; or {back}.",
+        )
+    elif written["strategy"] != strategy.name:
+        onto_cpu = "_offload" in strategy.name
+        yield Finding(
+            "ZR721",
+            f"{checkpoint} was written by {written['strategy']}, this run is {strategy.name}",
+            "DeepSpeedCPUAdam finds no bias_correction in the groups that torch's AdamW saved (DeepSpeed 0.19.8, "
+            "ops/adam/cpu_adam.py, step): KeyError in the first step."
+            if onto_cpu
+            else "The states fit, but another kernel computes Adam's step: losses were seen to differ by 3e-5.",
+            f"Launch {written['strategy']} again" + ("." if onto_cpu else " if that matters."),
+            level="error" if onto_cpu else "warning",
+        )
+
+
+def _global_batch(checkpoint: str, written: Mapping, values: Mapping, strategy: Strategy) -> Iterator[Finding]:
+    there = written["micro_batch_size"] * written["gradient_accumulation_steps"] * written["world_size"]
+    micro, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
+    here = micro * accumulation * strategy.world_size
+    if there != here:
+        per_pass = micro * strategy.world_size
+        fitting = f"--per_device_train_batch_size {micro} --gradient_accumulation_steps {there // per_pass}"
+        if there % per_pass:
+            fitting = f"a per_device_train_batch_size that divides {there} / {strategy.world_size}"
+        yield Finding(
+            "ZR722",
+            f"{checkpoint} was written with {there} sequences per step; this run takes {here}",
+            "transformers skips as many steps' batches as the checkpoint has behind it (trainer.py, "
+            "_init_training_state): with another batch it would skip other rows, and the schedule would not fit.",
+            f"Run with {fitting}.",
+        )
+
+
+def _recipe(checkpoint: str, written: Mapping, values: Mapping) -> Iterator[Finding]:
+    then, now = written.get("recipe", {}), recipe_facts(values)
+    other = [key for key in then if key in DECIDES and then[key] != now.get(key)]
+    if other:
+        yield Finding(
+            "ZR723",
+            f"{checkpoint} was trained with {_listed(other, then)}; this run has {_listed(other, now)}",
+            "That is another training. The checkpoint's optimizer, schedule and order of rows come from the old values "
+            "and would win in part (torch's LambdaLR keeps its base_lrs), without a word.",
+            "Run with " + " ".join(f"--{key} {then[key]}" for key in other) + " as before, or train from these weights "
+            f"with --model_name_or_path {checkpoint}.",
+        )
+    told = [key for key in then if key in TOLD and then[key] != now.get(key)]
+    longer = [key for key in LENGTH if key in then and then[key] != now[key]]
+    if longer and now["lr_scheduler_type"] not in ("constant", "constant_with_warmup"):
+        told += longer
+    if told:
+        schedule = " The schedule is computed anew for the new length, from this step on." if longer else ""
+        yield Finding(
+            "ZR724",
+            f"{checkpoint} was trained with {_listed(told, then)}; this run has {_listed(told, now)}",
+            f"The run goes on, but not bit for bit as it would have.{schedule}",
+            "Nothing, if that is meant; else the old values.",
+            level="warning",
+        )
+    steps = now["max_steps"]
+    if 0 < steps < written["step"]:
+        yield Finding(
+            "ZR725",
+            f"{checkpoint} has {written['step']} steps behind it; max_steps is {steps}",
+            "There is nothing left to train, and the schedule would run backwards.",
+            f"--max_steps {written['step']} or more.",
+        )
+
+
+def _versions(checkpoint: str, written: Mapping) -> Iterator[Finding]:
+    then, now = written.get("versions") or {}, environment.versions()
+    other = [name for name in then if then[name] != now.get(name)]
+    if other:
+        yield Finding(
+            "ZR726",
+            f"{checkpoint} was written with {_listed(other, then)}; here is {_listed(other, now)}",
+            "Other versions may load it otherwise and round otherwise: bit for bit is not promised.",
+            "Install requirements.lock of the first run if that matters.",
+            level="warning",
+        )
+
+
+def refuse_other_data(checkpoint: str | None, data_sha256: str | None) -> None:
+    """Refuse rows that are not those of the checkpoint. `data_sha256`: preparation.Prepared's; None for a stream."""
+    written = manifest.read(Path(checkpoint)) if checkpoint else None
+    if written is not None and written.get("data_sha256", data_sha256) != data_sha256:
+        raise Refusal(
+            "ZR727",
+            f"{checkpoint} was trained on other rows",
+            f"Tokenised, truncated and packed, they had the hash {_short(written['data_sha256'])}; these have "
+            f"{_short(data_sha256)}. transformers would skip the first rows of the new data as if they had been seen.",
+            "Bring back the data, max_length, packing and tokenizer of the first run; or begin anew with --overwrite "
+            f"true; or train from these weights with --model_name_or_path {checkpoint} and another --output_dir.",
+        )
+
+
+def _short(digest: str | None) -> str:
+    return "none (streamed)" if digest is None else digest[:12]
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' if count > 1 else ''}"
+
+
+def _listed(keys: list[str], values: Mapping) -> str:
+    return ", ".join(f"{key} {values.get(key)}" for key in keys)

@@ -1,0 +1,181 @@
+"""Go on from a resharded checkpoint: weights and Adam's states, by parameter name, into a fresh engine of any world.
+
+The folder `zero_states` of such a checkpoint holds one safetensors file for each trainable parameter (fp32 master,
+exp_avg, exp_avg_sq, in the parameter's shape) and index.json (groups, Adam's step, the engine's counters).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zero_recipes.checkpoint.reshard.read import ADAM_STATES, HYPERPARAMETERS
+from zero_recipes.compat import deepspeed_tensors
+from zero_recipes.core.errors import Refusal
+
+FOLDER, INDEX = "zero_states", "index.json"
+
+
+def is_resharded(checkpoint: str | Path) -> bool:
+    return (Path(checkpoint) / FOLDER / INDEX).is_file()
+
+
+def read_index(checkpoint: str | Path) -> dict[str, Any]:
+    """{"adam_step", "global_batch" (sequences), "source": {"checkpoint", "stage", "world_size"}, "engine": counters and
+    DeepSpeed's scheduler, "groups": the optimizer's, each with its hyperparameters and names}.
+    """
+    return json.loads((Path(checkpoint) / FOLDER / INDEX).read_text())
+
+
+def load(engine, checkpoint: str | Path) -> None:
+    """Put a resharded checkpoint's weights, optimizer states and counters into `engine`, before its first step.
+
+    Every rank calls it (collectives at the end). Each reads the mapped files of one parameter after another and copies
+    its own part. Raises Refusal, the same on all ranks, where the parameters or their groups are not those of the
+    checkpoint.
+    """
+    from safetensors import safe_open
+
+    index, optimizer = read_index(checkpoint), engine.optimizer
+    parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad and _elements(p)}
+    _refuse_other_parameters(index, parameters, checkpoint)
+    _set_hyperparameters(index, optimizer, parameters)
+    _make_adam_states(optimizer)
+    for name, p in parameters.items():
+        with safe_open(Path(checkpoint) / FOLDER / f"{name}.safetensors", "pt") as file:
+            for key in ("fp32", *ADAM_STATES):
+                _set(p, key, file.get_tensor(key))
+    _set_adam_step(optimizer, index["adam_step"])
+    _refresh_weights(optimizer)
+    for key in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, key, index["engine"][key])
+    if engine.lr_scheduler is not None and index["engine"]["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(index["engine"]["lr_scheduler"])
+
+
+def _set(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
+    """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") to where it belongs.
+
+    At stage 3 by DeepSpeed's call for a part: its safe_set_full_fp32_param (0.19.8, zero/stage3.py
+    `set_full_hp_param`) does not know that the last part is padded, and fails where the world does not divide the size.
+    """
+    from deepspeed import utils
+
+    if not hasattr(p, "ds_id"):
+        if key == "fp32":
+            utils.safe_set_full_fp32_param(p, whole)
+        else:
+            utils.safe_set_full_optimizer_state(p, whole, key)
+        return
+    part = torch.zeros(p.ds_tensor.numel(), dtype=whole.dtype)
+    start = torch.distributed.get_rank(p.ds_process_group) * part.numel()
+    mine = whole.flatten()[start : start + part.numel()]
+    part[: mine.numel()] = mine
+    if key == "fp32":
+        utils.safe_set_local_fp32_param(p, part)
+    else:
+        utils.safe_set_local_optimizer_state(p, part, key)
+
+
+def _elements(p: torch.nn.Parameter) -> int:
+    return getattr(p, "ds_numel", p.numel())
+
+
+def _refuse_other_parameters(index: dict[str, Any], parameters: dict[str, Any], checkpoint: str | Path) -> None:
+    saved = {name for group in index["groups"] for name in group["names"]}
+    if saved == set(parameters):
+        return
+    strange = sorted(saved ^ set(parameters))
+    raise Refusal(
+        "ZR745",
+        f"{checkpoint} holds the states of other parameters than this run trains: {', '.join(strange[:3])} "
+        f"({len(strange)} in all)",
+        "Another model, other LoRA modules or other frozen layers: their optimizer states would begin anew.",
+        "Resume with the recipe that wrote the checkpoint.",
+    )
+
+
+def _flat_masters(optimizer) -> list[torch.Tensor]:
+    # zero/stage3.py, or zero/stage_1_and_2.py
+    stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
+    return optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups
+
+
+def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str, Any]) -> None:
+    """The learning rate of the moment, and what else DeepSpeed's own load takes from the checkpoint's groups.
+
+    transformers makes the scheduler anew and loads its counter only: until its next step the rate is the group's.
+    """
+    names = {id(p): name for name, p in parameters.items()}
+    groups: list[set[str]] = [set() for _ in optimizer.param_groups]
+    if hasattr(optimizer, "sub_group_to_group_id"):  # stage 3 cuts groups into sub-groups
+        for number, members in enumerate(optimizer.fp16_groups):
+            groups[optimizer.sub_group_to_group_id[number]] |= {names[id(p)] for p in members}
+    else:
+        groups = [{names[id(p)] for p in members} for members in optimizer.bit16_groups]
+    saved = {frozenset(group["names"]): group for group in index["groups"]}
+    for target, members in zip(optimizer.param_groups, groups, strict=True):
+        group = saved.get(frozenset(members))
+        if group is None:
+            raise Refusal(
+                "ZR746",
+                "the optimizer's groups are not those of the resharded checkpoint",
+                "Weight decay and learning rate belong to a group; which to take for each parameter is not known.",
+                "Resume with the recipe that wrote the checkpoint.",
+            )
+        target.update({key: group[key] for key in HYPERPARAMETERS if key in group})
+        target["betas"] = tuple(group["betas"])  # JSON knows no tuples
+
+
+def _make_adam_states(optimizer) -> None:
+    """Let the optimizer make its own states, whichever Adam it is: one step with zero gradients at a rate of 0.
+
+    They are all overwritten afterwards. DeepSpeed makes none before the first step (zero/stage3.py and
+    zero/stage_1_and_2.py, `initialize_optimizer_states`).
+    """
+    base = deepspeed_tensors.base_optimizer(optimizer)
+    masters = _flat_masters(optimizer)
+    rates = [group["lr"] for group in base.param_groups]
+    grads = [master.grad for master in masters]  # offloaded ones have a buffer that stays
+    for group in base.param_groups:
+        group["lr"] = 0.0
+    for number, master in enumerate(masters):
+        if master.grad is None:
+            master.grad = torch.zeros_like(master)
+        else:
+            master.grad.zero_()
+        if hasattr(optimizer, "sub_group_to_group_id"):
+            optimizer._optimizer_step(number)
+            master.grad = grads[number]
+    if not hasattr(optimizer, "sub_group_to_group_id"):
+        base.step()
+        for master, grad in zip(masters, grads, strict=True):
+            master.grad = grad
+        optimizer._lazy_init_hp_params_optimizer_state()  # links each parameter to its part of the states
+    for group, rate in zip(base.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _set_adam_step(optimizer, step: int) -> None:
+    """Each state gets a counter of its own: one that two groups share would count twice in each step."""
+    base = deepspeed_tensors.base_optimizer(optimizer)
+    for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups
+        if "step" in counters:
+            old = counters["step"]
+            counters["step"] = torch.full_like(old, step) if torch.is_tensor(old) else step
+
+
+def _refresh_weights(optimizer) -> None:
+    """The weights that the forward pass uses, from the fp32 masters: what DeepSpeed does after each step."""
+    if not hasattr(optimizer, "sub_group_to_group_id"):
+        optimizer.update_lp_params()
+        return
+    for number in range(len(_flat_masters(optimizer))):
+        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    persistent = optimizer.persistent_parameters
+    if persistent:  # small parameters stay gathered: drop the old whole ones, gather the new
+        persistent[0].partition(persistent)
+    optimizer.checkpoint_event_epilogue()

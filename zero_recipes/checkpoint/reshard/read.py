@@ -1,0 +1,276 @@
+"""Read a DeepSpeed checkpoint of stage 1, 2 or 3, of any world size, one parameter at a time and without a launch.
+
+Layouts as DeepSpeed 0.19.8 writes them; paths below are relative to deepspeed/runtime. Each rank's file holds, for
+each flat group, its partition of the fp32 master and of Adam's moments.
+
+- Stages 1 and 2 (zero/stage_1_and_2.py, `state_dict`): the parameters of a group lie one after another, padded where
+  `param_alignment_paddings` says, and are cut into equal partitions. The order is that of `param_shapes`
+  (engine.py `_get_zero_param_shapes`), which is right with round_robin_gradients too; `param_slice_mappings` is not.
+- Stage 3 (zero/stage3.py, `_rigid_state_dict`): each parameter is cut into equal partitions, ceil(elements / world)
+  each, and every rank's group holds its partitions of the group's parameters one after another.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from zero_recipes.core.errors import Refusal
+
+ADAM_STATES = ("exp_avg", "exp_avg_sq")
+HYPERPARAMETERS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+class Piece(NamedTuple):
+    """Where a part of a parameter lies: elements start to start + count of a rank's flat group."""
+
+    rank: int
+    start: int
+    count: int
+
+
+class Place(NamedTuple):
+    """A parameter: the flat group that holds it, its shape, and its pieces in order."""
+
+    group: int
+    shape: tuple[int, ...]
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A DeepSpeed checkpoint, opened: what it holds is known, no state has been read."""
+
+    checkpoint: Path
+    stage: int
+    world_size: int
+    files: list[Path]  # optimizer states, by rank
+    places: dict[str, Place]  # by parameter name
+    groups: list[dict[str, Any]]  # the optimizer's groups: hyperparameters and the names of their parameters
+    adam_step: int
+    engine: dict[str, Any]  # global_steps, global_samples, skipped_steps, lr_scheduler
+    ds_config: dict[str, Any]  # as the engine had it, no "auto"
+
+    @property
+    def state_bytes(self) -> int:
+        """Of fp32 masters and Adam's moments, padding left out."""
+        elements = sum(torch.Size(place.shape).numel() for place in self.places.values())
+        return elements * 4 * (1 + len(ADAM_STATES))
+
+
+def open_checkpoint(checkpoint: Path) -> Source:
+    """Find the files, read their small parts and refuse what cannot be read by parameter. Raises Refusal."""
+    folder = _states_folder(checkpoint)
+    files = _optimizer_files(folder)
+    model_file = next(iter(sorted(folder.glob("*_model_states.pt"))), None)
+    if model_file is None:
+        raise _damaged(checkpoint, f"{folder.name} has no *_model_states.pt")
+    model = _load(model_file)
+    _refuse_unreadable(checkpoint, folder, model)
+    if len(files) != model["dp_world_size"]:
+        raise _damaged(
+            checkpoint, f"{folder.name} has optimizer states of {len(files)} of {model['dp_world_size']} ranks"
+        )
+
+    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
+    stage, steps, groups = 0, set(), []
+    for file in files:
+        states = _load(file)["optimizer_state_dict"]
+        if "zero_stage" not in states:
+            raise Refusal(
+                "ZR728",
+                f"{checkpoint} was written by DeepSpeed's BF16_Optimizer",
+                "It serves stage 1 in bf16 with gradients accumulated in fp32 (runtime/bf16_optimizer.py), and keeps "
+                "its states otherwise than the stages do.",
+                "Reshard runs without data_types.grad_accum_dtype, or of stages 2 and 3.",
+            )
+        stage = int(states["zero_stage"])
+        base = _base_states(states)
+        _refuse_other_optimizers(checkpoint, base, _flat_groups(states))
+        steps |= _steps(base)
+        if not groups:
+            groups = _hyperparameters(base, shapes)
+            places = _places(states, stage, len(files), shapes)
+    if len(steps) != 1:
+        raise _damaged(checkpoint, f"Adam's step counters differ between groups or ranks: {sorted(steps)}")
+    engine = {key: model[key] for key in ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")}
+    return Source(checkpoint, stage, len(files), files, places, groups, steps.pop(), engine, dict(model["ds_config"]))
+
+
+def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
+    """{"fp32", "exp_avg", "exp_avg_sq"} of one parameter, in its shape: the master's and moments' own bits.
+
+    The files are mapped into memory, and anew for each parameter: pages that were read count as resident until the
+    mapping goes, so that no more than one parameter is in memory at a time. Raises Refusal where a piece is missing.
+    """
+    place = source.places[name]
+    parts: dict[str, list[torch.Tensor]] = {key: [] for key in ("fp32", *ADAM_STATES)}
+    for rank, start, count in place.pieces:
+        states = _load(source.files[rank])["optimizer_state_dict"]
+        adam = _base_states(states)["state"][place.group]
+        flat = {"fp32": _flat_groups(states)[place.group]} | {key: adam[key] for key in ADAM_STATES}
+        for key, tensor in flat.items():
+            if start + count > tensor.numel():
+                raise _damaged(source.checkpoint, f"{source.files[rank].name} is too short for {name}")
+            parts[key].append(tensor[start : start + count])
+    return {key: torch.cat(pieces).view(place.shape) for key, pieces in parts.items()}
+
+
+def _load(file: Path) -> dict[str, Any]:
+    try:
+        return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise _damaged(file.parents[1], f"{file.name} cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def _damaged(checkpoint: Path, how: str) -> Refusal:
+    return Refusal(
+        "ZR729",
+        f"{checkpoint} is damaged: {how}",
+        "Weights and optimizer states would be another run's, or random.",
+        "Take an earlier checkpoint of the run.",
+    )
+
+
+def _states_folder(checkpoint: Path) -> Path:
+    latest = checkpoint / "latest"
+    if not latest.is_file():
+        raise Refusal(
+            "ZR730",
+            f"{checkpoint} is no DeepSpeed checkpoint",
+            "It has no file `latest`, which names the folder with each rank's states. Runs without DeepSpeed and saves "
+            "with save_only_model write none.",
+            "Name a checkpoint-N folder of a run of ZeRO stage 1, 2 or 3.",
+        )
+    folder = checkpoint / latest.read_text().strip()
+    if not folder.is_dir():
+        raise _damaged(checkpoint, f"{folder.name} is missing")
+    return folder
+
+
+def _optimizer_files(folder: Path) -> list[Path]:
+    """By rank, as far as they follow each other."""
+    found = {}
+    for path in folder.iterdir():
+        match = _OPTIMIZER_FILE.fullmatch(path.name)
+        if match and int(match[2]) == 0:
+            found[int(match[1])] = path
+    return [found[rank] for rank in range(len(found)) if rank in found]
+
+
+def _refuse_unreadable(checkpoint: Path, folder: Path, model: dict[str, Any]) -> None:
+    config = model["ds_config"]
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage", 0) == 0:
+        raise Refusal(
+            "ZR731",
+            f"{checkpoint} is of ZeRO stage 0",
+            "Its optimizer states are numbered, not named (runtime/engine.py, _common_checkpoint_state writes "
+            "param_shapes from stage 1 on): they cannot be given to parameters with certainty.",
+            "Go on at stage 0 with --resume_from_checkpoint, or run from the start at the stage you want.",
+        )
+    if model["mp_world_size"] != 1 or any(folder.glob("*mp_rank_01*")) or "num_experts" in model:
+        raise Refusal(
+            "ZR732",
+            f"{checkpoint} is of a model-parallel or mixture-of-experts run",
+            "Each rank holds other weights, not parts of the same: cutting by parameter would mix them.",
+            "Convert it with DeepSpeed's own ds_to_universal.",
+        )
+    if config.get("fp16", {}).get("enabled"):
+        raise Refusal(
+            "ZR733",
+            f"{checkpoint} is of an fp16 run",
+            "Its loss scale would begin anew, and the first steps would be skipped or overflow.",
+            "Reshard runs in bf16 or fp32.",
+        )
+    if zero.get("mics_shard_size", -1) > 0:
+        raise Refusal(
+            "ZR734",
+            f"{checkpoint} was written with mics_shard_size",
+            "Its groups of ranks hold the same parts several times, in an order that is not read here.",
+            "Run without it.",
+        )
+    if any((zero.get(key) or {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param")):
+        raise Refusal(
+            "ZR735",
+            f"{checkpoint} was written with states on NVMe",
+            "DeepSpeed leaves them there and writes none into the checkpoint (runtime/engine.py, load_checkpoint).",
+            'Offload to the CPU ("device": "cpu") in runs that are to be resumed.',
+        )
+
+
+def _flat_groups(states: dict[str, Any]) -> list[torch.Tensor]:
+    return states["fp32_flat_groups" if "fp32_flat_groups" in states else "single_partition_of_fp32_groups"]
+
+
+def _base_states(states: dict[str, Any]) -> dict[str, Any]:
+    """The inner optimizer's state_dict: {"state": {flat group: states}, "param_groups": [...]}."""
+    return states["optimizer_state_dict" if "fp32_flat_groups" in states else "base_optimizer_state"]
+
+
+def _refuse_other_optimizers(checkpoint: Path, base: Any, flats: list[torch.Tensor]) -> None:
+    found = {"those of elastic_checkpoint"}
+    if isinstance(base, dict):
+        found = {key for state in base["state"].values() for key in state} - {"step"}
+    if found != set(ADAM_STATES) or len(base["state"]) != len(flats):
+        raise Refusal(
+            "ZR736",
+            f"{checkpoint} holds other optimizer states than Adam's: {', '.join(sorted(map(str, found))) or 'none'}",
+            "Only one fp32 element of exp_avg and exp_avg_sq for each weight can be cut by parameter; quantised or "
+            "factored states cannot.",
+            "Reshard runs with optim: adamw_torch (also offloaded to the CPU).",
+        )
+
+
+def _steps(base: dict[str, Any]) -> set[int]:
+    """torch and DeepSpeedCPUAdam count in each state, FusedAdam in its groups."""
+    counted = [state["step"] for state in base["state"].values() if "step" in state]
+    return {int(step) for step in counted or [group["step"] for group in base["param_groups"]]}
+
+
+def _hyperparameters(base: dict[str, Any], shapes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The optimizer's groups with their parameters' names; `params` are the numbers of the flat groups."""
+    return [
+        {key: group[key] for key in HYPERPARAMETERS if key in group}
+        | {"names": [name for flat in group["params"] for name in shapes[flat]]}
+        for group in base["param_groups"]
+    ]
+
+
+def _places(
+    states: dict[str, Any], stage: int, world_size: int, shapes: list[dict[str, tuple[int, ...]]]
+) -> dict[str, Place]:
+    """Where every parameter lies; `states` are rank 0's, whose partitions are never cut short."""
+    places = {}
+    for group, (flat, named) in enumerate(zip(_flat_groups(states), shapes, strict=True)):
+        start = 0
+        aligned = states.get("param_alignment_paddings")  # not at stage 3, nor before DeepSpeed 0.19
+        paddings = aligned[group] if aligned else [0] * len(named)
+        for (name, shape), padding in zip(named.items(), paddings, strict=True):
+            count = torch.Size(shape).numel()
+            if stage == 3:
+                part = -(-count // world_size)
+                left = [max(0, min(part, count - rank * part)) for rank in range(world_size)]
+                pieces = [Piece(rank, start, size) for rank, size in enumerate(left) if size]
+                start += part
+            else:
+                pieces = _cut(start, count, flat.numel())
+                start += count + padding
+            places[name] = Place(group, shape, pieces)
+    return places
+
+
+def _cut(start: int, count: int, partition: int) -> list[Piece]:
+    """Elements start to start + count of the whole group, cut at the borders of the ranks' partitions."""
+    pieces = []
+    while count:
+        rank, inside = divmod(start, partition)
+        size = min(count, partition - inside)
+        pieces.append(Piece(rank, inside, size))
+        start, count = start + size, count - size
+    return pieces

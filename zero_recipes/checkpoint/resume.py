@@ -1,0 +1,173 @@
+"""Which checkpoint a run goes on from: the last whole one. Unfinished ones are passed over; nothing whole is lost."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.reshard.load import is_resharded
+from zero_recipes.core.errors import Refusal
+from zero_recipes.core.process import rank
+
+
+def resumes(asked: object) -> bool:
+    """Whether `resume_from_checkpoint` asks for anything. transformers takes the command line's "true" for a path."""
+    return str(asked).lower() not in ("none", "false")
+
+
+def resumes_in(output_dir: Path, asked: object) -> bool:
+    """Whether it asks for what stands in output_dir: `true`, or the path of a checkpoint there."""
+    word = str(asked).lower()
+    return resumes(asked) and (word == "true" or Path(str(asked)).resolve().parent == output_dir.resolve())
+
+
+def numbered(output_dir: Path) -> list[Path]:
+    """The folders checkpoint-N, by step."""
+    found = [p for p in output_dir.glob("checkpoint-*") if p.is_dir() and re.fullmatch(r"checkpoint-\d+", p.name)]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps that the checkpoint has behind it, by its name; -1 where the name does not say."""
+    digits = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
+    return int(digits[1]) if digits else -1
+
+
+def checkpoint_to_resume(output_dir: Path, asked: object, overwrite: bool = False) -> str | None:
+    """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the last whole one in output_dir.
+
+    `true` where there is none starts fresh and says so: a pod that restarts runs the same command. Nothing is changed
+    here (`clear_unfinished` does, once every rank has looked). Raises Refusal.
+    """
+    if not resumes(asked):
+        return None
+    if str(asked).lower() != "true":
+        checkpoint = Path(str(asked))
+        _refuse_unusable(checkpoint)
+    elif overwrite:
+        raise Refusal(
+            "ZR703",
+            "--resume_from_checkpoint true with --overwrite true",
+            f"The one goes on from the checkpoints in {output_dir}, the other deletes them.",
+            "Drop one of the two; a run that pods restart needs --resume_from_checkpoint true alone.",
+        )
+    else:
+        checkpoint = _last_whole(output_dir)
+    if checkpoint is None:
+        _say(f"no checkpoint in {output_dir}: starting fresh")
+        return None
+    _refuse_newer(output_dir, checkpoint, overwrite)
+    _say(f"going on from {checkpoint}")
+    return str(checkpoint)
+
+
+def _last_whole(output_dir: Path) -> Path | None:
+    for checkpoint in reversed(numbered(output_dir)):
+        fault = manifest.damage(checkpoint)
+        if fault is None:
+            return checkpoint
+        if manifest.is_foreign(checkpoint):
+            raise Refusal(
+                "ZR704",
+                f"nothing says whether {checkpoint} is whole",
+                "It has no manifest.json: plain transformers wrote it, or an earlier version of zero-recipes.",
+                f"Vouch for it by name, --resume_from_checkpoint {checkpoint}; else move it away or choose another "
+                "--output_dir.",
+            )
+        _say(f"passed over: {fault}")
+    done = [*output_dir.glob("*.safetensors"), *output_dir.glob("pytorch_model*.bin")]
+    if done:
+        raise Refusal(
+            "ZR705",
+            f"{output_dir} holds {done[0].name} and no checkpoint to go on from",
+            "An earlier run has saved its model there; starting fresh would replace it. Nothing has been touched.",
+            "Begin anew with --overwrite true (deletes it), or choose another --output_dir.",
+        )
+    return None
+
+
+def _refuse_unusable(checkpoint: Path) -> None:
+    """Of a checkpoint that is named by its path."""
+    other = f"--resume_from_checkpoint true takes the last whole one in output_dir ({checkpoint.parent} has: "
+    other += (", ".join(p.name for p in numbered(checkpoint.parent) if manifest.damage(p) is None) or "none") + ")."
+    if not checkpoint.is_dir():
+        raise Refusal(
+            "ZR706",
+            f"there is no checkpoint {checkpoint}",
+            f"Paths are relative to the working directory, {Path.cwd()}.",
+            f"Name a checkpoint-N folder; {other}",
+        )
+    fault = manifest.damage(checkpoint)
+    if fault is not None and not manifest.is_foreign(checkpoint):
+        raise Refusal("ZR707", f"{checkpoint} is not whole", fault, other)
+    states = [*checkpoint.glob("optimizer.pt"), *checkpoint.glob("optimizer.bin"), *checkpoint.glob("global_step*")]
+    if not states and not is_resharded(checkpoint):
+        raise Refusal(
+            "ZR708",
+            f"{checkpoint} holds no optimizer states",
+            "It was saved with save_only_model, or it is a model; a run that went on from it would begin Adam anew.",
+            f"Name another checkpoint, or train from these weights with --model_name_or_path {checkpoint}.",
+        )
+
+
+def _refuse_newer(output_dir: Path, checkpoint: Path, overwrite: bool) -> None:
+    """Going on from an earlier step writes into the folders of later checkpoints, and overwrite deletes this one."""
+    if not resumes_in(output_dir, checkpoint):
+        return  # refuse_occupied sees to it that nothing stands there
+    if overwrite:
+        raise Refusal(
+            "ZR709",
+            f"--overwrite true with --resume_from_checkpoint {checkpoint}",
+            f"{output_dir} would be emptied, that checkpoint included.",
+            "Drop one of the two, or choose another --output_dir.",
+        )
+    found = manifest.read(checkpoint)
+    step = step_of(checkpoint) if found is None else found["step"]
+    newer = [p.name for p in numbered(output_dir) if step_of(p) > step and manifest.damage(p) is None]
+    if newer:
+        raise Refusal(
+            "ZR710",
+            f"{output_dir} holds {', '.join(newer[:4])}, which a run from step {step} on would write again",
+            "What stands there is whole; a run that is killed while it writes over it would lose both.",
+            "Go on from the last one with --resume_from_checkpoint true, or branch off with another --output_dir.",
+        )
+
+
+def clear_unfinished(output_dir: Path) -> None:
+    """Make room for the checkpoints to come, on rank 0 once every rank has chosen the one to go on from.
+
+    Unfinished ones are deleted: nobody can go on from them, and their steps are trained again, bit for bit. Damaged
+    ones were whole once: they are kept under a name that no run writes to or rotates away.
+    """
+    for checkpoint in numbered(output_dir):
+        if manifest.is_unfinished(checkpoint):
+            _say(f"deleted: {checkpoint}, which was not written to its end")
+            shutil.rmtree(checkpoint)
+        elif not manifest.is_foreign(checkpoint) and manifest.damage(checkpoint):
+            aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+            while aside.exists():
+                aside = aside.with_name(f"{aside.name}-again")
+            _say(f"moved aside: {manifest.damage(checkpoint)} It is now {aside}")
+            checkpoint.rename(aside)
+
+
+def refuse_apart(checkpoint: str | None) -> None:
+    """Refuse ranks that would go on from different checkpoints. Collective: every rank calls it."""
+    from accelerate.utils import gather_object
+
+    found = gather_object([checkpoint])
+    if len(set(found)) > 1:
+        listed = ", ".join(f"rank {rank}: {path or 'starts fresh'}" for rank, path in enumerate(found))
+        raise Refusal(
+            "ZR711",
+            "the ranks do not see the same last checkpoint",
+            f"{listed}. Each rank writes its part of a checkpoint; the manifest is written on rank 0's machine.",
+            "Put output_dir on storage that all machines share.",
+        )
+
+
+def _say(text: str) -> None:
+    if rank() == 0:
+        print(text, flush=True)

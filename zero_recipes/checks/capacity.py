@@ -1,0 +1,104 @@
+"""Checks of room: memory of the host, disk for checkpoints and downloads, shared memory. All bytes are lower bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_recipes.checkpoint.output_dir import saved_in
+from zero_recipes.config.run import Run
+from zero_recipes.core.errors import Finding
+from zero_recipes.core.host_limits import Host
+from zero_recipes.theory.lower_bounds import batch_bytes, disk_terms, host_terms
+
+NCCL_WANTS = 10**9  # bytes of /dev/shm: NVIDIA's documentation starts containers with --shm-size=1g
+
+
+def memory_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
+    """More host memory than there is: the kernel would kill a process, with exit code -9 and no message."""
+    terms = host_terms(run.strategy, run.device, run.recipe.values, config, psi, here)
+    limit, source = host.memory()
+    if sum(terms.values()) > limit:
+        cures = "A machine with more memory, fewer processes on it"
+        if "weights while loading" in terms:
+            cures += ", stage 3 (it loads in parts), or dtype: bfloat16"
+        elif run.device == "cuda":
+            cures += ", or a ds_config that offloads less"
+        yield Finding(
+            "ZR608",
+            f"the run needs at least {_gb(sum(terms.values()))} of host memory, and {_gb(limit)} can be had",
+            f"{_sum(terms)} for {psi:,} parameters in {here} process{'es' if here > 1 else ''}; the limit is {source}.",
+            f"{cures}.",
+        )
+
+
+def disk_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
+    """More to save than the disk takes: the run would end at its first checkpoint or, trained, at its last line."""
+    terms = disk_terms(run.strategy, run.recipe.values, config, psi, here)
+    free = host.free_disk(run.output_dir)
+    # an earlier run's checkpoints go: all under overwrite, one by one under save_total_limit
+    going = sum(path.stat().st_size for folder in saved_in(run.output_dir) for path in _files(folder))
+    if sum(terms.values()) > free + going:
+        yield Finding(
+            "ZR609",
+            f"{run.output_dir} must take at least {_gb(sum(terms.values()))}, and its disk has {_gb(free)} free",
+            f"{_sum(terms)}. The newest checkpoint is written before the oldest is deleted "
+            "(transformers/trainer_utils.py `rotate_checkpoints`).",
+            "Another --output_dir, a smaller save_total_limit, --save_only_model true (no resuming), or "
+            '--save_strategy "no".',
+        )
+
+
+def download_findings(values: Mapping[str, Any], psi: int, cache: Path, host: Host) -> Iterator[Finding]:
+    """Weights that are still to be downloaded and do not fit; 16 bits each is the least that a hub file has."""
+    free = host.free_disk(cache)
+    if 2 * psi > free:
+        yield Finding(
+            "ZR610",
+            f"the weights of {values['model_name_or_path']} are at least {_gb(2 * psi)}, and {cache} has "
+            f"{_gb(free)} free",
+            "They are not in the cache yet; the download would end with the disk full.",
+            "Free the disk, or set HF_HOME to a folder on a larger one.",
+        )
+
+
+def shared_memory_findings(run: Run, here: int, host: Host) -> Iterator[Finding]:
+    """/dev/shm too small. Warnings: NCCL takes none of it between GPUs that reach each other directly."""
+    free, values = host.shared_memory(), run.recipe.values
+    larger = "docker run --ipc=host, or --shm-size=1g and more; on Kubernetes an emptyDir of medium Memory at /dev/shm."
+    if free is None:
+        return
+    if run.device == "cuda" and here > 1 and free < NCCL_WANTS:
+        yield Finding(
+            "ZR611",
+            f"/dev/shm has {_gb(free)} free, for {here} GPUs",
+            "GPUs without peer access talk through it, 10 MB a connection; Docker gives 64 MB, and NCCL ends with "
+            '"No space left on device" (github.com/NVIDIA/nccl issues 290 and 342; its documentation takes 1 GB).',
+            larger,
+            level="warning",
+        )
+    ahead = values["dataloader_num_workers"] * (values["dataloader_prefetch_factor"] or 2)
+    if here * ahead * batch_bytes(values) > free:
+        yield Finding(
+            "ZR612",
+            f"/dev/shm has {_gb(free)} free, and the data loaders put up to {_gb(here * ahead * batch_bytes(values))} "
+            "there",
+            f"{here} x dataloader_num_workers x prefetched batches; a worker that finds it full dies of a bus error "
+            "(torch/csrc/DataLoader.cpp).",
+            f"dataloader_num_workers: 0 (tokens are ready before training), or {larger}",
+            level="warning",
+        )
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+
+
+def _gb(size: float) -> str:
+    """10^9 bytes, as in the recipes' headers; small sizes in MB."""
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _sum(terms: Mapping[str, int]) -> str:
+    return " + ".join(f"{_gb(size)} ({what})" for what, size in terms.items() if size)

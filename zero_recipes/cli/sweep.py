@@ -1,0 +1,164 @@
+"""One strategy after another through the real launcher, each into OUT/<strategy>/; a failure is a row, not a crash."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+
+from zero_recipes.checkpoint.output_dir import saved_in
+from zero_recipes.config.ds_auto import NVME_PATH
+from zero_recipes.core.errors import Refusal
+from zero_recipes.core.host_limits import Host
+from zero_recipes.core.process import free_port
+from zero_recipes.metrics.failure import failed_row
+from zero_recipes.metrics.schema import ORDER
+
+MEASURES_ONLY = ["--save_model", "false", "--save_strategy", "no"]
+
+
+@dataclass
+class Outcome:
+    """How one strategy ended."""
+
+    strategy: str
+    status: str
+    seconds: float
+    folder: Path
+
+
+def sweep(
+    recipe: Path,
+    strategies: list[str],
+    num_processes: int,
+    output_dir: Path,
+    overrides: list[str],
+    script: Path = Path("run_sft.py"),
+    config_folder: Path = Path("accelerate_configs"),
+) -> list[Outcome]:
+    """Run `recipe` under each strategy. Saves no weights unless the overrides ask for them.
+
+    Raises Refusal before the first run where a file is missing or a folder holds an earlier run's results.
+    """
+    configs = {name: config_folder / f"{name}.yaml" for name in strategies}
+    _refuse_early(recipe, script, configs, output_dir, overrides)
+    console = Console()
+    swap = output_dir / "swap"
+    swaps_here = [name for name in configs if name.endswith("_infinity")] and "--nvme_path" not in overrides
+    if swaps_here and NVME_PATH not in os.environ:
+        console.print(f"no {NVME_PATH}: ZeRO-Infinity swaps to {swap}", highlight=False, soft_wrap=True)
+        swap.mkdir(parents=True, exist_ok=True)
+        overrides = [*overrides, "--nvme_path", str(swap)]
+    outcomes = []
+    for number, (strategy, config) in enumerate(configs.items(), 1):
+        folder = output_dir / strategy
+        label = f"[{number}/{len(configs)}] {strategy}"
+        command = launch_command(recipe, config, num_processes, folder, overrides, script)
+        for stale in (folder / "metrics.json", *folder.glob("failure.rank*.json")):
+            stale.unlink(missing_ok=True)  # an earlier run's numbers must not become this run's row
+        start = time.perf_counter()
+        exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
+        if exit_code:
+            row = failed_row(folder, strategy, exit_code, log)
+            (folder / "metrics.json").write_text(json.dumps(row, indent=2) + "\n")
+        written = json.loads((folder / "metrics.json").read_text())
+        status = written["status"]
+        seconds = time.perf_counter() - start
+        outcomes.append(Outcome(strategy, status, seconds, folder))
+        ending = f"{label}: {status} after {seconds:.0f} s" + (f", see {folder / 'log.txt'}" if exit_code else "")
+        if status == "refused":
+            ending += f": {written['error'].removeprefix('refused: ').partition(' why: ')[0]}"
+        console.print(ending, markup=False, highlight=False, soft_wrap=True)
+    return outcomes
+
+
+def all_strategies(config_folder: Path = Path("accelerate_configs")) -> list[str]:
+    """Every strategy that has an accelerate file, the plain stages first. What cannot run here becomes a row that says
+    why, and costs seconds: the run itself refuses."""
+    files = {path.stem: yaml.safe_load(path.read_text()) or {} for path in config_folder.glob("*.yaml")}
+    names = {name for name, launched in files.items() if launched.get("num_machines", 1) == 1}
+    return sorted(names, key=lambda name: (name not in ORDER, ORDER.index(name) if name in ORDER else 0, name))
+
+
+def launch_command(
+    recipe: Path, config: Path, num_processes: int, folder: Path, overrides: list[str], script: Path
+) -> list[str]:
+    """The command line that a user would type for this strategy."""
+    saving = [] if _asks_to_save(overrides) else MEASURES_ONLY
+    return [
+        *(sys.executable, "-m", "accelerate.commands.launch"),
+        *("--config_file", str(config), "--num_processes", str(num_processes)),
+        *("--main_process_port", str(free_port())),
+        *(str(script), str(recipe), "--output_dir", str(folder), *saving, *overrides),
+    ]
+
+
+def _refuse_early(recipe: Path, script: Path, configs: dict, output_dir: Path, overrides: list[str]) -> None:
+    for path in (recipe, script, *configs.values()):
+        if not path.is_file():
+            known = all_strategies()
+            raise Refusal(
+                "ZR328",
+                f"there is no {path}",
+                f"Paths are relative to the working directory, {Path.cwd()}.",
+                f"Start from the repository's folder; the strategies there are {', '.join(known) or 'none'}.",
+            )
+    occupied = [output_dir / name for name in configs if saved_in(output_dir / name)]
+    overwrites = "--overwrite" in overrides and overrides[overrides.index("--overwrite") + 1 :][:1] != ["false"]
+    if occupied and not overwrites:
+        raise Refusal(
+            "ZR329",
+            f"{', '.join(map(str, occupied))} hold{'s' if len(occupied) == 1 else ''} an earlier run's results",
+            "Measurements of two runs would be mixed. Nothing has been touched.",
+            "Choose another --output_dir, or replace them with --overwrite true.",
+        )
+
+
+def _run(command: list[str], folder: Path, label: str, console: Console, threads: int) -> tuple[int, str]:
+    """(exit code, the log's last 400 lines). The whole log goes to folder/log.txt, its last line to the terminal."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tail: collections.deque[str] = collections.deque(maxlen=400)
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"PYTHONUNBUFFERED": "1"}
+    with open(folder / "log.txt", "w") as log, console.status(f"{label}: starting") as status:
+        log.write(" ".join(command) + "\n")
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            for line in child.stdout:
+                log.write(line)
+                tail.append(line.rstrip("\n"))
+                if line.strip():
+                    status.update(escape(f"{label}: {line.strip()[:100]}"))  # a log line may look like markup
+                    _echo_progress(line, label, console)
+            return child.wait(), "\n".join(tail)
+        finally:
+            if child.poll() is None:  # interrupted: a killed launcher would leave its workers behind
+                os.killpg(child.pid, signal.SIGTERM)
+                child.wait()
+
+
+def _echo_progress(line: str, label: str, console: Console) -> None:
+    """Without a terminal there is no moving status: the log's loss lines are printed instead."""
+    if not console.is_terminal and line.startswith("{'loss'"):
+        console.print(f"{label}: {line.strip()}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _asks_to_save(overrides: list[str]) -> bool:
+    return "--save_model" in overrides or "--save_strategy" in overrides

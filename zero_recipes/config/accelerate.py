@@ -1,0 +1,109 @@
+"""What an accelerate file would put into the environment of a run, and what in that contradicts itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zero_recipes.core.errors import Finding, Refusal
+
+# accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin._deepspeed_config_checks
+AMBIGUOUS = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device")
+AMBIGUOUS += ("offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path")
+AMBIGUOUS += ("zero3_save_16bit_model", "mixed_precision")
+
+
+def launched_environment(config_file: Path | None, num_processes: int | None) -> dict[str, str]:
+    """The variables that `accelerate launch` sets and a run is put together from. Raises Refusal for a broken file."""
+    if config_file is None:
+        return {} if num_processes in (None, 1) else {"WORLD_SIZE": str(num_processes)}
+    config = _read(config_file)
+    count = num_processes or config.get("num_processes") or 1
+    machines = config.get("num_machines") or 1
+    environment = {"WORLD_SIZE": str(count)}
+    if machines > 1 and count % machines == 0:
+        environment["LOCAL_WORLD_SIZE"] = str(count // machines)
+    kind = str(config.get("distributed_type")).upper()
+    if kind in ("MULTI_CPU", "NO") and count != 1 and not config.get("mpirun_config"):
+        # accelerate 1.15, commands/launch.py, simple_launcher: one process, whatever num_processes says
+        return {"ACCELERATE_USE_CPU": str(config.get("use_cpu", False)), "MASTER_ADDR": "127.0.0.1"}
+    if kind == "FSDP":
+        environment["ACCELERATE_USE_FSDP"] = "true"
+        named = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+        given = (config.get("fsdp_config") or {}).items()
+        environment |= {named.get(key, key.upper()): str(value) for key, value in given if value is not None}
+    if config.get("mixed_precision"):
+        environment["ACCELERATE_MIXED_PRECISION"] = str(config["mixed_precision"])
+    if config.get("parallelism_config"):
+        environment["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    deepspeed = config.get("deepspeed_config") or {}
+    if not deepspeed:
+        return environment
+    given = [*deepspeed, *(["mixed_precision"] if config.get("mixed_precision") else [])]
+    return environment | {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(deepspeed.get("deepspeed_config_file") or "none"),
+        "ACCELERATE_CONFIG_DS_FIELDS": ",".join(map(str, given)),
+    }
+
+
+def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """What an accelerate file says beside the ds_config that it names. `environment`: the launcher's."""
+    if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        yield Finding(
+            "ZR301",
+            "the accelerate file has a parallelism_config",
+            "It changes how many rows a step has and which process gets which (accelerate, parallelism_config.py). "
+            "Nothing here counts tokens under its tensor or context parallelism.",
+            "Remove it. Sequence parallelism (Ulysses) is the recipe's: sequence_parallel_size.",
+        )
+    if environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8":
+        yield Finding(
+            "ZR302",
+            "the accelerate file asks for FP8",
+            "transformers (training_args.py, __post_init__) silently puts the recipe's bf16 or fp16 in its place, and "
+            "none of the libraries that compute in FP8 (Transformer Engine, torchao, MS-AMP) is used here.",
+            "Remove mixed_precision; the recipe's bf16: true says the precision.",
+        )
+    if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none").lower() in ("none", ""):
+        return
+    given = environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    beside = [name for name in AMBIGUOUS if name in given]
+    if beside:
+        yield Finding(
+            "ZR303",
+            f"the accelerate file has {', '.join(beside)} beside deepspeed_config_file",
+            "accelerate (utils/dataclasses.py, DeepSpeedPlugin) stops with a ValueError about what it would ignore.",
+            "Remove them: the ds_config says how to shard, the recipe's bf16 and fp16 say the precision.",
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise Refusal(
+            "ZR304",
+            f"there is no accelerate file {path}",
+            f"Paths are relative to the working directory, {Path.cwd()}.",
+            "See accelerate_configs/.",
+        )
+    try:
+        config = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise Refusal(
+            "ZR305", f"{path} is not YAML", str(error).replace("\n", " "), "Mend the line that it names."
+        ) from None
+    blocks = [config, config.get("deepspeed_config") or {}] if isinstance(config, dict) else [config]
+    if not all(isinstance(block, dict) for block in blocks):
+        raise Refusal(
+            "ZR306", f"{path} is no accelerate file", "It is a mapping, and deepspeed_config another one.", "See ours."
+        )
+    for name in ("num_processes", "num_machines"):
+        value = config.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise Refusal(
+                "ZR307", f"{name} in {path} is {value!r}", "accelerate counts with it.", "Write a whole number."
+            )
+    return config

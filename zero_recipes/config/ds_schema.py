@@ -1,0 +1,103 @@
+"""The form of a DeepSpeed configuration: blocks are mappings, counts numbers, ZeRO's block is as DeepSpeed reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zero_recipes.core.errors import Finding
+
+# blocks that transformers or DeepSpeed 0.19.8 read with .get(), and stop with a bare AttributeError on anything else
+MAPPINGS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "aio", "activation_checkpointing", "amp")
+MAPPINGS += (
+    "comms_logger",
+    "flops_profiler",
+    "checkpoint",
+    "tensorboard",
+    "wandb",
+    "csv_monitor",
+    "comet",
+    "elasticity",
+)
+MAPPINGS += ("data_types", "tensor_parallel", "torch_autocast", "compile", "zenflow")
+COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print")
+
+
+def shape_findings(config: Mapping[str, Any], source: str) -> list[Finding]:
+    """What DeepSpeed or transformers would stop on with an error that names no place."""
+    found = list(_blocks(config, source))
+    return found or [*_numbers(config, source), *_zero_optimization(config.get("zero_optimization", {}), source)]
+
+
+def _blocks(config: Mapping[str, Any], source: str) -> Iterator[Finding]:
+    places = [(name, config[name]) for name in MAPPINGS if name in config]
+    for name in ("optimizer", "scheduler"):
+        block = config.get(name)
+        if isinstance(block, dict) and "params" in block:
+            places.append((f"{name}.params", block["params"]))
+        if isinstance(block, dict) and not isinstance(block.get("type"), str):
+            yield Finding(
+                "ZR207", f"{name} in {source} has no type", "DeepSpeed makes the class of that name.", 'Add "type".'
+            )
+    for name, block in places:
+        if not isinstance(block, dict):
+            yield Finding(
+                "ZR208",
+                f"{name} in {source} is {block!r}",
+                "It is a block: a mapping of keys to values.",
+                'Write {"enabled": false} or leave it out.' if block in (False, None) else "Write a mapping.",
+            )
+
+
+def _numbers(config: Mapping[str, Any], source: str) -> Iterator[Finding]:
+    places = {name: config[name] for name in COUNTS if name in config}
+    steps = config.get("scheduler", {}).get("params", {})
+    places |= {f"scheduler.params.{name}": steps[name] for name in steps if name.endswith("_num_steps")}
+    for name, value in places.items():
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= (0 if "." in name else 1)
+        if value != "auto" and not whole:
+            yield Finding("ZR209", f"{name} in {source} is {value!r}", "It counts.", 'Write a whole number, or "auto".')
+    clipping = config.get("gradient_clipping", "auto")
+    if clipping != "auto" and not (isinstance(clipping, (int, float)) and not isinstance(clipping, bool)):
+        yield Finding(
+            "ZR210",
+            f"gradient_clipping in {source} is {clipping!r}",
+            "It is the largest norm of the gradient.",
+            'Write a number, or "auto".',
+        )
+
+
+def _zero_optimization(block: Mapping[str, Any], source: str) -> Iterator[Finding]:
+    """By DeepSpeed's own model of the block (runtime/zero/config.py): an unknown key or a wrong value stops it."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from pydantic import ValidationError
+
+    try:
+        DeepSpeedZeroConfig(**_without_auto(block))
+    except ValidationError as error:
+        for fault in error.errors():
+            place = ".".join(str(part) for part in fault["loc"])
+            unknown = fault["type"] == "extra_forbidden"
+            yield Finding(
+                "ZR211",
+                f"zero_optimization.{place} in {source} "
+                + ("is no key of DeepSpeed" if unknown else f"is {fault.get('input')!r}"),
+                f"DeepSpeed (runtime/zero/config.py) stops: {fault['msg']}.",
+                "Check its spelling, or remove it." if unknown else "Write a value that it takes.",
+            )
+    except (TypeError, ValueError, AssertionError) as error:
+        yield Finding(
+            "ZR212",
+            f"zero_optimization in {source} does not hold together",
+            f"DeepSpeed (runtime/zero/config.py) stops: {error}.",
+            "Change what it names.",
+        )
+
+
+def _without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
+    """The block without what transformers fills in."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in block.items()
+        if value != "auto"
+    }

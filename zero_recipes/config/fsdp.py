@@ -1,0 +1,198 @@
+"""Which FSDP2 configuration is in force, from `accelerate launch` or the recipe; what of it cannot run is refused.
+
+File names are those of accelerate 1.15, transformers 5.23 and torch 2.13.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zero_recipes.core.errors import Finding, Refusal, first_line
+
+# transformers' `fsdp_config` (training_args.py, _process_fsdp_args) by what `accelerate launch` sets (utils/launch.py)
+_VARIABLES = {
+    "FSDP_VERSION": "version",
+    "FSDP_RESHARD_AFTER_FORWARD": "reshard_after_forward",
+    "FSDP_AUTO_WRAP_POLICY": "auto_wrap_policy",
+    "FSDP_MIN_NUM_PARAMS": "min_num_params",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "transformer_layer_cls_to_wrap",
+    "FSDP_STATE_DICT_TYPE": "state_dict_type",
+    "FSDP_OFFLOAD_PARAMS": "cpu_offload",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "cpu_ram_efficient_loading",
+    "FSDP_ACTIVATION_CHECKPOINTING": "activation_checkpointing",
+}
+
+
+# where a file says nothing: accelerate's own default (utils/dataclasses.py, FullyShardedDataParallelPlugin), written
+# out wherever transformers has another one
+_DEFAULTS = {"version": 1, "auto_wrap_policy": "NO_WRAP"}
+
+
+_FILE = "accelerate_configs/fsdp2.yaml"
+
+
+def resolve(recipe, environment: Mapping[str, str], world_size: int) -> dict[str, Any] | None:
+    """The `fsdp_config` in force, put into the recipe too; None without FSDP.
+
+    One path for every launcher: `accelerate launch` hands it over through the environment (FSDP_*), torchrun through
+    the recipe's keys `fsdp` and `fsdp_config`. Raises Refusal for what this repository cannot run.
+    """
+    launched, asked = _from_launcher(environment), _from_recipe(recipe.values)
+    if launched is not None and asked is not None and launched != asked:
+        raise Refusal(
+            "ZR310",
+            "two FSDP configurations: the recipe has one, the accelerate file another",
+            f"transformers would take the recipe's {asked} and fill its gaps from the launcher's {launched}.",
+            "Remove `fsdp:` and `fsdp_config:` from the recipe or the command line, or launch with torchrun.",
+        )
+    config = asked if launched is None else launched
+    if config is None:
+        recipe.values["fsdp"] = None
+        return None
+    findings = _findings(config, recipe.values, world_size)
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or recipe.values.get("deepspeed"):
+        findings.append(
+            Finding(
+                "ZR311",
+                "FSDP and DeepSpeed at once",
+                "Both would shard the same parameters; transformers (trainer.py, `if args.fsdp`) stops on it.",
+                f"Remove one: {_FILE} without `deepspeed:`, or accelerate_configs/zero3.yaml without `fsdp:`.",
+            )
+        )
+    if findings:
+        raise Refusal.of(findings)
+    recipe.values["fsdp"] = recipe.given["fsdp"] = True
+    recipe.values["fsdp_config"] = recipe.given["fsdp_config"] = config
+    return config
+
+
+def _from_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return None
+    given = {key: _value(environment[name]) for name, key in _VARIABLES.items() if name in environment}
+    return {key: value for key, value in (_DEFAULTS | given).items() if value is not None}
+
+
+def _value(text: str) -> Any:
+    """A value as `accelerate launch` writes it into the environment."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if text.lower() in ("none", ""):
+        return None
+    return int(text) if text.isdigit() else text
+
+
+def _from_recipe(values: Mapping[str, Any]) -> dict[str, Any] | None:
+    asked, config = values.get("fsdp"), values.get("fsdp_config")
+    if str(asked).lower() in ("none", "false", "[]", ""):
+        return None
+    if str(asked).lower() != "true":
+        raise Refusal(
+            "ZR312",
+            f"fsdp: {asked}",
+            "Words such as full_shard are FSDP1's; transformers (training_args.py, _apply_legacy_fsdp_to_config) still "
+            "reads them, and warns that it will not for long.",
+            "Write fsdp: true, and what differs from the defaults under fsdp_config.",
+        )
+    if isinstance(config, str):
+        config = _read(config)
+    return {"version": 2} | {key.removeprefix("fsdp_"): value for key, value in (config or {}).items()}
+
+
+def _read(text: str) -> dict[str, Any]:
+    """An `fsdp_config` that is named by its file or written as JSON."""
+    try:
+        config = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        if isinstance(config, dict):
+            return config
+        fault = "It is no mapping."
+    except (OSError, ValueError) as error:
+        fault = f"{first_line(error)}."
+    raise Refusal(
+        "ZR313",
+        f"fsdp_config {text} cannot be read",
+        fault,
+        f"Write a mapping into the recipe, with keys of {', '.join(_VARIABLES.values())}; or leave it out.",
+    )
+
+
+def _findings(config: Mapping[str, Any], values: Mapping[str, Any], world_size: int) -> list[Finding]:
+    """What of an `fsdp_config` cannot run here."""
+    found = []
+
+    def add(code: str, what: str, why: str, fix: str) -> None:
+        found.append(Finding(code, what, why, fix))
+
+    if config.get("version") != 2:
+        add(
+            "ZR314",
+            "FSDP1 (fsdp_version 1, accelerate's default where the file names none)",
+            "transformers 5.20 is to drop it (training_args.py, _process_fsdp_args). It flattens the parameters of a "
+            "layer into one, and nothing here reads those.",
+            f"Write fsdp_version: 2, as {_FILE} does.",
+        )
+    unknown = sorted(set(config) - set(_VARIABLES.values()))
+    if unknown:
+        add(
+            "ZR315",
+            f"fsdp_config with {', '.join(unknown)}",
+            "transformers (training_args.py, _process_fsdp_args) reads no such key for FSDP2, and does not say so.",
+            f"Remove it; the keys are {', '.join(sorted(_VARIABLES.values()))}.",
+        )
+    if world_size == 1:
+        add(
+            "ZR316",
+            "FSDP with one process",
+            "There is nobody to share with; transformers (trainer.py, `Using fsdp only works in distributed training`) "
+            "stops on it, or trains without it.",
+            "Launch with --num_processes 2 or more; for one process leave FSDP out.",
+        )
+    if str(config.get("state_dict_type", "FULL_STATE_DICT")).upper() != "FULL_STATE_DICT":
+        add(
+            "ZR317",
+            f"fsdp state_dict_type {config['state_dict_type']}",
+            "transformers (trainer.py, save_model) then saves no model at all, without a word.",
+            "Write FULL_STATE_DICT.",
+        )
+    if config.get("cpu_offload"):
+        add(
+            "ZR318",
+            "FSDP with its parameters offloaded to the CPU",
+            "Gradient norms and clipping are then reduced on CPU tensors, and the process group of a GPU run has nccl "
+            "alone (torch/distributed/fsdp/_fully_shard/_fsdp_api.py, CPUOffloadPolicy). Not measured here.",
+            "Write fsdp_offload_params: false, or offload by ZeRO: accelerate_configs/zero3_offload.yaml.",
+        )
+    if config.get("cpu_ram_efficient_loading"):
+        add(
+            "ZR319",
+            "FSDP with cpu_ram_efficient_loading",
+            "Only rank 0 then reads the weights and the others hold empty ones (transformers, modeling_utils.py): that "
+            "a model begins with its checkpoint's weights cannot be checked on them.",
+            "Write fsdp_cpu_ram_efficient_loading: false.",
+        )
+    if config.get("activation_checkpointing") and values["activation_checkpointing"]:
+        add(
+            "ZR320",
+            "activation_checkpointing twice: by FSDP and by the recipe",
+            "transformers (trainer.py, create_accelerator_and_postprocess) stops on it, after loading the model.",
+            "Write fsdp_activation_checkpointing: false; the recipe's is the same under every strategy.",
+        )
+    if values["auto_find_batch_size"]:
+        add(
+            "ZR321",
+            "auto_find_batch_size under FSDP2",
+            "For a smaller batch transformers (trainer.py, _update_auto_batch_size) unwraps the model, and FSDP2 has "
+            "no wrapper to take off: what is sharded stays so.",
+            "Set per_device_train_batch_size by hand.",
+        )
+    if values["load_best_model_at_end"] and values["save_only_model"]:
+        add(
+            "ZR322",
+            "save_only_model with load_best_model_at_end under FSDP",
+            "transformers (trainer.py, create_accelerator_and_postprocess) stops on it, after loading the model.",
+            "Set save_only_model: false.",
+        )
+    return found

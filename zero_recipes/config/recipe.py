@@ -1,0 +1,360 @@
+"""Read a recipe: a TRL YAML plus a few keys of our own, merged with the command line.
+
+Nothing downstream reads it again.
+
+`read` needs only PyYAML, so that the recipe's `env:` block is in force before torch is imported; `parse` imports TRL.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import hashlib
+import math
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import EnumType
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zero_recipes.config.validation import key_findings, recipe_findings
+from zero_recipes.core.errors import Refusal
+
+USAGE = "run_sft.py RECIPE.yaml [--key value ...]"
+
+
+@dataclass
+class RecipeArguments:
+    """The keys that TRL does not have. The README's table is made from this class."""
+
+    dataset_format: str | None = field(
+        default=None,
+        metadata={
+            "help": "How rows become prompt and completion: `alpaca` (columns instruction, input, output; loss on the "
+            "answer only). Unset: TRL's own behaviour.",
+            "choices": ["alpaca"],
+        },
+    )
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Sequences per optimizer step over all processes. gradient_accumulation_steps is derived from it: "
+            "global_batch_size / (world_size * per_device_train_batch_size) must be a whole number."
+        },
+    )
+    sample_prompts: str | None = field(
+        default=None,
+        metadata={
+            "help": "What the model is asked before and after training: a number (that many rows of the evaluation "
+            "split), a JSON Lines file of rows in the recipe's format, or a YAML list of prompts. Unset: nothing."
+        },
+    )
+    sample_max_new_tokens: int = field(
+        default=128, metadata={"help": "Longest answer to a sample prompt, in tokens (greedy decoding)."}
+    )
+    sequence_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "Processes that share each sequence (Ulysses, under DeepSpeed): for sequences whose activations do "
+            "not fit into one GPU. 1: every process has sequences of its own."
+        },
+    )
+    random_weights: bool = field(
+        default=False,
+        metadata={
+            "help": "Build the model from its config alone, with seeded random weights: measurements without a "
+            "download of weights."
+        },
+    )
+    allow_keys: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Names of tensors that the checkpoint may lack, have too many or have in another shape. Any other "
+            "refuses the run: transformers would begin with random numbers there, or drop them."
+        },
+    )
+    save_model: bool = field(
+        default=True, metadata={"help": "Save the model to output_dir after training and check that it is whole."}
+    )
+    nvme_path: str | None = field(
+        default=None,
+        metadata={
+            "help": 'The folder that ZeRO-Infinity swaps to, where the ds_config has "nvme_path": "auto". Unset: the '
+            "environment's ZERO_RECIPES_NVME_PATH."
+        },
+    )
+    overwrite: bool = field(
+        default=False,
+        metadata={"help": "Delete what an earlier run left in output_dir. Without it such a folder is refused."},
+    )
+    predict: bool = field(
+        default=False,
+        metadata={
+            "help": "On CPUs too, plan the run before it starts: `predicted` in metrics.json. On a GPU it is always "
+            "planned."
+        },
+    )
+    skip_plan: bool = field(
+        default=False,
+        metadata={"help": "Start on a GPU without a plan, also where the plan would say that the run does not fit."},
+    )
+
+
+@dataclass
+class Recipe:
+    """One recipe with its overrides, parsed."""
+
+    path: Path
+    values: dict[str, Any]  # every known key, in force (defaults included)
+    given: dict[str, Any]  # only the keys that the file or the command line names
+    sha256: str  # of the file's bytes
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+
+def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
+    """The recipe's path and the overrides. `--local_rank`, which the deepspeed launcher passes, goes to LOCAL_RANK."""
+    rest, index = [], 0
+    while index < len(argv):
+        key, _, value = argv[index].partition("=")
+        if key in ("--local_rank", "--local-rank"):
+            if not value:
+                index += 1
+                value = argv[index]
+            os.environ.setdefault("LOCAL_RANK", value)
+        else:
+            rest.append(argv[index])
+        index += 1
+    if not rest or rest[0].startswith("-"):
+        given = f"the first argument is {rest[0]!r}" if rest else "no argument was given"
+        raise Refusal(
+            "ZR115",
+            f"no recipe: {given}",
+            "The recipe comes first; options follow it and override its keys.",
+            USAGE,
+        )
+    return Path(rest[0]), rest[1:]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The recipe's mapping, its `env:` block already put into the environment."""
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.5)
+        raise Refusal(
+            "ZR116",
+            f"there is no recipe {path}",
+            f"Paths are relative to the working directory, {Path.cwd()}.",
+            f"Did you mean {path.parent / near[0]}?" if near else "Check the path; the recipes stand in recipes/.",
+        )
+    try:
+        mapping = _load(path)
+    except yaml.YAMLError as error:
+        raise Refusal(
+            "ZR117", f"{path} is not YAML", str(error).replace("\n", " "), "Mend the line that it names."
+        ) from None
+    if mapping is None:
+        raise Refusal(
+            "ZR118",
+            f"{path} holds no mapping of keys to values",
+            "A recipe is one YAML mapping, as for `trl sft --config`.",
+            "Write one `key: value` a line; recipes/tiny.yaml is a short example.",
+        )
+    env = mapping.pop("env", None) or {}
+    if not isinstance(env, dict):
+        raise Refusal(
+            "ZR119", f"`env:` in {path} is no mapping", "It names environment variables.", "env:\n      NAME: value"
+        )
+    for name, value in env.items():
+        os.environ[name] = str(value)
+    return mapping
+
+
+def parse(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
+    """Merge file and command line through TRL's own parser; refuse what neither TRL nor we know."""
+    parser = _parser()
+    known = key_types()
+    findings = recipe_findings(str(path), mapping, getattr(mapping, "lines", {}), known, key_choices())
+    if any(finding.level == "error" for finding in findings):
+        raise Refusal.of(findings)
+
+    file_values = dict(mapping)
+    prompts = file_values.pop("sample_prompts", None)  # a list, a number or a path: argparse has one type per key
+    parser.set_defaults_with_config(**file_values)
+    namespace, extra = parser.parse_known_args(overrides)
+    stray = [word for word in extra if word.startswith("--")]
+    findings = list(
+        key_findings("the command line", [word[2:].partition("=")[0].replace("-", "_") for word in stray], known)
+    )
+    if findings:
+        raise Refusal.of(findings)
+    if extra:
+        raise Refusal(
+            "ZR120", f"{extra[0]!r} on the command line belongs to no key", "Every value follows a `--key`.", USAGE
+        )
+
+    values = vars(namespace)
+    named = _named_on(overrides, known)
+    if "sample_prompts" not in named:
+        values["sample_prompts"] = prompts
+    given = {key: values[key] for key in values if key in mapping or key in named}
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return Recipe(path=path, values=values, given=given, sha256=digest)
+
+
+def derive_accumulation(recipe: Recipe, world_size: int) -> None:
+    """Put `gradient_accumulation_steps` in force from `global_batch_size` (sequences per optimizer step)."""
+    total = recipe.values["global_batch_size"]
+    if total is None:
+        return
+    micro = recipe.values["per_device_train_batch_size"]
+    per_pass = world_size * micro
+    if total <= 0 or total % per_pass:
+        below, above = total // per_pass * per_pass, (total // per_pass + 1) * per_pass
+        near = f"{below} or {above}" if below > 0 else str(above)
+        raise Refusal(
+            "ZR121",
+            f"global_batch_size {total} cannot be made of {world_size} processes with micro batches of {micro}",
+            f"Accumulation would be {total} / ({world_size} * {micro}) = {total / per_pass:.3f}, no whole number.",
+            f"Use a global_batch_size of {near}, or another per_device_train_batch_size or number of processes.",
+        )
+    derived = total // per_pass
+    asked = recipe.given.get("gradient_accumulation_steps")
+    if asked is not None and asked != derived:
+        raise Refusal(
+            "ZR122",
+            f"global_batch_size {total} contradicts gradient_accumulation_steps {asked}",
+            f"{total} sequences over {world_size} processes with micro batches of {micro} are {derived} accumulations.",
+            "Name only one of the two.",
+        )
+    recipe.values["gradient_accumulation_steps"] = recipe.given["gradient_accumulation_steps"] = derived
+
+
+def instances(recipe: Recipe) -> tuple:
+    """(ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments) with the values in force.
+
+    SFTConfig starts the process group: everything that can be refused without it is refused before.
+    """
+    objects = []
+    for cls in dataclasses_of_a_recipe():
+        fields = {f.name for f in dataclasses.fields(cls) if f.init}
+        try:
+            values = {key: copy.deepcopy(value) for key, value in recipe.values.items() if key in fields}
+            objects.append(cls(**values))  # copied: DatasetMixtureConfig turns the mapping's entries into objects
+        except (ValueError, TypeError) as error:
+            raise Refusal(
+                "ZR123",
+                f"{cls.__name__} does not take the values of {recipe.path}",
+                str(error),
+                "Change the key that it names.",
+            ) from error
+    return tuple(objects)
+
+
+def write_resolved(recipe: Recipe, path: Path, header: list[str], ds_config: dict[str, Any] | None) -> None:
+    """What was in force, as a recipe that runs again: the keys given, the derived ones, the launch as a comment.
+
+    `ds_config`: the DeepSpeed configuration with every "auto" filled in; None without DeepSpeed.
+    """
+    given = recipe.given | ({} if ds_config is None else {"deepspeed": ds_config})
+    text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def dataclasses_of_a_recipe() -> tuple[type, ...]:
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
+
+    return ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments
+
+
+def _parser():
+    from trl import TrlParser
+
+    class Parser(TrlParser):
+        def error(self, message: str):
+            raise Refusal(
+                "ZR124", f"the command line or the recipe has a wrong value: {message}", "TRL's parser says so.", USAGE
+            )
+
+    # abbreviations (`--max_step`) would hide a misspelt key
+    return Parser(dataclass_types=dataclasses_of_a_recipe(), allow_abbrev=False, add_help=False)
+
+
+def key_types() -> dict[str, Any]:
+    """{every key that a recipe may have: its type hint}."""
+    hints: dict[str, Any] = {}
+    for cls in dataclasses_of_a_recipe():
+        resolved = typing.get_type_hints(cls)
+        hints |= {f.name: resolved[f.name] for f in dataclasses.fields(cls) if f.init}
+    return hints
+
+
+class RecipeFile(dict):
+    """A recipe's mapping that remembers the line of each key."""
+
+    lines: dict[str, int]
+
+
+def _load(path: Path) -> RecipeFile | None:
+    """The file's mapping (None if it holds none). Raises Refusal for a key that stands there twice."""
+    with path.open() as file:  # a file, not its text: errors then name it
+        node = yaml.compose(file, Loader=yaml.SafeLoader)
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+            raise Refusal(
+                "ZR125", f"the key in {path}:{line} is no text", "Keys are names.", "Write one `key: value` a line."
+            )
+        if key.value in lines:
+            raise Refusal(
+                "ZR126",
+                f"`{key.value}` stands twice in {path}, in lines {lines[key.value]} and {line}",
+                "YAML takes the last one without a word.",
+                "Remove one of them.",
+            )
+        lines[key.value] = line
+    mapping = RecipeFile(yaml.safe_load(path.read_text()))
+    mapping.lines = lines
+    return mapping
+
+
+def _named_on(overrides: list[str], known: typing.Container[str]) -> set[str]:
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in overrides if word.startswith("--")}
+    return {name if name in known else name.removeprefix("no_") for name in names}
+
+
+def key_choices() -> dict[str, list[str]]:
+    """{key: the only values that it takes}, for keys that say so by an enumeration or in their help."""
+    choices = {}
+    for cls in dataclasses_of_a_recipe():
+        resolved = typing.get_type_hints(cls)
+        for f in dataclasses.fields(cls):
+            kinds = [kind for kind in typing.get_args(resolved[f.name]) if isinstance(kind, EnumType)]
+            if f.metadata.get("choices"):
+                choices[f.name] = list(f.metadata["choices"])
+            elif kinds:
+                choices[f.name] = [member.value for member in kinds[0]]
+    return choices
+
+
+def steps_by_epochs(rows: int, values: Mapping[str, Any], replicas: int) -> int:
+    """Optimizer steps of a run by epochs (transformers 5.23 trainer.py, `set_initial_training_values`)."""
+    micro, last = values["per_device_train_batch_size"], values["dataloader_drop_last"]
+    batches = rows // micro // replicas if last else math.ceil(math.ceil(rows / micro) / replicas)
+    return math.ceil(values["num_train_epochs"] * max(math.ceil(batches / values["gradient_accumulation_steps"]), 1))
+
+
+def precision_of(values: Mapping[str, Any]) -> str:
+    """ "bf16", "fp16" or "fp32": TRL takes bf16 where neither bf16 nor fp16 is named."""
+    bf16 = values["bf16"] if values["bf16"] is not None else not values["fp16"]
+    return "bf16" if bf16 else "fp16" if values["fp16"] else "fp32"

@@ -1,0 +1,242 @@
+"""Checks of the recipe's own text: keys of other times and places, values that YAML or TRL would mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterator
+from enum import Enum
+from types import NoneType
+from typing import Any
+
+from zero_recipes.core.errors import Finding
+
+# keys that former versions of TRL and transformers took: what to write today, and a note where it is not the same
+RENAMED = {
+    "torch_dtype": ("dtype", ""),
+    "max_seq_length": ("max_length", ""),
+    "evaluation_strategy": ("eval_strategy", ""),
+    "warmup_ratio": ("warmup_steps", "A number below 1 is a share of all steps."),
+    "overwrite_output_dir": ("overwrite", ""),
+    "no_cuda": ("use_cpu", ""),
+    "num_proc": ("dataset_num_proc", ""),
+    "preprocessing_num_workers": ("dataset_num_proc", ""),
+    "use_flash_attention_2": ("attn_implementation", ""),
+    "per_gpu_train_batch_size": ("per_device_train_batch_size", ""),
+    "per_gpu_eval_batch_size": ("per_device_eval_batch_size", ""),
+    "group_by_length": ("train_sampling_strategy", ""),
+    "push_to_hub_model_id": ("hub_model_id", ""),
+    "hub_model_revision": ("hub_revision", ""),
+    "use_liger": ("use_liger_kernel", ""),
+    "dataset_mixer": ("datasets", "TRL's list of `path:` entries replaces the mapping of names to fractions."),
+    "adafactor": ("optim", ""),
+    "include_tokens_per_second": ("", "metrics.json always has tokens per second."),
+    "save_safetensors": ("", "Models are always saved as safetensors."),
+    "logging_dir": ("", "Set the environment variable TENSORBOARD_LOGGING_DIR in the recipe's `env:` block."),
+}
+# of these, switches that became a value of another key: what `true` is written as today (`false` says nothing)
+SWITCHES = {
+    "use_flash_attention_2": "attn_implementation: flash_attention_2",
+    "group_by_length": "train_sampling_strategy: group_by_length",
+    "adafactor": "optim: adafactor",
+}
+# still taken, under a name that transformers deprecates
+DEPRECATED = {
+    "gradient_checkpointing": "activation_checkpointing",
+    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
+}
+# sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too
+UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp"}
+COUNTS = {"per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length"}
+# keys that people put into a recipe although the launcher owns them, beside accelerate's own (ClusterConfig)
+LAUNCH_KEYS = {"accelerate_config", "config_file", "num_gpus", "nproc_per_node", "launcher", "hostfile"}
+LAUNCH_COMMAND = (
+    "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 run_sft.py RECIPE.yaml"
+)
+
+
+def recipe_findings(
+    place: str, mapping: dict[str, Any], lines: dict[str, int], types: dict[str, Any], choices: dict[str, list[str]]
+) -> list[Finding]:
+    """All findings about one recipe.
+
+    `lines`: {key: line in the file}; `types`: {known key: its type hint}; `choices`: {key: the only values it takes}.
+    """
+    found = []
+    for key, value in mapping.items():
+        if key in DEPRECATED:
+            here = [_deprecated(key, place)]
+        elif key in types:
+            where = f"{place}:{lines[key]}" if key in lines else place
+            here = list(value_findings(where, key, value, types[key]))
+            here = here or [*_choice_findings(where, key, value, choices.get(key)), *_count_findings(where, key, value)]
+        else:
+            here = key_findings(place, [key], types, lines)
+        found += [dataclasses.replace(finding, key=key) for finding in here]
+    return found
+
+
+def key_findings(
+    place: str, unknown: list[str], known: typing.Iterable[str], lines: dict[str, int] | None = None
+) -> Iterator[Finding]:
+    """One finding for each unknown key: renamed, the launcher's, or misspelt."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    launch = LAUNCH_KEYS | {f.name for f in dataclasses.fields(ClusterConfig)}
+    for key in unknown:
+        where = f"{place}:{lines[key]}" if lines and key in lines else place
+        if key in RENAMED:
+            name, note = RENAMED[key]
+            fix = f"Write `{SWITCHES.get(key, name)}`. {note}" if name else note
+            yield Finding(
+                "ZR101",
+                f"`{key}` in {where} is a key of former versions",
+                "Today's TRL and transformers no longer take it" + (f"; it is `{name}` now." if name else "."),
+                fix.strip(),
+            )
+        elif key in launch:
+            yield Finding(
+                "ZR102",
+                f"`{key}` in {where} is a key of the launcher, not of a recipe",
+                "A recipe says what is trained; the launcher says on how many processes and machines.",
+                LAUNCH_COMMAND,
+            )
+        else:
+            near = difflib.get_close_matches(key, list(known), 2, 0.6)
+            yield Finding(
+                "ZR103",
+                f"unknown key `{key}` in {where}",
+                "TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) does not take it, nor do we.",
+                f"Did you mean {' or '.join(f'`{name}`' for name in near)}?"
+                if near
+                else "Remove it, or see the README's table of keys.",
+            )
+
+
+def _deprecated(key: str, place: str) -> Finding:
+    return Finding(
+        "ZR104",
+        f"`{key}` in {place} is an old name",
+        "transformers 5.23 (training_args.py) still takes it, and drops it in version 6.",
+        f"Write `{DEPRECATED[key]}`; zero-recipes check --upgrade does it.",
+        level="warning",
+    )
+
+
+def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
+    """At most one finding: a value whose YAML type the key cannot mean."""
+    takes = accepted_types(hint)
+    if value is None and takes <= {bool, int, float} and NoneType not in (hint, *typing.get_args(hint)):
+        yield Finding(
+            "ZR105", f"`{key}` in {where} is empty", f"It takes {_named(takes)}.", "Write a value, or remove the line."
+        )
+    if value is None or Any in takes or key in UNTYPED:
+        return
+    written = f"{str(value).lower()}" if isinstance(value, bool) else repr(value)
+    if isinstance(value, bool) and bool not in takes and str in takes:
+        yield Finding(
+            "ZR106",
+            f"`{key}` in {where} is {written}, a truth value",
+            "YAML reads an unquoted no, off, yes or on as a truth value.",
+            f'Quote it: {key}: "{"no" if value is False else "yes"}"',
+        )
+    elif isinstance(value, bool) and not takes & {bool, int, float, str}:
+        yield Finding(
+            "ZR107", f"`{key}` in {where} is {written}", f"It takes {_named(takes)}.", "Write one, or remove the line."
+        )
+    elif key == "datasets" and not _are_data_sets(value):
+        yield Finding(
+            "ZR108",
+            f"`datasets` in {where} is no list of data sets",
+            "Each entry is a mapping with a path (TRL, DatasetConfig).",
+            "datasets:\n      - path: tatsu-lab/alpaca",
+        )
+    elif isinstance(value, list) and list not in takes:
+        yield Finding(
+            "ZR109",
+            f"`{key}` in {where} is a list: {written}",
+            f"It takes {_named(takes)}.",
+            "Write one value, without brackets.",
+        )
+    elif isinstance(value, dict) and not takes & {dict, list}:
+        yield Finding("ZR110", f"`{key}` in {where} is a mapping", f"It takes {_named(takes)}.", "Write one value.")
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and not takes & {int, float}:
+        yield Finding(
+            "ZR111",
+            f"`{key}` in {where} is the number {written}",
+            f"It takes {_named(takes)}.",
+            f'Quote it if it is meant as text: {key}: "{value}"'
+            if str in takes
+            else f"Write true or false, e.g. {key}: true",
+        )
+    elif isinstance(value, str) and not takes & {str, dict} and takes & {int, float} and not _is_number(value):
+        yield Finding(
+            "ZR112", f"`{key}` in {where} is the text {written}", f"It takes {_named(takes)}.", "Write a number."
+        )
+
+
+def _are_data_sets(value: Any) -> bool:
+    entries = value if isinstance(value, list) else [None]
+    return all(isinstance(entry, dict) and isinstance(entry.get("path"), str) for entry in entries)
+
+
+def _count_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
+    if key in COUNTS and isinstance(value, int) and value < 1:
+        yield Finding(
+            "ZR113", f"`{key}` in {where} is {value}", "It counts; nothing would be trained.", "Write 1 or more."
+        )
+
+
+def _choice_findings(where: str, key: str, value: Any, choices: list[str] | None) -> Iterator[Finding]:
+    if choices and isinstance(value, str) and value not in choices:
+        near = difflib.get_close_matches(value, choices, 2, 0.5)
+        yield Finding(
+            "ZR114",
+            f"`{key}` in {where} is {value!r}",
+            f"It takes one of {', '.join(choices)}.",
+            f"Did you mean {' or '.join(near)}?" if near else "Write one of them.",
+        )
+
+
+def accepted_types(hint: Any) -> set[type]:
+    """The plain types that a field takes: enums are written as text, Literals as their values."""
+    if hint is Any:
+        return {Any}
+    parts = typing.get_args(hint) if typing.get_origin(hint) not in (list, dict, None) else (hint,)
+    if typing.get_origin(hint) is typing.Literal:
+        return {type(value) for value in parts}
+    found: set[type] = set()
+    for part in parts:
+        origin = typing.get_origin(part)
+        if origin in (list, dict):
+            found.add(origin)
+        elif origin is typing.Literal:
+            found |= {type(value) for value in typing.get_args(part)}
+        elif isinstance(part, type) and issubclass(part, Enum):
+            found.add(str)
+        elif part in (bool, int, float, str, list, dict):
+            found.add(part)
+        elif part is not NoneType:
+            found.add(Any)
+    return found
+
+
+def _named(takes: set[type]) -> str:
+    words = {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        list: "a list",
+        dict: "a mapping",
+    }
+    return " or ".join(words[kind] for kind in words if kind in takes)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

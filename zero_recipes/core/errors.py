@@ -1,0 +1,96 @@
+"""A refusal: a run that cannot go well ends before any weight is loaded, with one message and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+from zero_recipes.core.process import rank, wait_for_rank_0
+
+REFUSED = 2
+SPEAK_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, why it cannot work, and how to fix it: one sentence or two each."""
+
+    code: str  # "ZR104": stable; `zero-recipes explain ZR104` says more
+    what: str
+    why: str
+    fix: str
+    level: str = "error"  # or "warning": printed once, and the run goes on
+    key: str | None = None  # the recipe's key that it is about
+    scope: str = (
+        "run"  # who prints it: rank 0 of the "run", the first rank of each "machine", or each "rank" for itself
+    )
+
+    def __str__(self) -> str:
+        head = "refused" if self.level == "error" else "warning"
+        return f"{head}: {self.what} [{self.code}]\n    why: {self.why}\n    fix: {self.fix}"
+
+
+class Refusal(Exception):
+    """A run that is refused, for one finding or for several at once."""
+
+    def __init__(self, code: str, what: str, why: str, fix: str, scope: str = "run"):
+        super().__init__(what)
+        self.findings = [Finding(code, what, why, fix, scope=scope)]
+
+    @classmethod
+    def of(cls, findings: list[Finding]) -> Refusal:
+        """One refusal for all errors among the findings; there must be one."""
+        errors = [finding for finding in findings if finding.level == "error"]
+        first = errors[0]
+        refusal = cls(first.code, first.what, first.why, first.fix)
+        refusal.findings = errors
+        return refusal
+
+    @property
+    def codes(self) -> list[str]:
+        return [finding.code for finding in self.findings]
+
+    @property
+    def what(self) -> str:
+        return "\n".join(finding.what for finding in self.findings)
+
+    @property
+    def why(self) -> str:
+        return "\n".join(finding.why for finding in self.findings)
+
+    @property
+    def fix(self) -> str:
+        return "\n".join(finding.fix for finding in self.findings)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.findings))
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, in the one line that a finding has room for."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def say_refused(refusal: Refusal) -> int:
+    """Say why, each finding on the ranks of its scope alone. Returns the exit code, which every rank ends with.
+
+    accelerate and torchrun turn the code into 1 and close with a table of their own. They print in it what stands in
+    TORCHELASTIC_ERROR_FILE (torch/distributed/elastic/multiprocessing/errors/error_handler.py), so the message goes
+    there too and is the last thing read.
+    """
+    speaks = {"run": rank() == 0, "machine": int(os.environ.get("LOCAL_RANK", rank())) == 0, "rank": True}
+    for finding in refusal.findings:
+        if speaks[finding.scope]:
+            print(finding, file=sys.stderr, flush=True)
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        message = str(refusal)
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with open(error_file, "w") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    if rank() and not any(speaks[finding.scope] for finding in refusal.findings):
+        wait_for_rank_0(SPEAK_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the word
+    return REFUSED

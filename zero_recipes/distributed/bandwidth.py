@@ -1,0 +1,122 @@
+"""How fast the links of a run are, measured before training: host memory to GPU, and between machines."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.distributed.rendezvous import interface
+
+ALL_REDUCE_BYTES = 16 * 2**20
+REPETITIONS = 3
+INFINIBAND = Path("/sys/class/infiniband")
+PROBE_BYTES = 256 * 2**20
+COPIES = 4
+
+
+def measure_host_link(strategy: Strategy, device: str) -> dict[str, float] | None:
+    """{"to_device", "to_host"}: bytes per second of this process; None where nothing is offloaded, or no GPU trains."""
+    offloads = strategy.offload_optimizer or strategy.offload_param
+    return copy_bandwidth(device) if offloads and device == "cuda" else None
+
+
+def copy_bandwidth(device: str, size: int = PROBE_BYTES) -> dict[str, float]:
+    """Copies of page-locked memory, as pin_memory makes it. On "cpu" (a stand-in for tests) plain copies."""
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    found = {}
+    for name, target, source in (("to_device", there, host), ("to_host", host, there)):
+        target.copy_(source)  # the first one also makes the context and touches every page
+        wait()
+        start = time.perf_counter()
+        for _ in range(COPIES):
+            target.copy_(source, non_blocking=True)
+        wait()
+        found[name] = COPIES * size / (time.perf_counter() - start)
+    return found
+
+
+def host_link_header(link: dict[str, float] | None) -> list[str]:
+    """The line of a run's header; none where nothing was measured."""
+    if link is None:
+        return []
+    return [
+        f"host to GPU   {link['to_device'] / 1e9:.1f} GB/s, back {link['to_host'] / 1e9:.1f} GB/s "
+        "(page-locked, this process alone)"
+    ]
+
+
+def measure_network(device: str) -> dict[str, Any] | None:
+    """None on one machine; else the links between the machines, as docs/metrics.md has them. A collective.
+
+    The bandwidth is nccl-tests' bus bandwidth (doc/PERFORMANCE.md there): 2 (N - 1) / N times the bytes, by the time.
+    """
+    if not distributed.is_initialized():
+        return None
+    backend = distributed.get_backend()
+    found: list = [None] * distributed.get_world_size()
+    first_of_its_machine = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    distributed.all_gather_object(found, interface(backend) if first_of_its_machine else None)
+    interfaces = [name for name in found if name is not None]
+    if len(interfaces) < 2:
+        return None
+    seconds = _all_reduce_seconds(device)
+    ranks = len(found)
+    return {
+        "machines": len(interfaces),
+        "backend": backend,
+        "transport": transport(backend, os.environ, INFINIBAND),
+        "interfaces": interfaces,
+        "all_reduce_bytes": ALL_REDUCE_BYTES,
+        "all_reduce_seconds": seconds,
+        "bus_bytes_per_second": 2 * (ranks - 1) / ranks * ALL_REDUCE_BYTES / seconds,
+    }
+
+
+def _all_reduce_seconds(device: str) -> float:
+    """The median of a few, after one that sets the connections up."""
+    tensor = torch.zeros(ALL_REDUCE_BYTES // 4, device=device)
+    taken = []
+    for _ in range(1 + REPETITIONS):
+        start = time.perf_counter()
+        distributed.all_reduce(tensor)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
+
+
+def transport(backend: str, environment: Mapping[str, str], devices: Path) -> str:
+    """What carries the bytes: of gloo TCP, of NCCL what it takes by its own rules (NCCL_DEBUG=INFO shows the proof).
+
+    NCCL takes InfiniBand or RoCE where the kernel has such a device, unless NCCL_IB_DISABLE or NCCL_NET say otherwise.
+    """
+    if backend != "nccl":
+        return "TCP"
+    if environment.get("NCCL_NET"):
+        return f"{environment['NCCL_NET']} (NCCL_NET)"
+    names = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
+    if names and environment.get("NCCL_IB_DISABLE", "0") != "1":
+        return f"InfiniBand or RoCE ({', '.join(names)})"
+    return "TCP"
+
+
+def network_header(links: Mapping[str, Any] | None) -> list[str]:
+    """What a run on several machines prints at its start; nothing on one."""
+    if links is None:
+        return []
+    return [
+        f"network       {links['machines']} machines, {links['backend']} over {links['transport']}: "
+        + "; ".join(links["interfaces"]),
+        f"all-reduce    {links['all_reduce_bytes'] / 2**20:.0f} MiB in {links['all_reduce_seconds']:.4f} s, "
+        f"{links['bus_bytes_per_second'] / 1e9:.2f} GB/s on the bus",
+    ]

@@ -1,0 +1,144 @@
+"""ZeRO-Infinity's disk: a folder claimed for one run, measured before training, and empty again after it.
+
+DeepSpeed 0.19.8 swaps to `nvme_path`/zero_stage_3, whoever else does: two runs on one path would overwrite each other's
+states without a word, and what a run has swapped stays there when it ends (runtime/swap_tensor/).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.errors import Refusal
+from zero_recipes.core.process import rank
+from zero_recipes.distributed.once_per_node import once_per_node
+
+LOCK = "zero-recipes.lock"
+SWAPPED = "zero_stage_3"  # DeepSpeed's folder below nvme_path
+PROBE_BYTES = 256 * 2**20
+
+
+def paths(strategy: Strategy) -> list[Path]:
+    """The distinct nvme_path folders of a run; none where nothing is swapped."""
+    zero = (strategy.ds_config or {}).get("zero_optimization", {})
+    blocks = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
+    return sorted({Path(block["nvme_path"]) for block in blocks if block.get("device") == "nvme"})
+
+
+@contextmanager
+def swap_space(strategy: Strategy) -> Iterator[list[dict[str, Any]]]:
+    """The run's folders, claimed and measured: [{"path", "free_bytes", "write_bytes_per_second",
+    "read_bytes_per_second"}], as rank 0's machine has them. Swap files are gone afterwards.
+
+    Every rank enters (the first process of each machine works, the others wait). Raises Refusal on all of them where
+    another run holds a folder.
+    """
+    folders = paths(strategy)
+    if not folders:
+        yield []
+        return
+    locks: list[int] = []
+    aio = strategy.ds_config.get("aio", {})
+    try:
+        yield once_per_node(lambda: [claim(folder, locks) | measure(folder, aio) for folder in folders])
+    finally:
+        # by the process that holds the lock: another run's files have the same names, and may be there once it is free
+        for lock, folder in zip(locks, folders, strict=False):
+            shutil.rmtree(folder / SWAPPED, ignore_errors=True)
+            os.close(lock)
+
+
+def claim(folder: Path, locks: list[int]) -> dict[str, Any]:
+    """Hold `folder` for this run (its lock is appended to `locks`) and delete what a killed run has left there."""
+    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
+    except OSError:
+        os.close(lock)
+        raise Refusal(
+            "ZR622",
+            f"another run swaps to {folder}",
+            f"It holds {folder / LOCK}. DeepSpeed 0.19.8 writes every run's states to the same files below "
+            f"{SWAPPED}/ (runtime/swap_tensor/partitioned_param_swapper.py, _configure_aio, even deletes them first).",
+            "Wait for its end, or name another folder: --nvme_path.",
+            scope="machine",
+        ) from None
+    locks.append(lock)
+    if (folder / SWAPPED).exists():
+        print(f"deleted: {folder / SWAPPED}, swap files that a killed run left", flush=True)
+        shutil.rmtree(folder / SWAPPED)
+    return {"path": str(folder), "free_bytes": shutil.disk_usage(folder).free}
+
+
+def measure(folder: Path, aio: dict[str, Any], size: int = PROBE_BYTES) -> dict[str, float]:
+    """Bytes per second that one process writes to `folder` and reads back, by DeepSpeed's own aio handle.
+
+    With the run's `aio` block, past the page cache (csrc/aio opens with O_DIRECT), as the run itself will.
+    """
+    import torch
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
+
+    known = get_aio_config({"aio": aio})
+    known.pop("use_gds")
+    handle = AsyncIOBuilder().load(verbose=False).aio_handle(**known)
+    buffer = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
+    buffer.fill_(1)
+    file = folder / "zero-recipes.probe"
+    seconds = {}
+    try:
+        for name, transfer in (("write", handle.sync_pwrite), ("read", handle.sync_pread)):
+            start = time.perf_counter()
+            transfer(buffer, str(file), 0)
+            seconds[name] = time.perf_counter() - start
+    finally:
+        handle.free_cpu_locked_tensor(buffer)
+        file.unlink(missing_ok=True)
+    return {f"{name}_bytes_per_second": size / spent for name, spent in seconds.items()}
+
+
+def swapped_bytes(strategy: Strategy) -> int:
+    """Bytes of this rank's swap files."""
+    own = (path for folder in paths(strategy) for path in (folder / SWAPPED).glob(f"*/rank{rank()}/*"))
+    return sum(path.stat().st_size for path in own)
+
+
+class Traffic:
+    """Bytes that this process reads from and writes to disks between `start` and `per_step` (/proc/self/io).
+
+    Past the page cache nothing hides there; checkpoints and evaluation between the steps count too.
+    """
+
+    def __init__(self) -> None:
+        self.began = (0, 0)
+
+    def start(self) -> None:
+        self.began = self._now()
+
+    def per_step(self, steps: int) -> dict[str, int]:
+        """{"read", "written"}: bytes, the mean over so many optimizer steps."""
+        passed = [now - then for now, then in zip(self._now(), self.began, strict=True)]
+        return dict(zip(("read", "written"), (size // max(1, steps) for size in passed), strict=True))
+
+    def _now(self) -> tuple[int, int]:
+        counters = psutil.Process().io_counters()
+        return counters.read_bytes, counters.write_bytes
+
+
+def described(measured: list[dict[str, Any]]) -> list[str]:
+    """What is known of the disk, for the header of a run."""
+    return [
+        f"swaps to      {disk['path']}: {disk['free_bytes'] / 1e9:,.0f} GB free, writes "
+        f"{disk['write_bytes_per_second'] / 1e9:.2f} GB/s, reads {disk['read_bytes_per_second'] / 1e9:.2f} GB/s "
+        "(one process, DeepSpeed's aio)"
+        for disk in measured
+    ]

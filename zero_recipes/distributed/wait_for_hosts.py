@@ -1,0 +1,79 @@
+"""Several machines find each other before any launcher starts: who is missing is named, within a minute.
+
+Launchers do not do that. torchrun's static rendezvous, which `accelerate launch` uses, waits 600 s before it starts a
+rank and then says "1/2 clients joined" (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, next_rendezvous;
+a machine that waits for the first one says less): no code of the ranks can help, for none runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from datetime import timedelta
+
+from torch import distributed
+
+from zero_recipes.core.errors import Refusal, first_line
+
+PORT = 29501  # beside 29500, where the launchers' own store will stand a moment later
+SECONDS = 60.0
+HEARD_SECONDS = 10
+
+
+def meet_machines(hosts: list[str], machine_rank: int, port: int = PORT, seconds: float = SECONDS) -> list[str]:
+    """Wait until every machine of `hosts` has come; their own names, by machine rank. Each machine calls it.
+
+    `hosts`: names or addresses under which the machines reach each other, by machine rank; the first one keeps the
+    store, at `port`. Raises Refusal, which names who is missing, after `seconds`.
+    """
+    limit, number = timedelta(seconds=seconds), len(hosts)
+    if not 0 <= machine_rank < number:
+        raise Refusal(
+            "ZR325",
+            f"machine_rank {machine_rank} of {number} machines ({', '.join(hosts)})",
+            "It says which of the hosts this machine is, from 0.",
+            f"Write one of 0 to {number - 1}.",
+        )
+    me = f"machine {machine_rank} ({hosts[machine_rank]})"
+    opening = limit if machine_rank else timedelta(seconds=SECONDS)  # one's own store is no question of the others
+    try:
+        store = distributed.TCPStore(
+            hosts[0], port, is_master=machine_rank == 0, wait_for_workers=False, timeout=opening
+        )
+    except RuntimeError as error:  # torch's DistError is one
+        raise Refusal(
+            "ZR326",
+            f"machine 0 ({hosts[0]}) is not to be reached from {me} within {seconds:g} s"
+            if machine_rank
+            else f"{me} cannot open port {port}",
+            first_line(error).rstrip(".") + ".",
+            f"Start it there too; see that {hosts[0]} is an address of machine 0 that this machine reaches, and that "
+            f"port {port} is open and free.",
+        ) from error
+    store.set(_here(machine_rank), socket.gethostname())
+    try:
+        store.wait([_here(other) for other in range(number)], limit)
+    except RuntimeError as error:
+        missing = [other for other in range(number) if not store.check([_here(other)])]
+        named = ", ".join(f"machine {other} ({hosts[other]})" for other in missing)
+        raise Refusal(
+            "ZR327",
+            f"{named} {'has' if len(missing) == 1 else 'have'} not come to {me} within {seconds:g} s",
+            f"{number - len(missing)} of {number} machines are there. A launcher would wait ten minutes, and then "
+            "name nobody.",
+            f"Start the same command there, with its own --machine_rank; see that it reaches {hosts[0]}:{port}.",
+        ) from error
+    names = [store.get(_here(other)).decode() for other in range(number)]
+    store.set(_heard(machine_rank), "yes")
+    if machine_rank == 0:  # the store ends with this process
+        with contextlib.suppress(RuntimeError):
+            store.wait([_heard(other) for other in range(number)], timedelta(seconds=HEARD_SECONDS))
+    return names
+
+
+def _here(machine: int) -> str:
+    return f"zero_recipes/machine/{machine}"
+
+
+def _heard(machine: int) -> str:
+    return f"zero_recipes/machine_heard/{machine}"

@@ -1,0 +1,190 @@
+"""Bytes that PyTorch's own collectives carry, for engines that have no logger of their own (FSDP2).
+
+Bytes that one optimizer step sends through each collective, as sizes of the full, unsharded tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zero_recipes.core.process import local_world_size
+
+
+def _size(tensors) -> int:
+    listed = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+    return sum(_size(t) if isinstance(t, (list, tuple)) else t.numel() * t.element_size() for t in listed)
+
+
+# operators (torch/csrc/distributed/c10d/Ops.cpp and Functional.cpp): the collective, and the bytes of the full,
+# unsharded tensor by its arguments
+_OPERATORS = {
+    "c10d::_allgather_base_": ("all_gather", lambda args: _size(args[0])),  # output, input
+    "c10d::allgather_": ("all_gather", lambda args: _size(args[0])),  # output lists, inputs
+    "c10d::_reduce_scatter_base_": ("reduce_scatter", lambda args: _size(args[1])),  # output, input
+    "c10d::allreduce_": ("all_reduce", lambda args: _size(args[0])),
+    "c10d::broadcast_": ("broadcast", lambda args: _size(args[0])),
+    "c10d::alltoall_base_": ("all_to_all", lambda args: _size(args[1])),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", lambda args: _size(args[0]) * args[1]),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", lambda args: _size(args[0])),
+    "_c10d_functional::all_reduce": ("all_reduce", lambda args: _size(args[0])),
+    "_c10d_functional::all_reduce_": ("all_reduce", lambda args: _size(args[0])),
+}
+
+
+class CountCollectives(TorchDispatchMode):
+    """Adds up, while it is in force, {collective: bytes of the full tensors}; autograd's threads are counted too."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes: dict[str, int] = {}
+
+    def take(self) -> dict[str, int]:
+        """What was counted since the last call."""
+        counted, self.bytes = self.bytes, {}
+        return counted
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its own collectives come by below, on plain tensors
+        known = _OPERATORS.get(func._schema.name)
+        if known is not None:
+            collective, size = known
+            self.bytes[collective] = self.bytes.get(collective, 0) + size(args)
+        return func(*args, **(kwargs or {}))
+
+
+def in_force(mode: torch.utils._python_dispatch.TorchDispatchMode, on: bool) -> None:
+    """Switch a mode on or off where no `with` block can span what is counted."""
+    mode.__enter__() if on else mode.__exit__(None, None, None)
+
+
+# methods of DeepSpeed's backend (0.19.8, deepspeed/comm/torch.py; its decorators hide their signatures): the
+# collective, the argument with the full tensor, the names of the arguments in order
+_COUNTED = {
+    "all_reduce": ("all_reduce", "tensor", ("tensor", "op", "group")),
+    "inference_all_reduce": ("all_reduce", "tensor", ("tensor", "op", "group")),
+    "all_reduce_coalesced": ("all_reduce", "tensors", ("tensors", "op", "group")),
+    "all_gather": ("all_gather", "tensor_list", ("tensor_list", "tensor", "group")),
+    "all_gather_into_tensor": ("all_gather", "output_tensor", ("output_tensor", "input_tensor", "group")),
+    "all_gather_base": ("all_gather", "output_tensor", ("output_tensor", "input_tensor", "group")),
+    "all_gather_coalesced": ("all_gather", "output_tensors", ("output_tensors", "input_tensors", "group")),
+    "reduce_scatter": ("reduce_scatter", "input_list", ("output", "input_list", "op", "group")),
+    "reduce_scatter_tensor": ("reduce_scatter", "input_tensor", ("output_tensor", "input_tensor", "op", "group")),
+    "all_to_all": ("all_to_all", "input_tensor_list", ("output_tensor_list", "input_tensor_list", "group")),
+    "all_to_all_single": ("all_to_all", "input", ("output", "input", "output_splits", "input_splits", "group")),
+    "reduce": ("reduce", "tensor", ("tensor", "dst", "op", "group")),
+    "broadcast": ("broadcast", "tensor", ("tensor", "src", "group")),
+}
+Bytes = dict[str, int]
+
+
+class CommunicationCounter:
+    """Counts some steps of one run: DeepSpeed's at its backend, DDP's by its buckets, FSDP2's as they pass.
+
+    Not by DeepSpeed's own logger (comm.py `timed_op`): that one waits for the device at every collective, and does not
+    know which group it was, so that what stays inside a machine cannot be told from what crosses the network.
+    """
+
+    def __init__(self, engine: Any, world_size: int):
+        self.engine, self.world_size = engine, world_size
+        self.per_node = local_world_size(os.environ, world_size)
+        self.steps: list[tuple[Bytes, Bytes]] = []  # all of one step, and what of it went between machines
+        self.now: tuple[Bytes, Bytes] = ({}, {})
+        self.passing = CountCollectives() if isinstance(engine, FSDPModule) else None
+
+    @property
+    def _is_deepspeed(self) -> bool:
+        from deepspeed import DeepSpeedEngine
+
+        return isinstance(self.engine, DeepSpeedEngine)
+
+    def start(self) -> None:
+        if self._is_deepspeed:
+            backend = _backend()
+            for name in _COUNTED:
+                setattr(backend, name, self._counting(name, getattr(backend, name)))
+        elif self.passing is not None:
+            in_force(self.passing, True)
+
+    def end_step(self) -> None:
+        """Close one optimizer step."""
+        everyone = list(range(self.world_size))
+        if self.passing is not None:
+            for collective, size in self.passing.take().items():
+                self._add(collective, size, everyone)
+        elif not self._is_deepspeed and self.world_size > 1:
+            self._add("all_reduce", ddp_bucket_bytes(self.engine), everyone)
+        self.steps.append(self.now)
+        self.now = ({}, {})
+
+    def stop(self) -> None:
+        if self._is_deepspeed:
+            for name in _COUNTED:
+                vars(_backend()).pop(name, None)  # the class's own method shows again
+
+        elif self.passing is not None:
+            in_force(self.passing, False)
+
+    def median(self) -> Bytes:
+        """{collective: bytes per optimizer step}, the median over the counted steps."""
+        return _median([all_of_it for all_of_it, _ in self.steps])
+
+    def median_between_nodes(self) -> Bytes:
+        """The part of `median` whose groups span machines: for one machine, the bytes that it receives."""
+        return _median([between for _, between in self.steps])
+
+    def _counting(self, name: str, method: Callable) -> Callable:
+        collective, whole, names = _COUNTED[name]
+
+        @functools.wraps(method)
+        def counted(*arguments, **keywords):
+            given = dict(zip(names, arguments, strict=False)) | keywords
+            group = given.get("group") or torch.distributed.group.WORLD
+            self._add(collective, _bytes_of(given[whole]), torch.distributed.get_process_group_ranks(group))
+            return method(*arguments, **keywords)
+
+        return counted
+
+    def _add(self, collective: str, size: int, ranks: list[int]) -> None:
+        everywhere, between = self.now
+        nodes = {rank // self.per_node for rank in ranks}
+        if len(ranks) > 1:
+            everywhere[collective] = everywhere.get(collective, 0) + size
+        if len(nodes) > 1:
+            # an all-to-all's inputs are parts: those of the machine's other processes, in groups of their own, belong
+            # to the same whole
+            others = self.per_node * len(nodes) // len(ranks) if collective == "all_to_all" else 1
+            between[collective] = between.get(collective, 0) + size * others
+
+
+def _backend():
+    from deepspeed import comm
+
+    return comm.comm.cdb
+
+
+def _bytes_of(tensors: torch.Tensor | list[torch.Tensor]) -> int:
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    return sum(tensor.numel() * tensor.element_size() for tensor in listed)
+
+
+def _median(steps: list[Bytes]) -> Bytes:
+    names = sorted({name for step in steps for name in step})
+    medians = {name: int(statistics.median(step.get(name, 0) for step in steps)) for name in names}
+    return {name: size for name, size in medians.items() if size}
+
+
+def ddp_bucket_bytes(model: Any) -> int:
+    """Bytes of all gradient buckets of DistributedDataParallel; each goes through one all-reduce a step."""
+    logged = model._get_ddp_logging_data()  # rebuilt after the first backward pass
+    buckets = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
+    return sum(int(size) for size in str(buckets).split(",") if size.strip())

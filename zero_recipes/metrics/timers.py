@@ -1,0 +1,116 @@
+"""Seconds: of the phases of a run, and of its optimizer steps.
+
+Seconds of forward, backward, reduction and optimizer in a step, by DeepSpeed's own timers (wall_clock_breakdown).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+PHASES = ("imports", "data", "model", "samples_before", "train", "samples_after", "save")
+
+
+class PhaseClock:
+    """Seconds per phase. Phases inside another (samples inside train) are taken out of the outer one."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.current = "imports"
+        self.failed: str | None = None  # the innermost phase that an error has left
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        outer, self.current = self.current, name
+        start, others = time.perf_counter(), sum(self.seconds.values())
+        try:
+            yield
+        except BaseException:
+            self.failed = self.failed or name
+            raise
+        finally:
+            inside = sum(self.seconds.values()) - others
+            self.seconds[name] += time.perf_counter() - start - inside
+            self.current = outer
+
+
+class StepClock:
+    """Durations of optimizer steps, data loading included, what the Trainer does between steps (logs, evaluation,
+    checkpoints) excluded. On CUDA by events, so that no step waits for the device."""
+
+    def __init__(self, device: str) -> None:
+        self.on_cuda = device == "cuda"
+        self.start_mark = None
+        self.steps: list[tuple] = []
+
+    def open(self) -> None:
+        """The next step begins here. Called again, it moves the beginning."""
+        self.start_mark = self._mark()
+
+    def close(self) -> None:
+        self.steps.append((self.start_mark, self._mark()))
+        self.open()
+
+    def seconds(self) -> list[float]:
+        """One duration per closed step."""
+        if self.on_cuda:
+            torch.cuda.synchronize()
+            return [start.elapsed_time(end) / 1000 for start, end in self.steps]
+        return [end - start for start, end in self.steps]
+
+    def _mark(self):
+        if not self.on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+# DeepSpeed 0.19.8, deepspeed/utils/timer.py: timers that run over all micro steps of one optimizer step
+ENGINE_PHASES = {
+    "fwd": "forward",
+    "bwd": "backward",
+    "bwd_inner": "backward_inner",
+    "bwd_allreduce": "backward_reduce",
+    "step": "optimizer",
+}
+
+
+class EngineSeconds:
+    """Keeps what the engine logs and resets.
+
+    Outside of `engine.timers.log` the timers read 0 (deepspeed/runtime/engine.py, step: log and reset in one), so the
+    reading is done inside it.
+    """
+
+    def __init__(self, engine: Any):
+        self.steps: list[dict[str, float]] = []
+        self.is_on = bool(getattr(engine, "wall_clock_breakdown", lambda: False)())
+        if self.is_on:
+            self._read_before_reset(engine.timers)
+
+    def _read_before_reset(self, timers: Any) -> None:
+        log = timers.log
+
+        def read_and_log(names, **keywords):
+            seconds = {ENGINE_PHASES[n]: timers(n).elapsed(reset=False) / 1000 for n in names if n in ENGINE_PHASES}
+            if seconds:
+                self.steps.append(seconds)
+            log(names, **keywords)
+
+        timers.log = read_and_log
+
+    def median(self, warmup: int) -> dict[str, float] | None:
+        """{phase: seconds of one optimizer step}, the median after the warm-up steps; None where nobody asked for it.
+
+        backward contains backward_inner (autograd) and backward_reduce (what is left to reduce after it).
+        """
+        timed = self.steps[warmup:]
+        if not timed:
+            return None
+        return {name: statistics.median(step.get(name, 0.0) for step in timed) for name in timed[0]}

@@ -1,0 +1,229 @@
+"""The model as the recipe says: its weights or random ones, its attention implementation and never another."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from zero_recipes.compat import deepspeed_tensors
+from zero_recipes.compat.patches import keep_4bit_layout
+from zero_recipes.core.errors import Finding, Refusal, first_line
+
+# attention implementation: (module that it needs, how to install it)
+_ATTENTION_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "pip install flash-attn --no-build-isolation"),
+    "flash_attention_3": ("flash_attn_interface", "build it from the hopper/ folder of the flash-attention sources"),
+}
+# what transformers reports of a load: what it would have done about it
+_KEY_PROBLEMS = {
+    "missing_keys": "The model has these tensors and the checkpoint does not: they would begin with random numbers.",
+    "unexpected_keys": "The checkpoint has these tensors and the model does not: they would be dropped.",
+    "mismatched_keys": "They have another shape in the checkpoint: they would begin with random numbers.",
+}
+
+
+def load_config(model_args, training_args) -> PretrainedConfig:
+    """The model's configuration; refuses a model that is neither a folder here nor in the cache or on the hub."""
+    name = model_args.model_name_or_path
+    if name is None:
+        raise Refusal(
+            "ZR401",
+            "the recipe names no model",
+            "`model_name_or_path` is not set.",
+            "Add e.g. model_name_or_path: EleutherAI/pythia-410m",
+        )
+    if name.startswith((".", "/")) and not Path(name).is_dir():
+        raise Refusal(
+            "ZR402",
+            f"the model {name} cannot be found",
+            f"There is no such folder; paths are relative to the working directory, {Path.cwd()}.",
+            "Check the path.",
+        )
+    try:
+        return AutoConfig.from_pretrained(
+            name, revision=model_args.model_revision, trust_remote_code=training_args.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise Refusal(
+            "ZR403",
+            f"the model {name} cannot be found",
+            first_line(error),
+            "Check the name (a folder is relative to the working directory); zero-recipes fetch RECIPE.yaml downloads "
+            "a model of the hub once, before anything is timed.",
+        ) from error
+
+
+def refuse_missing_attention(attn_implementation: str | None, device: str) -> None:
+    """Refuse an attention implementation whose package or device is missing."""
+    if attn_implementation not in _ATTENTION_PACKAGES:
+        return
+    module, install = _ATTENTION_PACKAGES[attn_implementation]
+    if device == "cpu":
+        raise Refusal(
+            "ZR404",
+            f"attn_implementation: {attn_implementation} on a CPU",
+            "Its kernels exist for GPUs only.",
+            "Run with --attn_implementation sdpa.",
+        )
+    if importlib.util.find_spec(module) is None:
+        raise Refusal(
+            "ZR405",
+            f"attn_implementation: {attn_implementation}, but the package {module} is not installed",
+            "Another implementation would change speed and memory without a word.",
+            f"{install}, or run with --attn_implementation sdpa.",
+        )
+
+
+def refuse_other_keys(config: PretrainedConfig, model_args, training_args, ours) -> None:
+    """Refuse a checkpoint whose tensors are not the model's, by name; no weight is read.
+
+    transformers fills what is missing with random numbers and drops what is unexpected, with a warning; at ZeRO stage 3
+    it does not even know what is unexpected or of another shape (5.23, modeling_utils.py `_load_pretrained_model`).
+    The model class's own ignore patterns count, its renamings and its tied weights too. Raises Refusal.
+    """
+    if ours.random_weights or _quantization(model_args, config) is not None:  # load_model asks the load itself
+        return
+    with without_zero_init():
+        _, report = _from_pretrained(config, model_args, training_args, _keywords(model_args, training_args), "meta")
+    _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
+
+
+def load_model(config: PretrainedConfig, model_args, training_args, ours) -> PreTrainedModel:
+    """The model, on CPU or (stage 3) already partitioned by deepspeed.zero.Init, in the recipe's dtype."""
+    keywords = _keywords(model_args, training_args)
+    training_args.model_init_kwargs = None  # used here; SFTTrainer would warn that it ignores them
+    if ours.random_weights:
+        if keywords["dtype"] == "auto":
+            keywords["dtype"] = config.dtype or torch.float32
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=training_args.trust_remote_code, **keywords)
+        draw_weights(model, training_args.seed)
+    else:
+        model, report = _from_pretrained(config, model_args, training_args, keywords)
+        _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
+        if _quantization(model_args, config) is not None:
+            keep_4bit_layout(model)
+    asked, got = keywords["attn_implementation"], model.config._attn_implementation
+    if asked is not None and got != asked:
+        raise Refusal(
+            "ZR406",
+            f"attn_implementation: {asked} was asked for, {type(model).__name__} took {got}",
+            "The architecture does not have it; speed and memory would be another's.",
+            f"Run with --attn_implementation {got}.",
+        )
+    return model
+
+
+def _keywords(model_args, training_args) -> dict:
+    """What from_pretrained and from_config take from the recipe."""
+    dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
+    keywords = dict(training_args.model_init_kwargs or {})
+    keywords.setdefault("dtype", dtype)
+    keywords.setdefault("attn_implementation", model_args.attn_implementation)
+    return keywords
+
+
+def _quantization(model_args, config: PretrainedConfig):
+    from trl import get_quantization_config
+
+    return get_quantization_config(model_args) or getattr(config, "quantization_config", None)
+
+
+def _from_pretrained(
+    config: PretrainedConfig, model_args, training_args, keywords: dict, device: str | None = None
+) -> tuple[PreTrainedModel, dict]:
+    """(the model, transformers' report on its keys). On the `device` "meta" no weight is read."""
+    from trl import get_quantization_config
+
+    quantization = get_quantization_config(model_args)
+    if quantization is not None:
+        keywords = keywords | {"quantization_config": quantization}
+    if device is not None:
+        keywords = keywords | {"device_map": device}
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            model_args.model_name_or_path,
+            config=config,
+            revision=model_args.model_revision,
+            trust_remote_code=training_args.trust_remote_code,
+            output_loading_info=True,
+            **(keywords | {"ignore_mismatched_sizes": True}),  # refused by name instead
+        )
+    except OSError as error:
+        raise Refusal(
+            "ZR407",
+            f"{model_args.model_name_or_path} has a config, but no weights can be read",
+            first_line(error),
+            "zero-recipes fetch RECIPE.yaml downloads them; random_weights: true builds a model from its config alone.",
+        ) from error
+
+
+def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
+    """Refuse what transformers reports of a load, unless the recipe's `allow_keys` names it."""
+    findings = []
+    for problem, consequence in _KEY_PROBLEMS.items():
+        found = {key if isinstance(key, str) else key[0] for key in report[problem]}
+        keys = sorted(found - set(allowed or ()))
+        if keys:
+            shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+            findings.append(
+                Finding(
+                    "ZR408",
+                    f"{name}: {problem.replace('_', ' ')} {shown}",
+                    consequence,
+                    "Mend the checkpoint or name the right one. If it is meant: "
+                    f"allow_keys: [{', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}].",
+                )
+            )
+    if findings:
+        raise Refusal.of(findings)
+
+
+@contextlib.contextmanager
+def without_zero_init() -> Iterator[None]:
+    """Under ZeRO stage 3 from_pretrained and from_config are collective, through zero.Init; here they are neither."""
+    from transformers.integrations import deepspeed
+
+    kept = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = kept
+
+
+def draw_weights(model: PreTrainedModel, seed: int) -> None:
+    """Fill every matrix with normal numbers (deviation: config.initializer_range) from a seed of its own name.
+
+    The same weights under every strategy: under ZeRO stage 3 deepspeed.zero.Init draws others than the plain
+    constructor does. One tensor is whole at a time; biases and norms keep the constructor's constants.
+    """
+    deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+    for name, p in model.named_parameters():
+        if len(getattr(p, "ds_shape", p.shape)) < 2:
+            continue
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        with _whole(p), torch.no_grad():
+            if p.numel():  # under stage 3 rank 0 alone fills; the exit of the context hands it to the others
+                p.copy_(torch.empty(p.shape).normal_(0.0, deviation, generator=generator))
+
+
+def _whole(p: torch.nn.Parameter):
+    if not hasattr(p, "ds_id"):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(p, modifier_rank=0)
+
+
+def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
+    """(all, trainable) parameters, whole also where ZeRO stage 3 has partitioned them (tied ones count once), each
+    number once also where several lie packed in one element (4 bit)."""
+    packed = {id(weight): state.shape.numel() for weight, state in deepspeed_tensors.packed_weights(model)}
+    sizes = [(packed.get(id(p), getattr(p, "ds_numel", p.numel())), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)

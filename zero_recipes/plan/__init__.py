@@ -1,1 +1,0 @@
-"""What every strategy will need, before a GPU is rented: memory by the real engine, verdicts, cures, time and cost."""

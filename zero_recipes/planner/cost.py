@@ -1,0 +1,204 @@
+"""How long a step takes and what a run costs: a range, from counted FLOPs and bytes and the GPU's figures.
+
+Without a measured run the range is 20 to 30 % to either side where GPUs are joined by NVLink, and wider where the link
+or the host decides;
+`--calibrate metrics.json` takes the share that a measured run reached instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_recipes.core.errors import Refusal
+from zero_recipes.metrics.prediction import Prediction
+from zero_recipes.planner.formulas import family
+from zero_recipes.planner.hardware import Gpu
+from zero_recipes.planner.job import Job
+
+Range = tuple[float, float]  # low, high
+
+FP32_SHARE = 1 / 16  # of the bf16 figure: A100 19.5 of 312, H100 67 of 989 TFLOP/s, without TF32 (torch's default)
+LINK_SHARE = (0.5, 0.85)  # of a link's figure that NCCL's rings reach with large messages (NCCL tests' bus bandwidth)
+HOST_SHARE = (0.5, 0.8)
+HIDDEN = (1 / 3, 2 / 3)  # of the computation, behind which communication can go on (backward is two thirds of it)
+ADAM_BYTES = 30  # read and written per parameter: master, moments, gradient in; master, moments, 16-bit weight out
+MEMORY_SHARE = 0.8
+# parameters per second and node; low: 3.1e9 in 2.4 to 3.1 s on 128 cores (github.com/deepspeedai/DeepSpeed/pull/7474),
+# high: ADAM_BYTES a parameter over 105 GB/s of host memory
+CPU_ADAM = (1.3e9, 3.5e9)
+CALIBRATED = 0.10  # to either side of a range that a measured run of the same kind has set
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of one optimizer step, all ranks at work together. Seconds are (low, high)."""
+
+    step_seconds: Range
+    computing: Range
+    communicating: Range  # what is not hidden behind the computation
+    offloading: Range
+    tokens_per_step: int  # of all ranks, if every sequence is as long as it may be
+
+    @property
+    def middle(self) -> float:
+        return sum(self.step_seconds) / 2
+
+    @property
+    def tokens_per_second(self) -> Range:
+        low, high = self.step_seconds
+        return self.tokens_per_step / high, self.tokens_per_step / low
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Money in the currency of the price, (low, high). `run` and `hours` are None where the steps are not known."""
+
+    per_step: Range
+    per_million_tokens: Range
+    hours: Range | None
+    run: Range | None
+
+
+def estimate(job: Job, prediction: Prediction, gpu: Gpu, factor: float | None = None) -> Speed:
+    """`factor`: measured over estimated seconds, from `calibration`; None without a measured run."""
+    computing = _computing(prediction, gpu)
+    communicating = _communicating(job, prediction, gpu, computing)
+    offloading = _offloading(job, prediction, gpu)
+    step = _sum(computing, communicating, offloading)
+    if factor is not None:
+        middle = factor * sum(step) / 2
+        step = (middle * (1 - CALIBRATED), middle * (1 + CALIBRATED))
+    sequences = prediction["micro_batch_size"] * prediction["gradient_accumulation_steps"] * prediction["world_size"]
+    return Speed(step, computing, communicating, offloading, sequences * prediction["max_length"])
+
+
+def _computing(prediction: Prediction, gpu: Gpu) -> Range:
+    peak = gpu.bf16_tflops * 1e12 * (FP32_SHARE if prediction["precision"] == "fp32" else 1)
+    low, high = gpu.achievable
+    updated = _updated_on_gpu(prediction) * ADAM_BYTES / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
+    return prediction["flops_per_step"] / (peak * high) + updated, prediction["flops_per_step"] / (peak * low) + updated
+
+
+def _updated_on_gpu(prediction: Prediction) -> float:
+    """Parameters whose Adam runs on one GPU."""
+    if prediction["model_state_bytes"]["optimizer"] == 0:
+        return 0
+    return prediction["trainable_parameters"] / (prediction["world_size"] if prediction["zero_stage"] else 1)
+
+
+def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range) -> Range:
+    """Seconds that collectives stand still for: ring algorithms, over the slowest link between the ranks."""
+    ranks, moved = job.world_size, prediction["communication_bytes_per_step"]
+    one_node = ranks <= job.gpus_per_node
+    bandwidth = 1e9 * (gpu.link_gb_s if one_node else min(gpu.network_gb_s, gpu.link_gb_s))
+    around = {
+        name: (2 if name.startswith("all_reduce") else 1) * (ranks - 1) / ranks * size for name, size in moved.items()
+    }
+    if not one_node and "all_gather" in around:  # hpZ: the others take the link within the node
+        outside = family.gathers_between_nodes(job)
+        around["all_gather"] *= outside + (1 - outside) * bandwidth / (1e9 * gpu.link_gb_s)
+    # stages 1 and 2 gather the updated weights after the step, when there is nothing to hide behind
+    bare = sum(size for name, size in around.items() if name.startswith("all_gather") and job.zero_stage in (1, 2))
+    rest = sum(around.values()) - bare
+    ends = zip(computing, reversed(LINK_SHARE), reversed(HIDDEN), strict=True)
+    low, high = (
+        bare / bandwidth / share + max(0.0, rest / bandwidth / share - hidden * seconds)
+        for seconds, share, hidden in ends
+    )
+    return min(low, high), high
+
+
+def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> Range:
+    """Seconds for what crosses the host link, and for Adam on the CPU, which all ranks of a node share."""
+    zero = (job.ds_config or {}).get("zero_optimization", {})
+    optimizer, params = ((zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param"))
+    here, passes = min(job.gpus_per_node, job.world_size), prediction["gradient_accumulation_steps"]
+    crossing, updated = 0.0, 0.0
+    if optimizer != "none":
+        share = prediction["trainable_parameters"] / job.world_size
+        crossing += 2 * share * (passes + 1)  # gradients down in each pass, weights up once
+        updated = share * here
+    if params != "none":
+        crossing += 2 * 2 * passes * prediction["parameters"] / job.world_size  # up for forward and for backward
+    low, high = (crossing / (gpu.host_gb_s * 1e9 * share) for share in reversed(HOST_SHARE))
+    return low + updated / CPU_ADAM[1], high + updated / CPU_ADAM[0]
+
+
+def cost(job: Job, speed: Speed, price: float) -> Cost:
+    """`price`: of one GPU for one hour. The run's steps are known from max_steps, or epochs of data at hand."""
+    per_second = price * job.world_size / 3600
+    per_step = _times(speed.step_seconds, per_second)
+    steps = job.values["max_steps"]
+    known = steps is not None and steps > 0
+    return Cost(
+        per_step,
+        _times(per_step, 1e6 / speed.tokens_per_step),
+        _times(speed.step_seconds, steps / 3600) if known else None,
+        _times(per_step, steps) if known else None,
+    )
+
+
+def read_measured(path: Path) -> dict[str, Any]:
+    """A metrics.json for `--calibrate`. Raises Refusal where it is none of a finished run on a GPU."""
+    try:
+        measured = json.loads(path.read_text())
+        seconds, device = (measured["step_seconds"] or {}).get("median"), measured["device"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise Refusal(
+            "ZR812",
+            f"--calibrate {path} is no metrics.json",
+            "A run of this project writes one into its output_dir.",
+            "Name the file of a finished run, e.g. output/pythia-sweep/zero3/metrics.json.",
+        ) from None
+    if not seconds or device == "cpu":
+        raise Refusal(
+            "ZR813",
+            f"--calibrate {path} holds no times of a GPU",
+            "It was measured on CPU processes." if device == "cpu" else "The run did not finish its steps.",
+            "Calibrate with a finished run on the GPU that the plan is for.",
+        )
+    return measured
+
+
+def same_kind(measured: Mapping[str, Any], job: Job) -> Job:
+    """The job that was measured: `job` with its batch, accumulation, length and number of ranks.
+
+    Raises Refusal for another model or strategy.
+    """
+    if measured["model"] != job.model or measured["strategy"] != job.strategy:
+        raise Refusal(
+            "ZR814",
+            f"--calibrate: {measured['model']} under {measured['strategy']} was measured, not {job.model} under "
+            f"{job.strategy}",
+            "Another model reaches another share of the GPU's rate.",
+            "Calibrate with a run of this recipe.",
+        )
+    values = dict(job.values) | {
+        "per_device_train_batch_size": measured["micro_batch_size"],
+        "gradient_accumulation_steps": measured["gradient_accumulation_steps"],
+        "max_length": measured["max_length"],
+    }
+    ranks = measured["world_size"]
+    return Job(job.model, job.config, values, job.strategy, job.ds_config, ranks, min(job.gpus_per_node, ranks))
+
+
+def calibration(measured: Mapping[str, Any], job: Job, prediction: Prediction, gpu: Gpu) -> float:
+    """Measured over estimated seconds of a step. `job` and `prediction`: of the run that was measured (`same_kind`).
+
+    Rows shorter than max_length leave less to compute than the estimate has; the measured tokens say how much less.
+    """
+    estimated = estimate(job, prediction, gpu)
+    rate = measured["tokens_per_second"]["all"]
+    return estimated.tokens_per_step / rate / estimated.middle
+
+
+def _sum(*ranges: Range) -> Range:
+    return sum(low for low, _ in ranges), sum(high for _, high in ranges)
+
+
+def _times(values: Range, factor: float) -> Range:
+    return values[0] * factor, values[1] * factor

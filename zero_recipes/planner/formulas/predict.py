@@ -1,0 +1,326 @@
+"""A prediction by textbook formulas, in milliseconds: `zero-recipes plan --quick`. The engine's simulation is exact.
+
+Model states: zero_recipes/theory/zero_paper.py (arXiv:1910.02054), with what DeepSpeed 0.19.8 adds inside its step
+(zero_recipes/theory/deepspeed_memory.py). Activations: Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", arXiv:2205.05198, section 4.1 and table 2, without dropout; widths of grouped queries and gated
+MLPs counted in the same way. Symbols: Ψ parameters, T trainable ones, N ranks, s tokens in a sequence, b sequences in
+a micro batch, h hidden width, a heads, L layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from zero_recipes.config.recipe import precision_of
+from zero_recipes.metrics.prediction import PARTS, Prediction
+from zero_recipes.planner.formulas import family
+from zero_recipes.planner.formulas.shape import Shape, shape_of
+from zero_recipes.planner.job import Job
+from zero_recipes.theory.lower_bounds import DTYPE_BYTES
+from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
+
+CUDA_CONTEXT = 600 * 10**6  # bytes: kernels of torch, cuBLAS and its workspace; 0.5 to 0.7 GB are usual on Hopper
+NCCL_BUFFERS = 10**9  # bytes: 0.3 to 1 GB, by the number of communicators and channels
+FRAGMENTATION = 1.10  # reserved over allocated; without a replay of the allocator this is a guess
+DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`
+DEFAULT_LIVE = 1_000_000_000  # elements; `max_live_parameters`
+NOTES = [
+    "By textbook formulas: what the formulas leave out (copies in fp32 inside norms, masks, workspace of kernels) is "
+    "not in the numbers.",
+    "Loss head: TRL 1.16 computes it in chunks (trl/kernels/chunked_logprob.py); the logits are never held whole.",
+]
+
+
+def predict(job: Job) -> Prediction:
+    """What `job` needs, as job.py describes it. Raises Refusal where the model's class cannot be built."""
+    started = time.perf_counter()
+    shape = shape_of(job.config, job.values)
+    states, copies = model_states(job, shape), step_copies(job, shape)
+    backward = {
+        "params": states.params,
+        "grads": states.grads,
+        "optimizer": states.optimizer,
+        "activations": activation_bytes(job, shape),
+        "buckets": bucket_bytes(job, shape),
+        "loss_head": loss_head_bytes(job, shape),
+        "other": _autocast_copies(job, shape),
+    }
+    partition_of_stage_1 = states.grads / job.world_size if job.zero_stage == 1 else states.grads
+    step = dict.fromkeys(PARTS, 0) | {
+        "params": states.params,
+        "grads": partition_of_stage_1,
+        "optimizer": states.optimizer,
+        "other": copies,
+    }
+    phase, at_peak = max((("backward", backward), ("step", step)), key=lambda found: sum(found[1].values()))
+    at_peak = {part: int(size) for part, size in at_peak.items()}
+    peak = sum(at_peak.values())
+    resting = states.params + states.optimizer
+    return {
+        "source": "formulas",
+        "strategy": job.strategy,
+        "zero_stage": job.zero_stage,
+        "world_size": job.world_size,
+        "parameters": shape.parameters,
+        "trainable_parameters": shape.trainable,
+        "precision": precision_of(job.values),
+        "micro_batch_size": job.values["per_device_train_batch_size"],
+        "gradient_accumulation_steps": job.values["gradient_accumulation_steps"],
+        "max_length": tokens_of(job, shape),
+        "allocated_peak_bytes": peak,
+        "peak_phase": phase,
+        "peak_operator": None,
+        "at_peak": at_peak,
+        "model_state_bytes": {part: int(size) for part, size in states._asdict().items()} | _off_gpu(job, shape),
+        "memory_phases": {
+            "model_loaded": int(states.params) if job.zero_stage == 3 else 0,
+            "engine_built": int(resting),
+            "forward": int(resting + backward["activations"] + backward["other"]),
+            "backward": int(resting + states.grads + backward["buckets"]),
+            "step": int(resting),
+        },
+        "reserved_bytes": {"low": peak, "high": int(FRAGMENTATION * peak) + CUDA_CONTEXT + _nccl(job)},
+        "host_bytes": host_bytes(job, shape),
+        "checkpoint_bytes": checkpoint_bytes(job, shape),
+        "communication_bytes_per_step": communication_bytes(job, shape),
+        "flops_per_step": flops(job, shape),
+        "seconds": time.perf_counter() - started,
+        "notes": NOTES + _notes(job, shape),
+    }
+
+
+def model_states(job: Job, shape: Shape) -> ModelState:
+    """Bytes on the GPU of one rank at rest; what the ds_config offloads is not there (`_offloaded`)."""
+    if family.is_fsdp(job):
+        return family.fsdp_states(job, shape, _loaded(job, shape), _width(job))
+    if job.ds_config is None:
+        each = _loaded(job, shape)  # under autocast weights, gradients and Adam keep the dtype of loading
+        held = family.packed_bytes(job, shape, each)
+        return ModelState(held, each * shape.trainable, 2 * each * shape.trainable)
+    states = _sharded(job, shape)
+    optimizer, params = _offload(job)
+    # ZeRO-Offload moves each gradient to the host as it is reduced: arXiv:2101.06840, section 4.1
+    return ModelState(
+        0 if params else states.params + family.second_copy(job, shape, _width(job)),
+        0 if optimizer else states.grads,
+        0 if optimizer else states.optimizer,
+    )
+
+
+def _sharded(job: Job, shape: Shape) -> ModelState:
+    formula = model_state_bytes_fp32 if precision_of(job.values) == "fp32" else model_state_bytes
+    states = formula(shape.parameters, job.world_size, job.zero_stage, shape.trainable)
+    share = family.packed_bytes(job, shape, _width(job)) / (_width(job) * shape.parameters)
+    return states._replace(params=share * states.params)
+
+
+def _off_gpu(job: Job, shape: Shape) -> dict[str, int]:
+    """Where one rank's offloaded states lie."""
+    held, on_disk = int(_offloaded(job, shape)), family.on_disk(job)
+    return {"offloaded_host": 0 if on_disk else held, "offloaded_disk": held if on_disk else 0}
+
+
+def _offloaded(job: Job, shape: Shape) -> float:
+    """Bytes of one rank's model states off the GPU."""
+    if job.ds_config is None:
+        return 0
+    states, (optimizer, params) = _sharded(job, shape), _offload(job)
+    return (states.optimizer if optimizer else 0) + (states.params if params else 0)
+
+
+def step_copies(job: Job, shape: Shape) -> float:
+    """Bytes that DeepSpeed adds inside its optimizer step in 16 bits: fp32 gradients, and stages 1 and 2 flatten too.
+
+    Terms and source lines: zero_recipes/theory/deepspeed_memory.py; `flatten` in zero/stage_1_and_2.py `step`.
+    """
+    trainable, ranks = shape.trainable, job.world_size
+    if job.ds_config is None or precision_of(job.values) == "fp32" or _offload(job)[0]:
+        return 0
+    if job.zero_stage == 0:
+        return 4 * trainable
+    if job.zero_stage == 3:
+        return 4 * min(trainable / ranks, _zero(job).get("sub_group_size", 10**9))
+    return (4 + 2) * trainable / ranks
+
+
+def activation_bytes(job: Job, shape: Shape) -> float:
+    """Bytes kept for the backward pass: L layers, or with recomputation L inputs and one layer at work (table 2)."""
+    width, tokens = _width(job), _tokens(job, shape)
+    one_input = width * tokens * shape.hidden
+    one_layer = layer_bytes(shape, width, tokens, _pairs(job, shape))
+    if checkpointed(job.values):
+        return shape.layers * one_input + one_layer
+    return shape.layers * one_layer + 2 * one_input  # the embedding's output and the last norm's input
+
+
+def layer_bytes(shape: Shape, width: int, tokens: int, pairs: int) -> float:
+    """One layer's activations (section 4.1: 34sbh + 5as²b, less 2sbh of dropout masks).
+
+    `pairs`: a·s²·b, where the scores are kept; 0 with fused attention, which keeps one fp32 sum per head and token.
+    """
+    attention = width * tokens * (shape.hidden + 2 * shape.query_width + 2 * shape.kv_width)
+    scores = 2 * width * pairs if pairs else 4 * shape.heads * tokens
+    mlp = width * tokens * (shape.hidden + (4 if shape.gated else 2) * shape.ffn)
+    norms = 2 * width * tokens * shape.hidden
+    return attention + scores + mlp + norms
+
+
+def bucket_bytes(job: Job, shape: Shape) -> float:
+    """Bytes of reduce buckets and, at stage 3, of parameters gathered for use."""
+    if job.world_size == 1 and job.ds_config is None:
+        return 0
+    if family.is_fsdp(job):
+        return family.fsdp_gathered(shape, _width(job))
+    if job.ds_config is None:  # torch's DDP keeps a second copy of all gradients: gradient_as_bucket_view is False
+        return _loaded(job, shape) * shape.trainable
+    zero, width = _zero(job), _width(job)
+    bucket = min(_number(zero.get("reduce_bucket_size", DEFAULT_BUCKET), shape.hidden**2), shape.trainable)
+    if job.zero_stage in (1, 2):
+        return (2 if zero.get("overlap_comm") else 1) * width * bucket
+    if job.zero_stage == 3:
+        live = _number(zero.get("stage3_max_live_parameters", DEFAULT_LIVE), DEFAULT_LIVE)
+        largest = shape.vocabulary * shape.hidden
+        gathered = min(shape.parameters, max(live, largest)) if job.world_size > 1 else 0
+        return width * (bucket + gathered)
+    return width * bucket
+
+
+def loss_head_bytes(job: Job, shape: Shape) -> float:
+    """fp32 gradients of the head's weight (V·h, where it is trained) and input (b·s·h): chunked_logprob.py 407-410."""
+    trained = shape.vocabulary * shape.hidden if not job.values["use_peft"] else 0
+    return 4 * trained + 4 * _tokens(job, shape) * shape.hidden
+
+
+def _autocast_copies(job: Job, shape: Shape) -> float:
+    """16-bit copies of fp32 weights, which torch.autocast keeps through forward (autocast_mode.cpp, the weight cache).
+
+    Backward needs them too; with recomputation only one layer's at a time, but forward ends with all of them.
+    """
+    sharded = job.ds_config is not None or family.is_fsdp(job)  # 16-bit weights are gathered, not cast
+    if sharded or precision_of(job.values) == "fp32" or _loaded(job, shape) != 4:
+        return 0
+    return 2 * shape.trainable
+
+
+def host_bytes(job: Job, shape: Shape) -> dict[str, int]:
+    """Per node: weights while loading (below stage 3, unless the file is mapped as it is), and what is offloaded.
+
+    DeepSpeed keeps an fp32 gradient beside the offloaded optimizer (stage_1_and_2.py `initialize_optimizer_states`).
+    """
+    here, each = min(job.gpus_per_node, job.world_size), _loaded(job, shape)
+    mapped = not job.values["random_weights"] and each == DTYPE_BYTES.get(shape.dtype, 4)
+    load = 0 if mapped or job.zero_stage == 3 else here * each * shape.parameters
+    gradients = 4 * shape.trainable / job.world_size if _offload(job)[0] else 0
+    held = family.swap_buffers(job, shape) if family.on_disk(job) else _offloaded(job, shape) + gradients
+    return {"load": int(load), "training": int(here * held)}
+
+
+def checkpoint_bytes(job: Job, shape: Shape) -> dict[str, int]:
+    """The saved model or adapter, and a checkpoint that a run can go on from: 14Ψ at stage 3, 16Ψ below (README)."""
+    each = 2 if job.ds_config is not None and precision_of(job.values) != "fp32" else _loaded(job, shape)
+    saved = each * (shape.trainable if job.values["use_peft"] else shape.parameters)
+    optimizer = (12 if each == 2 and job.ds_config is not None else 2 * each) * shape.trainable
+    again = each * shape.parameters if job.zero_stage in (0, 1, 2) else 0
+    return {"weights": int(saved), "resumable": int(saved + optimizer + again)}
+
+
+def communication_bytes(job: Job, shape: Shape) -> dict[str, int]:
+    """Full tensors through each collective in one optimizer step; DeepSpeed's stages 1 and 2 move 3Φ (README).
+
+    Stages 2 and 3 reduce at every micro step (deepspeed/runtime/engine.py), stage 3 gathers for each pass.
+    """
+    if job.world_size == 1:
+        return {}
+    width, passes = _width(job), job.values["gradient_accumulation_steps"]
+    gradients, weights = width * shape.trainable, width * shape.parameters
+    gathered = {"all_gather": 2 * passes * weights, "reduce_scatter": passes * gradients}
+    if family.is_fsdp(job):
+        return gathered | {"reduce_scatter": gradients}
+    if job.ds_config is None:
+        return {"all_reduce": int(_loaded(job, shape) * shape.trainable)}
+    if job.zero_stage == 0:
+        return {"all_reduce": gradients}
+    if job.zero_stage == 1:
+        return {"all_reduce": gradients, "all_gather": gradients}
+    if job.zero_stage == 2:
+        return {"all_reduce": passes * gradients, "all_gather": gradients}
+    return family.compressed(job, gathered)
+
+
+def flops(job: Job, shape: Shape) -> int:
+    """Of one rank and optimizer step: 2 per weight and token forward, 4 backward (2 where weights are frozen), 2 again
+    with recomputation; attention 4·s·(heads x width) per layer and token and pass (arXiv:2205.05198, appendix A)."""
+    tokens = _tokens(job, shape) * job.values["gradient_accumulation_steps"]
+    again = 1 if checkpointed(job.values) else 0
+    frozen = job.values["use_peft"]
+    products = 2 * shape.multiplied * tokens * ((2 if frozen else 3) + again)
+    attention = 4 * shape.layers * tokens_of(job, shape) * shape.query_width * tokens * (3 + again)
+    return int(products + attention)
+
+
+def tokens_of(job: Job, shape: Shape) -> int:
+    """The longest sequence: max_length, or where it is null the positions that the model has."""
+    return job.values["max_length"] or shape.positions
+
+
+def checkpointed(values: Mapping[str, Any]) -> bool:
+    """Whether activations are recomputed, under TRL's new name or transformers' old one."""
+    new = values.get("activation_checkpointing")
+    return bool(values.get("gradient_checkpointing") if new is None else new)
+
+
+def _tokens(job: Job, shape: Shape) -> int:
+    """Of one rank's micro batch."""
+    return job.values["per_device_train_batch_size"] * tokens_of(job, shape) // family.shared(job)
+
+
+def _pairs(job: Job, shape: Shape) -> int:
+    eager = job.values.get("attn_implementation") == "eager"
+    return shape.heads * _tokens(job, shape) * tokens_of(job, shape) if eager else 0
+
+
+def _width(job: Job) -> int:
+    return 4 if precision_of(job.values) == "fp32" else 2
+
+
+def _loaded(job: Job, shape: Shape) -> int:
+    """Bytes per parameter of the dtype that the weights are loaded in."""
+    asked = (job.values["model_init_kwargs"] or {}).get("dtype") or job.values["dtype"]
+    return DTYPE_BYTES.get(shape.dtype if asked in ("auto", None) else str(asked).removeprefix("torch."), 4)
+
+
+def _offload(job: Job) -> tuple[bool, bool]:
+    """Whether (optimizer, parameters) lie off the GPU."""
+    zero = _zero(job)
+    places = [(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
+    return places[0] != "none", places[1] != "none" and job.zero_stage == 3
+
+
+def _zero(job: Job) -> dict[str, Any]:
+    return (job.ds_config or {}).get("zero_optimization", {})
+
+
+def _number(value: object, auto: int) -> int:
+    """A size of the ds_config; transformers fills "auto" from the hidden width (integrations/deepspeed.py 232-240)."""
+    return auto if value == "auto" else int(value)
+
+
+def _nccl(job: Job) -> int:
+    return NCCL_BUFFERS if job.world_size > 1 else 0
+
+
+def _notes(job: Job, shape: Shape) -> list[str]:
+    notes = []
+    if not job.values["max_length"]:
+        notes.append(
+            f"max_length is null: sequences of {shape.positions} tokens, all that the model takes, are assumed."
+        )
+    if any("experts" in key for key in job.config):
+        notes.append("A mixture of experts: every expert is counted as if it took every token.")
+    if job.values.get("torch_compile"):
+        notes.append("torch_compile: fused kernels keep other tensors than these; they are not known.")
+    if job.values["load_in_4bit"] or job.values["load_in_8bit"]:
+        notes.append("Quantised weights: what unpacking one layer takes while it computes is not counted.")
+    return notes

@@ -1,0 +1,92 @@
+"""The numbers of a model that formulas need: counted on the meta device from its config, never guessed from a name."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from zero_recipes.core.errors import Refusal, first_line
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Counts are elements; widths are elements per token."""
+
+    parameters: int  # LoRA's included
+    trainable: int
+    multiplied: int  # parameters that take part in matrix products: all but the embedding's rows
+    layers: int
+    hidden: int
+    heads: int
+    query_width: int  # heads x head_dim
+    kv_width: int  # key and value heads x head_dim, of one of the two
+    ffn: int
+    gated: bool  # the MLP multiplies two projections (SwiGLU and the like)
+    vocabulary: int
+    positions: int
+    dtype: str  # of the weights' file
+
+
+def shape_of(config: Mapping[str, Any], values: Mapping[str, Any]) -> Shape:
+    """Build the model's class on the meta device, with LoRA's adapter where the recipe asks for one, and count.
+
+    Raises Refusal where the class cannot be built from the config alone.
+    """
+    from trl import ModelConfig
+
+    names = {field.name for field in dataclasses.fields(ModelConfig) if field.init}
+    model_keys = {key: values[key] for key in sorted(names & values.keys()) if key.startswith(("lora_", "use_"))}
+    return _counted(json.dumps(dict(config), sort_keys=True), json.dumps(model_keys, sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=64)
+def _counted(config_json: str, model_keys_json: str) -> Shape:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from trl import ModelConfig, get_peft_config
+
+    from zero_recipes.models.load import without_zero_init
+
+    raw = json.loads(config_json)
+    try:
+        config = AutoConfig.for_model(**raw)
+        with without_zero_init(), torch.device("meta"):  # in a run one rank alone counts
+            model = AutoModelForCausalLM.from_config(config)
+            names = [name for name, _ in model.named_parameters()]
+            embedding = model.get_input_embeddings().weight.numel()
+            tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+            peft_config = get_peft_config(ModelConfig(**json.loads(model_keys_json)))
+            if peft_config is not None:
+                from peft import get_peft_model
+
+                model = get_peft_model(model, peft_config)
+    except Exception as error:  # a model's class may raise anything
+        raise Refusal(
+            "ZR817",
+            f"the model of this config cannot be built: model_type {raw.get('model_type')!r}",
+            first_line(error),
+            "A plan needs a causal language model that transformers knows without code of its own.",
+        ) from error
+    text = config.get_text_config()
+    parameters = sum(p.numel() for p in model.parameters())
+    heads = text.num_attention_heads
+    head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return Shape(
+        parameters=parameters,
+        trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        multiplied=parameters if tied else parameters - embedding,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        heads=heads,
+        query_width=heads * head_width,
+        kv_width=(getattr(text, "num_key_value_heads", None) or heads) * head_width,
+        ffn=getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size,
+        gated=any("gate_proj" in name for name in names),
+        vocabulary=text.vocab_size,
+        positions=getattr(text, "max_position_embeddings", 0),
+        dtype=str(config.dtype or "float32").removeprefix("torch."),
+    )

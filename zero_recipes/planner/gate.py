@@ -1,0 +1,143 @@
+"""The plan of a run that is about to start: held against its GPU before a weight is loaded, and kept for the report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from zero_recipes.config.run import Run
+from zero_recipes.core.errors import Finding, Refusal, first_line
+from zero_recipes.core.host_limits import Host
+from zero_recipes.core.process import local_world_size, rank
+from zero_recipes.distributed.once_per_node import once_per_node
+from zero_recipes.metrics.prediction import Prediction
+from zero_recipes.planner import jobs
+from zero_recipes.planner import predict as predictor
+from zero_recipes.planner.advice import Predict, smallest_fix
+from zero_recipes.planner.job import Job
+from zero_recipes.planner.rows import launch_command
+from zero_recipes.planner.verdict import Verdict, judge
+
+SOURCES = {"engine": "the engine, simulated", "formulas": "textbook formulas"}
+VERDICTS = {"fits": "fits into", "tight": "tight in", "no": "does not fit into"}
+
+
+def plan(run: Run) -> dict[str, Any] | None:
+    """What metrics.json shows as "predicted"; None where the run is not planned. Every process calls it.
+
+    On an accelerator, unless the recipe has `skip_plan: true`; on CPUs where it has `predict: true`. One process of
+    each machine works. Raises Refusal on every process where the plan says no.
+    """
+    if not wanted(run):
+        return None
+    word = once_per_node(lambda: _told(_work(run, os.environ)))
+    if rank() == 0:
+        print(*word["said"], sep="\n", flush=True)
+    return word["predicted"]
+
+
+def _told(found: dict[str, Any]) -> dict[str, Any]:
+    """As JSON can hold it."""
+    return {"predicted": found["predicted"], "said": [found["said"], *map(str, found["findings"])]}
+
+
+def wanted(run: Run) -> bool:
+    """Whether the run is planned at all."""
+    values = run.recipe.values
+    return values["predict"] or (run.device == "cuda" and not values["skip_plan"])
+
+
+def rehearsed(run: Run, environment: Mapping[str, str]) -> list[Finding]:
+    """What the run would be refused for, or warned of; for `zero-recipes check` on a machine with its GPU."""
+    if run.device != "cuda" or not wanted(run):
+        return []
+    try:
+        return _work(run, environment)["findings"]
+    except Refusal as refusal:
+        return refusal.findings
+
+
+def _work(run: Run, environment: Mapping[str, str]) -> dict[str, Any]:
+    """{"predicted", "said", "findings"}. A plan that cannot be made is said, and stops no run: it is advice.
+
+    Raises Refusal where the plan says no.
+    """
+    from zero_recipes.core.units import size  # here: it brings matplotlib, which a run without a plan needs not load
+
+    findings: list[Finding] = []
+    try:
+        job, predict = job_of_run(run, environment), predictor.of()
+        prediction = predict(job)
+        said = f"plan          {size(prediction['allocated_peak_bytes'])} at the peak, by {_source(prediction)}"
+        if run.device == "cuda" and not run.recipe.values["skip_plan"]:
+            verdict = judge(prediction, gpu_memory())
+            said += f": {VERDICTS[verdict.word]} {size(verdict.capacity)}"
+            findings = plan_findings(run, job, prediction, verdict, predict)
+    except Exception as error:  # the engine's own code under simulation may raise anything
+        said = f"plan          none could be made: {first_line(error)}"
+        return {"predicted": None, "said": said, "findings": []}
+    if any(finding.level == "error" for finding in findings):
+        raise Refusal.of(findings)
+    return {"predicted": predicted(prediction), "said": said, "findings": findings}
+
+
+def predicted(prediction: Prediction) -> dict[str, Any]:
+    """The part of a prediction that metrics.json carries."""
+    keys = ("source", "model_state_bytes", "at_peak", "peak_phase", "reserved_bytes", "host_bytes", "flops_per_step")
+    return {"peak_memory_bytes": prediction["allocated_peak_bytes"]} | {key: prediction[key] for key in keys}
+
+
+def job_of_run(run: Run, environment: Mapping[str, str]) -> Job:
+    """The job that this run is. Raises Refusal where the model's config is not here."""
+    values, strategy = dict(run.recipe.values), run.strategy
+    here = local_world_size(environment, strategy.world_size)
+    device = "gpu" if run.device == "cuda" else "cpu"
+    config = jobs.model_config(values)
+    model = values["model_name_or_path"]
+    return Job(model, config, values, strategy.name, strategy.ds_config, strategy.world_size, here, device)
+
+
+def gpu_memory() -> int:
+    """Bytes of this process's GPU."""
+    import torch
+
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
+def plan_findings(run: Run, job: Job, prediction: Prediction, verdict: Verdict, predict: Predict) -> list[Finding]:
+    """The run that does not fit, with what would. Formulas are too coarse to refuse for: by them it is a warning."""
+    from zero_recipes.core.units import size
+
+    if verdict.word != "no":
+        return []
+    parts = sorted(prediction["at_peak"].items(), key=lambda part: -part[1])
+    largest = ", ".join(f"{name} {size(held)}" for name, held in parts[:3] if held)
+    gpus = f"{job.world_size} GPU{'s' if job.world_size > 1 else ''}"
+    needs, has = size(prediction["reserved_bytes"]["low"]), size(verdict.capacity)
+    return [
+        Finding(
+            "ZR816",
+            f"{job.strategy} on {gpus} needs at least {needs} on each, and this one has {has}",
+            f"By {_source(prediction)}, the peak in {prediction['peak_phase']}: {largest}. It would end out of memory.",
+            f"{_what_helps(run, job, verdict, predict)} zero-recipes plan compares all strategies; --skip_plan true "
+            "runs it as it is.",
+            level="error" if prediction["source"] == "engine" else "warning",
+        )
+    ]
+
+
+def _what_helps(run: Run, job: Job, verdict: Verdict, predict: Predict) -> str:
+    strategies = jobs.strategies_here() | {job.strategy: job.ds_config}
+    fix = smallest_fix(job, verdict.capacity, predict, strategies, Host().memory()[0])
+    if fix is None:
+        return "No change that was tried makes it fit: a smaller model, or GPUs with more memory."
+    # the configuration came from the launcher or the command line: a command names its own
+    recipe = replace(run.recipe, values=run.recipe.values | {"deepspeed": None})
+    words = f"{fix.words[0].upper()}{fix.words[1:]}"
+    return f"{words}, with the other options of this run: {launch_command(recipe, [], fix.job)}."
+
+
+def _source(prediction: Prediction) -> str:
+    return SOURCES[prediction["source"]]

@@ -1,0 +1,105 @@
+"""The GPUs that a plan knows: hardware.yaml, and a user's file in the same form. Every figure has its source there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from zero_recipes.core.errors import Refusal
+
+OWN = Path(__file__).with_name("hardware.yaml")
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class Gpu(BaseModel):
+    """One class of GPU. Units stand in the names; GB/s are 10^9 bytes per second and direction."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    memory_mib: Annotated[int, Field(gt=0)]
+    bf16_tflops: Positive
+    memory_gb_s: Positive
+    link_gb_s: Positive
+    host_gb_s: Positive
+    network_gb_s: Positive
+    achievable: tuple[Share, Share]
+    source: Annotated[str, Field(min_length=1)]
+
+    @property
+    def memory_bytes(self) -> int:
+        """What nvidia-smi shows, in bytes."""
+        return self.memory_mib * 1024**2
+
+    @model_validator(mode="after")
+    def _low_before_high(self) -> Gpu:
+        if self.achievable[0] > self.achievable[1]:
+            raise ValueError("achievable is [low, high]")
+        return self
+
+
+def gpus(extra: Path | None = None) -> dict[str, Gpu]:
+    """{name: GPU}; what `extra` names is added, or takes the place of ours. Raises Refusal for a file with a fault."""
+    return _read(OWN) | ({} if extra is None else _read(extra))
+
+
+def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
+    """The GPU of this name, or the only one whose name begins with it. Raises Refusal."""
+    asked = _bare(name)
+    found = [key for key in known if _bare(key) == asked] or [key for key in known if _bare(key).startswith(asked)]
+    if len(found) == 1:
+        return known[found[0]]
+    raise Refusal(
+        "ZR807",
+        f"--gpu {name}: " + (f"{' and '.join(found)} begin so" if found else "no such GPU is known"),
+        "Memory and speed of the GPU are what the plan is held against.",
+        f"One of {', '.join(known)}; --hardware FILE.yaml adds others (form: zero_recipes/planner/hardware.yaml).",
+    )
+
+
+def _read(path: Path) -> dict[str, Gpu]:
+    if not path.is_file():
+        raise Refusal(
+            "ZR808",
+            f"there is no hardware file {path}",
+            f"Paths are relative to the working directory, {Path.cwd()}.",
+            "Its form is that of zero_recipes/planner/hardware.yaml.",
+        )
+    try:
+        content = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise Refusal(
+            "ZR809", f"{path} is not YAML", str(error).replace("\n", " "), "Mend the line that it names."
+        ) from None
+    if not isinstance(content, dict):
+        raise Refusal(
+            "ZR810",
+            f"{path} holds no mapping of names to GPUs",
+            "Every GPU has a name and its figures.",
+            "See zero_recipes/planner/hardware.yaml.",
+        )
+    return {str(name).lower(): _gpu(str(name).lower(), figures, path) for name, figures in content.items()}
+
+
+def _bare(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name.lower())
+
+
+def _gpu(name: str, figures: object, path: Path) -> Gpu:
+    try:
+        return Gpu.model_validate({"name": name} | (figures if isinstance(figures, dict) else {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "the whole entry"
+        raise Refusal(
+            "ZR811",
+            f"{path}: {name}: {key}: {first['msg']}",
+            "A wrong figure would become a wrong verdict.",
+            "See the comment at the top of zero_recipes/planner/hardware.yaml for units and keys.",
+        ) from error

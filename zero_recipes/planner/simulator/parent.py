@@ -1,0 +1,262 @@
+"""Predictions from the real engine: jobs are simulated in processes of their own (engine.py), answers kept on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from zero_recipes.config.recipe import precision_of
+from zero_recipes.core.errors import Refusal
+from zero_recipes.core.host_limits import Host
+from zero_recipes.metrics.prediction import Prediction
+from zero_recipes.planner import cache
+from zero_recipes.planner.formulas import family
+from zero_recipes.planner.job import Job
+
+# The versions that the patches of patches.py were written for, up to the part of the number that must agree.
+KNOWN_VERSIONS = {"torch": "2.13", "deepspeed": "0.19", "transformers": "5.23", "trl": "1.16", "accelerate": "1.15"}
+RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
+
+# Beside the caching allocator's segments, per GPU. Assumptions, not measured by this project: a CUDA context with its
+# loaded kernels (some 0.5 GB on recent GPUs), cuBLAS workspaces (32 MiB a stream on Hopper), and the channels of a
+# NCCL communicator (some 0.3 GB among 8 GPUs of one node).
+CONTEXT = 600 * 10**6
+COMMUNICATOR = 400 * 10**6
+FRAGMENTATION = 1.05  # what a replay of other row lengths than these would add
+
+
+def unknown_versions() -> list[str]:
+    """Installed packages that the simulation has not been written for: "torch 2.14.0 (known: 2.13)"."""
+    found = {name: version(name) for name in KNOWN_VERSIONS}
+    return [
+        f"{name} {found[name]} (known: {known})"
+        for name, known in KNOWN_VERSIONS.items()
+        if found[name].split("+")[0].split(".")[:2] != known.split(".")
+    ]
+
+
+def predict(job: Job) -> Prediction:
+    """The prediction for one job; from the cache where it has been made with these versions. Raises Refusal."""
+    return predict_all([job])[0]
+
+
+def predict_all(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> list[Prediction]:
+    """Predictions in the order of the jobs; `done` is told of each job as it is ready, in any order.
+
+    Raises Refusal where a job cannot be simulated.
+    """
+    for job in jobs:
+        _refuse_unknown(job)
+    found = [cache.find(job) for job in jobs]
+    missing = [index for index, prediction in enumerate(found) if prediction is None]
+    for index, job in enumerate(jobs):
+        if index not in missing:
+            done(job)
+    if missing:
+        for index, prediction in zip(missing, simulate([jobs[index] for index in missing], done), strict=True):
+            found[index] = prediction
+            cache.keep(jobs[index], prediction)
+    return found
+
+
+def _refuse_unknown(job: Job) -> None:
+    unknown, values = unknown_versions(), job.values
+    quick = "zero-recipes plan --quick answers by formulas."
+    if unknown:
+        raise Refusal(
+            "ZR818",
+            f"the simulation does not know {', '.join(unknown)}",
+            "It replaces small parts of these libraries (planner/simulator/patches.py), checked for one version each.",
+            quick,
+        )
+    other = family.not_simulated(job)
+    if other:
+        raise Refusal(
+            "ZR819",
+            f"{job.strategy} on {job.world_size} ranks cannot be simulated",
+            f"{other[0].upper()}{other[1:]}.",
+            quick,
+        )
+    if values["max_length"] is None:
+        raise Refusal(
+            "ZR820",
+            "the recipe sets no max_length",
+            "Activations grow with the longest row.",
+            "--max_length 1024, e.g.",
+        )
+
+
+def simulate(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> list[Prediction]:
+    """All jobs of one device in one child, which imports the libraries once and forks for each job and rank.
+
+    Raises Refusal where a job cannot be simulated. Nothing is kept.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        answers = [[Path(folder, f"{index}.{rank}.json") for rank in _ranks(job)] for index, job in enumerate(jobs)]
+
+        def told(answer: Path) -> None:
+            index = int(answer.name.split(".")[0])
+            if all(path.exists() for path in answers[index]):
+                done(jobs[index])
+
+        # stage 3 takes longest and comes first, so that no core is left alone with it at the end
+        for device in sorted({job.device for job in jobs}):  # the device that stands for a GPU comes before the forks
+            tasks = [
+                {"job": asdict(job), "rank": rank, "answer": str(path)}
+                for job, paths in sorted(zip(jobs, answers, strict=True), key=lambda pair: pair[0].zero_stage != 3)
+                if job.device == device
+                for rank, path in zip(_ranks(job), paths, strict=True)
+            ]
+            for answer, error in _engine(tasks, told):
+                job = jobs[int(answer.name.split(".")[0])]
+                raise Refusal(
+                    "ZR821",
+                    f"{job.strategy} on {job.world_size} ranks cannot be simulated",
+                    error,
+                    "zero-recipes plan --quick answers by formulas.",
+                )
+        return [
+            _prediction(job, [json.loads(path.read_text()) for path in paths])
+            for job, paths in zip(jobs, answers, strict=True)
+        ]
+
+
+def _ranks(job: Job) -> list[int]:
+    """The first and the last at stages 1 and 2: their flat partitions cut other tensors, which are kept whole.
+
+    One where nothing is sharded, and at stage 3, where each tensor is cut into padded parts of one size.
+    """
+    return sorted({0, job.world_size - 1}) if job.zero_stage in (1, 2) else [0]
+
+
+def _engine(tasks: list[dict], told: Callable[[Path], None]) -> list[tuple[Path, str]]:
+    """Run the tasks; [(answer's path, what went wrong)] of those that failed."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "zero_recipes.planner.simulator.worker", str(_at_once())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_environment(),
+    )
+    noise: list[str] = []
+    listener = threading.Thread(target=lambda: noise.extend(child.stderr), daemon=True)
+    listener.start()
+    child.stdin.write(json.dumps(tasks, default=str))
+    child.stdin.close()
+    failed, ended = [], set()
+    for line in child.stdout:
+        if line.startswith("{"):
+            said = json.loads(line)
+            ended.add(said["answer"])
+            if said["error"]:
+                failed.append((Path(said["answer"]), said["error"]))
+            else:
+                told(Path(said["answer"]))
+    child.wait()
+    listener.join()
+    for task in tasks:
+        if task["answer"] not in ended:
+            failed.append((Path(task["answer"]), "".join(noise[-3:]).strip() or f"exit code {child.returncode}"))
+    return failed
+
+
+def _at_once() -> int:
+    """Simulations side by side: each takes a core."""
+    free = psutil.virtual_memory().available // RESIDENT
+    return max(1, min(Host().cores(), free))
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without what a launcher has put there; no GPU is touched."""
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_"))
+    }
+    return own | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
+    """The rank that needs most, with what the ranks need together."""
+    most = max(ranks, key=lambda rank: rank["allocated_peak_bytes"])
+    values = job.values
+    here = min(job.gpus_per_node, job.world_size)
+    reserved = most["reserved_peak_bytes"]
+    extras = CONTEXT + (COMMUNICATOR if job.world_size > 1 else 0)
+    return {
+        "source": "engine",
+        "strategy": job.strategy,
+        "zero_stage": job.zero_stage,
+        "world_size": job.world_size,
+        "parameters": most["parameters"],
+        "trainable_parameters": most["trainable_parameters"],
+        "precision": precision_of(values),
+        "micro_batch_size": values["per_device_train_batch_size"],
+        "gradient_accumulation_steps": most["gradient_accumulation_steps"],
+        "max_length": values["max_length"],
+        **{key: most[key] for key in ("allocated_peak_bytes", "peak_phase", "peak_operator", "at_peak", "peaks")},
+        "model_state_bytes": {
+            part: max(rank["model_state_bytes"][part] for rank in ranks) for part in most["model_state_bytes"]
+        },
+        "memory_phases": most["memory_phases"],
+        "reserved_bytes": {
+            "low": reserved + extras,
+            "high": int(reserved * FRAGMENTATION) + extras,
+        },
+        "host_bytes": {
+            "load": here * (most["host_load"] + most["imports"]),
+            "training": here * (most["host_training"] + most["imports"]),
+        },
+        "checkpoint_bytes": _checkpoint_bytes(job, most),
+        "communication_bytes_per_step": most["communication_bytes_per_step"],
+        "flops_per_step": most["flops_per_step"],
+        "seconds": sum(rank["seconds"] for rank in ranks),
+        "resident_bytes": max(rank["resident_bytes"] for rank in ranks),
+        "notes": _notes(job),
+    }
+
+
+def _checkpoint_bytes(job: Job, found: dict[str, Any]) -> dict[str, int]:
+    """On disk, all ranks together: 16 bits of each weight (32 without DeepSpeed) and Adam's fp32 states.
+
+    Below stage 3 DeepSpeed writes the weights once more (mp_rank_00_model_states.pt).
+    """
+    trainable = found["trainable_parameters"]
+    lora = trainable < found["parameters"]
+    each = 2 if job.ds_config is not None and precision_of(job.values) != "fp32" else 4
+    weights = each * (trainable if lora else found["parameters"])
+    if job.ds_config is None:
+        return {"weights": weights, "resumable": weights + 8 * trainable}
+    again = 0 if job.zero_stage == 3 else weights
+    return {"weights": weights, "resumable": weights + 12 * trainable + again}
+
+
+def _notes(job: Job) -> list[str]:
+    values = job.values
+    notes = [
+        f"Every row is taken for {values['max_length']} tokens long (max_length); shorter rows need less.",
+        "Fragmentation is replayed for rows of one length; other lengths fragment more.",
+    ]
+    if str(values["attn_implementation"]).startswith("flash_attention"):
+        notes.append(f"{values['attn_implementation']} is simulated by torch's own flash kernel.")
+    if values["torch_compile"]:
+        notes.append("torch.compile fuses operators and keeps other activations: not simulated.")
+    if values["use_liger_kernel"]:
+        notes.append("Liger kernels keep other activations: not simulated.")
+    if any("expert" in key for key in job.config):
+        notes.append("A mixture of experts is simulated with the routing of random tokens.")
+    if str(getattr(values["eval_strategy"], "value", values["eval_strategy"])) not in ("no", "False"):
+        notes.append(f"Evaluation in batches of {values['per_device_eval_batch_size']} is not simulated.")
+    return notes

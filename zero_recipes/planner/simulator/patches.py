@@ -1,0 +1,210 @@
+"""What the libraries do that fake tensors cannot: each is replaced here, in the planning process and nowhere else.
+
+Fake tensors have shapes, dtypes and devices but no numbers, no addresses and no other ranks. Each function below names
+the one thing that it replaces; tests/upstream/test_plan_patches.py shows for each that it is still needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+
+import torch
+
+aten = torch.ops.aten
+
+
+# Operators by which Python asks a tensor for its number: `.item()`, `if tensor`, torch.equal
+ASKED_FOR = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default}
+
+
+def answer_for_number(func, args: tuple) -> float | int | bool:
+    """A number for one of ASKED_FOR: a fake tensor has none and would raise.
+
+    0.0, False and a byte of 0 take the way of a healthy step (no overflow: DeepSpeed 0.19, zero/stage_1_and_2.py
+    `has_overflow`, asks a byte), 1 is a count that divides, and two tensors are equal.
+    """
+    if func is not aten._local_scalar_dense.default:
+        return func is aten.equal.default
+    dtype = args[0].dtype
+    if dtype.is_floating_point:
+        return 0.0
+    return False if dtype == torch.bool else 0 if dtype == torch.uint8 else 1
+
+
+def no_addresses() -> None:
+    """DeepSpeed 0.19 (zero/stage3.py, zero/partition_parameters.py) compares `data_ptr()`s, which fake tensors lack."""
+    torch.Tensor.data_ptr = lambda tensor: tensor.untyped_storage()._cdata
+
+
+def no_kernels() -> None:
+    """DeepSpeed 0.19 (comm/torch.py `TorchBackend`) compiles a kernel for the CPU's collectives, half a minute long.
+
+    Here nothing is sent. To be called before the process group starts.
+    """
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+
+def no_pinned_memory() -> None:
+    """torch 2.13: `pin_memory()` of a fake tensor raises; DeepSpeed pins what it offloads."""
+    torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
+    torch.Tensor.is_pinned = lambda tensor, *_, **__: True
+
+
+def conversions_by_hand() -> None:
+    """torch 2.13, nn/modules/module.py `_apply`: swaps tensors' contents, which a fake parameter refuses.
+
+    To another dtype a parameter stays the object that it is. To another device it becomes a new one (a fake tensor
+    cannot change its device), so models are moved before an optimizer knows their parameters.
+    """
+
+    def _apply(module, convert, recurse=True):
+        moved: dict[int, torch.nn.Parameter] = {}  # tied parameters stay tied
+        with torch.no_grad():
+            for child in module.modules() if recurse else [module]:
+                for name, parameter in child._parameters.items():
+                    if parameter is not None:
+                        child._parameters[name] = moved.setdefault(id(parameter), _converted(parameter, convert))
+                for name, buffer in child._buffers.items():
+                    if buffer is not None:
+                        child._buffers[name] = convert(buffer)
+        return module
+
+    torch.nn.Module._apply = _apply
+
+
+def _converted(parameter: torch.nn.Parameter, convert) -> torch.nn.Parameter:
+    data = convert(parameter.data)
+    if data.device != parameter.device:
+        return torch.nn.Parameter(data, requires_grad=parameter.requires_grad)
+    if data.dtype != parameter.dtype:
+        parameter.data = data
+    return parameter
+
+
+def no_other_ranks() -> None:
+    """DeepSpeed 0.19, zero/utils.py `assert_ints_same_as_other_ranks`: the other ranks would answer zeros."""
+    from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3
+
+    for module in (stage3, partition_parameters, partitioned_param_coordinator):
+        module.assert_ints_same_as_other_ranks = lambda ints: None
+
+
+def masks_by_shape(full_rows: bool, packing: bool) -> None:
+    """transformers 5.23, masking_utils.py: looks into the mask, and takes a fake tensor for a compiler's.
+
+    `full_rows`: no row of the batch is padded, so that no mask is made. `packing`: several rows stand in one.
+    """
+    from transformers import masking_utils
+
+    masking_utils.is_tracing = lambda tensor=None: False
+    masking_utils.fast_all = lambda tensor: full_rows
+    find = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda positions: find(positions) if packing else None
+
+
+def data_parallel_in_python() -> None:
+    """torch 2.13: DistributedDataParallel's reducer is C++ and reads its parameters' storage."""
+    torch.nn.parallel.DistributedDataParallel = BucketedDataParallel
+
+
+class BucketedDataParallel(torch.nn.Module):
+    """DistributedDataParallel's memory: one flat buffer for each bucket of gradients, kept from the beginning.
+
+    torch/csrc/distributed/c10d/reducer.cpp `initialize_buckets`; with gradient_as_bucket_view the gradients live in
+    the buckets.
+    """
+
+    def __init__(self, module: torch.nn.Module, gradient_as_bucket_view: bool = False, **_):
+        super().__init__()
+        self.module = module
+        self.trainable = [p for p in module.parameters() if p.requires_grad]
+        self.buckets = [torch.empty(p.numel(), dtype=p.dtype, device=p.device) for p in self.trainable]
+        if gradient_as_bucket_view:
+            for parameter, bucket in zip(self.trainable, self.buckets, strict=True):
+                parameter.grad = bucket.view(parameter.shape)
+
+    def forward(self, *arguments, **keywords):
+        return self.module(*arguments, **keywords)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        yield
+
+    def _get_ddp_logging_data(self) -> dict:
+        return {"bucket_sizes": str(sum(p.numel() * p.element_size() for p in self.trainable))}
+
+
+def adam_on_the_host() -> None:
+    """DeepSpeed 0.19, ops/adam/cpu_adam.py: a C++ kernel that reads addresses. The states are the same."""
+    import deepspeed.ops.adam
+    from deepspeed.ops.adam import cpu_adam
+
+    class DeepSpeedCPUAdam(torch.optim.Optimizer):
+        def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, **_):
+            super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=True))
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None and not self.state[parameter]:
+                        state = {"step": 1}
+                        for name in ("exp_avg", "exp_avg_sq"):
+                            state[name] = torch.zeros_like(parameter.data, device="cpu")
+                        self.state[parameter] = state
+
+    for module in (deepspeed.ops.adam, cpu_adam):
+        module.DeepSpeedCPUAdam = DeepSpeedCPUAdam
+
+
+def fused_head_without_temporaries() -> None:
+    """TRL 1.16, kernels/chunked_logprob.py: on a GPU Triton kernels fold each tile of logits in place.
+
+    On other devices torch folds them with temporaries, which a GPU run does not have.
+    """
+    from trl.kernels import chunked_logprob
+
+    chunked_logprob._forward_tile = lambda *_, **__: None
+    chunked_logprob._backward_tile = lambda *_, **__: None
+    chunked_logprob._addmm_fp32 = lambda *_: None
+
+
+def attention_as_on_cuda() -> None:
+    """torch 2.13, aten/native/transformers/cuda/sdp_utils.cpp: flash attention without a mask, memory-efficient with.
+
+    On the device that stands for a GPU torch would take the plain formula, which keeps the whole score matrix.
+    """
+    functional, plain = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
+
+    @functools.wraps(plain)
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if query.device.type == "cpu":
+            return plain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        if attn_mask is None:
+            return aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.where(attn_mask, 0.0, float("-inf")).to(query.dtype)
+        shape = (*query.shape[:3], key.shape[2])
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask.expand(shape), True, dropout_p, is_causal, scale=scale
+        )[0]
+
+    functional.scaled_dot_product_attention = attention
+
+
+def apply(on_gpu: bool, full_rows: bool, packing: bool) -> None:
+    """All of them, for a simulated CPU rank or one on the device that stands for a GPU."""
+    no_addresses()
+    no_pinned_memory()
+    conversions_by_hand()
+    no_other_ranks()
+    masks_by_shape(full_rows, packing)
+    data_parallel_in_python()
+    adam_on_the_host()
+    if on_gpu:
+        fused_head_without_temporaries()
+        attention_as_on_cuda()

@@ -1,0 +1,156 @@
+"""What DeepSpeed 0.19.8 really allocates for model states in bf16 with Adam: the paper's terms and each deviation.
+
+Line numbers are those of deepspeed/runtime/. "Groups" are the optimizer's parameter groups (the Trainer makes two: with
+weight decay and without), each a list of tensor sizes in elements, in the order of the model. Nothing here measures;
+zero_recipes/compat/deepspeed_tensors.py reads the engine and knows nothing of these terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+Groups = Sequence[Sequence[int]]
+Terms = dict[str, dict[str, int]]
+
+STEP_COUNTER = 4  # bytes: torch's Adam keeps `step` as one fp32 scalar per tensor that it is given
+START_ALIGNMENT = 2  # elements; zero/stage_1_and_2.py:441 `nccl_start_alignment_factor`
+
+
+def model_state_terms(
+    groups: Groups, world_size: int, rank: int, zero_stage: int, reduce_bucket: int, sub_group: int = 10**9
+) -> Terms:
+    """{"params" | "grads" | "optimizer": {term: bytes}}, the largest within one optimizer step without accumulation.
+
+    `reduce_bucket` and `sub_group`: zero_optimization.reduce_bucket_size and sub_group_size, in elements.
+    """
+    if zero_stage == 0:
+        return _stage_0(groups)
+    if zero_stage == 3:
+        return _stage_3(groups, world_size, sub_group)
+    return _stages_1_and_2(groups, world_size, rank, zero_stage, reduce_bucket)
+
+
+def ddp_terms(groups: Groups) -> Terms:
+    """DistributedDataParallel under autocast: fp32 weights and gradients, no separate master (torch, no DeepSpeed)."""
+    psi, tensors = sum(map(sum, groups)), sum(map(len, groups))
+    return {
+        "params": {"fp32 parameters 4Ψ": 4 * psi},
+        "grads": {"fp32 gradients 4Ψ": 4 * psi},
+        "optimizer": {"Adam 8Ψ": 8 * psi, "step counters": STEP_COUNTER * tensors},
+    }
+
+
+def fsdp2_terms(shapes: Sequence[Sequence[int]], world_size: int, rank: int, bf16: bool, accumulates: bool) -> Terms:
+    """FSDP2 (torch.distributed.fsdp.fully_shard), whose fp32 shards are their own master; without DeepSpeed.
+
+    Each tensor is cut by its first dimension (torch/distributed/fsdp/_fully_shard/_fsdp_param.py), the memory of
+    parameters and gradients padded to the largest part. accelerate 1.15 keeps trainable parameters in fp32 under bf16
+    too (utils/fsdp_utils.py, fsdp2_prepare_model); a gradient is reduced in bf16 and kept in fp32. Between micro steps
+    gradients lie there whole, in the dtype in which they are reduced.
+    """
+    psi, rows, row = sum(map(prod, shapes)), [shape[0] for shape in shapes], [prod(shape[1:]) for shape in shapes]
+    parts = [-(-count // world_size) for count in rows]
+    mine = [max(0, min(part, count - part * rank)) for part, count in zip(parts, rows, strict=True)]
+    padded, own = (
+        sum(p * r for p, r in zip(parts, row, strict=True)),
+        sum(m * r for m, r in zip(mine, row, strict=True)),
+    )
+    share = 4 * psi // world_size
+    grads = {"fp32 gradients 4Ψ/N": share, "padding of each tensor": 4 * padded - share}
+    whole = (2 if bf16 else 4) * psi
+    if accumulates and whole > 4 * padded:
+        grads = {"whole gradients between micro steps": whole}
+    return {
+        "params": {"fp32 parameters 4Ψ/N": share, "padding of each tensor": 4 * padded - share},
+        "grads": grads,
+        "optimizer": {
+            "Adam 8Ψ/N": 2 * share,
+            "uneven parts": 8 * own - 2 * share,
+            "step counters": STEP_COUNTER * len(shapes),
+        },
+    }
+
+
+def _stage_0(groups: Groups) -> Terms:
+    """fp16/unfused_optimizer.py: masters per tensor (67-77); step() adds fp32 gradients to the bf16 ones (201-205)."""
+    psi, tensors = sum(map(sum, groups)), sum(map(len, groups))
+    return {
+        "params": {"bf16 parameters 2Ψ": 2 * psi},
+        "grads": {"bf16 gradients 2Ψ": 2 * psi, "fp32 copies inside step() 4Ψ": 4 * psi},
+        "optimizer": {"fp32 master and Adam 12Ψ": 12 * psi, "step counters": STEP_COUNTER * tensors},
+    }
+
+
+def _stages_1_and_2(groups: Groups, world_size: int, rank: int, zero_stage: int, reduce_bucket: int) -> Terms:
+    """zero/stage_1_and_2.py: flat groups (505), masters per partition (560), gradient buffer (2187-2194), fp32 copy of
+    one group at a time in step() (3118, 3126); the buffer is freed with the last group."""
+    padded = [_round_up(sum(group), START_ALIGNMENT * world_size) for group in groups]
+    psi, padding = sum(map(sum, groups)), sum(padded) - sum(map(sum, groups))
+    mine, others = [], []
+    for group, size in zip(groups, padded, strict=True):
+        inside, outside = _touching(group, size // world_size, rank)
+        mine += inside
+        others += outside
+    partition = {
+        "bf16 gradients of the partition 2Ψ/N": 2 * psi // world_size,
+        "parameters cut by its edges, kept whole": 2 * sum(mine) - 2 * psi // world_size,
+    }
+    tail = sum(size - sum(group) for group, size in zip(groups[1:], padded[1:], strict=True))
+    step = partition | {
+        "fp32 copy inside step(), first group": 4 * padded[0] // world_size,
+        "zeros that fill the last rank's other groups (2782)": 2 * tail if rank == world_size - 1 else 0,
+    }
+    large = [size for size in others if size > reduce_bucket]
+    embedding = groups[0][0]  # the model's first tensor: its gradient comes last and is not reduced yet
+    in_flight = embedding if embedding > reduce_bucket and padded[0] // world_size * rank < embedding else 0
+    backward = partition | {
+        "others' gradients larger than the reduce bucket, until backward ends": 2 * sum(large),
+        "the last gradient, not yet reduced": 2 * in_flight,
+    }
+    if zero_stage == 2:  # gradients of other ranks are freed once reduced (2252-2261)
+        backward = partition
+    return {
+        "params": {"bf16 parameters 2Ψ": 2 * psi, "alignment of the flat groups": 2 * padding},
+        "grads": max(step, backward, key=lambda terms: sum(terms.values())),
+        "optimizer": {
+            "fp32 master and Adam 12Ψ/N": 12 * psi // world_size,
+            "alignment of the flat groups": 12 * sum(padded) // world_size - 12 * psi // world_size,
+            "step counters": STEP_COUNTER * len(groups),
+        },
+    }
+
+
+def _stage_3(groups: Groups, world_size: int, sub_group: int) -> Terms:
+    """zero/partition_parameters.py pads each tensor to N partitions; zero/stage3.py: one gradient buffer (791), fp32
+    copy of one sub-group at a time in step() (2686-2693). Exact while a parameter group fits into one sub-group."""
+    partitions = [sum(-(-size // world_size) for size in group) for group in groups]
+    psi, held = sum(map(sum, groups)), sum(partitions)
+    share = {factor: factor * psi // world_size for factor in (2, 12)}
+    return {
+        "params": {"bf16 parameters 2Ψ/N": share[2], "padding of each tensor": 2 * held - share[2]},
+        "grads": {
+            "bf16 gradients of the partition 2Ψ/N": share[2],
+            "padding of each tensor": 2 * held - share[2],
+            "fp32 copy inside step(), largest sub-group": 4 * min(max(partitions), sub_group),
+        },
+        "optimizer": {
+            "fp32 master and Adam 12Ψ/N": share[12],
+            "padding of each tensor": 12 * held - share[12],
+            "step counters": STEP_COUNTER * len(groups),
+        },
+    }
+
+
+def _touching(group: Sequence[int], partition: int, rank: int) -> tuple[list[int], list[int]]:
+    """(tensors that have elements in this rank's partition, the others): zero/stage_1_and_2.py `get_partition_info`."""
+    start, end, at = partition * rank, partition * (rank + 1), 0
+    inside, outside = [], []
+    for size in group:
+        (inside if at < end and at + size > start else outside).append(size)
+        at += size
+    return inside, outside
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
