@@ -159,8 +159,8 @@ def test_accelerate_files_that_contradict_themselves(tmp_path):
         ("distributed_type: multi_gpu\n", "'multi_gpu' is not a valid DistributedType"),
         ("- 2\n", "accelerate: "),
         ("distributed_type: FSDP\nfsdp_config: 2\n", "fsdp_config is a mapping"),
-        ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\nec2_instance_type: a\niam_role_name: b\n",
-         "SageMaker"),
+        ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\n"
+         "ec2_instance_type: a\niam_role_name: b\n", "SageMaker"),
     ],
 )  # fmt: skip
 def test_what_accelerate_cannot_launch_is_no_accelerate_file(tmp_path, text, said):
