@@ -42,7 +42,7 @@ def _check(arguments: argparse.Namespace) -> int:
     run, findings = preflight(arguments.recipe, mapping, arguments.overrides, environment, rehearsal=True)
     if run is not None:
         findings += gate.rehearsed(run, environment)
-        print("\n".join(run.strategy.described(run.device, argparse.Namespace(**run.recipe.values))))
+        print("\n".join(run.strategy.described(run.device, run.settings)))
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if arguments.data:
@@ -63,8 +63,8 @@ def data_findings(run, show: bool) -> list:
     from zero_recipes.data import load as data
 
     # neither weights nor ranks: the strategy does not matter to the data
-    run.recipe.values |= {"deepspeed": None, "use_cpu": True, "bf16": False, "fp16": False}
-    script_args, training_args, model_args, dataset_args, ours = recipes.instances(run.recipe)
+    settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False)
+    script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, run.recipe.path)
     tokenizer = prepare.dress(data.load_tokenizer(model_args, training_args), training_args)
     rows, evaluation = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
     samples.choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, tokenizer)

@@ -8,7 +8,7 @@ import sys
 from zero_recipes.cli import verbs
 from zero_recipes.cli.check import add_check
 from zero_recipes.compat.warnings import quieten_loggers
-from zero_recipes.core.errors import Refusal, say_refused
+from zero_recipes.core.errors import Refusal, print_refusal
 
 # each adds its parser, with set_defaults(func=...); func takes the arguments and returns the exit code
 VERBS = (
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.func(arguments)
     except Refusal as refusal:
-        return say_refused(refusal)
+        return print_refusal(refusal)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def _fetch(arguments: argparse.Namespace) -> int:
 
     mapping = recipes.read(arguments.recipe)
     recipe = recipes.parse(arguments.recipe, mapping, [])
-    for name, size in fetch(recipe.values):
+    for name, size in fetch(recipe.settings):
         print(f"{name}: {size / 1e9:.2f} GB")
     return 0
 
