@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process of this machine is at work: neither gone nor waiting to be buried."""
+    """Whether a process of this machine is running, and not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
