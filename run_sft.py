@@ -45,12 +45,12 @@ def prepare(argv: list[str]):
     path, overrides = recipes.split_command_line(argv)
     mapping = recipes.read(path)  # the recipe's `env:` is in force before torch is imported
 
-    from zero_recipes.compat import warnings as calm
+    from zero_recipes.compat.warnings import quieten, quieten_loggers
 
-    calm.quieten_loggers()
+    quieten_loggers()
     from zero_recipes.checks.preflight import preflight
 
-    calm.quieten()
+    quieten()
     run, findings = preflight(path, mapping, overrides, os.environ)
     if any(finding.level == "error" for finding in findings):
         raise Refusal.of(findings)
@@ -77,10 +77,11 @@ def train_on(run, disks: list[dict]):
     from zero_recipes.checkpoint.resume import refuse_apart
     from zero_recipes.checkpoint.verify import verify
     from zero_recipes.checks.preflight import resolved_ds_config
-    from zero_recipes.compat.patches import FreshAdamAtStage0, patch_quantized_gradients
+    from zero_recipes.compat import fsdp, patches
     from zero_recipes.data.load import load_tokenizer
     from zero_recipes.data.prepare import prepare as prepare_rows
-    from zero_recipes.distributed import bandwidth, fsdp, init, nvme, ulysses
+    from zero_recipes.distributed import bandwidth, init, nvme, ulysses
+    from zero_recipes.distributed.fsdp import RefuseUnsharded
     from zero_recipes.metrics import callback as metrics_metrics
     from zero_recipes.metrics.failure import if_the_disk_takes_it, write_failure
     from zero_recipes.metrics.timers import PhaseClock
@@ -95,7 +96,7 @@ def train_on(run, disks: list[dict]):
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(recipe)
     main_process, checkpoint = training_args.process_index == 0, training_args.resume_from_checkpoint
     if run.strategy.is_fsdp:
-        fsdp.mend(training_args, run.device)
+        fsdp.fix_arguments(training_args, run.device)
     threads = init.set_host_threads(run.strategy, run.device, os.environ)
     ulysses.share_sequences(training_args, run.strategy.sequence_parallel, model_args.attn_implementation)
     clock.seconds["imports"] = time.perf_counter() - STARTED
@@ -125,7 +126,7 @@ def train_on(run, disks: list[dict]):
             recipes.write_resolved(recipe, output_dir / "recipe.resolved.yaml", header, ds_config)
         training_args.distributed_state.wait_for_everyone()
 
-        patch_quantized_gradients()  # before DeepSpeed takes the function
+        patches.apply(run.strategy)
         with clock.phase("model"):
             model = load_model(config, model_args, training_args, ours)
 
@@ -136,7 +137,7 @@ def train_on(run, disks: list[dict]):
         sharded = []
         if run.strategy.is_fsdp:
             fsdp.keep_names_of_the_file(model)
-            sharded = [fsdp.RefuseUnsharded()]
+            sharded = [RefuseUnsharded()]
         with clock.phase("data"):
             trainer = metrics.MeasuredSFTTrainer(
                 model=model,
@@ -145,7 +146,7 @@ def train_on(run, disks: list[dict]):
                 eval_dataset=prepared.evaluation,
                 processing_class=tokenizer,
                 peft_config=get_peft_config(model_args),
-                callbacks=[*sharded, FreshAdamAtStage0(bool(checkpoint)), before, stage_metrics],
+                callbacks=[*sharded, patches.FreshAdamAtStage0(bool(checkpoint)), before, stage_metrics],
             )
         before.trainer = trainer
         stage_metrics.watch(trainer)

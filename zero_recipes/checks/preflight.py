@@ -16,7 +16,8 @@ from zero_recipes.checks.cache import on_hub
 from zero_recipes.checks.ds_config import fill_auto
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
-from zero_recipes.compat import warnings as calm
+from zero_recipes.compat.registry import parts_in_use, private_part_findings
+from zero_recipes.compat.warnings import choose_progress
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import run as launch
 from zero_recipes.config import strategy
@@ -43,7 +44,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     recipe = _attempt(findings, recipes.parse, path, sound, overrides)
     if recipe is None:
         return None, findings
-    calm.choose_progress(recipe)
+    choose_progress(recipe)
     asks_for_cpu = recipe.values["use_cpu"]
     device = launch.choose_device(recipe)
     findings += launcher_findings(environment)
@@ -61,6 +62,8 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     if not (constants.is_offline_mode() and on_hub(named.model_name_or_path)):  # what the cache lacks is said below
         _attempt(findings, load_config, named, named)
     _attempt(findings, refuse_missing_attention, recipe.values["attn_implementation"], device)
+    if in_force is not None:
+        findings += private_part_findings(parts_in_use(in_force, recipe.values, device))
     output_dir = launch.choose_output_dir(recipe)
     resume = recipe.values["resume_from_checkpoint"]
     overwrite = recipe.values["overwrite"]

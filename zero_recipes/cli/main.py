@@ -112,12 +112,12 @@ def _check(arguments: argparse.Namespace, rest: list[str]) -> int:
     import json
 
     from zero_recipes.checks.preflight import preflight, resolved_ds_config
-    from zero_recipes.compat import warnings as calm
+    from zero_recipes.compat.warnings import quieten
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_environment
     from zero_recipes.planner import gate
 
-    calm.quieten()
+    quieten()
     if arguments.upgrade:
         arguments.recipe = _write_upgraded(arguments.recipe)
     mapping = recipes.read(arguments.recipe)
@@ -173,9 +173,9 @@ def _write_upgraded(old: Path) -> Path:
 
 
 def _plan(arguments: argparse.Namespace, rest: list[str]) -> int:
-    from zero_recipes.compat import warnings as calm
+    from zero_recipes.compat.warnings import quieten
 
-    calm.quieten()
+    quieten()
     from zero_recipes.planner import cli as command
 
     return command.run(arguments, rest)
@@ -227,9 +227,9 @@ def _verify(arguments: argparse.Namespace, _rest: list[str]) -> int:
 
 
 def _reshard(arguments: argparse.Namespace, _rest: list[str]) -> int:
-    from zero_recipes.compat import warnings as calm
+    from zero_recipes.compat.warnings import quieten
 
-    calm.quieten()
+    quieten()
     from zero_recipes.checkpoint import manifest
     from zero_recipes.checkpoint.reshard.write import reshard, resume_command
 

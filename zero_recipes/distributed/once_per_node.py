@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -32,7 +33,7 @@ def once_per_node(work: Callable[[], Any]) -> Any:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
-    store = dist.distributed_c10d._get_default_store()
+    store = _store()
     first = rank() - int(os.environ["LOCAL_RANK"])
     call = f"zero_recipes/handoff/{next(_calls)}"
     try:
@@ -47,6 +48,17 @@ def once_per_node(work: Callable[[], Any]) -> Any:
     if "error" in word:
         raise RuntimeError(f"rank {first}, which prepares the data of this machine, failed: {word['error']}")
     return word["value"]
+
+
+def _store() -> dist.Store:
+    """A connection to the store at which the processes have met (rendezvous.py), of this call's own."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return dist.TCPStore(
+            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=GATHER_SECONDS)
+        )
+    except dist.DistError as error:
+        raise RuntimeError("rank 0 died: the store that it kept is gone") from error
 
 
 def _work_and_tell(work: Callable[[], Any], store: dist.Store, place: str) -> Any:

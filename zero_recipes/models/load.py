@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from zero_recipes.compat import deepspeed_tensors
+from zero_recipes.compat.huggingface import attention_in_force, without_deepspeed_announcement
 from zero_recipes.compat.patches import keep_4bit_layout
 from zero_recipes.core.errors import Finding, Refusal, first_line
 
@@ -89,7 +89,7 @@ def refuse_other_keys(config: PretrainedConfig, model_args, training_args, ours)
     """
     if ours.random_weights or _quantization(model_args, config) is not None:  # load_model asks the load itself
         return
-    with without_zero_init():
+    with without_deepspeed_announcement():
         _, report = _from_pretrained(config, model_args, training_args, _keywords(model_args, training_args), "meta")
     _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
 
@@ -108,7 +108,7 @@ def load_model(config: PretrainedConfig, model_args, training_args, ours) -> Pre
         _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
         if _quantization(model_args, config) is not None:
             keep_4bit_layout(model)
-    asked, got = keywords["attn_implementation"], model.config._attn_implementation
+    asked, got = keywords["attn_implementation"], attention_in_force(model)
     if asked is not None and got != asked:
         raise Refusal(
             "ZR406",
@@ -182,19 +182,6 @@ def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
             )
     if findings:
         raise Refusal.of(findings)
-
-
-@contextlib.contextmanager
-def without_zero_init() -> Iterator[None]:
-    """Under ZeRO stage 3 from_pretrained and from_config are collective, through zero.Init; here they are neither."""
-    from transformers.integrations import deepspeed
-
-    kept = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed._hf_deepspeed_config_weak_ref = None
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = kept
 
 
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
