@@ -76,6 +76,7 @@ def apart(losses: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
 
 
+@pytest.mark.private
 def test_bf16_losses_are_those_of_zero3_and_not_rounded(two, recipe, tmp_path):
     """The last assertion fails when accelerate no longer rounds them: then distributed/fsdp.py policy may go."""
 
@@ -91,6 +92,7 @@ def test_bf16_losses_are_those_of_zero3_and_not_rounded(two, recipe, tmp_path):
     assert apart(rounded, zero3) > 1e-3
 
 
+@pytest.mark.private
 def test_accelerate_alone_does_not_shard_on_a_cpu(two, recipe, tmp_path):
     """Fails when accelerate shards there by itself: then compat/fsdp.py let_it_shard_on_cpu may go."""
     argv = [str(recipe), "--output_dir", str(tmp_path), *FSDP]
@@ -98,6 +100,7 @@ def test_accelerate_alone_does_not_shard_on_a_cpu(two, recipe, tmp_path):
         assert said.startswith("FSDP2 was asked for and does not shard: ")
 
 
+@pytest.mark.private
 def test_transformers_alone_would_save_other_names(two, tmp_path):
     """Fails when transformers knows the class of a sharded model: then compat/fsdp.py keep_names_of_the_file may go."""
     recipe = write_recipe(tmp_path, save_model=True, max_steps=1)
@@ -105,6 +108,7 @@ def test_transformers_alone_would_save_other_names(two, tmp_path):
     assert "lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")
 
 
+@pytest.mark.private
 def test_an_evaluation_leaves_parameters_gathered(two, recipe, tmp_path):
     """Fails when torch reshards all of them after a forward pass: then distributed/fsdp.py reshard may go."""
     argv = [str(recipe), "--output_dir", str(tmp_path), *FSDP]
