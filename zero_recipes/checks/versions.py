@@ -13,7 +13,6 @@ from zero_recipes.core.errors import Finding
 _UNTESTED = "Nothing older is tested: its private parts (docs/private_parts.md) may be other ones."
 # package: (oldest version that the code is written for, what goes wrong below it); pyproject.toml says the same
 FLOORS = {
-    "torch": (versions.floor("torch"), _UNTESTED),
     "deepspeed": (
         versions.floor("deepspeed"),
         "Before 0.19.0 overlap_comm at stages 1 and 2 freed buffers that the reduction stream still read: the loss "
@@ -29,8 +28,6 @@ FLOORS = {
         "TRL gathered the LM head once for each chunk of supervised tokens: under ZeRO stage 3, ranks with unequal "
         "numbers of them waited for each other for ever (huggingface/trl#6696). 1.16 gathers once.",
     ),
-    "accelerate": (versions.floor("accelerate"), _UNTESTED),
-    "datasets": (versions.floor("datasets"), _UNTESTED),
     "peft": (
         "0.21",
         "Before 0.18 it imports HybridCache, which transformers 5 does not have: TRL cannot be imported "
