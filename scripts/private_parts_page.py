@@ -33,7 +33,7 @@ def page() -> str:
         lines += ["", f"## Used by: {runs}", ""]
         lines += ["| part | library | what it does and why | if it were another one |", "| --- | --- | --- | --- |"]
         for part in parts:
-            why = part.why + (f" ({part.upstream})" if part.upstream else "")
+            why = part.why + (f"; upstream: {part.upstream}" if part.upstream else "")
             lines.append(f"| `{part.name}`<br>{part.used_by} | {part.library} | {why} | {part.otherwise} |")
     return "\n".join(lines) + "\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import tomllib
@@ -67,9 +68,9 @@ def rename(monkeypatch, reliance, name: str) -> str:
 
 def remove(monkeypatch, owner, name: str) -> None:
     holder = next((cls for cls in getattr(owner, "__mro__", ()) if name in vars(cls)), owner)
-    try:
+    with contextlib.suppress(TypeError):  # a class of torch's C++ code
         monkeypatch.delattr(holder, name)
-    except TypeError:  # a class of torch's C++ code
+    if hasattr(owner, name):  # there too, or in a namespace of operators, which makes it anew
         found = private_part.find
         monkeypatch.setattr(private_part, "find", lambda where: None if found(where) is owner else found(where))
 
@@ -247,6 +248,16 @@ def test_a_4_bit_layer_without_the_switch_is_refused():
 
 
 @pytest.mark.private
+def test_the_whole_size_of_a_part_is_never_that_of_the_part():
+    p = torch.nn.Parameter(torch.zeros(0))
+    assert deepspeed_tensors.whole_size(p) == 0 and deepspeed_tensors.whole_shape(p) == (0,)
+    p.ds_id = 1
+    for read in (deepspeed_tensors.whole_size, deepspeed_tensors.whole_shape):
+        with pytest.raises(Refusal, match="partitioned_parameters"):
+            read(p)
+
+
+@pytest.mark.private
 def test_what_transformers_knew_of_deepspeed_it_knows_again():
     from transformers.integrations import deepspeed
 
@@ -284,6 +295,13 @@ def test_every_part_names_a_library_and_has_a_name_of_its_own():
     for part in PARTS:
         assert part.library in versions.TESTED and part.relies_on
         assert (ROOT / "zero_recipes" / part.used_by.partition(",")[0].partition(";")[0]).is_file()
+
+
+def test_the_counted_operators_are_those_of_the_record():
+    from zero_recipes.metrics.communication import _OPERATORS
+
+    named = {f"{r.where.rpartition('.')[2]}::{name}" for r in registry.pt.OPERATORS.relies_on for name in r.names}
+    assert set(_OPERATORS) == named
 
 
 def test_private_names_stay_where_their_records_are():

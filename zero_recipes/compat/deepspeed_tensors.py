@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from zero_recipes.compat.fsdp import whole_gradients
-from zero_recipes.compat.parts_of_deepspeed import MODEL_STATES
+from zero_recipes.compat.parts_of_deepspeed import MODEL_STATES, PARTITIONS
 from zero_recipes.compat.torch_internals import storage_identity
 from zero_recipes.distributed.fsdp import local
 
@@ -91,6 +91,21 @@ def weights(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterato
     else:
         yield from parameters
     yield from _held(optimizer, "weights")
+
+
+def is_partitioned(p: torch.nn.Parameter) -> bool:
+    """Whether ZeRO stage 3 has cut it into one part for each rank."""
+    return hasattr(p, "ds_id")
+
+
+def whole_size(p: torch.nn.Parameter) -> int:
+    """Elements of a parameter, of all ranks together."""
+    return PARTITIONS.of(p, "ds_numel") if is_partitioned(p) else p.numel()
+
+
+def whole_shape(p: torch.nn.Parameter) -> torch.Size:
+    """The shape of a parameter before partitioning."""
+    return PARTITIONS.of(p, "ds_shape") if is_partitioned(p) else p.shape
 
 
 def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Any]]:

@@ -34,6 +34,18 @@ MODEL_STATES = PrivatePart(
     ),
 )
 
+PARTITIONS = PrivatePart(
+    name="partitioned_parameters",
+    library="deepspeed",
+    used_by="compat/deepspeed_tensors.py, whole_size and whole_shape",
+    why="knows the whole size and shape of a parameter that stage 3 has partitioned",
+    otherwise="Parameters would be counted as 0, and random weights not be drawn.",
+    relies_on=(
+        Mentions("deepspeed.runtime.zero.partition_parameters:Init", ("ds_id", "ds_numel", "ds_shape")),
+        Mentions("deepspeed.runtime.zero.partition_parameters:is_zero_param", ("ds_id",)),
+    ),
+)
+
 FRESH_ADAM = PrivatePart(
     name="fresh_adam_at_stage_0",
     library="deepspeed",
@@ -41,7 +53,7 @@ FRESH_ADAM = PrivatePart(
     why="sets Adam's step counters back to 0: at stage 0 in 16 bit DeepSpeed takes a step before training to allocate "
     "the states",
     otherwise="Adam's bias correction would be off in every step, and weight decay applied once too often.",
-    upstream="https://github.com/deepspeedai/DeepSpeed/pull/5104 (fixed it at stages 1 to 3)",
+    upstream="deepspeedai/DeepSpeed#5104, the same at stages 1 to 3",
     relies_on=(
         Exists(FUSED, ("initialize_optimizer_states", "refresh_fp32_params")),
         Exists(UNFUSED, ("initialize_optimizer_states", "refresh_fp32_params")),

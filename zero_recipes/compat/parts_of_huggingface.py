@@ -85,7 +85,7 @@ WEIGHTS = PrivatePart(
     used_by="trainer/trainer.py, _load_from_checkpoint and _load_best_model",
     why="loads a checkpoint's weights through the model's class, which knows the names that files have",
     otherwise="Renamed weights (GPTNeoX's LM head) would not be loaded, with a warning only.",
-    upstream="https://github.com/huggingface/transformers/pull/48822",
+    upstream="huggingface/transformers#48822",
     relies_on=(
         Takes(f"{TRAINER}._load_from_checkpoint", ("self", "resume_from_checkpoint", "model")),
         Mentions(f"{TRAINER}.train", ("_load_from_checkpoint",)),
@@ -168,6 +168,18 @@ SHARDING_ON_CPU = PrivatePart(
         Exists("accelerate.state:PartialState", ("_shared_state",)),
         Mentions("accelerate.state:PartialState", ("_shared_state", "distributed_type")),
         Mentions("accelerate.state:AcceleratorState", ("MULTI_GPU", "ACCELERATE_USE_FSDP")),
+    ),
+)
+
+WRAPPED_OPTIMIZER = PrivatePart(
+    name="wrapped_optimizer",
+    library="accelerate",
+    used_by="compat/deepspeed_tensors.py, base_optimizer",
+    why="finds the torch optimizer inside accelerate's wrapper, and DeepSpeed's",
+    otherwise="Optimizer states would be counted as 0 bytes, and Adam's step before training at stage 0 not undone.",
+    relies_on=(
+        Mentions("accelerate.optimizer:AcceleratedOptimizer.__init__", ("optimizer",)),
+        Mentions("accelerate.utils.deepspeed:DeepSpeedOptimizerWrapper", ("optimizer",)),
     ),
 )
 

@@ -21,6 +21,27 @@ WHOLE_GRADIENTS = PrivatePart(
     ),
 )
 
+OPERATORS = PrivatePart(
+    name="collective_operators",
+    library="torch",
+    used_by="metrics/communication.py, CountCollectives",
+    why="counts the bytes of FSDP2's collectives by their operators, which have no documented names",
+    otherwise="Communication would be counted as 0 bytes.",
+    relies_on=(
+        Exists(
+            "torch:ops.c10d",
+            (
+                *("_allgather_base_", "allgather_", "_reduce_scatter_base_", "allreduce_", "broadcast_"),
+                "alltoall_base_",
+            ),
+        ),
+        Exists(
+            "torch:ops._c10d_functional",
+            ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_reduce_"),
+        ),
+    ),
+)
+
 BUCKETS = PrivatePart(
     name="gradient_buckets",
     library="torch",

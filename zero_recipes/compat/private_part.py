@@ -131,8 +131,8 @@ def find(where: str) -> Any:
     except ImportError:
         return None
     for name in filter(None, path.split(".")):
-        found = inspect.getattr_static(found, name, None)
-    return found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
+        found = getattr(found, name, None)
+    return getattr(found, "__func__", found)  # of a class method
 
 
 def codes(thing: Any) -> Iterator[CodeType]:

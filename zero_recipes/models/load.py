@@ -192,7 +192,7 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
     """
     deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     for name, p in model.named_parameters():
-        if len(getattr(p, "ds_shape", p.shape)) < 2:
+        if len(deepspeed_tensors.whole_shape(p)) < 2:
             continue
         generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
         with _whole(p), torch.no_grad():
@@ -201,7 +201,7 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
 
 
 def _whole(p: torch.nn.Parameter):
-    if not hasattr(p, "ds_id"):
+    if not deepspeed_tensors.is_partitioned(p):
         return contextlib.nullcontext()
     import deepspeed
 
@@ -212,5 +212,6 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     """(all, trainable) parameters, whole also where ZeRO stage 3 has partitioned them (tied ones count once), each
     number once also where several lie packed in one element (4 bit)."""
     packed = {id(weight): state.shape.numel() for weight, state in deepspeed_tensors.packed_weights(model)}
-    sizes = [(packed.get(id(p), getattr(p, "ds_numel", p.numel())), p.requires_grad) for p in model.parameters()]
+    whole_size = deepspeed_tensors.whole_size
+    sizes = [(packed.get(id(p), whole_size(p)), p.requires_grad) for p in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)

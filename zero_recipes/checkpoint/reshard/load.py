@@ -42,7 +42,9 @@ def load(engine, checkpoint: str | Path) -> None:
 
     RESHARDED_STATES.require()
     index, optimizer = read_index(checkpoint), engine.optimizer
-    parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad and _elements(p)}
+    parameters = {
+        name: p for name, p in engine.module.named_parameters() if p.requires_grad and deepspeed_tensors.whole_size(p)
+    }
     _refuse_other_parameters(index, parameters, checkpoint)
     _set_hyperparameters(index, optimizer, parameters)
     deepspeed_engine.make_adam_states(optimizer)
@@ -66,7 +68,7 @@ def _set(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
     """
     from deepspeed import utils
 
-    if not hasattr(p, "ds_id"):
+    if not deepspeed_tensors.is_partitioned(p):
         if key == "fp32":
             utils.safe_set_full_fp32_param(p, whole)
         else:
@@ -80,10 +82,6 @@ def _set(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
         utils.safe_set_local_fp32_param(p, part)
     else:
         utils.safe_set_local_optimizer_state(p, part, key)
-
-
-def _elements(p: torch.nn.Parameter) -> int:
-    return getattr(p, "ds_numel", p.numel())
 
 
 def _refuse_other_parameters(index: dict[str, Any], parameters: dict[str, Any], checkpoint: str | Path) -> None:
