@@ -36,6 +36,7 @@ TOKEN_WEIGHTS = PrivatePart(
         Takes(f"{TRAINER}._get_num_items_in_batch", ("self", "batch_samples", "device")),
         Mentions(f"{TRAINER}._get_num_items_in_batch", ("model_accepts_loss_kwargs", "_loss_shifts_labels")),
         Mentions(f"{TRAINER}._run_epoch", ("get_batch_samples",)),
+        Mentions(f"{TRAINER}.evaluation_loop", ("prediction_step",)),
         Takes(f"{SFT_TRAINER}.compute_loss", ("self", "model", "inputs", "return_outputs", "num_items_in_batch")),
     ),
 )
