@@ -52,8 +52,11 @@ def rename(monkeypatch, reliance, name: str) -> str:
         remove(monkeypatch, private_part.find(reliance.where), name)
         return f"{reliance.where} {name}"
     if isinstance(reliance, Mentions):
-        for function in list(private_part.functions(private_part.find(reliance.where))):
+        owner = private_part.find(reliance.where)
+        for function in list(private_part.functions(owner)):
             monkeypatch.setattr(function, "__code__", without_name(function.__code__, name))
+        if isinstance(owner, type) and hasattr(owner, name):
+            remove(monkeypatch, owner, name)
         return f"{reliance.where} {name}"
     if isinstance(reliance, Takes):
         owner, _, method = reliance.where.replace(":", ".").rpartition(".")

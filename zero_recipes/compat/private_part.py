@@ -38,13 +38,15 @@ class Exists:
 @dataclass(frozen=True)
 class Mentions:
     """The code of a class or a function uses these names: attributes, globals and functions that it sets or calls, or
-    looks for as a text (getattr)."""
+    looks for as a text (getattr). A class may have them as its own attributes and properties too."""
 
     where: str
     names: tuple[str, ...]
 
     def missing(self) -> list[str]:
-        used = {name for code in codes(find(self.where)) for name in (*code.co_names, *code.co_consts)}
+        owner = find(self.where)
+        used = {name for code in codes(owner) for name in (*code.co_names, *code.co_consts)}
+        used |= set(dir(owner)) if inspect.isclass(owner) else set()
         return [f"{self.where} {name}" for name in self.names if name not in used]
 
 
