@@ -43,6 +43,7 @@ canary:
 lint: setup
 	ruff check .
 	ruff format --check .
+	lint-imports
 
 clean:
 	rm -rf $(VENV) $(CANARY) output build *.egg-info

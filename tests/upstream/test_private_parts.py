@@ -29,6 +29,7 @@ from zero_recipes.compat import (
 from zero_recipes.compat.patches import keep_4bit_layout
 from zero_recipes.compat.private_part import Exists, Line, Mentions, Takes
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.core.errors import Refusal
 
 PARTS = [part for parts in registry.PARTS.values() for part in parts]
@@ -166,11 +167,11 @@ def test_a_run_is_asked_for_the_parts_that_it_uses(stage, config, groups):
         is_deepspeed=config is not None,
         is_fsdp=stage == "fsdp",
         zero_stage=stage,
-        ds_config=None if config is None else {"zero_optimization": {"stage": stage, **config}},
+        ds_config=None if config is None else DsConfig({"zero_optimization": {"stage": stage, **config}}),
     )
-    used = registry.parts_in_use(strategy, {"load_in_4bit": False}, "cpu")
+    used = registry.parts_in_use(strategy, SimpleNamespace(load_in_4bit=False), "cpu")
     assert used == [p for group, parts in registry.PARTS.items() if group in groups | {"every run"} for p in parts]
-    with_4_bit = registry.parts_in_use(strategy, {"load_in_4bit": True}, "cuda")
+    with_4_bit = registry.parts_in_use(strategy, SimpleNamespace(load_in_4bit=True), "cuda")
     assert set(registry.FOUR_BIT) <= set(with_4_bit) and not set(registry.FSDP2_ON_CPU) & set(with_4_bit)
 
 

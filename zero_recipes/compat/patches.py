@@ -11,13 +11,12 @@ from transformers import PreTrainedModel, TrainerCallback
 from zero_recipes.compat.deepspeed_tensors import base_optimizer
 from zero_recipes.compat.parts_of_deepspeed import FRESH_ADAM, QUANTIZED_GRADIENTS
 from zero_recipes.compat.parts_of_torch import LAYOUT
-from zero_recipes.compat.registry import uses_quantized_gradients
 from zero_recipes.config.strategy import Strategy
 
 
 def apply(strategy: Strategy) -> None:
     """What must be in place before DeepSpeed builds its engine. Raises Refusal."""
-    if uses_quantized_gradients(strategy):
+    if strategy.is_deepspeed and strategy.ds_config.quantizes_gradients:
         patch_quantized_gradients()
 
 

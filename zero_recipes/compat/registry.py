@@ -7,14 +7,14 @@ in a process of its own; it takes no version but the tested ones (planner/simula
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from zero_recipes.compat import parts_of_deepspeed as ds
 from zero_recipes.compat import parts_of_huggingface as hf
 from zero_recipes.compat import parts_of_torch as pt
 from zero_recipes.compat import versions
 from zero_recipes.compat.private_part import PrivatePart
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Finding
 
@@ -46,27 +46,21 @@ PARTS: dict[str, tuple[PrivatePart, ...]] = {
 }
 
 
-def parts_in_use(strategy: Strategy, values: Mapping[str, Any], device: str) -> list[PrivatePart]:
-    """The parts that a run touches. `values`: the recipe's keys in force."""
+def parts_in_use(strategy: Strategy, settings: Settings, device: str) -> list[PrivatePart]:
+    """The parts that a run touches."""
     in_use = {
         "every run": True,
         "DeepSpeed": strategy.is_deepspeed,
         "DeepSpeed, stage 0": strategy.is_deepspeed and strategy.zero_stage == 0,
         "DeepSpeed, stage 3": strategy.is_deepspeed and strategy.zero_stage == 3,
-        "zero_quantized_gradients": uses_quantized_gradients(strategy),
+        "zero_quantized_gradients": strategy.is_deepspeed and strategy.ds_config.quantizes_gradients,
         "FSDP2": strategy.is_fsdp,
         "FSDP2 on CPUs": strategy.is_fsdp and device == "cpu",
         "neither DeepSpeed nor FSDP2": not (strategy.is_deepspeed or strategy.is_fsdp),
         # without bitsandbytes checks/quantized.py refuses
-        "4-bit weights": bool(values["load_in_4bit"]) and importlib.util.find_spec("bitsandbytes") is not None,
+        "4-bit weights": settings.load_in_4bit and importlib.util.find_spec("bitsandbytes") is not None,
     }
     return [part for group, parts in PARTS.items() if in_use[group] for part in parts]
-
-
-def uses_quantized_gradients(strategy: Strategy) -> bool:
-    """Whether the ds_config switches ZeRO++'s qgZ on."""
-    config = strategy.ds_config or {}
-    return bool((config.get("zero_optimization") or {}).get("zero_quantized_gradients"))
 
 
 def private_part_findings(parts: list[PrivatePart]) -> Iterator[Finding]:
