@@ -21,6 +21,7 @@ import datasets
 from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from zero_recipes.compat import huggingface
 from zero_recipes.compat.huggingface import fingerprint, prepare_dataset
 from zero_recipes.core.errors import Finding, Refusal, first_line
 from zero_recipes.data.audit import Audit, audit, audit_findings
@@ -32,6 +33,7 @@ from zero_recipes.distributed.once_per_node import once_per_node
 _READ_BY_TRL = ("max_length", "truncation_mode", "packing", "packing_strategy", "eval_packing", "shuffle_dataset")
 _READ_BY_TRL += ("seed", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
 _VERSIONS = ("trl", "transformers", "datasets")
+_TRLS_PART = Path(huggingface.__file__)  # calls TRL's preparation
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
 HASHED_ROWS = 1000  # at once; the batches' boundaries are part of the hash
 
@@ -230,8 +232,8 @@ def _key(rows: Dataset, evaluation: Dataset | None, tokenizer: PreTrainedTokeniz
     known |= {"train": fingerprint(rows), "eval": evaluation and fingerprint(evaluation)}
     known |= {"kwargs": training_args.dataset_kwargs, "batch": training_args.per_device_train_batch_size}
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode())
-    for name in ("audit.py", "load.py", "prepare.py"):
-        digest.update(Path(__file__).with_name(name).read_bytes())
+    for path in (*(Path(__file__).with_name(name) for name in ("audit.py", "load.py", "prepare.py")), _TRLS_PART):
+        digest.update(path.read_bytes())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         for path in sorted(Path(folder).rglob("*")):
