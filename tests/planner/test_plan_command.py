@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe, strategies
 from zero_recipes.cli import main as cli
+from zero_recipes.compat import versions
 from zero_recipes.planner import cli as command
 from zero_recipes.planner import cost
 from zero_recipes.planner import predict as predictor
@@ -229,7 +230,7 @@ def test_nothing_is_predicted_twice():
 
 
 def test_versions_that_the_simulation_does_not_know_are_answered_by_formulas(monkeypatch):
-    monkeypatch.setitem(simulation.KNOWN_VERSIONS, "torch", "1.0")
+    monkeypatch.setitem(versions.TESTED, "torch", "==1.0")
     found = predictor.of()(job("zero2"))
     assert found["source"] == "formulas" and "does not know torch" in found["notes"][0]
     monkeypatch.undo()

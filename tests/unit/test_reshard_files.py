@@ -261,8 +261,8 @@ def test_a_launch_that_would_be_another_run_is_refused(tmp_path, monkeypatch):
 MEASURE = """
 import sys
 from pathlib import Path
-from zero_recipes.compat import warnings as calm
-calm.quieten()
+from zero_recipes.compat.warnings import quieten
+quieten()
 import deepspeed, rich.progress, safetensors.torch, torch
 from zero_recipes.checkpoint.reshard.write import reshard
 checkpoint, how = Path(sys.argv[1]), sys.argv[2]

@@ -50,9 +50,9 @@ def add_plan(verbs) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from zero_recipes.compat import warnings as calm
+    from zero_recipes.compat.warnings import quieten
 
-    calm.quieten()
+    quieten()
     from zero_recipes.planner import cli as command
 
     return command.run(arguments, arguments.overrides)
@@ -126,9 +126,9 @@ def add_reshard(verbs) -> None:
 
 
 def _reshard(arguments: argparse.Namespace) -> int:
-    from zero_recipes.compat import warnings as calm
+    from zero_recipes.compat.warnings import quieten
 
-    calm.quieten()
+    quieten()
     from zero_recipes.checkpoint import manifest
     from zero_recipes.checkpoint.reshard.write import reshard, resume_command
 
