@@ -183,7 +183,7 @@ def train_on(run, disks: list[dict]):
         failure = write_failure(output_dir, clock.failed or clock.current, error, states)
         if stage_metrics is not None:
             with if_the_disk_takes_it():
-                stage_metrics.write(output_dir, status=failure["status"], error=failure["error"])
+                stage_metrics.write(output_dir, status=failure.status, error=failure.error)
         raise
 
 

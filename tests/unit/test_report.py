@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from zero_recipes.core import plot_style, units
-from zero_recipes.report import ContractError, judge, plots, read_runs, rows, table, write_report
+from zero_recipes.report import ContractError, judge_runs, plots, read_runs, rows, table, write_report
 
 MIB = 1024**2
 PARAMETERS = 1_000_000
@@ -106,7 +106,7 @@ def oom(strategy):
 
 def verdict(runs, word):
     """The judgement whose question contains `word`."""
-    return next(judgement for judgement in judge(runs) if word in judgement.question)
+    return next(judgement for judgement in judge_runs(runs) if word in judgement.question)
 
 
 # ---------------------------------------------------------------- reading
@@ -361,7 +361,7 @@ def test_communication_is_set_beside_the_paper(tmp_path):
 
 
 def test_plus_plus_is_set_beside_its_paper_where_it_ran(tmp_path):
-    assert not any("ZeRO++" in judgement.question for judgement in judge(sweep(tmp_path / "without")))
+    assert not any("ZeRO++" in judgement.question for judgement in judge_runs(sweep(tmp_path / "without")))
     for name, gathered in (("zero3", 4_000_000), ("zero3_hpz", 2_000_000)):
         between = {"all_gather": gathered, "reduce_scatter": 2_000_000}
         save(tmp_path / "with" / name, metrics(name, communication_bytes_between_nodes=between))
