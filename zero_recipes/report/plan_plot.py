@@ -52,7 +52,7 @@ def _bars(figure: Figure, bars: Sequence[Bar], capacity: int | None) -> None:
     axes = figure.subplots()
     highest = max([capacity or 0, *(max(_high(bar), bar.measured or 0) for bar in bars)])
     top = highest if capacity is None else min(highest, BEYOND * capacity)
-    unit, one = units.binary_unit(top)
+    unit, one = units.unit_of(top)
     measured = any(bar.measured for bar in bars)
     width = 0.38 if measured else 0.56
     for place, bar in enumerate(bars):

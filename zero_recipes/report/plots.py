@@ -64,7 +64,7 @@ def _staircase(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
     peaks = [rows.peak_allocated(run) for run in runs]
     with_peaks = any(peaks)
     highest = max((_tallest(run) for run in runs), default=0)
-    unit, one = units.binary_unit(highest)
+    unit, one = units.unit_of(highest)
     width, shift = (0.4, 0.21) if with_peaks else (0.56, 0.0)
     for place, (run, peak) in enumerate(zip(runs, peaks, strict=True)):
         _state_bar(axes, run, place - shift if peak else place, width, one, len(runs))

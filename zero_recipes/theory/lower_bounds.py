@@ -10,6 +10,7 @@ from typing import Any
 
 from zero_recipes.config.recipe import precision_of
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.core import units
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -155,7 +156,7 @@ def disk_terms(strategy: Strategy, values: Mapping[str, Any], config, psi: int, 
     if saved not in ("no", "False"):
         one = checkpoint_bytes(strategy, values, config, psi, here)
         count = _checkpoints(values, saved)
-        terms[f"{count} checkpoint{'s' if count > 1 else ''} of {one / 1e9:.1f} GB"] = count * one
+        terms[f"{count} checkpoint{'s' if count > 1 else ''} of {units.size(one)}"] = count * one
     if values["save_model"]:
         terms["the model"] = saved_weights(strategy, values, config, psi)
     return terms
