@@ -13,6 +13,7 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from zero_recipes.compat.patches import forget_trace_of_generation
+from zero_recipes.core.tables import print_texts
 from zero_recipes.data.samples import Sample
 from zero_recipes.distributed import fsdp
 from zero_recipes.metrics.read_runs import SampleRow
@@ -126,15 +127,11 @@ def write_samples(path: Path, samples: list[Sample], before: Answers, after: Ans
 def show_samples(rows: list[SampleRow], most: int = 6) -> None:
     """Print the first rows and the mean scores as tables."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    table = Table(title=f"Before and after ({min(most, len(rows))} of {len(rows)} prompts)", show_lines=True)
-    for name in ("prompt", "before", "after", "reference"):
-        table.add_column(name, overflow="fold")
-    for row in rows[:most]:
-        table.add_row(question(row.prompt), *(_short(text) for text in (row.before, row.after, row.reference)))
-    console.print(table)
+    texts = [[question(row.prompt), *map(_short, (row.before, row.after, row.reference))] for row in rows[:most]]
+    title = f"Before and after ({len(texts)} of {len(rows)} prompts)"
+    print_texts(title, ("prompt", "before", "after", "reference"), texts, console)
     for name in next((row.scores_after for row in rows if row.scores_after), {}):
         before = [row.scores_before[name] for row in rows if row.scores_before]
         after = [row.scores_after[name] for row in rows if row.scores_after]
