@@ -147,7 +147,7 @@ def test_a_folder_takes_the_picture_and_the_json(capsys, tmp_path):
     assert header[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", header[16:]) == (1200, 720)
     assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
     written = (tmp_path / "plan" / "plan.md").read_text()
-    assert "| zero3 | fits | +10.2 GiB |" in written and "- Peak: bytes of live tensors" in written
+    assert "| zero3 | fits | +10.9 GB |" in written and "- Peak: bytes of live tensors" in written
 
 
 @pytest.mark.parametrize(
