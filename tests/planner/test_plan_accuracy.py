@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from tests.helpers.tiny import ROOT, llama_config, write_model
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.settings import Settings
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.simulator import parent as simulation
 
@@ -67,9 +68,11 @@ def write_recipe(folder: Path, model: Path, keys: dict) -> Path:
 
 def job_of(path: Path, model: Path, strategy: str) -> Job:
     recipe = recipes.parse(path, recipes.read(path), [])
-    values = {key: getattr(value, "value", value) for key, value in recipe.values.items()}
+    plain = {key: getattr(value, "value", value) for key, value in recipe.settings.as_dict().items()}
     ds_config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
-    return Job(str(model), json.loads((model / "config.json").read_text()), values, strategy, ds_config, 2, 2, "cpu")
+    return Job(
+        str(model), json.loads((model / "config.json").read_text()), Settings(plain), strategy, ds_config, 2, 2, "cpu"
+    )
 
 
 BOUND = 0.001  # of the peak

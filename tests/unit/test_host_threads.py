@@ -11,11 +11,13 @@ import torch
 from torch.distributed.run import config_from_args, get_args_parser
 
 from tests.helpers.tiny import ROOT
+from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed import init as host_threads
 
-OFFLOADED = Strategy("zero2_offload", 2, 4, {}, "ds_configs/zero2_offload.json", offload_optimizer="cpu")
+ON_HOST = DsConfig({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+OFFLOADED = Strategy("zero2_offload", 4, ON_HOST, "ds_configs/zero2_offload.json")
 
 
 class SixteenCores(Host):
@@ -52,7 +54,7 @@ def test_each_rank_takes_its_share_of_the_cores(threads, variables, expected):
     [
         (OFFLOADED, "cuda", {"OMP_NUM_THREADS": "3"}),
         (OFFLOADED, "cpu", {"OMP_NUM_THREADS": "1"}),
-        (Strategy("zero2", 2, 4, {}, "ds_configs/zero2.json"), "cuda", {"OMP_NUM_THREADS": "1"}),
+        (Strategy("zero2", 4, DsConfig({}), "ds_configs/zero2.json"), "cuda", {"OMP_NUM_THREADS": "1"}),
     ],
     ids=["somebody's choice", "the CPU trains", "nothing is offloaded"],
 )

@@ -59,11 +59,11 @@ def test_one_plain_process_with_several_gpus_is_refused(monkeypatch):
 
 SPEAKING = """
 import os, sys
-from zero_recipes.core.errors import Refusal, say_refused
+from zero_recipes.core.errors import Refusal, print_refusal
 
 if os.environ["RANK"] == "0":
     sys.stdin.read()  # slower than rank 1, until the test lets go
-code = say_refused(Refusal("ZR000", "what", "why", "fix"))
+code = print_refusal(Refusal("ZR000", "what", "why", "fix"))
 print("left", flush=True)
 sys.exit(code)
 """
