@@ -20,12 +20,13 @@ def add_fetch(verbs) -> None:
 
 def _fetch(arguments: argparse.Namespace) -> int:
     from zero_recipes.config import recipe as recipes
+    from zero_recipes.core import units
     from zero_recipes.data.download import fetch
 
     mapping = recipes.read(arguments.recipe)
     recipe = recipes.parse(arguments.recipe, mapping, [])
     for name, size in fetch(recipe.settings):
-        print(f"{name}: {size / 1e9:.2f} GB")
+        print(f"{name}: {units.size(size)}")
     return 0
 
 

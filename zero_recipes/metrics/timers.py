@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from zero_recipes.compat.deepspeed_engine import read_timers_before_reset
+from zero_recipes.metrics.parts import PhaseSeconds
 
-PHASES = ("imports", "data", "model", "samples_before", "train", "samples_after", "save")
+PHASES = tuple(PhaseSeconds.model_fields)
 
 
 class PhaseClock:
