@@ -138,7 +138,7 @@ def test_the_named_tensors_have_no_gradient_but_rounding(subject):
 
 def test_a_mean_for_each_rank_is_noticed(two, subject, tmp_path):
     """The comparison has teeth: a per-rank mean, its refusal switched off, is far outside the tolerance."""
-    found = run(two, subject, tmp_path / "out", "zero2", 2, case="train_with_a_mean_for_each_rank")
+    found = run(two, subject, tmp_path / "out", "zero2", 2, case="equivalence_cases.train_with_a_mean_for_each_rank")
     assert found["loss_delta"] > 100 * TOLERANCE and found["weight_delta"] > 100 * TOLERANCE, found
     with pytest.raises(AssertionError):
         assert_equal(found)
@@ -146,5 +146,5 @@ def test_a_mean_for_each_rank_is_noticed(two, subject, tmp_path):
 
 def test_repeated_rows_are_noticed(two, subject, tmp_path):
     """Fails when accelerate repeats no rows at an epoch's end: then weighting.without_loss may go."""
-    found = run(two, subject, tmp_path / "out", "ddp", 1, case="train_with_repeated_rows")
+    found = run(two, subject, tmp_path / "out", "ddp", 1, case="equivalence_cases.train_with_repeated_rows")
     assert found["loss_delta"] > 100 * TOLERANCE, found

@@ -101,4 +101,7 @@ def test_tied_weights_may_be_absent(two, recipe, tmp_path, strategy):
 def test_transformers_alone_would_not_say_so_at_stage_3(two, recipe, tmp_path):
     """Fails when transformers reports unexpected keys at stage 3: then model.refuse_other_keys may go."""
     argv = damaged(recipe, tmp_path, rename) + under("zero3")
-    assert two.run("keys_reported_by_transformers", argv=argv)[0] == {"missing_keys": [QUERY], "unexpected_keys": []}
+    assert two.run("equivalence_cases.keys_reported_by_transformers", argv=argv)[0] == {
+        "missing_keys": [QUERY],
+        "unexpected_keys": [],
+    }

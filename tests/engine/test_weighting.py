@@ -29,8 +29,8 @@ def recipe(tmp_path_factory) -> list[str]:
 def plain(one, recipe, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("plain")
     argv = [*recipe, "--output_dir", str(folder / "out")]
-    trained = one.run("train_plainly", argv=argv, folder=str(folder))[0]
-    return trained | {"evaluation": one.run("evaluate_plainly", argv=argv)[0]}
+    trained = one.run("equivalence_cases.train_plainly", argv=argv, folder=str(folder))[0]
+    return trained | {"evaluation": one.run("equivalence_cases.evaluate_plainly", argv=argv)[0]}
 
 
 def apart(losses: list[float], wanted: list[float]) -> float:
@@ -41,7 +41,7 @@ def apart(losses: list[float], wanted: list[float]) -> float:
 def test_evaluation_is_token_weighted(two, recipe, plain, tmp_path, strategy):
     argv = [*recipe, "--output_dir", str(tmp_path / "out")]
     argv += [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
-    found = two.run("train_by", argv=argv, mended=True)[0]
+    found = two.run("equivalence_cases.train_by", argv=argv, mended=True)[0]
     assert apart(found["losses"], plain["losses"]) <= TOLERANCE
     assert found["evaluations"][0] == pytest.approx(plain["evaluation"], rel=TOLERANCE)
     assert found["evaluations"][1] < found["evaluations"][0] - 0.1
@@ -50,10 +50,12 @@ def test_evaluation_is_token_weighted(two, recipe, plain, tmp_path, strategy):
 def test_models_that_count_no_tokens(two, recipe, plain, tmp_path):
     """As Gemma 3n and Gemma 4. Fails where SFTTrainer weighs tokens for them, and in evaluation: mending may go."""
     argv = [*recipe, "--output_dir", str(tmp_path / "out")]
-    unmended = two.run("train_by", argv=argv, mended=False, accepts_loss_kwargs=False)[0]
+    unmended = two.run("equivalence_cases.train_by", argv=argv, mended=False, accepts_loss_kwargs=False)[0]
     assert apart(unmended["losses"], plain["losses"]) > 100 * TOLERANCE
     assert abs(unmended["evaluations"][0] - plain["evaluation"]) > 10 * TOLERANCE * plain["evaluation"]
-    mended = two.run("train_by", argv=[*argv, "--overwrite", "true"], mended=True, accepts_loss_kwargs=False)[0]
+    mended = two.run(
+        "equivalence_cases.train_by", argv=[*argv, "--overwrite", "true"], mended=True, accepts_loss_kwargs=False
+    )[0]
     assert apart(mended["losses"], plain["losses"]) <= TOLERANCE
 
 
@@ -61,10 +63,10 @@ def test_models_without_a_loss_type(one, two, tmp_path):
     """GPT-2 on plain text. Fails where transformers no longer counts the first tokens, which have no loss."""
     recipe = write_text_recipe(tmp_path)
     argv = [str(recipe), "--output_dir", str(tmp_path / "out")]
-    plain = one.run("train_plainly", argv=argv, folder=str(tmp_path / "plain"))[0]
-    mended = two.run("train_by", argv=argv, mended=True)[0]
+    plain = one.run("equivalence_cases.train_plainly", argv=argv, folder=str(tmp_path / "plain"))[0]
+    mended = two.run("equivalence_cases.train_by", argv=argv, mended=True)[0]
     assert apart(mended["losses"], plain["losses"]) <= TOLERANCE
-    unmended = two.run("train_by", argv=[*argv, "--overwrite", "true"], mended=False)[0]
+    unmended = two.run("equivalence_cases.train_by", argv=[*argv, "--overwrite", "true"], mended=False)[0]
     assert apart(unmended["losses"], plain["losses"]) > 100 * TOLERANCE
 
 
@@ -93,9 +95,9 @@ def test_the_first_step_of_lora_changes_what_has_a_gradient_and_nothing_else(two
     lora = ["--use_peft", "true", "--lora_r", "4", "--lora_target_modules", "query_key_value", "dense"]
     lora += ["--max_steps", "1", "--weight_decay", "0", "--eval_strategy", "no", "--eval_on_start", "false"]
     argv = [*recipe, "--output_dir", str(tmp_path / "out"), *lora]
-    gradients = one.run("gradients_of_the_first_step", argv=argv)[0]
+    gradients = one.run("equivalence_cases.gradients_of_the_first_step", argv=argv)[0]
     assert len(gradients["some"]) == len(gradients["zero"]) == 4 and len(gradients["none"]) == 28
     argv += [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
-    for found in two.run("train_watched", argv=argv):
+    for found in two.run("equivalence_cases.train_watched", argv=argv):
         assert set(found["changed"]) == set(gradients["some"])
         assert set(found["unchanged"]) == set(gradients["zero"] + gradients["none"])

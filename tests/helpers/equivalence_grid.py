@@ -61,12 +61,19 @@ def reference_of(one, folder: Path) -> Subject:
     """Run the reference; `one` is a group of one process."""
     recipe, kept = write_subject(folder), folder / "reference"
     argv = [str(recipe), "--output_dir", str(folder / "nothing")]
-    found = one.run("train_plainly", argv=argv, folder=str(kept))[0]
-    gradients = one.run("gradients_of_the_first_step", argv=argv)[0]
+    found = one.run("equivalence_cases.train_plainly", argv=argv, folder=str(kept))[0]
+    gradients = one.run("equivalence_cases.gradients_of_the_first_step", argv=argv)[0]
     return Subject(recipe, load_file(kept / "model.safetensors"), **found, gradients=gradients)
 
 
-def run(group, subject: Subject, folder: Path, strategy: str, accumulation: int, case: str = "train_watched") -> dict:
+def run(
+    group,
+    subject: Subject,
+    folder: Path,
+    strategy: str,
+    accumulation: int,
+    case: str = "equivalence_cases.train_watched",
+) -> dict:
     """One run: what it was asserted to be, and its distance from the reference."""
     world, micro = group.world_size, EXAMPLES // (group.world_size * accumulation)
     argv = [

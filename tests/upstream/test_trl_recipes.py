@@ -126,7 +126,7 @@ def hub_cache(home: Path, name: str) -> None:
 THREE = """
 import contextlib, io, json, sys
 import run_sft
-from zero_recipes import cli
+from zero_recipes.cli import main as cli
 from zero_recipes.core.errors import Refusal, say_refused
 
 def ended(command):
