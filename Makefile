@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: setup ops demo test grid lint clean
+.PHONY: setup ops demo test-fast test grid lint clean
 
 setup: $(VENV)/.ready
 
@@ -21,6 +21,11 @@ demo: setup
 ops: setup
 	@python -m zero_recipes.distributed.kernels deepspeed_shm_comm cpu_adam async_io
 
+# the tests of single functions: one process, no run
+test-fast: setup
+	python -m pytest tests/unit
+
+# all of them, from cheap to expensive: unit, planner, engine, upstream, launch
 test: ops
 	python -m pytest
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny import ROOT, write_recipe
+from tests.launch.conftest import HOSTS
 from zero_recipes.config.run import refuse_shared_gpus
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
@@ -23,34 +23,7 @@ from zero_recipes.core.process import free_port, local_world_size
 from zero_recipes.distributed import bandwidth
 from zero_recipes.distributed.wait_for_hosts import meet_machines
 
-HOSTS = ("10.77.0.1", "10.77.0.2")
 CLI = [sys.executable, "-m", "zero_recipes.cli.main"]
-
-
-def _ip(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["ip", *arguments], capture_output=True, text=True)
-
-
-@pytest.fixture(scope="module")
-def namespaces():
-    """Names of two joined network namespaces; each one's interface is called as it is."""
-    if shutil.which("ip") is None:
-        pytest.skip("two hosts on one machine need network namespaces, and there is no `ip` (package iproute2)")
-    names = [f"zr{os.getpid()}{side}" for side in "ab"]
-    orders = [("netns", "add", name) for name in names]
-    orders.append(("link", "add", names[0], "netns", names[0], "type", "veth", "peer", names[1], "netns", names[1]))
-    for name, address in zip(names, HOSTS, strict=True):
-        orders.append(("-n", name, "addr", "add", f"{address}/24", "dev", name))
-        orders += [("-n", name, "link", "set", device, "up") for device in (name, "lo")]
-    try:
-        for order in orders:
-            done = _ip(*order)
-            if done.returncode:
-                pytest.skip(f"two hosts on one machine need network namespaces: ip {' '.join(order)}: {done.stderr}")
-        yield names
-    finally:
-        for name in names:
-            _ip("netns", "del", name)
 
 
 def on_each(namespaces: list[str], commands: list[list[str]], timeout: float = 400) -> list[tuple[int, str]]:
