@@ -125,7 +125,7 @@ def test_a_missing_host_is_named_by_the_one_that_waits(namespaces):
 def test_the_launcher_alone_names_nobody(namespaces):
     """Fails when torchrun's static rendezvous says who is missing: then zero-recipes meet may go."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", "0", "--no-python"]
-    command += ["--master_addr", HOSTS[0], "--master_port", str(free_port()), "--rdzv_conf", "timeout=5", "true"]
+    command += ["--master_addr", HOSTS[0], "--master_port", str(free_port()), "--rdzv_conf", "timeout=1", "true"]
     ((code, said),) = on_each(namespaces[:1], [command])
     assert code == 1 and "1/2 clients joined" in said and HOSTS[1] not in said
 
