@@ -21,6 +21,7 @@ import torch  # noqa: E402
 
 import tests.helpers.cases  # noqa: E402, F401 (imported once, for all ranks)
 from tests.helpers.forget import forget_last_run  # noqa: E402
+from zero_recipes.distributed import once_per_node  # noqa: E402
 
 
 def main(world_size: int, port: int, folder: str, descriptors: list[int]) -> None:
@@ -52,6 +53,7 @@ def be_rank(rank: int, folder: Path, descriptors: list[int]) -> None:
     close(descriptors)  # the group learns of a rank's end where nobody else holds its connection
     os.set_inheritable(group.fileno(), False)
     torch.set_num_threads(1)
+    once_per_node.POLL_SECONDS = 0.01  # rank 0 prepares a test's rows in a moment, and the others wait for it
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     environment = dict(os.environ)
     with suppress(EOFError):
