@@ -32,7 +32,7 @@ def main() -> None:
     for name, (model, strategies, count) in JOBS.items():
         recipe = question.read_recipe(RECIPE, ["--model_name_or_path", model])
         known = question.read_strategies(recipe, strategies)
-        config = question.model_config(recipe.values)
+        config = question.model_config(recipe.settings)
         jobs = [question.job_of(recipe, config, strategy, ds, count) for strategy, ds in known.items()]
         begin = time.perf_counter()
         predictions = simulation.simulate(jobs)

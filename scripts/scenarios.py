@@ -85,7 +85,7 @@ batches of 4 sequences of 512 tokens, accumulation 2, no recomputation) with ano
 def planned(scenario: Scenario, predict: Predict) -> dict[str, Any]:
     """One scenario as JSON: verdict and need of each strategy, the mildest change, the smallest machine."""
     recipe = jobs.read_recipe(RECIPE, ["--model_name_or_path", scenario.model])
-    config, gpu = jobs.model_config(recipe.values), gpu_named(scenario.gpu, gpus())
+    config, gpu = jobs.model_config(recipe.settings), gpu_named(scenario.gpu, gpus())
     strategies = jobs.read_strategies(recipe, None)
 
     def job(name: str, count: int = scenario.count) -> Job:
@@ -138,7 +138,7 @@ def hopeless_by_formulas(predict: Predict, gpu: Gpu) -> Predict:
 
 
 def recomputing(job: Job) -> Job:
-    return replace(job, values=dict(job.values) | {"activation_checkpointing": True})
+    return replace(job, settings=job.settings.replace(**{"activation_checkpointing": True}))
 
 
 def stage_3_from(job: Callable[[int], Job], gpu: Gpu, predict: Predict, psi: int) -> int | None:

@@ -20,8 +20,8 @@ def test_the_audit_counts_what_a_run_trains_on(one, tmp_path):
     argv = [str(path), "--output_dir", str(tmp_path / "out")]
     trained = one.run("train", argv=argv)[0]["metrics"]
     recipe = recipes.parse(path, recipes.read(path), [])
-    recipe.values |= {"use_cpu": True, "bf16": False, "output_dir": str(tmp_path / "a")}
-    script_args, training_args, model_args, dataset_args, ours = recipes.instances(recipe)
+    settings = recipe.settings.replace(use_cpu=True, bf16=False, output_dir=str(tmp_path / "a"))
+    script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, path)
     tokenizer = load_tokenizer(model_args, training_args)
     rows, _ = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
     tokens = tokenise(rows, tokenizer, training_args)

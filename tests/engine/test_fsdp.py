@@ -23,6 +23,7 @@ from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.strategy import resolve
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.process import free_port
+from zero_recipes.models.load import sizes_of
 from zero_recipes.theory.deepspeed_memory import fsdp2_terms
 
 FSDP = ["--fsdp", "true"]
@@ -188,7 +189,7 @@ def test_the_accelerate_file_means_what_accelerate_makes_of_it(tmp_path):
     real = dict(line.split("=", 1) for line in ended.stdout.splitlines() if "=" in line)
     path = write_recipe(tmp_path)
     found = [
-        resolve(recipes.parse(path, recipes.read(path), []), environment)
+        resolve(recipes.parse(path, recipes.read(path), []).settings, environment, sizes_of)
         for environment in (real, launched_environment(file, None))
     ]
     assert {(strategy.name, strategy.world_size) for strategy in found} == {("fsdp2", 2)}

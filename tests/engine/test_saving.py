@@ -16,6 +16,7 @@ from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint.output_dir import refuse_occupied, saved_in
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
 from zero_recipes.theory.lower_bounds import checkpoint_bytes
@@ -125,10 +126,8 @@ def test_a_real_checkpoint_is_as_large_as_predicted(two, tmp_path, strategy):
     argv += [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
     psi = two.run("train", argv=argv)[0]["metrics"]["parameters"]
     written = [p for p in (tmp_path / "out" / "checkpoint-2").rglob("*") if p.suffix in (".safetensors", ".pt")]
-    values = recipes.parse(path, recipes.read(path), []).values
-    stage = None if strategy == "ddp" else int(strategy[-1])
-    config = None if stage is None else {"zero_optimization": {"stage": stage}}
-    predicted = checkpoint_bytes(
-        Strategy(strategy, stage, 2, config, "c.json"), values, SimpleNamespace(dtype=torch.float16), psi, 2
-    )
+    settings = recipes.parse(path, recipes.read(path), []).settings
+    config = None if strategy == "ddp" else DsConfig({"zero_optimization": {"stage": int(strategy[-1])}})
+    config_of_model = SimpleNamespace(dtype=torch.float16)
+    predicted = checkpoint_bytes(Strategy(strategy, 2, config, "c.json"), settings, config_of_model, psi, 2)
     assert predicted < sum(p.stat().st_size for p in written) < 1.1 * predicted + 100_000

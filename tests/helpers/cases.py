@@ -45,19 +45,19 @@ def parameter_groups(trainer) -> list[list[int]]:
 
 def train_counted(argv: list[str]) -> dict:
     """`train`, with the step (from 0) of every call of training_step, one a micro batch."""
-    from zero_recipes.trainer.trainer import MeasuredSFTTrainer
+    from zero_recipes.trainer.trainer import RecipeTrainer
 
-    original, steps = MeasuredSFTTrainer.training_step, []
+    original, steps = RecipeTrainer.training_step, []
 
     def training_step(self, *arguments, **keywords):
         steps.append(self.state.global_step)
         return original(self, *arguments, **keywords)
 
-    MeasuredSFTTrainer.training_step = training_step
+    RecipeTrainer.training_step = training_step
     try:
         return train(argv) | {"calls": steps}
     finally:
-        MeasuredSFTTrainer.training_step = original
+        RecipeTrainer.training_step = original
 
 
 def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
@@ -312,6 +312,23 @@ def refusal_of(argv: list[str]) -> str:
         return "not refused"
     except Refusal as refusal:
         return refusal.what
+
+
+def refusal_of_a_built_model(argv: list[str]) -> str:
+    """`refusal_of`, where the model that is built has another attention than the recipe names."""
+    from unittest import mock
+
+    from zero_recipes.models import load
+
+    built = load.AutoModelForCausalLM.from_config
+
+    def from_config(*arguments, **keywords):
+        model = built(*arguments, **keywords)
+        model.config._attn_implementation = "another"
+        return model
+
+    with mock.patch.object(load.AutoModelForCausalLM, "from_config", from_config):
+        return refusal_of(argv)
 
 
 def refusal_in(folder: str, argv: list[str], environment: dict[str, str]) -> str:

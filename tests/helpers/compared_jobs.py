@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tests.helpers.tiny import ROOT
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.settings import Settings
 from zero_recipes.planner.job import Job
 
 
@@ -40,6 +41,8 @@ def write_recipe(folder: Path, model: Path, keys: dict) -> Path:
 
 def job_of(path: Path, model: Path, strategy: str) -> Job:
     recipe = recipes.parse(path, recipes.read(path), [])
-    values = {key: getattr(value, "value", value) for key, value in recipe.values.items()}
+    plain = {key: getattr(value, "value", value) for key, value in recipe.settings.as_dict().items()}
     ds_config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
-    return Job(str(model), json.loads((model / "config.json").read_text()), values, strategy, ds_config, 2, 2, "cpu")
+    return Job(
+        str(model), json.loads((model / "config.json").read_text()), Settings(plain), strategy, ds_config, 2, 2, "cpu"
+    )

@@ -12,20 +12,19 @@ from trl import SFTTrainer, get_peft_config
 
 import run_sft
 from tests.helpers import equivalence_reference
-from zero_recipes.config import recipe as recipes
 from zero_recipes.data.load import load_tokenizer
-from zero_recipes.data.prepare import prepare
+from zero_recipes.data.prepare import prepare_rows
 from zero_recipes.trainer import token_weighting
 from zero_recipes.trainer import trainer as metrics
 
 
 def prepared(argv: list[str]) -> tuple:
     """(the recipe's values, its ModelConfig, training rows, evaluation rows) as run_sft.py would have them."""
-    recipe = run_sft.prepare(argv).recipe
-    script_args, training_args, model_args, dataset_args, ours = recipes.instances(recipe)
+    run = run_sft.prepare(argv)
+    script_args, training_args, model_args, dataset_args, ours = run.trl_arguments()
     tokenizer = load_tokenizer(model_args, training_args)
-    rows = prepare(script_args, training_args, dataset_args, ours, tokenizer)
-    return recipe.values, model_args, list(rows.train), list(rows.evaluation or ())
+    rows = prepare_rows(script_args, training_args, dataset_args, ours, tokenizer)
+    return run.settings.as_dict(), model_args, list(rows.train), list(rows.evaluation or ())
 
 
 def train_plainly(argv: list[str], folder: str) -> dict:
@@ -93,13 +92,13 @@ def train_watched(argv: list[str]) -> dict:
     """`train`, and which tensors its first step changed."""
     from tests.helpers.cases import train
 
-    watcher, original = FirstStep(), metrics.MeasuredSFTTrainer.train
+    watcher, original = FirstStep(), metrics.RecipeTrainer.train
 
     def watched(self, *arguments, **keywords):
         self.add_callback(watcher)
         return original(self, *arguments, **keywords)
 
-    with replaced(metrics.MeasuredSFTTrainer, "train", watched):
+    with replaced(metrics.RecipeTrainer, "train", watched):
         return train(argv) | {"changed": watcher.changed, "unchanged": watcher.unchanged}
 
 
@@ -133,7 +132,7 @@ def train_by(argv: list[str], mended: bool, accepts_loss_kwargs: bool = True) ->
 
 def keys_reported_by_transformers(argv: list[str]) -> dict[str, list[str]]:
     """What from_pretrained reports while the run's DeepSpeed configuration is in force."""
-    _, _training_args, model_args, _, _ = recipes.instances(run_sft.prepare(argv).recipe)
+    _, _training_args, model_args, _, _ = run_sft.prepare(argv).trl_arguments()
     _, report = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, output_loading_info=True)
     return {problem: sorted(report[problem]) for problem in ("missing_keys", "unexpected_keys")}
 

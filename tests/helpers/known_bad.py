@@ -9,7 +9,9 @@ from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.checks import combination_findings
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import strategy as strategies
+from zero_recipes.config.run import in_force
 from zero_recipes.core.errors import Finding
+from zero_recipes.models.load import sizes_of
 
 TWO_NODES = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
@@ -30,8 +32,9 @@ def findings_in(
     """What is found in a recipe with changes, on two processes of one node by default."""
     environment = environment or {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     recipe = recipes.parse(path, recipes.read(path) | changes, [])
-    strategy = strategies.resolve(recipe, environment)
-    given = combination_findings(recipe.values, strategy, device, environment)
+    strategy = strategies.resolve(recipe.settings, environment, sizes_of)
+    settings, _ = in_force(recipe, strategy, device, None)
+    given = combination_findings(settings, strategy, device, environment)
     assert all(finding.why and finding.fix for finding in given)
     return given
 

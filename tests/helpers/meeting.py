@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from zero_recipes.core.errors import Refusal, say_refused
+from zero_recipes.core.errors import Refusal, print_refusal
 from zero_recipes.core.process import leave
 from zero_recipes.distributed import rendezvous
 
@@ -24,7 +24,7 @@ def main(order: dict) -> int:
     try:
         rendezvous.meet("gloo", TIMEOUT, order.get("join_seconds", 60), order.get("exchange_seconds", 60))
     except Refusal as refusal:
-        return say_refused(refusal)
+        return print_refusal(refusal)
     group = distributed.distributed_c10d._get_default_group()
     assert group._get_backend(torch.device("cpu")).options._timeout == TIMEOUT
     print("met", distributed.get_world_size(), flush=True)

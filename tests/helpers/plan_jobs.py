@@ -30,8 +30,8 @@ def strategies() -> dict:
 
 def job(strategy: str, ranks: int = 2, name: str = "pythia", gpus_per_node: int = 8, **values) -> Job:
     own = recipe(name)
-    made = job_of(own, model_config(own.values), strategy, strategies()[strategy], ranks, gpus_per_node)
-    return replace(made, values=dict(made.values) | values)
+    made = job_of(own, model_config(own.settings), strategy, strategies()[strategy], ranks, gpus_per_node)
+    return replace(made, settings=made.settings.replace(**values))
 
 
 def made_up(job: Job, peak: int, states: int | None = None, phase: str = "backward", overhead: int = 0) -> Prediction:
@@ -45,9 +45,9 @@ def made_up(job: Job, peak: int, states: int | None = None, phase: str = "backwa
         "parameters": GB,
         "trainable_parameters": GB,
         "precision": "bf16",
-        "micro_batch_size": job.values["per_device_train_batch_size"],
-        "gradient_accumulation_steps": job.values["gradient_accumulation_steps"],
-        "max_length": job.values["max_length"],
+        "micro_batch_size": job.settings.per_device_train_batch_size,
+        "gradient_accumulation_steps": job.settings.gradient_accumulation_steps,
+        "max_length": job.settings.max_length,
         "allocated_peak_bytes": peak,
         "peak_phase": phase,
         "peak_operator": "aten.mm",

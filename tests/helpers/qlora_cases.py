@@ -10,7 +10,7 @@ import run_sft
 from zero_recipes.checks import preflight
 from zero_recipes.compat.deepspeed_tensors import packed_weights
 from zero_recipes.core.errors import Refusal
-from zero_recipes.trainer import trainer as trainer_module
+from zero_recipes.trainer import trainer as trainers
 
 
 def train(argv: list[str], checked: bool = True, dtypes_kept: bool = True) -> dict:
@@ -25,9 +25,7 @@ def train(argv: list[str], checked: bool = True, dtypes_kept: bool = True) -> di
         if not checked:
             off.enter_context(mock.patch.object(preflight, "combination_findings", lambda *_: []))
         if not dtypes_kept:
-            off.enter_context(
-                mock.patch.object(trainer_module, "adapter_dtypes_kept", lambda _: contextlib.nullcontext())
-            )
+            off.enter_context(mock.patch.object(trainers, "adapter_dtypes_kept", lambda _: contextlib.nullcontext()))
         try:
             run = run_sft.prepare(argv)
             trainer = run_sft.train(run)

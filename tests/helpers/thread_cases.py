@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 
+from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed.init import set_host_threads
 
-OFFLOADED = Strategy("zero2_offload", 2, 4, {}, "ds_configs/zero2_offload.json", offload_optimizer="cpu")
+ON_HOST = DsConfig({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+OFFLOADED = Strategy("zero2_offload", 4, ON_HOST, "ds_configs/zero2_offload.json")
 
 
 class SixteenCores(Host):

@@ -35,15 +35,15 @@ original = run_sft.train
 
 def train(run):
     import torch
-    from zero_recipes.trainer.trainer import MeasuredSFTTrainer
+    from zero_recipes.trainer.trainer import RecipeTrainer
 
-    step = MeasuredSFTTrainer.training_step
+    step = RecipeTrainer.training_step
 
     def training_step(self, *arguments, **keywords):
 {act}
         return step(self, *arguments, **keywords)
 
-    MeasuredSFTTrainer.training_step = training_step
+    RecipeTrainer.training_step = training_step
     return original(run)
 
 

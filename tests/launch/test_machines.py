@@ -16,6 +16,7 @@ import pytest
 
 from tests.helpers.tiny import ROOT, write_recipe
 from tests.launch.conftest import HOSTS
+from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.run import refuse_shared_gpus
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
@@ -159,7 +160,7 @@ def test_processes_of_this_machine_by_each_launcher(monkeypatch):
     assert local_world_size({"LOCAL_WORLD_SIZE": "2"}, 8) == local_world_size({"LOCAL_SIZE": "2"}, 8) == 2
     assert local_world_size({}, 8) == 8
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    sixteen = Strategy("zero3", 3, 16, {}, "ds_configs/zero3.json")
+    sixteen = Strategy("zero3", 16, DsConfig({"zero_optimization": {"stage": 3}}), "ds_configs/zero3.json")
     refuse_shared_gpus(sixteen, "cuda", {"LOCAL_SIZE": "8"})
     with pytest.raises(Refusal, match="16 processes on this machine"):
         refuse_shared_gpus(sixteen, "cuda", {})

@@ -56,11 +56,11 @@ def fix_for(need, start: Job, seen: list | None = None, states=lambda job: 0, ph
 
 
 def recomputes(asked: Job) -> bool:
-    return formulas.checkpointed(asked.values)
+    return formulas.checkpointed(asked.settings)
 
 
 def batch(asked: Job) -> int:
-    return asked.values["per_device_train_batch_size"]
+    return asked.settings.per_device_train_batch_size
 
 
 def offloads_to_host(asked: Job) -> bool:
@@ -85,7 +85,7 @@ def offloads_to_host(asked: Job) -> bool:
         ),
         (lambda j: 90 - 20 * offloads_to_host(j), "offload", "zero2_offload"),
         (lambda j: 90 - 20 * (j.strategy == "zero3_offload"), "offload", "zero3_offload"),
-        (lambda j: 90 - 20 * j.values["use_peft"], "LoRA", "LoRA (use_peft: true)"),
+        (lambda j: 90 - 20 * j.settings.use_peft, "LoRA", "LoRA (use_peft: true)"),
         (lambda j: 320 // j.world_size, "GPUs", "4 GPUs"),
         (lambda j: 90 - 20 * (j.strategy == "zero3" and j.world_size == 16), "GPUs", "16 GPUs under zero3"),
     ],
@@ -106,18 +106,19 @@ def test_a_fix_keeps_the_global_batch_and_all_that_it_does_not_name():
     start = job("zero1")
     found = fix_for(lambda j: 60 + 10 * batch(j), start)
     before, after = (
-        j.values["per_device_train_batch_size"] * j.values["gradient_accumulation_steps"] for j in (start, found.job)
+        j.settings.per_device_train_batch_size * j.settings.gradient_accumulation_steps for j in (start, found.job)
     )
     assert before == after == 8
-    changed = {key for key in start.values if start.values[key] != found.job.values[key]}
+    was, now = start.settings.as_dict(), found.job.settings.as_dict()
+    changed = {key for key in was if was[key] != now[key]}
     assert changed == {"per_device_train_batch_size", "gradient_accumulation_steps"}
     more = fix_for(lambda j: 320 // j.world_size, start)
-    assert more.job.world_size == 4 and more.job.values["gradient_accumulation_steps"] == 1
-    assert start.values["gradient_accumulation_steps"] == 2  # the job that was asked about is not touched
+    assert more.job.world_size == 4 and more.job.settings.gradient_accumulation_steps == 1
+    assert start.settings.gradient_accumulation_steps == 2  # the job that was asked about is not touched
 
 
 def test_more_gpus_that_a_global_batch_cannot_be_divided_over_are_no_fix():
-    fixed = replace(job("zero1"), values=dict(job("zero1").values) | {"global_batch_size": 16})
+    fixed = replace(job("zero1"), settings=job("zero1").settings.replace(**{"global_batch_size": 16}))
     found = fix_for(lambda j: 2600 // j.world_size, fixed)
     assert found is None  # 33 GPUs and more would be needed, and 16 sequences go round 4 at a micro batch of 4
     free = fix_for(lambda j: 2600 // j.world_size, job("zero1"))
@@ -145,7 +146,7 @@ def test_ddp_is_never_spread_over_more_gpus_and_offload_never_taken_back():
 
 def test_a_change_that_cannot_be_predicted_is_passed_over():
     def predict(asked: Job):
-        if asked.values["use_peft"]:
+        if asked.settings.use_peft:
             raise Refusal("ZR000", "no target modules", "PEFT does not know the architecture.", "Name them.")
         return made_up(asked, (50 if asked.world_size == 8 else 90) * GB)
 
@@ -187,7 +188,7 @@ def test_near_a_good_guess_few_sizes_are_asked_about():
 
 @pytest.mark.parametrize(("limit", "found"), [(63, 0), (64, 64), (1000, 960), (2048, 2048), (10**9, 2048)])
 def test_the_longest_sequence_is_a_multiple_of_64_within_the_models_positions(limit, found):
-    predict = lambda j: made_up(j, (80 if j.values["max_length"] <= limit else 81) * GB)  # noqa: E731
+    predict = lambda j: made_up(j, (80 if j.settings.max_length <= limit else 81) * GB)  # noqa: E731
     assert longest_sequence(job("zero3"), CAPACITY, predict) == found
 
 
@@ -205,22 +206,22 @@ def test_what_is_just_below_the_limit_fits_and_what_is_above_does_not():
 
 
 def test_a_model_comes_from_the_project_a_folder_or_the_cache_and_else_is_refused(tmp_path, monkeypatch):
-    values = recipe("pythia").values
-    assert model_config(values)["num_hidden_layers"] == 32
+    settings = recipe("pythia").settings
+    assert model_config(settings)["num_hidden_layers"] == 32
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert model_config(values | {"model_name_or_path": str(tmp_path)}) == {"model_type": "llama"}
+    assert model_config(settings.replace(**{"model_name_or_path": str(tmp_path)})) == {"model_type": "llama"}
     for bad in (
         {"model_revision": "step1000"},
         {"model_name_or_path": "nobody/nothing"},
         {"model_name_or_path": "./no/such/folder"},
     ):
         with pytest.raises(Refusal, match="is not here") as refusal:
-            model_config(values | bad)
+            model_config(settings.replace(**bad))
         assert "zero-recipes fetch" in refusal.value.fix
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, **k: str(tmp_path / "config.json"))
-    assert model_config(values | {"model_name_or_path": "nobody/nothing"}) == {"model_type": "llama"}
+    assert model_config(settings.replace(**{"model_name_or_path": "nobody/nothing"})) == {"model_type": "llama"}
     with pytest.raises(Refusal, match="names no model"):
-        model_config(values | {"model_name_or_path": None})
+        model_config(settings.replace(**{"model_name_or_path": None}))
 
 
 def test_strategies_are_files_or_the_recipes_own(monkeypatch):
@@ -240,8 +241,8 @@ def test_strategies_are_files_or_the_recipes_own(monkeypatch):
 
 
 def test_a_global_batch_is_divided_for_each_number_of_gpus(tmp_path):
-    assert job("zero2", 1, "tiny").values["gradient_accumulation_steps"] == 2  # 16 = 2 x 8 x 1
-    assert job("zero2", 2, "tiny").values["gradient_accumulation_steps"] == 1
+    assert job("zero2", 1, "tiny").settings.gradient_accumulation_steps == 2  # 16 = 2 x 8 x 1
+    assert job("zero2", 2, "tiny").settings.gradient_accumulation_steps == 1
     with pytest.raises(Refusal, match="global_batch_size 16"):
         job("zero2", 4, "tiny")
 

@@ -204,7 +204,7 @@ def test_a_smaller_gpu_that_would_do_is_named():
 
 def test_where_nothing_fits_the_mildest_fix_of_all_rows_is_recommended():
     def predict(asked):
-        helped = asked.strategy == "zero3" and formulas.checkpointed(asked.values)
+        helped = asked.strategy == "zero3" and formulas.checkpointed(asked.settings)
         return made_up(asked, (50 if helped else 84 if asked.strategy == "zero2" else 90) * GB, overhead=3 * GB)
 
     names = {name: strategies()[name] for name in ("zero2", "zero3")}
@@ -322,7 +322,7 @@ def test_a_run_of_something_else_does_not_calibrate(capsys, tmp_path, changes, s
 
 
 def test_without_steps_there_is_a_price_a_step_and_a_million_tokens_alone():
-    asked = replace(job("zero3"), values=dict(job("zero3").values) | {"max_steps": -1})
+    asked = replace(job("zero3"), settings=job("zero3").settings.replace(**{"max_steps": -1}))
     estimated = cost.estimate(asked, formulas.predict(asked), H100)
     found = cost.cost(asked, estimated, price=3.6)
     assert found.run is None and found.hours is None
@@ -341,7 +341,7 @@ def test_a_bar_that_goes_far_beyond_the_gpu_is_cut_and_a_measured_peak_stands_be
 
 def test_the_command_leaves_out_what_the_recipe_says_already():
     own = recipe("tiny")
-    changed = replace(job("zero2", name="tiny"), values=dict(own.values) | {"activation_checkpointing": True})
+    changed = replace(job("zero2", name="tiny"), settings=own.settings.replace(**{"activation_checkpointing": True}))
     assert planning.launch_command(own, [], changed).endswith("recipes/tiny.yaml --activation_checkpointing true")
     assert planning.launch_command(own, [], job("ddp", 1, "tiny")).startswith("python run_sft.py")
 

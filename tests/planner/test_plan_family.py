@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.plan_jobs import GB, ROOT, recipe
+from zero_recipes.config.settings import Settings
 from zero_recipes.planner import cost
 from zero_recipes.planner import predict as predictor
 from zero_recipes.planner.formulas import predict as formulas
@@ -28,8 +29,8 @@ def in_the_repository(monkeypatch):
 def member(name: str, ranks: int = 4, gpus_per_node: int = 2, **values) -> Job:
     own = recipe("pythia")
     ds_config = read_strategies(own, [name])[name]
-    made = job_of(own, model_config(own.values), name, ds_config, ranks, gpus_per_node)
-    return replace(made, values=dict(made.values) | values)
+    made = job_of(own, model_config(own.settings), name, ds_config, ranks, gpus_per_node)
+    return replace(made, settings=made.settings.replace(**values))
 
 
 @pytest.mark.parametrize("name", MEMBERS)
@@ -59,7 +60,7 @@ def test_fsdp2_states_are_those_that_were_measured():
     rows = json.loads((ROOT / "benchmarks" / "results" / "fsdp.json").read_text())["rows"]
     found = next(row for row in rows if row["strategy"] == "fsdp2")
     asked = member("fsdp2", found["world_size"], gradient_accumulation_steps=1)
-    shape = replace(shape_of(asked.config, {"use_peft": False}), parameters=found["parameters"])
+    shape = replace(shape_of(asked.config, Settings({"use_peft": False})), parameters=found["parameters"])
     states = formulas.model_states(asked, replace(shape, trainable=found["parameters"], dtype="float32"))
     for part in ("params", "grads", "optimizer"):
         assert getattr(states, part) == pytest.approx(found[f"{part}_bytes"], rel=1e-3)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from tests.helpers.plan_jobs import GB, ROOT, job
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
 from zero_recipes.metrics.prediction import PARTS
@@ -25,7 +26,7 @@ TOKENS = 4 * 512  # recipes/pythia.yaml: four sequences of 512
 @pytest.mark.parametrize("name", sorted({entry["model"] for entry in known_models().values()}))
 def test_a_known_config_builds_the_model_that_was_published(name):
     entry = known_models()[name]
-    counted = shape_of(entry["config"], {"use_peft": False})
+    counted = shape_of(entry["config"], Settings({"use_peft": False}))
     assert counted.parameters == counted.trainable == entry["parameters"]
     assert entry["source"]
 
@@ -59,7 +60,7 @@ def test_offload_leaves_the_gpu_and_lands_in_the_host():
 def test_activations_are_korthikantis_without_dropout():
     """34sbh + 5as²b of arXiv:2205.05198, less the masks: 2sbh and as²b."""
     h, heads, layers, s = 4096, 32, 32, 512
-    shape = shape_of(job("zero3").config, {"use_peft": False})
+    shape = shape_of(job("zero3").config, Settings({"use_peft": False}))
 
     def kept(**values):
         return formulas.activation_bytes(job("zero3", **values), shape)
@@ -73,7 +74,7 @@ def test_activations_are_korthikantis_without_dropout():
 
 def test_grouped_queries_and_gated_mlps_count_by_their_own_widths():
     config = known_models()["meta-llama/Meta-Llama-3-8B"]["config"]
-    shape = shape_of(config, {"use_peft": False})
+    shape = shape_of(config, Settings({"use_peft": False}))
     assert (shape.query_width, shape.kv_width, shape.ffn, shape.gated) == (4096, 1024, 14336, True)
     per_token = formulas.layer_bytes(shape, 2, 1, 0)
     # input, queries, keys, values, output; one sum per head; input, gate, up, SiLU, product; two norms
@@ -132,9 +133,8 @@ def test_collectives(strategy, moved):
 def test_checkpoints_are_as_large_as_the_check_of_the_disk_says(strategy):
     asked = job(strategy, save_strategy="steps")
     config = type("Config", (), {"dtype": "float16"})
-    stage = asked.zero_stage
-    run = Strategy(strategy, stage, 2, asked.ds_config, "")
-    expected = checkpoint_bytes(run, asked.values, config, PSI, here=2)
+    run = Strategy(strategy, 2, None if asked.ds_config is None else asked.zero)
+    expected = checkpoint_bytes(run, asked.settings, config, PSI, here=2)
     assert formulas.predict(asked)["checkpoint_bytes"]["resumable"] == expected
 
 

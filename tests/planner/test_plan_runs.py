@@ -13,8 +13,9 @@ from tests.helpers.tiny import write_recipe
 from tests.unit.test_report import GPU, metrics, on_cpu, save
 from zero_recipes.checks import preflight
 from zero_recipes.cli import main as cli
-from zero_recipes.config import recipe as recipes
-from zero_recipes.config.run import Run
+from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.run import RunConfig
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
 from zero_recipes.metrics.failure import failed_row
@@ -42,10 +43,10 @@ def ask(monkeypatch):
 
         monkeypatch.setattr(predictor, "of", lambda quick=False: predict)
         config = strategies()[strategy]
-        stage = None if config is None else config["zero_optimization"]["stage"]
         own = recipe("pythia")
-        own = recipes.Recipe(own.path, own.values | {"deepspeed": config} | values, own.given, own.sha256)
-        run = Run(own, Strategy(strategy, stage, 2, config, "a file"), device, Path("out"))
+        settings = own.settings.replace(**{"deepspeed": config, **values})
+        in_force = Strategy(strategy, 2, None if config is None else DsConfig(config), "a file")
+        run = RunConfig(own, settings, own.given, in_force, device, Path("out"))
         return gate.rehearsed(run, {}) if rehearse else gate.plan(run)
 
     return plan
@@ -61,7 +62,7 @@ def test_a_run_that_fits_carries_its_plan(ask, capsys):
 
 def test_a_run_that_does_not_fit_is_refused_with_what_would(ask):
     with pytest.raises(Refusal) as refusal:
-        ask(lambda job: 70 if formulas.checkpointed(job.values) else 90)
+        ask(lambda job: 70 if formulas.checkpointed(job.settings) else 90)
     (finding,) = refusal.value.findings
     assert (finding.level, finding.scope) == ("error", "run")
     assert finding.what == "zero2 on 2 GPUs needs at least 83.8 GiB on each, and this one has 74.5 GiB"
@@ -159,14 +160,15 @@ def test_a_refused_run_of_a_sweep_is_a_row(ask, tmp_path):
 
 # the report
 
+BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_length": 512}
+ZERO2 = SimpleNamespace(strategy="zero2", zero_stage=2, world_size=2, settings=Settings(BATCH))
 PLANNED = {
     "source": "engine",
     "peak_memory_bytes": 44 * 2**20,
-    "at_peak": made_up(SimpleNamespace(strategy="zero2", zero_stage=2, world_size=2, values={
-        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_length": 512}), 44 * 2**20)["at_peak"],
+    "at_peak": made_up(ZERO2, 44 * 2**20)["at_peak"],
     "reserved_bytes": {"low": 44 * 2**20, "high": 60 * 2**20},
     "model_state_bytes": {"params": 2**20, "grads": 2**20, "optimizer": 2**21},
-}  # fmt: skip
+}
 
 
 def test_the_report_puts_planned_beside_measured(tmp_path):

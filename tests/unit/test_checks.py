@@ -70,7 +70,7 @@ def test_what_trl_accepts_is_accepted(tmp_path):
     types = recipes.key_types()
     assert recipe_findings("r.yaml", recipes.read(path), recipes.read(path).lines, types, recipes.key_choices()) == []
     recipe = recipes.parse(path, recipes.read(path), [])
-    assert recipe.values["learning_rate"] == 1e-5
+    assert recipe.settings.learning_rate == 1e-5
 
 
 def test_an_old_name_that_is_still_taken_is_said_once_and_runs(tmp_path):
@@ -78,7 +78,7 @@ def test_an_old_name_that_is_still_taken_is_said_once_and_runs(tmp_path):
     path.write_text("gradient_checkpointing: false\nmodel_name_or_path: x\n")
     (finding,) = [f for f in findings_of(path, "--output_dir", str(tmp_path / "o")) if f.key]
     assert finding.level == "warning" and "`activation_checkpointing`" in finding.fix
-    assert recipes.parse(path, recipes.read(path), []).values["gradient_checkpointing"] is False
+    assert recipes.parse(path, recipes.read(path), []).settings.gradient_checkpointing is False
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path):
@@ -101,12 +101,12 @@ def said(tmp_path_factory):
     path = write_recipe(
         tmp_path_factory.mktemp("said"), gradient_accumulation_steps=4, max_steps=100, max_grad_norm=1.0
     )
-    values = recipes.parse(path, recipes.read(path), []).values
+    settings = recipes.parse(path, recipes.read(path), []).settings
     sound = json.loads(Path("ds_configs/zero2.json").read_text())
 
     def findings(change, device="cpu", without=(), **changes):
         config = {key: value for key, value in (sound | change).items() if key not in without}
-        return [f.what for f in ds_config_findings(config, "c.json", values | changes, 2, device)]
+        return [f.what for f in ds_config_findings(config, "c.json", settings.replace(**changes), 2, device)]
 
     return findings
 

@@ -20,6 +20,8 @@ from zero_recipes.checks.preflight import preflight
 from zero_recipes.checks.versions import FLOORS, installed_versions, version_findings
 from zero_recipes.checks.zero_options import RACES, zero_option_findings
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Refusal
 
 SITE = Path(os.path.dirname(torch.__file__)).parent
@@ -139,7 +141,7 @@ def test_races_of_overlap_comm_by_version(found):
             "resume_from_checkpoint": None,
         }
         config = {"zero_optimization": {"stage": stage, "overlap_comm": overlap}}
-        return len(zero_option_findings(config, values, 2, 2, "cuda", version))
+        return len(zero_option_findings(DsConfig(config), Settings(values), 2, 2, "cuda", version))
 
     assert races("0.18.9") == 1 and races("0.18.9", compiled=True) == 2
     assert races("0.19.2") == 0 and races("0.19.2", compiled=True) == 1

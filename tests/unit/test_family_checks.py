@@ -15,43 +15,45 @@ from zero_recipes.checks.nvme import nvme_findings
 from zero_recipes.cli.sweep import all_strategies
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_auto import NVME_PATH, fill_own_autos
-from zero_recipes.config.run import Run
-from zero_recipes.config.strategy import name_of, resolve
+from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.run import RunConfig
+from zero_recipes.config.strategy import resolve
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed import bandwidth, kernels
+from zero_recipes.models.load import sizes_of
 from zero_recipes.theory.lower_bounds import local_config, parameter_sizes
 
 INFINITY = json.loads((ROOT / "ds_configs" / "zero3_infinity.json").read_text())
 
 
 @pytest.fixture(scope="module")
-def values(tmp_path_factory):
+def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
     model = write_model(folder / "large", hidden=512, intermediate=4096)
     path = write_recipe(folder, model_name_or_path=str(model))
-    return recipes.parse(path, recipes.read(path), []).values
+    return recipes.parse(path, recipes.read(path), []).settings
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_buffer_takes_the_models_largest_part_and_no_more(values, world_size):
-    filled = fill_own_autos(INFINITY, values, world_size, {})
-    largest = max(p.numel() for p in AutoModelForCausalLM.from_config(local_config(values)).parameters())
+def test_the_buffer_takes_the_models_largest_part_and_no_more(settings, world_size):
+    filled = fill_own_autos(INFINITY, None, world_size, {}, sizes_of(settings))
+    largest = max(p.numel() for p in AutoModelForCausalLM.from_config(local_config(settings)).parameters())
     assert filled["zero_optimization"]["offload_param"]["buffer_size"] == -(-largest // world_size)
     assert INFINITY["zero_optimization"]["offload_param"]["buffer_size"] == "auto", "a copy is filled"
 
 
-def test_the_recipes_folder_comes_before_the_environments(values):
-    def paths(**recipe):
-        zero = fill_own_autos(INFINITY, values | recipe, 2, {NVME_PATH: "/environment"})["zero_optimization"]
+def test_the_recipes_folder_comes_before_the_environments():
+    def paths(nvme_path=None):
+        zero = fill_own_autos(INFINITY, nvme_path, 2, {NVME_PATH: "/environment"}, None)["zero_optimization"]
         return {zero[key]["nvme_path"] for key in ("offload_optimizer", "offload_param")}
 
     assert paths() == {"/environment"}
     assert paths(nvme_path="/recipe") == {"/recipe"}
 
 
-def test_hpz_takes_the_processes_of_one_machine(values):
+def test_hpz_takes_the_processes_of_one_machine():
     config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "auto"}}
-    two_nodes = fill_own_autos(config, values, 16, {"LOCAL_WORLD_SIZE": "8"})
+    two_nodes = fill_own_autos(config, None, 16, {"LOCAL_WORLD_SIZE": "8"}, None)
     assert two_nodes["zero_optimization"]["zero_hpz_partition_size"] == 8
 
 
@@ -66,16 +68,16 @@ def test_hpz_takes_the_processes_of_one_machine(values):
     ],
 )
 def test_names_of_strategies(zero, name):
-    assert name_of({"zero_optimization": zero}) == name
+    assert DsConfig({"zero_optimization": zero}).name == name
 
 
-def test_the_header_says_which_optimizer_and_schedule_count(values, tmp_path):
+def test_the_header_says_which_optimizer_and_schedule_count(settings, tmp_path):
     """The recipe's, as accelerate replaces them, unless the ds_config has blocks of its own."""
 
     def said(**top) -> dict[str, str]:
         config = json.loads((ROOT / "ds_configs" / "zero2_offload.json").read_text()) | top
-        recipe = SimpleNamespace(values=values | {"deepspeed": config, "warmup_steps": 10}, given={}, name="r")
-        lines = resolve(recipe, {"WORLD_SIZE": "2"}).described("cpu", SimpleNamespace(**recipe.values))
+        changed = settings.replace(deepspeed=config, warmup_steps=10)
+        lines = resolve(changed, {"WORLD_SIZE": "2"}, sizes_of).described("cpu", changed)
         return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
 
     assert said()["optimizer"] == "adamw_torch_fused, as DeepSpeedCPUAdam"
@@ -85,39 +87,38 @@ def test_the_header_says_which_optimizer_and_schedule_count(values, tmp_path):
     assert own["schedule"].startswith("WarmupDecayLR, log warm-up (the ds_config's scheduler block")
 
 
-def test_a_resolved_recipe_goes_with_the_accelerate_file_that_it_was_launched_with(values, tmp_path):
-    filled = fill_own_autos(INFINITY, values | {"nvme_path": str(tmp_path)}, 2, {})
-    recipe = SimpleNamespace(values=values | {"deepspeed": filled, "nvme_path": str(tmp_path)}, given={}, name="r")
+def test_a_resolved_recipe_goes_with_the_accelerate_file_that_it_was_launched_with(settings, tmp_path):
+    filled = fill_own_autos(INFINITY, str(tmp_path), 2, {}, sizes_of(settings))
+    resolved = settings.replace(deepspeed=filled, nvme_path=str(tmp_path))
     launched = {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
     launched["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ROOT / "ds_configs" / "zero3_infinity.json")
-    assert resolve(recipe, launched).name == "zero3_infinity"
+    assert resolve(resolved, launched, sizes_of).name == "zero3_infinity"
 
 
-def found(values, folder: Path, free: int = 10**15, world: int = 2, **block) -> list[tuple[str, str]]:
-    config = fill_own_autos(INFINITY, values | {"nvme_path": str(folder)}, world, {})
+def found(settings, folder: Path, free: int = 10**15, world: int = 2, **block) -> list[tuple[str, str]]:
+    config = fill_own_autos(INFINITY, str(folder), world, {}, sizes_of(settings))
     config["zero_optimization"]["offload_param"] |= block
-    recipe = SimpleNamespace(values=dict(values), given={}, name="r")
-    recipe.values["deepspeed"] = config
-    strategy = resolve(recipe, {"WORLD_SIZE": str(world)})
+    changed = settings.replace(deepspeed=config)
+    strategy = resolve(changed, {"WORLD_SIZE": str(world)}, sizes_of)
     host = Host(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
-    sizes = parameter_sizes(local_config(values), False)
-    given = list(nvme_findings(Run(recipe, strategy, "cpu", folder), sizes, world, host))
+    sizes = parameter_sizes(local_config(settings), False)
+    given = list(nvme_findings(RunConfig(None, changed, {}, strategy, "cpu", folder), sizes, world, host))
     assert all(finding.why and finding.fix for finding in given)
     return [(finding.level, finding.what) for finding in given]
 
 
-def test_room_and_buffers_of_nvme(values, tmp_path):
-    assert found(values, tmp_path) == []
-    ((level, what),) = found(values, tmp_path, free=10**6)
+def test_room_and_buffers_of_nvme(settings, tmp_path):
+    assert found(settings, tmp_path) == []
+    ((level, what),) = found(settings, tmp_path, free=10**6)
     assert level == "error" and f"to {tmp_path}, which has 0.0 GB free" in what
-    ((level, what),) = found(values, tmp_path, buffer_size=1000)
+    ((level, what),) = found(settings, tmp_path, buffer_size=1000)
     assert level == "error" and "buffer_size 1,000 is smaller than a tensor's part of" in what
-    ((level, what),) = found(values, tmp_path, max_in_cpu=10**9)
+    ((level, what),) = found(settings, tmp_path, max_in_cpu=10**9)
     assert level == "warning" and "max_in_cpu 1,000,000,000 keeps all parameters in host memory" in what
 
 
-def test_a_model_too_small_to_swap_is_said(values, tmp_path):
-    small = values | {"model_name_or_path": str(ROOT / "tiny_world" / "base")}
+def test_a_model_too_small_to_swap_is_said(settings, tmp_path):
+    small = settings.replace(**{"model_name_or_path": str(ROOT / "tiny_world" / "base")})
     ((level, what),) = found(small, tmp_path)
     assert level == "warning" and "no tensor of the model is large enough to be swapped by 2 processes" in what
 

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.run import config_from_args, get_args_parser
 
 from tests.helpers.thread_cases import OFFLOADED, SixteenCores
+from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.distributed import init as host_threads
 
@@ -42,7 +43,7 @@ def test_each_rank_takes_its_share_of_the_cores(threads, variables, expected):
     [
         (OFFLOADED, "cuda", {"OMP_NUM_THREADS": "3"}),
         (OFFLOADED, "cpu", {"OMP_NUM_THREADS": "1"}),
-        (Strategy("zero2", 2, 4, {}, "ds_configs/zero2.json"), "cuda", {"OMP_NUM_THREADS": "1"}),
+        (Strategy("zero2", 4, DsConfig({}), "ds_configs/zero2.json"), "cuda", {"OMP_NUM_THREADS": "1"}),
     ],
     ids=["somebody's choice", "the CPU trains", "nothing is offloaded"],
 )

@@ -19,9 +19,10 @@ from zero_recipes.checks import cache, gpus, this_machine
 from zero_recipes.checks.capacity import disk_findings, download_findings, memory_findings, shared_memory_findings
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.run import Run
+from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.errors import Finding, Refusal, say_refused
+from zero_recipes.core.errors import Finding, Refusal, print_refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed.kernels import build_findings, extension_folder, is_compiled, ops_of
 from zero_recipes.theory.lower_bounds import host_terms, local_config, parameter_sizes
@@ -34,17 +35,22 @@ NVME = {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}
 
 
 @pytest.fixture(scope="module")
-def values(tmp_path_factory):
+def settings(tmp_path_factory):
     """The keys of a recipe in force: full fine-tuning in bf16 that saves a model and no checkpoints."""
     path = write_recipe(tmp_path_factory.mktemp("machine"), save_model=True, random_weights=False)
-    return recipes.parse(path, recipes.read(path), []).values
+    return recipes.parse(path, recipes.read(path), []).settings
 
 
-def run_of(values, device="cuda", stage=2, world=2, output_dir="out", offload=None, **changes) -> Run:
-    config = None if stage is None else {"zero_optimization": {"stage": stage}}
+def ds_config(config: dict, offload: str | None = None, stage: int = 2) -> DsConfig:
+    zero = {"stage": stage} | ({} if offload is None else {"offload_optimizer": {"device": offload}})
+    return DsConfig(config | {"zero_optimization": zero | config.get("zero_optimization", {})})
+
+
+def run_of(settings, device="cuda", stage=2, world=2, output_dir="out", offload=None, **changes) -> RunConfig:
     name = "ddp" if stage is None else f"zero{stage}"
-    strategy = Strategy(name, stage, world, config, "c.json", offload_optimizer=offload)
-    return Run(SimpleNamespace(values=values | changes), strategy, device, Path(output_dir))
+    config = None if stage is None else ds_config({}, offload, stage)
+    strategy = Strategy(name, world, config, "c.json")
+    return RunConfig(None, settings.replace(**changes), {}, strategy, device, Path(output_dir))
 
 
 def machine(root: Path, files: dict[str, str] | None = None, free: int = 10**15, **environment: str) -> Host:
@@ -127,11 +133,14 @@ def test_cores_are_the_least_of_those_allowed_and_the_quotas(tmp_path, monkeypat
         (dict(stage=3), 0),
         (dict(stage=3, device="cpu"), 16 * 7),
         (dict(stage=2, device="cpu", use_peft=True), 2 * 2 * 7),
-        (dict(stage=3, device="cpu", offload="nvme"), 4 * 7),
+        (
+            dict(stage=3, device="cpu", offload="nvme"),
+            4 * 7 + 32,
+        ),  # and four fp32 buffers of 10⁹ elements in each process,
     ],
 )
-def test_host_memory_that_a_run_certainly_needs(values, tmp_path, run, needs):
-    run = run_of(values, **run)
+def test_host_memory_that_a_run_certainly_needs(settings, tmp_path, run, needs):
+    run = run_of(settings, **run)
     here = run.strategy.world_size
     kib = int(needs * GB / 1024)
     for spare, found in ((-10, needs > 0), (10, False)):
@@ -143,29 +152,29 @@ def test_host_memory_that_a_run_certainly_needs(values, tmp_path, run, needs):
             assert findings[0].level == "error"
 
 
-def test_parameters_are_counted_without_weights_and_tied_ones_once(values):
-    config = local_config(values)
+def test_parameters_are_counted_without_weights_and_tied_ones_once(settings):
+    config = local_config(settings)
     count = sum(parameter_sizes(config, False))
     with_weights = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
     assert count == with_weights
-    assert local_config(values | {"model_name_or_path": "nobody/nothing"}) is None
+    assert local_config(settings.replace(**{"model_name_or_path": "nobody/nothing"})) is None
     assert parameter_sizes(SimpleNamespace(), False) is None
 
 
-def test_swap_buffers_take_host_memory_on_a_gpu_machine_too(values):
+def test_swap_buffers_take_host_memory_on_a_gpu_machine_too(settings):
     """2 bytes x 5 x 10⁸ for parameters, 4 bytes x 4 x 10⁸ for the optimizer; a sub-group no larger than the model."""
     zero = {"stage": 3, "sub_group_size": 10**8}
     zero["offload_param"] = {"device": "nvme", "buffer_size": 10**8, "buffer_count": 5}
     zero["offload_optimizer"] = {"device": "nvme"}
-    strategy = Strategy("zero3_infinity", 3, 2, {"zero_optimization": zero}, "c.json", "nvme", "nvme")
-    assert sum(host_terms(strategy, "cuda", values, CONFIG, PSI, 2).values()) == 2 * 2_600_000_000
-    assert sum(host_terms(strategy, "cuda", values, CONFIG, 10**6, 2).values()) == 2 * (1_000_000_000 + 16 * 250_000)
+    strategy = Strategy("zero3_infinity", 2, DsConfig({"zero_optimization": zero}), "c.json")
+    assert sum(host_terms(strategy, "cuda", settings, CONFIG, PSI, 2).values()) == 2 * 2_600_000_000
+    assert sum(host_terms(strategy, "cuda", settings, CONFIG, 10**6, 2).values()) == 2 * (1_000_000_000 + 16 * 250_000)
 
 
 # disk
 
 
-def test_disk_for_checkpoints_and_the_model(values, tmp_path):
+def test_disk_for_checkpoints_and_the_model(settings, tmp_path):
     saves = dict(save_strategy="steps", max_steps=100, save_steps=50, output_dir=tmp_path)
     for changes, gigabytes in (
         (dict(), 2 * 7),  # the model alone
@@ -179,7 +188,7 @@ def test_disk_for_checkpoints_and_the_model(values, tmp_path):
         (saves | dict(stage=None), 2 * 12 * 7 + 4 * 7),
         (saves | dict(use_peft=True), 0),
     ):
-        run = run_of(values, **changes)
+        run = run_of(settings, **changes)
         free = gigabytes * GB
         assert said(disk_findings(run, CONFIG, PSI, 2, machine(tmp_path / "r", free=free))) == ""
         if gigabytes:
@@ -187,8 +196,8 @@ def test_disk_for_checkpoints_and_the_model(values, tmp_path):
             assert f"must take at least {gigabytes:.1f} GB" in finding.what
 
 
-def test_checkpoints_that_will_go_count_as_room(values, tmp_path):
-    run = run_of(values, output_dir=tmp_path / "out")
+def test_checkpoints_that_will_go_count_as_room(settings, tmp_path):
+    run = run_of(settings, output_dir=tmp_path / "out")
     host = machine(tmp_path / "root", free=14 * GB - 1000)
     assert said(disk_findings(run, CONFIG, PSI, 2, host))
     (tmp_path / "out" / "checkpoint-1").mkdir(parents=True)
@@ -196,27 +205,27 @@ def test_checkpoints_that_will_go_count_as_room(values, tmp_path):
     assert said(disk_findings(run, CONFIG, PSI, 2, host)) == ""
 
 
-def test_a_download_that_does_not_fit(values, tmp_path):
+def test_a_download_that_does_not_fit(settings, tmp_path):
     for free, found in ((14 * GB - 1, True), (14 * GB, False)):
         host = machine(tmp_path, free=free)
-        assert ("at least 14.0 GB" in said(download_findings(values, PSI, tmp_path, host))) == found
+        assert ("at least 14.0 GB" in said(download_findings(settings, PSI, tmp_path, host))) == found
 
 
-def test_shared_memory(values, tmp_path):
+def test_shared_memory(settings, tmp_path):
     docker, larger = machine(tmp_path, free=64 * 2**20), machine(tmp_path, free=2**30)
-    (finding,) = shared_memory_findings(run_of(values), 2, docker)
+    (finding,) = shared_memory_findings(run_of(settings), 2, docker)
     assert "67.1 MB free, for 2 GPUs" in finding.what and finding.level == "warning" and "--shm-size" in finding.fix
     for run, here, host in (
-        (run_of(values), 2, larger),
-        (run_of(values), 1, docker),
-        (run_of(values, "cpu"), 2, docker),
+        (run_of(settings), 2, larger),
+        (run_of(settings), 1, docker),
+        (run_of(settings, "cpu"), 2, docker),
     ):
         assert said(shared_memory_findings(run, here, host)) == ""
     loaders = dict(dataloader_num_workers=8, per_device_train_batch_size=32, max_length=8192)
     assert "data loaders put up to 201.3 MB" in said(
-        shared_memory_findings(run_of(values, "cpu", **loaders), 2, docker)
+        shared_memory_findings(run_of(settings, "cpu", **loaders), 2, docker)
     )
-    assert said(shared_memory_findings(run_of(values, "cpu", **loaders), 2, larger)) == ""
+    assert said(shared_memory_findings(run_of(settings, "cpu", **loaders), 2, larger)) == ""
 
 
 # what DeepSpeed compiles
@@ -238,28 +247,28 @@ def test_shared_memory(values, tmp_path):
         ("cpu", ADAM, None, {"deepspeed_shm_comm", "fused_adam"}),
     ],
 )
-def test_the_ops_of_a_run(values, device, config, offload, ops):
-    assert ops_of(Strategy("zero2", 2, 2, config, "c.json", offload), device, values) == ops
+def test_the_ops_of_a_run(settings, device, config, offload, ops):
+    assert ops_of(Strategy("zero2", 2, ds_config(config, offload), "c.json"), device, settings) == ops
 
 
-def build(values, host, device="cuda", config=None, offload=None) -> str:
-    strategy = Strategy("zero2", 2, 2, config or {}, "c.json", offload)
-    return said(build_findings(strategy, device, values, host))
+def build(settings, host, device="cuda", config=None, offload=None) -> str:
+    strategy = Strategy("zero2", 2, ds_config(config or {}, offload), "c.json")
+    return said(build_findings(strategy, device, settings, host))
 
 
-def test_a_compiler_is_needed_where_an_op_is_built(values, tmp_path):
+def test_a_compiler_is_needed_where_an_op_is_built(settings, tmp_path):
     bare = without(machine(tmp_path), "/usr/bin/c++")
-    assert "there is no C++ compiler (c++)" in build(values, bare, "cpu")
-    assert build(values, machine(tmp_path / "with"), "cpu") == ""
-    assert build(values, bare, "cuda") == ""  # nothing is built
-    assert said(build_findings(Strategy("ddp", None, 2, None, "none"), "cpu", values, bare)) == ""
+    assert "there is no C++ compiler (c++)" in build(settings, bare, "cpu")
+    assert build(settings, machine(tmp_path / "with"), "cpu") == ""
+    assert build(settings, bare, "cuda") == ""  # nothing is built
+    assert said(build_findings(Strategy("ddp", 2), "cpu", settings, bare)) == ""
     clang = machine(tmp_path, {"/usr/bin/clang++": "#!/bin/sh\n"}, CXX="clang++")
-    assert build(values, without(clang, "/usr/bin/c++"), "cpu") == ""
+    assert build(settings, without(clang, "/usr/bin/c++"), "cpu") == ""
     without(machine(tmp_path), "/usr/bin/c++")
     write_compiled(tmp_path / "extensions" / "deepspeed_shm_comm")
-    assert build(values, bare, "cpu") == ""  # compiled before: ninja finds nothing to do
+    assert build(settings, bare, "cpu") == ""  # compiled before: ninja finds nothing to do
     assert "compile cpu_adam" in next(
-        f.why for f in build_findings(Strategy("z", 2, 2, {}, "c", "cpu"), "cpu", values, bare)
+        f.why for f in build_findings(Strategy("z", 2, ds_config({}, "cpu"), "c"), "cpu", settings, bare)
     )
 
 
@@ -294,35 +303,35 @@ def test_the_folder_of_an_extension_is_torchs(monkeypatch, tmp_path):
         assert str(extension_folder(os.environ, "some_op")) == _get_build_directory("some_op", False)
 
 
-def test_headers_of_python_and_libaio(values, tmp_path):
+def test_headers_of_python_and_libaio(settings, tmp_path):
     host = without(machine(tmp_path), f"{sysconfig.get_path('include')}/Python.h")
-    assert "Python.h" in build(values, host, "cpu")
+    assert "Python.h" in build(settings, host, "cpu")
     host = without(machine(tmp_path), "/usr/include/libaio.h")
-    assert "libaio.h is missing" in build(values, host, "cpu", NVME, "nvme")
-    assert build(values, host, "cpu", {}, "cpu") == ""
+    assert "libaio.h is missing" in build(settings, host, "cpu", NVME, "nvme")
+    assert build(settings, host, "cpu", {}, "cpu") == ""
     elsewhere = machine(tmp_path, {"/opt/aio/libaio.h": ""}, CFLAGS="-O2 -I/opt/aio")
-    assert build(values, without(elsewhere, "/usr/include/libaio.h"), "cpu", NVME, "nvme") == ""
-    assert build(values, machine(tmp_path), "cpu", NVME, "nvme") == ""
+    assert build(settings, without(elsewhere, "/usr/include/libaio.h"), "cpu", NVME, "nvme") == ""
+    assert build(settings, machine(tmp_path), "cpu", NVME, "nvme") == ""
 
 
-def test_a_prebuilt_op_needs_nothing(values, tmp_path, monkeypatch):
+def test_a_prebuilt_op_needs_nothing(settings, tmp_path, monkeypatch):
     bare = without(machine(tmp_path), "/usr/bin/c++")
     monkeypatch.setattr(git_version_info, "accelerator_name", "cpu")
     monkeypatch.setitem(git_version_info.installed_ops, "deepspeed_shm_comm", True)
-    assert build(values, bare, "cpu") == ""
+    assert build(settings, bare, "cpu") == ""
 
 
-def test_the_cuda_toolkit_where_a_cuda_op_is_built(values, tmp_path, monkeypatch):
+def test_the_cuda_toolkit_where_a_cuda_op_is_built(settings, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     host = machine(tmp_path)
-    assert "error: there is no CUDA toolkit" in build(values, host, config=ADAM)
-    assert build(values, host, config={}, offload="cpu") == ""  # cpu_adam is plain C++ on a GPU machine too
+    assert "error: there is no CUDA toolkit" in build(settings, host, config=ADAM)
+    assert build(settings, host, config={}, offload="cpu") == ""  # cpu_adam is plain C++ on a GPU machine too
     for release, found in (("13.1", ""), ("12.4", "warning: the CUDA toolkit is 12.4, torch was built with CUDA 13.0")):
         nvcc = f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.99'\n"
         for files, variables in (({"/usr/bin/nvcc": nvcc}, {}), ({"/cu/bin/nvcc": nvcc}, {"CUDA_HOME": "/cu"})):
             root = tmp_path / release / next(iter(files)).split("/")[1]
             variables = {name: str(root / value.lstrip("/")) for name, value in variables.items()}
-            assert build(values, machine(root, files, **variables), config=ADAM) == found
+            assert build(settings, machine(root, files, **variables), config=ADAM) == found
 
 
 # caches
@@ -341,19 +350,19 @@ def hub(tmp_path, monkeypatch) -> Path:
     return snapshot
 
 
-def test_a_model_that_is_not_whole_in_the_cache_of_an_offline_run(values, hub):
-    values = values | {"model_name_or_path": "o/m"}
+def test_a_model_that_is_not_whole_in_the_cache_of_an_offline_run(settings, hub):
+    settings = settings.replace(**{"model_name_or_path": "o/m"})
 
     def missing():
-        return said(f for f in cache.offline_findings(values) if "model" in f.what).partition("cache: no ")[2]
+        return said(f for f in cache.offline_findings(settings) if "model" in f.what).partition("cache: no ")[2]
 
-    assert cache.missing_of_model(values | {"model_name_or_path": "o/other"}) == "snapshot of it"
+    assert cache.missing_of_model(settings.replace(**{"model_name_or_path": "o/other"})) == "snapshot of it"
     assert missing() == "config.json"
     (hub / "config.json").write_text("{}")
     assert missing() == "weights"
-    values["random_weights"] = True
+    settings = settings.replace(random_weights=True)
     assert missing() == ""
-    values["random_weights"] = False
+    settings = settings.replace(random_weights=False)
     (hub / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}})
     )
@@ -363,15 +372,15 @@ def test_a_model_that_is_not_whole_in_the_cache_of_an_offline_run(values, hub):
     assert missing() == ""
 
 
-def test_data_that_is_not_in_the_cache_of_an_offline_run(values, tmp_path, monkeypatch):
+def test_data_that_is_not_in_the_cache_of_an_offline_run(settings, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    assert said(cache.offline_findings(values)) == ""  # a folder
+    assert said(cache.offline_findings(settings)) == ""  # a folder
     for other in ("./nowhere", "json", None):  # a path, right or wrong; a format; nothing at all
-        assert said(cache.offline_findings(values | {"dataset_name": other})) == ""
-    named = values | {"dataset_name": "somebody/rows"}
+        assert said(cache.offline_findings(settings.replace(**{"dataset_name": other}))) == ""
+    named = settings.replace(**{"dataset_name": "somebody/rows"})
     assert "the data somebody/rows is not in the cache" in said(cache.offline_findings(named))
-    mixed = values | {"datasets": [{"path": "json", "data_files": "x.jsonl"}, {"path": "somebody/rows"}]}
+    mixed = settings.replace(datasets=[{"path": "json", "data_files": "x.jsonl"}, {"path": "somebody/rows"}])
     assert "the data somebody/rows is not in the cache" in said(cache.offline_findings(mixed))
     cached = tmp_path / "datasets" / "somebody___rows" / "default" / "0.0.0" / "abc"
     cached.mkdir(parents=True)
@@ -385,20 +394,20 @@ def test_data_that_is_not_in_the_cache_of_an_offline_run(values, tmp_path, monke
     assert said(cache.offline_findings(named)) == ""  # it will be downloaded
 
 
-def test_what_lies_outside_of_a_pods_volume(values, tmp_path, monkeypatch):
+def test_what_lies_outside_of_a_pods_volume(settings, tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/home/me/.cache/huggingface/hub")
     mounts = {"/proc/self/mounts": "overlay / overlay rw 0 0\nnvme /workspace ext4 rw 0 0\n"}
-    values = values | {"model_name_or_path": "o/m"}
+    settings = settings.replace(**{"model_name_or_path": "o/m"})
     pod = machine(tmp_path, mounts, RUNPOD_POD_ID="x")
-    found = list(cache.volume_findings(values, Path("/opt/out"), pod))
+    found = list(cache.volume_findings(settings, Path("/opt/out"), pod))
     assert [f.what.partition(",")[0] for f in found] == ["the Hugging Face cache", "output_dir"]
     assert "HF_HOME=/workspace/cache/huggingface" in found[0].fix
-    assert said(cache.volume_findings(values, Path("/opt/out"), machine(tmp_path, mounts))) == ""  # no pod
+    assert said(cache.volume_findings(settings, Path("/opt/out"), machine(tmp_path, mounts))) == ""  # no pod
     no_volume = machine(tmp_path, {"/proc/self/mounts": "overlay / overlay rw 0 0\n"}, RUNPOD_POD_ID="x")
-    assert said(cache.volume_findings(values, Path("/opt/out"), no_volume)) == ""
+    assert said(cache.volume_findings(settings, Path("/opt/out"), no_volume)) == ""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/workspace/cache/huggingface/hub")
     pod = machine(tmp_path, mounts, RUNPOD_POD_ID="x")
-    assert said(cache.volume_findings(values, Path("/workspace/out"), pod)) == ""
+    assert said(cache.volume_findings(settings, Path("/workspace/out"), pod)) == ""
 
 
 # GPUs
@@ -425,9 +434,9 @@ def test_cards_on_which_accelerate_stops(monkeypatch):
 # all together
 
 
-def test_one_bad_machine_refuses_a_run_and_only_warns_where_a_run_elsewhere_is_checked(values, tmp_path):
+def test_one_bad_machine_refuses_a_run_and_only_warns_where_a_run_elsewhere_is_checked(settings, tmp_path):
     host = without(machine(tmp_path), "/usr/bin/c++")
-    run = run_of(values, device="cpu", output_dir=tmp_path)
+    run = run_of(settings, device="cpu", output_dir=tmp_path)
     for rehearsal, level, start in (
         (False, "error", "there"),
         ("here", "error", "there"),
@@ -438,11 +447,11 @@ def test_one_bad_machine_refuses_a_run_and_only_warns_where_a_run_elsewhere_is_c
     assert this_machine.machine_findings(run, {}, machine(tmp_path / "fixed"), False) == []
 
 
-def test_check_names_a_stale_lock_and_a_run_does_not_repeat_it(values, tmp_path, monkeypatch):
+def test_check_names_a_stale_lock_and_a_run_does_not_repeat_it(settings, tmp_path, monkeypatch):
     monkeypatch.setattr("psutil.process_iter", lambda attributes: [])
     host = machine(tmp_path, {"/extensions/cpu_adam/lock": ""})
     os.utime(tmp_path / "extensions" / "cpu_adam" / "lock", (1, 1))
-    run = run_of(values, device="cpu", stage=None, output_dir=tmp_path)
+    run = run_of(settings, device="cpu", stage=None, output_dir=tmp_path)
     (finding,) = this_machine.machine_findings(run, {}, host, "here")
     assert "cpu_adam/lock" in finding.what and finding.level == "warning"
     assert this_machine.machine_findings(run, {}, host, False) == []
@@ -467,6 +476,6 @@ def test_each_finding_is_said_by_the_ranks_of_its_scope(monkeypatch, capsys):
     for rank, local_rank, says in ((0, 0, ["run", "machine", "rank"]), (8, 0, ["machine", "rank"]), (9, 1, ["rank"])):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        say_refused(Refusal.of(findings))
+        print_refusal(Refusal.of(findings))
         heard = [line.removeprefix("refused: ") for line in capsys.readouterr().err.splitlines() if "refused" in line]
         assert heard == [f"{scope} [ZR000]" for scope in says]

@@ -13,9 +13,11 @@ from datasets import Dataset
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint import resume as resuming
 from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts, refuse_other_data
-from zero_recipes.checkpoint.output_dir import clear_earlier_run, refuse_occupied
+from zero_recipes.checkpoint.output_dir import claim, refuse_occupied
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
+from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.recipe import parse
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import environment
 from zero_recipes.core.errors import Refusal
@@ -88,11 +90,11 @@ def test_true_takes_the_last_whole_one(tmp_path, capsys):
 def test_unfinished_ones_are_deleted_and_damaged_ones_kept_aside(tmp_path):
     for step, kind in ((2, "whole"), (3, "damaged"), (4, "unfinished"), (5, "foreign")):
         checkpoint(tmp_path, step, kind)
-    clear_earlier_run(tmp_path, overwrite=False)
+    claim(tmp_path, overwrite=False)
     assert [path.name for path in numbered(tmp_path)] == ["checkpoint-2", "checkpoint-5"]
     assert (tmp_path / "damaged-checkpoint-3" / "model.safetensors").read_bytes() == b"weig"
     checkpoint(tmp_path, 3, "damaged")
-    clear_earlier_run(tmp_path, overwrite=False)
+    claim(tmp_path, overwrite=False)
     assert (tmp_path / "damaged-checkpoint-3-again").is_dir()
 
 
@@ -163,12 +165,13 @@ def values(tmp_path_factory):
     path = tmp_path_factory.mktemp("recipe") / "r.yaml"
     mapping = {"model_name_or_path": "m", "max_steps": 20, "bf16": True, "per_device_train_batch_size": 2}
     path.write_text(json.dumps(mapping))
-    return parse(path, mapping, ["--gradient_accumulation_steps", "4"]).values
+    return parse(path, mapping, ["--gradient_accumulation_steps", "4"]).settings
 
 
-def findings(folder: Path, values: dict, strategy=("zero2", 2, 2), **other) -> list:
+def findings(folder: Path, values: Settings, strategy=("zero2", 2, 2), **other) -> list:
     name, stage, world_size = strategy
-    return list(fit_findings(str(folder), values | other, Strategy(name, stage, world_size, None, "test")))
+    config = None if stage is None else DsConfig({"zero_optimization": {"stage": stage}})
+    return list(fit_findings(str(folder), values.replace(**other), Strategy(name, world_size, config, "test")))
 
 
 def test_what_fits_has_no_finding(tmp_path, values):
@@ -176,7 +179,7 @@ def test_what_fits_has_no_finding(tmp_path, values):
     assert findings(folder, values) == []
     free = dict(save_steps=7, logging_steps=9, output_dir="elsewhere", report_to="wandb", sample_prompts=None)
     assert findings(folder, values, **free) == []
-    constant = values | {"lr_scheduler_type": "constant"}
+    constant = values.replace(lr_scheduler_type="constant")
     folder = checkpoint(tmp_path, 5, recipe=recipe_facts(constant))
     assert findings(folder, constant, max_steps=30) == []
 
@@ -238,10 +241,10 @@ def test_a_checkpoint_without_a_manifest_is_taken_with_a_warning(tmp_path, value
 def test_ranks_that_see_different_checkpoints_are_refused(monkeypatch):
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [*mine, None])
     with pytest.raises(Refusal) as caught:
-        resuming.refuse_apart("out/checkpoint-2")
+        resuming.refuse_different_checkpoints("out/checkpoint-2")
     assert "rank 1: starts fresh" in caught.value.why
     monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: mine * 2)
-    resuming.refuse_apart("out/checkpoint-2")
+    resuming.refuse_different_checkpoints("out/checkpoint-2")
 
 
 def test_the_hash_of_rows_is_that_of_their_content_and_order():

@@ -12,6 +12,7 @@ import yaml
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import strategy
+from zero_recipes.models.load import sizes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -29,11 +30,11 @@ OWNED_BY_THE_TRAINER = (
 def test_a_recipe_parses_and_trl_takes_it(path, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     recipe = recipes.parse(path, recipes.read(path), [])
-    recipe.values |= {"use_cpu": True, "output_dir": str(tmp_path)}
-    _, training_args, model_args, _, ours = recipes.instances(recipe)
+    settings = recipe.settings.replace(use_cpu=True, output_dir=str(tmp_path))
+    _, training_args, model_args, _, ours = recipes.instances(settings, path)
     assert training_args.bf16 and ours.dataset_format == "alpaca"
     assert model_args.dtype == "float32", "ddp would train without an fp32 master"
-    recipes.write_resolved(recipe, tmp_path / "resolved.yaml", ["x"], None)
+    recipes.write_resolved(recipe.given, tmp_path / "resolved.yaml", ["x"], None)
     again = recipes.parse(tmp_path / "resolved.yaml", recipes.read(tmp_path / "resolved.yaml"), [])
     assert again.given == recipe.given
 
@@ -81,7 +82,7 @@ def test_both_folders_hold_the_same_strategies():
     tiny = ROOT / "recipes" / "tiny.yaml"
     for path in DS_CONFIGS:
         recipe = recipes.parse(tiny, recipes.read(tiny), ["--deepspeed", str(path)])
-        assert strategy.resolve(recipe, {}).name == path.stem
+        assert strategy.resolve(recipe.settings, {}, sizes_of).name == path.stem
 
 
 @pytest.mark.parametrize("name", ["pythia", "pythia-2.8b", "pythia-410m"])

@@ -11,6 +11,7 @@ from tests.helpers.tiny import write_recipe
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import strategy
 from zero_recipes.core.errors import Refusal
+from zero_recipes.models.load import sizes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,8 +26,8 @@ def refused(argv: list[str], environment: dict[str, str] | None = None) -> Refus
     with pytest.raises(Refusal) as caught:
         path, overrides = recipes.split_command_line(argv)
         recipe = recipes.parse(path, recipes.read(path), overrides)
-        strategy.resolve(recipe, environment or {})
-        recipes.derive_accumulation(recipe, int((environment or {}).get("WORLD_SIZE", 1)))
+        strategy.resolve(recipe.settings, environment or {}, sizes_of)
+        recipes.derive_accumulation(recipe.settings, recipe.given, int((environment or {}).get("WORLD_SIZE", 1)))
     return caught.value
 
 
@@ -74,13 +75,12 @@ def test_a_global_batch_that_does_not_divide(good, total, world, micro):
 
 def test_a_global_batch_that_divides_sets_the_accumulation(good):
     recipe = recipes.parse(good, recipes.read(good), ["--global_batch_size", "24"])
-    recipes.derive_accumulation(recipe, 3)
-    assert recipe.values["gradient_accumulation_steps"] == 4
+    assert recipes.derive_accumulation(recipe.settings, recipe.given, 3) == 4
     recipe = recipes.parse(
         good, recipes.read(good), ["--global_batch_size", "24", "--gradient_accumulation_steps", "2"]
     )
     with pytest.raises(Refusal, match="contradicts"):
-        recipes.derive_accumulation(recipe, 3)
+        recipes.derive_accumulation(recipe.settings, recipe.given, 3)
 
 
 LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero3.json"}
@@ -90,12 +90,12 @@ def test_two_ds_configs_are_refused_by_both_names(good):
     refusal = refused([str(good), "--deepspeed", "ds_configs/zero2.json"], LAUNCHED)
     assert "ds_configs/zero2.json" in refusal.what and "ds_configs/zero3.json" in refusal.what
     recipe = recipes.parse(good, recipes.read(good), ["--deepspeed", "ds_configs/zero3.json"])
-    assert strategy.resolve(recipe, LAUNCHED).name == "zero3"
+    assert strategy.resolve(recipe.settings, LAUNCHED, sizes_of).name == "zero3"
 
 
 def test_strategies_are_found_under_every_launcher(good, tmp_path):
     def found(overrides, environment):
-        return strategy.resolve(recipes.parse(good, recipes.read(good), overrides), environment)
+        return strategy.resolve(recipes.parse(good, recipes.read(good), overrides).settings, environment, sizes_of)
 
     assert found([], {}).name == "single"
     assert found([], {"WORLD_SIZE": "2"}).name == "ddp"
@@ -105,7 +105,7 @@ def test_strategies_are_found_under_every_launcher(good, tmp_path):
     inline = tmp_path / "inline.yaml"
     inline.write_text("model_name_or_path: x\ndeepspeed:\n  zero_optimization:\n    stage: 2\n")
     recipe = recipes.parse(inline, recipes.read(inline), [])
-    assert strategy.resolve(recipe, {}).name == "zero2"
+    assert strategy.resolve(recipe.settings, {}, sizes_of).name == "zero2"
 
 
 def test_ds_configs_that_cannot_be_read(good, tmp_path):
@@ -122,7 +122,7 @@ def test_stage_3_that_would_save_nothing(good):
     refusal = refused([str(good), "--deepspeed", config, "--save_model", "true"])
     assert "stage3_gather_16bit_weights_on_model_save" in refusal.fix
     recipe = recipes.parse(good, recipes.read(good), ["--deepspeed", config])  # saves nothing: nothing to refuse
-    assert strategy.resolve(recipe, {}).zero_stage == 3
+    assert strategy.resolve(recipe.settings, {}, sizes_of).zero_stage == 3
 
 
 def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):
@@ -137,7 +137,7 @@ def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):
     )
     recipe = recipes.parse(path, recipes.read(path), ["--max_steps", "5"])
     assert os.environ["ZERO_RECIPES_TEST"] == "7"
-    ours = recipes.instances(recipe)
+    ours = recipes.instances(recipe.settings, path)
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
     theirs = parser.parse_args_and_config(["--config", str(path), "--max_steps", "5"])
     for mine, wanted in zip(ours, theirs, strict=False):

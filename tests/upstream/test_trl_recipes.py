@@ -127,7 +127,7 @@ THREE = """
 import contextlib, io, json, sys
 import run_sft
 from zero_recipes.cli import main as cli
-from zero_recipes.core.errors import Refusal, say_refused
+from zero_recipes.core.errors import Refusal, print_refusal
 
 def ended(command):
     out, err = io.StringIO(), io.StringIO()
@@ -135,7 +135,7 @@ def ended(command):
         try:
             code = command()
         except Refusal as refusal:
-            code = say_refused(refusal)
+            code = print_refusal(refusal)
     return code, out.getvalue(), err.getvalue()
 
 commands = [lambda: run_sft.main(json.loads(sys.argv[1]))]

@@ -12,14 +12,15 @@ from typing import Any
 
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.reshard.load import is_resharded, read_index
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import environment
 from zero_recipes.core.errors import Finding, Refusal
 
 
-def resharded_findings(values: Mapping[str, Any], strategy: Strategy) -> Iterator[Finding]:
-    """`values` are the recipe's in force, `resume_from_checkpoint` the path of a whole resharded checkpoint."""
-    checkpoint = values["resume_from_checkpoint"]
+def resharded_findings(settings: Settings, strategy: Strategy) -> Iterator[Finding]:
+    """`settings` are the recipe's in force, `resume_from_checkpoint` the path of a whole resharded checkpoint."""
+    checkpoint = settings.resume_from_checkpoint
     if strategy.zero_stage not in (1, 2, 3):
         yield Finding(
             "ZR712",
@@ -31,7 +32,7 @@ def resharded_findings(values: Mapping[str, Any], strategy: Strategy) -> Iterato
         return
     index = read_index(checkpoint)
     saved, old_world = index["global_batch"], index["source"]["world_size"]
-    micro, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
+    micro, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     total = micro * accumulation * strategy.world_size
     if total != saved:
         yield Finding(
@@ -42,17 +43,17 @@ def resharded_findings(values: Mapping[str, Any], strategy: Strategy) -> Iterato
             "run's.",
             f"Choose them so that their product is {saved}; zero-recipes reshard printed such a command.",
         )
-    by_length = str(values["train_sampling_strategy"]) in ("group_by_length", "batch_rebalance")
+    by_length = str(settings.train_sampling_strategy) in ("group_by_length", "batch_rebalance")
     if by_length and strategy.world_size != old_world:
         yield Finding(
             "ZR714",
-            f"train_sampling_strategy: {values['train_sampling_strategy']} on {strategy.world_size} processes resumes "
+            f"train_sampling_strategy: {settings.train_sampling_strategy} on {strategy.world_size} processes resumes "
             f"from {checkpoint}, a run on {old_world}",
             "The order of the rows depends on the number of processes (transformers, trainer.py, _get_train_sampler): "
             "the epoch would go on with rows that were seen already, and leave others out.",
             f"Reshard for --world_size {old_world}.",
         )
-    if strategy.zero_stage != 3 and strategy.ds_config["zero_optimization"].get("round_robin_gradients"):
+    if strategy.zero_stage != 3 and strategy.ds_config.zero.get("round_robin_gradients"):
         yield Finding(
             "ZR715",
             f"round_robin_gradients resumes from {checkpoint}, a resharded checkpoint",
@@ -61,7 +62,7 @@ def resharded_findings(values: Mapping[str, Any], strategy: Strategy) -> Iterato
             "other parameters.",
             "Remove round_robin_gradients from the ds_config.",
         )
-    accumulates = (strategy.ds_config.get("data_types") or {}).get("grad_accum_dtype") is not None
+    accumulates = strategy.ds_config.grad_accum_dtype is not None
     if strategy.zero_stage == 1 and accumulates:
         yield Finding(
             "ZR716",
@@ -71,7 +72,7 @@ def resharded_findings(values: Mapping[str, Any], strategy: Strategy) -> Iterato
             "Remove data_types from the ds_config, or use stage 2.",
         )
     best = json.loads((Path(checkpoint) / "trainer_state.json").read_text())["best_model_checkpoint"]
-    if values["load_best_model_at_end"] and best is not None:
+    if settings.load_best_model_at_end and best is not None:
         yield Finding(
             "ZR717",
             f"load_best_model_at_end, and the best checkpoint so far, {best}, is of the old world",
@@ -98,14 +99,15 @@ TOLD = ("attn_implementation", "activation_checkpointing", "gradient_checkpointi
 TOLD += ("torch_compile", "tf32", "full_determinism", "per_device_train_batch_size")
 
 
-def recipe_facts(values: Mapping[str, Any]) -> dict[str, Any]:
+def recipe_facts(settings: Settings) -> dict[str, Any]:
     """The part of a recipe that a manifest keeps, as JSON."""
+    values = settings.as_dict()
     kept = {key: values[key] for key in (*DECIDES, *LENGTH, *TOLD) if key in values}
     return json.loads(json.dumps(kept, default=lambda value: getattr(value, "value", str(value))))
 
 
-def fit_findings(checkpoint: str, values: Mapping[str, Any], strategy: Strategy) -> Iterator[Finding]:
-    """What of a run does not fit the checkpoint, before data and weights are loaded. `values`: the recipe's, in force.
+def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
+    """What of a run does not fit the checkpoint, before data and weights are loaded.
 
     A checkpoint without a manifest cannot be compared; whoever names it by its path vouches for it.
     """
@@ -122,11 +124,11 @@ def fit_findings(checkpoint: str, values: Mapping[str, Any], strategy: Strategy)
         )
         return
     if is_resharded(checkpoint):
-        yield from resharded_findings(values, strategy)
+        yield from resharded_findings(settings, strategy)
     else:
         yield from _ranks(checkpoint, written, strategy)
-        yield from _global_batch(checkpoint, written, values, strategy)
-    yield from _recipe(checkpoint, written, values)
+        yield from _global_batch(checkpoint, written, settings, strategy)
+    yield from _recipe(checkpoint, written, settings)
     yield from _versions(checkpoint, written)
 
 
@@ -172,9 +174,9 @@ def _ranks(checkpoint: str, written: Mapping, strategy: Strategy) -> Iterator[Fi
         )
 
 
-def _global_batch(checkpoint: str, written: Mapping, values: Mapping, strategy: Strategy) -> Iterator[Finding]:
+def _global_batch(checkpoint: str, written: Mapping, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
     there = written["micro_batch_size"] * written["gradient_accumulation_steps"] * written["world_size"]
-    micro, accumulation = values["per_device_train_batch_size"], values["gradient_accumulation_steps"]
+    micro, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
     here = micro * accumulation * strategy.world_size
     if there != here:
         per_pass = micro * strategy.world_size
@@ -190,8 +192,8 @@ def _global_batch(checkpoint: str, written: Mapping, values: Mapping, strategy: 
         )
 
 
-def _recipe(checkpoint: str, written: Mapping, values: Mapping) -> Iterator[Finding]:
-    then, now = written.get("recipe", {}), recipe_facts(values)
+def _recipe(checkpoint: str, written: Mapping, settings: Settings) -> Iterator[Finding]:
+    then, now = written.get("recipe", {}), recipe_facts(settings)
     other = [key for key in then if key in DECIDES and then[key] != now.get(key)]
     if other:
         yield Finding(

@@ -42,14 +42,15 @@ def saved_in(output_dir: Path) -> list[Path]:
     return checkpoints + weights + ([metrics] if finished else [])
 
 
-def clear_earlier_run(output_dir: Path, overwrite: bool) -> None:
-    """Remove traces of an earlier run: its failure files and unfinished checkpoints, under `overwrite` all it saved."""
+def claim(output_dir: Path, overwrite: bool) -> None:
+    """Make the folder this run's: an earlier run's failure files and unfinished checkpoints go, under `overwrite` all
+    that it saved."""
     clear_unfinished(output_dir)
-    doomed = list(output_dir.glob("failure.rank*.json"))
+    to_delete = list(output_dir.glob("failure.rank*.json"))
     if overwrite:
-        doomed += saved_in(output_dir) + [output_dir / name for name in RESULTS]
-        doomed += list(output_dir.glob("*.safetensors.index.json"))
-    for path in doomed:
+        to_delete += saved_in(output_dir) + [output_dir / name for name in RESULTS]
+        to_delete += list(output_dir.glob("*.safetensors.index.json"))
+    for path in to_delete:
         if path.is_dir():
             shutil.rmtree(path)
         else:

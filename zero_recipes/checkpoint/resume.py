@@ -153,7 +153,7 @@ def clear_unfinished(output_dir: Path) -> None:
             checkpoint.rename(aside)
 
 
-def refuse_apart(checkpoint: str | None) -> None:
+def refuse_different_checkpoints(checkpoint: str | None) -> None:
     """Refuse ranks that would go on from different checkpoints. Collective: every rank calls it."""
     from accelerate.utils import gather_object
 

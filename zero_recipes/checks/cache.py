@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding
 from zero_recipes.core.host_limits import Host
 
@@ -14,22 +15,22 @@ VOLUME = "/workspace"  # where RunPod mounts a pod's volume, unless its template
 FETCH = "zero-recipes fetch RECIPE.yaml, with a connection; then start again."
 
 
-def offline_findings(values: Mapping[str, Any]) -> Iterator[Finding]:
+def offline_findings(settings: Settings) -> Iterator[Finding]:
     """What the recipe names on the hub and the cache does not hold, where the run may not ask the hub."""
     import datasets
     from huggingface_hub import constants
 
-    if constants.is_offline_mode() and on_hub(values["model_name_or_path"]):
-        missing = missing_of_model(values)
+    if constants.is_offline_mode() and on_hub(settings.model_name_or_path):
+        missing = missing_of_model(settings)
         if missing:
             yield Finding(
                 "ZR613",
-                f"the model {values['model_name_or_path']} is not whole in the cache: no {missing}",
+                f"the model {settings.model_name_or_path} is not whole in the cache: no {missing}",
                 f"HF_HUB_OFFLINE is set, and the cache is {constants.HF_HUB_CACHE}.",
                 FETCH,
             )
     if datasets.config.HF_HUB_OFFLINE:
-        for entry in values["datasets"] or [{"path": values["dataset_name"], "name": values["dataset_config"]}]:
+        for entry in settings.datasets or [{"path": settings.dataset_name, "name": settings.dataset_config}]:
             if not _dataset_is_cached(entry):
                 yield Finding(
                     "ZR614",
@@ -40,13 +41,13 @@ def offline_findings(values: Mapping[str, Any]) -> Iterator[Finding]:
                 )
 
 
-def volume_findings(values: Mapping[str, Any], output_dir: Path, host: Host) -> Iterator[Finding]:
+def volume_findings(settings: Settings, output_dir: Path, host: Host) -> Iterator[Finding]:
     """On a RunPod pod with a volume: caches and results outside of it are gone once the pod stops."""
     from huggingface_hub import constants
 
     if "RUNPOD_POD_ID" not in host.environment or not host.is_mount(VOLUME):
         return
-    folders = {"the Hugging Face cache": constants.HF_HUB_CACHE} if on_hub(values["model_name_or_path"]) else {}
+    folders = {"the Hugging Face cache": constants.HF_HUB_CACHE} if on_hub(settings.model_name_or_path) else {}
     folders["output_dir"] = output_dir
     for what, folder in folders.items():
         place = Path(folder).resolve()
@@ -74,20 +75,20 @@ def on_hub(name: str | None) -> bool:
     return True
 
 
-def missing_of_model(values: Mapping[str, Any]) -> str | None:
+def missing_of_model(settings: Settings) -> str | None:
     """The first thing that the cache lacks of a model of the hub: "config.json", weights; None if it is whole."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         folder = Path(
-            snapshot_download(values["model_name_or_path"], revision=values["model_revision"], local_files_only=True)
+            snapshot_download(settings.model_name_or_path, revision=settings.model_revision, local_files_only=True)
         )
     except (LocalEntryNotFoundError, OSError, ValueError):
         return "snapshot of it"
     if not (folder / "config.json").is_file():
         return "config.json"
-    return None if values["random_weights"] else _missing_weights(folder)
+    return None if settings.random_weights else _missing_weights(folder)
 
 
 def _missing_weights(folder: Path) -> str | None:

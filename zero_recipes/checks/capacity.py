@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from zero_recipes.checkpoint.output_dir import saved_in
-from zero_recipes.config.run import Run
+from zero_recipes.config.run import RunConfig
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding
 from zero_recipes.core.host_limits import Host
 from zero_recipes.theory.lower_bounds import batch_bytes, disk_terms, host_terms
@@ -15,9 +15,9 @@ from zero_recipes.theory.lower_bounds import batch_bytes, disk_terms, host_terms
 NCCL_WANTS = 10**9  # bytes of /dev/shm: NVIDIA's documentation starts containers with --shm-size=1g
 
 
-def memory_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
+def memory_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
     """More host memory than there is: the kernel would kill a process, with exit code -9 and no message."""
-    terms = host_terms(run.strategy, run.device, run.recipe.values, config, psi, here)
+    terms = host_terms(run.strategy, run.device, run.settings, config, psi, here)
     limit, source = host.memory()
     if sum(terms.values()) > limit:
         cures = "A machine with more memory, fewer processes on it"
@@ -33,9 +33,9 @@ def memory_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterat
         )
 
 
-def disk_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
+def disk_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
     """More to save than the disk takes: the run would end at its first checkpoint or, trained, at its last line."""
-    terms = disk_terms(run.strategy, run.recipe.values, config, psi, here)
+    terms = disk_terms(run.strategy, run.settings, config, psi, here)
     free = host.free_disk(run.output_dir)
     # an earlier run's checkpoints go: all under overwrite, one by one under save_total_limit
     going = sum(path.stat().st_size for folder in saved_in(run.output_dir) for path in _files(folder))
@@ -50,22 +50,22 @@ def disk_findings(run: Run, config, psi: int, here: int, host: Host) -> Iterator
         )
 
 
-def download_findings(values: Mapping[str, Any], psi: int, cache: Path, host: Host) -> Iterator[Finding]:
+def download_findings(settings: Settings, psi: int, cache: Path, host: Host) -> Iterator[Finding]:
     """Weights that are still to be downloaded and do not fit; 16 bits each is the least that a hub file has."""
     free = host.free_disk(cache)
     if 2 * psi > free:
         yield Finding(
             "ZR610",
-            f"the weights of {values['model_name_or_path']} are at least {_gb(2 * psi)}, and {cache} has "
+            f"the weights of {settings.model_name_or_path} are at least {_gb(2 * psi)}, and {cache} has "
             f"{_gb(free)} free",
             "They are not in the cache yet; the download would end with the disk full.",
             "Free the disk, or set HF_HOME to a folder on a larger one.",
         )
 
 
-def shared_memory_findings(run: Run, here: int, host: Host) -> Iterator[Finding]:
+def shared_memory_findings(run: RunConfig, here: int, host: Host) -> Iterator[Finding]:
     """/dev/shm too small. Warnings: NCCL takes none of it between GPUs that reach each other directly."""
-    free, values = host.shared_memory(), run.recipe.values
+    free, settings = host.shared_memory(), run.settings
     larger = "docker run --ipc=host, or --shm-size=1g and more; on Kubernetes an emptyDir of medium Memory at /dev/shm."
     if free is None:
         return
@@ -78,12 +78,12 @@ def shared_memory_findings(run: Run, here: int, host: Host) -> Iterator[Finding]
             larger,
             level="warning",
         )
-    ahead = values["dataloader_num_workers"] * (values["dataloader_prefetch_factor"] or 2)
-    if here * ahead * batch_bytes(values) > free:
+    ahead = settings.dataloader_num_workers * (settings.dataloader_prefetch_factor or 2)
+    queued = here * ahead * batch_bytes(settings)
+    if queued > free:
         yield Finding(
             "ZR612",
-            f"/dev/shm has {_gb(free)} free, and the data loaders put up to {_gb(here * ahead * batch_bytes(values))} "
-            "there",
+            f"/dev/shm has {_gb(free)} free, and the data loaders put up to {_gb(queued)} there",
             f"{here} x dataloader_num_workers x prefetched batches; a worker that finds it full dies of a bus error "
             "(torch/csrc/DataLoader.cpp).",
             f"dataloader_num_workers: 0 (tokens are ready before training), or {larger}",

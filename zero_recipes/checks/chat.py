@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator
 
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding, Refusal
 
 
-def chat_findings(values: Mapping[str, Any]) -> Iterator[Finding]:
-    """Findings about assistant_only_loss. `values`: the recipe's keys in force.
+def chat_findings(settings: Settings) -> Iterator[Finding]:
+    """Findings about assistant_only_loss. `settings`: the recipe's keys in force.
 
     A tokenizer that is not at hand yields nothing: the run itself refuses it.
     """
-    if not values["assistant_only_loss"]:
+    if not settings.assistant_only_loss:
         return
-    if values["dataset_format"] == "alpaca":
+    if settings.dataset_format == "alpaca":
         yield Finding(
             "ZR418",
             "assistant_only_loss with dataset_format: alpaca",
@@ -26,7 +25,7 @@ def chat_findings(values: Mapping[str, Any]) -> Iterator[Finding]:
         )
         return
     try:
-        tokenizer = _tokenizer(values)
+        tokenizer = _tokenizer(settings)
     except (OSError, ValueError, Refusal):
         return
     yield from template_findings(tokenizer)
@@ -77,10 +76,10 @@ def template_findings(tokenizer) -> Iterator[Finding]:
         )
 
 
-def _tokenizer(values: Mapping[str, Any]):
+def _tokenizer(settings: Settings):
     """The tokenizer with the chat template in force."""
     from zero_recipes.data.load import load_tokenizer
     from zero_recipes.data.prepare import dress
 
-    arguments = SimpleNamespace(**values)
+    arguments = settings
     return dress(load_tokenizer(arguments, arguments), arguments)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from types import SimpleNamespace
-from typing import Any
 
 from zero_recipes.checks.chat import chat_findings
-from zero_recipes.checks.quantized import quantised_findings
+from zero_recipes.checks.quantized import quantized_findings
 from zero_recipes.checks.versions import installed_versions
 from zero_recipes.checks.zero_options import zero_option_findings
 from zero_recipes.config import sequence_parallel
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding, Refusal
 from zero_recipes.core.process import local_world_size
 
@@ -21,36 +20,34 @@ LEAKING = {"bloom", "falcon", "mpt", "opt"}
 TOP_LEVEL = {"lm_head", "embed_out"}  # modules whose name is their whole path
 
 
-def combination_findings(
-    values: Mapping[str, Any], strategy, device: str, environment: Mapping[str, str]
-) -> list[Finding]:
+def combination_findings(settings: Settings, strategy, device: str, environment: Mapping[str, str]) -> list[Finding]:
     """All findings about keys that do not go together.
 
-    `values`: the recipe's keys in force; `strategy`: a config.strategy.Strategy; `environment`: the launcher's.
+    `settings`: the recipe's keys in force; `strategy`: a config.strategy.Strategy; `environment`: the launcher's.
     """
     found = [
-        *quantised_findings(values, strategy),
-        *_lora(values, strategy.zero_stage, device),
-        *_packing(values),
-        *_uneven_ranks(values, strategy.world_size),
-        *_weights(values, strategy.world_size),
+        *quantized_findings(settings, strategy),
+        *_lora(settings, strategy.zero_stage, device),
+        *_packing(settings),
+        *_uneven_ranks(settings, strategy.world_size),
+        *_weights(settings, strategy.world_size),
         *_launched_alone(strategy, environment),
-        *sequence_parallel.findings(values, strategy, device, _model_config(values)),
-        *chat_findings(values),
+        *sequence_parallel.findings(settings, strategy, device, _model_config(settings)),
+        *chat_findings(settings),
     ]
     if strategy.is_deepspeed:
         local = local_world_size(environment, strategy.world_size)
-        found += _trainer_under_deepspeed(values, strategy.zero_stage)
+        found += _trainer_under_deepspeed(settings, strategy.zero_stage)
         found += zero_option_findings(
-            strategy.ds_config, values, strategy.world_size, local, device, installed_versions()["deepspeed"]
+            strategy.ds_config, settings, strategy.world_size, local, device, installed_versions()["deepspeed"]
         )
     return found
 
 
-def _lora(values: Mapping, zero_stage: int | None, device: str) -> Iterator[Finding]:
-    if not values["use_peft"]:
+def _lora(settings: Settings, zero_stage: int | None, device: str) -> Iterator[Finding]:
+    if not settings.use_peft:
         return
-    modules = values["lora_target_modules"]
+    modules = settings.lora_target_modules
     only = modules[0] if isinstance(modules, list) and len(modules) == 1 else modules
     if isinstance(only, str) and only.isidentifier() and only not in TOP_LEVEL:
         yield Finding(
@@ -62,7 +59,7 @@ def _lora(values: Mapping, zero_stage: int | None, device: str) -> Iterator[Find
         )
     from zero_recipes.data.prepare import is_template_file
 
-    template = values["chat_template_path"]
+    template = settings.chat_template_path
     if not template or is_template_file(template):
         return
     fix = "Name a .jinja file (no tokens are added), or train without LoRA."
@@ -74,7 +71,7 @@ def _lora(values: Mapping, zero_stage: int | None, device: str) -> Iterator[Find
             "_collect_token_weights) fetches them to a CUDA device.",
             fix,
         )
-    if getattr(_model_config(values), "tie_word_embeddings", False):
+    if getattr(_model_config(settings), "tie_word_embeddings", False):
         yield Finding(
             "ZR130",
             f"LoRA on tied embeddings with the chat template of another tokenizer ({template})",
@@ -84,11 +81,11 @@ def _lora(values: Mapping, zero_stage: int | None, device: str) -> Iterator[Find
         )
 
 
-def _packing(values: Mapping) -> Iterator[Finding]:
-    packing, strategy = values["packing"], values["packing_strategy"]
-    model = _model_config(values) if packing or values["padding_free"] else None
+def _packing(settings: Settings) -> Iterator[Finding]:
+    packing, strategy = settings.packing, settings.packing_strategy
+    model = _model_config(settings) if packing or settings.padding_free else None
     model_type = getattr(model, "model_type", None)
-    if values["padding_free"] and not packing and values["max_length"] is not None:
+    if settings.padding_free and not packing and settings.max_length is not None:
         yield Finding(
             "ZR131",
             "padding_free without packing, with a max_length",
@@ -114,13 +111,13 @@ def _packing(values: Mapping) -> Iterator[Finding]:
         )
 
 
-def _uneven_ranks(values: Mapping, world_size: int) -> Iterator[Finding]:
-    loading = values["accelerator_config"]
+def _uneven_ranks(settings: Settings, world_size: int) -> Iterator[Finding]:
+    loading = settings.accelerator_config
     if isinstance(loading, str) and loading.lstrip().startswith("{"):  # as the command line gives it
         loading = json.loads(loading)
     if world_size == 1 or not isinstance(loading, dict):
         return
-    if loading.get("even_batches") is False and not values["dataset_streaming"]:
+    if loading.get("even_batches") is False and not settings.dataset_streaming:
         yield Finding(
             "ZR134",
             f"accelerator_config.even_batches: false with {world_size} processes",
@@ -128,7 +125,7 @@ def _uneven_ranks(values: Mapping, world_size: int) -> Iterator[Finding]:
             "collectives meet that are not the same: the run hangs or dies, in training and in evaluation.",
             "Remove it: accelerate then repeats a few rows, and the Trainer drops them from evaluation losses.",
         )
-    if loading.get("dispatch_batches") is False and values["dataset_streaming"]:
+    if loading.get("dispatch_batches") is False and settings.dataset_streaming:
         yield Finding(
             "ZR135",
             f"accelerator_config.dispatch_batches: false with dataset_streaming and {world_size} processes",
@@ -138,8 +135,8 @@ def _uneven_ranks(values: Mapping, world_size: int) -> Iterator[Finding]:
         )
 
 
-def _weights(values: Mapping, world_size: int) -> Iterator[Finding]:
-    if world_size > 1 and not values["average_tokens_across_devices"]:
+def _weights(settings: Settings, world_size: int) -> Iterator[Finding]:
+    if world_size > 1 and not settings.average_tokens_across_devices:
         yield Finding(
             "ZR136",
             f"average_tokens_across_devices: false with {world_size} processes",
@@ -173,15 +170,15 @@ def _launched_alone(strategy, environment: Mapping[str, str]) -> Iterator[Findin
         )
 
 
-def _trainer_under_deepspeed(values: Mapping, zero_stage: int | None) -> Iterator[Finding]:
-    if values["save_only_model"] and values["load_best_model_at_end"]:
+def _trainer_under_deepspeed(settings: Settings, zero_stage: int | None) -> Iterator[Finding]:
+    if settings.save_only_model and settings.load_best_model_at_end:
         yield Finding(
             "ZR139",
             "save_only_model with load_best_model_at_end under DeepSpeed",
             "transformers (trainer.py, create_accelerator_and_postprocess) stops on it, after loading the model.",
             "Set save_only_model: false.",
         )
-    if values["auto_find_batch_size"] and zero_stage == 3:
+    if settings.auto_find_batch_size and zero_stage == 3:
         yield Finding(
             "ZR140",
             "auto_find_batch_size at ZeRO stage 3",
@@ -190,11 +187,11 @@ def _trainer_under_deepspeed(values: Mapping, zero_stage: int | None) -> Iterato
         )
 
 
-def _model_config(values: Mapping):
+def _model_config(settings: Settings):
     """None where it is not at hand: the run itself refuses that."""
     from zero_recipes.models.load import load_config
 
-    arguments = SimpleNamespace(**values)
+    arguments = settings
     try:
         return load_config(arguments, arguments)
     except Refusal:

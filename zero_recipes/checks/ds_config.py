@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from zero_recipes.config.recipe import precision_of
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding
 
 # blocks that DeepSpeed 0.19.8 names outside runtime/constants.py
@@ -22,28 +22,28 @@ LOG_WARMUP = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
 def ds_config_findings(
-    config: dict[str, Any], source: str, values: dict[str, Any], world_size: int, device: str
+    config: dict[str, Any], source: str, settings: Settings, world_size: int, device: str
 ) -> list[Finding]:
-    """All findings about one DeepSpeed configuration. `values`: the recipe's keys in force."""
+    """All findings about one DeepSpeed configuration. `settings`: the recipe's keys in force."""
     return [
-        *_missing(config, source, values),
-        *_mismatches(config, source, values, world_size),
-        *_half_precision(values, device),
-        *_schedule(config, source, values),
+        *_missing(config, source, settings),
+        *_mismatches(config, source, settings, world_size),
+        *_half_precision(settings, device),
+        *_schedule(config, source, settings),
         *_without_effect(config, source),
     ]
 
 
-def fill_auto(config: dict[str, Any], values: dict[str, Any], world_size: int):
+def fill_auto(config: dict[str, Any], settings: Settings, world_size: int):
     """transformers' HfTrainerDeepSpeedConfig with the Trainer's values filled in, and the arguments that it was given.
 
     Its `mismatches` name what was written by hand and differs from the run.
     """
     from transformers.integrations import deepspeed as integration
 
-    arguments = SimpleNamespace(**values, world_size=world_size)
-    arguments.bf16 = precision_of(values) == "bf16"
-    arguments.get_warmup_steps = lambda steps: values["warmup_steps"]
+    arguments = SimpleNamespace(**settings.as_dict(), world_size=world_size)
+    arguments.bf16 = settings.precision == "bf16"
+    arguments.get_warmup_steps = lambda steps: settings.warmup_steps
     announced = integration._hf_deepspeed_config_weak_ref
     filled = integration.HfTrainerDeepSpeedConfig(copy.deepcopy(config))
     integration._hf_deepspeed_config_weak_ref = announced  # it announces itself to all; this is only a look
@@ -51,18 +51,18 @@ def fill_auto(config: dict[str, Any], values: dict[str, Any], world_size: int):
     return filled, arguments
 
 
-def _missing(config: dict, source: str, values: dict) -> Iterator[Finding]:
+def _missing(config: dict, source: str, settings: Settings) -> Iterator[Finding]:
     """What the run needs and the configuration leaves out: DeepSpeed would stop, or do without it in silence."""
     auto, enabled = '"auto"', '{"enabled": "auto"}'
     needs = {"zero_optimization": ("accelerate stops without it", '{"stage": 2}')}
     if "train_batch_size" not in config:
         needs["train_micro_batch_size_per_gpu"] = ("DeepSpeed stops without it", auto)
-    if values["gradient_accumulation_steps"] > 1:
+    if settings.gradient_accumulation_steps > 1:
         needs["gradient_accumulation_steps"] = ("DeepSpeed would step after every micro batch", auto)
-    if values["max_grad_norm"] > 0:
-        limit = values["max_grad_norm"]
+    if settings.max_grad_norm > 0:
+        limit = settings.max_grad_norm
         needs["gradient_clipping"] = (f"DeepSpeed would not clip; the recipe's max_grad_norm is {limit}", auto)
-    block = precision_of(values)
+    block = settings.precision
     if block != "fp32":
         needs[block] = (f"DeepSpeed would train in fp32, the recipe says {block}", enabled)
     for key, (why, written) in needs.items():
@@ -70,9 +70,9 @@ def _missing(config: dict, source: str, values: dict) -> Iterator[Finding]:
             yield Finding("ZR213", f"{source} has no {key}", f"{why}.", f'Add "{key}": {written}.')
 
 
-def _mismatches(config: dict, source: str, values: dict, world_size: int) -> Iterator[Finding]:
+def _mismatches(config: dict, source: str, settings: Settings, world_size: int) -> Iterator[Finding]:
     """What transformers itself would stop on (integrations/deepspeed.py), but only once the model is loaded."""
-    for mismatch in fill_auto(config, values, world_size)[0].mismatches:
+    for mismatch in fill_auto(config, settings, world_size)[0].mismatches:
         written, _, wanted = mismatch.removeprefix("- ds ").partition(" vs hf ")
         key = written.partition("=")[0]
         yield Finding(
@@ -83,8 +83,8 @@ def _mismatches(config: dict, source: str, values: dict, world_size: int) -> Ite
         )
 
 
-def _half_precision(values: dict, device: str) -> Iterator[Finding]:
-    if values["fp16"] and device == "cpu":
+def _half_precision(settings: Settings, device: str) -> Iterator[Finding]:
+    if settings.fp16 and device == "cpu":
         yield Finding(
             "ZR215",
             "fp16 on a CPU",
@@ -93,10 +93,10 @@ def _half_precision(values: dict, device: str) -> Iterator[Finding]:
         )
 
 
-def _schedule(config: dict, source: str, values: dict) -> Iterator[Finding]:
+def _schedule(config: dict, source: str, settings: Settings) -> Iterator[Finding]:
     scheduler = config.get("scheduler", {})
     parameters = scheduler.get("params", {})
-    steps = values["max_steps"]
+    steps = settings.max_steps
     if scheduler.get("type") in LOG_WARMUP and "warmup_type" not in parameters:
         yield Finding(
             "ZR216",

@@ -5,31 +5,30 @@ File names are those of DeepSpeed 0.19.8, under deepspeed/runtime/.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from zero_recipes.config.recipe import precision_of
-from zero_recipes.config.run import Run
+from zero_recipes.config.ds_view import number_in
+from zero_recipes.config.run import RunConfig
 from zero_recipes.core.errors import Finding
 from zero_recipes.core.host_limits import Host
-from zero_recipes.theory.lower_bounds import number_in
 
 LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
 DEFAULT_MAX_IN_CPU, DEFAULT_BUFFER = 10**9, 10**8  # elements: zero/offload_config.py
 
 
-def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iterator[Finding]:
+def nvme_findings(run: RunConfig, sizes: Sequence[int], here: int, host: Host) -> Iterator[Finding]:
     """`sizes`: elements of each tensor of the model; `here`: processes on this machine."""
     strategy = run.strategy
-    if "nvme" not in (strategy.offload_optimizer, strategy.offload_param) or strategy.zero_stage != 3:
+    config, world = strategy.ds_config, strategy.world_size
+    if config is None or not config.on_nvme or config.stage != 3:
         return
-    zero, world = strategy.ds_config["zero_optimization"], strategy.world_size
-    each = 4 if precision_of(run.recipe.values) == "fp32" else 2
-    least = max(LEAST_SWAPPED, number_in(strategy.ds_config.get("aio", {}), "block_size", 0))
+    each = 4 if run.settings.precision == "fp32" else 2
+    least = max(LEAST_SWAPPED, number_in(config.aio, "block_size", 0))
     parts = [-(-size // world) for size in sizes]
     swapped = [part for part in parts if part * each >= least]
     if strategy.offload_param == "nvme":
-        yield from _buffers(zero["offload_param"], parts, swapped)
+        yield from _buffers(config.offload_block("offload_param"), parts, swapped)
         if not swapped:
             yield Finding(
                 "ZR618",
@@ -41,7 +40,7 @@ def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iter
             )
     needed = sum(swapped) * each if strategy.offload_param == "nvme" else 0
     needed += sum(swapped) * 12 if strategy.offload_optimizer == "nvme" else 0
-    path = next(zero[key].get("nvme_path") for key in ("offload_optimizer", "offload_param") if _is_nvme(zero, key))
+    path = config.offload_block(config.on_nvme[0]).get("nvme_path")
     free = host.free_disk(path) if path and Path(path).is_dir() else None
     if free is not None and here * needed > free:
         yield Finding(
@@ -53,7 +52,7 @@ def nvme_findings(run: Run, sizes: Sequence[int], here: int, host: Host) -> Iter
         )
 
 
-def _buffers(block: dict, parts: list[int], swapped: list[int]) -> Iterator[Finding]:
+def _buffers(block: Mapping, parts: list[int], swapped: list[int]) -> Iterator[Finding]:
     size = number_in(block, "buffer_size", DEFAULT_BUFFER)
     kept = number_in(block, "max_in_cpu", DEFAULT_MAX_IN_CPU)
     if swapped and size < max(swapped):
@@ -73,7 +72,3 @@ def _buffers(block: dict, parts: list[int], swapped: list[int]) -> Iterator[Find
             'Write "max_in_cpu": 0, or "device": "cpu".',
             level="warning",
         )
-
-
-def _is_nvme(zero: dict, key: str) -> bool:
-    return (zero.get(key) or {}).get("device") == "nvme"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from huggingface_hub import constants
@@ -16,15 +17,18 @@ from zero_recipes.checks.cache import on_hub
 from zero_recipes.checks.ds_config import fill_auto
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
-from zero_recipes.compat import warnings as calm
+from zero_recipes.compat import warnings
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config import run as launch
-from zero_recipes.config import strategy
+from zero_recipes.config import run as run_config
+from zero_recipes.config import strategy as strategies
 from zero_recipes.config.accelerate import launcher_findings
 from zero_recipes.config.recipe import RecipeFile, steps_by_epochs
+from zero_recipes.config.run import RunConfig
+from zero_recipes.config.settings import Settings
+from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Finding, Refusal
 from zero_recipes.core.host_limits import Host
-from zero_recipes.models.load import load_config, refuse_missing_attention
+from zero_recipes.models.load import load_config, refuse_missing_attention, sizes_of
 
 
 def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapping[str, str], rehearsal=False):
@@ -43,37 +47,46 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     recipe = _attempt(findings, recipes.parse, path, sound, overrides)
     if recipe is None:
         return None, findings
-    calm.choose_progress(recipe)
-    asks_for_cpu = recipe.values["use_cpu"]
-    device = launch.choose_device(recipe)
+    device = run_config.choose_device(recipe.settings.use_cpu)
     findings += launcher_findings(environment)
-    in_force = _attempt(findings, strategy.resolve, recipe, environment)
-    if in_force is not None:
-        _attempt(findings, recipes.derive_accumulation, recipe, in_force.replicas)
-        _attempt(findings, launch.refuse_data_parallel, in_force, device, environment)
-        _attempt(findings, launch.refuse_shared_gpus, in_force, device, environment)
-        if in_force.is_deepspeed:
-            findings += ds_config_findings(
-                in_force.ds_config, in_force.source, recipe.values, in_force.world_size, device
-            )
-        findings += combination_findings(recipe.values, in_force, device, environment)
-    named = SimpleNamespace(**recipe.values)
-    if not (constants.is_offline_mode() and on_hub(named.model_name_or_path)):  # what the cache lacks is said below
-        _attempt(findings, load_config, named, named)
-    _attempt(findings, refuse_missing_attention, recipe.values["attn_implementation"], device)
-    output_dir = launch.choose_output_dir(recipe)
-    resume = recipe.values["resume_from_checkpoint"]
-    overwrite = recipe.values["overwrite"]
-    _attempt(findings, refuse_occupied, output_dir, resume, overwrite)
-    checkpoint = _attempt(findings, checkpoint_to_resume, output_dir, resume, overwrite)
-    recipe.values["resume_from_checkpoint"] = checkpoint
-    if checkpoint is not None and in_force is not None:
-        findings += fit_findings(checkpoint, recipe.values, in_force)
-    run = None if in_force is None else launch.Run(recipe, in_force, device, output_dir)
-    if run is not None:
-        elsewhere = device == "cpu" and not asks_for_cpu
-        findings += machine_findings(run, environment, Host(), rehearsal and ("elsewhere" if elsewhere else "here"))
+    strategy = _attempt(findings, strategies.resolve, recipe.settings, environment, sizes_of)
+    accumulation = None
+    if strategy is not None:
+        batch = (recipe.settings, recipe.given, strategy.replicas)
+        accumulation = _attempt(findings, recipes.derive_accumulation, *batch)
+    settings, given = run_config.in_force(recipe, strategy, device, accumulation)
+    settings = settings.replace(disable_tqdm=warnings.hides_progress(settings))
+    output_dir = Path(settings.output_dir)
+    findings += _strategy_findings(settings, strategy, device, environment)
+    if not (constants.is_offline_mode() and on_hub(settings.model_name_or_path)):  # what the cache lacks is said below
+        _attempt(findings, load_config, settings, settings)
+    _attempt(findings, refuse_missing_attention, settings.attn_implementation, device)
+    _attempt(findings, refuse_occupied, output_dir, settings.resume_from_checkpoint, settings.overwrite)
+    resume = (output_dir, settings.resume_from_checkpoint, settings.overwrite)
+    checkpoint = _attempt(findings, checkpoint_to_resume, *resume)
+    settings = settings.replace(resume_from_checkpoint=checkpoint)
+    if strategy is None:
+        return None, findings
+    if checkpoint is not None:
+        findings += fit_findings(checkpoint, settings, strategy)
+    run = RunConfig(recipe, settings, MappingProxyType(given), strategy, device, output_dir, checkpoint)
+    elsewhere = device == "cpu" and not recipe.settings.use_cpu
+    findings += machine_findings(run, environment, Host(), rehearsal and ("elsewhere" if elsewhere else "here"))
     return run, findings
+
+
+def _strategy_findings(
+    settings: Settings, strategy: Strategy | None, device: str, environment: Mapping[str, str]
+) -> list[Finding]:
+    """What does not go with the strategy; nothing where none could be found."""
+    if strategy is None:
+        return []
+    findings: list[Finding] = []
+    _attempt(findings, run_config.refuse_data_parallel, strategy, device, environment)
+    _attempt(findings, run_config.refuse_shared_gpus, strategy, device, environment)
+    if strategy.is_deepspeed:
+        findings += ds_config_findings(strategy.ds_config.raw, strategy.source, settings, strategy.world_size, device)
+    return findings + combination_findings(settings, strategy, device, environment)
 
 
 def _attempt(findings: list[Finding], check: Callable, *arguments: Any) -> Any:
@@ -84,16 +97,19 @@ def _attempt(findings: list[Finding], check: Callable, *arguments: Any) -> Any:
         return None
 
 
-def resolved_ds_config(run: launch.Run, rows: int | None = None) -> dict[str, Any]:
+def resolved_ds_config(run: RunConfig, rows: int | None = None) -> dict[str, Any] | None:
     """The DeepSpeed configuration as transformers will fill it in: no "auto" that it knows how to replace is left.
 
+    None without DeepSpeed.
     `rows`: of the training split; without it the total_num_steps of a scheduler stays "auto" in a run by epochs.
     """
-    values, world_size = run.recipe.values, run.strategy.world_size
-    filled, arguments = fill_auto(run.strategy.ds_config, values, world_size)
+    if run.strategy.ds_config is None:
+        return None
+    settings, world_size = run.settings, run.strategy.world_size
+    filled, arguments = fill_auto(run.strategy.ds_config.raw, settings, world_size)
     model = SimpleNamespace(config=load_config(arguments, arguments))
-    steps = values["max_steps"]
+    steps = settings.max_steps
     if steps <= 0:
-        steps = "auto" if rows is None else steps_by_epochs(rows, values, run.strategy.replicas)
+        steps = "auto" if rows is None else steps_by_epochs(rows, settings, run.strategy.replicas)
     filled.trainer_config_finalize(arguments, model, steps)
     return filled.config

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from zero_recipes.config.recipe import precision_of
+from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding
 
 RUN_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def quantised_findings(values: Mapping[str, Any], strategy) -> Iterator[Finding]:
-    """`values`: the recipe's keys in force; `strategy`: a zero_recipes.config.strategy.Strategy."""
-    asked = next((key for key in ("load_in_4bit", "load_in_8bit") if values[key]), None)
+def quantized_findings(settings: Settings, strategy) -> Iterator[Finding]:
+    """`settings`: the recipe's keys in force; `strategy`: a zero_recipes.config.strategy.Strategy."""
+    asked = next((key for key in ("load_in_4bit", "load_in_8bit") if getattr(settings, key)), None)
     if asked is None:
         return
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -24,22 +24,22 @@ def quantised_findings(values: Mapping[str, Any], strategy) -> Iterator[Finding]
             "transformers (quantizers/quantizer_bnb_4bit.py) stops without it.",
             f"pip install bitsandbytes, or remove {asked}.",
         )
-    if not values["use_peft"]:
+    if not settings.use_peft:
         yield Finding(
             "ZR410",
             f"{asked} without LoRA",
-            "transformers (trainer_utils.py, validate_quantization_for_training) trains no purely quantised model, and "
+            "transformers (trainer_utils.py, validate_quantization_for_training) trains no purely quantized model, and "
             "says so once the model has been loaded.",
             f"Set use_peft: true, or remove {asked}.",
         )
-    if values["random_weights"]:
+    if settings.random_weights:
         yield Finding(
             "ZR411", f"{asked} with random_weights", "There are no weights to quantise.", "Remove one of the two."
         )
     if asked == "load_in_8bit":
         yield from _shared_in_8_bit(strategy)
     else:
-        yield from _shared_in_4_bit(str(values["bnb_4bit_quant_storage"] or "uint8"), precision_of(values), strategy)
+        yield from _shared_in_4_bit(str(settings.bnb_4bit_quant_storage or "uint8"), settings.precision, strategy)
     yield from _packed_twice(asked, strategy)
 
 
@@ -87,7 +87,7 @@ def _shared_in_4_bit(storage: str, precision: str, strategy) -> Iterator[Finding
         yield Finding(
             "ZR416",
             "load_in_4bit at ZeRO stage 3",
-            "transformers (modeling_utils.py, get_init_context) builds a quantised model without zero.Init: every rank "
+            "transformers (modeling_utils.py, get_init_context) builds a quantized model without zero.Init: every rank "
             "loads the whole of it, half a byte a parameter, and the engine shares it out afterwards "
             "(huggingface/peft#2016).",
             "Have room for it on every GPU at the start; after that stage 3 holds a part.",
@@ -96,10 +96,10 @@ def _shared_in_4_bit(storage: str, precision: str, strategy) -> Iterator[Finding
 
 
 def _packed_twice(asked: str, strategy) -> Iterator[Finding]:
-    zero = (strategy.ds_config or {}).get("zero_optimization", {})
-    named = ["offload_param to NVMe"] if strategy.offload_param == "nvme" else []
-    named += ["zero_quantized_weights"] if zero.get("zero_quantized_weights") else []
-    named += ["zero_hpz_partition_size"] if zero.get("zero_hpz_partition_size", 1) != 1 else []
+    config = DsConfig({}) if strategy.ds_config is None else strategy.ds_config
+    named = ["offload_param to NVMe"] if config.offload_param == "nvme" else []
+    named += ["zero_quantized_weights"] if config.quantizes_weights else []
+    named += ["zero_hpz_partition_size"] if config.hpz_partition_size != 1 else []
     if named:
         yield Finding(
             "ZR417",

@@ -10,8 +10,8 @@ from zero_recipes.checks.cache import missing_of_model, offline_findings, on_hub
 from zero_recipes.checks.capacity import disk_findings, download_findings, memory_findings, shared_memory_findings
 from zero_recipes.checks.gpus import peer_findings
 from zero_recipes.checks.nvme import nvme_findings
-from zero_recipes.checks.zero_options import quantised_findings
-from zero_recipes.config.run import Run
+from zero_recipes.checks.zero_options import quantized_findings
+from zero_recipes.config.run import RunConfig
 from zero_recipes.core.errors import Finding
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import local_world_size
@@ -19,7 +19,9 @@ from zero_recipes.distributed.kernels import build_findings, build_root, stale_b
 from zero_recipes.theory.lower_bounds import local_config, parameter_sizes
 
 
-def machine_findings(run: Run, environment: Mapping[str, str], host: Host, rehearsal: str | bool) -> list[Finding]:
+def machine_findings(
+    run: RunConfig, environment: Mapping[str, str], host: Host, rehearsal: str | bool
+) -> list[Finding]:
     """All findings about this machine for one run. `environment`: the launcher's, for the processes that it starts.
 
     `rehearsal`: False in a run. `zero-recipes check` says "here" where the run is meant for this machine, "elsewhere"
@@ -27,11 +29,11 @@ def machine_findings(run: Run, environment: Mapping[str, str], host: Host, rehea
     of a GPU machine. Its memory and disk then speak of no run, and errors become warnings that say "on this machine";
     in a run the same findings refuse. What is missing offline stays an error: who forbids the hub means this cache.
     """
-    values, here = run.recipe.values, local_world_size(environment, run.strategy.world_size)
+    settings, here = run.settings, local_world_size(environment, run.strategy.world_size)
     findings = [
-        *build_findings(run.strategy, run.device, values, host),
+        *build_findings(run.strategy, run.device, settings, host),
         *shared_memory_findings(run, here, host),
-        *volume_findings(values, run.output_dir, host),
+        *volume_findings(settings, run.output_dir, host),
         *_sized(run, here, host),
     ]
     if int(environment.get("LOCAL_RANK", 0)) == 0:
@@ -40,24 +42,24 @@ def machine_findings(run: Run, environment: Mapping[str, str], host: Host, rehea
         findings += _locks(host)  # a run deletes them itself and says so
     if rehearsal == "elsewhere":
         findings = [_labelled(finding) for finding in findings]
-    return [dataclasses.replace(finding, scope="machine") for finding in (*findings, *offline_findings(values))]
+    return [dataclasses.replace(finding, scope="machine") for finding in (*findings, *offline_findings(settings))]
 
 
-def _sized(run: Run, here: int, host: Host) -> list[Finding]:
+def _sized(run: RunConfig, here: int, host: Host) -> list[Finding]:
     """What depends on the number of parameters; nothing where the model's configuration is not here yet."""
     from huggingface_hub import constants
 
-    values = run.recipe.values
-    config = local_config(values)
-    sizes = None if config is None else parameter_sizes(config, values["trust_remote_code"])
+    settings = run.settings
+    config = local_config(settings)
+    sizes = None if config is None else parameter_sizes(config, settings.trust_remote_code)
     if sizes is None:
         return []
     psi = sum(sizes)
     findings = [*memory_findings(run, config, psi, here, host), *disk_findings(run, config, psi, here, host)]
-    findings += [*nvme_findings(run, sizes, here, host), *quantised_findings(run.strategy, sizes)]
-    waits = on_hub(values["model_name_or_path"]) and not constants.is_offline_mode()
-    if waits and not values["random_weights"] and missing_of_model(values):
-        findings += download_findings(values, psi, Path(constants.HF_HUB_CACHE), host)
+    findings += [*nvme_findings(run, sizes, here, host), *quantized_findings(run.strategy, sizes)]
+    waits = on_hub(settings.model_name_or_path) and not constants.is_offline_mode()
+    if waits and not settings.random_weights and missing_of_model(settings):
+        findings += download_findings(settings, psi, Path(constants.HF_HUB_CACHE), host)
     return findings
 
 

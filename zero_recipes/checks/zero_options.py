@@ -1,6 +1,4 @@
-"""Checks of ZeRO++ against the model: sizes that its quantiser takes. File names are those of DeepSpeed 0.19.8.
-
-Options of DeepSpeed that do not go together: hpZ, quantised communication, NVMe, races, what is not to be trusted.
+"""Options of DeepSpeed that do not go together: hpZ, quantized communication, NVMe, races, what is not to be trusted.
 
 File names are those of DeepSpeed 0.19.8, under deepspeed/. Issues are deepspeedai/DeepSpeed's.
 """
@@ -9,21 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 
 from zero_recipes.config.ds_auto import NVME_PATH
-from zero_recipes.config.recipe import precision_of
+from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Finding
 
 
-def quantised_findings(strategy: Strategy, sizes: Sequence[int]) -> Iterator[Finding]:
+def quantized_findings(strategy: Strategy, sizes: Sequence[int]) -> Iterator[Finding]:
     """`sizes`: elements of each tensor of the model."""
-    zero = (strategy.ds_config or {}).get("zero_optimization", {})
+    config = strategy.ds_config
     odd = [size for size in sizes if -(-size // strategy.world_size) % 8]
-    if zero.get("zero_quantized_weights") and zero.get("stage") == 3 and odd:
+    if config is not None and config.quantizes_weights and config.stage == 3 and odd:
         yield Finding(
             "ZR221",
             f"zero_quantized_weights with tensors whose part on a rank is no multiple of 8: {_listed(odd)} elements on "
@@ -57,8 +55,8 @@ RACES = (
 
 
 def zero_option_findings(
-    config: Mapping[str, Any],
-    values: Mapping[str, Any],
+    config: DsConfig,
+    settings: Settings,
     world_size: int,
     local_world_size: int,
     device: str,
@@ -66,24 +64,23 @@ def zero_option_findings(
 ) -> list[Finding]:
     """All findings about the options of one ds_config.
 
-    `values`: the recipe's keys in force; `local_world_size`: the processes on this node.
+    `settings`: the recipe's keys in force; `local_world_size`: the processes on this node.
     """
-    zero = config.get("zero_optimization") or {}
     return [
-        *_hpz(zero, world_size, local_world_size),
-        *_quantised_communication(zero, world_size, local_world_size, device),
-        *_nvme(zero, values),
-        *_races(zero, values, deepspeed_version),
-        *_accumulation_dtype(config, zero, values),
-        *_muon(config, zero),
-        *_not_to_be_trusted(config, zero, device),
-        *_compiled(config, zero, values),
+        *_hpz(config, world_size, local_world_size),
+        *_quantized_communication(config, world_size, local_world_size, device),
+        *_nvme(config, settings),
+        *_races(config.zero, settings, deepspeed_version),
+        *_accumulation_dtype(config, settings),
+        *_muon(config),
+        *_not_to_be_trusted(config, device),
+        *_compiled(config, settings),
     ]
 
 
-def _hpz(zero: Mapping, world_size: int, local_world_size: int) -> Iterator[Finding]:
-    size = zero.get("zero_hpz_partition_size", 1)
-    if size <= 1 or zero.get("stage") != 3:
+def _hpz(config: DsConfig, world_size: int, local_world_size: int) -> Iterator[Finding]:
+    size = config.hpz_partition_size
+    if size <= 1 or config.stage != 3:
         return
     group = min(size, world_size)  # utils/groups.py does the same
     here = f"zero_hpz_partition_size {size}"
@@ -112,7 +109,7 @@ def _hpz(zero: Mapping, world_size: int, local_world_size: int) -> Iterator[Find
             f"{remove}.",
             level="warning",
         )
-    offloaded = [k for k in ("offload_param", "offload_optimizer") if _device(zero, k)]
+    offloaded = [k for k in ("offload_param", "offload_optimizer") if config.offload_device(k)]
     if offloaded:
         yield Finding(
             "ZR225",
@@ -124,7 +121,10 @@ def _hpz(zero: Mapping, world_size: int, local_world_size: int) -> Iterator[Find
         )
 
 
-def _quantised_communication(zero: Mapping, world_size: int, local_world_size: int, device: str) -> Iterator[Finding]:
+def _quantized_communication(
+    config: DsConfig, world_size: int, local_world_size: int, device: str
+) -> Iterator[Finding]:
+    zero = config.zero
     asked = [k for k in ("zero_quantized_weights", "zero_quantized_gradients") if zero.get(k)]
     if not asked:
         return
@@ -140,7 +140,7 @@ def _quantised_communication(zero: Mapping, world_size: int, local_world_size: i
         yield Finding(
             "ZR227",
             f"{named} on a CPU",
-            'The quantiser exists for GPUs only: "This op had not been implemented on CPU backend" '
+            'The quantizer exists for GPUs only: "This op had not been implemented on CPU backend" '
             "(ops/op_builder/cpu/no_impl.py).",
             "Remove it for runs on CPUs.",
         )
@@ -148,29 +148,30 @@ def _quantised_communication(zero: Mapping, world_size: int, local_world_size: i
         yield Finding(
             "ZR228",
             "zero_quantized_gradients on one node",
-            "Gradients are quantised between nodes only (runtime/zero/stage3.py, __avg_scatter_grads: num_nodes > 1).",
+            "Gradients are quantized between nodes only (runtime/zero/stage3.py, __avg_scatter_grads: num_nodes > 1).",
             "Remove it.",
             level="warning",
         )
 
 
-def _nvme(zero: Mapping, values: Mapping) -> Iterator[Finding]:
-    on_nvme = [key for key in ("offload_param", "offload_optimizer") if _device(zero, key) == "nvme"]
+def _nvme(config: DsConfig, settings: Settings) -> Iterator[Finding]:
+    zero = config.zero
+    on_nvme = [key for key in ("offload_param", "offload_optimizer") if key in config.on_nvme]
     if not on_nvme:
         return
     named = " and ".join(on_nvme)
-    if zero.get("stage") != 3:
+    if config.stage != 3:
         yield Finding(
             "ZR229",
-            f"{named} on NVMe at stage {zero.get('stage', 0)}",
+            f"{named} on NVMe at stage {config.stage}",
             "Only stage 3 swaps to NVMe; stages 1 and 2 take any device for host memory "
             "(runtime/zero/stage_1_and_2.py, cpu_offload).",
             'Use stage 3, or "device": "cpu".',
         )
-    if values["save_strategy"] not in ("no", False):
+    if settings.saves_checkpoints:
         yield Finding(
             "ZR230",
-            f"checkpoints (save_strategy: {values['save_strategy']}) with {named} on NVMe",
+            f"checkpoints (save_strategy: {settings.save_strategy}) with {named} on NVMe",
             "They cannot be resumed: runtime/engine.py, load_checkpoint skips the optimizer's states on NVMe.",
             'Set save_strategy: "no" and keep save_model: true; or offload to the CPU.',
             level="warning",
@@ -205,11 +206,11 @@ def _nvme(zero: Mapping, values: Mapping) -> Iterator[Finding]:
             )
 
 
-def _races(zero: Mapping, values: Mapping, installed: str) -> Iterator[Finding]:
+def _races(zero: Mapping, settings: Settings, installed: str) -> Iterator[Finding]:
     if not zero.get("overlap_comm") or zero.get("stage") not in (1, 2):
         return
     for mended, compiled_only, what in RACES:
-        if Version(installed) < Version(mended) and (values["torch_compile"] or not compiled_only):
+        if Version(installed) < Version(mended) and (settings.torch_compile or not compiled_only):
             yield Finding(
                 "ZR234",
                 f"overlap_comm at stage {zero['stage']}"
@@ -220,20 +221,20 @@ def _races(zero: Mapping, values: Mapping, installed: str) -> Iterator[Finding]:
             )
 
 
-def _accumulation_dtype(config: Mapping, zero: Mapping, values: Mapping) -> Iterator[Finding]:
-    dtype = (config.get("data_types") or {}).get("grad_accum_dtype")
-    if dtype and zero.get("stage", 0) == 0 and dtype != precision_of(values):
+def _accumulation_dtype(config: DsConfig, settings: Settings) -> Iterator[Finding]:
+    dtype = config.grad_accum_dtype
+    if dtype and config.stage == 0 and dtype != settings.precision:
         yield Finding(
             "ZR235",
-            f"data_types.grad_accum_dtype {dtype} at stage 0 with a model in {precision_of(values)}",
+            f"data_types.grad_accum_dtype {dtype} at stage 0 with a model in {settings.precision}",
             'runtime/engine.py, _do_optimizer_sanity_check: "unsupported mix", once the model has been loaded.',
             "Remove it, or use stage 2.",
         )
 
 
-def _muon(config: Mapping, zero: Mapping) -> Iterator[Finding]:
-    muon = str((config.get("optimizer") or {}).get("type", "")).lower() == "muon"
-    if muon and zero.get("stage") == 3 and zero.get("reduce_scatter", True):
+def _muon(config: DsConfig) -> Iterator[Finding]:
+    muon = str((config.optimizer or {}).get("type", "")).lower() == "muon"
+    if muon and config.stage == 3 and config.zero.get("reduce_scatter", True):
         yield Finding(
             "ZR236",
             "Muon at stage 3 with reduce_scatter",
@@ -242,8 +243,9 @@ def _muon(config: Mapping, zero: Mapping) -> Iterator[Finding]:
         )
 
 
-def _not_to_be_trusted(config: Mapping, zero: Mapping, device: str) -> Iterator[Finding]:
-    if (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
+def _not_to_be_trusted(config: DsConfig, device: str) -> Iterator[Finding]:
+    raw, zero = config.raw, config.zero
+    if (raw.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
         yield Finding(
             "ZR237",
             "tensor_parallel.autotp_size (AutoTP)",
@@ -254,14 +256,14 @@ def _not_to_be_trusted(config: Mapping, zero: Mapping, device: str) -> Iterator[
     if zero.get("zenflow"):
         yield Finding(
             "ZR238",
-            f"zero_optimization.zenflow (ZenFlow) at stage {zero.get('stage', 0)}",
+            f"zero_optimization.zenflow (ZenFlow) at stage {config.stage}",
             "The embedding is not gathered in the first forward pass: IndexError, index out of range."
-            if zero.get("stage") == 3
+            if config.stage == 3
             else "It takes its optimizer from the ds_config's block and not the recipe's: TypeError while the "
             "engine is built (runtime/zenflow/zenflow_stage_1_and_2.py, ZenFlowSelectiveAdamW).",
             "Remove zenflow; offload_optimizer alone keeps the states in host memory.",
         )
-    if config.get("pipeline"):
+    if raw.get("pipeline"):
         yield Finding(
             "ZR239",
             "a pipeline block",
@@ -269,7 +271,7 @@ def _not_to_be_trusted(config: Mapping, zero: Mapping, device: str) -> Iterator[
             "transformers are not, and the block does nothing: every process holds all layers, without a word.",
             "Remove it; ZeRO stage 3 shares the parameters out.",
         )
-    if (zero.get("offload_optimizer") or {}).get("super_offload") and device == "cpu":
+    if config.offload_block("offload_optimizer").get("super_offload") and device == "cpu":
         yield Finding(
             "ZR240",
             "offload_optimizer.super_offload on a CPU",
@@ -278,8 +280,8 @@ def _not_to_be_trusted(config: Mapping, zero: Mapping, device: str) -> Iterator[
         )
 
 
-def _compiled(config: Mapping, zero: Mapping, values: Mapping) -> Iterator[Finding]:
-    if (config.get("compile") or {}).get("deepcompile"):
+def _compiled(config: DsConfig, settings: Settings) -> Iterator[Finding]:
+    if (config.raw.get("compile") or {}).get("deepcompile"):
         yield Finding(
             "ZR241",
             "compile.deepcompile (DeepCompile)",
@@ -287,8 +289,8 @@ def _compiled(config: Mapping, zero: Mapping, values: Mapping) -> Iterator[Findi
             "torch_compile is set; on GPUs it was never compared with other runs here.",
             "Remove the compile block.",
         )
-    asks = [key for key in ("torch_compile", "torch_compile_backend", "torch_compile_mode") if values[key]]
-    if asks and zero.get("stage") == 3:
+    asks = [key for key in ("torch_compile", "torch_compile_backend", "torch_compile_mode") if getattr(settings, key)]
+    if asks and config.stage == 3:
         yield Finding(
             "ZR242",
             f"{asks[0]} at ZeRO stage 3",
@@ -296,8 +298,3 @@ def _compiled(config: Mapping, zero: Mapping, values: Mapping) -> Iterator[Findi
             'compiled engine has let it go by then: "modified by an inplace operation", in the first step.',
             "Remove it, or use stage 2.",
         )
-
-
-def _device(zero: Mapping, key: str) -> str | None:
-    named = (zero.get(key) or {}).get("device")
-    return None if named in (None, "none") else named

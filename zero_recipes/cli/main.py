@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from zero_recipes.compat.warnings import quieten_loggers
-from zero_recipes.core.errors import Refusal, say_refused
+from zero_recipes.core.errors import Refusal, print_refusal
 
 DEFAULT_STRATEGIES = "ddp,zero0,zero1,zero2,zero3"
 
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return run_verb(arguments, rest)
     except Refusal as refusal:
-        return say_refused(refusal)
+        return print_refusal(refusal)
 
 
 def _fetch(arguments: argparse.Namespace, _rest: list[str]) -> int:
@@ -103,7 +103,7 @@ def _fetch(arguments: argparse.Namespace, _rest: list[str]) -> int:
 
     mapping = recipes.read(arguments.recipe)
     recipe = recipes.parse(arguments.recipe, mapping, [])
-    for name, size in fetch(recipe.values):
+    for name, size in fetch(recipe.settings):
         print(f"{name}: {size / 1e9:.2f} GB")
     return 0
 
@@ -125,7 +125,7 @@ def _check(arguments: argparse.Namespace, rest: list[str]) -> int:
     run, findings = preflight(arguments.recipe, mapping, rest, environment, rehearsal=True)
     if run is not None:
         findings += gate.rehearsed(run, environment)
-        print("\n".join(run.strategy.described(run.device, argparse.Namespace(**run.recipe.values))))
+        print("\n".join(run.strategy.described(run.device, run.settings)))
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if arguments.data:
@@ -146,8 +146,8 @@ def data_findings(run, show: bool) -> list:
     from zero_recipes.data import load as data
 
     # neither weights nor ranks: the strategy does not matter to the data
-    run.recipe.values |= {"deepspeed": None, "use_cpu": True, "bf16": False, "fp16": False}
-    script_args, training_args, model_args, dataset_args, ours = recipes.instances(run.recipe)
+    settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False)
+    script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, run.recipe.path)
     tokenizer = prepare.dress(data.load_tokenizer(model_args, training_args), training_args)
     rows, evaluation = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
     samples.choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, tokenizer)

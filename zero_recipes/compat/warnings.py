@@ -6,6 +6,7 @@ import logging
 import sys
 import warnings
 
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.process import rank
 
 # (category, message, module): all as regular expressions of the warnings filter
@@ -43,7 +44,6 @@ def quieten_loggers() -> None:
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
-def choose_progress(recipe) -> None:
+def hides_progress(settings: Settings) -> bool:
     """A moving bar on a terminal, one line per `logging_steps` elsewhere, unless the recipe says which."""
-    if recipe.values["disable_tqdm"] is None:
-        recipe.values["disable_tqdm"] = not sys.stderr.isatty()
+    return not sys.stderr.isatty() if settings.disable_tqdm is None else settings.disable_tqdm

@@ -23,7 +23,7 @@ MAPPINGS += ("data_types", "tensor_parallel", "torch_autocast", "compile", "zenf
 COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print")
 
 
-def shape_findings(config: Mapping[str, Any], source: str) -> list[Finding]:
+def schema_findings(config: Mapping[str, Any], source: str) -> list[Finding]:
     """What DeepSpeed or transformers would stop on with an error that names no place."""
     found = list(_blocks(config, source))
     return found or [*_numbers(config, source), *_zero_optimization(config.get("zero_optimization", {}), source)]

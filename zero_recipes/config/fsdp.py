@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding, Refusal, first_line
 
 # transformers' `fsdp_config` (training_args.py, _process_fsdp_args) by what `accelerate launch` sets (utils/launch.py)
@@ -34,26 +35,25 @@ _DEFAULTS = {"version": 1, "auto_wrap_policy": "NO_WRAP"}
 _FILE = "accelerate_configs/fsdp2.yaml"
 
 
-def resolve(recipe, environment: Mapping[str, str], world_size: int) -> dict[str, Any] | None:
-    """The `fsdp_config` in force, put into the recipe too; None without FSDP.
+def resolve(settings: Settings, environment: Mapping[str, str], world_size: int) -> dict[str, Any] | None:
+    """The `fsdp_config` in force; None without FSDP.
 
     One path for every launcher: `accelerate launch` hands it over through the environment (FSDP_*), torchrun through
     the recipe's keys `fsdp` and `fsdp_config`. Raises Refusal for what this repository cannot run.
     """
-    launched, asked = _from_launcher(environment), _from_recipe(recipe.values)
-    if launched is not None and asked is not None and launched != asked:
+    launched, named = _from_launcher(environment), _from_recipe(settings)
+    if launched is not None and named is not None and launched != named:
         raise Refusal(
             "ZR310",
             "two FSDP configurations: the recipe has one, the accelerate file another",
-            f"transformers would take the recipe's {asked} and fill its gaps from the launcher's {launched}.",
+            f"transformers would take the recipe's {named} and fill its gaps from the launcher's {launched}.",
             "Remove `fsdp:` and `fsdp_config:` from the recipe or the command line, or launch with torchrun.",
         )
-    config = asked if launched is None else launched
+    config = named if launched is None else launched
     if config is None:
-        recipe.values["fsdp"] = None
         return None
-    findings = _findings(config, recipe.values, world_size)
-    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or recipe.values.get("deepspeed"):
+    findings = _findings(config, settings, world_size)
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or settings.deepspeed:
         findings.append(
             Finding(
                 "ZR311",
@@ -64,8 +64,6 @@ def resolve(recipe, environment: Mapping[str, str], world_size: int) -> dict[str
         )
     if findings:
         raise Refusal.of(findings)
-    recipe.values["fsdp"] = recipe.given["fsdp"] = True
-    recipe.values["fsdp_config"] = recipe.given["fsdp_config"] = config
     return config
 
 
@@ -85,8 +83,8 @@ def _value(text: str) -> Any:
     return int(text) if text.isdigit() else text
 
 
-def _from_recipe(values: Mapping[str, Any]) -> dict[str, Any] | None:
-    asked, config = values.get("fsdp"), values.get("fsdp_config")
+def _from_recipe(settings: Settings) -> dict[str, Any] | None:
+    asked, config = settings.fsdp, settings.fsdp_config
     if str(asked).lower() in ("none", "false", "[]", ""):
         return None
     if str(asked).lower() != "true":
@@ -119,7 +117,7 @@ def _read(text: str) -> dict[str, Any]:
     )
 
 
-def _findings(config: Mapping[str, Any], values: Mapping[str, Any], world_size: int) -> list[Finding]:
+def _findings(config: Mapping[str, Any], settings: Settings, world_size: int) -> list[Finding]:
     """What of an `fsdp_config` cannot run here."""
     found = []
 
@@ -173,14 +171,14 @@ def _findings(config: Mapping[str, Any], values: Mapping[str, Any], world_size: 
             "a model begins with its checkpoint's weights cannot be checked on them.",
             "Write fsdp_cpu_ram_efficient_loading: false.",
         )
-    if config.get("activation_checkpointing") and values["activation_checkpointing"]:
+    if config.get("activation_checkpointing") and settings.activation_checkpointing:
         add(
             "ZR320",
             "activation_checkpointing twice: by FSDP and by the recipe",
             "transformers (trainer.py, create_accelerator_and_postprocess) stops on it, after loading the model.",
             "Write fsdp_activation_checkpointing: false; the recipe's is the same under every strategy.",
         )
-    if values["auto_find_batch_size"]:
+    if settings.auto_find_batch_size:
         add(
             "ZR321",
             "auto_find_batch_size under FSDP2",
@@ -188,7 +186,7 @@ def _findings(config: Mapping[str, Any], values: Mapping[str, Any], world_size: 
             "no wrapper to take off: what is sharded stays so.",
             "Set per_device_train_batch_size by hand.",
         )
-    if values["load_best_model_at_end"] and values["save_only_model"]:
+    if settings.load_best_model_at_end and settings.save_only_model:
         add(
             "ZR322",
             "save_only_model with load_best_model_at_end under FSDP",

@@ -18,10 +18,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import EnumType
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.validation import key_findings, recipe_findings
 from zero_recipes.core.errors import Refusal
 
@@ -105,13 +107,13 @@ class RecipeArguments:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recipe:
-    """One recipe with its overrides, parsed."""
+    """One recipe with its overrides, as the file and the command line say it. Nothing writes into it."""
 
     path: Path
-    values: dict[str, Any]  # every known key, in force (defaults included)
-    given: dict[str, Any]  # only the keys that the file or the command line names
+    settings: Settings  # every known key, defaults included
+    given: Mapping[str, Any]  # only the keys that the file or the command line names
     sha256: str  # of the file's bytes
 
     @property
@@ -205,15 +207,18 @@ def parse(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
         values["sample_prompts"] = prompts
     given = {key: values[key] for key in values if key in mapping or key in named}
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Recipe(path=path, values=values, given=given, sha256=digest)
+    return Recipe(path=path, settings=Settings(values), given=MappingProxyType(given), sha256=digest)
 
 
-def derive_accumulation(recipe: Recipe, world_size: int) -> None:
-    """Put `gradient_accumulation_steps` in force from `global_batch_size` (sequences per optimizer step)."""
-    total = recipe.values["global_batch_size"]
+def derive_accumulation(settings: Settings, given: Mapping[str, Any], world_size: int) -> int | None:
+    """gradient_accumulation_steps from global_batch_size (sequences per optimizer step); None without that key.
+
+    `world_size`: processes with rows of their own. Raises Refusal.
+    """
+    total = settings.global_batch_size
     if total is None:
-        return
-    micro = recipe.values["per_device_train_batch_size"]
+        return None
+    micro = settings.per_device_train_batch_size
     per_pass = world_size * micro
     if total <= 0 or total % per_pass:
         below, above = total // per_pass * per_pass, (total // per_pass + 1) * per_pass
@@ -225,18 +230,18 @@ def derive_accumulation(recipe: Recipe, world_size: int) -> None:
             f"Use a global_batch_size of {near}, or another per_device_train_batch_size or number of processes.",
         )
     derived = total // per_pass
-    asked = recipe.given.get("gradient_accumulation_steps")
-    if asked is not None and asked != derived:
+    requested = given.get("gradient_accumulation_steps")
+    if requested is not None and requested != derived:
         raise Refusal(
             "ZR122",
-            f"global_batch_size {total} contradicts gradient_accumulation_steps {asked}",
+            f"global_batch_size {total} contradicts gradient_accumulation_steps {requested}",
             f"{total} sequences over {world_size} processes with micro batches of {micro} are {derived} accumulations.",
             "Name only one of the two.",
         )
-    recipe.values["gradient_accumulation_steps"] = recipe.given["gradient_accumulation_steps"] = derived
+    return derived
 
 
-def instances(recipe: Recipe) -> tuple:
+def instances(settings: Settings, path: Path) -> tuple:
     """(ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments) with the values in force.
 
     SFTConfig starts the process group: everything that can be refused without it is refused before.
@@ -245,24 +250,24 @@ def instances(recipe: Recipe) -> tuple:
     for cls in dataclasses_of_a_recipe():
         fields = {f.name for f in dataclasses.fields(cls) if f.init}
         try:
-            values = {key: copy.deepcopy(value) for key, value in recipe.values.items() if key in fields}
+            values = {key: copy.deepcopy(value) for key, value in settings.as_dict().items() if key in fields}
             objects.append(cls(**values))  # copied: DatasetMixtureConfig turns the mapping's entries into objects
         except (ValueError, TypeError) as error:
             raise Refusal(
                 "ZR123",
-                f"{cls.__name__} does not take the values of {recipe.path}",
+                f"{cls.__name__} does not take the values of {path}",
                 str(error),
                 "Change the key that it names.",
             ) from error
     return tuple(objects)
 
 
-def write_resolved(recipe: Recipe, path: Path, header: list[str], ds_config: dict[str, Any] | None) -> None:
-    """What was in force, as a recipe that runs again: the keys given, the derived ones, the launch as a comment.
+def write_resolved(given: Mapping[str, Any], path: Path, header: list[str], ds_config: dict[str, Any] | None) -> None:
+    """What was in force, as a recipe that runs again: the keys given and derived, the launch as a comment.
 
-    `ds_config`: the DeepSpeed configuration with every "auto" filled in; None without DeepSpeed.
+    `given`: of a RunConfig. `ds_config`: the DeepSpeed configuration without "auto"; None without DeepSpeed.
     """
-    given = recipe.given | ({} if ds_config is None else {"deepspeed": ds_config})
+    given = dict(given) | ({} if ds_config is None else {"deepspeed": ds_config})
     text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -347,14 +352,8 @@ def key_choices() -> dict[str, list[str]]:
     return choices
 
 
-def steps_by_epochs(rows: int, values: Mapping[str, Any], replicas: int) -> int:
+def steps_by_epochs(rows: int, settings: Settings, replicas: int) -> int:
     """Optimizer steps of a run by epochs (transformers 5.23 trainer.py, `set_initial_training_values`)."""
-    micro, last = values["per_device_train_batch_size"], values["dataloader_drop_last"]
+    micro, last = settings.per_device_train_batch_size, settings.dataloader_drop_last
     batches = rows // micro // replicas if last else math.ceil(math.ceil(rows / micro) / replicas)
-    return math.ceil(values["num_train_epochs"] * max(math.ceil(batches / values["gradient_accumulation_steps"]), 1))
-
-
-def precision_of(values: Mapping[str, Any]) -> str:
-    """ "bf16", "fp16" or "fp32": TRL takes bf16 where neither bf16 nor fp16 is named."""
-    bf16 = values["bf16"] if values["bf16"] is not None else not values["fp16"]
-    return "bf16" if bf16 else "fp16" if values["fp16"] else "fp32"
+    return math.ceil(settings.num_train_epochs * max(math.ceil(batches / settings.gradient_accumulation_steps), 1))

@@ -1,4 +1,4 @@
-"""One run, put together from recipe and launcher: its strategy, device and output folder."""
+"""One run, put together from recipe, command line and launcher: made once, read by everything that follows."""
 
 from __future__ import annotations
 
@@ -6,37 +6,68 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-
+from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Recipe
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.process import local_world_size
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run, ready to start: nothing that could refuse it cheaply has."""
+class RunConfig:
+    """What one run does, ready to start: nothing that could refuse it cheaply has."""
 
-    recipe: Recipe
+    recipe: Recipe  # as written
+    settings: Settings  # every key in force: the recipe's, the command line's, what launcher and machine decide
+    given: Mapping[str, Any]  # keys that were named, and those that were derived: a recipe that runs again
     strategy: Strategy
     device: str  # "cpu" or "cuda"
     output_dir: Path
+    checkpoint: str | None = None  # the folder to go on from
+
+    def trl_arguments(self) -> tuple:
+        """(ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments). Starts the device's state:
+        a process group that is needed stands before."""
+        return recipes.instances(self.settings, self.recipe.path)
 
 
-def choose_device(recipe: Recipe) -> str:
-    """ "cpu" or "cuda": `use_cpu` is taken from the recipe, and found where there is no accelerator."""
-    if not torch.cuda.is_available():
-        recipe.values["use_cpu"] = recipe.given["use_cpu"] = True
-    if recipe.values["use_cpu"]:
+def choose_device(use_cpu: bool) -> str:
+    """ "cpu" or "cuda": the CPU where the recipe says so or no accelerator is found."""
+    import torch
+
+    if use_cpu or not torch.cuda.is_available():
         os.environ["DS_ACCELERATOR"] = "cpu"
         return "cpu"
     return "cuda"
 
 
+def in_force(recipe: Recipe, strategy: Strategy | None, device: str, accumulation: int | None) -> tuple[Settings, dict]:
+    """(settings, given) of a run: what strategy, device and global batch decide, laid over the recipe."""
+    decided: dict[str, Any] = {"output_dir": str(output_dir_of(recipe))}
+    if device == "cpu":
+        decided["use_cpu"] = True
+    if accumulation is not None:
+        decided["gradient_accumulation_steps"] = accumulation
+    if strategy is not None and strategy.is_fsdp:
+        decided |= {"fsdp": True, "fsdp_config": strategy.fsdp_config}
+    if strategy is not None and strategy.is_deepspeed:
+        decided["deepspeed"] = strategy.ds_config.raw
+    without = {} if "fsdp" in decided or strategy is None else {"fsdp": None}  # false and empty lists mean the same
+    return recipe.settings.replace(**(without | decided)), {**recipe.given, **decided}
+
+
+def output_dir_of(recipe: Recipe) -> Path:
+    """The recipe's output_dir, or output/<recipe>: TRL would write into `trainer_output` for every recipe."""
+    return Path(recipe.settings.output_dir or f"output/{recipe.name}")
+
+
 def refuse_data_parallel(strategy: Strategy, device: str, environment: Mapping[str, str]) -> None:
     """One plain process with several GPUs would become nn.DataParallel, which SFTTrainer does not take."""
+    import torch
+
     count = torch.cuda.device_count() if device == "cuda" else 1
     if strategy.world_size == 1 and "RANK" not in environment and count > 1:
         raise Refusal(
@@ -51,6 +82,8 @@ def refuse_data_parallel(strategy: Strategy, device: str, environment: Mapping[s
 def refuse_shared_gpus(strategy: Strategy, device: str, environment: Mapping[str, str]) -> None:
     """More processes than GPUs on this machine: NCCL does not take two ranks on one device."""
     here = local_world_size(environment, strategy.world_size)
+    import torch
+
     count = torch.cuda.device_count() if device == "cuda" else here
     if here > count:
         raise Refusal(
@@ -59,10 +92,3 @@ def refuse_shared_gpus(strategy: Strategy, device: str, environment: Mapping[str
             'NCCL (init.cc, "Duplicate GPU detected") stops two ranks on one device, after the model has been loaded.',
             f"--num_processes {count}, or use_cpu: true for a run on the CPU.",
         )
-
-
-def choose_output_dir(recipe: Recipe) -> Path:
-    """The recipe's output_dir, or output/<recipe>: TRL would write into `trainer_output` for every recipe."""
-    if recipe.values.get("output_dir") is None:
-        recipe.values["output_dir"] = recipe.given["output_dir"] = f"output/{recipe.name}"
-    return Path(recipe.values["output_dir"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding, Refusal
 
 SOURCE = "ulysses_sp.py"
@@ -21,10 +21,10 @@ def refuse_uneven_groups(size: int, world_size: int) -> None:
         )
 
 
-def findings(values: Mapping[str, Any], strategy, device: str, config) -> Iterator[Finding]:
+def findings(settings: Settings, strategy, device: str, config) -> Iterator[Finding]:
     """What does not go with shared sequences. `config`: the model's, None where it is not at hand."""
-    size = values["sequence_parallel_size"]
-    if values["parallelism_config"] is not None:
+    size = settings.sequence_parallel_size
+    if settings.parallelism_config is not None:
         yield Finding(
             "ZR244",
             "parallelism_config in the recipe",
@@ -57,21 +57,21 @@ def findings(values: Mapping[str, Any], strategy, device: str, config) -> Iterat
             f"Each process takes a share of them; DeepSpeed ({SOURCE}, UlyssesSPAttentionHF) stops on a remainder.",
             "Write a common divisor.",
         )
-    if values["attn_implementation"] not in (None, "sdpa", "flash_attention_2", "flash_attention_3"):
+    if settings.attn_implementation not in (None, "sdpa", "flash_attention_2", "flash_attention_3"):
         yield Finding(
             "ZR248",
-            f"sequence_parallel_size {size} with attn_implementation: {values['attn_implementation']}",
+            f"sequence_parallel_size {size} with attn_implementation: {settings.attn_implementation}",
             f"DeepSpeed ({SOURCE}) drops the attention mask, which this implementation needs.",
             "Run with --attn_implementation sdpa.",
         )
-    if values["packing"] or values["padding_free"]:
+    if settings.packing or settings.padding_free:
         yield Finding(
             "ZR249",
-            f"{'packing' if values['packing'] else 'padding_free'} with sequence_parallel_size {size}",
+            f"{'packing' if settings.packing else 'padding_free'} with sequence_parallel_size {size}",
             f"DeepSpeed ({SOURCE}, uattn_wrapper) drops the attention mask, so that packed rows attend to each other.",
             "Set packing: false and padding_free: false.",
         )
-    if not values["dataloader_drop_last"]:
+    if not settings.dataloader_drop_last:
         yield Finding(
             "ZR250",
             f"sequence_parallel_size {size} without dataloader_drop_last",
@@ -79,7 +79,7 @@ def findings(values: Mapping[str, Any], strategy, device: str, config) -> Iterat
             "stop the run, or are repetitions that count twice.",
             "Set dataloader_drop_last: true.",
         )
-    multiple = values["pad_to_multiple_of"]
+    multiple = settings.pad_to_multiple_of
     if not multiple or multiple % size:
         yield Finding(
             "ZR251",
@@ -87,15 +87,15 @@ def findings(values: Mapping[str, Any], strategy, device: str, config) -> Iterat
             f"Each process takes an equal part of each row; DeepSpeed ({SOURCE}, refill) stops on a remainder.",
             f"Set pad_to_multiple_of: {size}, or a multiple of it.",
         )
-    elif device == "cpu" and multiple != values["max_length"]:
+    elif device == "cpu" and multiple != settings.max_length:
         yield Finding(
             "ZR252",
             f"sequence_parallel_size {size} on a CPU with rows of several lengths",
             f"The processes hand each other whole batches first ({SOURCE}, refill), and gloo gathers tensors of one "
             "shape only; NCCL takes any.",
-            f"Set pad_to_multiple_of: {values['max_length']}, the max_length.",
+            f"Set pad_to_multiple_of: {settings.max_length}, the max_length.",
         )
-    if values["sample_prompts"] not in (None, 0, "0"):
+    if settings.sample_prompts not in (None, 0, "0"):
         yield Finding(
             "ZR253",
             f"sample_prompts with sequence_parallel_size {size}",
@@ -103,8 +103,8 @@ def findings(values: Mapping[str, Any], strategy, device: str, config) -> Iterat
             "on the left would attend to their padding.",
             "Set sample_prompts: 0; ask the saved model in a run without it.",
         )
-    saves = values["save_strategy"] not in ("no", False)
-    if saves or values["resume_from_checkpoint"] not in (None, False, "false"):
+    saves = settings.save_strategy not in ("no", False)
+    if saves or settings.resume_from_checkpoint not in (None, False, "false"):
         yield Finding(
             "ZR254",
             f"checkpoints with sequence_parallel_size {size}",
@@ -112,7 +112,7 @@ def findings(values: Mapping[str, Any], strategy, device: str, config) -> Iterat
             "keeps: a resumed run would train on others.",
             'Set save_strategy: "no" and keep save_model: true.',
         )
-    if values["loss_type"] != "nll" or values["label_smoothing_factor"]:
+    if settings.loss_type != "nll" or settings.label_smoothing_factor:
         yield Finding(
             "ZR255",
             f"sequence_parallel_size {size} with another loss than nll",

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.config import fsdp
-from zero_recipes.config import sequence_parallel as ulysses
-from zero_recipes.config.ds_auto import fill_own_autos
-from zero_recipes.config.ds_schema import shape_findings
-from zero_recipes.config.recipe import Recipe, precision_of
+from zero_recipes.config import fsdp, sequence_parallel
+from zero_recipes.config.ds_auto import fill_own_autos, needs_sizes
+from zero_recipes.config.ds_schema import schema_findings
+from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.settings import Settings, precision_of
 from zero_recipes.core.errors import Refusal
 
 
@@ -21,15 +20,27 @@ from zero_recipes.core.errors import Refusal
 class Strategy:
     """How one run is spread over its processes."""
 
-    name: str  # "single", "ddp", "fsdp2", "zero0" ... "zero3", with what is added to the stage (name_of)
-    zero_stage: int | None  # None without DeepSpeed
+    name: str  # "single", "ddp", "fsdp2", "zero0" ... "zero3", with what is added to the stage (DsConfig.name)
     world_size: int
-    ds_config: dict[str, Any] | None  # as read, "auto" values included
-    source: str  # where the DeepSpeed configuration comes from, for messages
-    offload_optimizer: str | None = None  # "cpu", "nvme" or None
-    offload_param: str | None = None
+    ds_config: DsConfig | None = None  # as read, "auto" values included; None without DeepSpeed
+    source: str = "none"  # where the DeepSpeed configuration comes from, for messages
     fsdp_config: dict[str, Any] | None = None  # transformers' `fsdp_config`; None without FSDP
     sequence_parallel: int = 1  # processes that share each sequence
+
+    @property
+    def zero_stage(self) -> int | None:
+        """None without DeepSpeed."""
+        return None if self.ds_config is None else self.ds_config.stage
+
+    @property
+    def offload_optimizer(self) -> str | None:
+        """ "cpu", "nvme" or None."""
+        return None if self.ds_config is None else self.ds_config.offload_optimizer
+
+    @property
+    def offload_param(self) -> str | None:
+        """ "cpu", "nvme" or None."""
+        return None if self.ds_config is None else self.ds_config.offload_param
 
     @property
     def replicas(self) -> int:
@@ -58,7 +69,7 @@ class Strategy:
             f"global batch  {sequences} sequences{tokens} ({args.per_device_train_batch_size} per device x "
             f"{args.gradient_accumulation_steps} accumulation x {self.replicas} "
             + ("processes)" if self.sequence_parallel == 1 else f"groups of {self.sequence_parallel} processes)"),
-            f"precision     {precision_of(vars(args))}",
+            f"precision     {precision_of(args)}",
             f"offloaded     {', '.join(offloaded) or 'nothing'}",
             f"optimizer     {self._from_ds_config('optimizer') or self._recipes_optimizer(args)}",
             f"schedule      {self._from_ds_config('scheduler') or self._recipes_schedule(args)}",
@@ -66,7 +77,7 @@ class Strategy:
 
     def _from_ds_config(self, block: str) -> str | None:
         """What the ds_config's block makes, which then counts instead of the recipe's keys."""
-        named = (self.ds_config or {}).get(block)
+        named = (self.ds_config.raw if self.ds_config else {}).get(block)
         if named is None:
             return None
         warmup = f", {named.get('params', {}).get('warmup_type', 'log')} warm-up" if block == "scheduler" else ""
@@ -75,7 +86,7 @@ class Strategy:
     def _recipes_optimizer(self, args) -> str:
         name = getattr(args.optim, "value", args.optim)
         # accelerate 1.15, utils/deepspeed.py, map_pytorch_optim_to_deepspeed
-        on_cpu = self.offload_optimizer and self.ds_config.get("zero_force_ds_cpu_optimizer", True)
+        on_cpu = self.offload_optimizer and self.ds_config.raw.get("zero_force_ds_cpu_optimizer", True)
         return f"{name}, as DeepSpeedCPU{'Adagrad' if name == 'adagrad' else 'Adam'}" if on_cpu else str(name)
 
     def _recipes_schedule(self, args) -> str:
@@ -86,68 +97,60 @@ class Strategy:
         return f"{name}, linear warm-up over {long}"
 
 
-def resolve(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Strategy:
-    """Find the strategy; the DeepSpeed configuration is read here and put into the recipe as one mapping.
+def resolve(
+    settings: Settings, environment: Mapping[str, str], parameter_sizes: Callable[[Settings], list[int] | None]
+) -> Strategy:
+    """Find the strategy; the DeepSpeed configuration is read here.
 
     One path for every launcher: `accelerate launch` hands its ds_config to the training through the environment
     (ACCELERATE_DEEPSPEED_CONFIG_FILE), torchrun and deepspeed through the recipe's `deepspeed:` key.
+    `parameter_sizes`: elements of each tensor of the model, called where a buffer is sized by the model.
     Raises Refusal where two places name different configurations.
     """
-    env = os.environ if environment is None else environment
-    world_size = int(env.get("WORLD_SIZE", 1))
-    fsdp_config = fsdp.resolve(recipe, env, world_size)
+    world_size = int(environment.get("WORLD_SIZE", 1))
+    fsdp_config = fsdp.resolve(settings, environment, world_size)
     if fsdp_config is not None:
-        return Strategy("fsdp2", None, world_size, None, "none", fsdp_config=fsdp_config)
-    launched, launched_from = _from_launcher(env)
-    named = recipe.values.get("deepspeed")
-    if named is not None and launched is not None:
-        config = read_ds_config(named)
-        # a resolved recipe has our own "auto" values filled in already
-        mine, theirs = (fill_own_autos(each, recipe.values, world_size, env) for each in (config, launched))
-        if mine != theirs:
-            raise Refusal(
-                "ZR201",
-                f"two DeepSpeed configurations: the recipe names {_shown(named)}, the launcher {launched_from}",
-                "transformers (training_args.py, `if self.deepspeed`) would take the recipe's and drop the launcher's "
-                "without a word.",
-                "Remove `deepspeed:` from the recipe or the command line, or launch with torchrun.",
-            )
-        source = launched_from
-    elif named is not None:
-        config, source = read_ds_config(named), _shown(named)
-    else:
-        config, source = launched, launched_from
-    if config is None:
-        return Strategy("ddp" if world_size > 1 else "single", None, world_size, None, "none")
+        return Strategy("fsdp2", world_size, fsdp_config=fsdp_config)
 
-    findings = shape_findings(config, source)
+    def fill(config: dict[str, Any]) -> dict[str, Any]:
+        sizes = parameter_sizes(settings) if needs_sizes(config) else None
+        return fill_own_autos(config, settings.nvme_path, world_size, environment, sizes)
+
+    config, source = _in_force(settings, environment, fill)
+    if config is None:
+        return Strategy("ddp" if world_size > 1 else "single", world_size)
+    findings = schema_findings(config, source)
     if findings:
         raise Refusal.of(findings)
-    name = name_of(config)
-    config = fill_own_autos(config, recipe.values, world_size, env)
-    recipe.values["deepspeed"] = recipe.given["deepspeed"] = config
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    offload_optimizer = (zero.get("offload_optimizer") or {}).get("device")
-    offload_param = (zero.get("offload_param") or {}).get("device")
-    offload_optimizer = None if offload_optimizer == "none" else offload_optimizer
-    offload_param = None if offload_param == "none" else offload_param
-    _refuse_unsaved(recipe, stage, zero, source)
-    shared = recipe.values["sequence_parallel_size"]
-    ulysses.refuse_uneven_groups(shared, world_size)
+    name = DsConfig(config).name
+    filled = DsConfig(fill(config))
+    _refuse_unsaved(settings, filled, source)
+    shared = settings.sequence_parallel_size
+    sequence_parallel.refuse_uneven_groups(shared, world_size)
     name += "_ulysses" if shared > 1 else ""
-    return Strategy(name, stage, world_size, config, source, offload_optimizer, offload_param, sequence_parallel=shared)
+    return Strategy(name, world_size, filled, source, sequence_parallel=shared)
 
 
-def name_of(config: Mapping[str, Any]) -> str:
-    """ "zero0" ... "zero3", then "_infinity" where states lie on NVMe, "_offload" where they lie in host memory, and
-    ZeRO++'s parts: "_hpz", "_qwz", "_qgz", for all three "_plus_plus"."""
-    zero = config.get("zero_optimization", {})
-    devices = {(zero.get(key) or {}).get("device") for key in ("offload_optimizer", "offload_param")}
-    offloads = "_infinity" if "nvme" in devices else "_offload" if "cpu" in devices else ""
-    parts = ["_hpz"] if zero.get("zero_hpz_partition_size", 1) != 1 else []
-    parts += [f"_q{kind[0]}z" for kind in ("weights", "gradients") if zero.get(f"zero_quantized_{kind}")]
-    return f"zero{zero.get('stage', 0)}{offloads}" + ("_plus_plus" if len(parts) == 3 else "".join(parts))
+def _in_force(
+    settings: Settings, environment: Mapping[str, str], fill: Callable[[dict[str, Any]], dict[str, Any]]
+) -> tuple[dict[str, Any] | None, str]:
+    """(the DeepSpeed configuration, where it comes from); (None, "none") without DeepSpeed."""
+    launched, launched_from = _from_launcher(environment)
+    named = settings.deepspeed
+    if named is None:
+        return launched, launched_from
+    config = read_ds_config(named)
+    if launched is None:
+        return config, _shown(named)
+    if fill(config) != fill(launched):  # a resolved recipe has our own "auto" values filled in already
+        raise Refusal(
+            "ZR201",
+            f"two DeepSpeed configurations: the recipe names {_shown(named)}, the launcher {launched_from}",
+            "transformers (training_args.py, `if self.deepspeed`) would take the recipe's and drop the launcher's "
+            "without a word.",
+            "Remove `deepspeed:` from the recipe or the command line, or launch with torchrun.",
+        )
+    return config, launched_from
 
 
 def read_ds_config(named: str | Path | dict[str, Any]) -> dict[str, Any]:
@@ -200,9 +203,9 @@ def _from_launcher(env: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
     return read_ds_config(path), path
 
 
-def _refuse_unsaved(recipe: Recipe, stage: int, zero: dict[str, Any], source: str) -> None:
-    saves = recipe.values["save_model"] or recipe.values["save_strategy"] not in ("no", False)
-    if stage == 3 and saves and not zero.get("stage3_gather_16bit_weights_on_model_save"):
+def _refuse_unsaved(settings: Settings, config: DsConfig, source: str) -> None:
+    saves = settings.save_model or settings.saves_checkpoints
+    if config.stage == 3 and saves and not config.zero.get("stage3_gather_16bit_weights_on_model_save"):
         raise Refusal(
             "ZR206",
             f"{source} is ZeRO stage 3 without stage3_gather_16bit_weights_on_model_save, and the run saves a model",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from zero_recipes.core.process import rank, wait_for_rank_0
 
 REFUSED = 2
-SPEAK_SECONDS = 20.0
+PRINT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,22 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def say_refused(refusal: Refusal) -> int:
-    """Say why, each finding on the ranks of its scope alone. Returns the exit code, which every rank ends with.
+def raise_errors(findings: list[Finding]) -> None:
+    """Raise one Refusal for all errors among the findings, if there is one."""
+    if any(finding.level == "error" for finding in findings):
+        raise Refusal.of(findings)
+
+
+def print_refusal(refusal: Refusal) -> int:
+    """Print each finding on the ranks of its scope alone. Returns the exit code, which every rank ends with.
 
     accelerate and torchrun turn the code into 1 and close with a table of their own. They print in it what stands in
     TORCHELASTIC_ERROR_FILE (torch/distributed/elastic/multiprocessing/errors/error_handler.py), so the message goes
     there too and is the last thing read.
     """
-    speaks = {"run": rank() == 0, "machine": int(os.environ.get("LOCAL_RANK", rank())) == 0, "rank": True}
+    prints = {"run": rank() == 0, "machine": int(os.environ.get("LOCAL_RANK", rank())) == 0, "rank": True}
     for finding in refusal.findings:
-        if speaks[finding.scope]:
+        if prints[finding.scope]:
             print(finding, file=sys.stderr, flush=True)
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
@@ -91,6 +97,6 @@ def say_refused(refusal: Refusal) -> int:
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with open(error_file, "w") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
-    if rank() and not any(speaks[finding.scope] for finding in refusal.findings):
-        wait_for_rank_0(SPEAK_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the word
+    if rank() and not any(prints[finding.scope] for finding in refusal.findings):
+        wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
     return REFUSED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Refusal, first_line
 
 # what a run reads: configuration, tokenizer and safetensors weights
@@ -12,19 +13,19 @@ WANTED = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "*.py"]
 FALLBACK = [*WANTED, "*.bin"]  # repositories that have no safetensors
 
 
-def fetch(values: dict) -> list[tuple[str, int]]:
+def fetch(settings: Settings) -> list[tuple[str, int]]:
     """[(what, bytes on disk)] of the model and the data that a recipe names. Local folders are only measured.
 
     Raises Refusal where the hub cannot be reached or does not have what the recipe names.
     """
-    return [_fetch_model(values), *_fetch_data(values)]
+    return [_fetch_model(settings), *_fetch_data(settings)]
 
 
-def _fetch_model(values: dict) -> tuple[str, int]:
+def _fetch_model(settings: Settings) -> tuple[str, int]:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    name, revision = values["model_name_or_path"], values["model_revision"]
+    name, revision = settings.model_name_or_path, settings.model_revision
     if name is None:
         raise Refusal("ZR520", "the recipe names no model", "`model_name_or_path` is not set.", "Add it.")
     if Path(name).is_dir():
@@ -32,7 +33,7 @@ def _fetch_model(values: dict) -> tuple[str, int]:
     try:
         files = HfApi().list_repo_files(name, revision=revision)
         patterns = WANTED if any(file.endswith(".safetensors") for file in files) else FALLBACK
-        patterns = ["config.json", "*token*", "*.model", "*.jinja", "*.py"] if values["random_weights"] else patterns
+        patterns = ["config.json", "*token*", "*.model", "*.jinja", "*.py"] if settings.random_weights else patterns
         return name, _size(Path(snapshot_download(name, revision=revision, allow_patterns=patterns)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise Refusal(
@@ -43,21 +44,21 @@ def _fetch_model(values: dict) -> tuple[str, int]:
         ) from error
 
 
-def _fetch_data(values: dict) -> list[tuple[str, int]]:
+def _fetch_data(settings: Settings) -> list[tuple[str, int]]:
     from zero_recipes.data.load import load_splits
 
-    script_args = argparse.Namespace(**values)
-    dataset = load_splits(script_args, script_args, _mixture(values))
+    script_args = argparse.settings
+    dataset = load_splits(script_args, script_args, _mixture(settings))
     files = {file["filename"] for split in dataset.values() for file in split.cache_files}
-    named = values["dataset_name"] or ", ".join(d["path"] for d in values["datasets"])
+    named = settings.dataset_name or ", ".join(d["path"] for d in settings.datasets)
     return [(named, sum(Path(file).stat().st_size for file in files))]
 
 
-def _mixture(values: dict):
+def _mixture(settings: Settings):
     from trl import DatasetMixtureConfig
 
     return DatasetMixtureConfig(
-        datasets=list(values["datasets"]), streaming=values["streaming"], test_split_size=values["test_split_size"]
+        datasets=list(settings.datasets), streaming=settings.streaming, test_split_size=settings.test_split_size
     )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Refusal, first_line
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
@@ -181,12 +181,12 @@ def _is_local(name: str) -> bool:
     return Path(name).exists() or name in ("json", "csv", "parquet", "text")
 
 
-def rows_on_disk(values: Mapping[str, Any]) -> int | None:
+def rows_on_disk(settings: Settings) -> int | None:
     """Training rows of a data set that lies in a folder; None of others, and where TRL makes other rows of them."""
-    name, split = values["dataset_name"], values["dataset_train_split"]
-    if values["packing"] or values["dataset_streaming"] or not name or not name.startswith((".", "/")):
+    name, split = settings.dataset_name, settings.dataset_train_split
+    if settings.packing or settings.dataset_streaming or not name or not name.startswith((".", "/")):
         return None
     try:
-        return len(load_dataset(name, name=values["dataset_config"], split=split))
+        return len(load_dataset(name, name=settings.dataset_config, split=split))
     except (ValueError, OSError):
         return None  # the run refuses it; a plan needs no data

@@ -54,7 +54,7 @@ class Prepared:
         return len(self.train) if isinstance(self.train, Dataset) else None
 
 
-def prepare(script_args, training_args, dataset_args, ours, tokenizer: PreTrainedTokenizerBase) -> Prepared:
+def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     """Load, tokenise and audit, once per node. Every process calls it; no collective.
 
     Changes `training_args` so that SFTTrainer takes the rows as they are. Raises Refusal for what the audit finds.

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
+from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port, local_world_size
-from zero_recipes.distributed.kernels import COMPILE_SECONDS, build, missing, remove_stale_build_locks
+from zero_recipes.distributed.kernels import COMPILE_SECONDS, build, missing, ops_of, remove_stale_build_locks
 from zero_recipes.distributed.rendezvous import JOIN_SECONDS, meet
 
 
@@ -39,12 +42,27 @@ def host_threads_header(threads: int | None) -> list[str]:
     return [] if threads is None else [f"host threads  {threads} a process for the optimizer on the CPU"]
 
 
+@contextmanager
+def process_group(run: RunConfig) -> Iterator[None]:
+    """The run's process group: ready before TrainingArguments, taken down together where the run is refused.
+
+    A run that went well ends it itself (Trainer.end); one that fails ends at once, and its launcher ends the others.
+    """
+    ops = ops_of(run.strategy, run.device, run.settings)
+    start_process_group(run.strategy, run.device, run.settings.ddp_timeout, ops)
+    try:
+        yield
+    except Refusal:
+        end_process_group()
+        raise
+
+
 def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, ops: set[str]) -> None:
     """Start the process group before TrainingArguments does, and prove it (rendezvous.py); raises Refusal.
 
     With the deepspeed launcher and torchrun on CPU, transformers 5.23 starts no DeepSpeed group (training_args.py
     `_setup_devices`, branch `use_cpu`), zero.Init then sees a world of one, and `ddp_timeout` is dropped.
-    `ops`: DeepSpeed's kernels that the run loads (checks/build_tools.py, ops_of), compiled first where missing.
+    `ops`: DeepSpeed's kernels that the run loads (kernels.ops_of), compiled first where missing.
     """
     if strategy.world_size == 1 and not strategy.is_deepspeed:
         return

@@ -17,10 +17,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Finding
 from zero_recipes.core.host_limits import Host
@@ -33,9 +33,9 @@ BY_OPTIMIZER = {"adam": "adam", "adamw": "adam", "adagrad": "adagrad", "lion": "
 ON_CUDA = {"fused_adam", "fused_lamb", "fused_lion", "async_io"}
 
 
-def build_findings(strategy: Strategy, device: str, values: Mapping[str, Any], host: Host) -> Iterator[Finding]:
+def build_findings(strategy: Strategy, device: str, settings: Settings, host: Host) -> Iterator[Finding]:
     """What is missing to build or to load the ops of this run."""
-    ops = {op for op in ops_of(strategy, device, values) if not is_prebuilt(op, device)}
+    ops = {op for op in ops_of(strategy, device, settings) if not is_prebuilt(op, device)}
     if not ops:
         return
     named = ", ".join(sorted(ops))
@@ -72,7 +72,7 @@ def build_findings(strategy: Strategy, device: str, values: Mapping[str, Any], h
         yield from _toolkit(", ".join(sorted(ops & ON_CUDA)), host)
 
 
-def ops_of(strategy: Strategy, device: str, values: Mapping[str, Any]) -> set[str]:
+def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
     """Names of the ops that DeepSpeed 0.19.8 loads in this run. Paths are relative to deepspeed/.
 
     runtime/engine.py `_configure_basic_optimizer` for an optimizer block of the ds_config; without one accelerate
@@ -81,13 +81,13 @@ def ops_of(strategy: Strategy, device: str, values: Mapping[str, Any]) -> set[st
     if not strategy.is_deepspeed:
         return set()
     ops = {"deepspeed_shm_comm"} if device == "cpu" else set()  # comm/torch.py `build_shm_op`, at every launch
-    config = strategy.ds_config
+    config = strategy.ds_config.raw
     block, offloads = config.get("optimizer"), strategy.offload_optimizer is not None
     name = None
     if block is not None and not (block.get("params") or {}).get("torch_adam"):
         name = BY_OPTIMIZER.get(str(block.get("type")).lower())
     elif block is None and offloads and config.get("zero_force_ds_cpu_optimizer", True):
-        name = "adagrad" if values["optim"] == "adagrad" else "adam"
+        name = "adagrad" if settings.optim == "adagrad" else "adam"
     if name is not None and offloads and name != "lamb":
         ops.add(f"cpu_{name}")
     elif name in ("adam", "lamb", "lion"):

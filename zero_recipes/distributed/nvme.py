@@ -29,9 +29,7 @@ PROBE_BYTES = 256 * 2**20
 
 def paths(strategy: Strategy) -> list[Path]:
     """The distinct nvme_path folders of a run; none where nothing is swapped."""
-    zero = (strategy.ds_config or {}).get("zero_optimization", {})
-    blocks = [zero.get(key) or {} for key in ("offload_optimizer", "offload_param")]
-    return sorted({Path(block["nvme_path"]) for block in blocks if block.get("device") == "nvme"})
+    return [] if strategy.ds_config is None else sorted(map(Path, strategy.ds_config.nvme_paths))
 
 
 @contextmanager
@@ -47,7 +45,7 @@ def swap_space(strategy: Strategy) -> Iterator[list[dict[str, Any]]]:
         yield []
         return
     locks: list[int] = []
-    aio = strategy.ds_config.get("aio", {})
+    aio = strategy.ds_config.aio
     try:
         yield once_per_node(lambda: [claim(folder, locks) | measure(folder, aio) for folder in folders])
     finally:

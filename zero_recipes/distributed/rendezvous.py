@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import distributed
 
-from zero_recipes.core.errors import Refusal, first_line, say_refused
+from zero_recipes.core.errors import Refusal, first_line, print_refusal
 
 # torchrun itself gives machines 600 s to join (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py,
 # `_DEFAULT_TIMEOUTS`): imports from a cold network disk take minutes, and no import is left once all have come
@@ -126,7 +126,7 @@ def _watch(store: distributed.Store, backend: str, seconds: float) -> None:
             cause = f"{missing} not come to it" if missing else "All have come to it, and no data has"
     except RuntimeError as error:
         cause = f"the store is gone: {first_line(error).rstrip('.')}"
-    os._exit(say_refused(_refusal(backend, what, cause)))
+    os._exit(print_refusal(_refusal(backend, what, cause)))
 
 
 def _here(rank: int) -> str:

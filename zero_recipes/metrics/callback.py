@@ -15,8 +15,8 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from zero_recipes.compat import deepspeed_tensors
-from zero_recipes.config.recipe import precision_of
-from zero_recipes.config.run import Run
+from zero_recipes.config.run import RunConfig
+from zero_recipes.config.settings import precision_of
 from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
 from zero_recipes.core.process import rank
@@ -36,7 +36,7 @@ class StageMetricsCallback(TrainerCallback):
 
     def __init__(
         self,
-        run: Run,
+        run: RunConfig,
         training_args,
         model: torch.nn.Module,
         clock: PhaseClock,
@@ -49,7 +49,7 @@ class StageMetricsCallback(TrainerCallback):
         self.strategy, self.device, self.clock, self.predicted = run.strategy, run.device, clock, predicted
         self.disks, self.traffic, self.link, self.links = disks, nvme.Traffic(), link, links
         self.identity = identity(run, training_args, model)
-        self.trainer: Any = None  # trainer.trainer.MeasuredSFTTrainer
+        self.trainer: Any = None  # trainer.trainer.RecipeTrainer
         self.phases = MemoryPhases(run.device)
         self.phases.record("model_loaded")
         self.steps = StepClock(run.device)
@@ -93,7 +93,7 @@ class StageMetricsCallback(TrainerCallback):
         parameters, trainable = parameter_counts(trainer.model)
         self.identity |= {"parameters": parameters, "trainable_parameters": trainable}
 
-    # called by MeasuredSFTTrainer
+    # called by RecipeTrainer
 
     def count_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
         """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent."""
@@ -233,7 +233,7 @@ class StageMetricsCallback(TrainerCallback):
         write_json(output_dir / "metrics.json", document)
 
 
-def identity(run: Run, training_args, model: torch.nn.Module) -> dict[str, Any]:
+def identity(run: RunConfig, training_args, model: torch.nn.Module) -> dict[str, Any]:
     """Who this run is: the part of metrics.json that is known before the first step."""
     recipe, strategy = run.recipe, run.strategy
     parameters, trainable = parameter_counts(model)
@@ -243,10 +243,10 @@ def identity(run: Run, training_args, model: torch.nn.Module) -> dict[str, Any]:
         "zero_stage": strategy.zero_stage,
         "world_size": strategy.world_size,
         "device": environment.device_name(run.device),
-        "model": recipe.values["model_name_or_path"],
+        "model": recipe.settings.model_name_or_path,
         "parameters": parameters,
         "trainable_parameters": trainable,
-        "precision": precision_of(vars(training_args)),
+        "precision": precision_of(training_args),
         "micro_batch_size": training_args.per_device_train_batch_size,
         "gradient_accumulation_steps": training_args.gradient_accumulation_steps,
         "max_length": training_args.max_length,

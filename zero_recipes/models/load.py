@@ -13,7 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from zero_recipes.compat import deepspeed_tensors
 from zero_recipes.compat.patches import keep_4bit_layout
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding, Refusal, first_line
+from zero_recipes.theory.lower_bounds import parameter_sizes
 
 # attention implementation: (module that it needs, how to install it)
 _ATTENTION_PACKAGES = {
@@ -219,6 +221,14 @@ def _whole(p: torch.nn.Parameter):
     import deepspeed
 
     return deepspeed.zero.GatheredParameters(p, modifier_rank=0)
+
+
+def sizes_of(settings: Settings) -> list[int] | None:
+    """Elements of each tensor of a run's model; None where the model cannot be found, which is refused elsewhere."""
+    try:
+        return parameter_sizes(load_config(settings, settings), settings.trust_remote_code)
+    except Refusal:
+        return None
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:

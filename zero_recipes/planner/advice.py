@@ -72,7 +72,7 @@ def _settings(job: Job, strategies: Strategies) -> Iterator[tuple[str, str, Job]
         for name in (name for name in strategies if _offloads(strategies[name])):
             if _stage(strategies[name]) >= _stage(job.ds_config):
                 yield "offload", name, _under(job, name, strategies)
-    if not job.values["use_peft"]:
+    if not job.settings.use_peft:
         yield "LoRA", "LoRA (use_peft: true)", _with(job, use_peft=True)
     ranks = 2 * job.world_size
     while ranks <= MOST_GPUS:
@@ -95,11 +95,11 @@ def _smaller(job: Job) -> Iterator[tuple[str, str, Job]]:
     """The job as it is, recomputing activations, and with its micro batch halved again and again."""
     yield "nothing", "", job
     words, recomputing = "", job
-    if not checkpointed(job.values):
+    if not checkpointed(job.settings):
         words, recomputing = "activation checkpointing", _with(job, activation_checkpointing=True)
         yield "checkpointing", words, recomputing
-    batch = job.values["per_device_train_batch_size"]
-    passes = job.values["gradient_accumulation_steps"]
+    batch = job.settings.per_device_train_batch_size
+    passes = job.settings.gradient_accumulation_steps
     for smaller in (size for size in range(batch // 2, 0, -1) if batch % size == 0):
         more = passes * batch // smaller
         changes = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": more}
@@ -111,11 +111,11 @@ def _smaller(job: Job) -> Iterator[tuple[str, str, Job]]:
 
 def _on(job: Job, ranks: int) -> Job | None:
     """The same global batch on more ranks where it can be divided; None where the recipe fixes it and it cannot."""
-    batch, passes = (job.values[key] for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    batch, passes = job.settings.per_device_train_batch_size, job.settings.gradient_accumulation_steps
     total = job.world_size * batch * passes
     if total % (ranks * batch) == 0:
         passes = total // (ranks * batch)
-    elif job.values["global_batch_size"] is not None:
+    elif job.settings.global_batch_size is not None:
         return None
     node = job.gpus_per_node if job.gpus_per_node < job.world_size else min(ranks, max(8, job.gpus_per_node))
     return replace(_with(job, gradient_accumulation_steps=passes), world_size=ranks, gpus_per_node=node)
@@ -127,7 +127,7 @@ def _under(job: Job, name: str, strategies: Strategies) -> Job:
 
 
 def _with(job: Job, **changes: Any) -> Job:
-    return replace(job, values=dict(job.values) | changes)
+    return replace(job, settings=job.settings.replace(**changes))
 
 
 def _stage(config: Mapping[str, Any] | None) -> int:

@@ -115,7 +115,7 @@ def _watched(predict: Predict) -> Iterator[Predict]:
         task = progress.add_task("planning", total=None)
 
         def ask(job: Job) -> Prediction:
-            batch = job.values["per_device_train_batch_size"]
+            batch = job.settings.per_device_train_batch_size
             progress.update(task, description=f"{job.strategy} on {job.world_size} GPUs, micro batch {batch}")
             return predict(job)
 

@@ -132,7 +132,7 @@ def cost(job: Job, speed: Speed, price: float) -> Cost:
     """`price`: of one GPU for one hour. The run's steps are known from max_steps, or epochs of data at hand."""
     per_second = price * job.world_size / 3600
     per_step = _times(speed.step_seconds, per_second)
-    steps = job.values["max_steps"]
+    steps = job.settings.max_steps
     known = steps is not None and steps > 0
     return Cost(
         per_step,
@@ -177,13 +177,13 @@ def same_kind(measured: Mapping[str, Any], job: Job) -> Job:
             "Another model reaches another share of the GPU's rate.",
             "Calibrate with a run of this recipe.",
         )
-    values = dict(job.values) | {
-        "per_device_train_batch_size": measured["micro_batch_size"],
-        "gradient_accumulation_steps": measured["gradient_accumulation_steps"],
-        "max_length": measured["max_length"],
-    }
+    settings = job.settings.replace(
+        per_device_train_batch_size=measured["micro_batch_size"],
+        gradient_accumulation_steps=measured["gradient_accumulation_steps"],
+        max_length=measured["max_length"],
+    )
     ranks = measured["world_size"]
-    return Job(job.model, job.config, values, job.strategy, job.ds_config, ranks, min(job.gpus_per_node, ranks))
+    return Job(job.model, job.config, settings, job.strategy, job.ds_config, ranks, min(job.gpus_per_node, ranks))
 
 
 def calibration(measured: Mapping[str, Any], job: Job, prediction: Prediction, gpu: Gpu) -> float:

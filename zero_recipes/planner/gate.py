@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from zero_recipes.config.run import Run
+from zero_recipes.config.run import RunConfig
 from zero_recipes.core.errors import Finding, Refusal, first_line
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import local_world_size, rank
@@ -24,7 +24,7 @@ SOURCES = {"engine": "the engine, simulated", "formulas": "textbook formulas"}
 VERDICTS = {"fits": "fits into", "tight": "tight in", "no": "does not fit into"}
 
 
-def plan(run: Run) -> dict[str, Any] | None:
+def plan(run: RunConfig) -> dict[str, Any] | None:
     """What metrics.json shows as "predicted"; None where the run is not planned. Every process calls it.
 
     On an accelerator, unless the recipe has `skip_plan: true`; on CPUs where it has `predict: true`. One process of
@@ -43,13 +43,13 @@ def _told(found: dict[str, Any]) -> dict[str, Any]:
     return {"predicted": found["predicted"], "said": [found["said"], *map(str, found["findings"])]}
 
 
-def wanted(run: Run) -> bool:
+def wanted(run: RunConfig) -> bool:
     """Whether the run is planned at all."""
-    values = run.recipe.values
-    return values["predict"] or (run.device == "cuda" and not values["skip_plan"])
+    settings = run.settings
+    return settings.predict or (run.device == "cuda" and not settings.skip_plan)
 
 
-def rehearsed(run: Run, environment: Mapping[str, str]) -> list[Finding]:
+def rehearsed(run: RunConfig, environment: Mapping[str, str]) -> list[Finding]:
     """What the run would be refused for, or warned of; for `zero-recipes check` on a machine with its GPU."""
     if run.device != "cuda" or not wanted(run):
         return []
@@ -59,7 +59,7 @@ def rehearsed(run: Run, environment: Mapping[str, str]) -> list[Finding]:
         return refusal.findings
 
 
-def _work(run: Run, environment: Mapping[str, str]) -> dict[str, Any]:
+def _work(run: RunConfig, environment: Mapping[str, str]) -> dict[str, Any]:
     """{"predicted", "said", "findings"}. A plan that cannot be made is said, and stops no run: it is advice.
 
     Raises Refusal where the plan says no.
@@ -71,7 +71,7 @@ def _work(run: Run, environment: Mapping[str, str]) -> dict[str, Any]:
         job, predict = job_of_run(run, environment), predictor.of()
         prediction = predict(job)
         said = f"plan          {size(prediction['allocated_peak_bytes'])} at the peak, by {_source(prediction)}"
-        if run.device == "cuda" and not run.recipe.values["skip_plan"]:
+        if run.device == "cuda" and not run.settings.skip_plan:
             verdict = judge(prediction, gpu_memory())
             said += f": {VERDICTS[verdict.word]} {size(verdict.capacity)}"
             findings = plan_findings(run, job, prediction, verdict, predict)
@@ -89,14 +89,15 @@ def predicted(prediction: Prediction) -> dict[str, Any]:
     return {"peak_memory_bytes": prediction["allocated_peak_bytes"]} | {key: prediction[key] for key in keys}
 
 
-def job_of_run(run: Run, environment: Mapping[str, str]) -> Job:
+def job_of_run(run: RunConfig, environment: Mapping[str, str]) -> Job:
     """The job that this run is. Raises Refusal where the model's config is not here."""
-    values, strategy = dict(run.recipe.values), run.strategy
+    settings, strategy = run.settings, run.strategy
     here = local_world_size(environment, strategy.world_size)
     device = "gpu" if run.device == "cuda" else "cpu"
-    config = jobs.model_config(values)
-    model = values["model_name_or_path"]
-    return Job(model, config, values, strategy.name, strategy.ds_config, strategy.world_size, here, device)
+    config = jobs.model_config(settings)
+    model = settings.model_name_or_path
+    ds_config = None if strategy.ds_config is None else dict(strategy.ds_config.raw)
+    return Job(model, config, settings, strategy.name, ds_config, strategy.world_size, here, device)
 
 
 def gpu_memory() -> int:
@@ -106,7 +107,9 @@ def gpu_memory() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
-def plan_findings(run: Run, job: Job, prediction: Prediction, verdict: Verdict, predict: Predict) -> list[Finding]:
+def plan_findings(
+    run: RunConfig, job: Job, prediction: Prediction, verdict: Verdict, predict: Predict
+) -> list[Finding]:
     """The run that does not fit, with what would. Formulas are too coarse to refuse for: by them it is a warning."""
     from zero_recipes.core.units import size
 
@@ -128,13 +131,13 @@ def plan_findings(run: Run, job: Job, prediction: Prediction, verdict: Verdict, 
     ]
 
 
-def _what_helps(run: Run, job: Job, verdict: Verdict, predict: Predict) -> str:
+def _what_helps(run: RunConfig, job: Job, verdict: Verdict, predict: Predict) -> str:
     strategies = jobs.strategies_here() | {job.strategy: job.ds_config}
     fix = smallest_fix(job, verdict.capacity, predict, strategies, Host().memory()[0])
     if fix is None:
         return "No change that was tried makes it fit: a smaller model, or GPUs with more memory."
     # the configuration came from the launcher or the command line: a command names its own
-    recipe = replace(run.recipe, values=run.recipe.values | {"deepspeed": None})
+    recipe = replace(run.recipe, settings=run.settings.replace(deepspeed=None))
     words = f"{fix.words[0].upper()}{fix.words[1:]}"
     return f"{words}, with the other options of this run: {launch_command(recipe, [], fix.job)}."
 

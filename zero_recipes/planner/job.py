@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
+
+from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.settings import Settings
 
 # Keys of a recipe that no prediction depends on.
 NOT_ASKED = {"output_dir", "run_name", "overwrite", "predict", "skip_plan", "resume_from_checkpoint", "save_model"}
@@ -19,7 +22,7 @@ class Job:
 
     model: str  # as the recipe names it
     config: dict[str, Any]  # the model's config.json
-    values: dict[str, Any]  # the recipe's values with overrides: TRL's keys and ours
+    settings: Settings  # the recipe's settings with overrides: TRL's keys and ours
     strategy: str  # a name of accelerate_configs/, or "single"
     ds_config: dict[str, Any] | None  # as in ds_configs/, "auto" values included; None without DeepSpeed
     world_size: int
@@ -29,10 +32,24 @@ class Job:
     @property
     def zero_stage(self) -> int | None:
         """None without DeepSpeed."""
-        return None if self.ds_config is None else self.ds_config.get("zero_optimization", {}).get("stage", 0)
+        return None if self.ds_config is None else self.zero.stage
+
+    @property
+    def zero(self) -> DsConfig:
+        """The DeepSpeed configuration by its meaning; that of an empty one without DeepSpeed."""
+        return DsConfig(self.ds_config or {})
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON can hold it; `from_dict` reads it."""
+        return vars(self) | {"settings": self.settings.as_dict()}
+
+    @classmethod
+    def from_dict(cls, written: dict[str, Any]) -> Job:
+        return cls(**(written | {"settings": Settings(written["settings"])}))
 
     def key(self, versions: dict[str, str]) -> str:
         """Name of the cached answer: everything that it depends on."""
-        asked = asdict(self)
-        asked["values"] = {key: value for key, value in asked["values"].items() if key not in NOT_ASKED}
+        asked = self.as_dict()
+        settings = asked.pop("settings")
+        asked["settings"] = {key: settings[key] for key in settings if key not in NOT_ASKED}
         return hashlib.sha256(json.dumps([asked, versions], sort_keys=True, default=str).encode()).hexdigest()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.recipe import Recipe
-from zero_recipes.config.strategy import name_of, read_ds_config
+from zero_recipes.config.settings import Settings
+from zero_recipes.config.strategy import read_ds_config
 from zero_recipes.core.errors import Refusal
 from zero_recipes.planner.formulas import family
 from zero_recipes.planner.job import Job
@@ -35,12 +37,12 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
 
     Raises Refusal where a file is missing, or where `names` and the recipe's `deepspeed:` contradict each other.
     """
-    own = recipe.values["deepspeed"]
-    if names is None and str(recipe.values["fsdp"]).lower() == "true":
+    own = recipe.settings.deepspeed
+    if names is None and str(recipe.settings.fsdp).lower() == "true":
         return {family.FSDP: None}
     if own is not None and names is None:
         config = read_ds_config(own)
-        return {name_of(config): config}
+        return {DsConfig(config).name: config}
     if own is not None:
         raise Refusal(
             "ZR801",
@@ -70,12 +72,12 @@ def _ds_config_of(path: Path) -> dict[str, Any] | None:
     return None if named is None else read_ds_config(named)
 
 
-def model_config(values: Mapping[str, Any]) -> dict[str, Any]:
+def model_config(settings: Settings) -> dict[str, Any]:
     """The model's config.json: of a folder, of those in plan/models/, or of the cache. Never asks the hub.
 
     Raises Refusal where it is in none of them.
     """
-    name, revision = values["model_name_or_path"], values["model_revision"]
+    name, revision = settings.model_name_or_path, settings.model_revision
     if name is None:
         raise Refusal(
             "ZR803",
@@ -127,13 +129,13 @@ def job_of(
     gpus_per_node: int = GPUS_PER_NODE,
 ) -> Job:
     """One job. Raises Refusal where global_batch_size cannot be made of so many ranks."""
-    own = Recipe(recipe.path, copy.deepcopy(recipe.values), dict(recipe.given), recipe.sha256)
-    recipes.derive_accumulation(own, world_size)
     ds_config = copy.deepcopy(ds_config)
-    zero = (ds_config or {}).get("zero_optimization", {})
-    if zero.get("zero_hpz_partition_size") == "auto":  # as auto.py fills it in a run
-        zero["zero_hpz_partition_size"] = min(gpus_per_node, world_size)
-    own.values["deepspeed"] = ds_config
+    if ds_config is not None and DsConfig(ds_config).hpz_partition_size == "auto":  # as ds_auto.py fills it in a run
+        ds_config["zero_optimization"]["zero_hpz_partition_size"] = min(gpus_per_node, world_size)
+    settings = recipe.settings.replace(deepspeed=ds_config)
+    accumulation = recipes.derive_accumulation(settings, recipe.given, world_size)
+    if accumulation is not None:
+        settings = settings.replace(gradient_accumulation_steps=accumulation)
     name = "single" if ds_config is None and world_size == 1 else strategy
-    model = own.values["model_name_or_path"]
-    return Job(model, config, own.values, name, ds_config, world_size, min(gpus_per_node, world_size))
+    per_node = min(gpus_per_node, world_size)
+    return Job(settings.model_name_or_path, config, settings, name, ds_config, world_size, per_node)

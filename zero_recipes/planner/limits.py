@@ -30,8 +30,8 @@ def longest_sequence(job: Job, capacity: int, predict: Predict, start: int = LEN
 
 def _fits(job: Job, capacity: int, predict: Predict, **values: int) -> bool:
     # a recipe's global_batch_size speaks of its own micro batch
-    changed = dict(job.values) | {"global_batch_size": None} | values
-    return judge(predict(replace(job, values=changed)), capacity).word == "fits"
+    changed = job.settings.replace(global_batch_size=None, **values)
+    return judge(predict(replace(job, settings=changed)), capacity).word == "fits"
 
 
 def _largest(fits: Callable[[int], bool], most: int, start: int) -> int:

@@ -34,8 +34,8 @@ class Question:
         job = job_of(self.recipe, self.config, strategy, ds_config, count, self.gpus_per_node)
         if self.rows is None:
             return job
-        steps = steps_by_epochs(self.rows, job.values, count // (job.values["sequence_parallel_size"] or 1))
-        return replace(job, values=job.values | {"max_steps": steps})
+        steps = steps_by_epochs(self.rows, job.settings, count // (job.settings.sequence_parallel_size or 1))
+        return replace(job, settings=job.settings.replace(max_steps=steps))
 
     def command(self, job: Job) -> str:
         return launch_command(self.recipe, self.overrides, job)
@@ -48,18 +48,18 @@ def read_question(arguments: argparse.Namespace, overrides: list[str]) -> Questi
     names = None if arguments.strategies is None else [n.strip() for n in arguments.strategies.split(",") if n.strip()]
     counts = _counts(arguments.gpus, arguments.gpus_per_node)
     strategies = read_strategies(recipe, names)
-    config = model_config(recipe.values)
+    config = model_config(recipe.settings)
     host = None if arguments.host_memory is None else int(arguments.host_memory * 1e9)
     asked = (recipe, overrides, config, strategies, counts, arguments.gpus_per_node, gpu, known, host)
     return Question(*asked, _rows_by_epochs(recipe))
 
 
 def _rows_by_epochs(recipe: Recipe) -> int | None:
-    if recipe.values["max_steps"] > 0:
+    if recipe.settings.max_steps > 0:
         return None
     from zero_recipes.data.load import rows_on_disk
 
-    return rows_on_disk(recipe.values)
+    return rows_on_disk(recipe.settings)
 
 
 def _counts(text: str, per_node: int) -> list[int]:

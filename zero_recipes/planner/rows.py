@@ -90,15 +90,17 @@ def calibrated(
 
 def launch_command(recipe: Recipe, overrides: Sequence[str], job: Job) -> str:
     """What to type to run `job`: the recipe's own values are left out, what the plan changed is added."""
-    asked = recipe.values["global_batch_size"] is not None
+    asked = recipe.settings.global_batch_size is not None
     named = [key for key in CHANGED if not (asked and key == "gradient_accumulation_steps")]
-    changed = {key: job.values[key] for key in named if job.values[key] != recipe.values[key]}
+    changed = {
+        key: job.settings.as_dict()[key] for key in named if getattr(job.settings, key) != getattr(recipe.settings, key)
+    }
     options = [*overrides, *(word for key, value in changed.items() for word in (f"--{key}", _written(value)))]
     script = ["run_sft.py", str(recipe.path), *options]
     machines = job.world_size // job.gpus_per_node
     if job.strategy == "single":
         return shlex.join(["python", *script])
-    if recipe.values["deepspeed"] is not None:
+    if recipe.settings.deepspeed is not None:
         meeting = ["--nnodes", str(machines), "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:29500"]
         nodes = meeting if machines > 1 else []
         return shlex.join(["torchrun", *nodes, "--nproc_per_node", str(job.gpus_per_node), *script])

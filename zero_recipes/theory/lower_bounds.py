@@ -5,27 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from zero_recipes.config.recipe import precision_of
+from zero_recipes.config.ds_view import number_in
+from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
-def local_config(values: Mapping[str, Any]):
+def local_config(settings: Settings):
     """The model's configuration from a folder or the cache, never from the hub; None where it is in neither."""
     from transformers import AutoConfig
 
-    if values["model_name_or_path"] is None:
+    if settings.model_name_or_path is None:
         return None
     try:
         return AutoConfig.from_pretrained(
-            values["model_name_or_path"],
-            revision=values["model_revision"],
-            trust_remote_code=values["trust_remote_code"],
+            settings.model_name_or_path,
+            revision=settings.model_revision,
+            trust_remote_code=settings.trust_remote_code,
             local_files_only=True,
         )
     except (OSError, ValueError):
@@ -46,24 +44,24 @@ def parameter_sizes(config, trust_remote_code: bool) -> list[int] | None:
     return [p.numel() for p in model.parameters()]
 
 
-def load_bytes_per_parameter(values: Mapping[str, Any], config) -> int:
+def load_bytes_per_parameter(settings: Settings, config) -> int:
     """Of the dtype that the weights are loaded in; 0 where they are quantized on the way."""
-    asked = (values["model_init_kwargs"] or {}).get("dtype") or values["dtype"]
+    asked = (settings.model_init_kwargs or {}).get("dtype") or settings.dtype
     asked = config.dtype or "float32" if asked in ("auto", None) else asked
-    return 0 if values["load_in_4bit"] or values["load_in_8bit"] else _bytes_of(asked)
+    return 0 if settings.load_in_4bit or settings.load_in_8bit else _bytes_of(asked)
 
 
 def _bytes_of(dtype: object) -> int:
     return DTYPE_BYTES.get(str(dtype).removeprefix("torch."), 0)
 
 
-def host_terms(strategy: Strategy, device: str, values: Mapping[str, Any], config, psi: int, here: int) -> dict:
+def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi: int, here: int) -> dict:
     """{what: bytes} that the `here` processes of this machine hold in its memory at one moment, at least.
 
     On CPUs all model states but those on NVMe; on GPUs what the ds_config offloads to the CPU and, below stage 3, the
     loaded weights of every process. Weights whose file has the asked dtype do not count: safetensors maps the file.
     """
-    states = _states(strategy, values, config, psi)
+    states = _states(strategy, settings, config, psi)
     optimizer, params = strategy.offload_optimizer, strategy.offload_param
     if device == "cpu":
         terms = {} if optimizer == "nvme" else {"optimizer": states.optimizer}
@@ -71,8 +69,8 @@ def host_terms(strategy: Strategy, device: str, values: Mapping[str, Any], confi
     else:
         terms = {"offloaded optimizer": states.optimizer} if optimizer == "cpu" else {}
         terms |= {"offloaded parameters": states.params} if params == "cpu" else {}
-        each = load_bytes_per_parameter(values, config)
-        mapped = not values["random_weights"] and each == _bytes_of(config.dtype)
+        each = load_bytes_per_parameter(settings, config)
+        mapped = not settings.random_weights and each == _bytes_of(config.dtype)
         if strategy.zero_stage != 3 and not mapped:
             loaded = {"weights while loading": each * psi}
             terms = max(terms, loaded, key=lambda found: sum(found.values()))  # not at the same moment
@@ -86,88 +84,83 @@ def _swap_buffers(strategy: Strategy, states: ModelState, psi: int) -> dict[str,
     partitioned_param_swapper.py: buffer_count of buffer_size elements, 16 bits at least. optimizer_utils.py:
     buffer_count of the largest sub-group in fp32; of the Trainer's two groups one has half the parameters or more.
     """
-    zero = (strategy.ds_config or {}).get("zero_optimization", {})
-    terms = {}
-    block = zero.get("offload_param") or {}
-    if strategy.offload_param == "nvme" and block:
+    config, terms = strategy.ds_config, {}
+    if strategy.offload_param == "nvme":
+        block = config.offload_block("offload_param")
         size = number_in(block, "buffer_size", 10**8)
         terms["swap buffers of parameters"] = 2 * number_in(block, "buffer_count", 5) * size
-    block = zero.get("offload_optimizer") or {}
-    if strategy.offload_optimizer == "nvme" and block and states.optimizer:
-        largest = min(number_in(zero, "sub_group_size", 10**9), psi / 2 / strategy.world_size)
+    if strategy.offload_optimizer == "nvme" and states.optimizer:
+        block = config.offload_block("offload_optimizer")
+        largest = min(number_in(config.zero, "sub_group_size", 10**9), psi / 2 / strategy.world_size)
         terms["swap buffers of the optimizer"] = 4 * number_in(block, "buffer_count", 4) * largest
     return terms
 
 
-def number_in(block: Mapping[str, Any], key: str, default: int) -> int:
-    """What is written there, 1e9 included; the default for "auto" and what else DeepSpeed itself will refuse."""
-    value = block.get(key, default)
-    return int(value) if isinstance(value, (int, float)) else default
-
-
-def _states(strategy: Strategy, values: Mapping[str, Any], config, psi: int) -> ModelState:
+def _states(strategy: Strategy, settings: Settings, config, psi: int) -> ModelState:
     """Model states of one process: the paper's, with gradients and optimizer only where they are sure to be Adam's.
 
     Outside of DeepSpeed's 16 bits everything has the dtype of the weights.
     """
-    adam = "optimizer" not in (strategy.ds_config or {}) and str(values["optim"]).startswith("adamw_torch")
-    trainable = psi if adam and not values["use_peft"] else 0
-    if _in_16_bits(strategy, values):
+    adam = (strategy.ds_config is None or strategy.ds_config.optimizer is None) and str(settings.optim).startswith(
+        "adamw_torch"
+    )
+    trainable = psi if adam and not settings.use_peft else 0
+    if _in_16_bits(strategy, settings):
         states = model_state_bytes(psi, strategy.world_size, strategy.zero_stage or 0, trainable)
-        packed = 4 if values["load_in_4bit"] else 2 if values["load_in_8bit"] else 1
+        packed = 4 if settings.load_in_4bit else 2 if settings.load_in_8bit else 1
         return states._replace(params=states.params / packed)
     states = model_state_bytes_fp32(psi, strategy.world_size, strategy.zero_stage or 0, trainable)
-    return ModelState(*(size * load_bytes_per_parameter(values, config) / 4 for size in states))
+    return ModelState(*(size * load_bytes_per_parameter(settings, config) / 4 for size in states))
 
 
-def _in_16_bits(strategy: Strategy, values: Mapping[str, Any]) -> bool:
-    return strategy.is_deepspeed and precision_of(values) != "fp32"
+def _in_16_bits(strategy: Strategy, settings: Settings) -> bool:
+    return strategy.is_deepspeed and settings.precision != "fp32"
 
 
-def saved_weights(strategy: Strategy, values: Mapping[str, Any], config, psi: int) -> int:
+def saved_weights(strategy: Strategy, settings: Settings, config, psi: int) -> int:
     """Bytes of model.safetensors: 16-bit where DeepSpeed trains in 16 bits, else the dtype of loading."""
-    if values["use_peft"]:
+    if settings.use_peft:
         return 0  # an adapter: small, and its size is not known here
-    return (2 if _in_16_bits(strategy, values) else load_bytes_per_parameter(values, config)) * psi
+    return (2 if _in_16_bits(strategy, settings) else load_bytes_per_parameter(settings, config)) * psi
 
 
-def checkpoint_bytes(strategy: Strategy, values: Mapping[str, Any], config, psi: int, here: int) -> int:
+def checkpoint_bytes(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> int:
     """Bytes of one checkpoint that the Trainer writes from the `here` processes of this machine, at least.
 
     Weights, Adam's states and, under DeepSpeed below stage 3, the weights once more in mp_rank_00_model_states.pt.
     """
-    weights = saved_weights(strategy, values, config, psi)
-    if values["save_only_model"] or values["use_peft"]:
+    weights = saved_weights(strategy, settings, config, psi)
+    if settings.save_only_model or settings.use_peft:
         return weights
     writers = here if (strategy.zero_stage or 0) >= 1 else 1
-    optimizer = _states(strategy, values, config, psi).optimizer * writers
+    optimizer = _states(strategy, settings, config, psi).optimizer * writers
     return int(weights + optimizer + (weights if strategy.zero_stage in (0, 1, 2) else 0))
 
 
-def disk_terms(strategy: Strategy, values: Mapping[str, Any], config, psi: int, here: int) -> dict[str, int]:
+def disk_terms(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> dict[str, int]:
     """{what: bytes} that output_dir must take: checkpoints side by side, then the model at the end.
 
     transformers/trainer_utils.py `rotate_checkpoints` deletes the oldest after the newest is written, so that one more
     than save_total_limit stands there. Without a limit the number is taken from max_steps and save_steps if known.
     """
-    saved = str(getattr(values["save_strategy"], "value", values["save_strategy"]))
     terms = {}
-    if saved not in ("no", "False"):
-        one = checkpoint_bytes(strategy, values, config, psi, here)
-        count = _checkpoints(values, saved)
+    if settings.saves_checkpoints:
+        one = checkpoint_bytes(strategy, settings, config, psi, here)
+        count = _checkpoints(settings)
         terms[f"{count} checkpoint{'s' if count > 1 else ''} of {one / 1e9:.1f} GB"] = count * one
-    if values["save_model"]:
-        terms["the model"] = saved_weights(strategy, values, config, psi)
+    if settings.save_model:
+        terms["the model"] = saved_weights(strategy, settings, config, psi)
     return terms
 
 
-def _checkpoints(values: Mapping[str, Any], saved: str) -> int:
+def _checkpoints(settings: Settings) -> int:
     """How many stand side by side at least: one is sure, more where steps and limit say so."""
-    steps, every, limit = values["max_steps"], values["save_steps"], values["save_total_limit"]
-    written = int(-(-steps // every)) if saved == "steps" and steps > 0 and every >= 1 else 1
+    steps, every, limit = settings.max_steps, settings.save_steps, settings.save_total_limit
+    by_steps = getattr(settings.save_strategy, "value", settings.save_strategy) == "steps"
+    written = int(-(-steps // every)) if by_steps and steps > 0 and every >= 1 else 1
     return max(1, min(written, limit + 1) if limit and limit > 0 else written)
 
 
-def batch_bytes(values: Mapping[str, Any]) -> int:
+def batch_bytes(settings: Settings) -> int:
     """One batch as a loader's worker hands it over: input_ids, attention_mask and labels, 8 bytes a token each."""
-    return 3 * 8 * values["per_device_train_batch_size"] * (values["max_length"] or 1)
+    return 3 * 8 * settings.per_device_train_batch_size * (settings.max_length or 1)

@@ -15,7 +15,7 @@ from trl import SFTTrainer
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.compatibility import recipe_facts
 from zero_recipes.checkpoint.resume import numbered
-from zero_recipes.config.run import Run
+from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
 from zero_recipes.core.errors import first_line
 from zero_recipes.metrics.failure import is_out_of_memory
@@ -90,7 +90,7 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
         shutil.rmtree(checkpoint)
 
 
-def carry_on(trainer: CheckpointingSFTTrainer, run: Run, data_sha256: str | None, answers, measurements) -> None:
+def carry_on(trainer: CheckpointingSFTTrainer, run: RunConfig, data_sha256: str | None, answers, measurements) -> None:
     """Let the trainer's checkpoints carry manifest and history, and take up the history of the one it goes on from.
 
     `answers`: generation.AnswersBeforeTraining; `measurements`: metrics.StageMetricsCallback.
@@ -101,7 +101,7 @@ def carry_on(trainer: CheckpointingSFTTrainer, run: Run, data_sha256: str | None
         "versions": environment.versions(),
         "recipe_sha256": run.recipe.sha256,
         "data_sha256": data_sha256,
-        "recipe": recipe_facts(run.recipe.values),
+        "recipe": recipe_facts(run.settings),
     }
     trainer.checkpoint_history = lambda: measurements.history() | {"answers_before": answers.history()}
     if checkpoint is None:

@@ -2,19 +2,98 @@
 
 from __future__ import annotations
 
+import os
+
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from zero_recipes.checkpoint.reshard import load as reshard_load
-from zero_recipes.compat.patches import adapter_dtypes_kept, load_weights_by_class
-from zero_recipes.metrics.callback import StageMetricsCallback
-from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer
+from zero_recipes.checkpoint.verify import verify
+from zero_recipes.compat.patches import (
+    FreshAdamAtStage0,
+    adapter_dtypes_kept,
+    load_weights_by_class,
+    patch_quantized_gradients,
+)
+from zero_recipes.config.run import RunConfig
+from zero_recipes.data.prepare import Prepared
+from zero_recipes.distributed import fsdp, ulysses
+from zero_recipes.distributed.init import set_host_threads
+from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer, carry_on
+from zero_recipes.trainer.recorder import RunRecorder
+from zero_recipes.trainer.samples import AnswersBeforeTraining, answer, show_samples, write_samples
 from zero_recipes.trainer.token_weighting import TokenWeightedSFTTrainer
 
 
-class MeasuredSFTTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer):
-    """A trainer that tells the callback of each micro batch and gradient norm, which no callback event carries."""
+def prepare_libraries(run: RunConfig, args) -> int | None:
+    """Set the libraries up for this run, once TrainingArguments exist and before model and trainer do.
 
-    stage_metrics: StageMetricsCallback
+    Returns the threads that each process's optimizer on the host was given; None where nothing was changed.
+    """
+    patch_quantized_gradients()  # before DeepSpeed takes the function
+    if run.strategy.is_fsdp:
+        fsdp.mend(args, run.device)
+    ulysses.share_sequences(args, run.strategy.sequence_parallel, run.settings.attn_implementation)
+    return set_host_threads(run.strategy, run.device, os.environ)
+
+
+class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer):
+    """TRL's SFTTrainer for one run: it asks the sample prompts, tells the metrics of each micro batch and gradient norm
+    (which no callback event carries), and goes on from the run's checkpoint."""
+
+    def __init__(self, model, tokenizer, args, rows: Prepared, run: RunConfig, recorder: RunRecorder, peft_config=None):
+        self.run_config, self.samples = run, rows.samples
+        self.clock = recorder.clock
+        self.stage_metrics = recorder.measure(model, args)
+        self.answers_before = AnswersBeforeTraining(self.samples, run.settings.sample_max_new_tokens, self.clock)
+        sharded = [fsdp.RefuseUnsharded()] if run.strategy.is_fsdp else []
+        if sharded:
+            fsdp.keep_names_of_the_file(model)
+        with self.clock.phase("data"):
+            super().__init__(
+                model=model,
+                args=args,
+                train_dataset=rows.train,
+                eval_dataset=rows.evaluation,
+                processing_class=tokenizer,
+                peft_config=peft_config,
+                callbacks=[
+                    *sharded,
+                    FreshAdamAtStage0(run.checkpoint is not None),
+                    self.answers_before,
+                    self.stage_metrics,
+                ],
+            )
+        self.answers_before.trainer = self
+        self.stage_metrics.watch(self)
+        carry_on(self, run, rows.data_sha256, self.answers_before, self.stage_metrics)
+        recorder.write_metrics("failed", "the run has not finished")  # what a killed run leaves
+
+    def train_to_the_end(self) -> None:
+        """All steps, from the run's checkpoint on. Afterwards the metrics are complete."""
+        with self.clock.phase("train"):
+            self.train(resume_from_checkpoint=self.run_config.checkpoint)
+            self.stage_metrics.end_steps()
+
+    def answer_samples(self) -> None:
+        """The sample prompts once more; samples.jsonl and a table on rank 0. Collective."""
+        with self.clock.phase("samples_after"):
+            after = answer(self, self.samples, self.run_config.settings.sample_max_new_tokens)
+        if self.args.process_index == 0 and self.samples:
+            path = self.run_config.output_dir / "samples.jsonl"
+            show_samples(write_samples(path, self.samples, self.answers_before.answers, after))
+
+    def save_and_verify(self) -> None:
+        """The model in output_dir, whole; nothing with save_model: false. Collective."""
+        with self.clock.phase("save"):
+            if not self.run_config.settings.save_model:
+                return
+            self.save_model(str(self.run_config.output_dir))
+            unset_hf_deepspeed_config()  # from_pretrained would take the check for a collective load
+            if self.args.process_index == 0:
+                whole = verify(self.run_config.output_dir)
+                sizes = f"{whole['tensors']} tensors, {whole['bytes']:,} bytes"
+                print(f"saved {self.run_config.output_dir}: whole, {sizes}", flush=True)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.stage_metrics.count_tokens(inputs)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero_recipes.config.ds_view import number_in
 from zero_recipes.planner.formulas.shape import Shape
 from zero_recipes.planner.job import Job
-from zero_recipes.theory.lower_bounds import number_in
 from zero_recipes.theory.zero_paper import ModelState
 
 FSDP = "fsdp2"
@@ -24,7 +24,7 @@ def not_simulated(job: Job) -> str | None:
         return "ZeRO++'s quantisers are not simulated: they are CUDA kernels"
     if shared(job) > 1:
         return "sequences that Ulysses shares out are not simulated"
-    if job.values["load_in_4bit"] or job.values["load_in_8bit"]:
+    if job.settings.load_in_4bit or job.settings.load_in_8bit:
         return "quantised weights are not simulated: bitsandbytes packs them in kernels of its own"
     return None
 
@@ -35,11 +35,11 @@ def packed_bytes(job: Job, shape: Shape, width: int) -> float:
     4 bit: half a byte and an fp32 scale for 64 weights (arXiv:2305.14314, section 3); 8 bit: a byte. Embedding, head
     and LoRA's adapter stay as they are.
     """
-    if not (job.values["load_in_4bit"] or job.values["load_in_8bit"]):
+    if not (job.settings.load_in_4bit or job.settings.load_in_8bit):
         return width * shape.parameters
-    adapter = shape.trainable if job.values["use_peft"] else 0
+    adapter = shape.trainable if job.settings.use_peft else 0
     linear = shape.multiplied - shape.vocabulary * shape.hidden - adapter
-    each = 1 / 2 + 4 / 64 if job.values["load_in_4bit"] else 1
+    each = 1 / 2 + 4 / 64 if job.settings.load_in_4bit else 1
     return each * linear + width * (shape.parameters - linear)
 
 
@@ -55,7 +55,7 @@ def on_disk(job: Job) -> bool:
 
 def shared(job: Job) -> int:
     """Ranks that share one sequence."""
-    return job.values["sequence_parallel_size"] or 1
+    return job.settings.sequence_parallel_size or 1
 
 
 def fsdp_states(job: Job, shape: Shape, each: int, width: int) -> ModelState:
@@ -65,7 +65,7 @@ def fsdp_states(job: Job, shape: Shape, each: int, width: int) -> ModelState:
     accelerator.py `no_sync`, puts their reduction off.
     """
     trained = each * shape.trainable / job.world_size
-    whole = width * shape.trainable if job.values["gradient_accumulation_steps"] > 1 else 0
+    whole = width * shape.trainable if job.settings.gradient_accumulation_steps > 1 else 0
     return ModelState(each * shape.parameters / job.world_size, trained + whole, 2 * trained)
 
 

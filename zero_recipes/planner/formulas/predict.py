@@ -10,10 +10,9 @@ a micro batch, h hidden width, a heads, L layers, V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
-from zero_recipes.config.recipe import precision_of
+from zero_recipes.config.settings import Settings
 from zero_recipes.metrics.prediction import PARTS, Prediction
 from zero_recipes.planner.formulas import family
 from zero_recipes.planner.formulas.shape import Shape, shape_of
@@ -36,7 +35,7 @@ NOTES = [
 def predict(job: Job) -> Prediction:
     """What `job` needs, as job.py describes it. Raises Refusal where the model's class cannot be built."""
     started = time.perf_counter()
-    shape = shape_of(job.config, job.values)
+    shape = shape_of(job.config, job.settings)
     states, copies = model_states(job, shape), step_copies(job, shape)
     backward = {
         "params": states.params,
@@ -65,9 +64,9 @@ def predict(job: Job) -> Prediction:
         "world_size": job.world_size,
         "parameters": shape.parameters,
         "trainable_parameters": shape.trainable,
-        "precision": precision_of(job.values),
-        "micro_batch_size": job.values["per_device_train_batch_size"],
-        "gradient_accumulation_steps": job.values["gradient_accumulation_steps"],
+        "precision": job.settings.precision,
+        "micro_batch_size": job.settings.per_device_train_batch_size,
+        "gradient_accumulation_steps": job.settings.gradient_accumulation_steps,
         "max_length": tokens_of(job, shape),
         "allocated_peak_bytes": peak,
         "peak_phase": phase,
@@ -110,7 +109,7 @@ def model_states(job: Job, shape: Shape) -> ModelState:
 
 
 def _sharded(job: Job, shape: Shape) -> ModelState:
-    formula = model_state_bytes_fp32 if precision_of(job.values) == "fp32" else model_state_bytes
+    formula = model_state_bytes_fp32 if job.settings.precision == "fp32" else model_state_bytes
     states = formula(shape.parameters, job.world_size, job.zero_stage, shape.trainable)
     share = family.packed_bytes(job, shape, _width(job)) / (_width(job) * shape.parameters)
     return states._replace(params=share * states.params)
@@ -136,7 +135,7 @@ def step_copies(job: Job, shape: Shape) -> float:
     Terms and source lines: zero_recipes/theory/deepspeed_memory.py; `flatten` in zero/stage_1_and_2.py `step`.
     """
     trainable, ranks = shape.trainable, job.world_size
-    if job.ds_config is None or precision_of(job.values) == "fp32" or _offload(job)[0]:
+    if job.ds_config is None or job.settings.precision == "fp32" or _offload(job)[0]:
         return 0
     if job.zero_stage == 0:
         return 4 * trainable
@@ -150,7 +149,7 @@ def activation_bytes(job: Job, shape: Shape) -> float:
     width, tokens = _width(job), _tokens(job, shape)
     one_input = width * tokens * shape.hidden
     one_layer = layer_bytes(shape, width, tokens, _pairs(job, shape))
-    if checkpointed(job.values):
+    if checkpointed(job.settings):
         return shape.layers * one_input + one_layer
     return shape.layers * one_layer + 2 * one_input  # the embedding's output and the last norm's input
 
@@ -189,7 +188,7 @@ def bucket_bytes(job: Job, shape: Shape) -> float:
 
 def loss_head_bytes(job: Job, shape: Shape) -> float:
     """fp32 gradients of the head's weight (V·h, where it is trained) and input (b·s·h): chunked_logprob.py 407-410."""
-    trained = shape.vocabulary * shape.hidden if not job.values["use_peft"] else 0
+    trained = shape.vocabulary * shape.hidden if not job.settings.use_peft else 0
     return 4 * trained + 4 * _tokens(job, shape) * shape.hidden
 
 
@@ -199,7 +198,7 @@ def _autocast_copies(job: Job, shape: Shape) -> float:
     Backward needs them too; with recomputation only one layer's at a time, but forward ends with all of them.
     """
     sharded = job.ds_config is not None or family.is_fsdp(job)  # 16-bit weights are gathered, not cast
-    if sharded or precision_of(job.values) == "fp32" or _loaded(job, shape) != 4:
+    if sharded or job.settings.precision == "fp32" or _loaded(job, shape) != 4:
         return 0
     return 2 * shape.trainable
 
@@ -210,7 +209,7 @@ def host_bytes(job: Job, shape: Shape) -> dict[str, int]:
     DeepSpeed keeps an fp32 gradient beside the offloaded optimizer (stage_1_and_2.py `initialize_optimizer_states`).
     """
     here, each = min(job.gpus_per_node, job.world_size), _loaded(job, shape)
-    mapped = not job.values["random_weights"] and each == DTYPE_BYTES.get(shape.dtype, 4)
+    mapped = not job.settings.random_weights and each == DTYPE_BYTES.get(shape.dtype, 4)
     load = 0 if mapped or job.zero_stage == 3 else here * each * shape.parameters
     gradients = 4 * shape.trainable / job.world_size if _offload(job)[0] else 0
     held = family.swap_buffers(job, shape) if family.on_disk(job) else _offloaded(job, shape) + gradients
@@ -219,8 +218,8 @@ def host_bytes(job: Job, shape: Shape) -> dict[str, int]:
 
 def checkpoint_bytes(job: Job, shape: Shape) -> dict[str, int]:
     """The saved model or adapter, and a checkpoint that a run can go on from: 14Ψ at stage 3, 16Ψ below (README)."""
-    each = 2 if job.ds_config is not None and precision_of(job.values) != "fp32" else _loaded(job, shape)
-    saved = each * (shape.trainable if job.values["use_peft"] else shape.parameters)
+    each = 2 if job.ds_config is not None and job.settings.precision != "fp32" else _loaded(job, shape)
+    saved = each * (shape.trainable if job.settings.use_peft else shape.parameters)
     optimizer = (12 if each == 2 and job.ds_config is not None else 2 * each) * shape.trainable
     again = each * shape.parameters if job.zero_stage in (0, 1, 2) else 0
     return {"weights": int(saved), "resumable": int(saved + optimizer + again)}
@@ -233,7 +232,7 @@ def communication_bytes(job: Job, shape: Shape) -> dict[str, int]:
     """
     if job.world_size == 1:
         return {}
-    width, passes = _width(job), job.values["gradient_accumulation_steps"]
+    width, passes = _width(job), job.settings.gradient_accumulation_steps
     gradients, weights = width * shape.trainable, width * shape.parameters
     gathered = {"all_gather": 2 * passes * weights, "reduce_scatter": passes * gradients}
     if family.is_fsdp(job):
@@ -252,9 +251,9 @@ def communication_bytes(job: Job, shape: Shape) -> dict[str, int]:
 def flops(job: Job, shape: Shape) -> int:
     """Of one rank and optimizer step: 2 per weight and token forward, 4 backward (2 where weights are frozen), 2 again
     with recomputation; attention 4·s·(heads x width) per layer and token and pass (arXiv:2205.05198, appendix A)."""
-    tokens = _tokens(job, shape) * job.values["gradient_accumulation_steps"]
-    again = 1 if checkpointed(job.values) else 0
-    frozen = job.values["use_peft"]
+    tokens = _tokens(job, shape) * job.settings.gradient_accumulation_steps
+    again = 1 if checkpointed(job.settings) else 0
+    frozen = job.settings.use_peft
     products = 2 * shape.multiplied * tokens * ((2 if frozen else 3) + again)
     attention = 4 * shape.layers * tokens_of(job, shape) * shape.query_width * tokens * (3 + again)
     return int(products + attention)
@@ -262,32 +261,32 @@ def flops(job: Job, shape: Shape) -> int:
 
 def tokens_of(job: Job, shape: Shape) -> int:
     """The longest sequence: max_length, or where it is null the positions that the model has."""
-    return job.values["max_length"] or shape.positions
+    return job.settings.max_length or shape.positions
 
 
-def checkpointed(values: Mapping[str, Any]) -> bool:
+def checkpointed(settings: Settings) -> bool:
     """Whether activations are recomputed, under TRL's new name or transformers' old one."""
-    new = values.get("activation_checkpointing")
-    return bool(values.get("gradient_checkpointing") if new is None else new)
+    new = settings.activation_checkpointing
+    return bool(settings.gradient_checkpointing if new is None else new)
 
 
 def _tokens(job: Job, shape: Shape) -> int:
     """Of one rank's micro batch."""
-    return job.values["per_device_train_batch_size"] * tokens_of(job, shape) // family.shared(job)
+    return job.settings.per_device_train_batch_size * tokens_of(job, shape) // family.shared(job)
 
 
 def _pairs(job: Job, shape: Shape) -> int:
-    eager = job.values.get("attn_implementation") == "eager"
+    eager = job.settings.attn_implementation == "eager"
     return shape.heads * _tokens(job, shape) * tokens_of(job, shape) if eager else 0
 
 
 def _width(job: Job) -> int:
-    return 4 if precision_of(job.values) == "fp32" else 2
+    return 4 if job.settings.precision == "fp32" else 2
 
 
 def _loaded(job: Job, shape: Shape) -> int:
     """Bytes per parameter of the dtype that the weights are loaded in."""
-    asked = (job.values["model_init_kwargs"] or {}).get("dtype") or job.values["dtype"]
+    asked = (job.settings.model_init_kwargs or {}).get("dtype") or job.settings.dtype
     return DTYPE_BYTES.get(shape.dtype if asked in ("auto", None) else str(asked).removeprefix("torch."), 4)
 
 
@@ -313,14 +312,14 @@ def _nccl(job: Job) -> int:
 
 def _notes(job: Job, shape: Shape) -> list[str]:
     notes = []
-    if not job.values["max_length"]:
+    if not job.settings.max_length:
         notes.append(
             f"max_length is null: sequences of {shape.positions} tokens, all that the model takes, are assumed."
         )
     if any("experts" in key for key in job.config):
         notes.append("A mixture of experts: every expert is counted as if it took every token.")
-    if job.values.get("torch_compile"):
+    if job.settings.torch_compile:
         notes.append("torch_compile: fused kernels keep other tensors than these; they are not known.")
-    if job.values["load_in_4bit"] or job.values["load_in_8bit"]:
+    if job.settings.load_in_4bit or job.settings.load_in_8bit:
         notes.append("Quantised weights: what unpacking one layer takes while it computes is not counted.")
     return notes

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Refusal, first_line
 
 
@@ -31,7 +32,7 @@ class Shape:
     dtype: str  # of the weights' file
 
 
-def shape_of(config: Mapping[str, Any], values: Mapping[str, Any]) -> Shape:
+def shape_of(config: Mapping[str, Any], settings: Settings) -> Shape:
     """Build the model's class on the meta device, with LoRA's adapter where the recipe asks for one, and count.
 
     Raises Refusal where the class cannot be built from the config alone.
@@ -39,6 +40,7 @@ def shape_of(config: Mapping[str, Any], values: Mapping[str, Any]) -> Shape:
     from trl import ModelConfig
 
     names = {field.name for field in dataclasses.fields(ModelConfig) if field.init}
+    values = settings.as_dict()
     model_keys = {key: values[key] for key in sorted(names & values.keys()) if key.startswith(("lora_", "use_"))}
     return _counted(json.dumps(dict(config), sort_keys=True), json.dumps(model_keys, sort_keys=True, default=str))
 

@@ -9,14 +9,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from zero_recipes.config.recipe import precision_of
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.metrics.prediction import Prediction
@@ -71,7 +69,7 @@ def predict_all(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: N
 
 
 def _refuse_unknown(job: Job) -> None:
-    unknown, values = unknown_versions(), job.values
+    unknown, settings = unknown_versions(), job.settings
     quick = "zero-recipes plan --quick answers by formulas."
     if unknown:
         raise Refusal(
@@ -88,7 +86,7 @@ def _refuse_unknown(job: Job) -> None:
             f"{other[0].upper()}{other[1:]}.",
             quick,
         )
-    if values["max_length"] is None:
+    if settings.max_length is None:
         raise Refusal(
             "ZR820",
             "the recipe sets no max_length",
@@ -113,7 +111,7 @@ def simulate(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None
         # stage 3 takes longest and comes first, so that no core is left alone with it at the end
         for device in sorted({job.device for job in jobs}):  # the device that stands for a GPU comes before the forks
             tasks = [
-                {"job": asdict(job), "rank": rank, "answer": str(path)}
+                {"job": job.as_dict(), "rank": rank, "answer": str(path)}
                 for job, paths in sorted(zip(jobs, answers, strict=True), key=lambda pair: pair[0].zero_stage != 3)
                 if job.device == device
                 for rank, path in zip(_ranks(job), paths, strict=True)
@@ -191,7 +189,7 @@ def _environment() -> dict[str, str]:
 def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
     """The rank that needs most, with what the ranks need together."""
     most = max(ranks, key=lambda rank: rank["allocated_peak_bytes"])
-    values = job.values
+    settings = job.settings
     here = min(job.gpus_per_node, job.world_size)
     reserved = most["reserved_peak_bytes"]
     extras = CONTEXT + (COMMUNICATOR if job.world_size > 1 else 0)
@@ -202,10 +200,10 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
         "world_size": job.world_size,
         "parameters": most["parameters"],
         "trainable_parameters": most["trainable_parameters"],
-        "precision": precision_of(values),
-        "micro_batch_size": values["per_device_train_batch_size"],
+        "precision": settings.precision,
+        "micro_batch_size": settings.per_device_train_batch_size,
         "gradient_accumulation_steps": most["gradient_accumulation_steps"],
-        "max_length": values["max_length"],
+        "max_length": settings.max_length,
         **{key: most[key] for key in ("allocated_peak_bytes", "peak_phase", "peak_operator", "at_peak", "peaks")},
         "model_state_bytes": {
             part: max(rank["model_state_bytes"][part] for rank in ranks) for part in most["model_state_bytes"]
@@ -235,7 +233,7 @@ def _checkpoint_bytes(job: Job, found: dict[str, Any]) -> dict[str, int]:
     """
     trainable = found["trainable_parameters"]
     lora = trainable < found["parameters"]
-    each = 2 if job.ds_config is not None and precision_of(job.values) != "fp32" else 4
+    each = 2 if job.ds_config is not None and job.settings.precision != "fp32" else 4
     weights = each * (trainable if lora else found["parameters"])
     if job.ds_config is None:
         return {"weights": weights, "resumable": weights + 8 * trainable}
@@ -244,19 +242,19 @@ def _checkpoint_bytes(job: Job, found: dict[str, Any]) -> dict[str, int]:
 
 
 def _notes(job: Job) -> list[str]:
-    values = job.values
+    settings = job.settings
     notes = [
-        f"Every row is taken for {values['max_length']} tokens long (max_length); shorter rows need less.",
+        f"Every row is taken for {settings.max_length} tokens long (max_length); shorter rows need less.",
         "Fragmentation is replayed for rows of one length; other lengths fragment more.",
     ]
-    if str(values["attn_implementation"]).startswith("flash_attention"):
-        notes.append(f"{values['attn_implementation']} is simulated by torch's own flash kernel.")
-    if values["torch_compile"]:
+    if str(settings.attn_implementation).startswith("flash_attention"):
+        notes.append(f"{settings.attn_implementation} is simulated by torch's own flash kernel.")
+    if settings.torch_compile:
         notes.append("torch.compile fuses operators and keeps other activations: not simulated.")
-    if values["use_liger_kernel"]:
+    if settings.use_liger_kernel:
         notes.append("Liger kernels keep other activations: not simulated.")
     if any("expert" in key for key in job.config):
         notes.append("A mixture of experts is simulated with the routing of random tokens.")
-    if str(getattr(values["eval_strategy"], "value", values["eval_strategy"])) not in ("no", "False"):
-        notes.append(f"Evaluation in batches of {values['per_device_eval_batch_size']} is not simulated.")
+    if str(getattr(settings.eval_strategy, "value", settings.eval_strategy)) not in ("no", "False"):
+        notes.append(f"Evaluation in batches of {settings.per_device_eval_batch_size} is not simulated.")
     return notes

@@ -101,7 +101,7 @@ def _run(task: dict) -> NoReturn:
     """The child's whole life."""
     started = time.perf_counter()
     try:
-        job = Job(**task["job"])
+        job = Job.from_dict(task["job"])
         _environment(job, task["rank"])
         _start_group(job, task["rank"])
         with tempfile.TemporaryDirectory() as folder:
@@ -129,12 +129,12 @@ def _environment(job: Job, rank: int) -> None:
     )
     if job.ds_config is not None:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    elif job.device == "gpu" and (job.values["bf16"] or job.values["fp16"]):
+    elif job.device == "gpu" and (job.settings.bf16 or job.settings.fp16):
         import torch
 
         from zero_recipes.planner.simulator import autocast
 
-        autocast.set_up(torch.bfloat16 if job.values["bf16"] else torch.float16)
+        autocast.set_up(torch.bfloat16 if job.settings.bf16 else torch.float16)
 
 
 def _start_group(job: Job, rank: int) -> None:
@@ -166,6 +166,8 @@ def simulate(job: Job, folder: str) -> dict:
     calm.quieten()
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config import strategy as strategies
+    from zero_recipes.config.settings import Settings
+    from zero_recipes.models.load import sizes_of
     from zero_recipes.planner.simulator import fake_device, patches
     from zero_recipes.planner.simulator.allocator import kMinBlockSize, reserved_peak
     from zero_recipes.planner.simulator.callback import TRAINING, Watch
@@ -175,14 +177,15 @@ def simulate(job: Job, folder: str) -> dict:
     if on_gpu:
         fake_device.emptied.append(lambda: tracker.events.append(("empty",)))
     device = torch.device("gpu:0" if on_gpu else "cpu")
-    values = dict.fromkeys(recipes.key_types()) | job.values | LEFT_OUT
-    values |= {"output_dir": folder, "deepspeed": job.ds_config}
-    recipe = recipes.Recipe(Path("plan.yaml"), values, {}, "")
-    recipes.derive_accumulation(recipe, job.world_size)
-    accumulation = values["gradient_accumulation_steps"]
-    values["gradient_accumulation_steps"] = min(accumulation, 2)
-    strategy = strategies.resolve(recipe, {"WORLD_SIZE": str(job.world_size)})
-    _, training_args, model_args, _, _ = recipes.instances(recipe)
+    settings = Settings(dict.fromkeys(recipes.key_types()) | job.settings.as_dict() | LEFT_OUT)
+    settings = settings.replace(output_dir=folder, deepspeed=job.ds_config)
+    derived = recipes.derive_accumulation(settings, {}, job.world_size)
+    accumulation = settings.gradient_accumulation_steps if derived is None else derived
+    settings = settings.replace(gradient_accumulation_steps=min(accumulation, 2))
+    strategy = strategies.resolve(settings, {"WORLD_SIZE": str(job.world_size)}, sizes_of)
+    decided = {} if strategy.ds_config is None else {"deepspeed": strategy.ds_config.raw}
+    decided |= {"fsdp": True, "fsdp_config": strategy.fsdp_config} if strategy.is_fsdp else {"fsdp": None}
+    _, training_args, model_args, _, _ = recipes.instances(settings.replace(**decided), Path("plan.yaml"))
     _train_on(device, training_args)
 
     full_rows = training_args.per_device_train_batch_size == 1 or training_args.packing

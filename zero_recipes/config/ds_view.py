@@ -1,0 +1,100 @@
+"""A DeepSpeed configuration by its meaning: which stage, what lies elsewhere, what ZeRO++ compresses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+OFFLOADS = ("offload_optimizer", "offload_param")
+
+
+def number_in(block: Mapping[str, Any], key: str, default: int) -> int:
+    """What is written there, 1e9 included; the default for "auto" and what else DeepSpeed itself will refuse."""
+    value = block.get(key, default)
+    return int(value) if isinstance(value, (int, float)) else default
+
+
+@dataclass(frozen=True)
+class DsConfig:
+    """A typed view of one DeepSpeed configuration, which `raw` holds as it was written ("auto" values included)."""
+
+    raw: Mapping[str, Any]
+
+    @property
+    def zero(self) -> Mapping[str, Any]:
+        """The zero_optimization block; empty where there is none."""
+        return self.raw.get("zero_optimization") or {}
+
+    @property
+    def stage(self) -> int:
+        return self.zero.get("stage", 0)
+
+    def offload_block(self, key: str) -> Mapping[str, Any]:
+        """The block of one of OFFLOADS; empty where there is none."""
+        return self.zero.get(key) or {}
+
+    def offload_device(self, key: str) -> str | None:
+        """Where one of OFFLOADS lies: "cpu", "nvme", or None for the device that trains."""
+        named = self.offload_block(key).get("device")
+        return None if named in (None, "none") else named
+
+    @property
+    def offload_optimizer(self) -> str | None:
+        """Where the optimizer's states lie: "cpu", "nvme", or None for the device that trains."""
+        return self.offload_device("offload_optimizer")
+
+    @property
+    def offload_param(self) -> str | None:
+        """Where the parameters lie: "cpu", "nvme", or None for the device that trains."""
+        return self.offload_device("offload_param")
+
+    @property
+    def offloads(self) -> bool:
+        return bool(self.offload_optimizer or self.offload_param)
+
+    @property
+    def on_nvme(self) -> tuple[str, ...]:
+        """Those of OFFLOADS that swap to NVMe."""
+        return tuple(key for key in OFFLOADS if self.offload_device(key) == "nvme")
+
+    @property
+    def nvme_paths(self) -> list[str]:
+        """The folders swapped to, each once, in the order of OFFLOADS."""
+        return list(dict.fromkeys(self.offload_block(key)["nvme_path"] for key in self.on_nvme))
+
+    @property
+    def hpz_partition_size(self) -> int | str:
+        """ZeRO++'s second partition: processes that share one more copy of the parameters; 1 without, or "auto"."""
+        return self.zero.get("zero_hpz_partition_size", 1)
+
+    @property
+    def quantizes_weights(self) -> bool:
+        return bool(self.zero.get("zero_quantized_weights"))
+
+    @property
+    def quantizes_gradients(self) -> bool:
+        return bool(self.zero.get("zero_quantized_gradients"))
+
+    @property
+    def optimizer(self) -> Mapping[str, Any] | None:
+        """The optimizer block, which then counts instead of the recipe's keys."""
+        return self.raw.get("optimizer")
+
+    @property
+    def aio(self) -> Mapping[str, Any]:
+        return self.raw.get("aio") or {}
+
+    @property
+    def grad_accum_dtype(self) -> str | None:
+        return (self.raw.get("data_types") or {}).get("grad_accum_dtype")
+
+    @property
+    def name(self) -> str:
+        """ "zero0" ... "zero3", then "_infinity" where states lie on NVMe, "_offload" where they lie in host memory,
+        and ZeRO++'s parts: "_hpz", "_qwz", "_qgz", for all three "_plus_plus"."""
+        offloads = "_infinity" if self.on_nvme else "_offload" if self.offloads else ""
+        parts = ["_hpz"] if self.hpz_partition_size != 1 else []
+        parts += ["_qwz"] if self.quantizes_weights else []
+        parts += ["_qgz"] if self.quantizes_gradients else []
+        return f"zero{self.stage}{offloads}" + ("_plus_plus" if len(parts) == 3 else "".join(parts))
