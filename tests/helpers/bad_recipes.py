@@ -484,7 +484,7 @@ FAULTS = [fault for faults in SECTIONS.values() for fault in faults]
 def findings_of(side: Side, folder: Path) -> list:
     """Everything that `zero-recipes check --data` finds, for two processes. `folder` is made anew."""
     from zero_recipes.checks.preflight import preflight
-    from zero_recipes.cli import main as cli
+    from zero_recipes.cli.check import data_findings
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_environment
     from zero_recipes.core.errors import Refusal
@@ -500,7 +500,7 @@ def findings_of(side: Side, folder: Path) -> list:
             run, found = preflight(path, recipes.read(path), overrides, environment)
             findings += found
             if run is not None and not any(finding.level == "error" for finding in findings):
-                findings += cli.data_findings(run, show=False)
+                findings += data_findings(run, show=False)
         except Refusal as refusal:
             findings = refusal.findings
         finally:

@@ -22,7 +22,7 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.process import free_port, local_world_size
 from zero_recipes.distributed import bandwidth
-from zero_recipes.distributed.wait_for_hosts import meet_machines
+from zero_recipes.distributed.wait_for_hosts import wait_for_hosts
 
 HOSTS = ("10.77.0.1", "10.77.0.2")
 CLI = [sys.executable, "-m", "zero_recipes.cli.main"]
@@ -164,7 +164,7 @@ def test_machines_meet_and_learn_each_others_names():
     port, found = free_port(), {}
 
     def meet(machine: int) -> None:
-        found[machine] = meet_machines(["127.0.0.1", "localhost"], machine, port)
+        found[machine] = wait_for_hosts(["127.0.0.1", "localhost"], machine, port)
 
     threads = [threading.Thread(target=meet, args=(machine,)) for machine in (0, 1)]
     for thread in threads:
@@ -176,10 +176,24 @@ def test_machines_meet_and_learn_each_others_names():
 
 def test_a_machine_that_never_comes_is_named_and_one_that_is_none_refused():
     with pytest.raises(Refusal, match=r"machine 1 \(node-b\), machine 2 \(node-c\) have not come to machine 0") as said:
-        meet_machines(["127.0.0.1", "node-b", "node-c"], 0, free_port(), 0.1)
+        wait_for_hosts(["127.0.0.1", "node-b", "node-c"], 0, free_port(), 0.1)
     assert "1 of 3 machines are there" in said.value.why
     with pytest.raises(Refusal, match="machine_rank 2 of 2 machines"):
-        meet_machines(["127.0.0.1", "node-b"], 2, free_port(), 0.1)
+        wait_for_hosts(["127.0.0.1", "node-b"], 2, free_port(), 0.1)
+
+
+def test_a_first_machine_that_gives_up_before_the_others_is_named():
+    """It keeps the store: its end must not be a traceback on those that still wait."""
+    port = free_port()
+    hosts = ["127.0.0.1", "node-b", "node-c"]
+    command = [*CLI, "meet", "--hosts", ",".join(hosts), "--machine_rank", "0", "--port", str(port), "--seconds", "1"]
+    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    with pytest.raises(
+        Refusal, match=r"machine 0 \(127.0.0.1\) has ended while machine 1 \(node-b\) waited"
+    ) as refused:
+        wait_for_hosts(hosts, 1, port)
+    assert refused.value.codes == ["ZR330"]
+    assert "machine 2 (node-c) has not come" in first.communicate(timeout=60)[1] and first.returncode == 2
 
 
 def test_processes_of_this_machine_by_each_launcher(monkeypatch):

@@ -71,17 +71,18 @@ def test_ranks_that_reach_each_other_meet_and_training_keeps_its_own_timeout():
         assert (code, out, err) == (0, "met 3\n", "")
 
 
-def test_the_keeper_of_the_store_stays_until_each_rank_has_read_its_verdict():
+def test_the_keeper_of_the_store_stays_until_each_rank_has_read_its_status():
     """Else a rank that reads late finds the store gone and refuses a meeting that went well."""
     store = distributed.HashStore()
-    store.set(rendezvous._heard(0), "yes")
-    late = threading.Thread(target=rendezvous._wait_until_heard, args=(store, 0, 2), daemon=True)
-    late.start()
-    assert late.is_alive()
-    store.set(rendezvous._heard(1), "yes")
-    late.join(5)
-    assert not late.is_alive()
-    rendezvous._wait_until_heard(distributed.HashStore(), 1, 2)  # the others wait for nobody
+    ranks = [threading.Thread(target=rendezvous._watch, args=(store, "gloo", rank, 2, 60)) for rank in range(2)]
+    store.set(rendezvous._key("status", 0), "")
+    ranks[0].start()
+    ranks[1].start()
+    assert ranks[0].is_alive()
+    store.set(rendezvous._key("status", 1), "")
+    for rank in ranks:
+        rank.join(5)
+        assert not rank.is_alive()
 
 
 def test_a_rank_that_never_comes_is_named():

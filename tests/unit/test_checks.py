@@ -141,7 +141,7 @@ def test_ds_configs_that_contradict_the_run(said):
 def test_accelerate_files_that_contradict_themselves(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text(
-        "mixed_precision: bf16\nnum_processes: 4\ndeepspeed_config:\n  zero_stage: 2\n"
+        "distributed_type: DEEPSPEED\nmixed_precision: bf16\nnum_processes: 4\ndeepspeed_config:\n  zero_stage: 2\n"
         "  deepspeed_config_file: ds_configs/zero3.json\n"
     )
     environment = launched_environment(path, None)
@@ -149,6 +149,25 @@ def test_accelerate_files_that_contradict_themselves(tmp_path):
     assert environment["WORLD_SIZE"] == "4" and "zero_stage, mixed_precision" in finding.what
     for name in ("zero1", "ddp"):
         assert list(launcher_findings(launched_environment(Path("accelerate_configs") / f"{name}.yaml", 3))) == []
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("num_processes: 2\n", "A `distributed_type` must be specified"),
+        ("distributed_type: MULTI_GPU\nnum_process: 2\n", "unknown keys (['num_process'])"),
+        ("distributed_type: multi_gpu\n", "'multi_gpu' is not a valid DistributedType"),
+        ("- 2\n", "accelerate: "),
+        ("distributed_type: FSDP\nfsdp_config: 2\n", "fsdp_config is a mapping"),
+        ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\n"
+         "ec2_instance_type: a\niam_role_name: b\n", "SageMaker"),
+    ],
+)  # fmt: skip
+def test_what_accelerate_cannot_launch_is_no_accelerate_file(tmp_path, text, said):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(recipes.Refusal) as refused:
+        launched_environment(tmp_path / "a.yaml", None)
+    assert refused.value.codes == ["ZR306"] and said in refused.value.why
 
 
 @pytest.mark.parametrize(

@@ -157,9 +157,9 @@ def read(path: Path) -> dict[str, Any]:
         )
     try:
         mapping = _load(path)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, such as 2024-13-45
         raise Refusal(
-            "ZR117", f"{path} is not YAML", str(error).replace("\n", " "), "Mend the line that it names."
+            "ZR117", f"{path} is not YAML", str(error).replace("\n", " "), "Correct the line that it names."
         ) from None
     if mapping is None:
         raise Refusal(
@@ -307,10 +307,33 @@ class RecipeFile(dict):
     lines: dict[str, int]
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, with an error for a key that stands twice in one mapping.
+
+    ruamel.yaml has it, but it reads 1e-5 as a number: a recipe must mean what TRL's PyYAML makes of it.
+    """
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if (key.tag, key.value) in lines:
+                raise Refusal(
+                    "ZR126",
+                    f"`{key.value}` stands twice in {self.name}, in lines {lines[key.tag, key.value]} and {line}",
+                    "PyYAML takes the last one without a message.",
+                    "Remove one of them.",
+                )
+            lines[key.tag, key.value] = line
+        return node
+
+
 def _load(path: Path) -> RecipeFile | None:
-    """The file's mapping (None if it holds none). Raises Refusal for a key that stands there twice."""
-    with path.open() as file:  # a file, not its text: errors then name it
-        node = yaml.compose(file, Loader=yaml.SafeLoader)
+    """The file's mapping (None if it holds none). Raises Refusal for a key that is no text or stands twice."""
+    with path.open("rb") as file:  # a file, not its text: errors then name it, and a wrong encoding is one of them
+        loader = _Loader(file)
+        node = loader.get_single_node()
     if not isinstance(node, yaml.MappingNode):
         return None
     lines: dict[str, int] = {}
@@ -320,15 +343,8 @@ def _load(path: Path) -> RecipeFile | None:
             raise Refusal(
                 "ZR125", f"the key in {path}:{line} is no text", "Keys are names.", "Write one `key: value` a line."
             )
-        if key.value in lines:
-            raise Refusal(
-                "ZR126",
-                f"`{key.value}` stands twice in {path}, in lines {lines[key.value]} and {line}",
-                "YAML takes the last one without a word.",
-                "Remove one of them.",
-            )
         lines[key.value] = line
-    mapping = RecipeFile(yaml.safe_load(path.read_text()))
+    mapping = RecipeFile(loader.construct_document(node))
     mapping.lines = lines
     return mapping
 
