@@ -67,7 +67,7 @@ def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
     if environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8":
         yield Finding(
             "ZR302",
-            "the accelerate file asks for FP8",
+            "the accelerate file requests FP8",
             "transformers (training_args.py, __post_init__) silently puts the recipe's bf16 or fp16 in its place, and "
             "none of the libraries that compute in FP8 (Transformer Engine, torchao, MS-AMP) is used here.",
             "Remove mixed_precision; the recipe's bf16: true says the precision.",
@@ -103,21 +103,26 @@ def _read(path: Path) -> ClusterConfig:
             "ZR305", f"{path} is not YAML", str(error).replace("\n", " "), "Correct the line that it names."
         ) from None
     except (ValueError, TypeError, AttributeError) as error:
-        raise Refusal(
-            "ZR306", f"{path} is no accelerate file", f"accelerate: {first_line(error)}", "See ours."
-        ) from error
+        raise _not_accelerates(path, f"accelerate: {first_line(error)}") from error
     if not isinstance(config, ClusterConfig):
-        raise Refusal("ZR306", f"{path} is no accelerate file", "It is one for SageMaker.", "See ours.")
+        raise _not_accelerates(path, "It is one for SageMaker.")
     # by hand, for accelerate does not check the types of what it reads
     for name in ("deepspeed_config", "fsdp_config", "parallelism_config"):
         if not isinstance(getattr(config, name), dict):
-            raise Refusal("ZR306", f"{path} is no accelerate file", f"{name} is a mapping in it.", "See ours.")
+            raise _not_accelerates(path, f"{name} must be a mapping.")
     config.num_processes = 1 if config.num_processes in (None, -1) else config.num_processes
     config.num_machines = 1 if config.num_machines is None else config.num_machines
     for name in ("num_processes", "num_machines"):
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise Refusal(
-                "ZR307", f"{name} in {path} is {value!r}", "accelerate counts with it.", "Write a whole number."
+                "ZR307",
+                f"{name} in {path} is {value!r}",
+                "It must be a whole number of at least 1.",
+                "Write a whole number.",
             )
     return config
+
+
+def _not_accelerates(path: Path, why: str) -> Refusal:
+    return Refusal("ZR306", f"{path} is not an accelerate file", why, "See those in accelerate_configs/.")

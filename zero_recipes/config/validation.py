@@ -106,7 +106,7 @@ def key_findings(
             yield Finding(
                 "ZR103",
                 f"unknown key `{key}` in {where}",
-                "TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) does not take it, nor do we.",
+                "Neither TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) nor zero-recipes has it.",
                 f"Did you mean {' or '.join(f'`{name}`' for name in near)}?"
                 if near
                 else "Remove it, or see the README's table of keys.",
@@ -136,15 +136,15 @@ def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Find
     elif key == "datasets":
         yield Finding(
             "ZR108",
-            f"`datasets` in {where} is no list of data sets",
+            f"`datasets` in {where} is not a list of data sets",
             "Each entry is a mapping with a path (TRL, DatasetConfig).",
             "datasets:\n      - path: tatsu-lab/alpaca",
         )
     elif isinstance(value, bool) and "string" in takes:
         yield Finding(
             "ZR106",
-            f"{what} {str(value).lower()}, a truth value",
-            "YAML reads an unquoted no, off, yes or on as a truth value.",
+            f"{what} {str(value).lower()}, a boolean",
+            "YAML reads an unquoted no, off, yes or on as a boolean.",
             f'Quote it: {key}: "{"no" if value is False else "yes"}"',
         )
     elif isinstance(value, bool):
@@ -184,9 +184,7 @@ def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:
 
 def _count_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
     if key in COUNTS and isinstance(value, int) and value < 1:
-        yield Finding(
-            "ZR113", f"`{key}` in {where} is {value}", "It counts; nothing would be trained.", "Write 1 or more."
-        )
+        yield Finding("ZR113", f"`{key}` in {where} is {value}", "It must be at least 1.", "Write 1 or more.")
 
 
 def _choice_findings(where: str, key: str, value: Any, choices: list[str] | None) -> Iterator[Finding]:

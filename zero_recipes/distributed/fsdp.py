@@ -51,7 +51,7 @@ def let_it_shard_on_cpu() -> None:
     """Make accelerate shard in a CPU run.
 
     accelerate 1.15, state.py (AcceleratorState.__init__) looks for FSDP only where the distributed type is one of a
-    list that MULTI_CPU is not on: with `use_cpu` every rank trains under plain DistributedDataParallel, without a word.
+    list that MULTI_CPU is not on: with `use_cpu` every rank trains under plain DistributedDataParallel, silently.
     """
     from accelerate import PartialState
     from accelerate.utils import DistributedType
@@ -69,7 +69,7 @@ class RefuseUnsharded(TrainerCallback):
         named = ", ".join(whole[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
         raise Refusal(
             "ZR323",
-            f"FSDP2 was asked for and does not shard: {named or 'the model is not wrapped'}",
+            f"FSDP2 was requested and does not shard: {named or 'the model is not wrapped'}",
             f"The model is a {type(model).__name__}. accelerate (state.py, AcceleratorState.__init__) falls back to "
             "plain DistributedDataParallel where it does not know the device.",
             "Use accelerate_configs/zero3.yaml, and report this: zero_recipes/distributed/fsdp.py is to prevent it.",
