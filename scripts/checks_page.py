@@ -1,7 +1,7 @@
 """Write the table of all finding codes: zero_recipes/core/codes.json and docs/checks.md. --check: are they up to date?
 
 What, why and fix are read from the source, where each finding is made; what only a run knows stands in <angle
-brackets>. Examples are the cases of the tests, or stand in scripts/code_examples.yaml.
+brackets>. Examples are the cases of the tests. What neither tells stands in scripts/codes.yaml.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zero_recipes.core.codes import AREAS, IGNORABLE  # noqa: E402
 PACKAGE = ROOT / "zero_recipes"
 TABLE = PACKAGE / "core" / "codes.json"
 PAGE = ROOT / "docs" / "checks.md"
-EXAMPLES = ROOT / "scripts" / "code_examples.yaml"
+BY_HAND = yaml.safe_load((ROOT / "scripts" / "codes.yaml").read_text())
 CODE = re.compile(r"ZR\d{3}")
 PARTS = ("what", "why", "fix")
 WIDEST = 160  # characters of a cell of the page
@@ -39,23 +39,14 @@ Any other code under `ignore` is refused. Codes marked (w) are warnings. <Angle 
 fills in. This page is generated: `python scripts/checks_page.py`.
 """
 
-# what an expression of the source is called on the page, where its own name would not tell
-WORDS = {
-    "Path.cwd()": "<working directory>",
-    "first_line(error)": "<the library's message>",
-    "first_line(error).rstrip('.')": "<the library's message>",
-    "str(error)": "<the library's message>",
-    "error": "<the library's message>",
-    "USAGE": "run_sft.py RECIPE.yaml [--key value ...]",
-}
-
 
 def table() -> dict[str, dict[str, Any]]:
     """{code: its area, levels, what, why, fix, and an example where there is one}, in the order of the codes."""
-    examples = {**_combinations(), **_faults(), **yaml.safe_load(EXAMPLES.read_text())}
+    examples = {**_combinations(), **_faults(), **BY_HAND["examples"]}
     rows = {}
     for code, level, parts in sorted(findings_in_source(), key=lambda row: row[0]):
-        rows[code] = {"area": AREAS[code[2]], "level": level} | dict(zip(PARTS, parts, strict=True))
+        parts = dict(zip(PARTS, parts, strict=True)) | BY_HAND["parts"].get(code, {})
+        rows[code] = {"area": AREAS[code[2]], "level": level} | parts
         if code in examples:
             rows[code]["example"] = examples[code].rstrip()
     return rows
@@ -87,8 +78,8 @@ def _level(node: ast.expr | None) -> str:
 
 def _text(node: ast.expr, call: ast.Call) -> str:
     """The words of an expression; what is only known in a run stands in angle brackets."""
-    if ast.unparse(node) in WORDS:
-        return WORDS[ast.unparse(node)]
+    if ast.unparse(node) in BY_HAND["words"]:
+        return BY_HAND["words"][ast.unparse(node)]
     match node:
         case ast.Constant():
             return str(node.value)
@@ -113,45 +104,63 @@ def _text(node: ast.expr, call: ast.Call) -> str:
             return _text(loop.iter, call)
         case ast.Call(func=ast.Attribute(attr="join"), args=[joined]):
             return _text(joined, call)
+        case ast.Call(func=ast.Attribute(attr="get"), args=[ast.Constant(value=key), *_]):
+            return f"<{_words(key)}>"
         case ast.Call(func=ast.Name(id="len")):
             return "<number>"
-        case ast.Call(args=[argument]):
-            return _text(argument, call)
+        case ast.Call(func=ast.Name(id="size" | "_gb")):
+            return "<size>"
+        case ast.Call(args=[*_, last]):
+            return _text(last, call)
         case ast.Call(func=ast.Attribute(value=value)):
             return _text(value, call)
-    return "<...>"
+        case ast.BoolOp(values=[first, *_]):
+            return _text(first, call)
+    return "<number>"
 
 
 def _either(one: str, other: str) -> str:
-    """What an `a if test else b` may become: a plural's "s" alone, else both."""
-    texts = [text for text in (one, other) if text]
-    if max(map(len, texts)) <= 2:
-        return max(texts, key=len)
+    """What an `a if test else b` may become: a plural's "s" or the longer ending alone, else both."""
+    texts = [text for text in (one, other) if re.search(r"[a-zA-Z]", text)]
+    if not texts or max(map(len, texts)) <= 2:
+        return max(texts, key=len, default="")
     return " / ".join(dict.fromkeys(texts))
 
 
 def _assigned(name: str, call: ast.Call) -> ast.expr | None:
-    """What a variable or constant of the module is assigned to, where that is written once and is text."""
-    scope = call
+    """What a variable of the function or a constant of the module is assigned to, where that is one text."""
+    scope: ast.AST = call
     while not isinstance(scope, (ast.FunctionDef, ast.Module)):
         scope = scope.parent
-    places = [scope] if isinstance(scope, ast.Module) else [scope, _module(scope)]
-    for place in places:
-        nodes = ast.walk(place) if isinstance(place, ast.FunctionDef) else place.body
-        values = [n.value for n in nodes if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == name]
-        if len(values) == 1 and isinstance(values[0], (ast.Constant, ast.JoinedStr, ast.IfExp, ast.BinOp)):
-            return (
-                values[0]
-                if any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in ast.walk(values[0]))
-                else None
-            )
+    module = scope
+    while not isinstance(module, ast.Module):
+        module = module.parent
+    for nodes in (list(ast.walk(scope)), module.body):
+        values = [value for target, value in _assignments(nodes) if target == name]
+        if len(values) == 1 and _is_text(values[0]):
+            return values[0]
     return None
 
 
-def _module(node: ast.AST) -> ast.Module:
-    while not isinstance(node, ast.Module):
-        node = node.parent
-    return node
+def _assignments(nodes: list[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    for node in nodes:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Tuple)
+            and isinstance(node.targets[0], ast.Tuple)
+        ):
+            yield from zip(map(ast.unparse, node.targets[0].elts), node.value.elts, strict=True)
+        elif isinstance(node, ast.Assign):
+            yield ast.unparse(node.targets[0]), node.value
+
+
+def _is_text(node: ast.expr) -> bool:
+    match node:
+        case ast.JoinedStr() | ast.Constant(value=str()):
+            return True
+        case ast.IfExp(body=one, orelse=other) | ast.BinOp(left=one, op=ast.Add(), right=other):
+            return _is_text(one) or _is_text(other)
+    return False
 
 
 def _words(name: str) -> str:

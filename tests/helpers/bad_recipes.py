@@ -223,6 +223,16 @@ SECTIONS = {
             "ZR114",
             names="`packing_strategy`",
         ),
+        recipe("an entry of another type", "label_names: [a, 5]", "label_names: [a]", "ZR141", names="`label_names`"),
+        recipe(
+            "values that do not go together",
+            "load_best_model_at_end: true\nsave_strategy: steps",
+            "save_strategy: steps",
+            "ZR123",
+            names="SFTConfig",
+        ),
+        recipe("ignoring a code that does not exist", "ignore: [ZR999]", "ignore: [ZR608]", "ZR142", names="ZR999"),
+        recipe("ignoring what cannot be ignored", "ignore: [ZR608, ZR215]", "ignore: [ZR608]", "ZR143", names="ZR215"),
     ],
     "The command line": [
         Fault(
@@ -262,6 +272,9 @@ SECTIONS = {
             "global_batch_size: 8",
             "ZR122",
             names="gradient_accumulation_steps 2",
+        ),
+        recipe(
+            "a chat template in a folder without one", "chat_template_path: ./rows", "seed: 1", "ZR511", names="./rows"
         ),
         Fault("no model", Side(without=("model_name_or_path",)), Side(), "ZR401"),
         Fault("no data", Side(without=("dataset_name",)), Side(), "ZR504"),
@@ -336,6 +349,13 @@ SECTIONS = {
         ),
     ],
     "The output folder": [
+        recipe("an output folder that is a file", "output_dir: recipe.yaml", "output_dir: out", "ZR701"),
+        Fault(
+            "to resume and to overwrite",
+            Side(overrides=("--resume_from_checkpoint", "true", "--overwrite", "true")),
+            Side(overrides=("--resume_from_checkpoint", "true")),
+            "ZR703",
+        ),
         Fault(
             "a folder that holds an earlier run",
             Side(files={"out/metrics.json": '{"status": "ok"}'}),
@@ -351,6 +371,13 @@ SECTIONS = {
         ),
     ],
     "The DeepSpeed configuration": [
+        ds(
+            "an old offload key beside the new one",
+            {"zero_optimization": STAGE_3 | {"offload_param": {"device": "cpu"}, "cpu_offload_param": True}},
+            {"zero_optimization": STAGE_3},
+            "ZR212",
+            names="zero_optimization",
+        ),
         recipe("a ds_config that is not there", "deepspeed: zero9.json", "deepspeed: ds.json", "ZR202", ds={}),
         ds("comments in JSON", '{"zero_optimization": {"stage": 2}} // two', {}, "ZR203"),
         ds("a ds_config that is no mapping", "[2]", {}, "ZR204"),
@@ -518,6 +545,20 @@ SECTIONS = {
             "ZR301",
         ),
         Fault(
+            "an accelerate file that is not YAML",
+            Side(ds={}, accelerate="num_processes: [2\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "ZR305",
+            launcher_stops=True,
+        ),
+        Fault(
+            "an accelerate file of another form",
+            Side(ds={}, accelerate="deepspeed_config: zero2\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "ZR306",
+            launcher_stops=True,
+        ),
+        Fault(
             "a number of processes that is none",
             Side(ds={}, accelerate=ACCELERATE.replace("num_processes: 2", "num_processes: all")),
             Side(ds={}, accelerate=ACCELERATE),
@@ -569,6 +610,21 @@ SECTIONS = {
             "fsdp: true\nauto_find_batch_size: true",
             "fsdp: true",
             "ZR321",
+        ),
+        recipe(
+            "an FSDP configuration that is not there",
+            "fsdp: true\nfsdp_config: nowhere.json",
+            "fsdp: true",
+            "ZR313",
+            names="nowhere.json",
+        ),
+        recipe(
+            "the best of FSDP models without their states",
+            "fsdp: true\nsave_only_model: true\nload_best_model_at_end: true\nsave_strategy: steps\n"
+            "eval_strategy: steps\ndataset_test_split: train",
+            "fsdp: true\nload_best_model_at_end: true\nsave_strategy: steps\n"
+            "eval_strategy: steps\ndataset_test_split: train",
+            "ZR322",
         ),
         Fault(
             "two FSDP configurations",

@@ -40,8 +40,8 @@ def findings_in(
 
 
 def found_in(path: Path, changes: dict, **launch) -> list[tuple[str, str]]:
-    """`findings_in` as [(level, what)]."""
-    return [(finding.level, finding.what) for finding in findings_in(path, changes, **launch)]
+    """`findings_in` as [(level, code)]."""
+    return [(finding.level, finding.code) for finding in findings_in(path, changes, **launch)]
 
 
 PEFT = {"use_peft": True, "lora_target_modules": "all-linear"}
@@ -301,6 +301,12 @@ CASES = {
         SHARED | {"dataloader_drop_last": False},
         SHARED,
         "ZR250",
+    ),
+    "shared sequences without padding": (
+        SHARED | {"pad_to_multiple_of": "auto"},
+        SHARED,
+        "ZR251",
+        {"names": "pad_to_multiple_of: auto"},
     ),
     "shared sequences that do not divide": (
         SHARED | {"pad_to_multiple_of": 3},

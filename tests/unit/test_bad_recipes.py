@@ -1,4 +1,4 @@
-"""Every fault is found, by the words that name it, and its fixed twin passes: alone, on two ranks, launched."""
+"""Every fault is found, by its code, and its fixed twin passes: alone, on two ranks, launched."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ def test_there_are_forty_and_their_names_differ():
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_fault_is_found_and_its_fixed_twin_passes(fault, tmp_path):
     found = findings_of(fault.bad, tmp_path / "bad")
-    named = [finding for finding in found if fault.says in finding.what]
-    assert named, found
-    assert {finding.level for finding in named} == {fault.level}
+    assert {finding.code for finding in found if finding.level == fault.level} == {fault.code}
+    assert any(fault.names in finding.what for finding in found if finding.code == fault.code), found
     assert all(finding.why and finding.fix for finding in found)
     assert findings_of(fault.fixed, tmp_path / "fixed") == [], "the twin differs only in the fault"
 
@@ -44,7 +43,7 @@ def test_a_job_of_two_ranks_refuses_every_fault_on_both(two, tmp_path):
     ranks = two.run("refusals_in", runs=runs)
     assert ranks[0] == ranks[1] and len(ranks[0]) == len(faults)
     for number, (fault, refused) in enumerate(zip(faults, ranks[0], strict=True)):
-        assert fault.says in refused, (fault.name, refused)
+        assert f"[{fault.code}]" in refused and fault.names in refused, (fault.name, refused)
         assert [path.name for path in (tmp_path / str(number) / "out").rglob("*")] == [
             Path(name).name for name in fault.bad.files if name.startswith("out/")
         ], fault.name
@@ -64,6 +63,6 @@ def test_the_real_launcher_ends_with_the_message(name, tmp_path):
         timeout=300,
     )
     assert ended.returncode == 1, "accelerate makes 1 of every code"
-    assert ended.stderr.count("refused: ") >= 1 and fault.says in ended.stderr
+    assert ended.stderr.count("refused: ") >= 1 and f"[{fault.code}]" in ended.stderr and fault.names in ended.stderr
     assert "   fix: " in ended.stderr.rstrip()[-1500:], "the message stands in the closing table"
     assert "Loading weights" not in ended.stderr and not (tmp_path / "out").exists()

@@ -38,7 +38,7 @@ def _listed(sizes: Sequence[int]) -> str:
 
 
 PREFETCH = 50_000_000  # elements: DeepSpeed's default of stage3_prefetch_bucket_size (runtime/zero/config.py)
-# overlap_comm at stages 1 and 2: (mended in, torch_compile only, what went wrong)
+# overlap_comm at stages 1 and 2: (fixed in, torch_compile only, what went wrong)
 RACES = (
     (
         "0.19.0",
@@ -49,7 +49,7 @@ RACES = (
         "0.19.3",
         True,
         "Compiled backward passes fill a bucket from several streams, the reduction waits for one: nan from the first "
-        "step (#8061, mended by #8080).",
+        "step (#8061, fixed by #8080).",
     ),
 )
 

@@ -90,6 +90,13 @@ class RecipeArguments:
             "environment's ZERO_RECIPES_NVME_PATH."
         },
     )
+    ignore: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Codes of errors that become warnings, e.g. `[ZR608]`. Only codes that docs/checks.md marks as "
+            "ignorable; any other is refused."
+        },
+    )
     overwrite: bool = field(
         default=False,
         metadata={"help": "Delete what an earlier run left in output_dir. Without it such a folder is refused."},

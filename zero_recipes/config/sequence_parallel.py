@@ -80,7 +80,7 @@ def findings(settings: Settings, strategy, device: str, config) -> Iterator[Find
             "Set dataloader_drop_last: true.",
         )
     multiple = settings.pad_to_multiple_of
-    if not multiple or multiple % size:
+    if not isinstance(multiple, int) or not multiple or multiple % size:  # TRL also takes text
         yield Finding(
             "ZR251",
             f"sequence_parallel_size {size} with pad_to_multiple_of: {'unset' if multiple is None else multiple}",

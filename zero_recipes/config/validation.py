@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from zero_recipes.core import codes
 from zero_recipes.core.errors import Finding
 
 # keys that former versions of TRL and transformers took: what to write today, and a note where it is not the same
@@ -221,3 +222,24 @@ def _named(takes: set[str]) -> str:
         "object": "a mapping",
     }
     return " or ".join(words[kind] for kind in words if kind in takes)
+
+
+def ignore_findings(ignore: list[str] | str | None) -> list[Finding]:
+    """One finding for each code under `ignore` that is unknown, or stands for an error that no run can go on with."""
+    found = []
+    for code in sorted(codes.requested(ignore)):
+        row = codes.table().get(code)
+        if row is None:
+            near = codes.near(code)
+            fix = f"Did you mean {' or '.join(near)}?" if near else "zero-recipes explain lists the areas of codes."
+            found.append(Finding("ZR142", f"ignore names {code}", "There is no such code.", fix))
+        elif row["level"] != "warning" and code not in codes.IGNORABLE:
+            found.append(
+                Finding(
+                    "ZR143",
+                    f"{code} cannot be ignored",
+                    f"The run would stop, or be silently wrong: {row['what']}.",
+                    f"Remove it from ignore, and fix the error; zero-recipes explain {code} says how.",
+                )
+            )
+    return found

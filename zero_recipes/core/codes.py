@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from functools import cache
 from importlib import resources
@@ -39,12 +38,13 @@ def table() -> dict[str, dict[str, Any]]:
     return json.loads(resources.files(__package__).joinpath("codes.json").read_text())
 
 
-def requested(ignore: list[str] | None) -> frozenset[str]:
-    """The codes of a recipe's `ignore` key; an entry may hold several by comma."""
-    words = " ".join(ignore or []).replace(",", " ").split()
-    return frozenset(word.upper() for word in words)
+def requested(ignore: list[str] | str | None) -> frozenset[str]:
+    """The codes of a recipe's `ignore` key; one text may hold several by comma."""
+    text = ignore if isinstance(ignore, str) else " ".join(ignore or [])
+    return frozenset(text.replace(",", " ").upper().split())
 
 
 def near(code: str) -> list[str]:
-    """The known codes that are written most like this one."""
-    return difflib.get_close_matches(code.upper(), table(), 3, 0.6)
+    """The three known codes that are next to this one by number; none if it has no digit."""
+    digits = "".join(filter(str.isdigit, code))
+    return sorted(table(), key=lambda known: abs(int(known[2:]) - int(digits)))[:3] if digits else []

@@ -72,7 +72,7 @@ class RefuseUnsharded(TrainerCallback):
             f"FSDP2 was requested and does not shard: {named or 'the model is not wrapped'}",
             f"The model is a {type(model).__name__}. accelerate (state.py, AcceleratorState.__init__) falls back to "
             "plain DistributedDataParallel where it does not know the device.",
-            "Use accelerate_configs/zero3.yaml, and report this: zero_recipes/distributed/fsdp.py is to prevent it.",
+            "Use accelerate_configs/zero3.yaml, and report this.",
         )
 
 
