@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: setup ops demo test grid lint clean
+.PHONY: setup ops demo test grid canary lint clean
 
 setup: $(VENV)/.ready
 
@@ -28,9 +28,22 @@ test: ops
 grid: ops
 	python -m pytest -m grid
 
+# The newest releases of all libraries, whatever the ranges say, and what relies on their private parts: minutes of
+# downloads. torch stays the tested one unless TORCH names another.
+TORCH ?= 2.13.0
+CANARY := .venv-canary
+
+canary:
+	$(PYTHON) -m venv --clear $(CANARY)
+	$(CANARY)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH) \
+		$$($(PYTHON) scripts/canary_requirements.py)
+	$(CANARY)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	PATH=$(CURDIR)/$(CANARY)/bin:$$PATH $(CANARY)/bin/python -m pytest -m "private and not grid"
+
 lint: setup
 	ruff check .
 	ruff format --check .
+	lint-imports
 
 clean:
-	rm -rf $(VENV) output build *.egg-info
+	rm -rf $(VENV) $(CANARY) output build *.egg-info

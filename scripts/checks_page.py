@@ -108,7 +108,7 @@ def _text(node: ast.expr, call: ast.Call) -> str:
             return f"<{_words(key)}>"
         case ast.Call(func=ast.Name(id="len")):
             return "<number>"
-        case ast.Call(func=ast.Name(id="size" | "_gb")):
+        case ast.Call(func=ast.Attribute(attr="size")):
             return "<size>"
         case ast.Call(args=[*_, last]):
             return _text(last, call)

@@ -165,6 +165,7 @@ def test_a_checkpoint_of_plain_transformers_is_taken_by_its_path(two, zero0, tmp
     assert metrics["loss_history"] == losses[SAVED_AT:] and metrics["first_step"] == SAVED_AT + 1
 
 
+@pytest.mark.private
 def test_rotation_after_the_manifest_is_still_needed(one, tmp_path):
     """Fails when transformers rotates after on_save: then a callback can write the manifest."""
     recipe = resume_recipe(tmp_path, max_steps=2, save_steps=2)
@@ -172,6 +173,7 @@ def test_rotation_after_the_manifest_is_still_needed(one, tmp_path):
     assert one.run("order_of_saving", argv=argv)[0] == ["rotate", "on_save"]
 
 
+@pytest.mark.private
 def test_ending_at_the_last_step_is_still_needed(two, zero0, tmp_path):
     """Fails when transformers trains no step past the end: then remove CheckpointingSFTTrainer._run_epoch."""
     recipe, whole, _ = zero0

@@ -311,7 +311,7 @@ def refusal_of(argv: list[str]) -> str:
         train(argv)
         return "not refused"
     except Refusal as refusal:
-        return refusal.what
+        return "\n".join(f"{finding.what} [{finding.code}]" for finding in refusal.findings)
 
 
 def refusal_of_a_built_model(argv: list[str]) -> str:
@@ -392,7 +392,7 @@ def plan_for_a_small_gpu(argv: list[str], capacity: int) -> dict:
     predictor.of, gate.gpu_memory = lambda: predict, lambda: capacity
     try:
         predicted = gate.plan(dataclasses.replace(run, device="cuda"))
-        return {"peak": predicted["peak_memory_bytes"], "refused": None, "asked": asked}
+        return {"peak": predicted.peak_memory_bytes, "refused": None, "asked": asked}
     except Refusal as refusal:
         return {"peak": None, "refused": [vars(finding) for finding in refusal.findings], "asked": asked}
     finally:

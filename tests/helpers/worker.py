@@ -8,9 +8,9 @@ import sys
 import traceback
 from pathlib import Path
 
-from zero_recipes.compat import warnings as calm
+from zero_recipes.compat.warnings import quieten
 
-calm.quieten()
+quieten()
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 

@@ -157,8 +157,8 @@ def test_accelerate_files_that_contradict_themselves(tmp_path):
         ("num_processes: 2\n", "A `distributed_type` must be specified"),
         ("distributed_type: MULTI_GPU\nnum_process: 2\n", "unknown keys (['num_process'])"),
         ("distributed_type: multi_gpu\n", "'multi_gpu' is not a valid DistributedType"),
-        ("- 2\n", "accelerate: "),
-        ("distributed_type: FSDP\nfsdp_config: 2\n", "fsdp_config is a mapping"),
+        ("- 2\n", "has no attribute"),
+        ("distributed_type: FSDP\nfsdp_config: 2\n", "fsdp_config is no mapping"),
         ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\n"
          "ec2_instance_type: a\niam_role_name: b\n", "SageMaker"),
     ],

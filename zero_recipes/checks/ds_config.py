@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from zero_recipes.compat.huggingface import without_deepspeed_announcement
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding
 
@@ -39,14 +40,13 @@ def fill_auto(config: dict[str, Any], settings: Settings, world_size: int):
 
     Its `mismatches` name what was written by hand and differs from the run.
     """
-    from transformers.integrations import deepspeed as integration
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     arguments = SimpleNamespace(**settings.as_dict(), world_size=world_size)
     arguments.bf16 = settings.precision == "bf16"
     arguments.get_warmup_steps = lambda steps: settings.warmup_steps
-    announced = integration._hf_deepspeed_config_weak_ref
-    filled = integration.HfTrainerDeepSpeedConfig(copy.deepcopy(config))
-    integration._hf_deepspeed_config_weak_ref = announced  # it announces itself to all; this is only a look
+    with without_deepspeed_announcement():  # it announces itself to all; this is only a look
+        filled = HfTrainerDeepSpeedConfig(copy.deepcopy(config))
     filled.trainer_config_process(arguments)
     return filled, arguments
 

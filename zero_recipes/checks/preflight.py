@@ -17,7 +17,8 @@ from zero_recipes.checks.cache import on_hub
 from zero_recipes.checks.ds_config import fill_auto
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
-from zero_recipes.compat import warnings
+from zero_recipes.compat.registry import parts_in_use, private_part_findings
+from zero_recipes.compat.warnings import hides_progress
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import run as run_config
 from zero_recipes.config import strategy as strategies
@@ -60,12 +61,14 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
         batch = (recipe.settings, recipe.given, strategy.replicas)
         accumulation = _attempt(findings, recipes.derive_accumulation, *batch)
     settings, given = run_config.in_force(recipe, strategy, device, accumulation)
-    settings = settings.replace(disable_tqdm=warnings.hides_progress(settings))
+    settings = settings.replace(disable_tqdm=hides_progress(settings))
     output_dir = Path(settings.output_dir)
     findings += _strategy_findings(settings, strategy, device, environment)
     if not (constants.is_offline_mode() and on_hub(settings.model_name_or_path)):  # what the cache lacks is said below
         _attempt(findings, load_config, settings, settings)
     _attempt(findings, refuse_missing_attention, settings.attn_implementation, device)
+    if strategy is not None:
+        findings += private_part_findings(parts_in_use(strategy, settings, device))
     _attempt(findings, refuse_occupied, output_dir, settings.resume_from_checkpoint, settings.overwrite)
     resume = (output_dir, settings.resume_from_checkpoint, settings.overwrite)
     checkpoint = _attempt(findings, checkpoint_to_resume, *resume)

@@ -29,12 +29,12 @@ def _check(arguments: argparse.Namespace) -> int:
     import json
 
     from zero_recipes.checks.preflight import preflight, resolved_ds_config
-    from zero_recipes.compat import warnings as calm
+    from zero_recipes.compat.warnings import quieten
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_environment
     from zero_recipes.planner import gate
 
-    calm.quieten()
+    quieten()
     if arguments.upgrade:
         arguments.recipe = _write_upgraded(arguments.recipe)
     mapping = recipes.read(arguments.recipe)

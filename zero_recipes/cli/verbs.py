@@ -20,12 +20,13 @@ def add_fetch(verbs) -> None:
 
 def _fetch(arguments: argparse.Namespace) -> int:
     from zero_recipes.config import recipe as recipes
+    from zero_recipes.core import units
     from zero_recipes.data.download import fetch
 
     mapping = recipes.read(arguments.recipe)
     recipe = recipes.parse(arguments.recipe, mapping, [])
     for name, size in fetch(recipe.settings):
-        print(f"{name}: {size / 1e9:.2f} GB")
+        print(f"{name}: {units.size(size)}")
     return 0
 
 
@@ -50,9 +51,9 @@ def add_plan(verbs) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from zero_recipes.compat import warnings as calm
+    from zero_recipes.compat.warnings import quieten
 
-    calm.quieten()
+    quieten()
     from zero_recipes.planner import cli as command
 
     return command.run(arguments, arguments.overrides)
@@ -126,9 +127,9 @@ def add_reshard(verbs) -> None:
 
 
 def _reshard(arguments: argparse.Namespace) -> int:
-    from zero_recipes.compat import warnings as calm
+    from zero_recipes.compat.warnings import quieten
 
-    calm.quieten()
+    quieten()
     from zero_recipes.checkpoint import manifest
     from zero_recipes.checkpoint.reshard.write import reshard, resume_command
 

@@ -87,7 +87,7 @@ def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 def _read(path: Path) -> ClusterConfig:
     """The file as accelerate reads it, its blocks as mappings and num_processes at least 1. Raises Refusal."""
-    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+    from accelerate.commands.config.config_args import load_config_from_file
 
     if not path.is_file():
         raise Refusal(
@@ -98,18 +98,20 @@ def _read(path: Path) -> ClusterConfig:
         )
     try:
         config = load_config_from_file(str(path))
+        for name in ("deepspeed_config", "fsdp_config", "parallelism_config"):  # SageMaker's config has none
+            if not isinstance(getattr(config, name), dict):  # by hand: accelerate does not check types
+                raise TypeError(f"{name} is no mapping")
     except yaml.YAMLError as error:
         raise Refusal(
             "ZR305", f"{path} is not YAML", str(error).replace("\n", " "), "Correct the line that it names."
         ) from None
     except (ValueError, TypeError, AttributeError) as error:
-        raise _not_accelerates(path, f"accelerate: {first_line(error)}") from error
-    if not isinstance(config, ClusterConfig):
-        raise _not_accelerates(path, "It is one for SageMaker.")
-    # by hand, for accelerate does not check the types of what it reads
-    for name in ("deepspeed_config", "fsdp_config", "parallelism_config"):
-        if not isinstance(getattr(config, name), dict):
-            raise _not_accelerates(path, f"{name} must be a mapping.")
+        raise Refusal(
+            "ZR306",
+            f"{path} is not an accelerate file",
+            f"{first_line(error).rstrip('.')}.",
+            "See those in accelerate_configs/.",
+        ) from error
     config.num_processes = 1 if config.num_processes in (None, -1) else config.num_processes
     config.num_machines = 1 if config.num_machines is None else config.num_machines
     for name in ("num_processes", "num_machines"):
@@ -122,7 +124,3 @@ def _read(path: Path) -> ClusterConfig:
                 "Write a whole number.",
             )
     return config
-
-
-def _not_accelerates(path: Path, why: str) -> Refusal:
-    return Refusal("ZR306", f"{path} is not an accelerate file", why, "See those in accelerate_configs/.")

@@ -130,7 +130,8 @@ def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Find
     if not errors:
         return
     takes = accepted_types(hint)
-    what, why = f"`{key}` in {where} is", f"It takes {_named(takes)}."
+    what = f"`{key}` in {where} is"
+    why = f"It takes {_named(takes)}."
     if value is None:
         if takes <= {"boolean", "integer", "number"}:
             yield Finding("ZR105", f"{what} empty", why, "Write a value, or remove the line.")
