@@ -46,7 +46,7 @@ def test_two_ranks_refuse_a_fault_with_the_same_words(two, tmp_path):
     ranks = two.run("refusals_in", runs=runs)
     assert ranks[0] == ranks[1] and len(ranks[0]) == len(NAMES)
     for number, (fault, refused) in enumerate(zip(faults, ranks[0], strict=True)):
-        assert fault.says in refused, (fault.name, refused)
+        assert f"[{fault.code}]" in refused and fault.names in refused, (fault.name, refused)
         assert [path.name for path in (tmp_path / str(number) / "out").rglob("*")] == [
             Path(name).name for name in fault.bad.files if name.startswith("out/")
         ], fault.name

@@ -83,6 +83,6 @@ def test_the_launcher_ends_with_what_the_data_refuse(tmp_path):
         timeout=300,
     )
     assert ended.returncode == 1, "accelerate makes 1 of every code"
-    assert ended.stderr.count("refused: ") >= 1 and fault.says in ended.stderr
+    assert ended.stderr.count("refused: ") >= 1 and f"[{fault.code}]" in ended.stderr and fault.names in ended.stderr
     assert "   fix: " in ended.stderr.rstrip()[-1500:], "the message stands in the closing table"
     assert "Loading weights" not in ended.stderr and not (tmp_path / "out").exists()

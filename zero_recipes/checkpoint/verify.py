@@ -146,7 +146,7 @@ def _compare_dtypes(folder: Path, entries: dict[str, Entry], kept_in_fp32: set[s
     if others:
         raise NotWhole(
             f"{folder} is not whole: {others[0]} is {entries[others[0]].dtype} ({len(others)} in all), config.json "
-            f"says {wanted}. from_pretrained would convert it without a word."
+            f"says {wanted}. from_pretrained would convert it silently."
         )
 
 

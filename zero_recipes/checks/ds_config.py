@@ -102,7 +102,7 @@ def _schedule(config: dict, source: str, settings: Settings) -> Iterator[Finding
             "ZR216",
             f"{scheduler['type']} in {source} warms up along a logarithm",
             "That is DeepSpeed's default (runtime/lr_schedules.py, WARMUP_LOG_RATE): half the steps of the warm-up "
-            "bring more than half the learning rate. The recipe's lr_scheduler_type would warm up in a line.",
+            "bring more than half the learning rate. The recipe's lr_scheduler_type would warm up linearly.",
             'Write "warmup_type": "linear", or "log" if it is meant.',
             level="warning",
         )
@@ -114,7 +114,7 @@ def _schedule(config: dict, source: str, settings: Settings) -> Iterator[Finding
             yield Finding(
                 "ZR217",
                 f"{source} has scheduler.params.{key} {written}, the run has {steps} steps",
-                "The schedule would never end its warm-up, or end at another place than the run.",
+                "The schedule would never end its warm-up, or end at another step than the run.",
                 f'Write "{key}": "auto", or remove the scheduler block: the recipe\'s lr_scheduler_type then counts.',
             )
 
@@ -141,7 +141,7 @@ def _without_effect(config: dict, source: str) -> Iterator[Finding]:
         yield Finding(
             "ZR220",
             f"unknown top-level keys in {source}: {', '.join(unknown)}",
-            "DeepSpeed ignores them without a word.",
+            "DeepSpeed ignores them silently.",
             "Check their spelling, or remove them.",
             level="warning",
         )

@@ -26,7 +26,7 @@ FLOORS = {
     "trl": (
         versions.floor("trl"),
         "TRL gathered the LM head once for each chunk of supervised tokens: under ZeRO stage 3, ranks with unequal "
-        "numbers of them waited for each other for ever (huggingface/trl#6696). 1.16 gathers once.",
+        "numbers of them waited for each other forever (huggingface/trl#6696). 1.16 gathers once.",
     ),
     "peft": (
         "0.21",

@@ -67,7 +67,7 @@ def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
     if environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8":
         yield Finding(
             "ZR302",
-            "the accelerate file asks for FP8",
+            "the accelerate file requests FP8",
             "transformers (training_args.py, __post_init__) silently puts the recipe's bf16 or fp16 in its place, and "
             "none of the libraries that compute in FP8 (Transformer Engine, torchao, MS-AMP) is used here.",
             "Remove mixed_precision; the recipe's bf16: true says the precision.",
@@ -107,7 +107,10 @@ def _read(path: Path) -> ClusterConfig:
         ) from None
     except (ValueError, TypeError, AttributeError) as error:
         raise Refusal(
-            "ZR306", f"{path} is no accelerate file", f"{first_line(error).rstrip('.')}.", "See ours."
+            "ZR306",
+            f"{path} is not an accelerate file",
+            f"{first_line(error).rstrip('.')}.",
+            "See those in accelerate_configs/.",
         ) from error
     config.num_processes = 1 if config.num_processes in (None, -1) else config.num_processes
     config.num_machines = 1 if config.num_machines is None else config.num_machines
@@ -115,6 +118,9 @@ def _read(path: Path) -> ClusterConfig:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise Refusal(
-                "ZR307", f"{name} in {path} is {value!r}", "accelerate counts with it.", "Write a whole number."
+                "ZR307",
+                f"{name} in {path} is {value!r}",
+                "It must be a whole number of at least 1.",
+                "Write a whole number.",
             )
     return config

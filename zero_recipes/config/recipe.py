@@ -90,6 +90,13 @@ class RecipeArguments:
             "environment's ZERO_RECIPES_NVME_PATH."
         },
     )
+    ignore: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Codes of errors that become warnings, e.g. `[ZR608]`. Only codes that docs/checks.md marks as "
+            "ignorable; any other is refused."
+        },
+    )
     overwrite: bool = field(
         default=False,
         metadata={"help": "Delete what an earlier run left in output_dir. Without it such a folder is refused."},
@@ -164,14 +171,14 @@ def read(path: Path) -> dict[str, Any]:
     if mapping is None:
         raise Refusal(
             "ZR118",
-            f"{path} holds no mapping of keys to values",
+            f"{path} is not a mapping of keys to values",
             "A recipe is one YAML mapping, as for `trl sft --config`.",
             "Write one `key: value` a line; recipes/tiny.yaml is a short example.",
         )
     env = mapping.pop("env", None) or {}
     if not isinstance(env, dict):
         raise Refusal(
-            "ZR119", f"`env:` in {path} is no mapping", "It names environment variables.", "env:\n      NAME: value"
+            "ZR119", f"`env:` in {path} is not a mapping", "It names environment variables.", "env:\n      NAME: value"
         )
     for name, value in env.items():
         os.environ[name] = str(value)
@@ -225,8 +232,8 @@ def derive_accumulation(settings: Settings, given: Mapping[str, Any], world_size
         near = f"{below} or {above}" if below > 0 else str(above)
         raise Refusal(
             "ZR121",
-            f"global_batch_size {total} cannot be made of {world_size} processes with micro batches of {micro}",
-            f"Accumulation would be {total} / ({world_size} * {micro}) = {total / per_pass:.3f}, no whole number.",
+            f"global_batch_size {total} is not divisible by {world_size} processes x {micro} sequences",
+            f"Accumulation would be {total} / ({world_size} * {micro}) = {total / per_pass:.3f}, not a whole number.",
             f"Use a global_batch_size of {near}, or another per_device_train_batch_size or number of processes.",
         )
     derived = total // per_pass
@@ -285,7 +292,10 @@ def _parser():
     class Parser(TrlParser):
         def error(self, message: str):
             raise Refusal(
-                "ZR124", f"the command line or the recipe has a wrong value: {message}", "TRL's parser says so.", USAGE
+                "ZR124",
+                f"the command line or the recipe has a wrong value: {message}",
+                "TRL's parser refuses it.",
+                USAGE,
             )
 
     # abbreviations (`--max_step`) would hide a misspelt key
@@ -330,7 +340,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _load(path: Path) -> RecipeFile | None:
-    """The file's mapping (None if it holds none). Raises Refusal for a key that is no text or stands twice."""
+    """The file's mapping (None if it holds none). Raises Refusal for a key that is not text or stands twice."""
     with path.open("rb") as file:  # a file, not its text: errors then name it, and a wrong encoding is one of them
         loader = _Loader(file)
         node = loader.get_single_node()
@@ -341,7 +351,7 @@ def _load(path: Path) -> RecipeFile | None:
         line = key.start_mark.line + 1
         if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
             raise Refusal(
-                "ZR125", f"the key in {path}:{line} is no text", "Keys are names.", "Write one `key: value` a line."
+                "ZR125", f"the key in {path}:{line} is not text", "Keys are names.", "Write one `key: value` a line."
             )
         lines[key.value] = line
     mapping = RecipeFile(loader.construct_document(node))

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from zero_recipes.core import codes
 from zero_recipes.core.errors import Finding
 
 # keys that former versions of TRL and transformers took: what to write today, and a note where it is not the same
@@ -106,7 +107,7 @@ def key_findings(
             yield Finding(
                 "ZR103",
                 f"unknown key `{key}` in {where}",
-                "TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) does not take it, nor do we.",
+                "Neither TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) nor zero-recipes has it.",
                 f"Did you mean {' or '.join(f'`{name}`' for name in near)}?"
                 if near
                 else "Remove it, or see the README's table of keys.",
@@ -137,15 +138,15 @@ def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Find
     elif key == "datasets":
         yield Finding(
             "ZR108",
-            f"`datasets` in {where} is no list of data sets",
+            f"`datasets` in {where} is not a list of data sets",
             "Each entry is a mapping with a path (TRL, DatasetConfig).",
             "datasets:\n      - path: tatsu-lab/alpaca",
         )
     elif isinstance(value, bool) and "string" in takes:
         yield Finding(
             "ZR106",
-            f"{what} {str(value).lower()}, a truth value",
-            "YAML reads an unquoted no, off, yes or on as a truth value.",
+            f"{what} {str(value).lower()}, a boolean",
+            "YAML reads an unquoted no, off, yes or on as a boolean.",
             f'Quote it: {key}: "{"no" if value is False else "yes"}"',
         )
     elif isinstance(value, bool):
@@ -185,9 +186,7 @@ def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:
 
 def _count_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
     if key in COUNTS and isinstance(value, int) and value < 1:
-        yield Finding(
-            "ZR113", f"`{key}` in {where} is {value}", "It counts; nothing would be trained.", "Write 1 or more."
-        )
+        yield Finding("ZR113", f"`{key}` in {where} is {value}", "It must be at least 1.", "Write 1 or more.")
 
 
 def _choice_findings(where: str, key: str, value: Any, choices: list[str] | None) -> Iterator[Finding]:
@@ -224,3 +223,24 @@ def _named(takes: set[str]) -> str:
         "object": "a mapping",
     }
     return " or ".join(words[kind] for kind in words if kind in takes)
+
+
+def ignore_findings(ignore: list[str] | str | None) -> list[Finding]:
+    """One finding for each code under `ignore` that is unknown, or stands for an error that no run can go on with."""
+    found = []
+    for code in sorted(codes.requested(ignore)):
+        row = codes.table().get(code)
+        if row is None:
+            near = codes.near(code)
+            fix = f"Did you mean {' or '.join(near)}?" if near else "zero-recipes explain lists the areas of codes."
+            found.append(Finding("ZR142", f"ignore names {code}", "There is no such code.", fix))
+        elif row["level"] != "warning" and code not in codes.IGNORABLE:
+            found.append(
+                Finding(
+                    "ZR143",
+                    f"{code} cannot be ignored",
+                    f"The run would stop, or be silently wrong: {row['what']}.",
+                    f"Remove it from ignore, and fix the error; zero-recipes explain {code} says how.",
+                )
+            )
+    return found

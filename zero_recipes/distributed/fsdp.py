@@ -33,10 +33,10 @@ class RefuseUnsharded(TrainerCallback):
         named = ", ".join(whole[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
         raise Refusal(
             "ZR323",
-            f"FSDP2 was asked for and does not shard: {named or 'the model is not wrapped'}",
+            f"FSDP2 was requested and does not shard: {named or 'the model is not wrapped'}",
             f"The model is a {type(model).__name__}. accelerate (state.py, AcceleratorState.__init__) falls back to "
             "plain DistributedDataParallel where it does not know the device.",
-            "Use accelerate_configs/zero3.yaml, and report this: zero_recipes/compat/fsdp.py is to prevent it.",
+            "Use accelerate_configs/zero3.yaml, and report this.",
         )
 
 

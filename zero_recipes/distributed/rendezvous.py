@@ -155,7 +155,7 @@ def _refusal(backend: str, what: str, cause: str) -> Refusal:
         "ZR324",
         f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} on {socket.gethostname()} {what}",
         f"{cause}. Interface: {interface(backend)}. "
-        f"Meeting point: {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}.",
+        f"Rendezvous: {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}.",
         f"Start every rank; see what the others say. Set {variable} to an interface on which all machines reach each "
         f"other (here: {here}), and open the ports between them"
         + ("; NCCL_DEBUG=INFO tells more." if backend == "nccl" else "."),

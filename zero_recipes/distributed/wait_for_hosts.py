@@ -43,7 +43,7 @@ def wait_for_hosts(hosts: list[str], machine_rank: int, port: int = PORT, second
     except RuntimeError as error:  # torch's DistError is one
         raise Refusal(
             "ZR326",
-            f"machine 0 ({hosts[0]}) is not to be reached from {me} within {seconds:g} s"
+            f"machine 0 ({hosts[0]}) cannot be reached from {me} within {seconds:g} s"
             if machine_rank
             else f"{me} cannot open port {port}",
             first_line(error).rstrip(".") + ".",
@@ -66,7 +66,7 @@ def wait_for_hosts(hosts: list[str], machine_rank: int, port: int = PORT, second
         named = ", ".join(f"machine {other} ({hosts[other]})" for other in missing)
         raise Refusal(
             "ZR327",
-            f"{named} {'has' if len(missing) == 1 else 'have'} not come to {me} within {seconds:g} s",
+            f"{named} {'has' if len(missing) == 1 else 'have'} not joined {me} within {seconds:g} s",
             f"{number - len(missing)} of {number} machines are there. A launcher would wait ten minutes, and then "
             "name nobody.",
             f"Start the same command there, with its own --machine_rank; see that it reaches {hosts[0]}:{port}.",

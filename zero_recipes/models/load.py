@@ -77,7 +77,7 @@ def refuse_missing_attention(attn_implementation: str | None, device: str) -> No
         raise Refusal(
             "ZR405",
             f"attn_implementation: {attn_implementation}, but the package {module} is not installed",
-            "Another implementation would change speed and memory without a word.",
+            "Another implementation would change speed and memory silently.",
             f"{install}, or run with --attn_implementation sdpa.",
         )
 
@@ -114,7 +114,7 @@ def load_model(config: PretrainedConfig, model_args, training_args, ours) -> Pre
     if asked is not None and got != asked:
         raise Refusal(
             "ZR406",
-            f"attn_implementation: {asked} was asked for, {type(model).__name__} took {got}",
+            f"attn_implementation: {asked} was requested, {type(model).__name__} took {got}",
             "The architecture does not have it; speed and memory would be another's.",
             f"Run with --attn_implementation {got}.",
         )
@@ -178,7 +178,7 @@ def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
                     "ZR408",
                     f"{name}: {problem.replace('_', ' ')} {shown}",
                     consequence,
-                    "Mend the checkpoint or name the right one. If it is meant: "
+                    "Fix the checkpoint or name the right one. If it is meant: "
                     f"allow_keys: [{', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}].",
                 )
             )

@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from zero_recipes.config.run import RunConfig
-from zero_recipes.core.errors import Finding, Refusal, first_line
+from zero_recipes.core import codes
+from zero_recipes.core.errors import Finding, Refusal, downgraded, first_line
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import local_world_size, rank
 from zero_recipes.distributed.once_per_node import once_per_node
@@ -75,7 +76,8 @@ def _work(run: RunConfig, environment: Mapping[str, str]) -> dict[str, Any]:
         if run.device == "cuda" and not run.settings.skip_plan:
             verdict = judge(prediction, gpu_memory())
             said += f": {VERDICTS[verdict.word]} {size(verdict.capacity)}"
-            findings = plan_findings(run, job, prediction, verdict, predict)
+            found = plan_findings(run, job, prediction, verdict, predict)
+            findings = downgraded(found, codes.requested(run.settings.ignore))
     except Exception as error:  # the engine's own code under simulation may raise anything
         said = f"plan          none could be made: {first_line(error)}"
         return {"predicted": None, "said": said, "findings": []}

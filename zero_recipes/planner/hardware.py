@@ -75,12 +75,12 @@ def _read(path: Path) -> dict[str, Gpu]:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise Refusal(
-            "ZR809", f"{path} is not YAML", str(error).replace("\n", " "), "Mend the line that it names."
+            "ZR809", f"{path} is not YAML", str(error).replace("\n", " "), "Correct the line that it names."
         ) from None
     if not isinstance(content, dict):
         raise Refusal(
             "ZR810",
-            f"{path} holds no mapping of names to GPUs",
+            f"{path} is not a mapping of names to GPUs",
             "Every GPU has a name and its figures.",
             "See zero_recipes/planner/hardware.yaml.",
         )
@@ -100,6 +100,6 @@ def _gpu(name: str, figures: object, path: Path) -> Gpu:
         raise Refusal(
             "ZR811",
             f"{path}: {name}: {key}: {first['msg']}",
-            "A wrong figure would become a wrong verdict.",
+            "A wrong figure would make the plan wrong.",
             "See the comment at the top of zero_recipes/planner/hardware.yaml for units and keys.",
         ) from error

@@ -12,7 +12,16 @@ from zero_recipes.config.settings import Settings
 
 # Keys of a recipe that no prediction depends on.
 NOT_ASKED = {"output_dir", "run_name", "overwrite", "predict", "skip_plan", "resume_from_checkpoint", "save_model"}
-NOT_ASKED |= {"max_steps", "num_train_epochs", "learning_rate", "warmup_steps", "seed", "data_seed", "allow_keys"}
+NOT_ASKED |= {
+    "max_steps",
+    "num_train_epochs",
+    "learning_rate",
+    "warmup_steps",
+    "seed",
+    "data_seed",
+    "allow_keys",
+    "ignore",
+}
 NOT_ASKED |= {"dataset_name", "sample_prompts", "sample_max_new_tokens", "logging_steps", "save_steps", "eval_steps"}
 
 

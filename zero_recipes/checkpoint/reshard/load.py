@@ -93,7 +93,7 @@ def _refuse_other_parameters(index: dict[str, Any], parameters: dict[str, Any], 
         "ZR745",
         f"{checkpoint} holds the states of other parameters than this run trains: {', '.join(strange[:3])} "
         f"({len(strange)} in all)",
-        "Another model, other LoRA modules or other frozen layers: their optimizer states would begin anew.",
+        "Another model, other LoRA modules or other frozen layers: their optimizer states would restart.",
         "Resume with the recipe that wrote the checkpoint.",
     )
 
