@@ -62,7 +62,7 @@ def train_on_two_nodes(argv: list[str]) -> dict:
         mock.patch.object(op_builder, "QuantizerBuilder", lambda: builder),
         mock.patch.object(CUDAQuantizer, "quantizer_cuda_module", None),
         mock.patch.object(coalesced_collectives, "quantizer_module", None),
-        mock.patch.object(zero_options, "_quantised_communication", lambda *_: []),
+        mock.patch.object(zero_options, "_quantized_communication", lambda *_: []),
     ):
         return train(argv)
 
