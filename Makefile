@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: setup ops demo test grid canary lint clean
+.PHONY: setup ops demo test-fast test grid canary lint clean
 
 setup: $(VENV)/.ready
 
@@ -21,8 +21,18 @@ demo: setup
 ops: setup
 	@python -m zero_recipes.distributed.kernels deepspeed_shm_comm cpu_adam async_io
 
+# the tests of single functions: one process, no run
+test-fast: setup
+	python -m pytest tests/unit
+
+# All of them. In two halves at once: the ranks of a small job wait for each other and leave half of two cores idle.
+# The second half writes to a file, which is shown at the end.
 test: ops
-	python -m pytest
+	@mkdir -p build
+	@python -m pytest tests/unit tests/planner tests/launch >build/test.log 2>&1 & other=$$!; \
+	python -m pytest tests/engine tests/upstream; code=$$?; \
+	wait $$other || code=$$?; \
+	cat build/test.log; exit $$code
 
 # whole grids and repetitions: minutes to an hour
 grid: ops

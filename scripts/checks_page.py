@@ -110,6 +110,8 @@ def _text(node: ast.expr, call: ast.Call) -> str:
             return "<number>"
         case ast.Call(func=ast.Attribute(attr="size")):
             return "<size>"
+        case ast.Call(func=ast.Attribute(attr="replace", value=value)):
+            return _text(value, call)
         case ast.Call(args=[*_, last]):
             return _text(last, call)
         case ast.Call(func=ast.Attribute(value=value)):

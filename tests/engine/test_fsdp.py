@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.engine.test_resume import LORA, NOTHING, compare
+from tests.helpers.resuming import LORA, NOTHING, compare
 from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.checkpoint.reshard.write import reshard
 from zero_recipes.checkpoint.verify import verify

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny import ROOT, write_recipe
+from tests.launch.conftest import HOSTS
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.run import refuse_shared_gpus
 from zero_recipes.config.strategy import Strategy
@@ -24,34 +24,7 @@ from zero_recipes.core.process import free_port, local_world_size
 from zero_recipes.distributed import bandwidth
 from zero_recipes.distributed.wait_for_hosts import wait_for_hosts
 
-HOSTS = ("10.77.0.1", "10.77.0.2")
 CLI = [sys.executable, "-m", "zero_recipes.cli.main"]
-
-
-def _ip(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["ip", *arguments], capture_output=True, text=True)
-
-
-@pytest.fixture(scope="module")
-def namespaces():
-    """Names of two joined network namespaces; each one's interface is called as it is."""
-    if shutil.which("ip") is None:
-        pytest.skip("two hosts on one machine need network namespaces, and there is no `ip` (package iproute2)")
-    names = [f"zr{os.getpid()}{side}" for side in "ab"]
-    orders = [("netns", "add", name) for name in names]
-    orders.append(("link", "add", names[0], "netns", names[0], "type", "veth", "peer", names[1], "netns", names[1]))
-    for name, address in zip(names, HOSTS, strict=True):
-        orders.append(("-n", name, "addr", "add", f"{address}/24", "dev", name))
-        orders += [("-n", name, "link", "set", device, "up") for device in (name, "lo")]
-    try:
-        for order in orders:
-            done = _ip(*order)
-            if done.returncode:
-                pytest.skip(f"two hosts on one machine need network namespaces: ip {' '.join(order)}: {done.stderr}")
-        yield names
-    finally:
-        for name in names:
-            _ip("netns", "del", name)
 
 
 def on_each(namespaces: list[str], commands: list[list[str]], timeout: float = 400) -> list[tuple[int, str]]:
@@ -153,7 +126,7 @@ def test_a_missing_host_is_named_by_the_one_that_waits(namespaces):
 def test_the_launcher_alone_names_nobody(namespaces):
     """Fails when torchrun's static rendezvous says who is missing: then zero-recipes meet may go."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", "0", "--no-python"]
-    command += ["--master_addr", HOSTS[0], "--master_port", str(free_port()), "--rdzv_conf", "timeout=5", "true"]
+    command += ["--master_addr", HOSTS[0], "--master_port", str(free_port()), "--rdzv_conf", "timeout=1", "true"]
     ((code, said),) = on_each(namespaces[:1], [command])
     assert code == 1 and "1/2 clients joined" in said and HOSTS[1] not in said
 

@@ -119,4 +119,4 @@ def test_fetch_measures_what_is_here_already(monkeypatch, capsys):
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     assert cli.main(["fetch", "recipes/tiny.yaml"]) == 0
     model, data = capsys.readouterr().out.splitlines()
-    assert model.startswith("./tiny_world/base: ") and data.startswith("./tiny_world: ") and data.endswith(" GB")
+    assert model.startswith("./tiny_world/base: ") and data.startswith("./tiny_world: ") and data.endswith(" kB")

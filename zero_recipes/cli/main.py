@@ -25,8 +25,8 @@ VERBS = (
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run one verb. Returns the exit code: 0 done, 1 a run or a check failed, 2 refused."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The verb's arguments, with `func` that runs it."""
     parser = argparse.ArgumentParser(prog="zero-recipes", description=__doc__)
     subparsers = parser.add_subparsers(dest="verb", required=True)
     for add in VERBS:
@@ -36,6 +36,12 @@ def main(argv: list[str] | None = None) -> int:
         arguments.overrides = rest
     elif rest:
         parser.error(f"unknown: {' '.join(rest)}")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb. Returns the exit code: 0 done, 1 a run or a check failed, 2 refused."""
+    arguments = parse(argv)
     quieten_loggers()
     try:
         return arguments.func(arguments)
