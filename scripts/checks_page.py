@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "checks.md"
 BY_HAND = yaml.safe_load((ROOT / "scripts" / "codes.yaml").read_text())
 CODE = re.compile(r"ZR\d{3}")
 PARTS = ("what", "why", "fix")
-WIDEST = 160  # characters of a cell of the page
+WIDEST = 240  # characters of a cell of the page
 INTRODUCTION = """# What is refused, and how to fix it
 
 `zero-recipes check RECIPE.yaml` prints all findings about a run at once. `run_sft.py` refuses on the same errors,
@@ -35,7 +35,7 @@ before any weight is loaded, with exit code 2; warnings are printed once, and th
 `zero-recipes explain ZR104` prints its cause, fix and an example.
 
 `--ignore ZR608` (in a recipe: `ignore: [ZR608]`) turns an error into a warning where that is safe: the codes marked *.
-Any other code under `ignore` is refused. Codes marked (w) are warnings. <Angle brackets> stand for what the program
+Any other code under `ignore` is refused. Codes marked (w) are warnings. \\<Angle brackets> stand for what the program
 fills in. This page is generated: `python scripts/checks_page.py`.
 """
 
@@ -110,6 +110,8 @@ def _text(node: ast.expr, call: ast.Call) -> str:
             return "<number>"
         case ast.Call(func=ast.Attribute(attr="size")):
             return "<size>"
+        case ast.Call(func=ast.Attribute(attr="replace", value=value)):
+            return _text(value, call)
         case ast.Call(args=[*_, last]):
             return _text(last, call)
         case ast.Call(func=ast.Attribute(value=value)):
@@ -211,8 +213,10 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def _cell(text: str) -> str:
-    text = " ".join(text.split()).replace("|", "\\|").replace("<", "\\<")
-    return text if len(text) <= WIDEST else text[:WIDEST].rsplit(" ", 1)[0] + " ..."
+    text = " ".join(text.split()).replace("|", "\\|")
+    text = text if len(text) <= WIDEST else text[:WIDEST].rsplit(" ", 1)[0] + " ..."
+    parts = text.split("`")  # every second one is code, where Markdown leaves "<" alone
+    return "`".join(part if number % 2 else part.replace("<", "\\<") for number, part in enumerate(parts))
 
 
 def main(argv: list[str]) -> int:

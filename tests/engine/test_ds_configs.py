@@ -23,11 +23,11 @@ GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
 BROUGHT = {
     "DeepSpeed, getting started": (
         {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "fp16": {"enabled": True}, "zero_optimization": True},
-        ["zero_optimization in c.json is True"],
+        [("ZR208", "zero_optimization in c.json is True")],
     ),
     "DeepSpeed, a stage and little else": (
         {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_clipping": 1.0},
-        ["c.json has train_batch_size=8, the run has train_batch_size (calculated)=4"],
+        [("ZR214", "c.json has train_batch_size=8, the run has train_batch_size (calculated)=4")],
     ),
     "DeepSpeed, the same for this run": (
         {"train_batch_size": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_clipping": 1.0},
@@ -114,7 +114,7 @@ def test_ds_configs_brought_along_run_or_are_refused(two, tmp_path, monkeypatch,
     path = write_recipe(tmp_path, max_steps=1, max_grad_norm=1.0)
     argv = ["--deepspeed", str(tmp_path / "c.json"), "--output_dir", str(tmp_path / "out")]
     findings = findings_of(path, "--deepspeed", "c.json", *argv[2:])
-    assert [finding.what for finding in findings if finding.level == "error"] == said
+    assert [(finding.code, finding.what) for finding in findings if finding.level == "error"] == said
     if not said:
         assert two.run("train", argv=[str(path), *argv])[0]["metrics"]["status"] == "ok"
 

@@ -1,18 +1,13 @@
-"""The known-bad recipes, their fixed twins and what is found in each."""
+"""The known-bad recipes, their fixed twins and what is found in each. The cases can be read without torch."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from tests.helpers.tiny import ROOT, write_recipe
-from zero_recipes.checks import combination_findings
-from zero_recipes.config import recipe as recipes
-from zero_recipes.config import strategy as strategies
-from zero_recipes.config.run import in_force
 from zero_recipes.core.errors import Finding
-from zero_recipes.models.load import sizes_of
 
+ROOT = Path(__file__).resolve().parents[2]
 TWO_NODES = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -23,6 +18,8 @@ def ds_config(stage: int, **zero) -> dict:
 
 
 def argv_of(folder: Path, **keys) -> list[str]:
+    from tests.helpers.tiny import write_recipe
+
     return [str(write_recipe(folder, **keys)), "--output_dir", str(folder / "out")]
 
 
@@ -30,6 +27,12 @@ def findings_in(
     path: Path, changes: dict, environment: dict[str, str] | None = None, device: str = "cuda"
 ) -> list[Finding]:
     """What is found in a recipe with changes, on two processes of one node by default."""
+    from zero_recipes.checks import combination_findings
+    from zero_recipes.config import recipe as recipes
+    from zero_recipes.config import strategy as strategies
+    from zero_recipes.config.run import in_force
+    from zero_recipes.models.load import sizes_of
+
     environment = environment or {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     recipe = recipes.parse(path, recipes.read(path) | changes, [])
     strategy = strategies.resolve(recipe.settings, environment, sizes_of)

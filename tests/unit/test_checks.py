@@ -29,16 +29,20 @@ def test_all_findings_come_at_once_with_their_lines(tmp_path, monkeypatch, capsy
     )
     assert cli.main(["check", str(path), "--config_file", "accelerate_configs/zero3.yaml"]) == 2
     said = capsys.readouterr().out
-    for line, word in (
-        (2, "`dtype`"),
-        (3, '"no"'),
-        (4, "list"),
-        (5, '"2024"'),
-        (6, "launcher"),
-        (9, "'many'"),
+    lines = said.splitlines()
+    for line, code, word in (
+        (2, "ZR101", "`dtype`"),
+        (3, "ZR106", '"no"'),
+        (4, "ZR109", "learning_rate"),
+        (5, "ZR111", '"2024"'),
+        (6, "ZR102", "num_processes"),
+        (7, "ZR103", "`learning_rate`"),
+        (9, "ZR112", "'many'"),
     ):
-        assert f"bad.yaml:{line} " in said or f"bad.yaml:{line}\n" in said, line
-        assert word in said
+        (number,) = [n for n, text in enumerate(lines) if text.endswith(f"[{code}]")]
+        assert f"bad.yaml:{line} " in lines[number] or f"bad.yaml:{line} " in lines[number].replace("[", " ")
+        assert word in "\n".join(lines[number : number + 3])
+    assert "[ZR121]" in said
     assert "`learning_rate`" in said and "global_batch_size 7" in said
     assert said.count("refused: ") == said.count("    why: ") == said.count("   fix: ") == 8
     assert said.endswith("8 errors, 0 warnings\n")
@@ -77,15 +81,16 @@ def test_an_old_name_that_is_still_taken_is_said_once_and_runs(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("gradient_checkpointing: false\nmodel_name_or_path: x\n")
     (finding,) = [f for f in findings_of(path, "--output_dir", str(tmp_path / "o")) if f.key]
-    assert finding.level == "warning" and "`activation_checkpointing`" in finding.fix
+    assert (finding.code, finding.level) == ("ZR104", "warning") and "`activation_checkpointing`" in finding.fix
     assert recipes.parse(path, recipes.read(path), []).settings.gradient_checkpointing is False
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("max_steps: 5\nseed: 1\nmax_steps: 7\n")
-    with pytest.raises(recipes.Refusal, match=r"stands twice .* lines 1 and 3"):
+    with pytest.raises(recipes.Refusal, match=r"lines 1 and 3") as caught:
         recipes.read(path)
+    assert caught.value.codes == ["ZR126"]
 
 
 def test_renamed_keys_are_unknown_today_and_their_new_names_known():
@@ -97,7 +102,7 @@ def test_renamed_keys_are_unknown_today_and_their_new_names_known():
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """What is said of ds_configs/zero2.json with changes, in a run of 2 x 4 x 2 sequences."""
+    """What is found in ds_configs/zero2.json with changes, in a run of 2 x 4 x 2 sequences: (code, what)."""
     path = write_recipe(
         tmp_path_factory.mktemp("said"), gradient_accumulation_steps=4, max_steps=100, max_grad_norm=1.0
     )
@@ -106,7 +111,8 @@ def said(tmp_path_factory):
 
     def findings(change, device="cpu", without=(), **changes):
         config = {key: value for key, value in (sound | change).items() if key not in without}
-        return [f.what for f in ds_config_findings(config, "c.json", settings.replace(**changes), 2, device)]
+        found = ds_config_findings(config, "c.json", settings.replace(**changes), 2, device)
+        return [(finding.code, finding.what) for finding in found]
 
     return findings
 
@@ -117,21 +123,24 @@ def said(tmp_path_factory):
 )
 def test_a_ds_config_that_leaves_out_what_the_run_needs(said, key):
     without = (key, "train_batch_size") if key.startswith("train") else (key,)
-    assert f"c.json has no {key}" in said({}, without=without)
+    assert ("ZR213", f"c.json has no {key}") in said({}, without=without)
 
 
 def test_ds_configs_that_contradict_the_run(said):
     assert said({}) == said({"train_batch_size": 16}) == []
-    assert "train_batch_size=32, the run has train_batch_size (calculated)=16" in said({"train_batch_size": 32})[0]
-    assert "fp16.enabled=True" in said({"fp16": {"enabled": True}})[0]
-    assert said({"bf16": {"enabled": True}}) == []
-    assert "optimizer.params.lr=0.5" in said({"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}})[0]
-    assert said({}, fp16=True, bf16=False) == ["fp16 on a CPU"]
-    assert said({}, device="cuda", fp16=True, bf16=False) == []
-    assert "warmup_num_steps 1000" in said({"scheduler": {"params": {"warmup_num_steps": 1000}}})[0]
-    assert "activation_checkpointing" in said({"activation_checkpointing": {}})[0]
-    assert "aio.thread_count" in said({"aio": {"thread_count": 4}})[0]
-    assert "gradient_cliping" in said({"gradient_cliping": 1.0})[0]
+    assert said({"bf16": {"enabled": True}}) == said({}, device="cuda", fp16=True, bf16=False) == []
+    for changes, code, named in (
+        ({"train_batch_size": 32}, "ZR214", "train_batch_size=32, the run has train_batch_size (calculated)=16"),
+        ({"fp16": {"enabled": True}}, "ZR214", "fp16.enabled=True"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.5}}}, "ZR214", "optimizer.params.lr=0.5"),
+        ({"scheduler": {"params": {"warmup_num_steps": 1000}}}, "ZR217", "warmup_num_steps 1000"),
+        ({"activation_checkpointing": {}}, "ZR218", "activation_checkpointing"),
+        ({"aio": {"thread_count": 4}}, "ZR219", "aio.thread_count"),
+        ({"gradient_cliping": 1.0}, "ZR220", "gradient_cliping"),
+    ):
+        found, what = said(changes)[0]
+        assert found == code and named in what
+    assert [code for code, _ in said({}, fp16=True, bf16=False)] == ["ZR215"]
 
 
 def test_accelerate_files_that_contradict_themselves(tmp_path):
@@ -142,7 +151,9 @@ def test_accelerate_files_that_contradict_themselves(tmp_path):
     )
     environment = launched_environment(path, None)
     (finding,) = launcher_findings(environment)
-    assert environment["WORLD_SIZE"] == "4" and "zero_stage, mixed_precision" in finding.what
+    assert (
+        environment["WORLD_SIZE"] == "4" and finding.code == "ZR303" and "zero_stage, mixed_precision" in finding.what
+    )
     for name in ("zero1", "ddp"):
         assert list(launcher_findings(launched_environment(Path("accelerate_configs") / f"{name}.yaml", 3))) == []
 

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers import AutoTokenizer
 
-from tests.helpers.known_bad import CASES, ENDLESS, MARKED, SHARED, TWO_NODES, UNMARKED, found_in
+from tests.helpers.known_bad import CASES, ENDLESS, MARKED, SHARED, TWO_NODES, UNMARKED, findings_in, found_in
 from tests.helpers.tiny import ROOT, write_llama, write_recipe
 from zero_recipes.checks.chat import template_findings
 from zero_recipes.checks.preflight import preflight
@@ -35,20 +35,25 @@ def found(tmp_path_factory):
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_bad_recipe_is_found_and_its_fixed_twin_is_not(found, name):
-    bad, fixed, what, *rest = CASES[name]
+    bad, fixed, code, *rest = CASES[name]
     where = rest[0] if rest else {}
-    level = where.get("level", "error")
     keywords = {key: where[key] for key in ("environment", "device") if key in where}
-    assert (level, what) in found(bad, **keywords)
-    assert what not in [said for _, said in found(fixed, **keywords)]
+    findings = findings_in(found.args[0], bad, **keywords)
+    beside = {other for _, other in found(fixed, **keywords)}
+    assert {finding.code for finding in findings} - beside == {code}
+    named = [finding for finding in findings if finding.code == code]
+    assert {finding.level for finding in named} == {where.get("level", "error")}
+    assert any(where.get("names", "") in finding.what for finding in named), named
+    assert code not in beside
 
 
 def test_sequences_are_shared_by_groups_and_heads(tmp_path):
-    with pytest.raises(Refusal, match="sequence_parallel_size 3 with 2 processes"):
+    with pytest.raises(Refusal, match="sequence_parallel_size 3 with 2 processes") as caught:
         found_in(write_recipe(tmp_path), {"sequence_parallel_size": 3, "deepspeed": SHARED["deepspeed"]})
+    assert caught.value.codes == ["ZR243"]
     write_llama(tmp_path / "model", heads=1, keys=1)
-    what = "sequence_parallel_size 2 with 1 attention heads and 1 key-value heads"
-    assert what in [said for _, said in found_in(tmp_path / "recipe.yaml", SHARED)]
+    (finding,) = [one for one in findings_in(tmp_path / "recipe.yaml", SHARED) if one.code == "ZR247"]
+    assert "1 attention heads and 1 key-value heads" in finding.what
     write_llama(tmp_path / "model")
     assert found_in(tmp_path / "recipe.yaml", SHARED, device="cpu") == []
 
@@ -57,10 +62,9 @@ def test_quantisation_needs_its_package(found, monkeypatch):
     import importlib.util
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    what = "load_in_4bit, but the package bitsandbytes is not installed"
-    assert ("error", what) in found({"load_in_4bit": True})
+    assert ("error", "ZR409") in found({"load_in_4bit": True})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert ("error", what) not in found({"load_in_4bit": True})
+    assert ("error", "ZR409") not in found({"load_in_4bit": True})
 
 
 def test_the_shipped_configurations_have_no_finding(found):
@@ -69,10 +73,9 @@ def test_the_shipped_configurations_have_no_finding(found):
         changes = {"deepspeed": str(path), "nvme_path": str(ROOT)}
         for device in ("cpu", "cuda"):
             given = found(changes, device=device, environment=TWO_NODES)
-            quantised = [] if device == "cuda" else [what for _, what in given if "zero_quantized_" in what]
-            assert (
-                len(given) == len(quantised) == ("_q" in path.stem or "plus_plus" in path.stem) * (device == "cpu")
-            ), path
+            quantizes = "_q" in path.stem or "plus_plus" in path.stem
+            assert {code for _, code in given} == ({"ZR227"} if quantizes and device == "cpu" else set()), path
+            assert len(given) == (quantizes and device == "cpu"), path
 
 
 # What is cited and cannot be run here (GPUs, NVMe, bitsandbytes): (file, a line that says so)
@@ -125,7 +128,8 @@ def test_floors_have_their_faults_and_are_those_of_pyproject(tmp_path, monkeypat
     monkeypatch.setattr("zero_recipes.checks.preflight.installed_versions", lambda: sound | {"trl": "1.9.0"})
     path = write_recipe(tmp_path)
     run, findings = preflight(path, recipes.read(path), [], {})
-    assert run is None and [finding.what for finding in findings] == ["trl 1.9.0 is older than 1.16"]
+    assert run is None and [finding.code for finding in findings] == ["ZR601"]
+    assert findings[0].what == "trl 1.9.0 is older than 1.16"
 
 
 def test_races_of_overlap_comm_by_version(found):
@@ -159,26 +163,23 @@ def test_chat_templates_without_marks(found, tmp_path):
 
     def said(template: str | None) -> list[tuple[str, str]]:
         tokenizer.chat_template = template
-        return [(finding.level, finding.what) for finding in template_findings(tokenizer)]
+        return [(finding.level, finding.code) for finding in template_findings(tokenizer)]
 
     assert said(MARKED) == []
-    ((level, what),) = said(UNMARKED)
-    assert level == "error" and "no {% generation %} marks" in what
+    assert said(UNMARKED) == [("error", "ZR420")]
     with pytest.raises(ValueError, match="not training-compatible"):  # what TRL does, once the model has been loaded
         get_training_chat_template(tokenizer)
-    ((level, what),) = said(None)
-    assert level == "error" and "no chat template" in what
+    assert said(None) == [("error", "ZR419")]
     with pytest.raises(TypeError):
         has_generation_markers(tokenizer.chat_template)
-    ((level, what),) = said(ENDLESS)
-    assert level == "warning" and "end of the turn" in what
+    assert said(ENDLESS) == [("warning", "ZR421")]
 
     # in a recipe: the tokenizer's own template, and a file's instead of it
     tokenizer.chat_template = UNMARKED
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text((ROOT / "tiny_world/base/config.json").read_text())
     recipe = {"assistant_only_loss": True, "dataset_format": None, "model_name_or_path": str(tmp_path)}
-    assert "no {% generation %} marks" in found(recipe)[0][1]
+    assert found(recipe)[0] == ("error", "ZR420")
     (tmp_path / "marked.jinja").write_text(MARKED)
     assert found(recipe | {"chat_template_path": str(tmp_path / "marked.jinja")}) == []
     assert found(recipe | {"model_name_or_path": "nobody/has-this"}) == []  # not at hand: the run says so

@@ -35,41 +35,45 @@ def test_a_misspelt_key_is_named_with_its_neighbour(good):
     refusal = refused([str(good), "--lerning_rate", "1e-4"])
     assert "`lerning_rate`" in refusal.what and "`learning_rate`" in refusal.fix
     # an abbreviation that argparse would complete in silence
-    assert "`max_step`" in refused([str(good), "--max_step", "3"]).what
+    abbreviated = refused([str(good), "--max_step", "3"])
+    assert refusal.codes == abbreviated.codes == ["ZR103"] and "`max_step`" in abbreviated.what
 
 
 def test_misspelt_and_launch_keys_in_the_file(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("model_name_or_path: x\nper_device_batch_size: 4\n")
     refusal = refused([str(path)])
+    assert refusal.codes == ["ZR103"]
     assert "`per_device_batch_size`" in refusal.what and "per_device_train_batch_size" in refusal.fix
     path.write_text("model_name_or_path: x\nnum_processes: 4\n")
     refusal = refused([str(path)])
+    assert refusal.codes == ["ZR102"]
     assert "num_processes" in refusal.what and "accelerate launch --config_file" in refusal.fix
     path.write_text("accelerate_config: zero2\n")
-    assert "launcher" in refused([str(path)]).what
+    assert refused([str(path)]).codes == ["ZR102"]
 
 
 def test_missing_and_broken_recipes(tmp_path):
-    assert "recipes/tiny.yaml" in refused(["recipes/tyni.yaml"]).fix
-    assert "no recipe" in refused([]).what
-    assert "no recipe" in refused(["--max_steps", "3"]).what
+    missing = refused(["recipes/tyni.yaml"])
+    assert missing.codes == ["ZR116"] and "recipes/tiny.yaml" in missing.fix
+    assert refused([]).codes == refused(["--max_steps", "3"]).codes == ["ZR115"]
     path = tmp_path / "r.yaml"
     path.write_text("a: [1\n")
-    assert "is not YAML" in refused([str(path)]).what
+    assert refused([str(path)]).codes == ["ZR117"]
     path.write_text("")
-    assert "no mapping" in refused([str(path)]).what
+    assert refused([str(path)]).codes == ["ZR118"]
 
 
 def test_a_wrong_value_is_no_usage_dump(good):
     refusal = refused([str(good), "--max_steps", "many"])
-    assert "max_steps" in refusal.what and "many" in refusal.what
+    assert refusal.codes == ["ZR124"] and "max_steps" in refusal.what and "many" in refusal.what
 
 
 @pytest.mark.parametrize("total, world, micro", [(7, 2, 2), (0, 1, 2), (6, 4, 2)])
 def test_a_global_batch_that_does_not_divide(good, total, world, micro):
     argv = [str(good), "--global_batch_size", str(total), "--per_device_train_batch_size", str(micro)]
     refusal = refused(argv, {"WORLD_SIZE": str(world)})
+    assert refusal.codes == ["ZR121"]
     assert f"global_batch_size {total}" in refusal.what and f"{world} processes" in refusal.what
 
 
@@ -79,8 +83,9 @@ def test_a_global_batch_that_divides_sets_the_accumulation(good):
     recipe = recipes.parse(
         good, recipes.read(good), ["--global_batch_size", "24", "--gradient_accumulation_steps", "2"]
     )
-    with pytest.raises(Refusal, match="contradicts"):
+    with pytest.raises(Refusal) as caught:
         recipes.derive_accumulation(recipe.settings, recipe.given, 3)
+    assert caught.value.codes == ["ZR122"]
 
 
 LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds_configs/zero3.json"}
@@ -88,6 +93,7 @@ LAUNCHED = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FIL
 
 def test_two_ds_configs_are_refused_by_both_names(good):
     refusal = refused([str(good), "--deepspeed", "ds_configs/zero2.json"], LAUNCHED)
+    assert refusal.codes == ["ZR201"]
     assert "ds_configs/zero2.json" in refusal.what and "ds_configs/zero3.json" in refusal.what
     recipe = recipes.parse(good, recipes.read(good), ["--deepspeed", "ds_configs/zero3.json"])
     assert strategy.resolve(recipe.settings, LAUNCHED, sizes_of).name == "zero3"
@@ -109,18 +115,20 @@ def test_strategies_are_found_under_every_launcher(good, tmp_path):
 
 
 def test_ds_configs_that_cannot_be_read(good, tmp_path):
-    assert "there is no DeepSpeed configuration" in refused([str(good), "--deepspeed", "ds_configs/zero9.json"]).what
+    assert refused([str(good), "--deepspeed", "ds_configs/zero9.json"]).codes == ["ZR202"]
     path = tmp_path / "c.json"
     path.write_text('{"zero_optimization": {"stage": 2}} // note')
-    assert "comments" in refused([str(good), "--deepspeed", str(path)]).why
+    commented = refused([str(good), "--deepspeed", str(path)])
+    assert commented.codes == ["ZR203"] and "comments" in commented.why
     path.write_text('{"zero_optimization": {"stage": 5}}')
-    assert "is 5" in refused([str(good), "--deepspeed", str(path)]).what
+    unknown = refused([str(good), "--deepspeed", str(path)])
+    assert unknown.codes == ["ZR211"] and "is 5" in unknown.what
 
 
 def test_stage_3_that_would_save_nothing(good):
     config = '{"zero_optimization": {"stage": 3}}'
     refusal = refused([str(good), "--deepspeed", config, "--save_model", "true"])
-    assert "stage3_gather_16bit_weights_on_model_save" in refusal.fix
+    assert refusal.codes == ["ZR206"] and "stage3_gather_16bit_weights_on_model_save" in refusal.fix
     recipe = recipes.parse(good, recipes.read(good), ["--deepspeed", config])  # saves nothing: nothing to refuse
     assert strategy.resolve(recipe.settings, {}, sizes_of).zero_stage == 3
 

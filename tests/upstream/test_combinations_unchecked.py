@@ -114,22 +114,22 @@ def test_an_embedding_resize_with_lora(two, tmp_path):
     """It goes wrong at stage 3 on a CPU, and with tied embeddings everywhere; it is right at stage 2 without."""
     found = partial(found_in, write_recipe(tmp_path))
     runs = {
-        (3, False): ("LoRA at ZeRO stage 3 on a CPU", r"trainable_tokens/layer\.py"),
-        (2, True): ("LoRA on tied embeddings", "'TrainableTokensWrapper' object has no attribute 'bias'"),
+        (3, False): ("ZR129", r"trainable_tokens/layer\.py"),
+        (2, True): ("ZR130", "'TrainableTokensWrapper' object has no attribute 'bias'"),
         (2, False): None,
     }
     template = other_tokenizer(tmp_path / "other")
     for (stage, tied), expected in runs.items():
         keys = PEFT | {"chat_template_path": template, "deepspeed": ds_config(stage)}
         keys["model_name_or_path"] = llama_folder(tmp_path / f"llama{tied}", tied)
-        said = [what for _, what in found(keys, device="cpu")]
+        said = [code for _, code in found(keys, device="cpu")]
         argv = argv_of(tmp_path, **keys, overwrite=True)
         if expected is None:
             assert said == []
             assert two.run("train", argv=argv)[0]["metrics"]["status"] == "ok"
             continue
-        what, error = expected
-        assert [one.partition(" with the chat template")[0] for one in said] == [what]
+        code, error = expected
+        assert said == [code]
         with pytest.raises(group.CaseFailed, match=error):
             two.run("train_unchecked", argv=argv)
 
