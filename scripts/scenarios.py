@@ -118,7 +118,7 @@ def planned(scenario: Scenario, predict: Predict) -> dict[str, Any]:
         "cure": fix
         and {
             "words": fix.words,
-            "host_memory": host_memory(fix.prediction),
+            "host_bytes": {"training": fix.prediction["host_bytes"]["training"]},
             "command": planning.launch_command(recipe, [], fix.job),
         },
         "stage_3_from": stage_3_from(lambda count: job("zero3", count), gpu, predict, psi),
@@ -169,8 +169,8 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
     yield f"{size(named['allocated_peak_bytes'])} of {size(row['gpu_memory_bytes'])}"
     fitting = [name for name in OFFLOAD if found[name]["verdict"] == "fits"]
     yield f"{fitting[0]}: {host_memory(found[fitting[0]])}" if fitting else "no"
-    fix = row["cure"] or {"words": "none was found", "host_memory": ""}
-    yield "none needed" if named["verdict"] == "fits" else ", ".join(filter(None, (fix["words"], fix["host_memory"])))
+    fix = row["cure"] or {"words": "none was found", "host_bytes": {"training": 0}}
+    yield "none needed" if named["verdict"] == "fits" else ", ".join(filter(None, (fix["words"], host_memory(fix))))
     counts = [row[key] for key in ("stage_3_from", "stage_3_recomputing_from")]
     yield " / ".join(f"over {COUNTS[-1]}" if count is None else str(count) for count in counts)
     yield row["source"]

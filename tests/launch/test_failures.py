@@ -103,7 +103,7 @@ def test_a_refusal_that_only_the_launchers_closing_table_holds(tmp_path):
     table = "Failures:\n  exitcode  : -15 (pid: 7)  (SIGTERM)\n  traceback : Signal 15 (SIGTERM) received by PID 7\n"
     table += "  exitcode  : 2 (pid: 8)\n  traceback : refused: a\n      why: b\n     fix: c\n====\n"
     row = failed_row(tmp_path, "zero1", 1, table)
-    assert (row["status"], row["error"]) == ("refused", "refused: a why: b fix: c")
+    assert (row.status, row.error) == ("refused", "refused: a why: b fix: c")
 
 
 def test_a_refused_run_does_not_wear_the_numbers_of_an_earlier_one(recipe, tmp_path):
@@ -145,6 +145,6 @@ def test_the_first_cause_wins(tmp_path):
 
     write(0, "failed", 1.0)  # a peer that lost its connection, noticed first
     write(1, "oom", 2.0)
-    assert failed_row(tmp_path, "zero2", 1, "")["failure"]["rank"] == 1
+    assert failed_row(tmp_path, "zero2", 1, "").failure.rank == 1
     write(1, "failed", 2.0)
-    assert failed_row(tmp_path, "zero2", 1, "")["failure"]["rank"] == 0
+    assert failed_row(tmp_path, "zero2", 1, "").failure.rank == 0

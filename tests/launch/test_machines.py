@@ -104,7 +104,7 @@ def assert_equal_and_measured(ended: list[tuple[int, str]], folder: Path, namesp
     assert links["interfaces"] == [f"{name} (GLOO_SOCKET_IFNAME)" for name in namespaces]
     assert links["bus_bytes_per_second"] == pytest.approx(links["all_reduce_bytes"] / links["all_reduce_seconds"])
     assert f"network       2 machines, gloo over TCP: {namespaces[0]}" in ended[0][1]
-    assert "all-reduce    16 MiB in " in ended[0][1] and "all-reduce    16 MiB" not in ended[1][1]
+    assert "all-reduce    16.8 MB in " in ended[0][1] and "all-reduce    16.8 MB" not in ended[1][1]
 
 
 @pytest.mark.launch

@@ -147,7 +147,7 @@ def test_a_folder_takes_the_picture_and_the_json(capsys, tmp_path):
     assert header[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", header[16:]) == (1200, 720)
     assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
     written = (tmp_path / "plan" / "plan.md").read_text()
-    assert "| zero3 | fits | +10.2 GiB |" in written and "- Peak: bytes of live tensors" in written
+    assert "| zero3 | fits | +10.9 GB |" in written and "- Peak: bytes of live tensors" in written
 
 
 @pytest.mark.parametrize(
@@ -332,8 +332,8 @@ def test_without_steps_there_is_a_price_a_step_and_a_million_tokens_alone():
 
 def test_a_bar_that_goes_far_beyond_the_gpu_is_cut_and_a_measured_peak_stands_beside(tmp_path):
     bars = [
-        plan_plot.Bar("zero0", made_up(job("zero0"), 900 * GB)),
-        plan_plot.Bar("zero3", made_up(job("zero3"), 50 * GB), 52 * GB),
+        plan_plot.Bar("zero0", made_up(job("zero0"), 900 * GB)["at_peak"], (900 * GB, 903 * GB)),
+        plan_plot.Bar("zero3", made_up(job("zero3"), 50 * GB)["at_peak"], (50 * GB, 53 * GB), 52 * GB),
     ]
     for capacity in (80 * GB, None):
         assert plan_plot.draw(bars, capacity, "t", "s", tmp_path / "a.png").stat().st_size > 10_000

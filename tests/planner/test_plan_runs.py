@@ -19,6 +19,7 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
 from zero_recipes.metrics.failure import failed_row
+from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.planner import gate
 from zero_recipes.planner import predict as predictor
 from zero_recipes.planner.cache import kept
@@ -54,10 +55,10 @@ def ask(monkeypatch):
 
 def test_a_run_that_fits_carries_its_plan(ask, capsys):
     found = ask(lambda job: 70)
-    assert found["peak_memory_bytes"] == 70 * GB and found["source"] == "engine"
-    assert found["model_state_bytes"]["params"] == 35 * GB and sum(found["at_peak"].values()) == 70 * GB
-    assert "65.2 GiB at the peak, by the engine, simulated: fits into 74.5 GiB" in capsys.readouterr().out
-    assert json.loads(json.dumps(found)) == found
+    assert found.peak_memory_bytes == 70 * GB and found.source == "engine"
+    assert found.model_state_bytes.params == 35 * GB and sum(found.at_peak.values()) == 70 * GB
+    assert "70.0 GB at the peak, by the engine, simulated: fits into 80.0 GB" in capsys.readouterr().out
+    assert PredictedMetrics.model_validate(json.loads(found.model_dump_json())) == found
 
 
 def test_a_run_that_does_not_fit_is_refused_with_what_would(ask):
@@ -65,8 +66,8 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would(ask):
         ask(lambda job: 70 if formulas.checkpointed(job.settings) else 90)
     (finding,) = refusal.value.findings
     assert (finding.level, finding.scope) == ("error", "run")
-    assert finding.what == "zero2 on 2 GPUs needs at least 83.8 GiB on each, and this one has 74.5 GiB"
-    assert "peak in backward: params 41.9 GiB, activations 41.9 GiB" in finding.why
+    assert finding.what == "zero2 on 2 GPUs needs at least 90.0 GB on each, and this one has 80.0 GB"
+    assert "peak in backward: params 45.0 GB, activations 45.0 GB" in finding.why
     assert "accelerate_configs/zero2.yaml --num_processes 2 run_sft.py" in finding.fix
     assert "--activation_checkpointing true" in finding.fix and "--skip_plan true" in finding.fix
 
@@ -78,13 +79,13 @@ def test_where_nothing_helps_that_is_said(ask):
 
 
 def test_a_tight_run_goes_on(ask, capsys):
-    assert ask(lambda job: 78)["peak_memory_bytes"] == 78 * GB
+    assert ask(lambda job: 78).peak_memory_bytes == 78 * GB
     said = capsys.readouterr().out
     assert "tight in" in said and "warning" not in said
 
 
 def test_formulas_warn_and_do_not_refuse(ask, capsys):
-    assert ask(lambda job: 90, source="formulas")["peak_memory_bytes"] == 90 * GB
+    assert ask(lambda job: 90, source="formulas").peak_memory_bytes == 90 * GB
     said = capsys.readouterr().out
     assert "warning: zero2 on 2 GPUs needs at least" in said and "textbook formulas" in said
 
@@ -99,7 +100,7 @@ def test_skip_plan_asks_nothing(ask):
 def test_on_cpus_a_run_is_planned_only_if_asked_and_never_refused(ask):
     asked = []
     assert ask(lambda job: 500, device="cpu", asked=asked) is None and asked == []
-    assert ask(lambda job: 500, device="cpu", asked=asked, predict=True)["peak_memory_bytes"] == 500 * GB
+    assert ask(lambda job: 500, device="cpu", asked=asked, predict=True).peak_memory_bytes == 500 * GB
     assert [job.device for job in asked] == ["cpu"]
 
 
@@ -127,7 +128,7 @@ def test_check_on_a_machine_with_a_gpu_says_it(ask, monkeypatch, tmp_path, capsy
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr(preflight, "machine_findings", lambda *arguments: [])
     assert cli.main(["check", str(small), "--output_dir", str(tmp_path / "out")]) == 2
-    assert "refused: single on 1 GPU needs at least 83.8 GiB" in capsys.readouterr().out
+    assert "refused: single on 1 GPU needs at least 90.0 GB" in capsys.readouterr().out
     assert cli.main(["check", str(small), "--output_dir", str(tmp_path / "out"), "--skip_plan", "true"]) == 0
 
 
@@ -155,7 +156,7 @@ def test_a_refused_run_of_a_sweep_is_a_row(ask, tmp_path):
     with pytest.raises(Refusal) as refusal:
         ask(lambda job: 90)
     row = failed_row(tmp_path, "zero2", 1, f"loading\n{refusal.value}\n")
-    assert row["status"] == "refused" and "needs at least 83.8 GiB" in row["error"]
+    assert row.status == "refused" and "needs at least 90.0 GB" in row.error
 
 
 # the report

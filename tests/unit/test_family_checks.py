@@ -110,7 +110,7 @@ def found(settings, folder: Path, free: int = 10**15, world: int = 2, **block) -
 def test_room_and_buffers_of_nvme(settings, tmp_path):
     assert found(settings, tmp_path) == []
     ((level, what),) = found(settings, tmp_path, free=10**6)
-    assert level == "error" and f"to {tmp_path}, which has 0.0 GB free" in what
+    assert level == "error" and f"to {tmp_path}, which has 1.00 MB free" in what
     ((level, what),) = found(settings, tmp_path, buffer_size=1000)
     assert level == "error" and "buffer_size 1,000 is smaller than a tensor's part of" in what
     ((level, what),) = found(settings, tmp_path, max_in_cpu=10**9)

@@ -22,6 +22,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.core import units
 from zero_recipes.core.errors import Finding, Refusal, print_refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed.kernels import build_findings, extension_folder, is_compiled, ops_of
@@ -148,7 +149,7 @@ def test_host_memory_that_a_run_certainly_needs(settings, tmp_path, run, needs):
         findings = list(memory_findings(run, CONFIG, PSI, here, host))
         assert bool(findings) == found
         if found:
-            assert f"at least {needs:.1f} GB of host memory" in said(findings)
+            assert f"at least {units.size(needs * GB)} of host memory" in said(findings)
             assert findings[0].level == "error"
 
 
@@ -193,7 +194,7 @@ def test_disk_for_checkpoints_and_the_model(settings, tmp_path):
         assert said(disk_findings(run, CONFIG, PSI, 2, machine(tmp_path / "r", free=free))) == ""
         if gigabytes:
             (finding,) = disk_findings(run, CONFIG, PSI, 2, machine(tmp_path / "r", free=free - 1))
-            assert f"must take at least {gigabytes:.1f} GB" in finding.what
+            assert f"must take at least {units.size(gigabytes * GB)}, and" in finding.what
 
 
 def test_checkpoints_that_will_go_count_as_room(settings, tmp_path):
@@ -238,7 +239,7 @@ def test_shared_memory(settings, tmp_path):
     ):
         assert said(shared_memory_findings(run, here, host)) == ""
     loaders = dict(dataloader_num_workers=8, per_device_train_batch_size=32, max_length=8192)
-    assert "data loaders put up to 201.3 MB" in said(
+    assert "data loaders put up to 201 MB" in said(
         shared_memory_findings(run_of(settings, "cpu", **loaders), 2, docker)
     )
     assert said(shared_memory_findings(run_of(settings, "cpu", **loaders), 2, larger)) == ""

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from zero_recipes.core import plot_style, units
-from zero_recipes.report import ContractError, judge, plots, read_runs, rows, table, write_report
+from zero_recipes.report import ContractError, judge_runs, plots, read_runs, rows, table, write_report
 
 MIB = 1024**2
 PARAMETERS = 1_000_000
@@ -106,7 +106,7 @@ def oom(strategy):
 
 def verdict(runs, word):
     """The judgement whose question contains `word`."""
-    return next(judgement for judgement in judge(runs) if word in judgement.question)
+    return next(judgement for judgement in judge_runs(runs) if word in judgement.question)
 
 
 # ---------------------------------------------------------------- reading
@@ -235,10 +235,12 @@ def test_an_offloaded_run_has_no_textbook_value(tmp_path):
     ("number", "text"),
     [
         (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.00 KiB"),
-        (152.4 * MIB, "152 MiB"),
-        (63.94 * 1024**3, "63.9 GiB"),
+        (999, "999 B"),
+        (1000, "1.00 kB"),
+        (152.4e6, "152 MB"),
+        (63.94e9, "63.9 GB"),
+        (80 * 1024**3, "85.9 GB"),
+        (2.1e12, "2.10 TB"),
         (None, ""),
     ],
 )
@@ -254,7 +256,7 @@ def test_no_terminal_cuts_a_number(tmp_path, width):
     printed = console.file.getvalue()
     assert "…" not in printed
     assert max(map(len, printed.splitlines())) <= width
-    for cell in ("9.54 MiB", "98.0 %", "0.250 s", "5.72 MiB", "3.00", "1.4000", "40.0 MiB"):
+    for cell in ("10.0 MB", "98.0 %", "0.250 s", "6.00 MB", "3.00", "1.4000", "41.9 MB"):
         assert cell in printed
 
 
@@ -361,7 +363,7 @@ def test_communication_is_set_beside_the_paper(tmp_path):
 
 
 def test_plus_plus_is_set_beside_its_paper_where_it_ran(tmp_path):
-    assert not any("ZeRO++" in judgement.question for judgement in judge(sweep(tmp_path / "without")))
+    assert not any("ZeRO++" in judgement.question for judgement in judge_runs(sweep(tmp_path / "without")))
     for name, gathered in (("zero3", 4_000_000), ("zero3_hpz", 2_000_000)):
         between = {"all_gather": gathered, "reduce_scatter": 2_000_000}
         save(tmp_path / "with" / name, metrics(name, communication_bytes_between_nodes=between))
@@ -409,7 +411,7 @@ def test_an_unfinished_row_is_left_out_of_the_other_judgements(tmp_path):
     save(tmp_path / "zero0", oom("zero0"))
     runs = sweep(tmp_path, strategies=("zero1", "zero2", "zero3"))
     assert verdict(runs, "finish").measured == "3 of 4 finished. zero0: oom."
-    assert verdict(runs, "staircase").measured.startswith("Largest rank: zero1 9.54 MiB, zero2")
+    assert verdict(runs, "staircase").measured.startswith("Largest rank: zero1 10.0 MB, zero2")
     assert verdict(runs, "stage 3 slower").measured == "zero3 is 23.5 % slower than zero1."
 
 
@@ -422,7 +424,7 @@ def test_what_a_failed_row_measured_before_it_failed_is_not_judged(tmp_path):
 
 def test_two_strategies_are_enough_where_the_question_allows(tmp_path):
     runs = sweep(tmp_path, strategies=("ddp", "zero2"))
-    assert verdict(runs, "staircase").measured.startswith("Largest rank: ddp 15.3 MiB, zero2 8.58 MiB.")
+    assert verdict(runs, "staircase").measured.startswith("Largest rank: ddp 16.0 MB, zero2 9.00 MB.")
     assert verdict(runs, "stage 3 slower").verdict == "cannot tell"
 
 
@@ -491,7 +493,7 @@ def test_the_page_explains_a_failure(report):
         "ddp: oom",
         "phase train, rank 1, signal SIGKILL",
         "optimizer states",
-        "512 MiB",
+        "537 MB",
         "shard &lt;more&gt;",
     ):
         assert text in page

@@ -8,6 +8,7 @@ from pathlib import Path
 from zero_recipes.checkpoint.output_dir import saved_in
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import Settings
+from zero_recipes.core import units
 from zero_recipes.core.errors import Finding
 from zero_recipes.core.host_limits import Host
 from zero_recipes.theory.lower_bounds import batch_bytes, disk_terms, host_terms
@@ -27,7 +28,8 @@ def memory_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> 
             cures += ", or a ds_config that offloads less"
         yield Finding(
             "ZR608",
-            f"the run needs at least {_gb(sum(terms.values()))} of host memory, and {_gb(limit)} can be had",
+            f"the run needs at least {units.size(sum(terms.values()))} of host memory, and {units.size(limit)} can be "
+            "had",
             f"{_sum(terms)} for {psi:,} parameters in {here} process{'es' if here > 1 else ''}; the limit is {source}.",
             f"{cures}.",
         )
@@ -42,7 +44,8 @@ def disk_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> It
     if sum(terms.values()) > free + going:
         yield Finding(
             "ZR609",
-            f"{run.output_dir} must take at least {_gb(sum(terms.values()))}, and its disk has {_gb(free)} free",
+            f"{run.output_dir} must take at least {units.size(sum(terms.values()))}, and its disk has "
+            f"{units.size(free)} free",
             f"{_sum(terms)}. The newest checkpoint is written before the oldest is deleted "
             "(transformers/trainer_utils.py `rotate_checkpoints`).",
             "Another --output_dir, a smaller save_total_limit, --save_only_model true (no resuming), or "
@@ -56,8 +59,8 @@ def download_findings(settings: Settings, psi: int, cache: Path, host: Host) -> 
     if 2 * psi > free:
         yield Finding(
             "ZR610",
-            f"the weights of {settings.model_name_or_path} are at least {_gb(2 * psi)}, and {cache} has "
-            f"{_gb(free)} free",
+            f"the weights of {settings.model_name_or_path} are at least {units.size(2 * psi)}, and {cache} has "
+            f"{units.size(free)} free",
             "They are not in the cache yet; the download would end with the disk full.",
             "Free the disk, or set HF_HOME to a folder on a larger one.",
         )
@@ -72,7 +75,7 @@ def shared_memory_findings(run: RunConfig, here: int, host: Host) -> Iterator[Fi
     if run.device == "cuda" and here > 1 and free < NCCL_WANTS:
         yield Finding(
             "ZR611",
-            f"/dev/shm has {_gb(free)} free, for {here} GPUs",
+            f"/dev/shm has {units.size(free)} free, for {here} GPUs",
             "GPUs without peer access talk through it, 10 MB a connection; Docker gives 64 MB, and NCCL ends with "
             '"No space left on device" (github.com/NVIDIA/nccl issues 290 and 342; its documentation takes 1 GB).',
             larger,
@@ -83,7 +86,7 @@ def shared_memory_findings(run: RunConfig, here: int, host: Host) -> Iterator[Fi
     if queued > free:
         yield Finding(
             "ZR612",
-            f"/dev/shm has {_gb(free)} free, and the data loaders put up to {_gb(queued)} there",
+            f"/dev/shm has {units.size(free)} free, and the data loaders put up to {units.size(queued)} there",
             f"{here} x dataloader_num_workers x prefetched batches; a worker that finds it full dies of a bus error "
             "(torch/csrc/DataLoader.cpp).",
             f"dataloader_num_workers: 0 (tokens are ready before training), or {larger}",
@@ -95,10 +98,5 @@ def _files(path: Path) -> list[Path]:
     return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
 
 
-def _gb(size: float) -> str:
-    """10^9 bytes, as in the recipes' headers; small sizes in MB."""
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-
-
 def _sum(terms: Mapping[str, int]) -> str:
-    return " + ".join(f"{_gb(size)} ({what})" for what, size in terms.items() if size)
+    return " + ".join(f"{units.size(size)} ({what})" for what, size in terms.items() if size)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zero_recipes.config.ds_view import number_in
 from zero_recipes.config.run import RunConfig
+from zero_recipes.core import units
 from zero_recipes.core.errors import Finding
 from zero_recipes.core.host_limits import Host
 
@@ -45,8 +46,8 @@ def nvme_findings(run: RunConfig, sizes: Sequence[int], here: int, host: Host) -
     if free is not None and here * needed > free:
         yield Finding(
             "ZR619",
-            f"the run swaps at least {here * needed / 1e9:.1f} GB to {path}, which has {free / 1e9:.1f} GB free",
-            f"{here} processes with {needed / 1e9:.1f} GB each: parameters and their fp32 master, momentum and "
+            f"the run swaps at least {units.size(here * needed)} to {path}, which has {units.size(free)} free",
+            f"{here} processes with {units.size(needed)} each: parameters and their fp32 master, momentum and "
             "variance, written while the engine is built and again at every step.",
             "Another --nvme_path, more machines, or offload_param on the CPU.",
         )

@@ -99,12 +99,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _fetch(arguments: argparse.Namespace, _rest: list[str]) -> int:
     from zero_recipes.config import recipe as recipes
+    from zero_recipes.core import units
     from zero_recipes.data.download import fetch
 
     mapping = recipes.read(arguments.recipe)
     recipe = recipes.parse(arguments.recipe, mapping, [])
     for name, size in fetch(recipe.settings):
-        print(f"{name}: {size / 1e9:.2f} GB")
+        print(f"{name}: {units.size(size)}")
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import os
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port
 from zero_recipes.metrics.failure import failed_row
-from zero_recipes.metrics.schema import ORDER
+from zero_recipes.metrics.schema import FILE, ORDER, Metrics
 
 MEASURES_ONLY = ["--save_model", "false", "--save_strategy", "no"]
 
@@ -64,20 +63,18 @@ def sweep(
         folder = output_dir / strategy
         label = f"[{number}/{len(configs)}] {strategy}"
         command = launch_command(recipe, config, num_processes, folder, overrides, script)
-        for stale in (folder / "metrics.json", *folder.glob("failure.rank*.json")):
+        for stale in (folder / FILE, *folder.glob("failure.rank*.json")):
             stale.unlink(missing_ok=True)  # an earlier run's numbers must not become this run's row
         start = time.perf_counter()
         exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
         if exit_code:
-            row = failed_row(folder, strategy, exit_code, log)
-            (folder / "metrics.json").write_text(json.dumps(row, indent=2) + "\n")
-        written = json.loads((folder / "metrics.json").read_text())
-        status = written["status"]
+            failed_row(folder, strategy, exit_code, log).write(folder / FILE)
+        row = Metrics.read(folder / FILE)
         seconds = time.perf_counter() - start
-        outcomes.append(Outcome(strategy, status, seconds, folder))
-        ending = f"{label}: {status} after {seconds:.0f} s" + (f", see {folder / 'log.txt'}" if exit_code else "")
-        if status == "refused":
-            ending += f": {written['error'].removeprefix('refused: ').partition(' why: ')[0]}"
+        outcomes.append(Outcome(strategy, row.status, seconds, folder))
+        ending = f"{label}: {row.status} after {seconds:.0f} s" + (f", see {folder / 'log.txt'}" if exit_code else "")
+        if row.status == "refused":
+            ending += f": {row.error.removeprefix('refused: ').partition(' why: ')[0]}"
         console.print(ending, markup=False, highlight=False, soft_wrap=True)
     return outcomes
 

@@ -1,4 +1,4 @@
-"""The hardware and the versions that a measurement was made on."""
+"""The hardware and the versions that a measurement was made on. Importing it does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "datasets", "peft", "evaluate")
 
@@ -28,6 +27,8 @@ def hardware(device: str) -> dict[str, Any]:
         "ram_bytes": psutil.virtual_memory().total,
     }
     if device == "cuda":
+        import torch
+
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         found |= {
             "gpu": properties.name,
@@ -39,7 +40,11 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def device_name(device: str) -> str:
-    return torch.cuda.get_device_name(torch.cuda.current_device()) if device == "cuda" else "cpu"
+    if device != "cuda":
+        return "cpu"
+    import torch
+
+    return torch.cuda.get_device_name(torch.cuda.current_device())
 
 
 def peak_memory(device: str) -> dict[str, int | None]:
@@ -47,6 +52,8 @@ def peak_memory(device: str) -> dict[str, int | None]:
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
     if device != "cuda":
         return {"allocated": None, "reserved": None, "rss": rss}
+    import torch
+
     return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(), "rss": rss}
 
 

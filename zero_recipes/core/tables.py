@@ -1,4 +1,4 @@
-"""Rows under columns, for the terminal (rich) and for markdown: the shape that the report and the plan share."""
+"""Rows under columns, for the terminal (rich) and for markdown: every table that this project prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-Row = dict[str, Any]
+Row = Any  # whatever the cells of its columns take
 
 
 class Column(NamedTuple):
@@ -30,6 +30,16 @@ def print_columns(named: list[Column], others: list[Column], rows: Sequence[Row]
         for row in rows:
             table.add_row(*(Text(column.cell(row)) for column in group))
         console.print(table)
+
+
+def print_texts(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
+    """Rows of long texts, as models and people wrote them, each folded within its column."""
+    table = Table(title=title, show_lines=True)
+    for header in headers:
+        table.add_column(header, overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))  # no markup: a prompt may hold square brackets
+    console.print(table)
 
 
 def _fitting(named: list[Column], others: list[Column], rows: Sequence[Row], width: int) -> list[list[Column]]:

@@ -1,21 +1,30 @@
-"""Numbers as people read them. Sizes are binary (1 GiB = 1024 MiB) and always carry their unit."""
+"""Numbers as people read them: the one place where bytes become text.
+
+Sizes are decimal (1 GB = 10^9 bytes), as disks, links and DeepSpeed's documentation count, and always carry their unit.
+A GPU's own name ("H100 80GB") is a name: its memory is 81559 MiB by nvidia-smi, 85.5 GB here.
+"""
 
 import math
 
-BINARY = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024), ("B", 1))
+UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("B", 1))
 
 
-def binary_unit(number_of_bytes: float) -> tuple[str, int]:
+def unit_of(number_of_bytes: float) -> tuple[str, int]:
     """The largest unit of which there is at least one, with its size in bytes."""
-    return next((unit for unit in BINARY if abs(number_of_bytes) >= unit[1]), BINARY[-1])
+    return next((unit for unit in UNITS if abs(number_of_bytes) >= unit[1]), UNITS[-1])
 
 
 def size(number_of_bytes: float | None) -> str:
-    """Bytes with three significant digits and their unit: 63.9 GiB, 152 MiB, 0 B."""
+    """Bytes with three significant digits and their unit: 63.9 GB, 152 MB, 0 B."""
     if number_of_bytes is None:
         return ""
-    name, one = binary_unit(number_of_bytes)
+    name, one = unit_of(number_of_bytes)
     return f"{number_of_bytes:.0f} B" if one == 1 else f"{significant(number_of_bytes / one)} {name}"
+
+
+def rate(bytes_per_second: float) -> str:
+    """The same a second: 12.0 GB/s."""
+    return f"{size(bytes_per_second)}/s"
 
 
 def significant(value: float) -> str:

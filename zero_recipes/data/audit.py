@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.core.errors import Finding
+from zero_recipes.core.tables import Column, print_columns
 
 
 @dataclass
@@ -114,10 +116,9 @@ def audit_findings(found: Audit, rows: Dataset, tokenizer: PreTrainedTokenizerBa
 def show(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> None:
     """The counts as a table, and three rows with the supervised part in colour."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
-    console, table = Console(), Table("what the loss will see", "", title="training data")
+    console = Console()
     counts = {
         "rows": f"{found.rows:,}",
         f"truncated at {training_args.max_length}": f"{found.truncated:,}",
@@ -129,9 +130,8 @@ def show(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, t
     }
     if found.packing_share is not None:
         counts["packing"] = f"{100 * found.packing_share:.1f} % of the places filled"
-    for name, count in counts.items():
-        table.add_row(name, count)
-    console.print(table)
+    named, others = Column("what the loss will see", itemgetter(0)), Column("", itemgetter(1))
+    print_columns([named], [others], list(counts.items()), console)
     for number in sorted({0, found.rows // 2, found.rows - 1}):
         text = Text(f"row {number}: ", style="bold")
         row = tokenised[number]

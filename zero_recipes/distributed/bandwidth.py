@@ -13,6 +13,7 @@ import torch
 from torch import distributed
 
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.core import units
 from zero_recipes.distributed.rendezvous import interface
 
 ALL_REDUCE_BYTES = 16 * 2**20
@@ -50,7 +51,7 @@ def host_link_header(link: dict[str, float] | None) -> list[str]:
     if link is None:
         return []
     return [
-        f"host to GPU   {link['to_device'] / 1e9:.1f} GB/s, back {link['to_host'] / 1e9:.1f} GB/s "
+        f"host to GPU   {units.rate(link['to_device'])}, back {units.rate(link['to_host'])} "
         "(page-locked, this process alone)"
     ]
 
@@ -117,6 +118,6 @@ def network_header(links: Mapping[str, Any] | None) -> list[str]:
     return [
         f"network       {links['machines']} machines, {links['backend']} over {links['transport']}: "
         + "; ".join(links["interfaces"]),
-        f"all-reduce    {links['all_reduce_bytes'] / 2**20:.0f} MiB in {links['all_reduce_seconds']:.4f} s, "
-        f"{links['bus_bytes_per_second'] / 1e9:.2f} GB/s on the bus",
+        f"all-reduce    {units.size(links['all_reduce_bytes'])} in {links['all_reduce_seconds']:.4f} s, "
+        f"{units.rate(links['bus_bytes_per_second'])} on the bus",
     ]

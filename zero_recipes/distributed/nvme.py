@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.core import units
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.process import rank
 from zero_recipes.distributed.once_per_node import once_per_node
@@ -135,8 +136,8 @@ class Traffic:
 def described(measured: list[dict[str, Any]]) -> list[str]:
     """What is known of the disk, for the header of a run."""
     return [
-        f"swaps to      {disk['path']}: {disk['free_bytes'] / 1e9:,.0f} GB free, writes "
-        f"{disk['write_bytes_per_second'] / 1e9:.2f} GB/s, reads {disk['read_bytes_per_second'] / 1e9:.2f} GB/s "
+        f"swaps to      {disk['path']}: {units.size(disk['free_bytes'])} free, writes "
+        f"{units.rate(disk['write_bytes_per_second'])}, reads {units.rate(disk['read_bytes_per_second'])} "
         "(one process, DeepSpeed's aio)"
         for disk in measured
     ]

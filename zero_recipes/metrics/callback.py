@@ -6,7 +6,6 @@ with. The contract of the file stands in docs/metrics.md.
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,30 @@ from zero_recipes.compat import deepspeed_tensors
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import precision_of
 from zero_recipes.core import environment
-from zero_recipes.core.files import write_json
 from zero_recipes.core.process import rank
 from zero_recipes.distributed import nvme
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.memory_probe import MemoryPhases, StateProbe
+from zero_recipes.metrics.parts import (
+    Disk,
+    DiskTraffic,
+    Evaluation,
+    Hardware,
+    HostLink,
+    ModelStateBytes,
+    Network,
+    Nvme,
+    PeakMemory,
+    PhaseBytes,
+    PhaseSeconds,
+    SecondsInStep,
+    Tokens,
+)
+from zero_recipes.metrics.prediction import PredictedMetrics
+from zero_recipes.metrics.schema import FILE, SCHEMA, Measurements, Metrics, RunIdentity, Status
+from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
 from zero_recipes.metrics.timers import EngineSeconds, PhaseClock, StepClock
 from zero_recipes.models.load import parameter_counts
-
-SCHEMA = 1
 
 MOST_WARMUP_STEPS = 5
 
@@ -44,10 +58,12 @@ class StageMetricsCallback(TrainerCallback):
         disks: list,  # zero_recipes/distributed/nvme.py, swap_space
         link: dict[str, Any] | None = None,  # zero_recipes/distributed/bandwidth.py
         links: dict[str, Any] | None = None,  # zero_recipes/distributed/bandwidth.py; None on one machine
-        predicted: dict[str, Any] | None = None,  # zero_recipes/planner/gate.py
+        predicted: PredictedMetrics | None = None,
     ):
         self.strategy, self.device, self.clock, self.predicted = run.strategy, run.device, clock, predicted
-        self.disks, self.traffic, self.link, self.links = disks, nvme.Traffic(), link, links
+        self.disks, self.traffic = [Disk(**disk) for disk in disks], nvme.Traffic()
+        self.link = None if link is None else HostLink(**link)
+        self.network = None if links is None else Network(**links)
         self.identity = identity(run, training_args, model)
         self.trainer: Any = None  # trainer.trainer.RecipeTrainer
         self.phases = MemoryPhases(run.device)
@@ -55,7 +71,7 @@ class StageMetricsCallback(TrainerCallback):
         self.steps = StepClock(run.device)
         self.losses: list[torch.Tensor] = []  # one scalar per optimizer step, of this rank
         self.grad_norms: list[float] = []
-        self.evaluations: list[dict[str, float]] = []
+        self.evaluations: list[Evaluation] = []
         self.tokens: torch.Tensor | None = None  # all, non-padding, supervised; of this rank, over the whole run
         self.tokens_timed: torch.Tensor | None = None  # the same over the timed steps
         self.states = dict.fromkeys((*deepspeed_tensors.PARTS, "offloaded_host", "offloaded_disk"), 0)
@@ -64,34 +80,37 @@ class StageMetricsCallback(TrainerCallback):
         self.engine_seconds: EngineSeconds | None = None
         self.warmup = 0
         self.done = 0
-        self.summary: dict[str, Any] = {}
-        self.earlier: dict[str, Any] = {}  # the summary of the run that wrote the checkpoint
+        self.summary = Measurements(loss_history=[])
+        self.earlier = Measurements()  # of the run that wrote the checkpoint
         self.first_step = 1  # of loss_history
         self.resumed_at: list[int] = []
 
-    def take_up(self, history: dict[str, Any], step: int) -> None:
-        """Go on from what the checkpoint of `step` carries; `history` is empty where another program wrote it."""
-        self.resumed_at = [*history.get("resumed_at", []), step]
-        self.first_step = history.get("first_step", step + 1)
-        self.earlier = history.get("summary", {})
-        self.grad_norms += history.get("grad_norm_history", [])
-        self.evaluations += history.get("eval_history", [])
+    def take_up(self, carried: dict[str, Any], step: int) -> None:
+        """Go on from what the checkpoint of `step` carries; `carried` is empty where another program wrote it."""
+        history = History.model_validate(carried)
+        self.resumed_at = [*history.resumed_at, step]
+        self.first_step = step + 1 if history.first_step is None else history.first_step
+        self.earlier = history.summary
+        self.grad_norms += history.grad_norm_history
+        self.evaluations += history.eval_history
 
     def history(self) -> dict[str, Any]:
-        """What a checkpoint carries, for `take_up`. Every rank calls it (collectives)."""
-        return {
-            "summary": self._summary(),
-            "grad_norm_history": self.grad_norms,
-            "eval_history": self.evaluations,
-            "first_step": self.first_step,
-            "resumed_at": self.resumed_at,
-        }
+        """What a checkpoint carries, for `take_up`, as JSON can hold it. Every rank calls it (collectives)."""
+        history = History(
+            summary=self._summary(),
+            grad_norm_history=self.grad_norms,
+            eval_history=self.evaluations,
+            first_step=self.first_step,
+            resumed_at=self.resumed_at,
+        )
+        return history.model_dump(mode="json")
 
     def watch(self, trainer) -> None:
         """Join callback and trainer; TRL has put LoRA's adapter around the model by now, so count it again."""
         self.trainer, trainer.stage_metrics = trainer, self
         parameters, trainable = parameter_counts(trainer.model)
-        self.identity |= {"parameters": parameters, "trainable_parameters": trainable}
+        counted = {"parameters": parameters, "trainable_parameters": trainable}
+        self.identity = self.identity.model_copy(update=counted)
 
     # called by RecipeTrainer
 
@@ -154,32 +173,40 @@ class StageMetricsCallback(TrainerCallback):
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if metrics and "eval_loss" in metrics:
-            self.evaluations.append({"step": state.global_step, "loss": metrics["eval_loss"]})
+            self.evaluations.append(Evaluation(step=state.global_step, loss=metrics["eval_loss"]))
         self.steps.open()
 
     def end_steps(self) -> None:
         """Training has ended: the figures are complete. Every rank calls it (collectives)."""
         self.summary = self._summary()
 
-    def _summary(self) -> dict[str, Any]:
+    def _summary(self) -> Measurements:
         """Read peaks and bring all ranks' figures together, those of the run that was resumed included."""
-        peak = environment.peak_memory(self.device)
         losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64)
-        tokens = torch.stack([_or_zeros(self.tokens), _or_zeros(self.tokens_timed)]).cpu()
+        own = RankFigures(
+            peak=PeakMemory(**environment.peak_memory(self.device)),
+            states=ModelStateBytes(**self.states),
+            losses=losses.cpu().tolist(),
+            tokens=_tokens(self.tokens),
+            timed_tokens=_tokens(self.tokens_timed),
+            traffic=DiskTraffic(**self.traffic.per_step(self.done)) if self.disks else None,
+        )
+        ranks = gather_object([own])
         seconds = self.steps.seconds()
-        own = {"peak": peak, "states": self.states, "losses": losses.cpu().tolist(), "tokens": tokens.tolist()}
-        ranks = gather_object([own | {"traffic": self.traffic.per_step(self.done) if self.disks else None}])
         if not seconds:  # a resumed run that had no step left
-            return {"peak_memory_bytes": [rank["peak"] for rank in ranks]} | self.earlier
-        summary = _summarise(ranks, seconds, min(self.warmup, len(seconds) - 1))
-        if self.earlier:
-            summary["loss_history"] = self.earlier["loss_history"] + summary["loss_history"]
-            summary["tokens"] = {key: count + self.earlier["tokens"][key] for key, count in summary["tokens"].items()}
-        if self.disks:
-            summary["nvme"] = {"disks": self.disks, "bytes_per_step": [rank["traffic"] for rank in ranks]}
-        summary["engine_seconds"] = self.engine_seconds.median(self.warmup)
-        summary["communication_bytes_per_step"] = self.communication.median()
-        return summary | {"communication_bytes_between_nodes": self.communication.median_between_nodes()}
+            peaks = Measurements(peak_memory_bytes=[rank.peak for rank in ranks], loss_history=[])
+            return peaks if self.earlier == Measurements() else self.earlier
+        within = self.engine_seconds.median(self.warmup)
+        now = summarise(
+            ranks,
+            seconds,
+            min(self.warmup, len(seconds) - 1),
+            nvme=Nvme(disks=self.disks, bytes_per_step=[rank.traffic for rank in ranks]) if self.disks else None,
+            engine_seconds=None if within is None else SecondsInStep(**within),
+            communication_bytes_per_step=self.communication.median(),
+            communication_bytes_between_nodes=self.communication.median_between_nodes(),
+        )
+        return continued(self.earlier, now)
 
     def states_so_far(self) -> dict[str, int]:
         """Model-state bytes of this rank, for a run that fails: the largest seen, or those of this moment."""
@@ -187,91 +214,55 @@ class StageMetricsCallback(TrainerCallback):
             return self.states
         return self.probe.read()
 
-    def write(self, output_dir: Path, status: str = "ok", error: str | None = None) -> None:
+    def write(self, output_dir: Path, status: Status = "ok", error: str | None = None) -> None:
         """Write metrics.json on rank 0: complete after `end_steps`, before it with null for what was not measured."""
         if rank():
             return
-        measured = {
-            "peak_memory_bytes": None,
-            "memory_phases": self.phases.bytes if self.device == "cuda" else None,
-            "host_memory_phases": self.phases.host_bytes,
-            "model_state_bytes": None,
-            "communication_bytes_per_step": None,
-            "communication_bytes_between_nodes": None,
-            "tokens": None,
-            "tokens_per_second": None,
-            "step_seconds": None,
-            "engine_seconds": None,
-            "nvme": None,
-            "loss_history": [],
-        } | self.summary
-        document = {
-            "schema": SCHEMA,
-            "status": status,
-            "error": error,
-            **self.identity,
-            **{key: measured[key] for key in ("peak_memory_bytes", "memory_phases", "host_memory_phases")},
-            "model_state_bytes": measured["model_state_bytes"],
-            **{key: size for key, size in measured.items() if key.startswith("communication_bytes_")},
-            **{key: measured[key] for key in ("tokens", "tokens_per_second")},
-            "step_seconds": measured["step_seconds"],
-            "engine_seconds": measured["engine_seconds"],
-            "nvme": measured["nvme"],
-            "host_device_bytes_per_second": self.link,
-            "host_threads": torch.get_num_threads(),
-            "phase_seconds": {name: round(seconds, 3) for name, seconds in self.clock.seconds.items()},
-            "loss_history": measured["loss_history"],
-            "first_step": self.first_step,
-            "resumed_at": self.resumed_at,
-            "grad_norm_history": self.grad_norms,
-            "eval_history": self.evaluations,
-            "network": self.links,
-            "predicted": self.predicted,
-            "versions": environment.versions(),
-            "hardware": environment.hardware(self.device),
-        }
-        write_json(output_dir / "metrics.json", document)
+        row = Metrics(
+            schema=SCHEMA,
+            status=status,
+            error=error,
+            **dict(self.identity),
+            **dict(self.summary),
+            memory_phases=PhaseBytes(**self.phases.bytes) if self.device == "cuda" else None,
+            host_memory_phases=PhaseBytes(**self.phases.host_bytes),
+            host_device_bytes_per_second=self.link,
+            host_threads=torch.get_num_threads(),
+            phase_seconds=PhaseSeconds(**{name: round(spent, 3) for name, spent in self.clock.seconds.items()}),
+            first_step=self.first_step,
+            resumed_at=self.resumed_at,
+            grad_norm_history=self.grad_norms,
+            eval_history=self.evaluations,
+            network=self.network,
+            predicted=self.predicted,
+            versions=environment.versions(),
+            hardware=Hardware(**environment.hardware(self.device)),
+        )
+        row.write(output_dir / FILE)
 
 
-def identity(run: RunConfig, training_args, model: torch.nn.Module) -> dict[str, Any]:
+def identity(run: RunConfig, training_args, model: torch.nn.Module) -> RunIdentity:
     """Who this run is: the part of metrics.json that is known before the first step."""
     recipe, strategy = run.recipe, run.strategy
     parameters, trainable = parameter_counts(model)
-    return {
-        "name": recipe.name,
-        "strategy": strategy.name,
-        "zero_stage": strategy.zero_stage,
-        "world_size": strategy.world_size,
-        "device": environment.device_name(run.device),
-        "model": recipe.settings.model_name_or_path,
-        "parameters": parameters,
-        "trainable_parameters": trainable,
-        "precision": precision_of(training_args),
-        "micro_batch_size": training_args.per_device_train_batch_size,
-        "gradient_accumulation_steps": training_args.gradient_accumulation_steps,
-        "max_length": training_args.max_length,
-        "recipe_sha256": recipe.sha256,
-    }
+    return RunIdentity(
+        name=recipe.name,
+        strategy=strategy.name,
+        zero_stage=strategy.zero_stage,
+        world_size=strategy.world_size,
+        device=environment.device_name(run.device),
+        model=recipe.settings.model_name_or_path,
+        parameters=parameters,
+        trainable_parameters=trainable,
+        precision=precision_of(training_args),
+        micro_batch_size=training_args.per_device_train_batch_size,
+        gradient_accumulation_steps=training_args.gradient_accumulation_steps,
+        max_length=training_args.max_length,
+        recipe_sha256=recipe.sha256,
+    )
 
 
-def _summarise(ranks: list[dict], seconds: list[float], warmup: int) -> dict[str, Any]:
-    names = ("all", "non_padding", "supervised")
-    totals, timed_totals = ([sum(rank["tokens"][i][k] for rank in ranks) for k in range(3)] for i in (0, 1))
-    timed = seconds[warmup:]
-    losses = [sum(step) / len(ranks) for step in zip(*(rank["losses"] for rank in ranks), strict=True)]
-    return {
-        "peak_memory_bytes": [rank["peak"] for rank in ranks],
-        "model_state_bytes": [rank["states"] for rank in ranks],
-        "tokens": dict(zip(names, totals, strict=True)),
-        "tokens_per_second": {k: total / sum(timed) for k, total in zip(names, timed_totals, strict=True)},
-        "step_seconds": {
-            "median": statistics.median(timed),
-            "p90": sorted(timed)[min(len(timed) - 1, int(0.9 * len(timed)))],
-            "warmup_steps_excluded": warmup,
-        },
-        "loss_history": losses,
-    }
-
-
-def _or_zeros(tokens: torch.Tensor | None) -> torch.Tensor:
-    return torch.zeros(3, dtype=torch.int64) if tokens is None else tokens
+def _tokens(counted: torch.Tensor | None) -> Tokens:
+    """A tensor of shape (3,) as `count_tokens` makes it."""
+    numbers = [0, 0, 0] if counted is None else counted.tolist()
+    return Tokens(**dict(zip(Tokens.model_fields, numbers, strict=True)))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
+from zero_recipes.core.files import write_text
 from zero_recipes.core.process import rank
+from zero_recipes.metrics.parts import Failure, Holding, Part, known, measured
+from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics, Status, parse, validate
 
 CURES = {
     "model": [
@@ -29,6 +31,18 @@ CURES = {
 }
 
 
+class RankFailure(Part):
+    """One failure.rankN.json."""
+
+    rank: int = known("the rank that wrote it")
+    status: Literal["oom", "failed"] = known("oom: memory was short, on the accelerator or on the host")
+    phase: str = known("the innermost phase that the error left, a key of phase_seconds")
+    error: str = known("type and message of the exception")
+    largest_memory: list[Holding] = known("what held memory on this rank, the largest first")
+    traceback: str = measured("as Python prints it", default="")
+    time: float = known("when it was written", "seconds since 1970")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory was short, on the accelerator or on the host."""
     import torch
@@ -38,31 +52,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     return "out of memory" in str(error).lower() or "can't allocate memory" in str(error).lower()
 
 
-def write_failure(output_dir: Path, phase: str, error: BaseException, states: dict[str, int]) -> dict[str, Any]:
+def write_failure(output_dir: Path, phase: str, error: BaseException, states: dict[str, int]) -> RankFailure:
     """Write failure.rankN.json for this rank and return its content. `states`: model-state bytes of this rank."""
     import torch
 
-    memory = [{"what": what, "bytes": size} for what, size in states.items() if size]
+    memory = [Holding(what=what, bytes=size) for what, size in states.items() if size]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         allocated = torch.cuda.max_memory_allocated()
         others = allocated - sum(states.get(part, 0) for part in ("params", "grads", "optimizer"))
         if others > 0:
-            memory.append(
-                {"what": "activations, buckets and gathered parameters (the rest of the peak)", "bytes": others}
-            )
-    document = {
-        "rank": rank(),
-        "status": "oom" if is_out_of_memory(error) else "failed",
-        "phase": phase,
-        "error": f"{type(error).__name__}: {error}".strip(),
-        "largest_memory": sorted(memory, key=lambda entry: -entry["bytes"]),
-        "traceback": "".join(traceback.format_exception(error)),
-        "time": time.time(),
-    }
+            rest = "activations, buckets and gathered parameters (the rest of the peak)"
+            memory.append(Holding(what=rest, bytes=others))
+    failure = RankFailure(
+        rank=rank(),
+        status="oom" if is_out_of_memory(error) else "failed",
+        phase=phase,
+        error=f"{type(error).__name__}: {error}".strip(),
+        largest_memory=sorted(memory, key=lambda held: -held.bytes),
+        traceback="".join(traceback.format_exception(error)),
+        time=time.time(),
+    )
     with if_the_disk_takes_it():
-        output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / f"failure.rank{rank()}.json").write_text(json.dumps(document, indent=2) + "\n")
-    return document
+        write_text(output_dir / f"failure.rank{rank()}.json", failure.model_dump_json(indent=2) + "\n")
+    return failure
 
 
 @contextlib.contextmanager
@@ -74,36 +86,47 @@ def if_the_disk_takes_it() -> Iterator[None]:
         print(f"what is known of the failure could not be written: {error}", file=sys.stderr, flush=True)
 
 
-def cause_of(output_dir: Path) -> dict[str, Any] | None:
-    """The failure that came first: out of memory before others, for a dead rank makes its peers fail after it."""
-    found = [json.loads(path.read_text()) for path in sorted(output_dir.glob("failure.rank*.json"))]
-    return min(found, key=lambda f: (f["status"] != "oom", f["time"]), default=None)
+def cause_of(output_dir: Path) -> RankFailure | None:
+    """The failure that came first: out of memory before others, for a dead rank makes its peers fail after it.
+
+    Raises ContractError where a failure.rankN.json is damaged.
+    """
+    files = sorted(output_dir.glob("failure.rank*.json"))
+    found = [validate(RankFailure, parse(path.read_text(encoding="utf-8"), str(path)), str(path)) for path in files]
+    return min(found, key=lambda failure: (failure.status != "oom", failure.time), default=None)
 
 
-def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> dict[str, Any]:
-    """metrics.json's content for a run that left none or left it unfinished: status, phase, consumers, cures.
+def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> Metrics:
+    """The row of a run that left none or left it unfinished: status, phase, consumers of memory, cures.
 
     `exit_code` is the launcher's; `log` its output. A killed rank writes no file: then its signal is the cause.
+    Raises ContractError where a file of the run is damaged.
     """
-    path = output_dir / "metrics.json"
-    row = json.loads(path.read_text()) if path.is_file() else {"schema": 1, "name": strategy, "strategy": strategy}
+    path = output_dir / FILE
+    row = Metrics.read(path) if path.is_file() else None
     cause, killed_by = cause_of(output_dir), signal_in(exit_code, log)
+
+    def ended(status: Status, error: str, **failure: Failure) -> Metrics:
+        if row is not None:
+            return row.model_copy(update={"status": status, "error": error, **failure})
+        return Metrics(schema=SCHEMA, name=strategy, strategy=strategy, status=status, error=error, **failure)
+
     # a launcher that sees another rank end first stops rank 0 before it speaks; the closing table then has the message
-    said = (line for line in log.splitlines() if line.strip().startswith(("refused: ", "traceback : refused: ")))
-    refused = next(said, None)
+    messages = (line for line in log.splitlines() if line.strip().startswith(("refused: ", "traceback : refused: ")))
+    refused = next(messages, None)
     if refused is not None and cause is None:
-        return row | {"status": "refused", "error": _paragraph(log, refused)}
-    if killed_by is not None and (cause is None or cause["status"] != "oom"):
+        return ended("refused", _paragraph(log, refused))
+    if killed_by is not None and (cause is None or cause.status != "oom"):
         error = f"a process was killed by {killed_by}"
         if killed_by == "SIGKILL":
             error += ", which is what the kernel does when the host's memory is short"
-        phase = "train" if cause is None else cause["phase"]
-        return row | {"status": "failed", "error": error, "failure": _details(phase, cause, signal_name=killed_by)}
+        phase = "train" if cause is None else cause.phase
+        return ended("failed", error, failure=_details(phase, cause, signal_name=killed_by))
     if cause is None:
         last = [line for line in log.splitlines() if line.strip()][-1:]
         error = f"exit code {exit_code}" + (f": {last[0].strip()}" if last else "")
-        return row | {"status": "failed", "error": error, "failure": _details("unknown", None)}
-    return row | {"status": cause["status"], "error": cause["error"], "failure": _details(cause["phase"], cause)}
+        return ended("failed", error, failure=_details("unknown", None))
+    return ended(cause.status, cause.error, failure=_details(cause.phase, cause))
 
 
 def signal_in(exit_code: int, log: str) -> str | None:
@@ -118,16 +141,15 @@ def signal_in(exit_code: int, log: str) -> str | None:
     return None
 
 
-def _details(phase: str, cause: dict[str, Any] | None, signal_name: str | None = None) -> dict[str, Any]:
-    return {
-        "phase": phase,
-        "rank": None if cause is None or signal_name else cause["rank"],
-        "largest_memory": [] if cause is None else cause["largest_memory"],
-        "cures": CURES.get(phase, CURES["train"])
-        if signal_name == "SIGKILL" or (cause or {}).get("status") == "oom"
-        else [],
-        "signal": signal_name,
-    }
+def _details(phase: str, cause: RankFailure | None, signal_name: str | None = None) -> Failure:
+    short_of_memory = signal_name == "SIGKILL" or (cause is not None and cause.status == "oom")
+    return Failure(
+        phase=phase,
+        rank=None if cause is None or signal_name else cause.rank,
+        largest_memory=[] if cause is None else cause.largest_memory,
+        cures=CURES.get(phase, CURES["train"]) if short_of_memory else [],
+        signal=signal_name,
+    )
 
 
 def _paragraph(log: str, first: str) -> str:

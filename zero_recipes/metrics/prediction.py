@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+from zero_recipes.metrics.parts import ModelStateBytes, Part, measured
 
 PARTS = ("params", "grads", "optimizer", "activations", "buckets", "loss_head", "other")
 
@@ -25,3 +27,32 @@ PARTS = ("params", "grads", "optimizer", "activations", "buckets", "loss_head", 
 # resident_bytes                how much memory the simulation of a rank took; only from the engine
 # notes                         [str]: what it does not know about this job
 Prediction = dict[str, Any]
+
+
+class ReservedRange(Part):
+    """What the process will take of one GPU."""
+
+    low: int | None = measured("the caching allocator's segments", "bytes")
+    high: int | None = measured("with the CUDA context and NCCL's buffers", "bytes")
+
+
+class HostBytes(Part):
+    """Host memory of one machine, all its ranks together."""
+
+    load: int | None = measured("while the weights are loaded", "bytes")
+    training: int | None = measured("in training", "bytes")
+
+
+class PredictedMetrics(Part):
+    """The part of a prediction that metrics.json carries, of the rank that needs most."""
+
+    source: Literal["engine", "formulas"] | None = measured("engine: simulated; formulas: the papers' and DeepSpeed's")
+    peak_memory_bytes: int | None = measured("allocated at the peak; beside peak_memory_bytes.allocated", "bytes")
+    model_state_bytes: ModelStateBytes | None = measured("as model_state_bytes above")
+    at_peak: dict[str, int] | None = measured(f"the peak by parts: {', '.join(PARTS)}", "bytes")
+    peak_phase: str | None = measured("where the peak stands: forward, backward or step")
+    reserved_bytes: ReservedRange | None = measured("of one GPU")
+    host_bytes: HostBytes | None = measured("of one machine")
+    flops_per_step: int | None = measured(
+        "of one rank: matrix products and attention of forward and backward, recomputation too", "FLOP"
+    )

@@ -1,213 +1,190 @@
-"""Read metrics.json and samples.jsonl, and refuse with file and key whatever does not fit the contract.
+"""metrics.json as one model: written, read and documented (docs/metrics.md, docs/metrics.schema.json) from it.
 
-Sizes are bytes, times are seconds, lists "per rank" are indexed by rank. Every measured field may be null or
-absent in a row that did not finish; in a row of status "ok" only those of `NULLABLE` may.
+Bytes are bytes, times are seconds, lists "per rank" are indexed by rank. Every measured field may be null or absent in
+a row that did not finish; in a row of status "ok" only those that say when (`measured(..., null=...)`).
 """
 
+from __future__ import annotations
+
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
+from zero_recipes.core.files import write_text
+from zero_recipes.metrics.parts import (
+    EARLIER,
+    NO_ACCELERATOR,
+    Evaluation,
+    Failure,
+    Hardware,
+    HostLink,
+    ModelStateBytes,
+    Network,
+    Number,
+    Nvme,
+    Part,
+    PeakMemory,
+    PhaseBytes,
+    PhaseSeconds,
+    SecondsInStep,
+    StepSeconds,
+    Tokens,
+    TokensPerSecond,
+    known,
+    measured,
+)
+from zero_recipes.metrics.prediction import PredictedMetrics
+
+SCHEMA = 1
+FILE = "metrics.json"
 ORDER = ("ddp", "zero0", "zero1", "zero2", "zero3")
 
-# What an "ok" row may lack: an accelerator, a stage (ddp), phases, a plan, and of course a failure.
-NULLABLE = {"error", "zero_stage", "max_length", "allocated", "reserved", "memory_phases", "predicted", "failure"}
-# rows of earlier versions lack them; nothing on NVMe, nothing offloaded from a GPU, no wall_clock_breakdown
-NULLABLE |= {"communication_bytes_between_nodes", "host_memory_phases", "nvme", "host_device_bytes_per_second"}
-NULLABLE |= {"engine_seconds"}
-
-
-Part = TypeVar("Part", bound=BaseModel)
+Status = Literal["ok", "oom", "failed", "refused"]
+Precision = Literal["bf16", "fp16", "fp32"]
 
 
 class ContractError(ValueError):
     """A file does not fit the contract; the message names the file and the key."""
 
 
-# Strict JSON has no NaN: a writer that respects this turns a diverged loss into null.
-Measured = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+class RunStatus(Part):
+    """How a run ended."""
+
+    schema_version: Literal[1] = known(
+        "version of this contract; raised where a key changes its meaning", alias="schema"
+    )
+    status: Status = known("how the run ended; refused: before it started")
+    error: str | None = measured(
+        "what went wrong in one line; a run at work, or killed, says that it has not finished", null="where nothing did"
+    )
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+class RunIdentity(Part):
+    """Who a run is: what is known before the first step."""
+
+    name: str = known("the recipe's file name")
+    strategy: str = known(
+        "single, ddp, fsdp2, zero0 to zero3, zero2_offload, zero3_offload, zero3_infinity, zero3_hpz, zero3_qwz, "
+        "zero3_qgz, zero3_plus_plus; with _ulysses where sequences are shared"
+    )
+    zero_stage: int | None = measured("0 to 3", null="without DeepSpeed (FSDP2 included)")
+    world_size: int | None = measured("processes, one a GPU", "ranks")
+    device: str | None = measured("cpu, or the GPU's name")
+    model: str | None = measured("model_name_or_path")
+    parameters: int | None = measured("Ψ: weights of the model, with adapters", "parameters")
+    trainable_parameters: int | None = measured("those that are trained", "parameters")
+    precision: Precision | None = measured("of the computation")
+    micro_batch_size: int | None = measured("of one process and pass", "sequences")
+    gradient_accumulation_steps: int | None = measured("of one optimizer step", "passes")
+    max_length: int | None = measured("longest sequence", "tokens", "without a limit")
+    recipe_sha256: str | None = measured("hash of the recipe's file")
 
 
-class PeakMemory(_Part):
-    """Highest bytes of one rank: allocated and reserved on the accelerator, rss of the process."""
+class Measurements(Part):
+    """What all ranks together have measured over the steps; a checkpoint carries it to the run that goes on."""
 
-    allocated: int | None = None
-    reserved: int | None = None
-    rss: int | None = None
-
-
-class RankState(_Part):
-    """Model-state bytes of one rank: the first three on the device that trains, the others elsewhere."""
-
-    params: int | None = None
-    grads: int | None = None
-    optimizer: int | None = None
-    offloaded_host: int | None = None
-    offloaded_disk: int | None = None
-
-
-class Tokens(_Part):
-    """Tokens of the whole run, or per second, over all ranks."""
-
-    all: float | None = None
-    non_padding: float | None = None
-    supervised: float | None = None
-
-
-class StepSeconds(_Part):
-    """Seconds per optimizer step after the warm-up steps."""
-
-    median: float | None = None
-    p90: float | None = None
-    warmup_steps_excluded: int | None = None
+    peak_memory_bytes: list[PeakMemory | None] | None = measured("per rank: the highest of the run")
+    model_state_bytes: list[ModelStateBytes | None] | None = measured(
+        "per rank: of each part the largest within one optimizer step"
+    )
+    communication_bytes_per_step: dict[str, int] | None = measured(
+        "by collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce): size of the full, "
+        "unsharded tensors through it in one optimizer step; median over the warm-up steps",
+        "bytes",
+    )
+    communication_bytes_between_nodes: dict[str, int] | None = measured(
+        "the part of it whose process groups span machines, as one machine receives it (an all-to-all's parts summed "
+        "over its processes); empty on one machine",
+        "bytes",
+        EARLIER,
+    )
+    tokens: Tokens | None = measured("over the whole run and all ranks")
+    tokens_per_second: TokensPerSecond | None = measured("over the timed steps and all ranks")
+    step_seconds: StepSeconds | None = measured("optimizer steps")
+    engine_seconds: SecondsInStep | None = measured(
+        "one optimizer step by DeepSpeed's timers", null='without "wall_clock_breakdown": true in the ds_config'
+    )
+    nvme: Nvme | None = measured("swapping to disks", null="unless states are swapped")
+    loss_history: list[Number] | None = measured(
+        "one number per optimizer step: the mean over all its tokens that carry loss, on whichever rank, null where it "
+        "is not finite; of a resumed run the whole history, the interrupted part included",
+        "nats/token",
+    )
 
 
-class Evaluation(_Part):
-    """Loss on the evaluation set after `step` optimizer steps."""
+class Metrics(Measurements, RunIdentity, RunStatus):
+    """One metrics.json. Fields that were never set are not written."""
 
-    step: int
-    loss: Measured
+    memory_phases: PhaseBytes | None = measured(
+        "rank 0: allocated on the accelerator after each phase of the first steps", null=NO_ACCELERATOR
+    )
+    host_memory_phases: PhaseBytes | None = measured(
+        "rank 0: resident memory of the process after the same phases", null=EARLIER
+    )
+    host_device_bytes_per_second: HostLink | None = measured(
+        "the link between host and GPU", null="unless a GPU trains with offloaded states"
+    )
+    host_threads: int | None = measured(
+        "threads of each process for what the CPU computes, an offloaded optimizer among it", null=EARLIER
+    )
+    phase_seconds: PhaseSeconds | None = measured("phases of the run")
+    first_step: int = measured(
+        "the step of loss_history's first number: 1, or later where a resumed checkpoint carried no history", default=1
+    )
+    resumed_at: list[int] = measured(
+        "the steps at which the run was resumed; tokens and the histories cover the whole run, memory, times and rates "
+        "the last process",
+        default=[],
+    )
+    grad_norm_history: list[Number] | None = measured(
+        "norm of the gradients before clipping, per optimizer step, null where it is not finite; empty where the "
+        "engine keeps none (DeepSpeed stage 0 in fp32)"
+    )
+    eval_history: list[Evaluation] | None = measured("the evaluations")
+    network: Network | None = measured("the links between the machines", null="on one machine")
+    predicted: PredictedMetrics | None = measured(
+        "what was planned before the run, on a GPU or with predict: true", null="where it was not"
+    )
+    versions: dict[str, str] | None = measured("by package: the version that ran, Python's included")
+    hardware: Hardware | None = measured("the machine of rank 0")
+    failure: Failure | None = measured("what is known of the end", null="unless the run failed")
 
+    @classmethod
+    def read(cls, path: Path, **beside: Any) -> Self:
+        """The file at `path`; `beside`: fields of a subclass that the file does not hold.
 
-class Holding(_Part):
-    """Something that held memory when a run failed, in bytes."""
-
-    what: str
-    bytes: int
-
-
-class Failure(_Part):
-    """What is known about a run that ended early."""
-
-    phase: str | None = None
-    rank: int | None = None
-    largest_memory: list[Holding] = []
-    cures: list[str] = []
-    signal: str | None = None
-
-
-class Sample(_Part):
-    """One line of samples.jsonl: a prompt, the answers before and after training, and their scores."""
-
-    prompt: str
-    before: str
-    after: str | None = None
-    reference: str | None = None
-    scores_before: dict[str, float | None]
-    scores_after: dict[str, float | None] = {}
-
-
-class Run(_Part):
-    """One metrics.json (see the contract) together with the folder it lies in and its samples."""
-
-    folder: Path
-    samples: list[Sample] = []
-
-    schema_version: Literal[1] = Field(alias="schema")
-    status: Literal["ok", "oom", "failed", "refused"]
-    error: str | None = None
-    name: str
-    strategy: str
-    zero_stage: int | None = None
-    world_size: int | None = None
-    device: str | None = None
-    model: str | None = None
-    parameters: int | None = None
-    trainable_parameters: int | None = None
-    precision: Literal["bf16", "fp16", "fp32"] | None = None
-    micro_batch_size: int | None = None
-    gradient_accumulation_steps: int | None = None
-    max_length: int | None = None
-    peak_memory_bytes: list[PeakMemory | None] | None = None
-    memory_phases: dict[str, int | None] | None = None
-    host_memory_phases: dict[str, int] | None = None
-    model_state_bytes: list[RankState | None] | None = None
-    communication_bytes_per_step: dict[str, int] | None = None
-    communication_bytes_between_nodes: dict[str, int] | None = None
-    tokens: Tokens | None = None
-    tokens_per_second: Tokens | None = None
-    step_seconds: StepSeconds | None = None
-    nvme: dict[str, Any] | None = None
-    host_device_bytes_per_second: dict[str, float] | None = None
-    engine_seconds: dict[str, float] | None = None
-    phase_seconds: dict[str, float | None] | None = None
-    loss_history: list[Measured] | None = None
-    grad_norm_history: list[Measured] | None = None
-    eval_history: list[Evaluation] | None = None
-    predicted: dict[str, Any] | None = None
-    versions: dict[str, Any] | None = None
-    hardware: dict[str, Any] | None = None
-    recipe_sha256: str | None = None
-    failure: Failure | None = None
-
-    @property
-    def compared(self) -> bool:
-        """True for a row of the sweep, whose folder carries the strategy's name."""
-        return self.folder.name == self.strategy
-
-    @property
-    def label(self) -> str:
-        """How plots and tables call this run."""
-        return self.strategy if self.compared else self.folder.name
-
-
-def read_runs(folder: Path) -> list[Run]:
-    """Every run in `folder` and one level below: ddp and zero0 to zero3 first, then the others by name."""
-    folder = Path(folder).resolve()  # "." has no name of its own, and names decide what is compared
-    files = [folder / "metrics.json", *sorted(folder.glob("*/metrics.json"))]
-    runs = [_read_run(file) for file in files if file.is_file()]
-    if not runs:
-        raise ContractError(f"no metrics.json in {folder} or one level below it")
-    return sorted(runs, key=_rank_in_report)
-
-
-def _rank_in_report(run: Run) -> tuple[int, str]:
-    listed = run.compared and run.strategy in ORDER
-    return (ORDER.index(run.strategy) if listed else len(ORDER), run.folder.name)
-
-
-def _read_run(file: Path) -> Run:
-    content = _parse(file.read_text(encoding="utf-8"), str(file))
-    if not isinstance(content, dict):
-        raise ContractError(f"{file}: expected one JSON object, found {type(content).__name__}")
-    samples = _read_samples(file.with_name("samples.jsonl"))
-    run = _validate(Run, {**content, "folder": file.parent, "samples": samples}, str(file))
-    if run.status == "ok":
-        missing = next(_empty_keys(run), None)
+        Raises ContractError, which names the file and the key.
+        """
+        content = parse(path.read_text(encoding="utf-8"), str(path))
+        if not isinstance(content, dict):
+            raise ContractError(f"{path}: expected one JSON object, found {type(content).__name__}")
+        row = validate(cls, content | beside, str(path))
+        missing = next(_empty_keys(row), None) if row.status == "ok" else None
         if missing:
-            raise ContractError(f'{file}: {missing}: null or missing, though the status is "ok"')
-    return run
+            raise ContractError(f'{path}: {missing}: null or missing, though the status is "ok"')
+        return row
+
+    def write(self, path: Path) -> None:
+        """Write strict JSON, whole or not at all."""
+        write_text(path, self.model_dump_json(by_alias=True, exclude_unset=True, indent=2) + "\n")
 
 
-def _read_samples(file: Path) -> list[Sample]:
-    """One Sample per line; an absent file means that no prompts were sampled."""
-    if not file.is_file():
-        return []
-    # Not splitlines(): an answer may hold a bare U+2028, which JSON leaves unescaped and splitlines() cuts at.
-    lines = enumerate(file.read_text(encoding="utf-8").split("\n"), start=1)
-    return [
-        _validate(Sample, _parse(line, f"{file} line {number}"), f"{file} line {number}")
-        for number, line in lines
-        if line.strip()
-    ]
+AnyPart = TypeVar("AnyPart", bound=Part)
 
 
-def _parse(text: str, where: str) -> Any:
+def parse(text: str, where: str) -> Any:
+    """JSON as Python values. Raises ContractError, which names `where`."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ContractError(f"{where}: not JSON: {error}") from error
 
 
-def _validate(model: type[Part], content: Any, where: str) -> Part:
+def validate(model: type[AnyPart], content: Any, where: str) -> AnyPart:
+    """`content` as a model. Raises ContractError, which names `where` and the first key that does not fit."""
     try:
         return model.model_validate(content)
     except ValidationError as error:
@@ -224,9 +201,9 @@ def _short(value: Any) -> str:
 
 def _empty_keys(part: BaseModel, prefix: str = "") -> Iterator[str]:
     """Dotted names of the fields that are None and may not be, depth first."""
-    for key in type(part).model_fields:
+    for key, field in type(part).model_fields.items():
         value = getattr(part, key)
-        if key == "samples" or key in NULLABLE:
+        if "null" in (field.json_schema_extra or {}):
             continue
         if value is None:
             yield prefix + key

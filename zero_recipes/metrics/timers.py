@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-PHASES = ("imports", "data", "model", "samples_before", "train", "samples_after", "save")
+from zero_recipes.metrics.parts import PhaseSeconds
+
+PHASES = tuple(PhaseSeconds.model_fields)
 
 
 class PhaseClock:

@@ -12,7 +12,7 @@ from zero_recipes.core.errors import Finding, Refusal, first_line
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import local_world_size, rank
 from zero_recipes.distributed.once_per_node import once_per_node
-from zero_recipes.metrics.prediction import Prediction
+from zero_recipes.metrics.prediction import PredictedMetrics, Prediction
 from zero_recipes.planner import jobs
 from zero_recipes.planner import predict as predictor
 from zero_recipes.planner.advice import Predict, smallest_fix
@@ -24,7 +24,7 @@ SOURCES = {"engine": "the engine, simulated", "formulas": "textbook formulas"}
 VERDICTS = {"fits": "fits into", "tight": "tight in", "no": "does not fit into"}
 
 
-def plan(run: RunConfig) -> dict[str, Any] | None:
+def plan(run: RunConfig) -> PredictedMetrics | None:
     """What metrics.json shows as "predicted"; None where the run is not planned. Every process calls it.
 
     On an accelerator, unless the recipe has `skip_plan: true`; on CPUs where it has `predict: true`. One process of
@@ -35,12 +35,13 @@ def plan(run: RunConfig) -> dict[str, Any] | None:
     word = once_per_node(lambda: _told(_work(run, os.environ)))
     if rank() == 0:
         print(*word["said"], sep="\n", flush=True)
-    return word["predicted"]
+    return None if word["predicted"] is None else PredictedMetrics.model_validate(word["predicted"])
 
 
 def _told(found: dict[str, Any]) -> dict[str, Any]:
     """As JSON can hold it."""
-    return {"predicted": found["predicted"], "said": [found["said"], *map(str, found["findings"])]}
+    carried = None if found["predicted"] is None else found["predicted"].model_dump(mode="json")
+    return {"predicted": carried, "said": [found["said"], *map(str, found["findings"])]}
 
 
 def wanted(run: RunConfig) -> bool:
@@ -83,10 +84,11 @@ def _work(run: RunConfig, environment: Mapping[str, str]) -> dict[str, Any]:
     return {"predicted": predicted(prediction), "said": said, "findings": findings}
 
 
-def predicted(prediction: Prediction) -> dict[str, Any]:
+def predicted(prediction: Prediction) -> PredictedMetrics:
     """The part of a prediction that metrics.json carries."""
     keys = ("source", "model_state_bytes", "at_peak", "peak_phase", "reserved_bytes", "host_bytes", "flops_per_step")
-    return {"peak_memory_bytes": prediction["allocated_peak_bytes"]} | {key: prediction[key] for key in keys}
+    carried = {key: prediction[key] for key in keys}
+    return PredictedMetrics.model_validate(carried | {"peak_memory_bytes": prediction["allocated_peak_bytes"]})
 
 
 def job_of_run(run: RunConfig, environment: Mapping[str, str]) -> Job:

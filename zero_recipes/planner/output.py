@@ -14,6 +14,7 @@ from rich.text import Text
 
 from zero_recipes.core import units
 from zero_recipes.core.tables import Column, print_columns
+from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner import recommend, table
 from zero_recipes.planner.advice import Fix
 from zero_recipes.planner.cost import cost
@@ -104,8 +105,13 @@ def write(answer: Answer, folder: Path) -> None:
     chosen, setting = answer.chosen, _setting(answer)
     lines = [setting, "", table.markdown(chosen, answer.price), *(f"- {line}" for line in _notes(chosen))]
     (folder / "plan.md").write_text("\n".join(lines) + "\n")
-    bars = [plan_plot.Bar(row.job.strategy, row.prediction) for row in chosen]
+    bars = [_bar(row.job.strategy, row.prediction) for row in chosen]
     plan_plot.draw(bars, answer.question.gpu.memory_bytes, "Planned memory", setting, folder / "plan.png")
+
+
+def _bar(name: str, prediction: Prediction) -> plan_plot.Bar:
+    reserved = prediction["reserved_bytes"]
+    return plan_plot.Bar(name, prediction["at_peak"], (reserved["low"], reserved["high"]))
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:

@@ -1,7 +1,8 @@
 """Tables, plots, judgements and one HTML page from many metrics.json. Reads files only; loads no model library."""
 
-from zero_recipes.metrics.schema import ContractError, Run, read_runs
-from zero_recipes.report.judgement import Judgement, judge
+from zero_recipes.metrics.read_runs import MeasuredRun, read_runs
+from zero_recipes.metrics.schema import ContractError
+from zero_recipes.report.judgement import Judgement, judge_runs
 from zero_recipes.report.write import write_report
 
-__all__ = ["ContractError", "Judgement", "Run", "judge", "read_runs", "write_report"]
+__all__ = ["ContractError", "Judgement", "MeasuredRun", "judge_runs", "read_runs", "write_report"]

@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from zero_recipes.metrics.schema import Run, Sample
+from zero_recipes.metrics.read_runs import MeasuredRun, SampleRow
 
 LOWER_IS_BETTER = {"reference_loss"}
 JUDGED = ("exact_match", "token_f1", "reference_loss")
 
 
-def sampled_run(runs: Sequence[Run]) -> Run | None:
+def sampled_run(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
     """The run whose answers are shown: a full run where there is one, otherwise the last that has samples."""
     with_samples = [run for run in runs if run.samples]
     full = [run for run in with_samples if not run.compared]
     return (full or with_samples or [None])[-1]
 
 
-def mean_scores(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
+def mean_scores(samples: Sequence[SampleRow]) -> dict[str, tuple[float, float]]:
     """For each metric its mean before and after, over the prompts scored both times."""
     means = {}
     for name in dict.fromkeys(name for sample in samples for name in sample.scores_before):
@@ -27,7 +27,7 @@ def mean_scores(samples: Sequence[Sample]) -> dict[str, tuple[float, float]]:
     return means
 
 
-def judge_answers(runs: Sequence[Run]) -> tuple[str, str, str, str, str]:
+def judge_answers(runs: Sequence[MeasuredRun]) -> tuple[str, str, str, str, str]:
     """Question, verdict, measured, claimed, right: yes only where no score is worse, no where none is better."""
     question = "Did fine-tuning make the answers better?"
     claimed = "A base model only continues text; after a few hundred to a few thousand steps it follows instructions."

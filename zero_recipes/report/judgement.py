@@ -10,7 +10,8 @@ from itertools import pairwise, product
 from typing import Literal, NamedTuple
 
 from zero_recipes.core import units
-from zero_recipes.metrics.schema import ORDER, Run
+from zero_recipes.metrics.read_runs import MeasuredRun
+from zero_recipes.metrics.schema import ORDER
 from zero_recipes.report import rows
 from zero_recipes.report.answers import judge_answers
 from zero_recipes.theory import zero_paper
@@ -38,7 +39,7 @@ class Judgement(NamedTuple):
     right: str
 
 
-def judge(runs: Sequence[Run]) -> list[Judgement]:
+def judge_runs(runs: Sequence[MeasuredRun]) -> list[Judgement]:
     """All judgements on these runs, in the order in which a reader asks; those on stages need compared rows."""
     compared = rows.comparison(runs)
     questions = (_finished, _alike, _staircase, _stages_equally_fast, _stage3_slower, _losses_equal, _communication)
@@ -47,7 +48,7 @@ def judge(runs: Sequence[Run]) -> list[Judgement]:
     return [*answers, Judgement(*judge_answers(runs))]
 
 
-def _finished(runs: Sequence[Run]) -> Judgement:
+def _finished(runs: Sequence[MeasuredRun]) -> Judgement:
     broken = [run for run in runs if run.status != "ok"]
     ended = "".join(f" {run.label}: {run.status}." for run in broken)
     return Judgement(
@@ -60,7 +61,7 @@ def _finished(runs: Sequence[Run]) -> Judgement:
     )
 
 
-def _alike(runs: Sequence[Run]) -> Judgement:
+def _alike(runs: Sequence[MeasuredRun]) -> Judgement:
     """A comparison needs equal conditions; what a failed row does not know cannot differ."""
     seen = {key: {getattr(run, key) for run in runs} - {None} for key in SAME_RUN}
     # The same data in the same order makes the same number of tokens, padding included.
@@ -83,7 +84,7 @@ def _written(value: object) -> str:
     return f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)
 
 
-def _staircase(runs: Sequence[Run]) -> Judgement:
+def _staircase(runs: Sequence[MeasuredRun]) -> Judgement:
     question = "Does the memory staircase hold, each stage at or below the one before?"
     claimed = "16Ψ, 4Ψ+12Ψ/N, 2Ψ+14Ψ/N and 16Ψ/N bytes per rank for stages 0 to 3."
     right = (
@@ -110,7 +111,7 @@ def _staircase(runs: Sequence[Run]) -> Judgement:
     return Judgement(question, "no" if rises else "yes", measured, claimed, right)
 
 
-def _stages_equally_fast(runs: Sequence[Run]) -> Judgement:
+def _stages_equally_fast(runs: Sequence[MeasuredRun]) -> Judgement:
     question = "Are stages 0 to 2 equally fast, within 5 %?"
     claimed = "Stages 0, 1 and 2 are within 5 % of each other."
     right = "DeepSpeed's stages 1 and 2 move 3Φ against 2Φ for stage 0; how much that costs depends on the network."
@@ -124,7 +125,7 @@ def _stages_equally_fast(runs: Sequence[Run]) -> Judgement:
     return _timed(question, spread <= EQUAL_SPEED, measured, claimed, right, timed)
 
 
-def _stage3_slower(runs: Sequence[Run]) -> Judgement:
+def _stage3_slower(runs: Sequence[MeasuredRun]) -> Judgement:
     question = "Is stage 3 slower by the 10 to 40 % that is claimed?"
     claimed = "Stage 3 is 20 to 40 % slower; elsewhere 10 to 20 %."
     right = (
@@ -141,7 +142,9 @@ def _stage3_slower(runs: Sequence[Run]) -> Judgement:
     return _timed(question, holds, f"zero3 is {relation}.", claimed, right, [reference, timed["zero3"]])
 
 
-def _timed(question: str, holds: bool, measured: str, claimed: str, right: str, timed: Sequence[Run]) -> Judgement:
+def _timed(
+    question: str, holds: bool, measured: str, claimed: str, right: str, timed: Sequence[MeasuredRun]
+) -> Judgement:
     """A verdict on speed; times taken on a CPU give numbers but no verdict, since the claims are about GPUs."""
     if any(run.device == "cpu" for run in timed):
         processes = max(run.world_size or 0 for run in timed)
@@ -150,7 +153,7 @@ def _timed(question: str, holds: bool, measured: str, claimed: str, right: str, 
     return Judgement(question, "yes" if holds else "no", measured, claimed, right)
 
 
-def _losses_equal(runs: Sequence[Run]) -> Judgement:
+def _losses_equal(runs: Sequence[MeasuredRun]) -> Judgement:
     question = "Do all strategies train alike, step by step?"
     claimed = "The loss curves are identical, because ZeRO changes where numbers lie and not what is computed."
     right = (
@@ -176,7 +179,7 @@ def _losses_equal(runs: Sequence[Run]) -> Judgement:
     return Judgement(question, "yes" if holds else "no", measured, claimed, right)
 
 
-def _within(runs: Sequence[Run], limit: float) -> tuple[bool, str]:
+def _within(runs: Sequence[MeasuredRun], limit: float) -> tuple[bool, str]:
     gap, step, low, high = _largest_gap(runs)
     if gap == 0:
         return True, f"Equal to the last bit over {step} steps."
@@ -184,7 +187,7 @@ def _within(runs: Sequence[Run], limit: float) -> tuple[bool, str]:
     return gap <= limit, f"The largest gap is {gap:.1e} of the loss, {where} (limit {limit:g})."
 
 
-def _largest_gap(runs: Sequence[Run]) -> tuple[float, int, str, str]:
+def _largest_gap(runs: Sequence[MeasuredRun]) -> tuple[float, int, str, str]:
     """Largest relative difference over the steps that all have, with its step (from 1) and the two strategies."""
     worst, steps = (0.0, 0, "", ""), list(zip(*(run.loss_history for run in runs), strict=False))
     for step, losses in enumerate(steps, start=1):
@@ -195,11 +198,11 @@ def _largest_gap(runs: Sequence[Run]) -> tuple[float, int, str, str]:
     return worst if worst[0] else (0.0, len(steps), "", "")
 
 
-def _first_not_finite(run: Run) -> int | None:
+def _first_not_finite(run: MeasuredRun) -> int | None:
     return next((step for step, loss in enumerate(run.loss_history, start=1) if not math.isfinite(loss)), None)
 
 
-def _communication(runs: Sequence[Run]) -> Judgement:
+def _communication(runs: Sequence[MeasuredRun]) -> Judgement:
     question = "Does each stage move as many bytes as the paper says?"
     claimed = "2Φ per step for DDP and stages 0 to 2, 3Φ for stage 3 (arXiv:1910.02054, section 7)."
     right = (
@@ -227,7 +230,7 @@ def _communication(runs: Sequence[Run]) -> Judgement:
     return Judgement(question, "yes" if agrees else "no", measured, claimed, right)
 
 
-def _saved_between_nodes(runs: Sequence[Run]) -> list[Judgement]:
+def _saved_between_nodes(runs: Sequence[MeasuredRun]) -> list[Judgement]:
     """Asked only where ZeRO++ ran on several machines."""
     sent = {run.label: rows.in_phi(run, run.communication_bytes_between_nodes) for run in runs if run.status == "ok"}
     saving = {
@@ -252,7 +255,7 @@ def _saved_between_nodes(runs: Sequence[Run]) -> list[Judgement]:
     ]
 
 
-def _terms_of(run: Run) -> str | None:
+def _terms_of(run: MeasuredRun) -> str | None:
     """What the measured volume is made of, by DeepSpeed's source; None for DDP, and where no reading of it fits."""
     if run.zero_stage is None:
         return None
@@ -263,7 +266,7 @@ def _terms_of(run: Run) -> str | None:
     return None
 
 
-def _stages(runs: Sequence[Run]) -> list[Run]:
+def _stages(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     """The finished rows of stages 0 to 3 in order; ddp stands in for stage 0 where zero0 is missing."""
     finished = {run.strategy: run for run in runs if run.status == "ok"}
     ladder = [finished.get("zero0") or finished.get("ddp"), *(finished.get(stage) for stage in ORDER[2:])]

@@ -10,7 +10,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from zero_recipes.core import units
-from zero_recipes.metrics.schema import Run, Sample
+from zero_recipes.metrics.parts import PhaseSeconds
+from zero_recipes.metrics.read_runs import MeasuredRun, SampleRow
 from zero_recipes.report import rows, table
 from zero_recipes.report.answers import mean_scores, sampled_run
 from zero_recipes.report.judgement import Judgement
@@ -25,7 +26,10 @@ ALT = {
 
 
 def render_page(
-    runs: Sequence[Run], judgements: Sequence[Judgement], pictures: dict[str, Path], single_pictures: dict[str, Path]
+    runs: Sequence[MeasuredRun],
+    judgements: Sequence[Judgement],
+    pictures: dict[str, Path],
+    single_pictures: dict[str, Path],
 ) -> str:
     """The whole page as text. `pictures` by name, `single_pictures` by the folder name of the single run."""
     environment = Environment(
@@ -51,7 +55,7 @@ def render_page(
     )
 
 
-def devices_note(runs: Sequence[Run]) -> str | None:
+def devices_note(runs: Sequence[MeasuredRun]) -> str | None:
     """A sentence on the rows that no GPU produced; None where all of them ran on one."""
     on_cpu = [run.label for run in runs if run.device == "cpu"]
     if not on_cpu:
@@ -77,7 +81,7 @@ def _tables(chosen: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _single(run: Run, picture: Path | None) -> dict[str, Any]:
+def _single(run: MeasuredRun, picture: Path | None) -> dict[str, Any]:
     return {
         "title": "Full run" if run.folder.name == "full" else f"Run {run.folder.name}",
         "setting": f"{rows.setting([run])}, strategy {run.strategy}",
@@ -87,7 +91,7 @@ def _single(run: Run, picture: Path | None) -> dict[str, Any]:
     }
 
 
-def _failure(run: Run) -> dict[str, Any]:
+def _failure(run: MeasuredRun) -> dict[str, Any]:
     """What is known about a run that did not finish, in the order in which a reader asks."""
     details = run.failure
     where = []
@@ -107,7 +111,7 @@ def _failure(run: Run) -> dict[str, Any]:
     }
 
 
-def _answers(run: Run | None) -> dict[str, Any] | None:
+def _answers(run: MeasuredRun | None) -> dict[str, Any] | None:
     """The first prompts with both answers and all scores, and the mean scores over all prompts."""
     if run is None:
         return None
@@ -120,7 +124,7 @@ def _answers(run: Run | None) -> dict[str, Any] | None:
     }
 
 
-def _sample(sample: Sample) -> dict[str, Any]:
+def _sample(sample: SampleRow) -> dict[str, Any]:
     names = dict.fromkeys((*sample.scores_before, *sample.scores_after))
     return {
         "prompt": sample.prompt,
@@ -137,17 +141,16 @@ def _sample(sample: Sample) -> dict[str, Any]:
 # ---------------------------------------------------------------- details of the runs
 
 
-def _phases(runs: Sequence[Run]) -> dict[str, Any]:
-    names = list(dict.fromkeys(name for run in runs for name in run.phase_seconds or {}))
-    lines = [
-        [run.label, *(_seconds((run.phase_seconds or {}).get(name)) for name in names)]
-        for run in runs
-        if run.phase_seconds
+def _phases(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
+    timed = [run for run in runs if run.phase_seconds]
+    names = [
+        name for name in PhaseSeconds.model_fields if any(name in run.phase_seconds.model_fields_set for run in timed)
     ]
+    lines = [[run.label, *(_seconds(getattr(run.phase_seconds, name)) for name in names)] for run in timed]
     return {"title": "Seconds per phase", "headers": ["run", *names], "rows": lines}
 
 
-def _predicted(runs: Sequence[Run]) -> dict[str, Any]:
+def _predicted(runs: Sequence[MeasuredRun]) -> dict[str, Any]:
     """What was planned beside what was measured: states with states, allocated peak with allocated peak."""
     lines = []
     for run in runs:
@@ -155,8 +158,7 @@ def _predicted(runs: Sequence[Run]) -> dict[str, Any]:
         states = rows.planned_states(run), rows.state_total(rank) if rank else None
         peaks = rows.planned_peak(run), rows.peak_allocated(run)
         if states[0] is not None or peaks[0] is not None:
-            source = str((run.predicted or {}).get("source", ""))
-            lines.append([run.label, source, *_beside(*states), *_beside(*peaks)])
+            lines.append([run.label, run.predicted.source or "", *_beside(*states), *_beside(*peaks)])
     return {
         "title": "Planned and measured memory",
         "headers": ["run", "planned by", "states planned", "measured", "apart", "peak planned", "measured", "apart"],
@@ -169,19 +171,19 @@ def _beside(planned: int | None, measured: int | None) -> tuple[str, str, str]:
     return units.size(planned), units.size(measured), apart
 
 
-def _shared(title: str, runs: Sequence[Run], key: str) -> Iterable[dict[str, Any]]:
-    """One table per distinct content of a mapping, naming the runs that share it."""
-    groups: dict[str, list[Run]] = {}
+def _shared(title: str, runs: Sequence[MeasuredRun], key: str) -> Iterable[dict[str, Any]]:
+    """One table per distinct content of a field, naming the runs that share it."""
+    groups: dict[str, tuple[dict[str, Any], list[MeasuredRun]]] = {}
     for run in runs:
-        if content := getattr(run, key):
-            groups.setdefault(json.dumps(content, sort_keys=True, default=str), []).append(run)
-    for members in groups.values():
+        if content := run.model_dump(include={key}, exclude_unset=True).get(key):
+            groups.setdefault(json.dumps(content, sort_keys=True), (content, []))[1].append(run)
+    for content, members in groups.values():
         names = "" if len(groups) == 1 else f" of {', '.join(run.label for run in members)}"
-        lines = [[name, _plain(name, value)] for name, value in getattr(members[0], key).items()]
+        lines = [[name, _plain(name, value)] for name, value in content.items()]
         yield {"title": title + names, "headers": [], "rows": lines}
 
 
-def _settings(runs: Sequence[Run]) -> Iterable[dict[str, Any]]:
+def _settings(runs: Sequence[MeasuredRun]) -> Iterable[dict[str, Any]]:
     yield from _shared("Hardware", runs, "hardware")
     lines = [
         [run.label, *("" if value is None else str(value) for value in values)]
@@ -196,7 +198,7 @@ def _settings(runs: Sequence[Run]) -> Iterable[dict[str, Any]]:
     }  # fmt: skip
 
 
-def _setting_values(run: Run) -> tuple[Any, ...]:
+def _setting_values(run: MeasuredRun) -> tuple[Any, ...]:
     return (
         run.model, run.parameters and f"{run.parameters:,}",
         run.trainable_parameters and f"{run.trainable_parameters:,}", run.device, run.world_size, run.precision,
@@ -212,7 +214,7 @@ def _seconds(value: float | None) -> str:
 def _plain(name: str, value: Any) -> str:
     if name.endswith("_bytes") and isinstance(value, int):
         return units.size(value)
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _embedded(picture: Path) -> str:

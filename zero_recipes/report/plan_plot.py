@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from matplotlib.patches import Patch
 from zero_recipes.core import units
 from zero_recipes.core.plot_style import ALARM, DPI, FAINT, INK, STYLE
 from zero_recipes.core.plot_style import PARTS as STATES
-from zero_recipes.metrics.prediction import PARTS, Prediction
+from zero_recipes.metrics.prediction import PARTS
 
 INCHES = (8.0, 4.8)
 COLOURS = STATES | {"activations": "#aa4466", "buckets": "#88ccee", "loss_head": "#ccbb44", "other": "#bbbbbb"}
@@ -25,10 +25,11 @@ BEYOND = 2.0  # of the GPU's memory: bars that go further are cut, and say how f
 
 @dataclass(frozen=True)
 class Bar:
-    """One strategy: its prediction, and the measured peak where there is one."""
+    """One strategy, in bytes: the planned peak by parts, what the process reserves, and the measured peak."""
 
     name: str
-    prediction: Prediction
+    at_peak: Mapping[str, int]  # by PARTS
+    reserved: tuple[int, int]  # low, high
     measured: int | None = None
 
 
@@ -51,17 +52,17 @@ def _bars(figure: Figure, bars: Sequence[Bar], capacity: int | None) -> None:
     axes = figure.subplots()
     highest = max([capacity or 0, *(max(_high(bar), bar.measured or 0) for bar in bars)])
     top = highest if capacity is None else min(highest, BEYOND * capacity)
-    unit, one = units.binary_unit(top)
+    unit, one = units.unit_of(top)
     measured = any(bar.measured for bar in bars)
     width = 0.38 if measured else 0.56
     for place, bar in enumerate(bars):
         left = place - 0.21 if measured else place
         bottom = 0.0
         for part in PARTS:
-            height = bar.prediction["at_peak"][part] / one
+            height = bar.at_peak[part] / one
             axes.bar(left, height, width, bottom=bottom, color=COLOURS[part], edgecolor="white", linewidth=0.6)
             bottom += height
-        low, high = (bar.prediction["reserved_bytes"][end] / one for end in ("low", "high"))
+        low, high = (end / one for end in bar.reserved)
         axes.plot([left, left], [low, high], color=INK, lw=1.3)
         axes.plot([left - 0.09, left + 0.09], [high, high], color=INK, lw=1.3)
         _label(axes, left, high, top / one, units.significant(bottom))
@@ -80,7 +81,7 @@ def _bars(figure: Figure, bars: Sequence[Bar], capacity: int | None) -> None:
 
 
 def _high(bar: Bar) -> int:
-    return max(bar.prediction["reserved_bytes"]["high"], sum(bar.prediction["at_peak"].values()))
+    return max(bar.reserved[1], sum(bar.at_peak.values()))
 
 
 def _label(axes, place: float, height: float, top: float, text: str) -> None:
@@ -93,7 +94,7 @@ def _label(axes, place: float, height: float, top: float, text: str) -> None:
 
 def _legend(figure: Figure, bars: Sequence[Bar], measured: bool, capacity: int | None) -> None:
     """The parts that some bar has, then what the lines are."""
-    shown = [part for part in PARTS if any(bar.prediction["at_peak"][part] for bar in bars)]
+    shown = [part for part in PARTS if any(bar.at_peak[part] for bar in bars)]
     handles = [Patch(color=COLOURS[part], label=LABELS.get(part, part)) for part in shown]
     if measured:
         handles.append(Patch(fill=False, edgecolor=INK, linewidth=1.1, label="measured peak"))

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from zero_recipes.core import units
 from zero_recipes.core.plot_style import ALARM, DPI, ELSEWHERE, FAINT, INK, PARTS, STYLE
-from zero_recipes.metrics.schema import Run
+from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.report import rows
 
 BARS_INCHES = (8.0, 4.8)
@@ -28,7 +28,7 @@ STRATEGIES = {"ddp": "#7a7a7a", "zero0": "#cc4b58", "zero1": "#e0a030", "zero2":
 OTHERS = ("#8e5ea2", "#a0642e", "#7fa653", "#c77cb0", "#4f4f87")
 
 
-def draw_comparison(runs: Sequence[Run], folder: Path) -> dict[str, Path]:
+def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
     """Write staircase.png, throughput.png and loss.png for the rows of the comparison; none if there are no rows."""
     compared = rows.comparison(runs)
     if not compared:
@@ -40,7 +40,7 @@ def draw_comparison(runs: Sequence[Run], folder: Path) -> dict[str, Path]:
     }
 
 
-def draw_single(run: Run, folder: Path) -> Path | None:
+def draw_single(run: MeasuredRun, folder: Path) -> Path | None:
     """Write run_<folder>.png with the losses of training and evaluation; None where nothing was trained."""
     if not run.loss_history:
         return None
@@ -56,7 +56,7 @@ def _save(path: Path, inches: tuple[float, float], draw: Callable[[Figure], None
     return path
 
 
-def _staircase(figure: Figure, runs: Sequence[Run]) -> None:
+def _staircase(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
     """Stacked model states of the fullest rank, in grey on top what lies on host and disk; beside them the peak, where
     an accelerator measured one."""
     axes = figure.subplots()
@@ -64,7 +64,7 @@ def _staircase(figure: Figure, runs: Sequence[Run]) -> None:
     peaks = [rows.peak_allocated(run) for run in runs]
     with_peaks = any(peaks)
     highest = max((_tallest(run) for run in runs), default=0)
-    unit, one = units.binary_unit(highest)
+    unit, one = units.unit_of(highest)
     width, shift = (0.4, 0.21) if with_peaks else (0.56, 0.0)
     for place, (run, peak) in enumerate(zip(runs, peaks, strict=True)):
         _state_bar(axes, run, place - shift if peak else place, width, one, len(runs))
@@ -78,19 +78,19 @@ def _staircase(figure: Figure, runs: Sequence[Run]) -> None:
     _staircase_legend(axes, elsewhere, with_peaks)
 
 
-def _tallest(run: Run) -> float:
+def _tallest(run: MeasuredRun) -> float:
     """Highest of the things that are drawn for a run, in bytes."""
     expected = rows.textbook(run)
     stacked = sum(_bytes_in(run, part) for part in (*PARTS, *ELSEWHERE))
     return max(stacked, rows.peak_allocated(run) or 0, expected.total if expected else 0)
 
 
-def _bytes_in(run: Run, part: str) -> int:
+def _bytes_in(run: MeasuredRun, part: str) -> int:
     """Of PARTS and ELSEWHERE, on the rank that holds most."""
     return getattr(rows.largest_rank(run), part, 0) or 0
 
 
-def _state_bar(axes: Axes, run: Run, place: float, width: float, one: int, bars: int) -> None:
+def _state_bar(axes: Axes, run: MeasuredRun, place: float, width: float, one: int, bars: int) -> None:
     """One stacked bar with its total on top, wherever it lies, and the textbook's total as a mark across it."""
     rank, expected = rows.largest_rank(run), rows.textbook(run)
     bottom = 0.0
@@ -119,7 +119,7 @@ def _staircase_legend(axes: Axes, elsewhere: Sequence[str], with_peaks: bool) ->
     axes.figure.legend(loc="outside lower center", ncols=6)
 
 
-def _throughput(figure: Figure, runs: Sequence[Run]) -> None:
+def _throughput(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
     """Non-padding tokens per second over all ranks, with the share of the baseline on top."""
     axes = figure.subplots()
     reference = rows.baseline(runs)
@@ -142,7 +142,7 @@ def _throughput(figure: Figure, runs: Sequence[Run]) -> None:
         axes.set_xlabel(f"percentages: relative to {reference.label}", fontsize=9.5)
 
 
-def _losses(figure: Figure, runs: Sequence[Run]) -> None:
+def _losses(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
     """All losses over each other, and below how far each lies from the baseline, on a log scale."""
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _title(upper, "Training loss", runs)
@@ -170,7 +170,7 @@ def _dashes(index: int, lines: int) -> tuple[float, tuple[float, float]] | str:
     return (-dash * (index - 1), (dash, dash * (lines - 1)))
 
 
-def _differences(axes: Axes, base: Run | None, trained: list[tuple[Run, str]]) -> None:
+def _differences(axes: Axes, base: MeasuredRun | None, trained: list[tuple[MeasuredRun, str]]) -> None:
     """Lines of |loss - baseline loss|; steps that agree to the last bit have no place on a log scale."""
     remarks: dict[str, list[str]] = {"equal at every step": [], "not finite": []}
     drawn: list[float] = []
@@ -196,7 +196,7 @@ def _differences(axes: Axes, base: Run | None, trained: list[tuple[Run, str]]) -
     axes.set_title(said or ("" if drawn else "nothing to compare"), fontsize=9.5)
 
 
-def _one_loss(figure: Figure, run: Run) -> None:
+def _one_loss(figure: Figure, run: MeasuredRun) -> None:
     """Training loss of one run, with the evaluation losses as dots on a line."""
     axes = figure.subplots()
     _title(axes, f"Training loss of {run.label}", [run])
@@ -211,19 +211,19 @@ def _one_loss(figure: Figure, run: Run) -> None:
     axes.legend()
 
 
-def colours(runs: Sequence[Run]) -> list[str]:
+def colours(runs: Sequence[MeasuredRun]) -> list[str]:
     """One colour per run: the five strategies always have theirs, further ones take the next free one."""
     others = [run.label for run in runs if run.label not in STRATEGIES]
     return [STRATEGIES.get(run.label) or OTHERS[others.index(run.label) % len(OTHERS)] for run in runs]
 
 
-def _title(axes: Axes, text: str, runs: Sequence[Run]) -> None:
+def _title(axes: Axes, text: str, runs: Sequence[MeasuredRun]) -> None:
     axes.set_title(text, loc="left", fontweight="bold", fontsize=12.5, pad=25)
     axes.annotate(rows.setting(runs), (0, 1), xycoords="axes fraction", xytext=(0, 8), textcoords="offset points",
                   fontsize=9.5, color="#57606a", ha="left", va="bottom", annotation_clip=False)  # fmt: skip
 
 
-def _strategy_axis(axes: Axes, runs: Sequence[Run], absent: Sequence[bool]) -> None:
+def _strategy_axis(axes: Axes, runs: Sequence[MeasuredRun], absent: Sequence[bool]) -> None:
     """Names under the bars, broken at underscores so that long ones do not meet; an `absent` bar says itself why."""
     names = [run.label if no_bar else _label(run) for run, no_bar in zip(runs, absent, strict=True)]
     labels = [name.replace("_", "\n").replace(" ", "\n") for name in names]
@@ -246,14 +246,14 @@ def _above(axes: Axes, place: float, height: float, text: str, bars: int) -> Non
                   fontsize=9.5 if bars <= 6 else 8)  # fmt: skip
 
 
-def _absent(axes: Axes, place: float, run: Run) -> None:
+def _absent(axes: Axes, place: float, run: MeasuredRun) -> None:
     """Where a bar would stand: why there is none."""
     words = {"oom": "out of memory", "ok": "not measured"}.get(run.status, run.status)
     axes.annotate(words, (place, 0), xytext=(0, 6), textcoords="offset points", rotation=90, ha="center",
                   va="bottom", color=ALARM, fontsize=9.5)  # fmt: skip
 
 
-def _label(run: Run) -> str:
+def _label(run: MeasuredRun) -> str:
     return run.label if run.status == "ok" else f"{run.label} ({run.status})"
 
 

@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero_recipes.metrics.schema import ORDER, RankState, Run
+from zero_recipes.metrics.parts import ModelStateBytes
+from zero_recipes.metrics.read_runs import MeasuredRun
+from zero_recipes.metrics.schema import ORDER
 from zero_recipes.theory import zero_paper
 
 BYTES_PER_VALUE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -12,34 +14,34 @@ FINAL_STEPS = 5
 NONE = (None, None, None)  # a rank that failed before anything was measured
 
 
-def comparison(runs: Sequence[Run]) -> list[Run]:
+def comparison(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     """The rows of the sweep: folder and strategy have the same name."""
     return [run for run in runs if run.compared]
 
 
-def single_runs(runs: Sequence[Run]) -> list[Run]:
+def single_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     """Everything else, such as a full training run beside the sweep."""
     return [run for run in runs if not run.compared]
 
 
-def baseline(runs: Sequence[Run]) -> Run | None:
+def baseline(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
     """What the others are measured against: ddp, or zero0 where ddp is missing or did not finish."""
     finished = {run.strategy: run for run in comparison(runs) if run.status == "ok"}
     return finished.get("ddp") or finished.get("zero0")
 
 
-def largest_rank(run: Run) -> RankState | None:
+def largest_rank(run: MeasuredRun) -> ModelStateBytes | None:
     """The rank that holds most model state on the device that trains."""
     ranks = [rank for rank in run.model_state_bytes or [] if rank and (rank.params, rank.grads, rank.optimizer) != NONE]
     return max(ranks, key=state_total) if ranks else None
 
 
-def state_total(rank: RankState) -> int:
+def state_total(rank: ModelStateBytes) -> int:
     """Bytes of params, grads and optimizer on the device that trains; what is offloaded does not count."""
     return (rank.params or 0) + (rank.grads or 0) + (rank.optimizer or 0)
 
 
-def textbook(run: Run) -> zero_paper.ModelState | None:
+def textbook(run: MeasuredRun) -> zero_paper.ModelState | None:
     """The formula's bytes for this run, or None where no formula covers it (offload, ZeRO++, unknown size)."""
     if run.strategy not in (*ORDER, "fsdp2") or not run.parameters or not run.world_size or run.precision is None:
         return None
@@ -54,54 +56,53 @@ def textbook(run: Run) -> zero_paper.ModelState | None:
     return formula(run.parameters, run.world_size, ORDER.index(run.strategy) - 1, trainable)
 
 
-def peak_allocated(run: Run) -> int | None:
+def peak_allocated(run: MeasuredRun) -> int | None:
     """Bytes allocated on the accelerator at the peak of the fullest rank; None without an accelerator."""
     return max((rank.allocated for rank in run.peak_memory_bytes or [] if rank and rank.allocated), default=None)
 
 
-def planned_states(run: Run) -> int | None:
+def planned_states(run: MeasuredRun) -> int | None:
     """Bytes of the planned model states on the device that trains; None for a run that was not planned."""
-    planned = (run.predicted or {}).get("model_state_bytes") or {}
-    parts = [planned.get(part) for part in ("params", "grads", "optimizer")]
-    return sum(parts) if all(isinstance(part, int) for part in parts) else None
+    planned = run.predicted.model_state_bytes if run.predicted else None
+    parts = [planned.params, planned.grads, planned.optimizer] if planned else [None]
+    return None if None in parts else sum(parts)
 
 
-def planned_peak(run: Run) -> int | None:
+def planned_peak(run: MeasuredRun) -> int | None:
     """Bytes allocated at the planned peak; None where no accelerator can be held against it."""
-    planned = (run.predicted or {}).get("peak_memory_bytes")
-    return planned if isinstance(planned, int) and run.device != "cpu" else None
+    return run.predicted.peak_memory_bytes if run.predicted and run.device != "cpu" else None
 
 
-def peak_resident(run: Run) -> int | None:
+def peak_resident(run: MeasuredRun) -> int | None:
     """Bytes of the largest process."""
     return max((rank.rss for rank in run.peak_memory_bytes or [] if rank and rank.rss), default=None)
 
 
-def speed(run: Run) -> float | None:
+def speed(run: MeasuredRun) -> float | None:
     """Non-padding tokens per second over all ranks."""
     return run.tokens_per_second.non_padding if run.tokens_per_second else None
 
 
-def communication_volume(run: Run) -> int | None:
+def communication_volume(run: MeasuredRun) -> int | None:
     """Bytes per optimizer step as the paper counts them: all-reduce twice, others once."""
     if run.communication_bytes_per_step is None:
         return None
     return zero_paper.paper_volume(run.communication_bytes_per_step)
 
 
-def communication_in_phi(run: Run) -> float | None:
+def communication_in_phi(run: MeasuredRun) -> float | None:
     """The same in units of Φ, the bytes of the trainable parameters in the run's precision."""
     return in_phi(run, run.communication_bytes_per_step)
 
 
-def in_phi(run: Run, sent: Mapping[str, int] | None) -> float | None:
+def in_phi(run: MeasuredRun, sent: Mapping[str, int] | None) -> float | None:
     """Bytes by collective, as the paper counts them, in units of Φ."""
     if sent is None or not run.trainable_parameters or run.precision is None:
         return None
     return zero_paper.paper_volume(sent) / (run.trainable_parameters * BYTES_PER_VALUE[run.precision])
 
 
-def paper_in_phi(run: Run) -> float | None:
+def paper_in_phi(run: MeasuredRun) -> float | None:
     """What the paper of the strategy says, in Φ: ZeRO's, or ZeRO++'s for what crosses between nodes."""
     if run.communication_bytes_per_step is None:
         return None
@@ -111,19 +112,19 @@ def paper_in_phi(run: Run) -> float | None:
     return None if parts is None else zero_paper.plus_plus_units(**parts)
 
 
-def final_loss(run: Run) -> float | None:
+def final_loss(run: MeasuredRun) -> float | None:
     """Mean of the last five steps; one step alone is mostly noise."""
     last = (run.loss_history or [])[-FINAL_STEPS:]
     return sum(last) / len(last) if last else None
 
 
-def table_rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def table_rows(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
     """One dict per run: sizes in bytes, times in seconds, None for what is not known."""
     reference = baseline(runs)
     return [_row(run, reference) for run in runs]
 
 
-def _row(run: Run, reference: Run | None) -> dict[str, Any]:
+def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
     rank, expected = largest_rank(run), textbook(run)
     total = state_total(rank) if rank else None
     return {
@@ -161,7 +162,7 @@ def _row(run: Run, reference: Run | None) -> dict[str, Any]:
     }
 
 
-def relative_speed(run: Run, reference: Run | None) -> float | None:
+def relative_speed(run: MeasuredRun, reference: MeasuredRun | None) -> float | None:
     """Tokens per second as a share of the baseline's; None for runs outside the comparison."""
     if reference is None or not run.compared:
         return None
@@ -169,7 +170,7 @@ def relative_speed(run: Run, reference: Run | None) -> float | None:
     return own / base if own is not None and base else None
 
 
-def setting(runs: Sequence[Run]) -> str:
+def setting(runs: Sequence[MeasuredRun]) -> str:
     """Model, machine and precision in one line; CPU runs say that they are no GPU."""
     known = [run for run in runs if run.model and run.device and run.world_size] or list(runs)
     first = known[0]

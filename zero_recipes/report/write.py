@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from zero_recipes.metrics.schema import Run, read_runs
+from zero_recipes.metrics.read_runs import MeasuredRun, read_runs
 from zero_recipes.report import plan_plot, plots, rows, table
-from zero_recipes.report.judgement import Judgement, judge
+from zero_recipes.report.judgement import Judgement, judge_runs
 from zero_recipes.report.page import devices_note, render_page
 
 VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
@@ -22,7 +22,7 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     """
     folder = Path(folder)
     runs = read_runs(folder)
-    judgements = judge(runs)
+    judgements = judge_runs(runs)
     pictures = plots.draw_comparison(runs, folder) | _plan_picture(runs, folder)
     drawn = {run.folder.name: plots.draw_single(run, folder) for run in rows.single_runs(runs)}
     single_pictures = {name: path for name, path in drawn.items() if path}
@@ -33,18 +33,23 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     return page
 
 
-def _plan_picture(runs: Sequence[Run], folder: Path) -> dict[str, Path]:
+def _plan_picture(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
     """plan.png: what was planned for the runs of the comparison, with the peaks that an accelerator measured."""
-    planned = [run for run in rows.comparison(runs) if rows.planned_peak(run) and "at_peak" in run.predicted]
+    planned = [run for run in rows.comparison(runs) if rows.planned_peak(run) and run.predicted.at_peak]
     if not planned:
         return {}
-    bars = [plan_plot.Bar(run.label, run.predicted, rows.peak_allocated(run)) for run in planned]
-    memory = [run.hardware["gpu_memory_bytes"] for run in planned if "gpu_memory_bytes" in (run.hardware or {})]
+    bars = [_bar(run) for run in planned]
+    memory = [run.hardware.gpu_memory_bytes for run in planned if run.hardware and run.hardware.gpu_memory_bytes]
     title, setting = "Planned memory, and the measured peak", rows.setting(planned)
     return {"plan": plan_plot.draw(bars, min(memory, default=None), title, setting, folder / "plan.png")}
 
 
-def print_report(runs: Sequence[Run], judgements: Sequence[Judgement], console: Console) -> None:
+def _bar(run: MeasuredRun) -> plan_plot.Bar:
+    reserved = run.predicted.reserved_bytes
+    return plan_plot.Bar(run.label, run.predicted.at_peak, (reserved.low, reserved.high), rows.peak_allocated(run))
+
+
+def print_report(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console: Console) -> None:
     """The tables and the judgements for the terminal."""
     for title, chosen in _tables(runs):
         console.print(Text(title, style="bold"))
@@ -64,13 +69,13 @@ def print_report(runs: Sequence[Run], judgements: Sequence[Judgement], console: 
                 console.print(Text(f"  may help: {fix}"))
 
 
-def _tables(runs: Sequence[Run]) -> list[tuple[str, list[dict]]]:
+def _tables(runs: Sequence[MeasuredRun]) -> list[tuple[str, list[dict]]]:
     """Comparison and single runs apart, each with a title; empty ones are left out."""
     groups = (("Comparison", rows.comparison(runs)), ("Single runs", rows.single_runs(runs)))
     return [(f"{title}: {rows.setting(group)}", rows.table_rows(group)) for title, group in groups if group]
 
 
-def _as_json(runs: Sequence[Run], judgements: Sequence[Judgement]) -> str:
+def _as_json(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement]) -> str:
     """Rows and judgements as strict JSON; bytes and seconds, nothing rounded."""
     reference = rows.baseline(runs)
     content = {
@@ -82,7 +87,7 @@ def _as_json(runs: Sequence[Run], judgements: Sequence[Judgement]) -> str:
     return json.dumps(rows.without_nan(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _as_markdown(runs: Sequence[Run]) -> str:
+def _as_markdown(runs: Sequence[MeasuredRun]) -> str:
     """The tables for a README, each below the setting that it was measured in."""
     blocks = [f"{title}\n\n{table.markdown_table(chosen)}" for title, chosen in _tables(runs)]
     lines = table.notes(rows.table_rows(runs)) + [note for note in [devices_note(runs)] if note]

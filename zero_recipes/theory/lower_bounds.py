@@ -8,6 +8,7 @@ from __future__ import annotations
 from zero_recipes.config.ds_view import number_in
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.core import units
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -147,7 +148,7 @@ def disk_terms(strategy: Strategy, settings: Settings, config, psi: int, here: i
     if settings.saves_checkpoints:
         one = checkpoint_bytes(strategy, settings, config, psi, here)
         count = _checkpoints(settings)
-        terms[f"{count} checkpoint{'s' if count > 1 else ''} of {one / 1e9:.1f} GB"] = count * one
+        terms[f"{count} checkpoint{'s' if count > 1 else ''} of {units.size(one)}"] = count * one
     if settings.save_model:
         terms["the model"] = saved_weights(strategy, settings, config, psi)
     return terms

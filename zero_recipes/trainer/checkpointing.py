@@ -97,7 +97,7 @@ def carry_on(trainer: CheckpointingSFTTrainer, run: RunConfig, data_sha256: str 
     """
     identity, checkpoint = measurements.identity, trainer.args.resume_from_checkpoint
     keys = ("strategy", "zero_stage", "world_size", "precision", "micro_batch_size", "gradient_accumulation_steps")
-    trainer.checkpoint_facts = {key: identity[key] for key in keys} | {
+    trainer.checkpoint_facts = {key: getattr(identity, key) for key in keys} | {
         "versions": environment.versions(),
         "recipe_sha256": run.recipe.sha256,
         "data_sha256": data_sha256,

@@ -13,8 +13,10 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from zero_recipes.compat.patches import forget_trace_of_generation
+from zero_recipes.core.tables import print_texts
 from zero_recipes.data.samples import Sample
 from zero_recipes.distributed import fsdp
+from zero_recipes.metrics.read_runs import SampleRow
 from zero_recipes.metrics.timers import PhaseClock
 
 SCORES = Path(__file__).with_name("scores")
@@ -103,39 +105,36 @@ def score(samples: list[Sample], answers: Answers) -> list[dict[str, float]]:
     return result
 
 
-def write_samples(path: Path, samples: list[Sample], before: Answers, after: Answers) -> list[dict[str, Any]]:
+def write_samples(path: Path, samples: list[Sample], before: Answers, after: Answers) -> list[SampleRow]:
     """samples.jsonl: one line per prompt. Returns the rows."""
     rows = [
-        {
-            "prompt": sample.prompt,
-            "before": text_before,
-            "after": text_after,
-            "reference": sample.reference,
-            "scores_before": scores_before,
-            "scores_after": scores_after,
-        }
+        SampleRow(
+            prompt=sample.prompt,
+            before=text_before,
+            after=text_after,
+            reference=sample.reference,
+            scores_before=scores_before,
+            scores_after=scores_after,
+        )
         for sample, text_before, text_after, scores_before, scores_after in zip(
             samples, before.texts, after.texts, score(samples, before), score(samples, after), strict=True
         )
     ]
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row.model_dump(), ensure_ascii=False) + "\n" for row in rows))
     return rows
 
 
-def show_samples(rows: list[dict[str, Any]], most: int = 6) -> None:
+def show_samples(rows: list[SampleRow], most: int = 6) -> None:
     """Print the first rows and the mean scores as tables."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
-    table = Table(title=f"Before and after ({min(most, len(rows))} of {len(rows)} prompts)", show_lines=True)
-    for name in ("prompt", "before", "after", "reference"):
-        table.add_column(name, overflow="fold")
-    for row in rows[:most]:
-        table.add_row(question(row["prompt"]), *(_short(row[name]) for name in ("before", "after", "reference")))
-    console.print(table)
-    for name in next((row["scores_after"] for row in rows if row["scores_after"]), {}):
-        before, after = ([row[key][name] for row in rows if row[key]] for key in ("scores_before", "scores_after"))
+    texts = [[question(row.prompt), *map(_short, (row.before, row.after, row.reference))] for row in rows[:most]]
+    title = f"Before and after ({len(texts)} of {len(rows)} prompts)"
+    print_texts(title, ("prompt", "before", "after", "reference"), texts, console)
+    for name in next((row.scores_after for row in rows if row.scores_after), {}):
+        before = [row.scores_before[name] for row in rows if row.scores_before]
+        after = [row.scores_after[name] for row in rows if row.scores_after]
         console.print(f"  {name:15s} {sum(before) / len(before):8.3f} before  {sum(after) / len(after):8.3f} after")
 
 

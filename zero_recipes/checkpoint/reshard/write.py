@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.reshard.load import FOLDER, INDEX, is_resharded
 from zero_recipes.checkpoint.reshard.read import Source, open_checkpoint, read_parameter
+from zero_recipes.core import units
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 
@@ -160,7 +161,7 @@ def _refuse_full_disk(target: Path, needed: int) -> None:
     if needed > free:
         raise Refusal(
             "ZR744",
-            f"{target} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free there",
+            f"{target} needs {units.size(needed)}, and {units.size(free)} are free there",
             "A checkpoint that is cut off is none.",
             "Make room, or move the checkpoint to a larger disk.",
         )

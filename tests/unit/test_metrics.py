@@ -1,0 +1,253 @@
+"""The model of metrics.json: what is written is read again, old files stay readable, and the pages are made from it."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from zero_recipes.core import files
+from zero_recipes.metrics.failure import RankFailure, failed_row
+from zero_recipes.metrics.parts import (
+    Evaluation,
+    Failure,
+    ModelStateBytes,
+    PeakMemory,
+    StepSeconds,
+    Tokens,
+    TokensPerSecond,
+)
+from zero_recipes.metrics.read_runs import SampleRow, read_runs
+from zero_recipes.metrics.schema import SCHEMA, ContractError, Measurements, Metrics
+from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "docs" / "demo"
+MEASURED = sorted(DEMO.glob("*/metrics.json"))
+
+# of a run on CPUs before there were phases of the host, volumes between machines, links, threads or resumed runs
+OLDEST = {
+    "schema": 1,
+    "status": "ok",
+    "name": "pythia",
+    "strategy": "zero1",
+    "zero_stage": 1,
+    "world_size": 1,
+    "device": "cpu",
+    "model": "EleutherAI/pythia-70m",
+    "parameters": 70,
+    "trainable_parameters": 70,
+    "precision": "bf16",
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "peak_memory_bytes": [{"rss": 900}],
+    "model_state_bytes": [{"params": 1, "grads": 2, "optimizer": 3, "offloaded_host": 0, "offloaded_disk": 0}],
+    "communication_bytes_per_step": {},
+    "tokens": {"all": 3, "non_padding": 2, "supervised": 1},
+    "tokens_per_second": {"all": 3, "non_padding": 2.0, "supervised": 1.0},
+    "step_seconds": {"median": 0.5, "p90": 0.6, "warmup_steps_excluded": 0},
+    "phase_seconds": {"train": 1.0},
+    "loss_history": [2.5],
+    "grad_norm_history": [],
+    "eval_history": [],
+    "versions": {"torch": "2.9"},
+    "hardware": {"cpu": "a processor"},
+    "recipe_sha256": "ab",
+}
+
+
+def strict(path: Path):
+    """JSON as the standard has it."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+
+
+def row(**changes) -> Metrics:
+    return Metrics.model_validate(OLDEST | changes)
+
+
+@pytest.mark.parametrize("path", MEASURED, ids=lambda path: path.parent.name)
+def test_a_committed_file_of_schema_1_is_read_and_written_back_the_same(path, tmp_path):
+    assert len(MEASURED) == 6
+    Metrics.read(path).write(tmp_path / "metrics.json")
+    assert strict(tmp_path / "metrics.json") == json.loads(path.read_text())
+
+
+def test_the_oldest_file_of_schema_1_is_read_and_written_back_the_same(tmp_path):
+    (tmp_path / "metrics.json").write_text(json.dumps(OLDEST))
+    (run,) = read_runs(tmp_path)
+    assert (run.peak_memory_bytes[0].rss, run.phase_seconds.train, run.first_step, run.resumed_at) == (900, 1.0, 1, [])
+    assert run.max_length is run.predicted is run.hardware.gpu is None
+    Metrics.read(tmp_path / "metrics.json").write(tmp_path / "again.json")
+    assert strict(tmp_path / "again.json") == OLDEST
+
+
+def test_a_later_key_is_ignored_and_a_later_schema_is_not(tmp_path):
+    path = tmp_path / "metrics.json"
+    path.write_text(json.dumps(OLDEST | {"of_a_later_version": 1, "hardware": {"cpu": "x", "tpu": "y"}}))
+    assert Metrics.read(path).hardware.cpu == "x"
+    path.write_text(json.dumps(OLDEST | {"schema": SCHEMA + 1}))
+    with pytest.raises(ContractError, match=rf"metrics\.json: schema: Input should be {SCHEMA}"):
+        Metrics.read(path)
+
+
+def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_again(tmp_path):
+    broken = row(
+        loss_history=[2.0, math.nan, math.inf],
+        grad_norm_history=[math.inf],
+        eval_history=[{"step": 1, "loss": math.nan}],
+    )
+    broken.write(tmp_path / "metrics.json")
+    content = strict(tmp_path / "metrics.json")
+    assert (content["loss_history"], content["grad_norm_history"]) == ([2.0, None, None], [None])
+    assert content["eval_history"] == [{"step": 1, "loss": None}]
+    again = Metrics.read(tmp_path / "metrics.json")
+    assert [math.isfinite(loss) for loss in again.loss_history] == [True, False, False]
+    assert math.isnan(again.grad_norm_history[0]) and math.isnan(again.eval_history[0].loss)
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.json"
+    row().write(path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        row(parameters=1).write(path)
+    assert Metrics.read(path).parameters == 70
+
+
+def test_the_pages_are_what_the_models_say():
+    check = [sys.executable, "scripts/metrics_page.py", "--check"]
+    assert subprocess.run(check, cwd=ROOT, timeout=120).returncode == 0, "run python scripts/metrics_page.py"
+
+
+def models(model: type[BaseModel]):
+    """The model and all that are nested in it."""
+    yield model
+    for field in model.model_fields.values():
+        inside = [field.annotation]
+        while inside:
+            hint = inside.pop()
+            inside += getattr(hint, "__args__", ())
+            if isinstance(hint, type) and issubclass(hint, BaseModel):
+                yield from models(hint)
+
+
+@pytest.mark.parametrize("model", [Metrics, RankFailure, SampleRow])
+def test_every_field_is_described_and_sizes_and_times_have_their_unit(model):
+    for part in models(model):
+        for name, field in part.model_fields.items():
+            assert field.description, f"{part.__name__}.{name}"
+            assert part.__doc__
+    units = {"_bytes": "bytes", "_bytes_per_second": "bytes/s", "_seconds": "seconds"}
+    leaves = {
+        (name, field.json_schema_extra.get("unit"))
+        for part in models(model)
+        for name, field in part.model_fields.items()
+        if field.annotation in (int, float, int | None, float | None)
+    }
+    for name, unit in leaves:
+        for ending, expected in units.items():
+            assert not name.endswith(ending) or unit == expected, name
+
+
+# all ranks together
+
+
+def figures(step: int) -> RankFigures:
+    """Of one of two ranks."""
+    return RankFigures(
+        peak=PeakMemory(allocated=None, reserved=None, rss=100 * step),
+        states=ModelStateBytes(params=step, grads=0, optimizer=0, offloaded_host=0, offloaded_disk=0),
+        losses=[1.0 * step, 2.0 * step, 3.0 * step],
+        tokens=Tokens(all=30, non_padding=20, supervised=10),
+        timed_tokens=Tokens(all=20, non_padding=10, supervised=5),
+        traffic=None,
+    )
+
+
+def test_ranks_are_brought_together():
+    found = summarise([figures(1), figures(3)], [9.0, 1.0, 3.0], 1, engine_seconds=None)
+    assert [peak.rss for peak in found.peak_memory_bytes] == [100, 300]
+    assert [states.params for states in found.model_state_bytes] == [1, 3]
+    assert found.tokens == Tokens(all=60, non_padding=40, supervised=20)
+    assert found.tokens_per_second == TokensPerSecond(all=10.0, non_padding=5.0, supervised=2.5)
+    assert found.step_seconds == StepSeconds(median=2.0, p90=3.0, warmup_steps_excluded=1)
+    assert found.loss_history == [2.0, 4.0, 6.0]
+
+
+def test_a_resumed_run_has_losses_and_tokens_of_the_whole_and_the_rest_of_the_last_process():
+    earlier = summarise([figures(1)], [1.0, 1.0, 1.0], 0)
+    now = summarise([figures(2)], [4.0, 4.0, 4.0], 0)
+    found = continued(earlier, now)
+    assert found.loss_history == [1.0, 2.0, 3.0, 2.0, 4.0, 6.0]
+    assert found.tokens == Tokens(all=60, non_padding=40, supervised=20)
+    assert (found.step_seconds.median, found.peak_memory_bytes[0].rss) == (4.0, 200)
+    assert continued(Measurements(), now) == now
+
+
+def test_a_checkpoint_carries_the_history_as_json():
+    evaluation = Evaluation(step=2, loss=1.5)
+    history = History(
+        summary=summarise([figures(1)], [1.0, 1.0, 1.0], 0, engine_seconds=None, nvme=None),
+        grad_norm_history=[1.0, math.inf],
+        eval_history=[evaluation],
+        first_step=1,
+        resumed_at=[3],
+    )
+    carried = json.loads(json.dumps(history.model_dump(mode="json") | {"answers_before": {}}))
+    again = History.model_validate(carried)
+    assert again.summary == history.summary and again.eval_history == [evaluation]
+    assert (again.first_step, again.resumed_at, math.isfinite(again.grad_norm_history[1])) == (1, [3], False)
+    assert History.model_validate({}).summary == Measurements()
+
+
+# failures
+
+
+def test_a_failed_row_keeps_what_is_known_and_is_written_without_what_is_not(tmp_path):
+    row(status="failed", error="the run has not finished", loss_history=[]).write(tmp_path / "metrics.json")
+    ended = failed_row(tmp_path, "zero1", -9, "")
+    assert (ended.parameters, ended.status, ended.failure.signal) == (70, "failed", "SIGKILL")
+    ended.write(tmp_path / "metrics.json")
+    assert Metrics.read(tmp_path / "metrics.json").failure == ended.failure
+    nothing = failed_row(tmp_path / "never_began", "zero1", 1, "it broke")
+    assert nothing.failure == Failure(phase="unknown", rank=None, largest_memory=[], cures=[], signal=None)
+    nothing.write(tmp_path / "nothing.json")
+    assert set(strict(tmp_path / "nothing.json")) == {"schema", "status", "error", "name", "strategy", "failure"}
+
+
+def test_a_damaged_failure_file_is_named_with_its_key(tmp_path):
+    (tmp_path / "failure.rank1.json").write_text('{"rank": 1, "status": "oom"}')
+    with pytest.raises(ContractError, match=r"failure\.rank1\.json: phase: missing"):
+        failed_row(tmp_path, "zero1", 1, "")
+
+
+# what may be imported by whom
+
+LIGHT = """
+import importlib, pkgutil, sys
+import zero_recipes.core, zero_recipes.report
+for package in (zero_recipes.core, zero_recipes.report):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+for name in ("theory.zero_paper", "metrics.schema", "metrics.read_runs", "metrics.failure", "metrics.prediction"):
+    importlib.import_module("zero_recipes." + name)
+print(sorted({"torch", "transformers", "trl", "deepspeed", "zero_recipes.planner"} & set(sys.modules)))
+"""
+
+
+def test_core_report_and_the_model_of_the_file_load_no_model_library():
+    done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

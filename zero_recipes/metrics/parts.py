@@ -1,0 +1,204 @@
+"""What metrics.json is made of: the nested models and their documented fields. Bytes are bytes, times are seconds."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+NO_ACCELERATOR = "without an accelerator"
+ENDED_BEFORE = "where the run ended before"
+EARLIER = "in files of earlier versions"
+
+
+class Part(BaseModel):
+    """A piece of the file. Keys that it does not know are ignored: a later version may have added them."""
+
+    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+
+
+def measured(meaning: str, unit: str | None = None, null: str | None = None, default: Any = None) -> Any:
+    """A field that a row which did not finish may lack.
+
+    A row of status "ok" has it, unless `null` says when it is null there too ("without an accelerator").
+    """
+    more = {key: value for key, value in (("unit", unit), ("null", null)) if value is not None}
+    return Field(default, description=meaning, json_schema_extra=more)
+
+
+def known(meaning: str, unit: str | None = None, **more: Any) -> Any:
+    """A field that every row has."""
+    return Field(description=meaning, json_schema_extra={} if unit is None else {"unit": unit}, **more)
+
+
+# Strict JSON has no NaN: a number that is not finite is written as null, and read as NaN.
+Number = Annotated[
+    float,
+    BeforeValidator(lambda value: math.nan if value is None else value),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]}),
+]
+
+
+class PeakMemory(Part):
+    """Highest bytes of one rank's process."""
+
+    allocated: int | None = measured(
+        "live tensors on the accelerator, from the first step on, samples excluded", "bytes", NO_ACCELERATOR
+    )
+    reserved: int | None = measured(
+        "what the caching allocator took of the accelerator, over the same time", "bytes", NO_ACCELERATOR
+    )
+    rss: int | None = measured("resident memory of the whole process", "bytes")
+
+
+class PhaseBytes(Part):
+    """Bytes after each phase of the first steps."""
+
+    model_loaded: int | None = measured("the weights are loaded", "bytes", ENDED_BEFORE)
+    engine_built: int | None = measured("the engine and its optimizer stand", "bytes", ENDED_BEFORE)
+    forward: int | None = measured("after a forward pass", "bytes", ENDED_BEFORE)
+    backward: int | None = measured("after a backward pass", "bytes", ENDED_BEFORE)
+    step: int | None = measured("after an optimizer step", "bytes", ENDED_BEFORE)
+
+
+class ModelStateBytes(Part):
+    """Model states of one rank: the first three on the device that trains, the others elsewhere."""
+
+    params: int | None = measured("parameters", "bytes")
+    grads: int | None = measured("gradients", "bytes")
+    optimizer: int | None = measured("states of the optimizer, the fp32 master included", "bytes")
+    offloaded_host: int | None = measured(
+        "states in the host's memory. In a CPU run, what the configuration offloads; what is swapped in for a moment "
+        "counts there too",
+        "bytes",
+    )
+    offloaded_disk: int | None = measured("states in swap files", "bytes")
+
+
+class Tokens(Part):
+    """Tokens of the whole run, over all ranks."""
+
+    all: int | None = measured("padding included", "tokens")
+    non_padding: int | None = measured("without padding", "tokens")
+    supervised: int | None = measured("those that carry the loss", "tokens")
+
+
+class TokensPerSecond(Part):
+    """Tokens per second over all ranks and the timed steps."""
+
+    all: float | None = measured("padding included", "tokens/s")
+    non_padding: float | None = measured("without padding", "tokens/s")
+    supervised: float | None = measured("those that carry the loss", "tokens/s")
+
+
+class StepSeconds(Part):
+    """Seconds per optimizer step after the warm-up steps."""
+
+    median: float | None = measured("of the timed steps", "seconds")
+    p90: float | None = measured("nine of ten timed steps take at most so long", "seconds")
+    warmup_steps_excluded: int | None = measured(
+        "the first steps, which are not timed: at most five, at most half", "steps"
+    )
+
+
+class SecondsInStep(Part):
+    """Seconds of one optimizer step by DeepSpeed's own timers, the median of the timed ones."""
+
+    forward: float | None = measured("forward passes", "seconds")
+    backward: float | None = measured("backward passes, the two below included", "seconds")
+    backward_inner: float | None = measured("autograd", "seconds")
+    backward_reduce: float | None = measured("what is left to reduce after it", "seconds")
+    optimizer: float | None = measured("the optimizer", "seconds")
+
+
+class PhaseSeconds(Part):
+    """Seconds of each phase of the run; a phase inside another does not count in the outer one."""
+
+    imports: float | None = measured("starting Python and importing", "seconds", EARLIER)
+    data: float | None = measured("loading and preparing the rows", "seconds", EARLIER)
+    model: float | None = measured("loading the weights", "seconds", EARLIER)
+    samples_before: float | None = measured("answers before training", "seconds", EARLIER)
+    train: float | None = measured("training", "seconds", EARLIER)
+    samples_after: float | None = measured("answers after training", "seconds", EARLIER)
+    save: float | None = measured("saving the model and checking it", "seconds", EARLIER)
+
+
+class Evaluation(Part):
+    """One evaluation."""
+
+    step: int = known("optimizer steps that were done", "steps")
+    loss: Number = known("mean over all tokens of the split that carry loss; null where it is not finite", "nats/token")
+
+
+class Disk(Part):
+    """A folder for swap files, measured by one process before training (DeepSpeed's aio, past the page cache)."""
+
+    path: str = known("the folder")
+    free_bytes: int = known("free on its disk", "bytes")
+    write_bytes_per_second: float = known("written", "bytes/s")
+    read_bytes_per_second: float = known("read back", "bytes/s")
+
+
+class DiskTraffic(Part):
+    """What one rank reads and writes in an optimizer step, the mean, by the kernel's counters."""
+
+    read: int = known("from disks", "bytes")
+    written: int = known("to disks", "bytes")
+
+
+class Nvme(Part):
+    """Swapping to disks."""
+
+    disks: list[Disk] = known("the folders, as rank 0's machine has them")
+    bytes_per_step: list[DiskTraffic | None] = known("per rank")
+
+
+class HostLink(Part):
+    """Copies between pinned host memory and the GPU."""
+
+    to_device: float = known("host to GPU", "bytes/s")
+    to_host: float = known("GPU to host", "bytes/s")
+
+
+class Network(Part):
+    """The links between the machines, measured before training."""
+
+    machines: int = known("machines of the run")
+    backend: str = known("nccl or gloo")
+    transport: str = known("what carries the bytes: TCP, InfiniBand or RoCE")
+    interfaces: list[str] = known("network interface of each machine's first rank")
+    all_reduce_bytes: int = known("size of the tensor of the measured all-reduce", "bytes")
+    all_reduce_seconds: float = known("the median of three", "seconds")
+    bus_bytes_per_second: float = known(
+        "nccl-tests' bus bandwidth: 2 (N - 1) / N times the bytes, by the time; N ranks", "bytes/s"
+    )
+
+
+class Hardware(Part):
+    """The machine of rank 0."""
+
+    cpu: str | None = measured("processor", null=EARLIER)
+    cpu_cores: int | None = measured("cores that the process may use", null=EARLIER)
+    ram_bytes: int | None = measured("memory of the machine", "bytes", EARLIER)
+    gpu: str | None = measured("the accelerator's name", null=NO_ACCELERATOR)
+    gpus_visible: int | None = measured("accelerators that the process sees", null=NO_ACCELERATOR)
+    gpu_memory_bytes: int | None = measured("memory of one accelerator", "bytes", NO_ACCELERATOR)
+    cuda: str | None = measured("CUDA version that torch was built with", null=NO_ACCELERATOR)
+
+
+class Holding(Part):
+    """Something that held memory when a run failed."""
+
+    what: str = known("a part of the model states, or the rest of the peak")
+    bytes: int = known("its size", "bytes")
+
+
+class Failure(Part):
+    """What is known about a run that ended early."""
+
+    phase: str | None = measured("the phase that failed (a key of phase_seconds), or unknown")
+    rank: int | None = measured("the rank that failed first", null="where a signal ended it, or nothing is known")
+    largest_memory: list[Holding] = measured("what held memory on that rank, the largest first", default=[])
+    cures: list[str] = measured("what may help, in the order in which to try", default=[])
+    signal: str | None = measured("the signal that ended a process", null="where none did")

@@ -1,0 +1,77 @@
+"""What each rank has measured, brought together: the part of metrics.json that needs all ranks."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from zero_recipes.metrics.parts import (
+    DiskTraffic,
+    Evaluation,
+    ModelStateBytes,
+    Number,
+    Part,
+    PeakMemory,
+    StepSeconds,
+    Tokens,
+    TokensPerSecond,
+)
+from zero_recipes.metrics.schema import Measurements
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """One rank's share of the figures."""
+
+    peak: PeakMemory
+    states: ModelStateBytes
+    losses: list[float]  # one per optimizer step of this process
+    tokens: Tokens  # over all its steps
+    timed_tokens: Tokens  # over the timed ones
+    traffic: DiskTraffic | None  # None where nothing is swapped
+
+
+class History(Part):
+    """What a checkpoint carries of the measurements, for the run that goes on from it; all of it may be missing."""
+
+    summary: Measurements = Measurements()
+    grad_norm_history: list[Number] = Field([])
+    eval_history: list[Evaluation] = Field([])
+    first_step: int | None = None  # of the loss history
+    resumed_at: list[int] = Field([])
+
+
+def summarise(ranks: Sequence[RankFigures], seconds: Sequence[float], warmup: int, **more: Any) -> Measurements:
+    """The figures of all ranks over at least one step. `seconds`: of each step; `warmup`: how many are not timed;
+    `more`: what rank 0 alone knows (fields of Measurements)."""
+    timed = seconds[warmup:]
+    speed = _sum([rank.timed_tokens for rank in ranks])
+    return Measurements(
+        peak_memory_bytes=[rank.peak for rank in ranks],
+        model_state_bytes=[rank.states for rank in ranks],
+        tokens=_sum([rank.tokens for rank in ranks]),
+        tokens_per_second=TokensPerSecond(**{key: count / sum(timed) for key, count in speed}),
+        step_seconds=StepSeconds(
+            median=statistics.median(timed),
+            p90=sorted(timed)[min(len(timed) - 1, int(0.9 * len(timed)))],
+            warmup_steps_excluded=warmup,
+        ),
+        loss_history=[sum(step) / len(ranks) for step in zip(*(rank.losses for rank in ranks), strict=True)],
+        **more,
+    )
+
+
+def continued(earlier: Measurements, now: Measurements) -> Measurements:
+    """The figures of a resumed run: losses and tokens of the whole run, everything else of the last process."""
+    if earlier.tokens is None:
+        return now
+    losses = [*(earlier.loss_history or []), *now.loss_history]
+    return now.model_copy(update={"loss_history": losses, "tokens": _sum([earlier.tokens, now.tokens])})
+
+
+def _sum(counts: Sequence[Tokens]) -> Tokens:
+    return Tokens(**{key: sum(getattr(each, key) for each in counts) for key in Tokens.model_fields})
