@@ -31,6 +31,7 @@ grid: ops
 lint: setup
 	ruff check .
 	ruff format --check .
+	lint-imports
 
 clean:
 	rm -rf $(VENV) output build *.egg-info
