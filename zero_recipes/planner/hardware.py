@@ -51,8 +51,8 @@ def gpus(extra: Path | None = None) -> dict[str, Gpu]:
 
 def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
     """The GPU of this name, or the only one whose name begins with it. Raises Refusal."""
-    asked = _bare(name)
-    found = [key for key in known if _bare(key) == asked] or [key for key in known if _bare(key).startswith(asked)]
+    bare = _bare(name)
+    found = [key for key in known if _bare(key) == bare] or [key for key in known if _bare(key).startswith(bare)]
     if len(found) == 1:
         return known[found[0]]
     raise Refusal(
@@ -75,7 +75,7 @@ def _read(path: Path) -> dict[str, Gpu]:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
         raise Refusal(
-            "ZR809", f"{path} is not YAML", str(error).replace("\n", " "), "Mend the line that it names."
+            "ZR809", f"{path} is not YAML", str(error).replace("\n", " "), "Correct the line that it names."
         ) from None
     if not isinstance(content, dict):
         raise Refusal(
@@ -100,6 +100,6 @@ def _gpu(name: str, figures: object, path: Path) -> Gpu:
         raise Refusal(
             "ZR811",
             f"{path}: {name}: {key}: {first['msg']}",
-            "A wrong figure would become a wrong verdict.",
+            "A wrong figure would become a wrong plan.",
             "See the comment at the top of zero_recipes/planner/hardware.yaml for units and keys.",
         ) from error
