@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: setup ops demo test grid lint clean
+.PHONY: setup ops demo test-fast test grid canary lint clean
 
 setup: $(VENV)/.ready
 
@@ -21,12 +21,34 @@ demo: setup
 ops: setup
 	@python -m zero_recipes.distributed.kernels deepspeed_shm_comm cpu_adam async_io
 
+# the tests of single functions: one process, no run
+test-fast: setup
+	python -m pytest tests/unit
+
+# All of them. In two halves at once: the ranks of a small job wait for each other and leave half of two cores idle.
+# The second half writes to a file, which is shown at the end.
 test: ops
-	python -m pytest
+	@mkdir -p build
+	@python -m pytest tests/unit tests/planner tests/launch >build/test.log 2>&1 & other=$$!; \
+	python -m pytest tests/engine tests/upstream; code=$$?; \
+	wait $$other || code=$$?; \
+	cat build/test.log; exit $$code
 
 # whole grids and repetitions: minutes to an hour
 grid: ops
 	python -m pytest -m grid
+
+# The newest releases of all libraries, whatever the ranges say, and what relies on their private parts: minutes of
+# downloads. torch stays the tested one unless TORCH names another.
+TORCH ?= 2.13.0
+CANARY := .venv-canary
+
+canary:
+	$(PYTHON) -m venv --clear $(CANARY)
+	$(CANARY)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH) \
+		$$($(PYTHON) scripts/canary_requirements.py)
+	$(CANARY)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	PATH=$(CURDIR)/$(CANARY)/bin:$$PATH $(CANARY)/bin/python -m pytest -m "private and not grid"
 
 lint: setup
 	ruff check .
@@ -34,4 +56,4 @@ lint: setup
 	lint-imports
 
 clean:
-	rm -rf $(VENV) output build *.egg-info
+	rm -rf $(VENV) $(CANARY) output build *.egg-info

@@ -34,12 +34,12 @@ def prepare(argv: list[str]):
     path, overrides = recipes.split_command_line(argv)
     mapping = recipes.read(path)  # the recipe's `env:` is in force before torch is imported
 
-    from zero_recipes.compat import warnings
+    from zero_recipes.compat.warnings import quieten, quieten_loggers
 
-    warnings.quieten_loggers()
+    quieten_loggers()
     from zero_recipes.checks.preflight import preflight
 
-    warnings.quieten()
+    quieten()
     run, findings = preflight(path, mapping, overrides, os.environ)
     raise_errors(findings)
     if rank() == 0:

@@ -20,7 +20,7 @@ from zero_recipes.config import recipe  # noqa: E402
 from zero_recipes.config.validation import UNTYPED, accepted_types  # noqa: E402
 
 SCHEMA = ROOT / "recipes" / "schema.json"
-NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+NAMES = ("boolean", "integer", "number", "string", "array", "object")
 
 
 def schema() -> dict[str, Any]:
@@ -44,8 +44,8 @@ def property_of(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
     """Types, choices, default and help of one key."""
     described: dict[str, Any] = {}
     takes = accepted_types(hint)
-    if Any not in takes and field.name not in UNTYPED:
-        names = [NAMES[kind] for kind in NAMES if kind in takes]
+    if "any" not in takes and field.name not in UNTYPED:
+        names = [name for name in NAMES if name in takes]
         if names == ["number"]:
             names = ["number", "string"]  # YAML reads 1e-5 as text, TRL as a number
         described["type"] = [*names, "null"]

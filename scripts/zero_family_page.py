@@ -77,7 +77,7 @@ def offload_part(found: dict) -> str:
 def infinity_part(found: dict) -> str:
     nvme = found["offload"]["zero3_infinity"]["nvme"]
     disk, moved = nvme["disks"][0], nvme["bytes_per_step"][0]
-    speeds = [f"{disk[f'{name}_bytes_per_second'] / 1e9:.2f} GB/s" for name in ("write", "read")]
+    speeds = [units.rate(disk[f"{name}_bytes_per_second"]) for name in ("write", "read")]
     return (
         f"Measured with the model above: the disk writes {speeds[0]} and reads {speeds[1]}; each rank writes "
         f"{units.size(moved['written'])} and reads {units.size(moved['read'])} in a step.\n"

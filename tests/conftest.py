@@ -1,4 +1,4 @@
-"""Shared fixtures. Fast tests run first; launched groups of processes are made once and shared."""
+"""Shared fixtures. Folders run from cheap to expensive; groups of processes are started once and shared."""
 
 from __future__ import annotations
 
@@ -14,45 +14,8 @@ from tests.helpers.group import Group
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT.parent / "shared" / "fixtures"
 
-# from cheap to dear; a file that is not named here runs with the fast ones
-ORDER = [
-    "test_recipes",
-    "test_checks",
-    "test_audit",
-    "test_preparation",
-    "test_combinations",
-    "test_packing",
-    "test_refusals",
-    "test_reshard_files",
-    "test_model_states",
-    "test_metrics",
-    "test_volume",
-    "test_plan_surprises",
-    "test_plan_accuracy",
-    "test_plan_runs",
-    "test_equality",
-    "test_infinity",
-    "test_plus_plus",
-    "test_fsdp",
-    "test_ulysses",
-    "test_parallelism",
-    "test_resume",
-    "test_equivalence",
-    "test_weighting",
-    "test_loading",
-    "test_combinations_unchecked",
-    "test_saving",
-    "test_trl_recipes",
-    "test_qlora",
-    "test_reshard",
-    "test_real_weights",
-    "test_rendezvous",
-    "test_machines",
-    "test_failures",
-    "test_kills",
-    "test_launchers",
-    "test_clean_ending",
-]
+# from cheap to expensive: what costs seconds fails before what costs minutes begins
+ORDER = ("unit", "planner", "engine", "upstream", "launch")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never ask the hub
 CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # rows made by tests are not kept
@@ -60,7 +23,7 @@ os.environ["HF_DATASETS_CACHE"] = CACHE.name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: ORDER.index(item.path.stem) if item.path.stem in ORDER else -1)
+    items.sort(key=lambda item: ORDER.index(item.path.parent.name))
 
 
 def pytest_collection_finish() -> None:

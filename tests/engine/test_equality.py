@@ -63,6 +63,7 @@ def test_bf16_stage_0_agrees_too(bf16):
     assert largest_gap(bf16) < 1e-3
 
 
+@pytest.mark.private
 def test_the_patch_of_stage_0_is_still_needed(two, tmp_path, bf16):
     """Fails when DeepSpeed no longer steps before training: then remove FreshAdamAtStage0."""
     recipe = write_recipe(
@@ -80,6 +81,7 @@ def test_a_resumed_run_keeps_its_adam(two):
     assert two.run("fresh_adam_on_resume")[0] == {"fresh": 0.0, "resumed": 7.0}
 
 
+@pytest.mark.private
 def test_generation_at_stage_3_needs_its_trace_forgotten(two, tmp_path):
     """Fails when DeepSpeed and TRL's fused LM head no longer collide: then remove forget_trace_of_generation."""
     recipe = write_recipe(tmp_path, eval_strategy="steps", eval_steps=100, sample_prompts=4, sample_max_new_tokens=4)

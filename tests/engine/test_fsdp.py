@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.engine.test_resume import LORA, NOTHING, compare
+from tests.helpers.resuming import LORA, NOTHING, compare
 from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.checkpoint.reshard.write import reshard
 from zero_recipes.checkpoint.verify import verify
@@ -77,8 +77,9 @@ def apart(losses: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
 
 
+@pytest.mark.private
 def test_bf16_losses_are_those_of_zero3_and_not_rounded(two, recipe, tmp_path):
-    """The last assertion fails when accelerate no longer rounds them: then fsdp.policy may go."""
+    """The last assertion fails when accelerate no longer rounds them: then distributed/fsdp.py policy may go."""
 
     def argv(name: str, *how: str) -> list[str]:
         return [str(recipe), "--output_dir", str(tmp_path / name), "--max_steps", "10", *how]
@@ -92,22 +93,25 @@ def test_bf16_losses_are_those_of_zero3_and_not_rounded(two, recipe, tmp_path):
     assert apart(rounded, zero3) > 1e-3
 
 
+@pytest.mark.private
 def test_accelerate_alone_does_not_shard_on_a_cpu(two, recipe, tmp_path):
-    """Fails when accelerate shards there by itself: then fsdp.let_it_shard_on_cpu may go."""
+    """Fails when accelerate shards there by itself: then compat/fsdp.py let_it_shard_on_cpu may go."""
     argv = [str(recipe), "--output_dir", str(tmp_path), *FSDP]
     for said in two.run("fsdp_cases.train_without_the_patch", argv=argv):
         assert said.startswith("FSDP2 was asked for and does not shard: ")
 
 
+@pytest.mark.private
 def test_transformers_alone_would_save_other_names(two, tmp_path):
-    """Fails when transformers knows the class of a sharded model: then fsdp.keep_names_of_the_file may go."""
+    """Fails when transformers knows the class of a sharded model: then compat/fsdp.py keep_names_of_the_file may go."""
     recipe = write_recipe(tmp_path, save_model=True, max_steps=1)
     two.run("fsdp_cases.train_without_names", argv=[str(recipe), "--output_dir", str(tmp_path / "out"), *FSDP])
     assert "lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")
 
 
+@pytest.mark.private
 def test_an_evaluation_leaves_parameters_gathered(two, recipe, tmp_path):
-    """Fails when torch reshards all of them after a forward pass: then fsdp.reshard may go."""
+    """Fails when torch reshards all of them after a forward pass: then distributed/fsdp.py reshard may go."""
     argv = [str(recipe), "--output_dir", str(tmp_path), *FSDP]
     for found in two.run("fsdp_cases.gathered_after_evaluation", argv=argv):
         assert found["before"] and found["after"] == []

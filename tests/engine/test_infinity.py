@@ -160,3 +160,9 @@ def test_prefetching_is_still_to_be_refused(two, recipe, tmp_path):
     argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--deepspeed", json.dumps(config)]
     said = two.run("family_cases.failure_of", argv=[*argv, "--nvme_path", str(tmp_path)])
     assert all("already assigned swap buffer id" in one for one in said), said
+
+
+def test_adam_takes_the_threads_and_computes_the_same(one):
+    """One OpenMP serves torch and DeepSpeed's kernel: what torch is told holds for both."""
+    found = one.run("thread_cases.adam_with_four_threads")[0]
+    assert found["set"] == 4 and found["started"] >= 3 and found["same"]  # OpenMP adds three to the one there was

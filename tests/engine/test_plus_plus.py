@@ -98,6 +98,7 @@ def test_one_node_sends_nothing_between_nodes(two, tmp_path):
     assert metrics["communication_bytes_per_step"]["all_gather"] > 0
 
 
+@pytest.mark.private
 def test_the_patch_of_quantised_gradients_is_still_needed(four):
     """Fails when DeepSpeed's qgZ takes bf16 and gives means: then remove patch_quantized_gradients."""
     found = four.run("family_cases.quantized_means")[0]

@@ -129,13 +129,15 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(two, model, runs, tmp_path, s
     assert resumed(two, model, runs, strategy, tmp_path) == history(runs[strategy][1])
 
 
+@pytest.mark.private
 def test_keeping_the_adapters_dtype_is_still_needed(two, model, runs, tmp_path):
-    """Fails when PEFT leaves bf16 as it is on resume: then remove faults.adapter_dtypes_kept."""
+    """Fails when PEFT leaves bf16 as it is on resume: then remove patches.adapter_dtypes_kept."""
     assert resumed(two, model, runs, "ddp", tmp_path, dtypes_kept=False) != history(runs["ddp"][1])
 
 
+@pytest.mark.private
 def test_keeping_the_layout_is_still_needed():
-    """Fails when an evaluation no longer takes training's gradients: then remove faults.keep_4bit_layout."""
+    """Fails when an evaluation no longer takes training's gradients: then remove patches.keep_4bit_layout."""
     if not bnb.functional.has_avx512bf16():
         pytest.skip("this CPU has no AVX512-BF16: bitsandbytes packs nothing anew")
     passed = []

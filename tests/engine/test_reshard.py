@@ -6,11 +6,15 @@ import itertools
 import json
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.checkpoint_files import write_checkpoint
 from tests.helpers.tiny import write_recipe, write_rows
+from zero_recipes.checkpoint.reshard.load import FOLDER
 from zero_recipes.checkpoint.reshard.write import reshard
 from zero_recipes.cli import main as cli
 from zero_recipes.core import environment
@@ -180,6 +184,7 @@ def test_round_robin_gradients_cannot_be_a_target(two):
     assert all(result == [True, False] for result in two.run("reshard_cases.masters_read_through_round_robin"))
 
 
+@pytest.mark.private
 def test_setting_a_part_at_stage_3_is_still_needed(two):
     """Fails when DeepSpeed pads what it is given whole: then use safe_set_full_* alone in reshard_load.py."""
     first, last = two.run("reshard_cases.set_whole_at_stage_3")
@@ -227,3 +232,46 @@ def test_every_stage_and_world_into_every_other(fp32):
         "versions": environment.versions(),
     }
     write_json(RESULT, document)
+
+
+MEASURE = """
+import os, sys
+from pathlib import Path
+from zero_recipes.compat.warnings import quieten
+quieten()
+import deepspeed, rich.progress, safetensors.torch, torch
+from zero_recipes.checkpoint.reshard.write import reshard
+
+checkpoint = Path(sys.argv[1])
+
+def bytes_of(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+def grown(work):
+    if os.fork():
+        return os.wait()
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
+    before = bytes_of("VmRSS")
+    kept = work()
+    print("grown", bytes_of("VmHWM") - before, flush=True)
+    os._exit(0)
+
+grown(lambda: [torch.load(path, weights_only=False) for path in checkpoint.rglob("*_optim_states.pt")])
+grown(lambda: reshard(checkpoint, 1, 3))
+"""
+
+
+def test_a_checkpoint_is_never_in_memory_whole(tmp_path):
+    """300 MB of states in 96 parameters: the peak grows by ten or so of them, mapped pages and imports included."""
+    shapes = [{f"layers.{number}.weight": (1024, 256) for number in range(96)}, {"norm.bias": (1024,)}]
+    checkpoint = write_checkpoint(tmp_path, shapes=shapes)
+    size = sum(path.stat().st_size for path in checkpoint.rglob("*_optim_states.pt"))
+    assert size > 300e6
+    command = [sys.executable, "-c", MEASURE, str(checkpoint)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    whole, lean = (int(line.split()[1]) for line in ended.stdout.splitlines() if line.startswith("grown "))
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert whole > 0.95 * size, "the measure does not see what is loaded"
+    assert lean < 0.2 * size
+    assert sum(path.stat().st_size for path in tmp_path.rglob(f"{FOLDER}/*")) > 0.99 * size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint.output_dir import refuse_occupied, saved_in
 from zero_recipes.checkpoint.verify import verify
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
+from zero_recipes.theory.lower_bounds import checkpoint_bytes
 
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3_offload")
 
@@ -112,3 +117,17 @@ def test_output_dir_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(Refusal, match="cannot be made"):
         refuse_occupied(tmp_path / "file" / "out", None, False)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_a_real_checkpoint_is_as_large_as_predicted(two, tmp_path, strategy):
+    path = write_recipe(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
+    argv = [str(path), "--output_dir", str(tmp_path / "out")]
+    argv += [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
+    psi = two.run("train", argv=argv)[0]["metrics"]["parameters"]
+    written = [p for p in (tmp_path / "out" / "checkpoint-2").rglob("*") if p.suffix in (".safetensors", ".pt")]
+    settings = recipes.parse(path, recipes.read(path), []).settings
+    config = None if strategy == "ddp" else DsConfig({"zero_optimization": {"stage": int(strategy[-1])}})
+    config_of_model = SimpleNamespace(dtype=torch.float16)
+    predicted = checkpoint_bytes(Strategy(strategy, 2, config, "c.json"), settings, config_of_model, psi, 2)
+    assert predicted < sum(p.stat().st_size for p in written) < 1.1 * predicted + 100_000

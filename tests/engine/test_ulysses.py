@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from tests.helpers.tiny import llama_config, named, write_recipe
-
-
-def write_llama(folder: Path, heads: int = 4, keys: int = 2) -> Path:
-    """A Llama with weights, in a folder that has a tokenizer."""
-    torch.manual_seed(0)
-    config = llama_config(num_attention_heads=heads, num_key_value_heads=keys)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
+from tests.helpers.tiny import named, write_llama, write_recipe
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,7 @@ def test_evaluation_is_token_weighted(two, recipe, plain, tmp_path, strategy):
     assert found["evaluations"][1] < found["evaluations"][0] - 0.1
 
 
+@pytest.mark.private
 def test_models_that_count_no_tokens(two, recipe, plain, tmp_path):
     """As Gemma 3n and Gemma 4. Fails where SFTTrainer weighs tokens for them, and in evaluation: mending may go."""
     argv = [*recipe, "--output_dir", str(tmp_path / "out")]
@@ -59,6 +60,7 @@ def test_models_that_count_no_tokens(two, recipe, plain, tmp_path):
     assert apart(mended["losses"], plain["losses"]) <= TOLERANCE
 
 
+@pytest.mark.private
 def test_models_without_a_loss_type(one, two, tmp_path):
     """GPT-2 on plain text. Fails where transformers no longer counts the first tokens, which have no loss."""
     recipe = write_text_recipe(tmp_path)

@@ -96,25 +96,25 @@ class Side:
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, its fixed twin, and the words of the finding that names it."""
+    """A fault, its fixed twin, and the code of the finding about it."""
 
     name: str
     bad: Side
     fixed: Side
-    says: str  # stands in the finding's `what`
+    code: str
     level: str = "error"
+    names: str = ""  # the key, name or number that its message must hold
     launcher_stops: bool = False  # before a run of ours begins
 
 
-def recipe(name: str, bad: str, fixed: str, says: str, **more: Any) -> Fault:
+def recipe(name: str, bad: str, fixed: str, code: str, level: str = "error", names: str = "", **more: Any) -> Fault:
     """A fault in a line of the recipe."""
-    level = more.pop("level", "error")
-    return Fault(name, Side(recipe=bad, **more), Side(recipe=fixed, **more), says, level)
+    return Fault(name, Side(recipe=bad, **more), Side(recipe=fixed, **more), code, level, names)
 
 
-def ds(name: str, bad: Any, fixed: Any, says: str, level: str = "error", lines: str = "") -> Fault:
+def ds(name: str, bad: Any, fixed: Any, code: str, level: str = "error", lines: str = "", names: str = "") -> Fault:
     """A fault in the DeepSpeed configuration."""
-    return Fault(name, Side(ds=bad, recipe=lines), Side(ds=fixed, recipe=lines), says, level)
+    return Fault(name, Side(ds=bad, recipe=lines), Side(ds=fixed, recipe=lines), code, level, names)
 
 
 CHAT = ({"messages": [{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "One."}]},)
@@ -135,88 +135,126 @@ FSDP_FILE = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n"
 FSDP2 = "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
 
 
-def fsdp(name: str, bad: str, fixed: str, says: str, lines: str = "") -> Fault:
+def fsdp(name: str, bad: str, fixed: str, code: str, lines: str = "", names: str = "") -> Fault:
     """A fault in the fsdp_config of an accelerate file."""
-    return Fault(
-        name, Side(recipe=lines, accelerate=FSDP_FILE + bad), Side(recipe=lines, accelerate=FSDP_FILE + fixed), says
-    )
+    sides = [Side(recipe=lines, accelerate=FSDP_FILE + text) for text in (bad, fixed)]
+    return Fault(name, *sides, code, names=names)
 
 
 SECTIONS = {
     "The recipe's text": [
-        Fault("an empty recipe", Side(whole=""), Side(), "no mapping of keys to values"),
-        Fault("no YAML", Side(whole="max_steps: [1\n"), Side(), "is not YAML"),
-        Fault(
-            "an env block that is no mapping", Side(recipe="env: fast"), Side(recipe="env: {FAST: 1}"), "is no mapping"
-        ),
-        recipe("a key that is no text", "? 5", "seed: 5", "the key in recipe.yaml:13 is no text"),
-        recipe("a key that stands twice", "max_steps: 5\nmax_steps: 7", "max_steps: 7", "stands twice"),
-        recipe("a misspelt key", "lerning_rate: 1e-4", "learning_rate: 1e-4", "unknown key `lerning_rate`"),
-        recipe("a key of the launcher", "num_processes: 2", "seed: 2", "a key of the launcher"),
-        recipe("a former key: torch_dtype", "torch_dtype: bfloat16", "dtype: bfloat16", "`torch_dtype`"),
-        recipe("a former key: max_seq_length", "max_seq_length: 64", "max_length: 64", "`max_seq_length`"),
+        Fault("an empty recipe", Side(whole=""), Side(), "ZR118"),
+        Fault("no YAML", Side(whole="max_steps: [1\n"), Side(), "ZR117"),
+        Fault("an env block that is no mapping", Side(recipe="env: fast"), Side(recipe="env: {FAST: 1}"), "ZR119"),
+        recipe("a key that is no text", "? 5", "seed: 5", "ZR125", names="recipe.yaml:13"),
+        recipe("a key that stands twice", "max_steps: 5\nmax_steps: 7", "max_steps: 7", "ZR126"),
+        recipe("a misspelt key", "lerning_rate: 1e-4", "learning_rate: 1e-4", "ZR103", names="`lerning_rate`"),
+        recipe("a key of the launcher", "num_processes: 2", "seed: 2", "ZR102", names="`num_processes`"),
+        recipe("a former key: torch_dtype", "torch_dtype: bfloat16", "dtype: bfloat16", "ZR101", names="`torch_dtype`"),
         recipe(
-            "a former key: evaluation_strategy", 'evaluation_strategy: "no"', 'eval_strategy: "no"', "`evaluation_str"
-        ),
-        recipe("a former key: warmup_ratio", "warmup_ratio: 0.1", "warmup_steps: 0.1", "`warmup_ratio`"),
-        recipe(
-            "a former key: overwrite_output_dir", "overwrite_output_dir: true", "overwrite: true", "`overwrite_output"
+            "a former key: max_seq_length", "max_seq_length: 64", "max_length: 64", "ZR101", names="`max_seq_length`"
         ),
         recipe(
-            "a former switch", "group_by_length: true", "train_sampling_strategy: group_by_length", "`group_by_length`"
+            "a former key: evaluation_strategy",
+            'evaluation_strategy: "no"',
+            'eval_strategy: "no"',
+            "ZR101",
+            names="`evaluation_strategy`",
+        ),
+        recipe("a former key: warmup_ratio", "warmup_ratio: 0.1", "warmup_steps: 0.1", "ZR101", names="`warmup_ratio`"),
+        recipe(
+            "a former key: overwrite_output_dir",
+            "overwrite_output_dir: true",
+            "overwrite: true",
+            "ZR101",
+            names="`overwrite_output_dir`",
+        ),
+        recipe(
+            "a former switch",
+            "group_by_length: true",
+            "train_sampling_strategy: group_by_length",
+            "ZR101",
+            names="`group_by_length`",
         ),
         recipe(
             "an old name that is still taken",
             "gradient_checkpointing: false",
             "activation_checkpointing: false",
-            "is an old name",
+            "ZR104",
             without=("activation_checkpointing",),
             level="warning",
+            names="`gradient_checkpointing`",
         ),
-        recipe("YAML's no", "save_strategy: no", 'save_strategy: "no"', "a truth value"),
-        recipe("a list for a number", "learning_rate: [1e-5]", "learning_rate: 1e-5", "is a list"),
-        recipe("a mapping for a number", "max_steps: {first: 5}", "max_steps: 5", "is a mapping"),
-        recipe("a number for text", "run_name: 2024", 'run_name: "2024"', "is the number 2024"),
-        recipe("a switch for a list", "report_to: none\nlabel_names: true", "report_to: none", "`label_names` in"),
+        recipe("YAML's no", "save_strategy: no", 'save_strategy: "no"', "ZR106"),
+        recipe("a list for a number", "learning_rate: [1e-5]", "learning_rate: 1e-5", "ZR109"),
+        recipe("a mapping for a number", "max_steps: {first: 5}", "max_steps: 5", "ZR110"),
+        recipe("a number for text", "run_name: 2024", 'run_name: "2024"', "ZR111", names="2024"),
+        recipe(
+            "a switch for a list",
+            "report_to: none\nlabel_names: true",
+            "report_to: none",
+            "ZR107",
+            names="`label_names`",
+        ),
         recipe(
             "a mixture that is no list of data sets",
             "datasets: ./rows",
             "datasets: [{path: ./rows}]",
-            "is no list of data sets",
+            "ZR108",
             without=("dataset_name",),
         ),
-        recipe("a number for a switch", "packing: 3", "packing: false", "is the number 3"),
-        recipe("text for a number", "logging_steps: many", "logging_steps: 5", "is the text 'many'"),
+        recipe("a number for a switch", "packing: 3", "packing: false", "ZR111", names="3"),
+        recipe("text for a number", "logging_steps: many", "logging_steps: 5", "ZR112", names="'many'"),
         recipe(
             "a key without a value",
             "learning_rate:",
             "learning_rate: 1e-5",
-            "`learning_rate` in recipe.yaml:13 is empty",
+            "ZR105",
+            names="`learning_rate` in recipe.yaml:13",
         ),
-        recipe("a count below one", "max_length: 0", "max_length: 64", "`max_length` in recipe.yaml:12 is 0"),
-        recipe("a choice that is none", "optim: adamw_fast", "optim: adamw_torch", "`optim` in recipe.yaml"),
+        recipe("a count below one", "max_length: 0", "max_length: 64", "ZR113", names="`max_length` in recipe.yaml:12"),
         recipe(
-            "a packing strategy that is none", "packing_strategy: best", "packing_strategy: bfd", "`packing_strategy`"
+            "a choice that is none", "optim: adamw_fast", "optim: adamw_torch", "ZR114", names="`optim` in recipe.yaml"
         ),
+        recipe(
+            "a packing strategy that is none",
+            "packing_strategy: best",
+            "packing_strategy: bfd",
+            "ZR114",
+            names="`packing_strategy`",
+        ),
+        recipe("an entry of another type", "label_names: [a, 5]", "label_names: [a]", "ZR141", names="`label_names`"),
+        recipe(
+            "values that do not go together",
+            "load_best_model_at_end: true\nsave_strategy: steps",
+            "save_strategy: steps",
+            "ZR123",
+            names="SFTConfig",
+        ),
+        recipe("ignoring a code that does not exist", "ignore: [ZR999]", "ignore: [ZR608]", "ZR142", names="ZR999"),
+        recipe("ignoring what cannot be ignored", "ignore: [ZR608, ZR215]", "ignore: [ZR608]", "ZR143", names="ZR215"),
     ],
     "The command line": [
         Fault(
             "an abbreviated key",
             Side(overrides=("--max_step", "3")),
             Side(overrides=("--max_steps", "3")),
-            "unknown key `max_step` in the command line",
+            "ZR103",
+            names="`max_step`",
         ),
         Fault(
             "a value without a key",
             Side(overrides=("--max_steps", "3", "4")),
             Side(overrides=("--max_steps", "3")),
-            "'4' on the command line belongs to no key",
+            "ZR120",
+            names="'4'",
         ),
         Fault(
             "a wrong value",
             Side(overrides=("--max_steps", "many")),
             Side(overrides=("--max_steps", "3")),
-            "the command line or the recipe has a wrong value",
+            "ZR124",
+            names="many",
         ),
     ],
     "Batches, model and data": [
@@ -224,45 +262,58 @@ SECTIONS = {
             "a global batch that does not divide",
             "global_batch_size: 7",
             "global_batch_size: 8",
-            "global_batch_size 7 cannot be made",
+            "ZR121",
             without=("gradient_accumulation_steps",),
+            names="global_batch_size 7",
         ),
         recipe(
             "a global batch that contradicts the accumulation",
             "global_batch_size: 16",
             "global_batch_size: 8",
-            "contradicts gradient_accumulation_steps 2",
+            "ZR122",
+            names="gradient_accumulation_steps 2",
         ),
-        Fault("no model", Side(without=("model_name_or_path",)), Side(), "names no model"),
-        Fault("no data", Side(without=("dataset_name",)), Side(), "names no data"),
-        recipe("a model that is not there", "model_name_or_path: ./modle", "model_name_or_path: ./model", "be found"),
-        recipe("data that is not there", "dataset_name: ./row", "dataset_name: ./rows", "cannot be loaded"),
         recipe(
-            "a split that is not there", "dataset_train_split: training", "dataset_train_split: train", "has no split"
+            "a chat template in a folder without one", "chat_template_path: ./rows", "seed: 1", "ZR511", names="./rows"
         ),
-        recipe("an evaluation without a split", "eval_strategy: steps", 'eval_strategy: "no"', "has no split 'test'"),
-        recipe("no Alpaca columns", "dataset_format: alpaca", "seed: 1", "has no column instruction"),
-        recipe("Alpaca's columns unnamed", "seed: 1", "dataset_format: alpaca", "has the columns", rows=ALPACA),
-        recipe("sample prompts from no split", "sample_prompts: 2", "sample_prompts: [Say it.]", "asks for evaluation"),
-        recipe("sample prompts from no file", "sample_prompts: p.jsonl", "sample_prompts: [a]", "no file of sample"),
+        Fault("no model", Side(without=("model_name_or_path",)), Side(), "ZR401"),
+        Fault("no data", Side(without=("dataset_name",)), Side(), "ZR504"),
+        recipe("a model that is not there", "model_name_or_path: ./modle", "model_name_or_path: ./model", "ZR402"),
+        recipe("data that is not there", "dataset_name: ./row", "dataset_name: ./rows", "ZR505"),
+        recipe(
+            "a split that is not there",
+            "dataset_train_split: training",
+            "dataset_train_split: train",
+            "ZR507",
+            names="'training'",
+        ),
+        recipe("an evaluation without a split", "eval_strategy: steps", 'eval_strategy: "no"', "ZR507", names="'test'"),
+        recipe("no Alpaca columns", "dataset_format: alpaca", "seed: 1", "ZR501", names="instruction"),
+        recipe(
+            "Alpaca's columns unnamed", "seed: 1", "dataset_format: alpaca", "ZR508", rows=ALPACA, names="instruction"
+        ),
+        recipe("sample prompts from no split", "sample_prompts: 2", "sample_prompts: [Say it.]", "ZR516"),
+        recipe("sample prompts from no file", "sample_prompts: p.jsonl", "sample_prompts: [a]", "ZR517"),
         Fault(
             "a sample prompt without its columns",
             Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"question": "a"}'}),
             Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"prompt": "a", "completion": "b"}'}),
-            "cannot be made of rows with the columns question",
+            "ZR519",
+            names="question",
         ),
         Fault(
             "a row without an answer",
             Side(rows=({"input_ids": [5, 6, 0], "labels": [5, 6, 0]}, MASKED)),
             Side(rows=({"input_ids": [5, 6, 0], "labels": [5, 6, 0]},)),
-            "1 rows carry no loss at all; the first is row 1",
+            "ZR512",
+            names="the first is row 1",
         ),
-        recipe("rows cut before their answers", "max_length: 2", "max_length: 64", "no row is left to train on"),
+        recipe("rows cut before their answers", "max_length: 2", "max_length: 64", "ZR513"),
         Fault(
             "a prompt that merges with its answer",
             Side(rows=({"prompt": "The fi", "completion": "sh hums."},)),
             Side(rows=({"prompt": "The fish", "completion": " hums."},)),
-            "no prefix of prompt and answer",
+            "ZR515",
             "warning",
         ),
         Fault(
@@ -273,208 +324,313 @@ SECTIONS = {
                 files={"c.jinja": CHATML.replace("<|endoftext|>", "\n")},
             ),
             Side(rows=CHAT, recipe="chat_template_path: c.jinja", files={"c.jinja": CHATML}),
-            "have no supervised <|endoftext|> at their end",
+            "ZR514",
             "warning",
+            names="<|endoftext|>",
         ),
         Fault(
             "a chat template that is not there",
             Side(recipe="chat_template_path: chat.jinja"),
             Side(recipe="chat_template_path: c.jinja", files={"c.jinja": CHATML}),
-            "there is no chat template chat.jinja",
+            "ZR510",
+            names="chat.jinja",
         ),
-        recipe("an unknown end of text", "eos_token: <|im_end|>", "eos_token: <|endoftext|>", "is not in the model"),
-        recipe("padding with the end of text", "pad_token: <|endoftext|>", "pad_token: <|padding|>", "its end of text"),
-        recipe("unknown padding", "pad_token: <|pad|>", "pad_token: <|padding|>", "pad_token '<|pad|>' is not in"),
+        recipe(
+            "an unknown end of text", "eos_token: <|im_end|>", "eos_token: <|endoftext|>", "ZR509", names="<|im_end|>"
+        ),
+        recipe("padding with the end of text", "pad_token: <|endoftext|>", "pad_token: <|padding|>", "ZR502"),
+        recipe("unknown padding", "pad_token: <|pad|>", "pad_token: <|padding|>", "ZR503", names="<|pad|>"),
         recipe(
             "flash attention on a CPU",
             "attn_implementation: flash_attention_2",
             "attn_implementation: sdpa",
-            "flash_attention_2 on a CPU",
+            "ZR404",
+            names="flash_attention_2",
         ),
     ],
     "The output folder": [
+        recipe("an output folder that is a file", "output_dir: recipe.yaml", "output_dir: out", "ZR701"),
+        Fault(
+            "to resume and to overwrite",
+            Side(overrides=("--resume_from_checkpoint", "true", "--overwrite", "true")),
+            Side(overrides=("--resume_from_checkpoint", "true")),
+            "ZR703",
+        ),
         Fault(
             "a folder that holds an earlier run",
             Side(files={"out/metrics.json": '{"status": "ok"}'}),
             Side(files={"out/metrics.json": '{"status": "ok"}'}, overrides=("--overwrite", "true")),
-            "out already holds metrics.json",
+            "ZR702",
+            names="metrics.json",
         ),
         recipe(
             "a checkpoint that is not there",
             "resume_from_checkpoint: out/checkpoint-5",
             "resume_from_checkpoint: true",
-            "no checkpoint",
+            "ZR706",
         ),
     ],
     "The DeepSpeed configuration": [
-        recipe(
-            "a ds_config that is not there", "deepspeed: zero9.json", "deepspeed: ds.json", "no DeepSpeed conf", ds={}
-        ),
-        ds("comments in JSON", '{"zero_optimization": {"stage": 2}} // two', {}, "is not JSON"),
-        ds("a ds_config that is no mapping", "[2]", {}, "is no mapping"),
-        ds("a stage that is none", {"zero_optimization": {"stage": 5}}, {}, "zero_optimization.stage in ds.json is 5"),
         ds(
-            "a misspelt ZeRO key", {"zero_optimization": {"stge": 2}}, {}, "zero_optimization.stge in ds.json is no key"
+            "an old offload key beside the new one",
+            {"zero_optimization": STAGE_3 | {"offload_param": {"device": "cpu"}, "cpu_offload_param": True}},
+            {"zero_optimization": STAGE_3},
+            "ZR212",
+            names="zero_optimization",
         ),
-        ds("a block that is no mapping", {"bf16": True}, {"bf16": {"enabled": True}}, "bf16 in ds.json is True"),
-        ds("an optimizer without a type", {"optimizer": {"params": {}}}, {}, "optimizer in ds.json has no type"),
-        ds("a count that is none", {"train_batch_size": "all"}, {}, "train_batch_size in ds.json is 'all'"),
-        ds("a norm that is none", {"gradient_clipping": "yes"}, {}, "gradient_clipping in ds.json is 'yes'"),
-        ds("no zero_optimization", {"zero_optimization": None}, {}, "has no zero_optimization"),
+        recipe("a ds_config that is not there", "deepspeed: zero9.json", "deepspeed: ds.json", "ZR202", ds={}),
+        ds("comments in JSON", '{"zero_optimization": {"stage": 2}} // two', {}, "ZR203"),
+        ds("a ds_config that is no mapping", "[2]", {}, "ZR204"),
+        ds(
+            "a stage that is none",
+            {"zero_optimization": {"stage": 5}},
+            {},
+            "ZR211",
+            names="zero_optimization.stage in ds.json is 5",
+        ),
+        ds(
+            "a misspelt ZeRO key",
+            {"zero_optimization": {"stge": 2}},
+            {},
+            "ZR211",
+            names="zero_optimization.stge in ds.json",
+        ),
+        ds(
+            "a block that is no mapping",
+            {"bf16": True},
+            {"bf16": {"enabled": True}},
+            "ZR208",
+            names="bf16 in ds.json is True",
+        ),
+        ds("an optimizer without a type", {"optimizer": {"params": {}}}, {}, "ZR207", names="optimizer in ds.json"),
+        ds(
+            "a count that is none",
+            {"train_batch_size": "all"},
+            {},
+            "ZR209",
+            names="train_batch_size in ds.json is 'all'",
+        ),
+        ds("a norm that is none", {"gradient_clipping": "yes"}, {}, "ZR210", names="'yes'"),
+        ds("no zero_optimization", {"zero_optimization": None}, {}, "ZR213", names="zero_optimization"),
         ds(
             "no micro batch",
             {"train_micro_batch_size_per_gpu": None, "train_batch_size": None},
             {},
-            "has no train_micro",
+            "ZR213",
+            names="train_micro_batch_size_per_gpu",
         ),
-        ds("no accumulation", {"gradient_accumulation_steps": None}, {}, "has no gradient_accumulation_steps"),
-        ds("no clipping", {"gradient_clipping": None}, {}, "has no gradient_clipping"),
-        ds("no bf16", {"bf16": None}, {}, "has no bf16"),
-        ds("another global batch", {"train_batch_size": 128}, {"train_batch_size": "auto"}, "has train_batch_size=128"),
-        ds("another micro batch", {"train_micro_batch_size_per_gpu": 16}, {}, "has train_micro_batch_size_per_gpu=16"),
-        ds("another accumulation", {"gradient_accumulation_steps": 4}, {}, "has gradient_accumulation_steps=4"),
-        ds("another clipping", {"gradient_clipping": 0.3}, {"gradient_clipping": 1.0}, "has gradient_clipping=0.3"),
-        ds("fp16 beside bf16", {"fp16": {"enabled": True}}, {"fp16": {"enabled": "auto"}}, "has fp16.enabled=True"),
+        ds("no accumulation", {"gradient_accumulation_steps": None}, {}, "ZR213", names="gradient_accumulation_steps"),
+        ds("no clipping", {"gradient_clipping": None}, {}, "ZR213", names="gradient_clipping"),
+        ds("no bf16", {"bf16": None}, {}, "ZR213", names="bf16"),
+        ds(
+            "another global batch",
+            {"train_batch_size": 128},
+            {"train_batch_size": "auto"},
+            "ZR214",
+            names="train_batch_size=128",
+        ),
+        ds(
+            "another micro batch",
+            {"train_micro_batch_size_per_gpu": 16},
+            {},
+            "ZR214",
+            names="train_micro_batch_size_per_gpu=16",
+        ),
+        ds(
+            "another accumulation",
+            {"gradient_accumulation_steps": 4},
+            {},
+            "ZR214",
+            names="gradient_accumulation_steps=4",
+        ),
+        ds(
+            "another clipping",
+            {"gradient_clipping": 0.3},
+            {"gradient_clipping": 1.0},
+            "ZR214",
+            names="gradient_clipping=0.3",
+        ),
+        ds(
+            "fp16 beside bf16",
+            {"fp16": {"enabled": True}},
+            {"fp16": {"enabled": "auto"}},
+            "ZR214",
+            names="fp16.enabled=True",
+        ),
         ds(
             "another learning rate",
             {"optimizer": {"type": "AdamW", "params": {"lr": 0.5, "torch_adam": True}}},
             {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}},
-            "has optimizer.params.lr=0.5",
+            "ZR214",
+            names="optimizer.params.lr=0.5",
         ),
         ds(
             "a warm-up longer than the run",
             schedule(1000),
             schedule(5),
-            "warmup_num_steps 1000",
+            "ZR217",
             lines="warmup_steps: 5",
+            names="warmup_num_steps 1000",
         ),
         ds(
             "a stage 3 that saves nothing",
             {"zero_optimization": {"stage": 3}},
             {"zero_optimization": STAGE_3},
-            "without stage3_gather",
+            "ZR206",
             lines="save_model: true",
+            names="stage3_gather_16bit_weights_on_model_save",
         ),
         ds(
             "a block that does nothing",
             {"activation_checkpointing": {}},
             {},
-            "activation_checkpointing block",
+            "ZR218",
             "warning",
         ),
         ds(
             "a key that does nothing",
             {"aio": {"thread_count": 4}},
             {"aio": {"intra_op_parallelism": 4}},
-            "aio.thread_count",
+            "ZR219",
             "warning",
         ),
         ds(
             "a warm-up along a logarithm",
             {"scheduler": LOG_WARMUP},
             schedule(5),
-            "WarmupLR in ds.json warms up along a logarithm",
+            "ZR216",
             "warning",
+            names="WarmupLR in ds.json",
         ),
-        ds("an unknown block", {"gradient_cliping": 1.0}, {}, "unknown top-level keys", "warning"),
-        recipe(
-            "fp16 on a CPU", "fp16: true\nbf16: false", "bf16: true", "fp16 on a CPU", ds={"fp16": {"enabled": "auto"}}
-        ),
+        ds("an unknown block", {"gradient_cliping": 1.0}, {}, "ZR220", "warning", names="gradient_cliping"),
+        recipe("fp16 on a CPU", "fp16: true\nbf16: false", "bf16: true", "ZR215", ds={"fp16": {"enabled": "auto"}}),
     ],
     "The launcher": [
         Fault(
             "two ds_configs",
             Side(recipe="deepspeed: other.json", files={"other.json": "{}"}, ds={}, accelerate=ACCELERATE),
             Side(ds={}, accelerate=ACCELERATE),
-            "two DeepSpeed configurations",
+            "ZR201",
         ),
         Fault(
             "ZeRO written inline",
             Side(accelerate="distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n"),
             Side(ds={}, accelerate=ACCELERATE),
-            "describes ZeRO inline",
+            "ZR205",
         ),
         Fault(
             "two precisions",
             Side(ds={}, accelerate=ACCELERATE + "mixed_precision: bf16\n"),
             Side(ds={}, accelerate=ACCELERATE),
-            "mixed_precision beside deepspeed_config_file",
+            "ZR303",
+            names="mixed_precision beside",
         ),
         Fault(
             "an inline stage beside a ds_config",
             Side(ds={}, accelerate=ACCELERATE + "  zero_stage: 3\n"),
             Side(ds={}, accelerate=ACCELERATE),
-            "zero_stage beside deepspeed_config_file",
+            "ZR303",
+            names="zero_stage beside",
         ),
         Fault(
             "FP8",
             Side(accelerate="distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp8\n"),
             Side(accelerate="distributed_type: MULTI_GPU\nnum_processes: 2\n"),
-            "asks for FP8",
+            "ZR302",
         ),
         Fault(
             "parallelism in an accelerate file",
             Side(ds={}, accelerate=ACCELERATE + "parallelism_config:\n  parallelism_config_sp_size: 2\n"),
             Side(ds={}, accelerate=ACCELERATE),
-            "has a parallelism_config",
+            "ZR301",
+        ),
+        Fault(
+            "an accelerate file that is not YAML",
+            Side(ds={}, accelerate="num_processes: [2\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "ZR305",
+            launcher_stops=True,
+        ),
+        Fault(
+            "an accelerate file of another form",
+            Side(ds={}, accelerate="deepspeed_config: zero2\n"),
+            Side(ds={}, accelerate=ACCELERATE),
+            "ZR306",
+            launcher_stops=True,
         ),
         Fault(
             "a number of processes that is none",
             Side(ds={}, accelerate=ACCELERATE.replace("num_processes: 2", "num_processes: all")),
             Side(ds={}, accelerate=ACCELERATE),
-            "num_processes in accelerate.yaml is 'all'",
+            "ZR307",
             launcher_stops=True,
+            names="num_processes in accelerate.yaml is 'all'",
         ),
     ],
     "FSDP": [
-        fsdp("FSDP1", "  fsdp_sharding_strategy: FULL_SHARD\n", FSDP2, "FSDP1 ("),
+        fsdp("FSDP1", "  fsdp_sharding_strategy: FULL_SHARD\n", FSDP2, "ZR314"),
         fsdp(
             "parts saved instead of a model",
             FSDP2 + "  fsdp_state_dict_type: SHARDED_STATE_DICT\n",
             FSDP2,
-            "state_dict_type SHARDED_STATE_DICT",
+            "ZR317",
+            names="SHARDED_STATE_DICT",
         ),
-        fsdp(
-            "parameters on the CPU", FSDP2 + "  fsdp_offload_params: true\n", FSDP2, "parameters offloaded to the CPU"
-        ),
+        fsdp("parameters on the CPU", FSDP2 + "  fsdp_offload_params: true\n", FSDP2, "ZR318"),
         fsdp(
             "weights on one rank only",
             FSDP2 + "  fsdp_cpu_ram_efficient_loading: true\n",
             FSDP2,
-            "cpu_ram_efficient_loading",
+            "ZR319",
         ),
         fsdp(
             "activations recomputed twice",
             FSDP2 + "  fsdp_activation_checkpointing: true\n",
             FSDP2,
-            "activation_checkpointing twice",
+            "ZR320",
             "activation_checkpointing: true",
         ),
-        recipe("FSDP's old words", "fsdp: full_shard auto_wrap", "fsdp: true", "fsdp: full_shard auto_wrap"),
+        recipe("FSDP's old words", "fsdp: full_shard auto_wrap", "fsdp: true", "ZR312", names="full_shard auto_wrap"),
         recipe(
             "a key that FSDP2 does not read",
             "fsdp: true\nfsdp_config: {sharding_strategy: 1}",
             "fsdp: true",
-            "fsdp_config with sharding_strategy",
+            "ZR315",
+            names="sharding_strategy",
         ),
         recipe(
             "FSDP and DeepSpeed",
             "fsdp: true\ndeepspeed: ds.json",
             "deepspeed: ds.json",
-            "FSDP and DeepSpeed at once",
+            "ZR311",
             ds={},
         ),
         recipe(
             "a batch size that FSDP2 seeks",
             "fsdp: true\nauto_find_batch_size: true",
             "fsdp: true",
-            "auto_find_batch_size under FSDP2",
+            "ZR321",
+        ),
+        recipe(
+            "an FSDP configuration that is not there",
+            "fsdp: true\nfsdp_config: nowhere.json",
+            "fsdp: true",
+            "ZR313",
+            names="nowhere.json",
+        ),
+        recipe(
+            "the best of FSDP models without their states",
+            "fsdp: true\nsave_only_model: true\nload_best_model_at_end: true\nsave_strategy: steps\n"
+            "eval_strategy: steps\ndataset_test_split: train",
+            "fsdp: true\nload_best_model_at_end: true\nsave_strategy: steps\n"
+            "eval_strategy: steps\ndataset_test_split: train",
+            "ZR322",
         ),
         Fault(
             "two FSDP configurations",
             Side(recipe="fsdp: true\nfsdp_config: {reshard_after_forward: false}", accelerate=FSDP_FILE + FSDP2),
             Side(accelerate=FSDP_FILE + FSDP2),
-            "two FSDP configurations",
+            "ZR310",
         ),
     ],
 }
@@ -484,7 +640,7 @@ FAULTS = [fault for faults in SECTIONS.values() for fault in faults]
 def findings_of(side: Side, folder: Path) -> list:
     """Everything that `zero-recipes check --data` finds, for two processes. `folder` is made anew."""
     from zero_recipes.checks.preflight import preflight
-    from zero_recipes.cli import main as cli
+    from zero_recipes.cli.check import data_findings
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_environment
     from zero_recipes.core.errors import Refusal
@@ -500,7 +656,7 @@ def findings_of(side: Side, folder: Path) -> list:
             run, found = preflight(path, recipes.read(path), overrides, environment)
             findings += found
             if run is not None and not any(finding.level == "error" for finding in findings):
-                findings += cli.data_findings(run, show=False)
+                findings += data_findings(run, show=False)
         except Refusal as refusal:
             findings = refusal.findings
         finally:

@@ -311,7 +311,7 @@ def refusal_of(argv: list[str]) -> str:
         train(argv)
         return "not refused"
     except Refusal as refusal:
-        return refusal.what
+        return "\n".join(f"{finding.what} [{finding.code}]" for finding in refusal.findings)
 
 
 def refusal_of_a_built_model(argv: list[str]) -> str:

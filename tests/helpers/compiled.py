@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
-SITE = Path(sysconfig.get_path("purelib"))
+DEEPSPEED, TORCH = (Path(importlib.util.find_spec(name).origin).parent for name in ("deepspeed", "torch"))
 
 
 def write_compiled(folder: Path, **other: str) -> Path:
     """A kernel as torch leaves it in `folder`; `other` takes the place of this environment's paths and compiler."""
-    here = {"deepspeed": str(SITE / "deepspeed"), "torch": str(SITE / "torch"), "cxx": "c++"} | other
+    here = {"deepspeed": str(DEEPSPEED), "torch": str(TORCH), "cxx": "c++"} | other
     source = folder.parent / f"{folder.name}.cpp"
     folder.mkdir(parents=True)
     source.write_text("")

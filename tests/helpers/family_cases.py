@@ -94,7 +94,7 @@ def quantized_means() -> dict[str, float]:
             mean = drawn.float().clone()
             comm.all_reduce(mean)
             wanted = (mean / world).view(-1).chunk(world)[rank]
-            for name, reduce in (("mended", mended), ("as it is", mended.mended)):
+            for name, reduce in (("mended", mended), ("as it is", mended.unpatched)):
                 (got,) = reduce([drawn.clone()], pairs)
                 gap = (got.float().view(-1) - wanted).norm() / wanted.norm()
                 found[f"{str(dtype).removeprefix('torch.')} {name}"] = gap.nan_to_num(9e9).item()

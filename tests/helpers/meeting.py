@@ -22,7 +22,7 @@ def main(order: dict) -> int:
     if order.get("reduces wrongly"):
         distributed.all_reduce = lambda tensor: None
     try:
-        rendezvous.meet("gloo", TIMEOUT, order.get("join_seconds", 60), order.get("exchange_seconds", 60))
+        rendezvous.rendezvous("gloo", TIMEOUT, order.get("join_seconds", 60), order.get("exchange_seconds", 60))
     except Refusal as refusal:
         return print_refusal(refusal)
     group = distributed.distributed_c10d._get_default_group()

@@ -6,7 +6,8 @@ import json
 import random
 from pathlib import Path
 
-from transformers import AutoTokenizer, GPTNeoXConfig, LlamaConfig
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,3 +97,11 @@ def named(strategy: str) -> list[str]:
     if strategy in ("single", "ddp"):
         return []
     return ["--fsdp", "true"] if strategy == "fsdp2" else ["--deepspeed", f"ds_configs/{strategy}.json"]
+
+
+def write_llama(folder: Path, heads: int = 4, keys: int = 2) -> Path:
+    """A Llama with weights, in a folder that has a tokenizer."""
+    torch.manual_seed(0)
+    config = llama_config(num_attention_heads=heads, num_key_value_heads=keys)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder

@@ -1,4 +1,7 @@
-"""One rank of tests/helpers/group.py: reads cases from standard input, runs them, writes each result to a file."""
+"""The processes of one tests/helpers/group.py: the libraries are imported once, then this process forks for each rank.
+
+Its argument, in JSON: [world size, port of the store, folder of the logs, each rank's descriptor of its connection].
+"""
 
 import gc
 import importlib
@@ -6,44 +9,80 @@ import json
 import os
 import sys
 import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
-from zero_recipes.compat import warnings as calm
+from zero_recipes.compat.warnings import quieten
 
-calm.quieten()
+quieten()
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 
+import tests.helpers.cases  # noqa: E402, F401 (imported once, for all ranks)
 from tests.helpers.forget import forget_last_run  # noqa: E402
+from zero_recipes.distributed import once_per_node  # noqa: E402
 
 
-def main(folder: Path) -> None:
+def main(world_size: int, port: int, folder: str, descriptors: list[int]) -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    rank = os.environ["RANK"]
-    torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    importlib.import_module("tests.helpers.cases")  # once, before the first case
     gc.freeze()  # what is imported stays: collecting after a case need not go through it, which takes half a second
+    for rank in range(world_size):
+        if os.fork() == 0:
+            os.environ |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            be_rank(rank, Path(folder), descriptors)
+            return
+    close(descriptors)
+    for _ in range(world_size):
+        os.wait()
+
+
+def be_rank(rank: int, folder: Path, descriptors: list[int]) -> None:
+    """Run the cases that come, and answer each, until the group closes the connection."""
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    group = Connection(descriptors.pop(rank))
+    close(descriptors)  # the group learns of a rank's end where nobody else holds its connection
+    os.set_inheritable(group.fileno(), False)
+    torch.set_num_threads(1)
+    once_per_node.POLL_SECONDS = 0.01  # rank 0 prepares a test's rows in a moment, and the others wait for it
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     environment = dict(os.environ)
-    for line in sys.stdin:
-        os.environ.clear()  # accelerate leaves the last run's plugins there
-        os.environ.update(environment)
-        order = json.loads(line)
-        print(f"=== case {order['number']}: {order['case']} {order['arguments']}", flush=True)
-        forget_last_run()
-        try:
-            module, _, case = order["case"].rpartition(".")
-            cases = importlib.import_module(f"tests.helpers.{module or 'cases'}")
-            outcome = {"value": getattr(cases, case)(**order["arguments"])}
-        except BaseException:
-            outcome = {"traceback": traceback.format_exc()}
-        gc.collect()
-        path = folder / f"case{order['number']}.rank{rank}.json"
-        path.with_suffix(".part").write_text(json.dumps(outcome))
-        path.with_suffix(".part").rename(path)
+    with suppress(EOFError):
+        while True:
+            order = json.loads(group.recv())
+            os.environ.clear()  # accelerate leaves the last run's plugins there
+            os.environ.update(environment)
+            group.send(json.dumps([order.pop("number"), run(**order)]))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
+def run(case: str, arguments: dict) -> dict:
+    print(f"=== case {case} {arguments}", flush=True)
+    forget_last_run()
+    try:
+        module, _, name = case.rpartition(".")
+        cases = importlib.import_module(f"tests.helpers.{module or 'cases'}")
+        return {"value": getattr(cases, name)(**arguments)}
+    except BaseException:
+        return {"traceback": traceback.format_exc()}
+    finally:
+        gc.collect()
+
+
+def close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*json.loads(sys.argv[1]))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.test_resume import RESULT, arguments, resume_recipe
 from tests.helpers.group import CaseFailed
 from tests.helpers.killed import PLACES, RANK_0_ONLY
+from tests.helpers.resuming import RESULT, arguments, resume_recipe
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
 from zero_recipes.core.files import write_json

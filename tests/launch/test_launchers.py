@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import collections
 import json
+import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.known_bad import found_in
+from tests.helpers.tiny import write_recipe
+from zero_recipes.config.accelerate import launched_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -81,15 +87,41 @@ def test_plain_python(tmp_path):
     assert (metrics["strategy"], metrics["world_size"]) == ("single", 1)
 
 
-def test_refusals_end_as_each_launcher_ends():
-    """accelerate returns 1 and prints our message last, in its closing table; deepspeed and python return 2."""
-    wrong = ["run_sft.py", "recipes/tiny.yaml", "--max_step", "2"]
+def test_refusals_end_as_each_launcher_ends(tmp_path):
+    """accelerate returns 1 and prints our message last, in its closing table; deepspeed returns 2."""
+    out = tmp_path / "out"
+    wrong = ["run_sft.py", "recipes/tiny.yaml", "--max_step", "2", "--output_dir", str(out)]
     accelerate = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/zero1.yaml"]
     deepspeed = [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "29513"]
-    for command, code in ((accelerate, 1), (deepspeed, 2), ([sys.executable], 2)):
+    for command, code in ((accelerate, 1), (deepspeed, 2)):
         ended = subprocess.run([*command, *wrong], cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert ended.returncode == code, ended.stderr[-2000:]
         assert "refused: unknown key `max_step`" in ended.stderr
+        assert "Loading weights" not in ended.stderr and not out.exists()
         if command is accelerate:
             table = ended.stderr[ended.stderr.rindex("Root Cause") :]
             assert "refused: unknown key `max_step`" in table and "`max_steps`" in table
+
+
+def test_multi_cpu_starts_one_process(tmp_path):
+    found = partial(found_in, write_recipe(tmp_path))
+    path = tmp_path / "cpu.yaml"
+    path.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\n"
+        "use_cpu: true\n"
+    )
+    launched = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), "--no_python", "env"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")},
+    ).stdout
+    assert launched.count("ACCELERATE_USE_CPU=") == 1 and "WORLD_SIZE=" not in launched
+    real = dict(line.split("=", 1) for line in launched.splitlines() if "=" in line)
+    predicted = launched_environment(path, None)
+    what = "accelerate was asked for several processes and started one"
+    for environment in (real, predicted):
+        assert ("error", what) in found({}, environment=environment, device="cpu")
+    assert found({}, environment=launched_environment(path, 1), device="cpu") == []
+    assert found({}, environment=predicted | {"PMI_SIZE": "2"}, device="cpu") == []

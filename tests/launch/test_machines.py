@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -16,42 +15,16 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny import ROOT, write_recipe
+from tests.launch.conftest import HOSTS
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.run import refuse_shared_gpus
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.process import free_port, local_world_size
 from zero_recipes.distributed import bandwidth
-from zero_recipes.distributed.wait_for_hosts import meet_machines
+from zero_recipes.distributed.wait_for_hosts import wait_for_hosts
 
-HOSTS = ("10.77.0.1", "10.77.0.2")
 CLI = [sys.executable, "-m", "zero_recipes.cli.main"]
-
-
-def _ip(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(["ip", *arguments], capture_output=True, text=True)
-
-
-@pytest.fixture(scope="module")
-def namespaces():
-    """Names of two joined network namespaces; each one's interface is called as it is."""
-    if shutil.which("ip") is None:
-        pytest.skip("two hosts on one machine need network namespaces, and there is no `ip` (package iproute2)")
-    names = [f"zr{os.getpid()}{side}" for side in "ab"]
-    orders = [("netns", "add", name) for name in names]
-    orders.append(("link", "add", names[0], "netns", names[0], "type", "veth", "peer", names[1], "netns", names[1]))
-    for name, address in zip(names, HOSTS, strict=True):
-        orders.append(("-n", name, "addr", "add", f"{address}/24", "dev", name))
-        orders += [("-n", name, "link", "set", device, "up") for device in (name, "lo")]
-    try:
-        for order in orders:
-            done = _ip(*order)
-            if done.returncode:
-                pytest.skip(f"two hosts on one machine need network namespaces: ip {' '.join(order)}: {done.stderr}")
-        yield names
-    finally:
-        for name in names:
-            _ip("netns", "del", name)
 
 
 def on_each(namespaces: list[str], commands: list[list[str]], timeout: float = 400) -> list[tuple[int, str]]:
@@ -153,7 +126,7 @@ def test_a_missing_host_is_named_by_the_one_that_waits(namespaces):
 def test_the_launcher_alone_names_nobody(namespaces):
     """Fails when torchrun's static rendezvous says who is missing: then zero-recipes meet may go."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node_rank", "0", "--no-python"]
-    command += ["--master_addr", HOSTS[0], "--master_port", str(free_port()), "--rdzv_conf", "timeout=5", "true"]
+    command += ["--master_addr", HOSTS[0], "--master_port", str(free_port()), "--rdzv_conf", "timeout=1", "true"]
     ((code, said),) = on_each(namespaces[:1], [command])
     assert code == 1 and "1/2 clients joined" in said and HOSTS[1] not in said
 
@@ -164,7 +137,7 @@ def test_machines_meet_and_learn_each_others_names():
     port, found = free_port(), {}
 
     def meet(machine: int) -> None:
-        found[machine] = meet_machines(["127.0.0.1", "localhost"], machine, port)
+        found[machine] = wait_for_hosts(["127.0.0.1", "localhost"], machine, port)
 
     threads = [threading.Thread(target=meet, args=(machine,)) for machine in (0, 1)]
     for thread in threads:
@@ -176,10 +149,24 @@ def test_machines_meet_and_learn_each_others_names():
 
 def test_a_machine_that_never_comes_is_named_and_one_that_is_none_refused():
     with pytest.raises(Refusal, match=r"machine 1 \(node-b\), machine 2 \(node-c\) have not come to machine 0") as said:
-        meet_machines(["127.0.0.1", "node-b", "node-c"], 0, free_port(), 0.1)
+        wait_for_hosts(["127.0.0.1", "node-b", "node-c"], 0, free_port(), 0.1)
     assert "1 of 3 machines are there" in said.value.why
     with pytest.raises(Refusal, match="machine_rank 2 of 2 machines"):
-        meet_machines(["127.0.0.1", "node-b"], 2, free_port(), 0.1)
+        wait_for_hosts(["127.0.0.1", "node-b"], 2, free_port(), 0.1)
+
+
+def test_a_first_machine_that_gives_up_before_the_others_is_named():
+    """It keeps the store: its end must not be a traceback on those that still wait."""
+    port = free_port()
+    hosts = ["127.0.0.1", "node-b", "node-c"]
+    command = [*CLI, "meet", "--hosts", ",".join(hosts), "--machine_rank", "0", "--port", str(port), "--seconds", "1"]
+    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    with pytest.raises(
+        Refusal, match=r"machine 0 \(127.0.0.1\) has ended while machine 1 \(node-b\) waited"
+    ) as refused:
+        wait_for_hosts(hosts, 1, port)
+    assert refused.value.codes == ["ZR330"]
+    assert "machine 2 (node-c) has not come" in first.communicate(timeout=60)[1] and first.returncode == 2
 
 
 def test_processes_of_this_machine_by_each_launcher(monkeypatch):

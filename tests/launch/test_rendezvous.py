@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from torch import distributed
 
 from tests.helpers.tiny import write_recipe
-from tests.unit.test_refusals import two_ranks
+from tests.helpers.two_ranks import two_ranks
 from zero_recipes.core.process import free_port
 from zero_recipes.distributed import rendezvous
 
@@ -71,17 +72,18 @@ def test_ranks_that_reach_each_other_meet_and_training_keeps_its_own_timeout():
         assert (code, out, err) == (0, "met 3\n", "")
 
 
-def test_the_keeper_of_the_store_stays_until_each_rank_has_read_its_verdict():
+def test_the_keeper_of_the_store_stays_until_each_rank_has_read_its_status():
     """Else a rank that reads late finds the store gone and refuses a meeting that went well."""
     store = distributed.HashStore()
-    store.set(rendezvous._heard(0), "yes")
-    late = threading.Thread(target=rendezvous._wait_until_heard, args=(store, 0, 2), daemon=True)
-    late.start()
-    assert late.is_alive()
-    store.set(rendezvous._heard(1), "yes")
-    late.join(5)
-    assert not late.is_alive()
-    rendezvous._wait_until_heard(distributed.HashStore(), 1, 2)  # the others wait for nobody
+    ranks = [threading.Thread(target=rendezvous._watch, args=(store, "gloo", rank, 2, 60)) for rank in range(2)]
+    store.set(rendezvous._key("status", 0), "")
+    ranks[0].start()
+    ranks[1].start()
+    assert ranks[0].is_alive()
+    store.set(rendezvous._key("status", 1), "")
+    for rank in ranks:
+        rank.join(5)
+        assert not rank.is_alive()
 
 
 def test_a_rank_that_never_comes_is_named():
@@ -137,3 +139,35 @@ def test_a_run_that_cannot_meet_ends_before_its_weights(tmp_path):
     for rank, ended in enumerate(ranks):
         assert_refused((ended.returncode, ended.stdout, ended.stderr), rank, 2, "nowhere", "rank 1 on")
     assert not (tmp_path / "out").exists()
+
+
+DYING = """
+import os, signal, sys
+import torch.distributed as dist
+from zero_recipes.distributed.once_per_node import once_per_node
+
+dist.init_process_group("gloo")
+rank, dies = int(os.environ["RANK"]), int(sys.argv[1])
+once_per_node(lambda: os.kill(os.getpid(), signal.SIGKILL) if rank == dies else "rows")
+sys.stdin.read()  # rank 0 holds the store until the others have ended
+"""
+
+
+@pytest.mark.parametrize("dies", [1, 0])
+def test_nobody_waits_for_a_process_that_died(dies):
+    """Three ranks on two machines (0 | 1 and 2). Where rank 1 dies, rank 2 says so; rank 0 takes the store with it."""
+    port, ranks = free_port(), []
+    for rank, local_rank in ((0, 0), (1, 0), (2, 1)):
+        environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "3"}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", DYING, str(dies)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        ranks.append(subprocess.Popen(command, env=environment, text=True, **pipes))
+    if dies == 1:
+        said = ranks[2].communicate(timeout=120)[0]
+        assert "rank 1, which prepares the data of this machine, died without a word" in said
+        assert ranks[2].returncode == 1
+    ended = [rank.communicate(timeout=120)[0] for rank in ranks if rank.stdout and not rank.stdout.closed]
+    assert ranks[dies].returncode == -signal.SIGKILL, ended
+    if dies == 1:
+        assert ranks[0].returncode == 0

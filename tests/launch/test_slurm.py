@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny import ROOT, write_recipe
-from tests.launch.test_machines import HOSTS, namespaces  # noqa: F401 (a fixture)
+from tests.launch.conftest import HOSTS
 
 pytestmark = [pytest.mark.grid, pytest.mark.launch]
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "nsenter", "unshare")
@@ -107,7 +107,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(namespaces, tmp_path_factory):  # noqa: F811
+def cluster(namespaces, tmp_path_factory):
     absent = [program for program in PROGRAMS if shutil.which(program) is None]
     if absent:
         pytest.skip(f"no SLURM to run the script by: {', '.join(absent)} not installed (slurm-wlm, munge)")

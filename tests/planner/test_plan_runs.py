@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.plan_jobs import GB, ROOT, made_up, recipe, strategies
+from tests.helpers.report_runs import GPU, metrics, on_cpu, save
 from tests.helpers.tiny import write_recipe
-from tests.unit.test_report import GPU, metrics, on_cpu, save
 from zero_recipes.checks import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config.ds_view import DsConfig

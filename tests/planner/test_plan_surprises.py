@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from tests.helpers.compared_jobs import job_of, write_recipe
 from tests.helpers.tiny import write_model
-from tests.planner.test_plan_accuracy import job_of, write_recipe
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner.simulator import parent as simulation
 

@@ -9,11 +9,8 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig
 
-from tests.helpers.tiny import write_recipe
 from zero_recipes.cli import main as cli
-from zero_recipes.config import recipe as recipes
 from zero_recipes.data.audit import audit, audit_findings
-from zero_recipes.data.load import load_rows, load_tokenizer
 from zero_recipes.data.prepare import finish, tokenise
 
 BASE = Path(__file__).resolve().parents[2] / "tiny_world" / "base"
@@ -35,24 +32,6 @@ def audited(rows: list[dict], tokenizer, tmp_path, **keys):
     ready = finish(tokens, tokenizer, training_args, training_args.packing)
     found = audit(data, tokens, ready, tokenizer, training_args)
     return found, audit_findings(found, data, tokenizer)
-
-
-def test_the_audit_counts_what_a_run_trains_on(one, tmp_path):
-    """One epoch of a real run reports the same rows, tokens and supervised tokens."""
-    path = write_recipe(tmp_path, max_steps=-1, num_train_epochs=1, max_length=80, per_device_train_batch_size=8)
-    argv = [str(path), "--output_dir", str(tmp_path / "out")]
-    trained = one.run("train", argv=argv)[0]["metrics"]
-    recipe = recipes.parse(path, recipes.read(path), [])
-    settings = recipe.settings.replace(use_cpu=True, bf16=False, output_dir=str(tmp_path / "a"))
-    script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, path)
-    tokenizer = load_tokenizer(model_args, training_args)
-    rows, _ = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
-    tokens = tokenise(rows, tokenizer, training_args)
-    found = audit(rows, tokens, finish(tokens, tokenizer, training_args, False), tokenizer, training_args)
-    assert found.truncated > 0 and found.rows == 240
-    assert (found.tokens, found.supervised) == (trained["tokens"]["non_padding"], trained["tokens"]["supervised"])
-    share = 1 - trained["tokens"]["non_padding"] / trained["tokens"]["all"]
-    assert found.padding_share == pytest.approx(share, abs=0.05), "another shuffle, the same rows"
 
 
 def test_truncated_and_dropped_rows(tokenizer, tmp_path):

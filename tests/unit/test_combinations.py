@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import tomllib
 from functools import partial
 from pathlib import Path
@@ -15,15 +13,13 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers import AutoTokenizer
 
-from tests.engine.test_ulysses import write_llama
 from tests.helpers.known_bad import CASES, ENDLESS, MARKED, SHARED, TWO_NODES, UNMARKED, found_in
-from tests.helpers.tiny import ROOT, write_recipe
+from tests.helpers.tiny import ROOT, write_llama, write_recipe
 from zero_recipes.checks.chat import template_findings
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.checks.versions import FLOORS, installed_versions, version_findings
 from zero_recipes.checks.zero_options import RACES, zero_option_findings
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Refusal
@@ -186,26 +182,3 @@ def test_chat_templates_without_marks(found, tmp_path):
     (tmp_path / "marked.jinja").write_text(MARKED)
     assert found(recipe | {"chat_template_path": str(tmp_path / "marked.jinja")}) == []
     assert found(recipe | {"model_name_or_path": "nobody/has-this"}) == []  # not at hand: the run says so
-
-
-def test_multi_cpu_starts_one_process(found, tmp_path):
-    path = tmp_path / "cpu.yaml"
-    path.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\n"
-        "use_cpu: true\n"
-    )
-    launched = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(path), "--no_python", "env"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={key: value for key, value in os.environ.items() if key not in ("MASTER_ADDR", "RANK", "WORLD_SIZE")},
-    ).stdout
-    assert launched.count("ACCELERATE_USE_CPU=") == 1 and "WORLD_SIZE=" not in launched
-    real = dict(line.split("=", 1) for line in launched.splitlines() if "=" in line)
-    foretold = launched_environment(path, None)
-    what = "accelerate was asked for several processes and started one"
-    for environment in (real, foretold):
-        assert ("error", what) in found({}, environment=environment, device="cpu")
-    assert found({}, environment=launched_environment(path, 1), device="cpu") == []
-    assert found({}, environment=foretold | {"PMI_SIZE": "2"}, device="cpu") == []

@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
+from zero_recipes.cli import main as cli
 from zero_recipes.core.errors import Refusal
 from zero_recipes.data.load import alpaca_prompt, alpaca_row, format_rows, load_rows, load_tokenizer
 from zero_recipes.data.samples import choose_samples
@@ -112,3 +113,10 @@ def test_scores_by_the_metric_modules_that_the_project_carries():
     assert found[0] == {"exact_match": 1.0, "token_f1": 1.0, "reference_loss": 0.5}
     assert found[1]["exact_match"] == 0.0 and found[1]["token_f1"] == pytest.approx(2 / 3)
     assert found[2] == {}
+
+
+def test_fetch_measures_what_is_here_already(monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])
+    assert cli.main(["fetch", "recipes/tiny.yaml"]) == 0
+    model, data = capsys.readouterr().out.splitlines()
+    assert model.startswith("./tiny_world/base: ") and data.startswith("./tiny_world: ") and data.endswith(" kB")

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch.distributed.run import config_from_args, get_args_parser
 
-from tests.helpers.tiny import ROOT
+from tests.helpers.thread_cases import OFFLOADED, SixteenCores
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed import init as host_threads
-
-ON_HOST = DsConfig({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
-OFFLOADED = Strategy("zero2_offload", 4, ON_HOST, "ds_configs/zero2_offload.json")
-
-
-class SixteenCores(Host):
-    def cores(self) -> int:
-        return 16
 
 
 @pytest.fixture
@@ -63,36 +52,6 @@ def test_other_numbers_stay(threads, strategy, device, variables):
     assert host_threads.set_host_threads(strategy, device, variables, SixteenCores()) is None
     assert threads() == before
     assert host_threads.host_threads_header(None) == []
-
-
-ADAM = """
-import os, sys, torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-from tests.unit.test_host_threads import OFFLOADED, SixteenCores
-from zero_recipes.distributed import init as host_threads
-
-def step():
-    torch.manual_seed(0)
-    weight = torch.nn.Parameter(torch.randn(1_000_003))
-    weight.grad = torch.randn(1_000_003)
-    DeepSpeedCPUAdam([weight]).step()
-    return weight.detach()
-
-alone = step()
-before = len(os.listdir("/proc/self/task"))
-assert host_threads.set_host_threads(OFFLOADED, "cuda", os.environ, SixteenCores()) == 4
-shared = step()
-print("\\nthreads", before, len(os.listdir("/proc/self/task")), torch.equal(alone, shared))
-"""
-
-
-def test_adam_takes_the_threads_and_computes_the_same():
-    """One OpenMP serves torch and DeepSpeed's kernel: what torch is told holds for both."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4", "DS_ACCELERATOR": "cpu"}
-    ended = subprocess.run([sys.executable, "-c", ADAM], capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert ended.returncode == 0, ended.stderr
-    before, after, same = ended.stdout.split("threads")[1].split()
-    assert int(after) - int(before) >= 3 and same == "True"  # OpenMP adds three to the one there was
 
 
 def test_a_launcher_still_leaves_each_rank_one_thread(monkeypatch):

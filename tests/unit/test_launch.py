@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,30 +53,3 @@ def test_one_plain_process_with_several_gpus_is_refused(monkeypatch):
     with pytest.raises(Refusal, match="2 GPUs are visible"):
         refuse_data_parallel(SimpleNamespace(world_size=1), "cuda", {})
     refuse_data_parallel(SimpleNamespace(world_size=1), "cuda", {"RANK": "0"})
-
-
-SPEAKING = """
-import os, sys
-from zero_recipes.core.errors import Refusal, print_refusal
-
-if os.environ["RANK"] == "0":
-    sys.stdin.read()  # slower than rank 1, until the test lets go
-code = print_refusal(Refusal("ZR000", "what", "why", "fix"))
-print("left", flush=True)
-sys.exit(code)
-"""
-
-
-def test_a_silent_rank_leaves_after_rank_0_has_spoken():
-    """A launcher ends all ranks when the first ends: were it a silent one, nobody would hear why."""
-    ranks = []
-    for rank in ("0", "1"):
-        environment = os.environ | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": "1", "PYTHONPATH": str(ROOT)}
-        environment.pop("TORCHELASTIC_ERROR_FILE", None)
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(subprocess.Popen([sys.executable, "-c", SPEAKING], env=environment, text=True, **pipes))
-    with pytest.raises(subprocess.TimeoutExpired):
-        ranks[1].wait(2)
-    assert "refused: what" in ranks[0].communicate(timeout=60)[1]
-    out, err = ranks[1].communicate(timeout=60)
-    assert (out, err, ranks[0].returncode, ranks[1].returncode) == ("left\n", "", 2, 2)

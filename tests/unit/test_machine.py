@@ -26,7 +26,7 @@ from zero_recipes.core import units
 from zero_recipes.core.errors import Finding, Refusal, print_refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed.kernels import build_findings, extension_folder, is_compiled, ops_of
-from zero_recipes.theory.lower_bounds import checkpoint_bytes, host_terms, local_config, parameter_sizes
+from zero_recipes.theory.lower_bounds import host_terms, local_config, parameter_sizes
 
 GB = 10**9
 PSI = 7 * GB  # parameters
@@ -204,22 +204,6 @@ def test_checkpoints_that_will_go_count_as_room(settings, tmp_path):
     (tmp_path / "out" / "checkpoint-1").mkdir(parents=True)
     (tmp_path / "out" / "checkpoint-1" / "model.safetensors").write_bytes(b"0" * 1000)
     assert said(disk_findings(run, CONFIG, PSI, 2, host)) == ""
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_a_real_checkpoint_is_as_large_as_said(two, tmp_path, strategy):
-    path = write_recipe(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
-    argv = [str(path), "--output_dir", str(tmp_path / "out")]
-    argv += [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
-    psi = two.run("train", argv=argv)[0]["metrics"]["parameters"]
-    written = [p for p in (tmp_path / "out" / "checkpoint-2").rglob("*") if p.suffix in (".safetensors", ".pt")]
-    run = run_of(
-        recipes.parse(path, recipes.read(path), []).settings,
-        stage=None if strategy == "ddp" else int(strategy[-1]),
-        device="cpu",
-    )
-    foretold = checkpoint_bytes(run.strategy, run.settings, CONFIG, psi, 2)
-    assert foretold < sum(p.stat().st_size for p in written) < 1.1 * foretold + 100_000
 
 
 def test_a_download_that_does_not_fit(settings, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,11 @@ from pydantic import BaseModel
 from zero_recipes.core import files
 from zero_recipes.metrics.failure import RankFailure, failed_row
 from zero_recipes.metrics.parts import (
+    Disk,
+    DiskTraffic,
     Evaluation,
     Failure,
+    HostLink,
     ModelStateBytes,
     PeakMemory,
     StepSeconds,
@@ -211,6 +215,20 @@ def test_a_checkpoint_carries_the_history_as_json():
     assert again.summary == history.summary and again.eval_history == [evaluation]
     assert (again.first_step, again.resumed_at, math.isfinite(again.grad_norm_history[1])) == (1, [3], False)
     assert History.model_validate({}).summary == Measurements()
+
+
+def test_what_is_measured_before_training_fits_the_model(tmp_path):
+    from zero_recipes.distributed import bandwidth, nvme
+
+    locks = []
+    claimed = nvme.claim(tmp_path, locks)
+    os.close(*locks)
+    disk = Disk(**claimed, write_bytes_per_second=1.5, read_bytes_per_second=2.5)
+    assert disk.path == str(tmp_path) and disk.free_bytes > 0
+    traffic = nvme.Traffic()
+    traffic.start()
+    assert DiskTraffic(**traffic.per_step(1)).read >= 0
+    assert HostLink(**bandwidth.copy_bandwidth("cpu", size=2**12)).to_host > 0
 
 
 # failures

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +10,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from tests.helpers.tiny import write_recipe
 from zero_recipes.core.errors import Refusal
-from zero_recipes.core.process import free_port
 from zero_recipes.data.audit import audit, audit_findings
 from zero_recipes.data.prepare import dress, finish, tokenise
 from zero_recipes.data.samples import _sample
@@ -113,60 +107,3 @@ def test_tokens_that_the_model_does_not_have_are_refused(tmp_path):
         dress(tokenizer, arguments(tmp_path, eos_token="<|none|>"))
     with pytest.raises(Refusal, match=r"neither a \.jinja file nor a model"):
         dress(tokenizer, arguments(tmp_path, chat_template_path=str(tmp_path / "nothing")))
-
-
-def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):
-    """Rank 0 tokenises both splits, rank 1 nothing; a second run finds them, a run with other arguments does not."""
-    path = write_recipe(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1, dataset_num_proc=2)
-    argv = [str(path), "--output_dir", str(tmp_path / "out"), "--overwrite", "true"]
-    cache = str(tmp_path / "cache")
-    assert two.run("splits_tokenised", argv=argv, cache=cache) == [2, 0]
-    assert two.run("splits_tokenised", argv=argv, cache=cache) == [0, 0]
-    assert two.run("splits_tokenised", argv=[*argv, "--max_length", "99"], cache=cache) == [2, 0]
-    assert not list((tmp_path / "cache").rglob("*.part"))
-
-
-def test_what_the_audit_refuses_is_refused_on_every_rank(two, tmp_path):
-    path = write_recipe(tmp_path, max_length=2)
-    refused = two.run("refusal_of", argv=[str(path), "--output_dir", str(tmp_path / "out")])
-    assert refused == ["no row is left to train on"] * 2
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_streamed_data_set_is_audited_at_its_start(two, tmp_path):
-    path = write_recipe(tmp_path, dataset_streaming=True, max_steps=2)
-    trained = two.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]
-    assert trained["metrics"]["status"] == "ok" and trained["metrics"]["tokens"]["supervised"] > 0
-    assert "240 rows" in (tmp_path / "out" / "recipe.resolved.yaml").read_text()
-
-
-DYING = """
-import os, signal, sys
-import torch.distributed as dist
-from zero_recipes.distributed.once_per_node import once_per_node
-
-dist.init_process_group("gloo")
-rank, dies = int(os.environ["RANK"]), int(sys.argv[1])
-once_per_node(lambda: os.kill(os.getpid(), signal.SIGKILL) if rank == dies else "rows")
-sys.stdin.read()  # rank 0 holds the store until the others have ended
-"""
-
-
-@pytest.mark.parametrize("dies", [1, 0])
-def test_nobody_waits_for_a_process_that_died(dies):
-    """Three ranks on two machines (0 | 1 and 2). Where rank 1 dies, rank 2 says so; rank 0 takes the store with it."""
-    port, ranks = free_port(), []
-    for rank, local_rank in ((0, 0), (1, 0), (2, 1)):
-        environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": "3"}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", DYING, str(dies)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        ranks.append(subprocess.Popen(command, env=environment, text=True, **pipes))
-    if dies == 1:
-        said = ranks[2].communicate(timeout=120)[0]
-        assert "rank 1, which prepares the data of this machine, died without a word" in said
-        assert ranks[2].returncode == 1
-    ended = [rank.communicate(timeout=120)[0] for rank in ranks if rank.stdout and not rank.stdout.closed]
-    assert ranks[dies].returncode == -signal.SIGKILL, ended
-    if dies == 1:
-        assert ranks[0].returncode == 0

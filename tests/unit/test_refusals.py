@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ from tests.helpers.tiny import write_recipe
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import strategy
 from zero_recipes.core.errors import Refusal
-from zero_recipes.core.process import free_port
 from zero_recipes.models.load import sizes_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,68 +146,3 @@ def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):
 
 
 # The same, whole: processes started by hand as two ranks, without a launcher between them and the test.
-
-
-def two_ranks(
-    argv: list[str], tmp_path: Path, extra: dict[str, str] | None = None, by_rank: dict[int, dict] | None = None
-) -> list[subprocess.CompletedProcess]:
-    port = free_port()
-    running = []
-    for rank in range(2):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-            "TORCHELASTIC_ERROR_FILE": str(tmp_path / f"error{rank}.json"),
-            **(extra or {}),
-            **(by_rank or {}).get(rank, {}),
-        }
-        running.append(
-            subprocess.Popen(
-                [sys.executable, "run_sft.py", *argv],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-                env=environment,
-            )
-        )
-    ended = [(process, *process.communicate(timeout=240)) for process in running]
-    return [subprocess.CompletedProcess(process.args, process.returncode, out, err) for process, out, err in ended]
-
-
-def bad_inputs(good: Path, tmp_path: Path) -> dict[str, tuple[list[str], dict[str, str], str]]:
-    rows = tmp_path / "wrong"
-    rows.mkdir()
-    (rows / "train.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    return {
-        "misspelt key": ([str(good), "--lerning_rate", "1"], {}, "lerning_rate"),
-        "missing data": ([str(good), "--dataset_name", "./nowhere", "--bf16", "false"], {}, "./nowhere"),
-        "missing columns": ([str(good), "--dataset_name", str(rows)], {}, "no column instruction"),
-        "two ds configs": (
-            [str(good), "--deepspeed", "ds_configs/zero2.json"],
-            LAUNCHED,
-            "two DeepSpeed configurations",
-        ),
-        "global batch": ([str(good), "--global_batch_size", "7"], {}, "global_batch_size 7"),
-    }
-
-
-@pytest.mark.parametrize("name", ["misspelt key", "missing data", "missing columns", "two ds configs", "global batch"])
-def test_every_rank_exits_2_and_rank_0_alone_speaks(good, tmp_path, name):
-    argv, extra, said = bad_inputs(good, tmp_path)[name]
-    ranks = two_ranks([*argv, "--output_dir", str(tmp_path / "out")], tmp_path, extra)
-    assert [rank.returncode for rank in ranks] == [2, 2]
-    message = ranks[0].stderr[ranks[0].stderr.index("refused: ") :]
-    assert said in message and "    why: " in message and "   fix: " in message
-    assert len(message.strip().splitlines()) == 3, message
-    for rank in ranks:
-        assert "Traceback" not in rank.stderr and "Loading weights" not in rank.stderr
-    assert "refused" not in ranks[1].stderr + ranks[1].stdout
-    assert not (tmp_path / "out").exists(), "something was written before the refusal"
-    closing = json.loads((tmp_path / "error1.json").read_text())
-    assert said in closing["message"]["extraInfo"]["py_callstack"]

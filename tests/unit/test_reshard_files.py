@@ -1,17 +1,16 @@
-"""What reshard refuses, what it leaves behind when it is killed, and how much memory it takes. No training."""
+"""What reshard refuses, and what it leaves behind when it is killed. No training."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.checkpoint_files import MODEL, OPTIMIZER, rank_states, write_checkpoint
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.reshard import write as resharding
@@ -22,53 +21,6 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.core.errors import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
-MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-SHAPES = [{"a.weight": (3, 5), "b.weight": (7, 1)}, {"a.bias": (3,)}]
-
-
-def write_checkpoint(
-    folder: Path, world: int = 2, model: dict | None = None, shapes: list[dict] = SHAPES, **config
-) -> Path:
-    """A checkpoint as DeepSpeed writes it at stage 3, of two tiny groups; `config` and `model` change what it says."""
-    checkpoint = folder / "checkpoint-7"
-    states = checkpoint / "global_step7"
-    states.mkdir(parents=True)
-    (checkpoint / "latest").write_text("global_step7")
-    (checkpoint / "trainer_state.json").write_text('{"global_step": 7, "best_model_checkpoint": null}')
-    (checkpoint / "scheduler.pt").write_bytes(b"s")
-    for rank in range(world):
-        (checkpoint / f"rng_state_{rank}.pth").write_bytes(bytes([rank]))
-    ds_config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "zero_optimization": {"stage": 3},
-    } | config
-    described = {
-        "param_shapes": [{name: torch.Size(shape) for name, shape in group.items()} for group in shapes],
-        "dp_world_size": world,
-        "mp_world_size": 1,
-        "ds_config": ds_config,
-        "lr_scheduler": None,
-        **{"global_steps": 7, "global_samples": 56, "skipped_steps": 0},
-    }
-    torch.save(described | (model or {}), states / MODEL)
-    for rank in range(world):
-        torch.save({"optimizer_state_dict": rank_states(world, shapes)}, states / OPTIMIZER.format(rank))
-    return checkpoint
-
-
-def rank_states(world: int, shapes: list[dict] = SHAPES) -> dict:
-    flats = [torch.rand(sum(-(-torch.Size(shape).numel() // world) for shape in group.values())) for group in shapes]
-    adam = {
-        number: {"step": torch.tensor(7.0), "exp_avg": flat.clone(), "exp_avg_sq": flat.clone()}
-        for number, flat in enumerate(flats)
-    }
-    groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "params": [number]} for number in range(len(flats))]
-    return {
-        "zero_stage": 3,
-        "fp32_flat_groups": flats,
-        "optimizer_state_dict": {"state": adam, "param_groups": groups},
-    }
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -256,45 +208,3 @@ def test_a_launch_that_would_be_another_run_is_refused(tmp_path, monkeypatch):
     (folder / FOLDER / "a.bias.safetensors").unlink()
     (found,) = refused_at_launch(tmp_path, folder, "zero2")
     assert found.endswith("is not whole")
-
-
-MEASURE = """
-import sys
-from pathlib import Path
-from zero_recipes.compat import warnings as calm
-calm.quieten()
-import deepspeed, rich.progress, safetensors.torch, torch
-from zero_recipes.checkpoint.reshard.write import reshard
-checkpoint, how = Path(sys.argv[1]), sys.argv[2]
-
-def bytes_of(name):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
-before = bytes_of("VmRSS")
-if how == "whole":
-    kept = [torch.load(path, weights_only=False) for path in checkpoint.rglob("*_optim_states.pt")]
-else:
-    reshard(checkpoint, 1, int(how))
-print("grown", bytes_of("VmHWM") - before)
-"""
-
-
-def test_a_checkpoint_is_never_in_memory_whole(tmp_path):
-    """300 MB of states in 96 parameters: the peak grows by ten or so of them, mapped pages and imports included."""
-    shapes = [{f"layers.{number}.weight": (1024, 256) for number in range(96)}, {"norm.bias": (1024,)}]
-    checkpoint = write_checkpoint(tmp_path, shapes=shapes)
-    size = sum(path.stat().st_size for path in checkpoint.rglob("*_optim_states.pt"))
-    assert size > 300e6
-
-    def grown(how: str) -> int:
-        command = [sys.executable, "-c", MEASURE, str(checkpoint), how]
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == 0, ended.stderr[-2000:]
-        return int(ended.stdout.split()[-1])
-
-    whole, lean = grown("whole"), grown("3")
-    assert whole > 0.95 * size, "the measure does not see what is loaded"
-    assert lean < 0.2 * size
-    assert sum(path.stat().st_size for path in tmp_path.rglob(f"{FOLDER}/*")) > 0.99 * size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import yaml
 
 from zero_recipes.cli import main as cli
@@ -134,3 +135,32 @@ def test_a_mixture_and_a_file_of_today(tmp_path):
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         assert upgrade(path) == (path.read_text(), []), "a recipe of today needs no upgrade"
     assert set(recipe.key_types()) >= {"activation_checkpointing", "activation_checkpointing_kwargs"}
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("seed: 1\n\nlogging_dir: a  # there\n\n# The next part\nmax_steps: 5\n",
+         "seed: 1\n\n# logging_dir: a  # there\n\n# The next part\nmax_steps: 5\n"),
+        ("group_by_length:   true # batches\nbf16: False\nlabel_names:\n    - a\n",
+         "train_sampling_strategy: group_by_length # batches\nbf16: False\nlabel_names:\n    - a\n"),
+        ("'max_seq_length' : 5", "max_length : 5"),
+        ("save_strategy: off # never", 'save_strategy: "no" # never'),
+        ("{max_seq_length: 5}", "{max_seq_length: 5}"),
+        ("dataset_mixer: a/b\n", "datasets: a/b\n"),
+        ("packing: &off false\nadafactor: *off\n", "packing: &off false\nadafactor: *off\n"),
+    ],
+)  # fmt: skip
+def test_only_what_must_change_is_changed(tmp_path, old, new):
+    """To the letter, the comments after a removed key and lists at their indentation included."""
+    (tmp_path / "old.yaml").write_text(old)
+    assert upgrade(tmp_path / "old.yaml")[0] == new
+
+
+def test_the_next_sections_title_outlives_a_removed_key(tmp_path):
+    (tmp_path / "old.yaml").write_text(
+        "dataset_mixer:\n  # the only one\n  a/b: 1.0\ndataset_splits: [c]\n# SFT\nseed: 1\n"
+    )
+    assert upgrade(tmp_path / "old.yaml")[0] == (
+        "  # the only one\ndataset_name: a/b\ndataset_train_split: c\n# SFT\nseed: 1\n"
+    )

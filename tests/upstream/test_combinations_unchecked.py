@@ -195,9 +195,7 @@ def test_with_the_check_off_ranks_are_lost(tmp_path, monkeypatch, name):
             assert abs(wrong[0] - sound[0]) > 0.1, "AutoTP is right now"
         else:
             argv = argv_of(tmp_path, **keys, **CASES[name][0], deepspeed=ds_config(3))
-            with pytest.raises(group.CaseFailed, match=r"hangs|ended with|Connection"):
+            with pytest.raises(group.CaseFailed, match=r"hangs|has ended|Connection"):
                 pair.run("train_unchecked", argv=argv)
     finally:
-        for worker in pair.workers:
-            worker.kill()
-        pair.close()
+        pair.kill()

@@ -37,6 +37,7 @@ def without() -> dict[str, str]:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
+@pytest.mark.private
 @pytest.mark.parametrize("patch", NEEDED)
 def test_the_patch_is_still_needed(patch, without):
     """Where this fails, the library has learnt it: the patch can go."""
@@ -44,6 +45,7 @@ def test_the_patch_is_still_needed(patch, without):
     assert without[patch] == NEEDED[patch]
 
 
+@pytest.mark.private
 def test_the_gpus_own_kernels_are_still_asked_for_by_name():
     from trl.kernels import chunked_logprob
 

@@ -101,8 +101,9 @@ def test_text_rows_streamed(one, tmp_path):
     assert len(metrics["loss_history"]) == 3 and metrics["tokens"]["supervised"] > 0
 
 
+@pytest.mark.private
 def test_loading_by_class_is_still_needed(two, tmp_path):
-    """Fails when transformers renames on resume: then remove faults.load_weights_by_class."""
+    """Fails when transformers renames on resume: then remove patches.load_weights_by_class."""
     assert two.run("names_lost_on_resume", folder=str(tmp_path / "saved"))[0] == ["lm_head.weight"]
 
 

@@ -75,7 +75,7 @@ def resharded_findings(settings: Settings, strategy: Strategy) -> Iterator[Findi
     if settings.load_best_model_at_end and best is not None:
         yield Finding(
             "ZR717",
-            f"load_best_model_at_end, and the best checkpoint so far, {best}, is of the old world",
+            f"load_best_model_at_end, and the best checkpoint so far, {best}, was written before resharding",
             "If it stays the best, the run dies at its end: DeepSpeed loads a checkpoint at its own stage and world "
             "only (transformers, trainer.py, _load_best_model).",
             "Resume with --load_best_model_at_end false.",
@@ -83,7 +83,7 @@ def resharded_findings(settings: Settings, strategy: Strategy) -> Iterator[Findi
 
 
 # other values of these are another training: a checkpoint holds what was made with the old ones, Adam's states, the
-# scheduler's base rates and the order of the rows among it, and transformers would mix the two without a word
+# scheduler's base rates and the order of the rows among it, and transformers would mix the two silently
 DECIDES = ("model_name_or_path", "model_revision", "dtype", "bf16", "fp16", "load_in_4bit", "load_in_8bit")
 DECIDES += ("bnb_4bit_quant_storage", "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_peft", "use_dora")
 DECIDES += ("use_rslora", "lora_alpha", "lora_dropout", "lora_modules_to_save", "lora_r", "lora_target_modules")
@@ -141,7 +141,7 @@ def _on_nvme(checkpoint: str, strategy: Strategy) -> Iterator[Finding]:
             "optimizer's states where they lie on NVMe: the run would go on with fresh ones. With parameters there it "
             "dies in runtime/zero/stage3.py.",
             'Resume with "device": "cpu" (accelerate_configs/zero3_offload.yaml) from a checkpoint that it wrote, or '
-            "begin anew with --overwrite true.",
+            "start over with --overwrite true.",
         )
 
 
@@ -199,8 +199,8 @@ def _recipe(checkpoint: str, written: Mapping, settings: Settings) -> Iterator[F
         yield Finding(
             "ZR723",
             f"{checkpoint} was trained with {_listed(other, then)}; this run has {_listed(other, now)}",
-            "That is another training. The checkpoint's optimizer, schedule and order of rows come from the old values "
-            "and would win in part (torch's LambdaLR keeps its base_lrs), without a word.",
+            "That is another run. The checkpoint's optimizer, schedule and order of rows come from the old values "
+            "and would win in part (torch's LambdaLR keeps its base_lrs), silently.",
             "Run with " + " ".join(f"--{key} {then[key]}" for key in other) + " as before, or train from these weights "
             f"with --model_name_or_path {checkpoint}.",
         )
@@ -247,9 +247,9 @@ def refuse_other_data(checkpoint: str | None, data_sha256: str | None) -> None:
         raise Refusal(
             "ZR727",
             f"{checkpoint} was trained on other rows",
-            f"Tokenised, truncated and packed, they had the hash {_short(written['data_sha256'])}; these have "
+            f"Tokenized, truncated and packed, they had the hash {_short(written['data_sha256'])}; these have "
             f"{_short(data_sha256)}. transformers would skip the first rows of the new data as if they had been seen.",
-            "Bring back the data, max_length, packing and tokenizer of the first run; or begin anew with --overwrite "
+            "Bring back the data, max_length, packing and tokenizer of the first run; or start over with --overwrite "
             f"true; or train from these weights with --model_name_or_path {checkpoint} and another --output_dir.",
         )
 

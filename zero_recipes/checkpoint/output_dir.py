@@ -26,7 +26,7 @@ def refuse_occupied(output_dir: Path, resume: object, overwrite: bool) -> None:
         "ZR702",
         f"{output_dir} already holds {', '.join(path.name for path in found[:4])}{' ...' if len(found) > 4 else ''}",
         "An earlier run saved it; training into the same folder would mix or destroy it. Nothing has been touched.",
-        "Go on from its last checkpoint with --resume_from_checkpoint true, begin anew with --overwrite true (deletes "
+        "Go on from its last checkpoint with --resume_from_checkpoint true, start over with --overwrite true (deletes "
         "the above), or choose another --output_dir.",
     )
 

@@ -73,7 +73,7 @@ def _last_whole(output_dir: Path) -> Path | None:
                 "ZR704",
                 f"nothing says whether {checkpoint} is whole",
                 "It has no manifest.json: plain transformers wrote it, or an earlier version of zero-recipes.",
-                f"Vouch for it by name, --resume_from_checkpoint {checkpoint}; else move it away or choose another "
+                f"If you trust it, name it: --resume_from_checkpoint {checkpoint}; else move it away or choose another "
                 "--output_dir.",
             )
         _say(f"passed over: {fault}")
@@ -83,7 +83,7 @@ def _last_whole(output_dir: Path) -> Path | None:
             "ZR705",
             f"{output_dir} holds {done[0].name} and no checkpoint to go on from",
             "An earlier run has saved its model there; starting fresh would replace it. Nothing has been touched.",
-            "Begin anew with --overwrite true (deletes it), or choose another --output_dir.",
+            "Start over with --overwrite true (deletes it), or choose another --output_dir.",
         )
     return None
 
@@ -107,7 +107,7 @@ def _refuse_unusable(checkpoint: Path) -> None:
         raise Refusal(
             "ZR708",
             f"{checkpoint} holds no optimizer states",
-            "It was saved with save_only_model, or it is a model; a run that went on from it would begin Adam anew.",
+            "It was saved with save_only_model, or it is a model: Adam would start from zero.",
             f"Name another checkpoint, or train from these weights with --model_name_or_path {checkpoint}.",
         )
 

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zero_recipes.checkpoint import manifest
+from zero_recipes.compat.huggingface import kept_in_fp32
 
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
@@ -128,7 +129,7 @@ def _compare_with_class(folder: Path) -> set[str]:
                 f"{folder} is not whole: {problem.replace('_', ' ')} {', '.join(names[:3])} ({len(names)} in all). "
                 "from_pretrained would fill them with random numbers."
             )
-    return set(model._keep_in_fp32_modules or ()) | set(model._keep_in_fp32_modules_strict or ())
+    return kept_in_fp32(model)
 
 
 def _compare_dtypes(folder: Path, entries: dict[str, Entry], kept_in_fp32: set[str]) -> None:
@@ -145,7 +146,7 @@ def _compare_dtypes(folder: Path, entries: dict[str, Entry], kept_in_fp32: set[s
     if others:
         raise NotWhole(
             f"{folder} is not whole: {others[0]} is {entries[others[0]].dtype} ({len(others)} in all), config.json "
-            f"says {wanted}. from_pretrained would convert it without a word."
+            f"says {wanted}. from_pretrained would convert it silently."
         )
 
 

@@ -76,7 +76,7 @@ def shared_memory_findings(run: RunConfig, here: int, host: Host) -> Iterator[Fi
         yield Finding(
             "ZR611",
             f"/dev/shm has {units.size(free)} free, for {here} GPUs",
-            "GPUs without peer access talk through it, 10 MB a connection; Docker gives 64 MB, and NCCL ends with "
+            "GPUs without peer access use it, 10 MB a connection; Docker gives 64 MB, and NCCL ends with "
             '"No space left on device" (github.com/NVIDIA/nccl issues 290 and 342; its documentation takes 1 GB).',
             larger,
             level="warning",

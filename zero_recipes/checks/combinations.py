@@ -53,8 +53,8 @@ def _lora(settings: Settings, zero_stage: int | None, device: str) -> Iterator[F
         yield Finding(
             "ZR128",
             f"lora_target_modules with the single name {only}",
-            "TRL 1.16 (trainer/model_config.py, __post_init__) makes a text of a list of one, and PEFT takes a text "
-            'for a pattern of the whole path: "No modules were targeted", once the model has been loaded.',
+            "TRL 1.16 (trainer/model_config.py, __post_init__) turns a list of one into a string, and PEFT reads a "
+            'string as a pattern of the whole path: "No modules were targeted", once the model has been loaded.',
             f'Write lora_target_modules: [".*{only}"].',
         )
     from zero_recipes.data.prepare import is_template_file
@@ -76,7 +76,7 @@ def _lora(settings: Settings, zero_stage: int | None, device: str) -> Iterator[F
             "ZR130",
             f"LoRA on tied embeddings with the chat template of another tokenizer ({template})",
             "TRL adds its tokens and trains their rows; PEFT 0.21 wraps the tied LM head (TrainableTokensWrapper) "
-            "without a bias, and TRL 1.16 (trainer/utils.py, add_fused_lm_head) asks for it in the first step.",
+            "without a bias, and TRL 1.16 (trainer/utils.py, add_fused_lm_head) needs it in the first step.",
             fix,
         )
 
@@ -106,7 +106,7 @@ def _packing(settings: Settings) -> Iterator[Finding]:
             "ZR133",
             f"{'packing' if packing else 'padding_free'} with a model of type {model_type}",
             f"transformers 5.23 (models/{model_type}) does not hand position_ids to create_causal_mask: packed rows "
-            "attend to each other under every attention implementation, without a word.",
+            "attend to each other under every attention implementation, silently.",
             "Set packing: false and padding_free: false.",
         )
 
@@ -122,7 +122,7 @@ def _uneven_ranks(settings: Settings, world_size: int) -> Iterator[Finding]:
             "ZR134",
             f"accelerator_config.even_batches: false with {world_size} processes",
             "Where rows do not divide, a rank has a batch less (accelerate, data_loader.py, BatchSamplerShard), and "
-            "collectives meet that are not the same: the run hangs or dies, in training and in evaluation.",
+            "the ranks' collectives no longer match: the run hangs or dies, in training and in evaluation.",
             "Remove it: accelerate then repeats a few rows, and the Trainer drops them from evaluation losses.",
         )
     if loading.get("dispatch_batches") is False and settings.dataset_streaming:
@@ -130,7 +130,7 @@ def _uneven_ranks(settings: Settings, world_size: int) -> Iterator[Finding]:
             "ZR135",
             f"accelerator_config.dispatch_batches: false with dataset_streaming and {world_size} processes",
             "Each rank reads its own files (accelerate, data_loader.py: n_shards >= num_processes); where "
-            " they differ in length a rank ends early and the others wait for it for ever.",
+            " they differ in length a rank ends early and the others wait for it forever.",
             "Remove dispatch_batches: rank 0 then reads and hands out.",
         )
 
@@ -154,7 +154,7 @@ def _launched_alone(strategy, environment: Mapping[str, str]) -> Iterator[Findin
     if asked_for_more and not by_mpi:
         yield Finding(
             "ZR137",
-            "accelerate was asked for several processes and started one",
+            "several processes were requested, and accelerate started one",
             "Under distributed_type MULTI_CPU or NO it starts the script once, whatever num_processes says "
             "(accelerate 1.15, commands/launch.py, simple_launcher; utils/launch.py then sets MASTER_ADDR only).",
             "Write distributed_type: MULTI_GPU (it serves CPUs too), as accelerate_configs/ddp.yaml does. For one "
@@ -164,7 +164,7 @@ def _launched_alone(strategy, environment: Mapping[str, str]) -> Iterator[Findin
         yield Finding(
             "ZR138",
             f"ZeRO stage {strategy.zero_stage} with one process",
-            "There is nobody to share with: every model state stays whole.",
+            "Nothing can be partitioned over one process: every model state stays whole.",
             "Launch with --num_processes 2 or more; for one process leave out DeepSpeed, or offload.",
             level="warning",
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from zero_recipes.compat.huggingface import without_deepspeed_announcement
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding
 
@@ -39,14 +40,13 @@ def fill_auto(config: dict[str, Any], settings: Settings, world_size: int):
 
     Its `mismatches` name what was written by hand and differs from the run.
     """
-    from transformers.integrations import deepspeed as integration
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     arguments = SimpleNamespace(**settings.as_dict(), world_size=world_size)
     arguments.bf16 = settings.precision == "bf16"
     arguments.get_warmup_steps = lambda steps: settings.warmup_steps
-    announced = integration._hf_deepspeed_config_weak_ref
-    filled = integration.HfTrainerDeepSpeedConfig(copy.deepcopy(config))
-    integration._hf_deepspeed_config_weak_ref = announced  # it announces itself to all; this is only a look
+    with without_deepspeed_announcement():  # it announces itself to all; this is only a look
+        filled = HfTrainerDeepSpeedConfig(copy.deepcopy(config))
     filled.trainer_config_process(arguments)
     return filled, arguments
 
@@ -102,7 +102,7 @@ def _schedule(config: dict, source: str, settings: Settings) -> Iterator[Finding
             "ZR216",
             f"{scheduler['type']} in {source} warms up along a logarithm",
             "That is DeepSpeed's default (runtime/lr_schedules.py, WARMUP_LOG_RATE): half the steps of the warm-up "
-            "bring more than half the learning rate. The recipe's lr_scheduler_type would warm up in a line.",
+            "bring more than half the learning rate. The recipe's lr_scheduler_type would warm up linearly.",
             'Write "warmup_type": "linear", or "log" if it is meant.',
             level="warning",
         )
@@ -114,7 +114,7 @@ def _schedule(config: dict, source: str, settings: Settings) -> Iterator[Finding
             yield Finding(
                 "ZR217",
                 f"{source} has scheduler.params.{key} {written}, the run has {steps} steps",
-                "The schedule would never end its warm-up, or end at another place than the run.",
+                "The schedule would never end its warm-up, or end at another step than the run.",
                 f'Write "{key}": "auto", or remove the scheduler block: the recipe\'s lr_scheduler_type then counts.',
             )
 
@@ -141,7 +141,7 @@ def _without_effect(config: dict, source: str) -> Iterator[Finding]:
         yield Finding(
             "ZR220",
             f"unknown top-level keys in {source}: {', '.join(unknown)}",
-            "DeepSpeed ignores them without a word.",
+            "DeepSpeed ignores them silently.",
             "Check their spelling, or remove them.",
             level="warning",
         )

@@ -17,7 +17,8 @@ from zero_recipes.checks.cache import on_hub
 from zero_recipes.checks.ds_config import fill_auto
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
-from zero_recipes.compat import warnings
+from zero_recipes.compat.registry import parts_in_use, private_part_findings
+from zero_recipes.compat.warnings import hides_progress
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import run as run_config
 from zero_recipes.config import strategy as strategies
@@ -26,7 +27,9 @@ from zero_recipes.config.recipe import RecipeFile, steps_by_epochs
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.errors import Finding, Refusal
+from zero_recipes.config.validation import ignore_findings
+from zero_recipes.core import codes
+from zero_recipes.core.errors import Finding, Refusal, downgraded
 from zero_recipes.core.host_limits import Host
 from zero_recipes.models.load import load_config, refuse_missing_attention, sizes_of
 
@@ -35,7 +38,8 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     """(the run, or None where it cannot be put together; all findings).
 
     `environment` is the launcher's: os.environ in a run. A key with a finding is left out, and the rest goes on, so
-    that all findings come at once. `rehearsal`: nothing will start here and now (zero-recipes check).
+    that all findings come at once; errors that the recipe ignores come as warnings. `rehearsal`: nothing will start
+    here and now (zero-recipes check).
     """
     findings = list(version_findings(installed_versions()))
     if findings:
@@ -47,6 +51,8 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     recipe = _attempt(findings, recipes.parse, path, sound, overrides)
     if recipe is None:
         return None, findings
+    findings += ignore_findings(recipe.settings.ignore)
+    ignored = codes.requested(recipe.settings.ignore)
     device = run_config.choose_device(recipe.settings.use_cpu)
     findings += launcher_findings(environment)
     strategy = _attempt(findings, strategies.resolve, recipe.settings, environment, sizes_of)
@@ -55,24 +61,26 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
         batch = (recipe.settings, recipe.given, strategy.replicas)
         accumulation = _attempt(findings, recipes.derive_accumulation, *batch)
     settings, given = run_config.in_force(recipe, strategy, device, accumulation)
-    settings = settings.replace(disable_tqdm=warnings.hides_progress(settings))
+    settings = settings.replace(disable_tqdm=hides_progress(settings))
     output_dir = Path(settings.output_dir)
     findings += _strategy_findings(settings, strategy, device, environment)
     if not (constants.is_offline_mode() and on_hub(settings.model_name_or_path)):  # what the cache lacks is said below
         _attempt(findings, load_config, settings, settings)
     _attempt(findings, refuse_missing_attention, settings.attn_implementation, device)
+    if strategy is not None:
+        findings += private_part_findings(parts_in_use(strategy, settings, device))
     _attempt(findings, refuse_occupied, output_dir, settings.resume_from_checkpoint, settings.overwrite)
     resume = (output_dir, settings.resume_from_checkpoint, settings.overwrite)
     checkpoint = _attempt(findings, checkpoint_to_resume, *resume)
     settings = settings.replace(resume_from_checkpoint=checkpoint)
     if strategy is None:
-        return None, findings
+        return None, downgraded(findings, ignored)
     if checkpoint is not None:
         findings += fit_findings(checkpoint, settings, strategy)
     run = RunConfig(recipe, settings, MappingProxyType(given), strategy, device, output_dir, checkpoint)
     elsewhere = device == "cpu" and not recipe.settings.use_cpu
     findings += machine_findings(run, environment, Host(), rehearsal and ("elsewhere" if elsewhere else "here"))
-    return run, findings
+    return run, downgraded(findings, ignored)
 
 
 def _strategy_findings(

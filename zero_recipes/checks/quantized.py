@@ -34,7 +34,7 @@ def quantized_findings(settings: Settings, strategy) -> Iterator[Finding]:
         )
     if settings.random_weights:
         yield Finding(
-            "ZR411", f"{asked} with random_weights", "There are no weights to quantise.", "Remove one of the two."
+            "ZR411", f"{asked} with random_weights", "There are no weights to quantize.", "Remove one of the two."
         )
     if asked == "load_in_8bit":
         yield from _shared_in_8_bit(strategy)
@@ -50,14 +50,14 @@ def _shared_in_8_bit(strategy) -> Iterator[Finding]:
             "load_in_8bit at ZeRO stage 3",
             "bitsandbytes 0.50 (nn/modules.py, init_8bit_state) keeps the whole weights beside the parameter, in "
             "state.CB: every rank holds all of them, which the stage was to avoid.",
-            "Use load_in_4bit, whose weights are shared out; or ds_configs/zero2.json.",
+            "Use load_in_4bit, whose weights are partitioned; or ds_configs/zero2.json.",
         )
     if strategy.is_fsdp:
         yield Finding(
             "ZR413",
             "load_in_8bit under FSDP2",
             "FSDP2 makes plain parameters of the weights, and bitsandbytes 0.50 (nn/modules.py, Linear8bitLt.forward) "
-            "asks them for CB: the first step dies.",
+            "reads CB from them: the first step fails.",
             "Use load_in_4bit with bnb_4bit_quant_storage: bfloat16; or ds_configs/zero2.json.",
         )
 
@@ -71,26 +71,26 @@ def _shared_in_4_bit(storage: str, precision: str, strategy) -> Iterator[Finding
             "accelerate (utils/fsdp_utils.py, fsdp2_prepare_model) leaves weights that are packed into integers out of "
             "the sharding, with a warning, and every rank holds the whole of them; FSDP2 casts those packed into "
             "another dtype than the run's, as if their bits were numbers.",
-            f"Set bnb_4bit_quant_storage: {wanted}: they are the same bits, and shared out."
+            f"Set bnb_4bit_quant_storage: {wanted}: they are the same bits, and sharded."
             if wanted
-            else "Set bf16: true and bnb_4bit_quant_storage: bfloat16: they are the same bits, and shared out.",
+            else "Set bf16: true and bnb_4bit_quant_storage: bfloat16: they are the same bits, and sharded.",
         )
     if strategy.is_deepspeed and wanted and storage not in ("uint8", wanted):
         yield Finding(
             "ZR415",
             f"bnb_4bit_quant_storage: {storage} in {precision} under DeepSpeed",
             "deepspeed/runtime/engine.py, _cast_module_mixed_precision casts packed weights as if their bits were "
-            "numbers: float16 becomes other weights without a word, float32 stops the first step.",
-            "Remove bnb_4bit_quant_storage: uint8, the default, is cast by nobody.",
+            "numbers: float16 becomes other weights silently, float32 stops the first step.",
+            "Remove bnb_4bit_quant_storage: uint8, the default, is never cast.",
         )
     if strategy.zero_stage == 3:
         yield Finding(
             "ZR416",
             "load_in_4bit at ZeRO stage 3",
             "transformers (modeling_utils.py, get_init_context) builds a quantized model without zero.Init: every rank "
-            "loads the whole of it, half a byte a parameter, and the engine shares it out afterwards "
+            "loads the whole of it, half a byte a parameter, and the engine partitions it afterwards "
             "(huggingface/peft#2016).",
-            "Have room for it on every GPU at the start; after that stage 3 holds a part.",
+            "Every GPU needs memory for the whole model at the start; after that stage 3 holds a part.",
             level="warning",
         )
 
@@ -104,6 +104,6 @@ def _packed_twice(asked: str, strategy) -> Iterator[Finding]:
         yield Finding(
             "ZR417",
             f"{asked} with {', '.join(named)}",
-            "They swap, pack or copy parameters that they take for 16-bit numbers. Never run together here.",
+            "They swap, pack or copy parameters as if they were 16-bit numbers. Never run together here.",
             "Use ds_configs/zero3.json or zero3_offload.json.",
         )

@@ -68,7 +68,7 @@ def _locks(host: Host) -> list[Finding]:
         Finding(
             "ZR623",
             f"a build lock that a killed compiler left: {lock}",
-            "torch (utils/file_baton.py) waits for it without a word and for ever.",
+            "torch (utils/file_baton.py) waits for it silently and forever.",
             "run_sft.py deletes it; any other program needs you to: delete it.",
             level="warning",
         )

@@ -7,28 +7,31 @@ from importlib import metadata
 
 from packaging.version import Version
 
+from zero_recipes.compat import versions
 from zero_recipes.core.errors import Finding
 
+_UNTESTED = "Nothing older is tested: its private parts (docs/private_parts.md) may be other ones."
 # package: (oldest version that the code is written for, what goes wrong below it); pyproject.toml says the same
 FLOORS = {
     "deepspeed": (
-        "0.19",
-        "overlap_comm at stages 1 and 2 freed buffers that the reduction stream still read: the loss went to nan "
-        "(deepspeedai/DeepSpeed#7965, mended in 0.19.0).",
+        versions.floor("deepspeed"),
+        "Before 0.19.0 overlap_comm at stages 1 and 2 freed buffers that the reduction stream still read: the loss "
+        f"went to nan (deepspeedai/DeepSpeed#7965). {_UNTESTED}",
     ),
     "transformers": (
-        "5.20",
+        versions.floor("transformers"),
         "Before 5.18 the Trainer has no end(): the run dies after its last save, its process group still alive "
-        "(huggingface/transformers#48874). The recipes' keys are those of 5.20 and later.",
+        f"(huggingface/transformers#48874). {_UNTESTED}",
     ),
     "trl": (
-        "1.16",
+        versions.floor("trl"),
         "TRL gathered the LM head once for each chunk of supervised tokens: under ZeRO stage 3, ranks with unequal "
-        "numbers of them waited for each other for ever (huggingface/trl#6696). 1.16 gathers once.",
+        "numbers of them waited for each other forever (huggingface/trl#6696). 1.16 gathers once.",
     ),
     "peft": (
-        "0.18",
-        "It imports HybridCache, which transformers 5 does not have: TRL cannot be imported (huggingface/peft#2735).",
+        "0.21",
+        "Before 0.18 it imports HybridCache, which transformers 5 does not have: TRL cannot be imported "
+        "(huggingface/peft#2735). Nothing older than 0.21 is tested.",
     ),
 }
 

@@ -38,7 +38,7 @@ def _listed(sizes: Sequence[int]) -> str:
 
 
 PREFETCH = 50_000_000  # elements: DeepSpeed's default of stage3_prefetch_bucket_size (runtime/zero/config.py)
-# overlap_comm at stages 1 and 2: (mended in, torch_compile only, what went wrong)
+# overlap_comm at stages 1 and 2: (fixed in, torch_compile only, what went wrong)
 RACES = (
     (
         "0.19.0",
@@ -49,7 +49,7 @@ RACES = (
         "0.19.3",
         True,
         "Compiled backward passes fill a bucket from several streams, the reduction waits for one: nan from the first "
-        "step (#8061, mended by #8080).",
+        "step (#8061, fixed by #8080).",
     ),
 )
 
@@ -164,7 +164,7 @@ def _nvme(config: DsConfig, settings: Settings) -> Iterator[Finding]:
         yield Finding(
             "ZR229",
             f"{named} on NVMe at stage {config.stage}",
-            "Only stage 3 swaps to NVMe; stages 1 and 2 take any device for host memory "
+            "Only stage 3 swaps to NVMe; stages 1 and 2 treat any device as host memory "
             "(runtime/zero/stage_1_and_2.py, cpu_offload).",
             'Use stage 3, or "device": "cpu".',
         )
@@ -198,8 +198,8 @@ def _nvme(config: DsConfig, settings: Settings) -> Iterator[Finding]:
         elif path is None or not Path(path).is_dir():
             yield Finding(
                 "ZR233",
-                f"{key}.nvme_path {path} is no folder here",
-                "DeepSpeed would create it without a word (runtime/swap_tensor/), on whatever disk, and fill it."
+                f"{key}.nvme_path {path} is not a folder here",
+                "DeepSpeed would create it silently (runtime/swap_tensor/), on whatever disk, and fill it."
                 if path
                 else "runtime/zero/stage3.py and runtime/swap_tensor/ join it to a file name and stop on None.",
                 "Name a folder on the NVMe disk, and create it first.",
@@ -268,8 +268,8 @@ def _not_to_be_trusted(config: DsConfig, device: str) -> Iterator[Finding]:
             "ZR239",
             "a pipeline block",
             "DeepSpeed cuts models into stages that are written as PipelineModule (runtime/pipe/engine.py); those of "
-            "transformers are not, and the block does nothing: every process holds all layers, without a word.",
-            "Remove it; ZeRO stage 3 shares the parameters out.",
+            "transformers are not, and the block does nothing: every process holds all layers, silently.",
+            "Remove it; ZeRO stage 3 partitions the parameters.",
         )
     if config.offload_block("offload_optimizer").get("super_offload") and device == "cpu":
         yield Finding(
@@ -295,6 +295,6 @@ def _compiled(config: DsConfig, settings: Settings) -> Iterator[Finding]:
             "ZR242",
             f"{asks[0]} at ZeRO stage 3",
             "TRL's fused LM head (trl/kernels/chunked_logprob.py) keeps the gathered head for its backward pass; the "
-            'compiled engine has let it go by then: "modified by an inplace operation", in the first step.',
+            'compiled engine has released it by then: "modified by an inplace operation", in the first step.',
             "Remove it, or use stage 2.",
         )

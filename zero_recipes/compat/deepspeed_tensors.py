@@ -12,9 +12,35 @@ from typing import Any
 
 import torch
 
-from zero_recipes.distributed.fsdp import local, whole_gradients
+from zero_recipes.compat.fsdp import whole_gradients
+from zero_recipes.compat.parts_of_deepspeed import MODEL_STATES, PARTITIONS
+from zero_recipes.compat.torch_internals import storage_identity
+from zero_recipes.distributed.fsdp import local
 
 PARTS = ("params", "grads", "optimizer")
+
+# DeepSpeed's optimizers (zero/stage_1_and_2.py, zero/stage3.py, fp16/, bf16_optimizer.py): the attributes that hold
+# weights beside the parameters, gradients beside theirs, and fp32 masters. Each must be there: one that DeepSpeed has
+# renamed would be counted as 0 bytes.
+_LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "DeepSpeedZeroOptimizer": {
+        "weights": ("bit16_groups_flat",),
+        "gradients": ("averaged_gradients", "all_grad_tensors"),  # views over micro steps
+        "masters": ("single_partition_of_fp32_groups",),
+    },
+    "DeepSpeedZeroOptimizer_Stage3": {
+        "weights": (),
+        "gradients": ("averaged_gradients", "grad_partitions_flat_buffer"),
+        "masters": ("fp32_partitioned_groups_flat",),
+    },
+    "FP16_Optimizer": {"weights": (), "gradients": (), "masters": ("fp32_groups_flat",)},
+    "FP16_UnfusedOptimizer": {"weights": (), "gradients": (), "masters": ("fp32_groups",)},
+    "BF16_Optimizer": {
+        "weights": ("bf16_groups_flat",),
+        "gradients": ("fp32_groups_gradients_flat",),
+        "masters": ("fp32_groups_flat_partition",),
+    },
+}
 
 
 def read(
@@ -29,13 +55,14 @@ def read(
     `model` is the bare module, `parameters` are its own between two steps, `optimizer` is DeepSpeed's ZeRO optimizer or
     a torch optimizer. Tensors on another device than the one that trains, and (in a CPU run, where host and device are
     one) states that the configuration offloads, count as offloaded_host. What DeepSpeed has swapped to disk has no
-    tensor: zero_recipes/distributed/nvme.py counts its files.
+    tensor: zero_recipes/distributed/nvme.py counts its files. Raises Refusal where an optimizer is none of those that
+    are known, or has not the attributes that it should have.
     """
     device = _training_device()
     tensors = {
-        "params": [*map(local, _params(parameters, optimizer)), *_scales(model)],
-        "grads": [*map(local, _grads(parameters, optimizer)), *whole_gradients(model)],
-        "optimizer": list(map(local, _optimizer(optimizer, set(map(id, parameters))))),
+        "params": [*map(local, weights(parameters, optimizer)), *_scales(model)],
+        "grads": [*map(local, gradients(parameters, optimizer)), *whole_gradients(model)],
+        "optimizer": list(map(local, optimizer_states(parameters, optimizer))),
     }
     offloaded = {"params": offload_param, "grads": offload_optimizer, "optimizer": offload_optimizer}
     result, host = {}, []
@@ -50,21 +77,35 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the memory that these tensors keep alive: whole storages, each counted once."""
     storages = {}
     for tensor in tensors:
-        storages[_place(tensor)] = tensor.untyped_storage().nbytes()
+        storages[storage_identity(tensor)] = tensor.untyped_storage().nbytes()
     return sum(storages.values())
 
 
-def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage()._cdata  # fake tensors (zero_recipes/plan) have no address
-
-
-def _params(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
+def weights(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
     """Stages 1 and 2: the flat 16-bit groups, padding included; stage 3: this rank's partition (`ds_tensor`), and its
     part of the machine's copy under hpZ (`ds_secondary_tensor`)."""
-    for p in parameters:
-        yield getattr(p, "ds_tensor", p)
-        yield from _flatten(getattr(p, "ds_secondary_tensor", None))
-    yield from _flatten(getattr(optimizer, "bit16_groups_flat", None))
+    if _is(optimizer, "DeepSpeedZeroOptimizer_Stage3"):
+        for p in parameters:
+            yield MODEL_STATES.of(p, "ds_tensor")
+            yield from _flatten(MODEL_STATES.of(p, "ds_secondary_tensor"))
+    else:
+        yield from parameters
+    yield from _held(optimizer, "weights")
+
+
+def is_partitioned(p: torch.nn.Parameter) -> bool:
+    """Whether ZeRO stage 3 has cut it into one part for each rank."""
+    return hasattr(p, "ds_id")
+
+
+def whole_size(p: torch.nn.Parameter) -> int:
+    """Elements of a parameter, of all ranks together."""
+    return PARTITIONS.of(p, "ds_numel") if is_partitioned(p) else p.numel()
+
+
+def whole_shape(p: torch.nn.Parameter) -> torch.Size:
+    """The shape of a parameter before partitioning."""
+    return PARTITIONS.of(p, "ds_shape") if is_partitioned(p) else p.shape
 
 
 def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Any]]:
@@ -88,48 +129,65 @@ def _scales(model: torch.nn.Module) -> Iterator[torch.Tensor]:
         yield from _flatten(vars(state.state2) if state.nested else None)
 
 
-def _grads(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
+def gradients(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
     """Gradients as each stage keeps them, and the fp32 copies that DeepSpeed makes inside step().
 
     From stage 2 on a parameter's own gradient is in flight only, on its way through the reduce bucket.
     """
     if not _partitions_gradients(optimizer):
         # stage 1 leaves small gradients as views into the bucket that has reduced them
-        buckets = {_place(buffer) for b in getattr(optimizer, "ipg_buckets", {}).values() for buffer in b.buffer}
+        buckets = {storage_identity(buffer) for buffer in _bucket_buffers(optimizer)}
         for p in parameters:
-            for grad in (p.grad, getattr(p, "grad_accum", None)):  # zero/stage_1_and_2.py: fill_grad_accum_attribute
-                if grad is not None and _place(local(grad)) not in buckets:
+            # zero/stage_1_and_2.py: fill_grad_accum_attribute makes the second one, where it makes any
+            for grad in (p.grad, getattr(p, "grad_accum", None)):
+                if grad is not None and storage_identity(local(grad)) not in buckets:
                     yield grad
-    # zero/stage_1_and_2.py: the buffer of copy_grads_in_partition, and the lists that keep its views over micro steps;
-    # zero/stage3.py: grad_partitions_flat_buffer
-    for name in ("grads_in_partition", "averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer"):
-        yield from _flatten(getattr(optimizer, name, None))
-    for master in _masters(optimizer):
+    yield from _held(optimizer, "gradients")
+    if _is(optimizer, "DeepSpeedZeroOptimizer"):  # the buffer of copy_grads_in_partition: made by the first gradient
+        yield from _flatten(getattr(optimizer, "grads_in_partition", None))
+    for master in _held(optimizer, "masters"):
         if master.grad is not None:
             yield master.grad
 
 
 def _partitions_gradients(optimizer: Any) -> bool:
-    return getattr(optimizer, "partition_gradients", False) or hasattr(optimizer, "grad_partitions_flat_buffer")
+    if _is(optimizer, "DeepSpeedZeroOptimizer"):
+        return MODEL_STATES.of(optimizer, "partition_gradients")
+    return _is(optimizer, "DeepSpeedZeroOptimizer_Stage3")
 
 
-def _optimizer(optimizer: Any, parameters: set[int]) -> Iterator[torch.Tensor]:
+def _bucket_buffers(optimizer: Any) -> Iterator[torch.Tensor]:
+    if _is(optimizer, "DeepSpeedZeroOptimizer"):
+        for bucket in MODEL_STATES.of(optimizer, "ipg_buckets").values():
+            yield from MODEL_STATES.of(bucket, "buffer")
+
+
+def optimizer_states(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
     """fp32 masters and every tensor of `optimizer.state`. Without DeepSpeed the master is the parameter itself."""
-    for master in _masters(optimizer):
-        if id(master) not in parameters:
+    known = set(map(id, parameters))
+    for master in _held(optimizer, "masters"):
+        if id(master) not in known:
             yield master
     yield from _flatten(dict(base_optimizer(optimizer).state))
 
 
-def _masters(optimizer: Any) -> Iterator[torch.Tensor]:
-    # zero/stage_1_and_2.py, zero/stage3.py, fp16/unfused_optimizer.py and fp16/fused_optimizer.py
-    for name in (
-        "single_partition_of_fp32_groups",
-        "fp32_partitioned_groups_flat",
-        "fp32_groups",
-        "fp32_groups_flat",
-    ):
-        yield from _flatten(getattr(optimizer, name, None))
+def _held(optimizer: Any, what: str) -> Iterator[torch.Tensor]:
+    """The tensors of DeepSpeed's optimizer that hold "weights", "gradients" or "masters"; none of a torch optimizer."""
+    for name in _layout(optimizer)[what]:
+        yield from _flatten(MODEL_STATES.of(optimizer, name))
+
+
+def _layout(optimizer: Any) -> dict[str, tuple[str, ...]]:
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in _LAYOUTS:
+            return _LAYOUTS[cls.__name__]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return {"weights": (), "gradients": (), "masters": ()}
+    raise MODEL_STATES.refuse([f"{type(optimizer).__name__} is none of {', '.join(_LAYOUTS)}"])
+
+
+def _is(optimizer: Any, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(optimizer).__mro__)
 
 
 def base_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Faults of the libraries below that would change results, each mended here; tests fail when one is gone."""
+"""Patches for faults of the libraries below that would change results; tests fail when one is no longer needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from collections.abc import Iterator
 import torch
 from transformers import PreTrainedModel, TrainerCallback
 
-from zero_recipes.compat import deepspeed_tensors
+from zero_recipes.compat.deepspeed_tensors import base_optimizer
+from zero_recipes.compat.parts_of_deepspeed import FRESH_ADAM, QUANTIZED_GRADIENTS
+from zero_recipes.compat.parts_of_torch import LAYOUT
+from zero_recipes.config.strategy import Strategy
+
+
+def apply(strategy: Strategy) -> None:
+    """What must be in place before DeepSpeed builds its engine. Raises Refusal."""
+    if strategy.is_deepspeed and strategy.ds_config.quantizes_gradients:
+        patch_quantized_gradients()
 
 
 class FreshAdamAtStage0(TrainerCallback):
@@ -31,24 +40,11 @@ class FreshAdamAtStage0(TrainerCallback):
         inner = getattr(optimizer, "optimizer", None)
         if self.resumes or not isinstance(inner, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             return
-        base = deepspeed_tensors.base_optimizer(inner)
+        base = base_optimizer(inner)
         for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups, with integers
             if "step" in counters:
                 counters["step"] = counters["step"] * 0
-        inner.refresh_fp32_params()
-
-
-def forget_trace_of_generation(engine) -> None:
-    """ZeRO stage 3: drop the order of modules that DeepSpeed has recorded while the model generated.
-
-    DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py prefetches parameters in the order of the last
-    forward pass. Generation passes through the LM head's module, TRL's fused LM head (trl/trainer/utils.py
-    `add_fused_lm_head`) gathers the head's weight itself: it finds it in flight and the first training step dies with
-    "Cannot partition a param in flight". TRL does the same in models/utils.py `add_hooks`, behind a full gather.
-    """
-    offload = getattr(getattr(engine, "optimizer", None), "parameter_offload", None)
-    if offload is not None and not offload.param_coordinator.is_invalid_trace():
-        offload.param_coordinator._invalidate_trace()
+        FRESH_ADAM.of(inner, "refresh_fp32_params")()
 
 
 def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
@@ -93,8 +89,9 @@ def patch_quantized_gradients() -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import stage3
 
+    QUANTIZED_GRADIENTS.require()
     faulty = stage3.all_to_all_quant_reduce
-    if hasattr(faulty, "mended"):
+    if hasattr(faulty, "unpatched"):
         return
 
     def all_to_all_quant_reduce(tensors, groups):
@@ -104,7 +101,7 @@ def patch_quantized_gradients() -> None:
         given = [t.div(devices).half() if q else t for t, q in zip(tensors, quantized, strict=True)]
         return [out.to(t.dtype) for out, t in zip(faulty(given, groups), tensors, strict=True)]
 
-    all_to_all_quant_reduce.mended = faulty
+    all_to_all_quant_reduce.unpatched = faulty
     stage3.all_to_all_quant_reduce = all_to_all_quant_reduce
 
 
@@ -116,6 +113,9 @@ def keep_4bit_layout(model: torch.nn.Module) -> None:
     in training too. After samples or an evaluation no gradient would pass a frozen layer: the adapters below it
     would learn from the residual alone, with a warning of torch's and nothing else.
     """
+    from bitsandbytes.nn import Linear4bit
+
     for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
+        if isinstance(module, Linear4bit):
+            LAYOUT.of(module, "support_avx512bf16_for_cpu")
             module.support_avx512bf16_for_cpu = False

@@ -40,7 +40,7 @@ def quieten_loggers() -> None:
     # DeepSpeed logs its whole configuration on every engine; what is in force stands in recipe.resolved.yaml
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # bitsandbytes 0.50 (backends/cpu/ops.py), which PEFT imports wherever it is installed, misses a package for the
-    # kernel that faults.keep_4bit_layout keeps out
+    # kernel that patches.keep_4bit_layout keeps out
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 

@@ -1,14 +1,21 @@
-"""What an accelerate file would put into the environment of a run, and what in that contradicts itself."""
+"""What an accelerate file would put into the environment of a run, and what in that contradicts itself.
+
+accelerate reads the file. Its own way from there to the environment (utils/launch.py) is that of a launch: it looks for
+this machine's GPUs, and a free port.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import yaml
 
-from zero_recipes.core.errors import Finding, Refusal
+from zero_recipes.core.errors import Finding, Refusal, first_line
+
+if TYPE_CHECKING:
+    from accelerate.commands.config.config_args import ClusterConfig
 
 # accelerate 1.15, utils/dataclasses.py, DeepSpeedPlugin._deepspeed_config_checks
 AMBIGUOUS = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device")
@@ -21,31 +28,28 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
     if config_file is None:
         return {} if num_processes in (None, 1) else {"WORLD_SIZE": str(num_processes)}
     config = _read(config_file)
-    count = num_processes or config.get("num_processes") or 1
-    machines = config.get("num_machines") or 1
+    count = num_processes or config.num_processes
     environment = {"WORLD_SIZE": str(count)}
-    if machines > 1 and count % machines == 0:
-        environment["LOCAL_WORLD_SIZE"] = str(count // machines)
-    kind = str(config.get("distributed_type")).upper()
-    if kind in ("MULTI_CPU", "NO") and count != 1 and not config.get("mpirun_config"):
+    if config.num_machines > 1 and count % config.num_machines == 0:
+        environment["LOCAL_WORLD_SIZE"] = str(count // config.num_machines)
+    if config.distributed_type in ("MULTI_CPU", "NO") and count != 1 and not config.mpirun_config:
         # accelerate 1.15, commands/launch.py, simple_launcher: one process, whatever num_processes says
-        return {"ACCELERATE_USE_CPU": str(config.get("use_cpu", False)), "MASTER_ADDR": "127.0.0.1"}
-    if kind == "FSDP":
+        return {"ACCELERATE_USE_CPU": str(config.use_cpu), "MASTER_ADDR": "127.0.0.1"}
+    if config.distributed_type == "FSDP":
         environment["ACCELERATE_USE_FSDP"] = "true"
         named = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
-        given = (config.get("fsdp_config") or {}).items()
+        given = config.fsdp_config.items()
         environment |= {named.get(key, key.upper()): str(value) for key, value in given if value is not None}
-    if config.get("mixed_precision"):
-        environment["ACCELERATE_MIXED_PRECISION"] = str(config["mixed_precision"])
-    if config.get("parallelism_config"):
+    if config.mixed_precision:
+        environment["ACCELERATE_MIXED_PRECISION"] = str(config.mixed_precision)
+    if config.parallelism_config:
         environment["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-    deepspeed = config.get("deepspeed_config") or {}
-    if not deepspeed:
+    if not config.deepspeed_config:
         return environment
-    given = [*deepspeed, *(["mixed_precision"] if config.get("mixed_precision") else [])]
+    given = [*config.deepspeed_config, *(["mixed_precision"] if config.mixed_precision else [])]
     return environment | {
         "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(deepspeed.get("deepspeed_config_file") or "none"),
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config.deepspeed_config.get("deepspeed_config_file") or "none"),
         "ACCELERATE_CONFIG_DS_FIELDS": ",".join(map(str, given)),
     }
 
@@ -63,7 +67,7 @@ def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
     if environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8":
         yield Finding(
             "ZR302",
-            "the accelerate file asks for FP8",
+            "the accelerate file requests FP8",
             "transformers (training_args.py, __post_init__) silently puts the recipe's bf16 or fp16 in its place, and "
             "none of the libraries that compute in FP8 (Transformer Engine, torchao, MS-AMP) is used here.",
             "Remove mixed_precision; the recipe's bf16: true says the precision.",
@@ -81,7 +85,10 @@ def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> ClusterConfig:
+    """The file as accelerate reads it, its blocks as mappings and num_processes at least 1. Raises Refusal."""
+    from accelerate.commands.config.config_args import load_config_from_file
+
     if not path.is_file():
         raise Refusal(
             "ZR304",
@@ -90,20 +97,30 @@ def _read(path: Path) -> dict[str, Any]:
             "See accelerate_configs/.",
         )
     try:
-        config = yaml.safe_load(path.read_text())
+        config = load_config_from_file(str(path))
+        for name in ("deepspeed_config", "fsdp_config", "parallelism_config"):  # SageMaker's config has none
+            if not isinstance(getattr(config, name), dict):  # by hand: accelerate does not check types
+                raise TypeError(f"{name} is no mapping")
     except yaml.YAMLError as error:
         raise Refusal(
-            "ZR305", f"{path} is not YAML", str(error).replace("\n", " "), "Mend the line that it names."
+            "ZR305", f"{path} is not YAML", str(error).replace("\n", " "), "Correct the line that it names."
         ) from None
-    blocks = [config, config.get("deepspeed_config") or {}] if isinstance(config, dict) else [config]
-    if not all(isinstance(block, dict) for block in blocks):
+    except (ValueError, TypeError, AttributeError) as error:
         raise Refusal(
-            "ZR306", f"{path} is no accelerate file", "It is a mapping, and deepspeed_config another one.", "See ours."
-        )
+            "ZR306",
+            f"{path} is not an accelerate file",
+            f"{first_line(error).rstrip('.')}.",
+            "See those in accelerate_configs/.",
+        ) from error
+    config.num_processes = 1 if config.num_processes in (None, -1) else config.num_processes
+    config.num_machines = 1 if config.num_machines is None else config.num_machines
     for name in ("num_processes", "num_machines"):
-        value = config.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise Refusal(
-                "ZR307", f"{name} in {path} is {value!r}", "accelerate counts with it.", "Write a whole number."
+                "ZR307",
+                f"{name} in {path} is {value!r}",
+                "It must be a whole number of at least 1.",
+                "Write a whole number.",
             )
     return config

@@ -56,7 +56,12 @@ def _numbers(config: Mapping[str, Any], source: str) -> Iterator[Finding]:
     for name, value in places.items():
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= (0 if "." in name else 1)
         if value != "auto" and not whole:
-            yield Finding("ZR209", f"{name} in {source} is {value!r}", "It counts.", 'Write a whole number, or "auto".')
+            yield Finding(
+                "ZR209",
+                f"{name} in {source} is {value!r}",
+                "It must be a whole number.",
+                'Write a whole number, or "auto".',
+            )
     clipping = config.get("gradient_clipping", "auto")
     if clipping != "auto" and not (isinstance(clipping, (int, float)) and not isinstance(clipping, bool)):
         yield Finding(

@@ -91,8 +91,8 @@ def _from_recipe(settings: Settings) -> dict[str, Any] | None:
         raise Refusal(
             "ZR312",
             f"fsdp: {asked}",
-            "Words such as full_shard are FSDP1's; transformers (training_args.py, _apply_legacy_fsdp_to_config) still "
-            "reads them, and warns that it will not for long.",
+            "Values such as full_shard are FSDP1's; transformers (training_args.py, _apply_legacy_fsdp_to_config) "
+            "still reads them, and warns that it will not for long.",
             "Write fsdp: true, and what differs from the defaults under fsdp_config.",
         )
     if isinstance(config, str):
@@ -106,7 +106,7 @@ def _read(text: str) -> dict[str, Any]:
         config = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
         if isinstance(config, dict):
             return config
-        fault = "It is no mapping."
+        fault = "It is not a mapping."
     except (OSError, ValueError) as error:
         fault = f"{first_line(error)}."
     raise Refusal(
@@ -144,15 +144,15 @@ def _findings(config: Mapping[str, Any], settings: Settings, world_size: int) ->
         add(
             "ZR316",
             "FSDP with one process",
-            "There is nobody to share with; transformers (trainer.py, `Using fsdp only works in distributed training`) "
-            "stops on it, or trains without it.",
+            "Nothing can be sharded over one process; transformers (trainer.py, `Using fsdp only works in "
+            "distributed training`) stops on it, or trains without it.",
             "Launch with --num_processes 2 or more; for one process leave FSDP out.",
         )
     if str(config.get("state_dict_type", "FULL_STATE_DICT")).upper() != "FULL_STATE_DICT":
         add(
             "ZR317",
             f"fsdp state_dict_type {config['state_dict_type']}",
-            "transformers (trainer.py, save_model) then saves no model at all, without a word.",
+            "transformers (trainer.py, save_model) then saves no model at all, silently.",
             "Write FULL_STATE_DICT.",
         )
     if config.get("cpu_offload"):

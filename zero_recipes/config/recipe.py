@@ -90,6 +90,13 @@ class RecipeArguments:
             "environment's ZERO_RECIPES_NVME_PATH."
         },
     )
+    ignore: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Codes of errors that become warnings, e.g. `[ZR608]`. Only codes that docs/checks.md marks as "
+            "ignorable; any other is refused."
+        },
+    )
     overwrite: bool = field(
         default=False,
         metadata={"help": "Delete what an earlier run left in output_dir. Without it such a folder is refused."},
@@ -157,21 +164,21 @@ def read(path: Path) -> dict[str, Any]:
         )
     try:
         mapping = _load(path)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, such as 2024-13-45
         raise Refusal(
-            "ZR117", f"{path} is not YAML", str(error).replace("\n", " "), "Mend the line that it names."
+            "ZR117", f"{path} is not YAML", str(error).replace("\n", " "), "Correct the line that it names."
         ) from None
     if mapping is None:
         raise Refusal(
             "ZR118",
-            f"{path} holds no mapping of keys to values",
+            f"{path} is not a mapping of keys to values",
             "A recipe is one YAML mapping, as for `trl sft --config`.",
             "Write one `key: value` a line; recipes/tiny.yaml is a short example.",
         )
     env = mapping.pop("env", None) or {}
     if not isinstance(env, dict):
         raise Refusal(
-            "ZR119", f"`env:` in {path} is no mapping", "It names environment variables.", "env:\n      NAME: value"
+            "ZR119", f"`env:` in {path} is not a mapping", "It names environment variables.", "env:\n      NAME: value"
         )
     for name, value in env.items():
         os.environ[name] = str(value)
@@ -225,8 +232,8 @@ def derive_accumulation(settings: Settings, given: Mapping[str, Any], world_size
         near = f"{below} or {above}" if below > 0 else str(above)
         raise Refusal(
             "ZR121",
-            f"global_batch_size {total} cannot be made of {world_size} processes with micro batches of {micro}",
-            f"Accumulation would be {total} / ({world_size} * {micro}) = {total / per_pass:.3f}, no whole number.",
+            f"global_batch_size {total} is not divisible by {world_size} processes x {micro} sequences",
+            f"Accumulation would be {total} / ({world_size} * {micro}) = {total / per_pass:.3f}, not a whole number.",
             f"Use a global_batch_size of {near}, or another per_device_train_batch_size or number of processes.",
         )
     derived = total // per_pass
@@ -285,7 +292,10 @@ def _parser():
     class Parser(TrlParser):
         def error(self, message: str):
             raise Refusal(
-                "ZR124", f"the command line or the recipe has a wrong value: {message}", "TRL's parser says so.", USAGE
+                "ZR124",
+                f"the command line or the recipe has a wrong value: {message}",
+                "TRL's parser refuses it.",
+                USAGE,
             )
 
     # abbreviations (`--max_step`) would hide a misspelt key
@@ -307,10 +317,33 @@ class RecipeFile(dict):
     lines: dict[str, int]
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, with an error for a key that stands twice in one mapping.
+
+    ruamel.yaml has it, but it reads 1e-5 as a number: a recipe must mean what TRL's PyYAML makes of it.
+    """
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if (key.tag, key.value) in lines:
+                raise Refusal(
+                    "ZR126",
+                    f"`{key.value}` stands twice in {self.name}, in lines {lines[key.tag, key.value]} and {line}",
+                    "PyYAML takes the last one without a message.",
+                    "Remove one of them.",
+                )
+            lines[key.tag, key.value] = line
+        return node
+
+
 def _load(path: Path) -> RecipeFile | None:
-    """The file's mapping (None if it holds none). Raises Refusal for a key that stands there twice."""
-    with path.open() as file:  # a file, not its text: errors then name it
-        node = yaml.compose(file, Loader=yaml.SafeLoader)
+    """The file's mapping (None if it holds none). Raises Refusal for a key that is not text or stands twice."""
+    with path.open("rb") as file:  # a file, not its text: errors then name it, and a wrong encoding is one of them
+        loader = _Loader(file)
+        node = loader.get_single_node()
     if not isinstance(node, yaml.MappingNode):
         return None
     lines: dict[str, int] = {}
@@ -318,17 +351,10 @@ def _load(path: Path) -> RecipeFile | None:
         line = key.start_mark.line + 1
         if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
             raise Refusal(
-                "ZR125", f"the key in {path}:{line} is no text", "Keys are names.", "Write one `key: value` a line."
-            )
-        if key.value in lines:
-            raise Refusal(
-                "ZR126",
-                f"`{key.value}` stands twice in {path}, in lines {lines[key.value]} and {line}",
-                "YAML takes the last one without a word.",
-                "Remove one of them.",
+                "ZR125", f"the key in {path}:{line} is not text", "Keys are names.", "Write one `key: value` a line."
             )
         lines[key.value] = line
-    mapping = RecipeFile(yaml.safe_load(path.read_text()))
+    mapping = RecipeFile(loader.construct_document(node))
     mapping.lines = lines
     return mapping
 

@@ -16,7 +16,7 @@ def refuse_uneven_groups(size: int, world_size: int) -> None:
         raise Refusal(
             "ZR243",
             f"sequence_parallel_size {size} with {world_size} process{'es' if world_size > 1 else ''}",
-            "The processes are dealt into groups of that size.",
+            "world_size must be divisible by sequence_parallel_size.",
             f"Write a divisor of {world_size}, or launch with another --num_processes.",
         )
 
@@ -80,7 +80,7 @@ def findings(settings: Settings, strategy, device: str, config) -> Iterator[Find
             "Set dataloader_drop_last: true.",
         )
     multiple = settings.pad_to_multiple_of
-    if not multiple or multiple % size:
+    if not isinstance(multiple, int) or not multiple or multiple % size:  # TRL also takes text
         yield Finding(
             "ZR251",
             f"sequence_parallel_size {size} with pad_to_multiple_of: {'unset' if multiple is None else multiple}",
@@ -101,7 +101,7 @@ def findings(settings: Settings, strategy, device: str, config) -> Iterator[Find
             f"sample_prompts with sequence_parallel_size {size}",
             f"DeepSpeed ({SOURCE}, uattn_wrapper) drops the attention mask in generation too: prompts that are padded "
             "on the left would attend to their padding.",
-            "Set sample_prompts: 0; ask the saved model in a run without it.",
+            "Set sample_prompts: 0; generate from the saved model in a run without it.",
         )
     saves = settings.save_strategy not in ("no", False)
     if saves or settings.resume_from_checkpoint not in (None, False, "false"):

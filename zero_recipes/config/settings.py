@@ -90,6 +90,7 @@ class Settings:
     sample_prompts: int | str | list[str] | None
     predict: bool
     skip_plan: bool
+    ignore: list[str] | None  # codes of findings
     disable_tqdm: bool | None
 
     def __init__(self, values: Mapping[str, Any]):

@@ -147,7 +147,7 @@ def _in_force(
             "ZR201",
             f"two DeepSpeed configurations: the recipe names {_shown(named)}, the launcher {launched_from}",
             "transformers (training_args.py, `if self.deepspeed`) would take the recipe's and drop the launcher's "
-            "without a word.",
+            "silently.",
             "Remove `deepspeed:` from the recipe or the command line, or launch with torchrun.",
         )
     return config, launched_from
@@ -180,11 +180,11 @@ def _loads(text: str, place: str) -> dict[str, Any]:
             "ZR203",
             f"{place} is not JSON",
             f"{error}.{comment}",
-            "Mend it; the files in ds_configs/ are good examples.",
+            "Fix it; the files in ds_configs/ are good examples.",
         ) from None
     if not isinstance(config, dict):
         raise Refusal(
-            "ZR204", f"{place} is no mapping", "A DeepSpeed configuration is one.", "See ds_configs/zero2.json."
+            "ZR204", f"{place} is not a mapping", "A DeepSpeed configuration is one.", "See ds_configs/zero2.json."
         )
     return config
 

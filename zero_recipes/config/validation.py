@@ -6,10 +6,9 @@ import dataclasses
 import difflib
 import typing
 from collections.abc import Iterator
-from enum import Enum
-from types import NoneType
 from typing import Any
 
+from zero_recipes.core import codes
 from zero_recipes.core.errors import Finding
 
 # keys that former versions of TRL and transformers took: what to write today, and a note where it is not the same
@@ -46,8 +45,9 @@ DEPRECATED = {
     "gradient_checkpointing": "activation_checkpointing",
     "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
 }
-# sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too
-UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp"}
+# sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too;
+# validating a ParallelismConfig makes one, which reads the environment
+UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp", "parallelism_config"}
 COUNTS = {"per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length"}
 # keys that people put into a recipe although the launcher owns them, beside accelerate's own (ClusterConfig)
 LAUNCH_KEYS = {"accelerate_config", "config_file", "num_gpus", "nproc_per_node", "launcher", "hostfile"}
@@ -107,7 +107,7 @@ def key_findings(
             yield Finding(
                 "ZR103",
                 f"unknown key `{key}` in {where}",
-                "TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) does not take it, nor do we.",
+                "Neither TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) nor zero-recipes has it.",
                 f"Did you mean {' or '.join(f'`{name}`' for name in near)}?"
                 if near
                 else "Remove it, or see the README's table of keys.",
@@ -125,67 +125,68 @@ def _deprecated(key: str, place: str) -> Finding:
 
 
 def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
-    """At most one finding: a value whose YAML type the key cannot mean."""
-    takes = accepted_types(hint)
-    if value is None and takes <= {bool, int, float} and NoneType not in (hint, *typing.get_args(hint)):
-        yield Finding(
-            "ZR105", f"`{key}` in {where} is empty", f"It takes {_named(takes)}.", "Write a value, or remove the line."
-        )
-    if value is None or Any in takes or key in UNTYPED:
+    """At most one finding: a value that the key cannot mean, by pydantic and TRL's own type hint."""
+    errors = [] if key in UNTYPED else _type_errors(value, hint)
+    if not errors:
         return
-    written = f"{str(value).lower()}" if isinstance(value, bool) else repr(value)
-    if isinstance(value, bool) and bool not in takes and str in takes:
-        yield Finding(
-            "ZR106",
-            f"`{key}` in {where} is {written}, a truth value",
-            "YAML reads an unquoted no, off, yes or on as a truth value.",
-            f'Quote it: {key}: "{"no" if value is False else "yes"}"',
-        )
-    elif isinstance(value, bool) and not takes & {bool, int, float, str}:
-        yield Finding(
-            "ZR107", f"`{key}` in {where} is {written}", f"It takes {_named(takes)}.", "Write one, or remove the line."
-        )
-    elif key == "datasets" and not _are_data_sets(value):
+    takes = accepted_types(hint)
+    what = f"`{key}` in {where} is"
+    why = f"It takes {_named(takes)}."
+    if value is None:
+        if takes <= {"boolean", "integer", "number"}:
+            yield Finding("ZR105", f"{what} empty", why, "Write a value, or remove the line.")
+    elif key == "datasets":
         yield Finding(
             "ZR108",
-            f"`datasets` in {where} is no list of data sets",
+            f"`datasets` in {where} is not a list of data sets",
             "Each entry is a mapping with a path (TRL, DatasetConfig).",
             "datasets:\n      - path: tatsu-lab/alpaca",
         )
-    elif isinstance(value, list) and list not in takes:
+    elif isinstance(value, bool) and "string" in takes:
         yield Finding(
-            "ZR109",
-            f"`{key}` in {where} is a list: {written}",
-            f"It takes {_named(takes)}.",
-            "Write one value, without brackets.",
+            "ZR106",
+            f"{what} {str(value).lower()}, a boolean",
+            "YAML reads an unquoted no, off, yes or on as a boolean.",
+            f'Quote it: {key}: "{"no" if value is False else "yes"}"',
         )
-    elif isinstance(value, dict) and not takes & {dict, list}:
-        yield Finding("ZR110", f"`{key}` in {where} is a mapping", f"It takes {_named(takes)}.", "Write one value.")
-    elif isinstance(value, (int, float)) and not isinstance(value, bool) and not takes & {int, float}:
+    elif isinstance(value, bool):
+        yield Finding("ZR107", f"{what} {str(value).lower()}", why, "Write one, or remove the line.")
+    elif isinstance(value, list) and "array" not in takes:
+        yield Finding("ZR109", f"{what} a list: {value!r}", why, "Write one value, without brackets.")
+    elif isinstance(value, dict) and "object" not in takes:
+        yield Finding("ZR110", f"{what} a mapping", why, "Write one value.")
+    elif isinstance(value, (list, dict)):
+        inner = next(error for error in errors if error["input"] is not value)
+        yield Finding("ZR141", f"`{key}` in {where} holds {inner['input']!r}", f"{inner['msg']}.", "Change that entry.")
+    elif isinstance(value, str):
+        if not takes & {"array", "object"}:  # TRL's parser makes lists and mappings of text
+            yield Finding("ZR112", f"{what} the text {value!r}", why, f"Write {_named(takes)}.")
+    else:
         yield Finding(
             "ZR111",
-            f"`{key}` in {where} is the number {written}",
-            f"It takes {_named(takes)}.",
-            f'Quote it if it is meant as text: {key}: "{value}"'
-            if str in takes
-            else f"Write true or false, e.g. {key}: true",
-        )
-    elif isinstance(value, str) and not takes & {str, dict} and takes & {int, float} and not _is_number(value):
-        yield Finding(
-            "ZR112", f"`{key}` in {where} is the text {written}", f"It takes {_named(takes)}.", "Write a number."
+            f"{what} the {'number' if isinstance(value, (int, float)) else type(value).__name__} {value}",
+            why,
+            f'Quote it if it is meant as text: {key}: "{value}"' if "string" in takes else f"Write {_named(takes)}.",
         )
 
 
-def _are_data_sets(value: Any) -> bool:
-    entries = value if isinstance(value, list) else [None]
-    return all(isinstance(entry, dict) and isinstance(entry.get("path"), str) for entry in entries)
+def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:
+    """pydantic's errors: "type", "loc", "msg", "input". None for a hint that pydantic does not know."""
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError  # here: recipes are read before torch
+
+    plain = isinstance(value, (bool, int, float))  # these strictly, or 1 would be taken for true and true for 1
+    try:
+        TypeAdapter(hint).validate_python(value, strict=plain)
+    except ValidationError as error:
+        return error.errors(include_url=False)
+    except PydanticUserError:
+        pass
+    return []
 
 
 def _count_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
     if key in COUNTS and isinstance(value, int) and value < 1:
-        yield Finding(
-            "ZR113", f"`{key}` in {where} is {value}", "It counts; nothing would be trained.", "Write 1 or more."
-        )
+        yield Finding("ZR113", f"`{key}` in {where} is {value}", "It must be at least 1.", "Write 1 or more.")
 
 
 def _choice_findings(where: str, key: str, value: Any, choices: list[str] | None) -> Iterator[Finding]:
@@ -199,44 +200,47 @@ def _choice_findings(where: str, key: str, value: Any, choices: list[str] | None
         )
 
 
-def accepted_types(hint: Any) -> set[type]:
-    """The plain types that a field takes: enums are written as text, Literals as their values."""
-    if hint is Any:
-        return {Any}
-    parts = typing.get_args(hint) if typing.get_origin(hint) not in (list, dict, None) else (hint,)
-    if typing.get_origin(hint) is typing.Literal:
-        return {type(value) for value in parts}
-    found: set[type] = set()
-    for part in parts:
-        origin = typing.get_origin(part)
-        if origin in (list, dict):
-            found.add(origin)
-        elif origin is typing.Literal:
-            found |= {type(value) for value in typing.get_args(part)}
-        elif isinstance(part, type) and issubclass(part, Enum):
-            found.add(str)
-        elif part in (bool, int, float, str, list, dict):
-            found.add(part)
-        elif part is not NoneType:
-            found.add(Any)
-    return found
+def accepted_types(hint: Any) -> set[str]:
+    """JSON's names of the types that a key takes: {"string", "null"}. {"any"} for a hint unknown to pydantic."""
+    from pydantic import PydanticUserError, TypeAdapter
+
+    try:
+        schema = TypeAdapter(hint).json_schema()
+    except PydanticUserError:
+        return {"any"}
+    parts = schema.get("anyOf", [schema])
+    named = [schema["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part for part in parts]
+    return {part.get("type", "any") for part in named}
 
 
-def _named(takes: set[type]) -> str:
+def _named(takes: set[str]) -> str:
     words = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "a mapping",
+        "boolean": "true or false",
+        "integer": "a whole number",
+        "number": "a number",
+        "string": "text",
+        "array": "a list",
+        "object": "a mapping",
     }
     return " or ".join(words[kind] for kind in words if kind in takes)
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def ignore_findings(ignore: list[str] | str | None) -> list[Finding]:
+    """One finding for each code under `ignore` that is unknown, or stands for an error that no run can go on with."""
+    found = []
+    for code in sorted(codes.requested(ignore)):
+        row = codes.table().get(code)
+        if row is None:
+            near = codes.near(code)
+            fix = f"Did you mean {' or '.join(near)}?" if near else "zero-recipes explain lists the areas of codes."
+            found.append(Finding("ZR142", f"ignore names {code}", "There is no such code.", fix))
+        elif row["level"] != "warning" and code not in codes.IGNORABLE:
+            found.append(
+                Finding(
+                    "ZR143",
+                    f"{code} cannot be ignored",
+                    f"The run would stop, or be silently wrong: {row['what']}.",
+                    f"Remove it from ignore, and fix the error; zero-recipes explain {code} says how.",
+                )
+            )
+    return found

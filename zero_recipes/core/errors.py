@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 
 from zero_recipes.core.process import rank, wait_for_rank_0
 
@@ -27,9 +28,10 @@ class Finding:
     scope: str = (
         "run"  # who prints it: rank 0 of the "run", the first rank of each "machine", or each "rank" for itself
     )
+    ignored: bool = False  # an error that the recipe's `ignore` makes a warning
 
     def __str__(self) -> str:
-        head = "refused" if self.level == "error" else "warning"
+        head = "refused" if self.level == "error" else "warning (ignored)" if self.ignored else "warning"
         return f"{head}: {self.what} [{self.code}]\n    why: {self.why}\n    fix: {self.fix}"
 
 
@@ -72,6 +74,16 @@ class Refusal(Exception):
 def first_line(error: BaseException) -> str:
     """What a library's error says, in the one line that a finding has room for."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def downgraded(findings: list[Finding], ignored: Container[str]) -> list[Finding]:
+    """The findings, with errors of the ignored codes as warnings. Which codes may be ignored: core/codes.py."""
+    return [
+        replace(finding, level="warning", ignored=True)
+        if finding.level == "error" and finding.code in ignored
+        else finding
+        for finding in findings
+    ]
 
 
 def raise_errors(findings: list[Finding]) -> None:

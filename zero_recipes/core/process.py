@@ -6,12 +6,13 @@ import atexit
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from typing import NoReturn
 
 import psutil
+
+_leaves_with: list[int] = []  # the exit code, once `leave` was called
 
 
 def rank() -> int:
@@ -32,7 +33,7 @@ def free_port() -> int:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process of this machine is at work: neither gone nor waiting to be buried."""
+    """Whether a process of this machine is running, and not a zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -63,10 +64,14 @@ def leave(code: int) -> NoReturn:
     interpreter is unwound by pthread_exit (CPython ceval_gil.h, take_gil), and where a C++ frame forbids that, the
     process aborts: "terminate called without an active exception", exit code -6 after a run that went well.
     """
-    for thread in threading.enumerate():
-        if thread is not threading.main_thread() and not thread.daemon:
-            thread.join()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    _leaves_with.append(code)
+    sys.exit(code)
+
+
+@atexit.register
+def _end_at_once() -> None:
+    """The exit handler that runs last: the first that is registered, for this module is imported before the others."""
+    if _leaves_with:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_leaves_with[0])

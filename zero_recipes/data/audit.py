@@ -28,7 +28,7 @@ class Audit:
     supervised: int
     longest: int  # of a row, before truncation
     unsupervised_ends: int  # rows short enough whose end of text is absent or carries no loss
-    shifted_prompts: int  # rows in which the tokenised prompt is no prefix of the tokenised whole
+    shifted_prompts: int  # rows in which the tokenized prompt is no prefix of the tokenised whole
     padding_share: float  # of the tokens computed, in shuffled batches of per_device_train_batch_size
     packing_share: float | None  # of the packed places that hold a token; None without packing
 
@@ -82,7 +82,7 @@ def audit_findings(found: Audit, rows: Dataset, tokenizer: PreTrainedTokenizerBa
                 "ZR512",
                 f"{len(found.without_supervision)} rows carry no loss at all; the first is row {number}: "
                 f"{str(rows[number])[:200]}",
-                "TRL would drop them without a word.",
+                "TRL would drop them silently.",
                 "Fill their answers, or remove them.",
             )
         )
@@ -104,8 +104,8 @@ def audit_findings(found: Audit, rows: Dataset, tokenizer: PreTrainedTokenizerBa
         findings.append(
             Finding(
                 "ZR515",
-                f"in {found.shifted_prompts} rows the tokenised prompt is no prefix of prompt and answer",
-                "Tokens merge over the border: the model is trained on another context than it is asked with.",
+                f"in {found.shifted_prompts} rows the tokenized prompt is no prefix of prompt and answer",
+                "Tokens merge over the border: training has another context than generation.",
                 "End the prompt with a line break or a space, or use a chat template.",
                 level="warning",
             )

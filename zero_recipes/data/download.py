@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from zero_recipes.config.settings import Settings
@@ -47,8 +46,7 @@ def _fetch_model(settings: Settings) -> tuple[str, int]:
 def _fetch_data(settings: Settings) -> list[tuple[str, int]]:
     from zero_recipes.data.load import load_splits
 
-    script_args = argparse.settings
-    dataset = load_splits(script_args, script_args, _mixture(settings))
+    dataset = load_splits(settings, settings, _mixture(settings))
     files = {file["filename"] for split in dataset.values() for file in split.cache_files}
     named = settings.dataset_name or ", ".join(d["path"] for d in settings.datasets)
     return [(named, sum(Path(file).stat().st_size for file in files))]

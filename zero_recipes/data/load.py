@@ -96,7 +96,8 @@ def load_tokenizer(model_args, training_args) -> PreTrainedTokenizerBase:
         raise Refusal(
             "ZR502",
             f"{model_args.model_name_or_path} pads with its end of text, {end!r}",
-            "Who trains on from the saved model masks the padding in the loss, and with it the end of every answer.",
+            "Later training from the saved model would mask the padding in the loss, and with it the "
+            "end of every answer.",
             "Set pad_token to a token of its vocabulary that the data never uses.",
         )
     if pad not in tokenizer.get_vocab():
@@ -150,7 +151,7 @@ def _split(dataset, name: str, key: str):
         raise Refusal(
             "ZR507",
             f"the data set has no split {name!r}; it has {', '.join(dataset)}",
-            f"The recipe's {key} asks for it" + (" (eval_strategy needs one)." if "test" in key else "."),
+            f"The recipe's {key} names it" + (" (eval_strategy needs one)." if "test" in key else "."),
             f"Set {key} to one of them"
             + (', use `datasets:` with test_split_size, or eval_strategy: "no".' if "test" in key else "."),
         )

@@ -6,7 +6,6 @@ the result is kept beside the datasets library's cache. TRL's ranks take turns b
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import importlib.metadata
@@ -14,7 +13,6 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +21,8 @@ import datasets
 from datasets import Dataset, IterableDataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from zero_recipes.compat import huggingface
+from zero_recipes.compat.huggingface import fingerprint, prepare_dataset
 from zero_recipes.core.errors import Finding, Refusal, first_line
 from zero_recipes.data.audit import Audit, audit, audit_findings
 from zero_recipes.data.load import load_rows
@@ -33,6 +33,7 @@ from zero_recipes.distributed.once_per_node import once_per_node
 _READ_BY_TRL = ("max_length", "truncation_mode", "packing", "packing_strategy", "eval_packing", "shuffle_dataset")
 _READ_BY_TRL += ("seed", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
 _VERSIONS = ("trl", "transformers", "datasets")
+_TRLS_PART = Path(huggingface.__file__)  # calls TRL's preparation
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
 HASHED_ROWS = 1000  # at once; the batches' boundaries are part of the hash
 
@@ -156,49 +157,16 @@ def _without_embeddings(tokenizer: PreTrainedTokenizerBase) -> SimpleNamespace:
 def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
     """input_ids and labels of each row, before truncation, dropping, packing and shuffling.
 
-    By the code that SFTTrainer trains with: its `_prepare_dataset` needs three attributes of the trainer, none of them
-    the model. `tokenizer`: dressed.
+    By the code that SFTTrainer trains with. `tokenizer`: dressed.
     """
     whole = copy.copy(training_args)
     whole.max_length, whole.shuffle_dataset = None, False
-    with _alone():
-        return _trainer(rows, tokenizer, training_args)(rows, tokenizer, whole, False, None, "")
+    return prepare_dataset(rows, tokenizer, whole, packing=False)
 
 
 def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
     """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled if asked, as TRL does."""
-    with _alone():
-        return _trainer(tokenised, tokenizer, training_args)(tokenised, tokenizer, training_args, packing, None, "")
-
-
-def _trainer(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args):
-    """SFTTrainer's `_prepare_dataset`, bound to what it reads of a trainer."""
-    from trl import SFTTrainer
-    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
-
-    template = None
-    if training_args.assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
-        template = get_training_chat_template(tokenizer)
-    only = training_args.completion_only_loss
-    stand_in = SimpleNamespace(
-        _tokenizer=tokenizer,
-        completion_only_loss={"prompt", "completion"} <= set(rows.column_names) if only is None else only,
-        chat_template=template,
-    )
-    return lambda *arguments: SFTTrainer._prepare_dataset(stand_in, *arguments)
-
-
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Without TRL's turns (1.16 trainer/sft_trainer.py, `global_then_local_main_first`): the others are not here."""
-    from trl.trainer import sft_trainer
-
-    turns = sft_trainer.global_then_local_main_first
-    sft_trainer.global_then_local_main_first = contextlib.nullcontext
-    try:
-        yield
-    finally:
-        sft_trainer.global_then_local_main_first = turns
+    return prepare_dataset(tokenised, tokenizer, training_args, packing)
 
 
 def prepare_split(
@@ -261,11 +229,11 @@ def _key(rows: Dataset, evaluation: Dataset | None, tokenizer: PreTrainedTokeniz
     """A hash over data, tokenizer, arguments, versions and our own code that makes rows."""
     known = {name: getattr(training_args, name) for name in _READ_BY_TRL}
     known |= {name: importlib.metadata.version(name) for name in _VERSIONS}
-    known |= {"train": rows._fingerprint, "eval": evaluation and evaluation._fingerprint}
+    known |= {"train": fingerprint(rows), "eval": evaluation and fingerprint(evaluation)}
     known |= {"kwargs": training_args.dataset_kwargs, "batch": training_args.per_device_train_batch_size}
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode())
-    for name in ("audit.py", "load.py", "prepare.py"):
-        digest.update(Path(__file__).with_name(name).read_bytes())
+    for path in (*(Path(__file__).with_name(name) for name in ("audit.py", "load.py", "prepare.py")), _TRLS_PART):
+        digest.update(path.read_bytes())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         for path in sorted(Path(folder).rglob("*")):

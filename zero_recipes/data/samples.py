@@ -35,7 +35,7 @@ def choose_samples(
         if eval_rows is None:
             raise Refusal(
                 "ZR516",
-                f"sample_prompts: {asked} asks for evaluation rows, but the run has none",
+                f"sample_prompts: {asked} needs evaluation rows, but the run has none",
                 'eval_strategy is "no", so no evaluation split is loaded.',
                 "Set eval_strategy, or name a JSON Lines file or a list of prompts.",
             )

@@ -17,7 +17,7 @@ from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port, local_world_size
 from zero_recipes.distributed.kernels import COMPILE_SECONDS, build, missing, ops_of, remove_stale_build_locks
-from zero_recipes.distributed.rendezvous import JOIN_SECONDS, meet
+from zero_recipes.distributed.rendezvous import JOIN_SECONDS, rendezvous
 
 
 def set_host_threads(
@@ -80,7 +80,7 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
     to_compile = missing(ops, device)
     if to_compile and int(os.environ["LOCAL_RANK"]) == 0:
         build(to_compile)
-    meet(backend, timeout, JOIN_SECONDS + COMPILE_SECONDS * len(to_compile))
+    rendezvous(backend, timeout, JOIN_SECONDS + COMPILE_SECONDS * len(to_compile))
     if strategy.is_deepspeed:
         import deepspeed
 

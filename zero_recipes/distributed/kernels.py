@@ -208,7 +208,7 @@ def extension_folder(environment: Mapping[str, str], name: str) -> Path:
 
 
 def stale_build_locks(root: Path) -> list[Path]:
-    """Locks that a killed compiler left: torch would wait for them for ever, without a word.
+    """Locks that a killed compiler left: torch would wait for them for ever, silently.
 
     torch/utils/file_baton.py waits while `lock` exists in the extension's build folder. Nobody holds it if it is older
     than this process (its sisters start with it) and no compiler is at work.

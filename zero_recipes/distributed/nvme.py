@@ -1,7 +1,7 @@
 """ZeRO-Infinity's disk: a folder claimed for one run, measured before training, and empty again after it.
 
 DeepSpeed 0.19.8 swaps to `nvme_path`/zero_stage_3, whoever else does: two runs on one path would overwrite each other's
-states without a word, and what a run has swapped stays there when it ends (runtime/swap_tensor/).
+states silently, and what a run has swapped stays there when it ends (runtime/swap_tensor/).
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""One process of each node works, the others wait for its word: on the rendezvous store, not in a collective.
+"""One process of each node works, the others wait for its result: on the rendezvous store, not in a collective.
 
-A collective would end every rank after `ddp_timeout` where tokenising takes longer, and hide which process died.
+A collective ends every rank after `ddp_timeout` where tokenising takes longer. A broadcast on a gloo group of its own
+does not, but finds out late that its source was killed: forked tokenisers (`dataset_num_proc`) keep the connections of
+a dead process open.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.elastic.utils.store import barrier
 
 from zero_recipes.core.errors import Finding, Refusal
 from zero_recipes.core.process import lives, rank
@@ -32,55 +35,46 @@ def once_per_node(work: Callable[[], Any]) -> Any:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
-    store = dist.distributed_c10d._get_default_store()
+    store = dist.group.WORLD.get_group_store()
     first = rank() - int(os.environ["LOCAL_RANK"])
-    call = f"zero_recipes/handoff/{next(_calls)}"
+    call = f"zero_recipes/once_per_node/{next(_calls)}"
     try:
         if rank() == first:
-            return _work_and_tell(work, store, f"{call}/{first}")
-        word = json.loads(_wait_for_word(store, f"{call}/{first}", first))
-        if "findings" in word:
-            raise Refusal.of([Finding(**finding) for finding in word["findings"]])
+            return _work_and_publish(work, store, f"{call}/{first}")
+        message = json.loads(_wait_for_message(store, f"{call}/{first}", first))
+        if "findings" in message:
+            raise Refusal.of([Finding(**finding) for finding in message["findings"]])
     except Refusal:
-        _gather_the_refused(store, f"{call}/refused")
+        with contextlib.suppress(dist.DistError):  # leave together: the store ends with rank 0, others have yet to read
+            barrier(store.clone(), dist.get_world_size(), f"{call}/refused", GATHER_SECONDS)
         raise
-    if "error" in word:
-        raise RuntimeError(f"rank {first}, which prepares the data of this machine, failed: {word['error']}")
-    return word["value"]
+    if "error" in message:
+        raise RuntimeError(f"rank {first}, which prepares the data of this machine, failed: {message['error']}")
+    return message["value"]
 
 
-def _work_and_tell(work: Callable[[], Any], store: dist.Store, place: str) -> Any:
-    store.set(f"{place}/pid", str(os.getpid()))
+def _work_and_publish(work: Callable[[], Any], store: dist.Store, key: str) -> Any:
+    store.set(f"{key}/pid", str(os.getpid()))
     try:
         value = work()
     except Refusal as refusal:
-        store.set(place, json.dumps({"findings": [asdict(finding) for finding in refusal.findings]}))
+        store.set(key, json.dumps({"findings": [asdict(finding) for finding in refusal.findings]}))
         raise
     except BaseException as error:
-        store.set(place, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
         raise
-    store.set(place, json.dumps({"value": value}))
+    store.set(key, json.dumps({"value": value}))
     return value
 
 
-def _wait_for_word(store: dist.Store, place: str, first: int) -> bytes:
-    died = f"rank {first}, which prepares the data of this machine, died without a word"
+def _wait_for_message(store: dist.Store, key: str, first: int) -> bytes:
+    died = f"rank {first}, which prepares the data of this machine, died without a message"
     try:
-        while not store.check([place]):
-            gone = store.check([f"{place}/pid"]) and not lives(int(store.get(f"{place}/pid")))
-            if gone and not store.check([place]):
+        while not store.check([key]):
+            gone = store.check([f"{key}/pid"]) and not lives(int(store.get(f"{key}/pid")))
+            if gone and not store.check([key]):
                 raise RuntimeError(died)
             time.sleep(POLL_SECONDS)
-        return store.get(place)
+        return store.get(key)
     except dist.DistError as error:  # the store lives in rank 0 or its launcher
         raise RuntimeError(f"rank 0 died, or {died}") from error
-
-
-def _gather_the_refused(store: dist.Store, place: str) -> None:
-    """Leave together: the store ends with rank 0, and the others have yet to read why."""
-    deadline = time.monotonic() + GATHER_SECONDS
-    with contextlib.suppress(dist.DistError):
-        count = store.add(place, 1)
-        while count < dist.get_world_size() and time.monotonic() < deadline:
-            time.sleep(POLL_SECONDS)
-            count = store.add(place, 0)

@@ -2,6 +2,9 @@
 
 Without the proof a wrong interface or a closed port shows after minutes of loading, as a hang of `ddp_timeout` seconds
 (half an hour by default) that names nobody.
+
+By hand on torch's store, for torch 2.13 names the missing to rank 0 alone: its store barrier with rank tracing
+(elastic/utils/store.py) ten seconds late, and monitored_barrier over gloo only, in a group that must stand already.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from datetime import timedelta
 import psutil
 import torch
 from torch import distributed
+from torch.distributed.elastic.utils.store import barrier
 
 from zero_recipes.core.errors import Refusal, first_line, print_refusal
 
@@ -22,11 +26,11 @@ from zero_recipes.core.errors import Refusal, first_line, print_refusal
 # `_DEFAULT_TIMEOUTS`): imports from a cold network disk take minutes, and no import is left once all have come
 JOIN_SECONDS = 600
 EXCHANGE_SECONDS = 60
-HEARD_SECONDS = 10
+ACK_SECONDS = 10
 APART = "cannot exchange data with the others"
 
 
-def meet(
+def rendezvous(
     backend: str,
     timeout: timedelta,
     join_seconds: float = JOIN_SECONDS,
@@ -35,15 +39,16 @@ def meet(
     """Start the default process group and all-reduce one number in it. `timeout`: of the training's collectives.
 
     The environment holds RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Raises Refusal on each rank that knows of a
-    failure; one that is held inside the backend, where no exception reaches it, says so and leaves with exit code 2.
+    failure; one that is blocked in NCCL or gloo, where no exception reaches it, prints it and leaves with exit code 2.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = _join(backend, rank, world_size, join_seconds)
     store.set_timeout(timeout)  # as init_process_group does with a store of its own
-    watch = threading.Thread(target=_watch, args=(store.clone(), backend, exchange_seconds), daemon=True)
+    arguments = (store.clone(), backend, rank, world_size, exchange_seconds)
+    watch = threading.Thread(target=_watch, args=arguments, daemon=True)
     watch.start()
     try:
-        store.set(_exchanging(rank), "yes")
+        store.set(_key("exchanging", rank), "yes")
         distributed.init_process_group(
             backend,
             store=distributed.PrefixStore("training", store),
@@ -59,26 +64,18 @@ def meet(
         cause = f"rank {rank} on {socket.gethostname()}: {first_line(error).rstrip('.')}"
         with contextlib.suppress(RuntimeError):  # the store may be what is gone
             for other in range(world_size):
-                store.set(_verdict(other), cause)
-            _wait_until_heard(store, rank, world_size)
+                store.set(_key("status", other), cause)
+            watch.join()
         raise _refusal(backend, APART, cause) from error
-    store.set(_verdict(rank), "")
+    store.set(_key("status", rank), "")
     watch.join()
-    _wait_until_heard(store, rank, world_size)
-
-
-def _wait_until_heard(store: distributed.Store, rank: int, world_size: int) -> None:
-    """Rank 0 keeps the store: it stays until each rank has read its verdict, lest its own end be taken for theirs."""
-    if rank == 0:
-        with contextlib.suppress(RuntimeError):  # one that died reads nothing; training's first collective names it
-            store.wait([_heard(other) for other in range(world_size)], timedelta(seconds=HEARD_SECONDS))
 
 
 def _join(backend: str, rank: int, world_size: int, seconds: float) -> distributed.Store:
-    """The store at MASTER_ADDR:MASTER_PORT, once every rank has come to it.
+    """The store at MASTER_ADDR:MASTER_PORT, once every rank has joined.
 
     Made as torch does (distributed/rendezvous.py `_create_c10d_store`: torchrun's agent keeps it, else rank 0), but
-    without its wait for all, which counts those who have come and does not know who is missing.
+    without its wait for all, which counts those who have joined and does not know who is missing.
     """
     limit = timedelta(seconds=seconds)
     what = f"waited {seconds:g} s in vain for all {world_size} to come"
@@ -92,64 +89,58 @@ def _join(backend: str, rank: int, world_size: int, seconds: float) -> distribut
             multi_tenant=True,
             timeout=limit,
         )
-        store.set(_here(rank), socket.gethostname())
+        store.set(_key("joined", rank), socket.gethostname())
     except RuntimeError as error:  # torch's DistError is one
         raise _refusal(
             backend, f"cannot reach the meeting point within {seconds:g} s", first_line(error).rstrip(".")
         ) from error
     try:
-        store.wait([_here(other) for other in range(world_size)], limit)
+        store.wait([_key("joined", other) for other in range(world_size)], limit)
         return store
     except distributed.DistNetworkError as error:
         raise _refusal(backend, what, f"the store is gone: {first_line(error).rstrip('.')}") from error
     except RuntimeError as error:
-        raise _refusal(backend, what, f"{_without(store, world_size, _here)} not come") from error
+        raise _refusal(backend, what, f"{_without(store, world_size, 'joined')} not come") from error
 
 
-def _watch(store: distributed.Store, backend: str, seconds: float) -> None:
+def _watch(store: distributed.Store, backend: str, rank: int, world_size: int, seconds: float) -> None:
     """End this process when another rank reports a failure, or nothing is heard in time. Runs beside the all-reduce.
 
-    At once and without an interpreter's end: the main thread is held inside gloo or NCCL and hears no exception.
+    At once and without an interpreter's end: the main thread is blocked in gloo or NCCL and hears no exception.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     what = APART
     try:
         try:
-            store.wait([_verdict(rank)], timedelta(seconds=seconds))
-            cause = store.get(_verdict(rank)).decode()
-            store.set(_heard(rank), "yes")
+            store.wait([_key("status", rank)], timedelta(seconds=seconds))
+            cause = store.get(_key("status", rank)).decode()
+            _leave_together(store, world_size)
             if not cause or cause.startswith(f"rank {rank} on "):
                 return  # it went well, or the main thread refuses
         except distributed.DistStoreError:
             what = f"could not all-reduce one number in {seconds:g} s"
-            missing = _without(store, world_size, _exchanging)
+            missing = _without(store, world_size, "exchanging")
             cause = f"{missing} not come to it" if missing else "All have come to it, and no data has"
     except RuntimeError as error:
         cause = f"the store is gone: {first_line(error).rstrip('.')}"
     os._exit(print_refusal(_refusal(backend, what, cause)))
 
 
-def _here(rank: int) -> str:
-    return f"zero_recipes/here/{rank}"
+def _leave_together(store: distributed.Store, world_size: int) -> None:
+    """Rank 0 keeps the store: it stays until each rank has read its status, lest its own end be taken for theirs."""
+    with contextlib.suppress(RuntimeError):  # one that died reads nothing; training's first collective names it
+        barrier(store, world_size, "zero_recipes/acked", ACK_SECONDS)
 
 
-def _exchanging(rank: int) -> str:
-    return f"zero_recipes/exchanging/{rank}"
+def _key(what: str, rank: int) -> str:
+    return f"zero_recipes/{what}/{rank}"
 
 
-def _verdict(rank: int) -> str:
-    return f"zero_recipes/verdict/{rank}"
-
-
-def _heard(rank: int) -> str:
-    return f"zero_recipes/heard/{rank}"
-
-
-def _without(store: distributed.Store, world_size: int, key) -> str:
-    """ "rank 3 on gpu-b has", "ranks 3, 5 have": those that have not set their key; "" if all have."""
-    absent = [rank for rank in range(world_size) if not store.check([key(rank)])]
+def _without(store: distributed.Store, world_size: int, what: str) -> str:
+    """ "rank 3 on gpu-b has", "ranks 3, 5 have": those that have not set this key; "" if all have."""
+    absent = [rank for rank in range(world_size) if not store.check([_key(what, rank)])]
     named = [
-        f"{rank} on {store.get(_here(rank)).decode()}" if store.check([_here(rank)]) else str(rank) for rank in absent
+        f"{rank} on {store.get(_key('joined', rank)).decode()}" if store.check([_key("joined", rank)]) else str(rank)
+        for rank in absent
     ]
     if not named:
         return ""
@@ -164,7 +155,7 @@ def _refusal(backend: str, what: str, cause: str) -> Refusal:
         "ZR324",
         f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} on {socket.gethostname()} {what}",
         f"{cause}. Interface: {interface(backend)}. "
-        f"Meeting point: {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}.",
+        f"Rendezvous: {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}.",
         f"Start every rank; see what the others say. Set {variable} to an interface on which all machines reach each "
         f"other (here: {here}), and open the ports between them"
         + ("; NCCL_DEBUG=INFO tells more." if backend == "nccl" else "."),
@@ -173,7 +164,7 @@ def _refusal(backend: str, what: str, cause: str) -> Refusal:
 
 
 def interface(backend: str) -> str:
-    """The network interface that this rank's traffic takes: the one asked for, or that of the route to MASTER_ADDR."""
+    """The network interface that this rank's traffic takes: the one requested, or that of the route to MASTER_ADDR."""
     variable = _variable(backend)
     if variable in os.environ:
         return f"{os.environ[variable]} ({variable})"

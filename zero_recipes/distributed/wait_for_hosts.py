@@ -7,20 +7,20 @@ a machine that waits for the first one says less): no code of the ranks can help
 
 from __future__ import annotations
 
-import contextlib
 import socket
 from datetime import timedelta
 
 from torch import distributed
+from torch.distributed.elastic.utils.store import synchronize
 
 from zero_recipes.core.errors import Refusal, first_line
 
 PORT = 29501  # beside 29500, where the launchers' own store will stand a moment later
 SECONDS = 60.0
-HEARD_SECONDS = 10
+JOINED = "zero_recipes/machine/"
 
 
-def meet_machines(hosts: list[str], machine_rank: int, port: int = PORT, seconds: float = SECONDS) -> list[str]:
+def wait_for_hosts(hosts: list[str], machine_rank: int, port: int = PORT, seconds: float = SECONDS) -> list[str]:
     """Wait until every machine of `hosts` has come; their own names, by machine rank. Each machine calls it.
 
     `hosts`: names or addresses under which the machines reach each other, by machine rank; the first one keeps the
@@ -43,37 +43,32 @@ def meet_machines(hosts: list[str], machine_rank: int, port: int = PORT, seconds
     except RuntimeError as error:  # torch's DistError is one
         raise Refusal(
             "ZR326",
-            f"machine 0 ({hosts[0]}) is not to be reached from {me} within {seconds:g} s"
+            f"machine 0 ({hosts[0]}) cannot be reached from {me} within {seconds:g} s"
             if machine_rank
             else f"{me} cannot open port {port}",
             first_line(error).rstrip(".") + ".",
             f"Start it there too; see that {hosts[0]} is an address of machine 0 that this machine reaches, and that "
             f"port {port} is open and free.",
         ) from error
-    store.set(_here(machine_rank), socket.gethostname())
     try:
-        store.wait([_here(other) for other in range(number)], limit)
+        names = synchronize(store, socket.gethostname().encode(), machine_rank, number, JOINED, seconds)
+    except distributed.DistNetworkError as error:
+        raise Refusal(
+            "ZR330",
+            f"machine 0 ({hosts[0]}) has ended while {me} waited for the others",
+            first_line(error).rstrip(".") + ".",
+            "See what it printed, and start the same command on every machine again.",
+        ) from error
     except RuntimeError as error:
-        missing = [other for other in range(number) if not store.check([_here(other)])]
+        missing = [other for other in range(number) if not store.check([f"{JOINED}{other}"])]
+        if not missing:  # one has ended before it read who is there: the launcher will say so
+            return [store.get(f"{JOINED}{other}").decode() for other in range(number)]
         named = ", ".join(f"machine {other} ({hosts[other]})" for other in missing)
         raise Refusal(
             "ZR327",
-            f"{named} {'has' if len(missing) == 1 else 'have'} not come to {me} within {seconds:g} s",
+            f"{named} {'has' if len(missing) == 1 else 'have'} not joined {me} within {seconds:g} s",
             f"{number - len(missing)} of {number} machines are there. A launcher would wait ten minutes, and then "
             "name nobody.",
             f"Start the same command there, with its own --machine_rank; see that it reaches {hosts[0]}:{port}.",
         ) from error
-    names = [store.get(_here(other)).decode() for other in range(number)]
-    store.set(_heard(machine_rank), "yes")
-    if machine_rank == 0:  # the store ends with this process
-        with contextlib.suppress(RuntimeError):
-            store.wait([_heard(other) for other in range(number)], timedelta(seconds=HEARD_SECONDS))
-    return names
-
-
-def _here(machine: int) -> str:
-    return f"zero_recipes/machine/{machine}"
-
-
-def _heard(machine: int) -> str:
-    return f"zero_recipes/machine_heard/{machine}"
+    return [name.decode() for name in names]

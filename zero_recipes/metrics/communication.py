@@ -16,6 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_recipes.compat.deepspeed_engine import communication_backend
+from zero_recipes.compat.parts_of_deepspeed import COLLECTIVES
+from zero_recipes.compat.torch_internals import ddp_bucket_bytes
 from zero_recipes.core.process import local_world_size
 
 
@@ -55,7 +58,7 @@ class CountCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its own collectives come by below, on plain tensors
-        known = _OPERATORS.get(func._schema.name)
+        known = _OPERATORS.get(func.name())
         if known is not None:
             collective, size = known
             self.bytes[collective] = self.bytes.get(collective, 0) + size(args)
@@ -67,23 +70,6 @@ def in_force(mode: torch.utils._python_dispatch.TorchDispatchMode, on: bool) -> 
     mode.__enter__() if on else mode.__exit__(None, None, None)
 
 
-# methods of DeepSpeed's backend (0.19.8, deepspeed/comm/torch.py; its decorators hide their signatures): the
-# collective, the argument with the full tensor, the names of the arguments in order
-_COUNTED = {
-    "all_reduce": ("all_reduce", "tensor", ("tensor", "op", "group")),
-    "inference_all_reduce": ("all_reduce", "tensor", ("tensor", "op", "group")),
-    "all_reduce_coalesced": ("all_reduce", "tensors", ("tensors", "op", "group")),
-    "all_gather": ("all_gather", "tensor_list", ("tensor_list", "tensor", "group")),
-    "all_gather_into_tensor": ("all_gather", "output_tensor", ("output_tensor", "input_tensor", "group")),
-    "all_gather_base": ("all_gather", "output_tensor", ("output_tensor", "input_tensor", "group")),
-    "all_gather_coalesced": ("all_gather", "output_tensors", ("output_tensors", "input_tensors", "group")),
-    "reduce_scatter": ("reduce_scatter", "input_list", ("output", "input_list", "op", "group")),
-    "reduce_scatter_tensor": ("reduce_scatter", "input_tensor", ("output_tensor", "input_tensor", "op", "group")),
-    "all_to_all": ("all_to_all", "input_tensor_list", ("output_tensor_list", "input_tensor_list", "group")),
-    "all_to_all_single": ("all_to_all", "input", ("output", "input", "output_splits", "input_splits", "group")),
-    "reduce": ("reduce", "tensor", ("tensor", "dst", "op", "group")),
-    "broadcast": ("broadcast", "tensor", ("tensor", "src", "group")),
-}
 Bytes = dict[str, int]
 
 
@@ -109,8 +95,8 @@ class CommunicationCounter:
 
     def start(self) -> None:
         if self._is_deepspeed:
-            backend = _backend()
-            for name in _COUNTED:
+            backend = communication_backend()
+            for name in COLLECTIVES:
                 setattr(backend, name, self._counting(name, getattr(backend, name)))
         elif self.passing is not None:
             in_force(self.passing, True)
@@ -128,9 +114,9 @@ class CommunicationCounter:
 
     def stop(self) -> None:
         if self._is_deepspeed:
-            for name in _COUNTED:
-                vars(_backend()).pop(name, None)  # the class's own method shows again
-
+            backend = communication_backend()
+            for name in COLLECTIVES:
+                vars(backend).pop(name, None)  # the class's own method shows again
         elif self.passing is not None:
             in_force(self.passing, False)
 
@@ -143,7 +129,7 @@ class CommunicationCounter:
         return _median([between for _, between in self.steps])
 
     def _counting(self, name: str, method: Callable) -> Callable:
-        collective, whole, names = _COUNTED[name]
+        collective, whole, names = COLLECTIVES[name]
 
         @functools.wraps(method)
         def counted(*arguments, **keywords):
@@ -166,12 +152,6 @@ class CommunicationCounter:
             between[collective] = between.get(collective, 0) + size * others
 
 
-def _backend():
-    from deepspeed import comm
-
-    return comm.comm.cdb
-
-
 def _bytes_of(tensors: torch.Tensor | list[torch.Tensor]) -> int:
     listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
     return sum(tensor.numel() * tensor.element_size() for tensor in listed)
@@ -181,10 +161,3 @@ def _median(steps: list[Bytes]) -> Bytes:
     names = sorted({name for step in steps for name in step})
     medians = {name: int(statistics.median(step.get(name, 0) for step in steps)) for name in names}
     return {name: size for name, size in medians.items() if size}
-
-
-def ddp_bucket_bytes(model: Any) -> int:
-    """Bytes of all gradient buckets of DistributedDataParallel; each goes through one all-reduce a step."""
-    logged = model._get_ddp_logging_data()  # rebuilt after the first backward pass
-    buckets = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
-    return sum(int(size) for size in str(buckets).split(",") if size.strip())

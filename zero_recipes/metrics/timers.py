@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zero_recipes.compat.deepspeed_engine import read_timers_before_reset
 from zero_recipes.metrics.parts import PhaseSeconds
 
 PHASES = tuple(PhaseSeconds.model_fields)
@@ -73,39 +74,12 @@ class StepClock:
         return event
 
 
-# DeepSpeed 0.19.8, deepspeed/utils/timer.py: timers that run over all micro steps of one optimizer step
-ENGINE_PHASES = {
-    "fwd": "forward",
-    "bwd": "backward",
-    "bwd_inner": "backward_inner",
-    "bwd_allreduce": "backward_reduce",
-    "step": "optimizer",
-}
-
-
 class EngineSeconds:
-    """Keeps what the engine logs and resets.
-
-    Outside of `engine.timers.log` the timers read 0 (deepspeed/runtime/engine.py, step: log and reset in one), so the
-    reading is done inside it.
-    """
+    """Keeps what the engine logs and resets."""
 
     def __init__(self, engine: Any):
         self.steps: list[dict[str, float]] = []
-        self.is_on = bool(getattr(engine, "wall_clock_breakdown", lambda: False)())
-        if self.is_on:
-            self._read_before_reset(engine.timers)
-
-    def _read_before_reset(self, timers: Any) -> None:
-        log = timers.log
-
-        def read_and_log(names, **keywords):
-            seconds = {ENGINE_PHASES[n]: timers(n).elapsed(reset=False) / 1000 for n in names if n in ENGINE_PHASES}
-            if seconds:
-                self.steps.append(seconds)
-            log(names, **keywords)
-
-        timers.log = read_and_log
+        read_timers_before_reset(engine, self.steps.append)
 
     def median(self, warmup: int) -> dict[str, float] | None:
         """{phase: seconds of one optimizer step}, the median after the warm-up steps; None where nobody asked for it.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from zero_recipes.compat import deepspeed_tensors
+from zero_recipes.compat.huggingface import attention_in_force, without_deepspeed_announcement
 from zero_recipes.compat.patches import keep_4bit_layout
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding, Refusal, first_line
@@ -77,7 +77,7 @@ def refuse_missing_attention(attn_implementation: str | None, device: str) -> No
         raise Refusal(
             "ZR405",
             f"attn_implementation: {attn_implementation}, but the package {module} is not installed",
-            "Another implementation would change speed and memory without a word.",
+            "Another implementation would change speed and memory silently.",
             f"{install}, or run with --attn_implementation sdpa.",
         )
 
@@ -91,7 +91,7 @@ def refuse_other_keys(config: PretrainedConfig, model_args, training_args, ours)
     """
     if ours.random_weights or _quantization(model_args, config) is not None:  # load_model asks the load itself
         return
-    with without_zero_init():
+    with without_deepspeed_announcement():
         _, report = _from_pretrained(config, model_args, training_args, _keywords(model_args, training_args), "meta")
     _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
 
@@ -110,11 +110,11 @@ def load_model(config: PretrainedConfig, model_args, training_args, ours) -> Pre
         _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
         if _quantization(model_args, config) is not None:
             keep_4bit_layout(model)
-    asked, got = keywords["attn_implementation"], model.config._attn_implementation
+    asked, got = keywords["attn_implementation"], attention_in_force(model)
     if asked is not None and got != asked:
         raise Refusal(
             "ZR406",
-            f"attn_implementation: {asked} was asked for, {type(model).__name__} took {got}",
+            f"attn_implementation: {asked} was requested, {type(model).__name__} took {got}",
             "The architecture does not have it; speed and memory would be another's.",
             f"Run with --attn_implementation {got}.",
         )
@@ -178,25 +178,12 @@ def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
                     "ZR408",
                     f"{name}: {problem.replace('_', ' ')} {shown}",
                     consequence,
-                    "Mend the checkpoint or name the right one. If it is meant: "
+                    "Fix the checkpoint or name the right one. If it is meant: "
                     f"allow_keys: [{', '.join(keys[:5])}{', ...' if len(keys) > 5 else ''}].",
                 )
             )
     if findings:
         raise Refusal.of(findings)
-
-
-@contextlib.contextmanager
-def without_zero_init() -> Iterator[None]:
-    """Under ZeRO stage 3 from_pretrained and from_config are collective, through zero.Init; here they are neither."""
-    from transformers.integrations import deepspeed
-
-    kept = deepspeed._hf_deepspeed_config_weak_ref
-    deepspeed._hf_deepspeed_config_weak_ref = None
-    try:
-        yield
-    finally:
-        deepspeed._hf_deepspeed_config_weak_ref = kept
 
 
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
@@ -207,7 +194,7 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
     """
     deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     for name, p in model.named_parameters():
-        if len(getattr(p, "ds_shape", p.shape)) < 2:
+        if len(deepspeed_tensors.whole_shape(p)) < 2:
             continue
         generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
         with _whole(p), torch.no_grad():
@@ -216,7 +203,7 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
 
 
 def _whole(p: torch.nn.Parameter):
-    if not hasattr(p, "ds_id"):
+    if not deepspeed_tensors.is_partitioned(p):
         return contextlib.nullcontext()
     import deepspeed
 
@@ -235,5 +222,6 @@ def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     """(all, trainable) parameters, whole also where ZeRO stage 3 has partitioned them (tied ones count once), each
     number once also where several lie packed in one element (4 bit)."""
     packed = {id(weight): state.shape.numel() for weight, state in deepspeed_tensors.packed_weights(model)}
-    sizes = [(packed.get(id(p), getattr(p, "ds_numel", p.numel())), p.requires_grad) for p in model.parameters()]
+    whole_size = deepspeed_tensors.whole_size
+    sizes = [(packed.get(id(p), whole_size(p)), p.requires_grad) for p in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)

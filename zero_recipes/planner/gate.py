@@ -8,7 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from zero_recipes.config.run import RunConfig
-from zero_recipes.core.errors import Finding, Refusal, first_line
+from zero_recipes.core import codes
+from zero_recipes.core.errors import Finding, Refusal, downgraded, first_line
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import local_world_size, rank
 from zero_recipes.core.units import size
@@ -68,7 +69,8 @@ def _work(run: RunConfig, environment: Mapping[str, str]) -> tuple[Prediction | 
         prediction, fit = predict(job), None
         if run.device == "cuda" and not run.settings.skip_plan:
             fit = fit_of(prediction, gpu_memory())
-            findings = plan_findings(run, job, prediction, fit, predict)
+            found = plan_findings(run, job, prediction, fit, predict)
+            findings = downgraded(found, codes.requested(run.settings.ignore))
     except Exception as error:  # the engine's own code under simulation may raise anything
         return None, f"plan          none could be made: {first_line(error)}", []
     if any(finding.level == "error" for finding in findings):

@@ -80,7 +80,7 @@ def _read(path: Path) -> dict[str, Gpu]:
     if not isinstance(content, dict):
         raise Refusal(
             "ZR810",
-            f"{path} holds no mapping of names to GPUs",
+            f"{path} is not a mapping of names to GPUs",
             "Every GPU has a name and its figures.",
             "See zero_recipes/planner/hardware.yaml.",
         )
@@ -100,6 +100,6 @@ def _gpu(name: str, figures: object, path: Path) -> Gpu:
         raise Refusal(
             "ZR811",
             f"{path}: {name}: {key}: {first['msg']}",
-            "A wrong figure would become a wrong plan.",
+            "A wrong figure would make the plan wrong.",
             "See the comment at the top of zero_recipes/planner/hardware.yaml for units and keys.",
         ) from error

@@ -16,6 +16,7 @@ FSDP = "fsdp2"  # the strategy that no ds_config describes
 NO_PART = {"output_dir", "run_name", "overwrite", "predict", "skip_plan", "resume_from_checkpoint", "save_model"}
 NO_PART |= {"max_steps", "num_train_epochs", "learning_rate", "warmup_steps", "seed", "data_seed", "allow_keys"}
 NO_PART |= {"dataset_name", "sample_prompts", "sample_max_new_tokens", "logging_steps", "save_steps", "eval_steps"}
+NO_PART |= {"ignore"}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from zero_recipes.core.process import rank
 from zero_recipes.distributed import bandwidth, init, nvme
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import if_the_disk_takes_it, write_failure
+from zero_recipes.metrics.prediction import PredictedMetrics
+from zero_recipes.metrics.schema import Status
 from zero_recipes.metrics.timers import PhaseClock
 
 
@@ -29,7 +31,7 @@ class RunRecorder:
         self.clock = PhaseClock()
         self.clock.seconds["imports"] = time.perf_counter() - started
         self.disks: list[dict[str, Any]] = []  # what nvme.swap_space has measured
-        self.predicted: dict[str, Any] | None = None  # what the plan says
+        self.predicted: PredictedMetrics | None = None
         self.host_link: dict[str, Any] | None = None
         self.network: dict[str, Any] | None = None
         self.host_threads: int | None = None
@@ -67,7 +69,7 @@ class RunRecorder:
         )
         return self.metrics
 
-    def write_metrics(self, status: str = "ok", error: str | None = None) -> None:
+    def write_metrics(self, status: Status = "ok", error: str | None = None) -> None:
         self.metrics.write(self.run.output_dir, status, error)
 
     @contextlib.contextmanager
@@ -82,5 +84,5 @@ class RunRecorder:
             failure = write_failure(self.run.output_dir, self.clock.failed or self.clock.current, error, states)
             if self.metrics is not None:
                 with if_the_disk_takes_it():
-                    self.write_metrics(failure["status"], failure["error"])
+                    self.write_metrics(failure.status, failure.error)
             raise

@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from zero_recipes.compat.patches import forget_trace_of_generation
+from zero_recipes.compat.deepspeed_engine import forget_trace_of_generation
 from zero_recipes.core.tables import print_texts
 from zero_recipes.data.samples import Sample
 from zero_recipes.distributed import fsdp

@@ -1,6 +1,6 @@
 """One token, one weight: the loss is the mean over all tokens that count, however rows lie on ranks and micro batches.
 
-TRL 1.16 and transformers 5.23 do this in training for most models and rows. What they leave is mended here.
+TRL 1.16 and transformers 5.23 do this in training for most models and rows. What they leave is fixed here.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from trl import SFTTrainer
 
+from zero_recipes.compat.huggingface import count_tokens_with_loss
 from zero_recipes.distributed import ulysses
 
 
@@ -31,8 +32,7 @@ class TokenWeightedSFTTrainer(SFTTrainer):
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
-        self.model_accepts_loss_kwargs = True
-        self._loss_shifts_labels = True
+        count_tokens_with_loss(self)
 
     @property
     def _shares_sequences(self) -> bool:

@@ -9,12 +9,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from zero_recipes.checkpoint.reshard import load as reshard_load
 from zero_recipes.checkpoint.verify import verify
-from zero_recipes.compat.patches import (
-    FreshAdamAtStage0,
-    adapter_dtypes_kept,
-    load_weights_by_class,
-    patch_quantized_gradients,
-)
+from zero_recipes.compat import fsdp as compat_fsdp
+from zero_recipes.compat import patches
+from zero_recipes.compat.patches import FreshAdamAtStage0, adapter_dtypes_kept, load_weights_by_class
 from zero_recipes.config.run import RunConfig
 from zero_recipes.data.prepare import Prepared
 from zero_recipes.distributed import fsdp, ulysses
@@ -30,9 +27,9 @@ def prepare_libraries(run: RunConfig, args) -> int | None:
 
     Returns the threads that each process's optimizer on the host was given; None where nothing was changed.
     """
-    patch_quantized_gradients()  # before DeepSpeed takes the function
+    patches.apply(run.strategy)
     if run.strategy.is_fsdp:
-        fsdp.mend(args, run.device)
+        compat_fsdp.fix_arguments(args, run.device)
     ulysses.share_sequences(args, run.strategy.sequence_parallel, run.settings.attn_implementation)
     return set_host_threads(run.strategy, run.device, os.environ)
 
@@ -48,7 +45,7 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer):
         self.answers_before = AnswersBeforeTraining(self.samples, run.settings.sample_max_new_tokens, self.clock)
         sharded = [fsdp.RefuseUnsharded()] if run.strategy.is_fsdp else []
         if sharded:
-            fsdp.keep_names_of_the_file(model)
+            compat_fsdp.keep_names_of_the_file(model)
         with self.clock.phase("data"):
             super().__init__(
                 model=model,

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from zero_recipes.checkpoint.reshard.read import ADAM_STATES, HYPERPARAMETERS
-from zero_recipes.compat import deepspeed_tensors
+from zero_recipes.compat import deepspeed_engine, deepspeed_tensors
+from zero_recipes.compat.parts_of_deepspeed import RESHARDED_STATES
 from zero_recipes.core.errors import Refusal
 
 FOLDER, INDEX = "zero_states", "index.json"
@@ -39,17 +40,20 @@ def load(engine, checkpoint: str | Path) -> None:
     """
     from safetensors import safe_open
 
+    RESHARDED_STATES.require()
     index, optimizer = read_index(checkpoint), engine.optimizer
-    parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad and _elements(p)}
+    parameters = {
+        name: p for name, p in engine.module.named_parameters() if p.requires_grad and deepspeed_tensors.whole_size(p)
+    }
     _refuse_other_parameters(index, parameters, checkpoint)
     _set_hyperparameters(index, optimizer, parameters)
-    _make_adam_states(optimizer)
+    deepspeed_engine.make_adam_states(optimizer)
     for name, p in parameters.items():
         with safe_open(Path(checkpoint) / FOLDER / f"{name}.safetensors", "pt") as file:
             for key in ("fp32", *ADAM_STATES):
                 _set(p, key, file.get_tensor(key))
     _set_adam_step(optimizer, index["adam_step"])
-    _refresh_weights(optimizer)
+    deepspeed_engine.refresh_weights(optimizer)
     for key in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, key, index["engine"][key])
     if engine.lr_scheduler is not None and index["engine"]["lr_scheduler"] is not None:
@@ -64,7 +68,7 @@ def _set(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
     """
     from deepspeed import utils
 
-    if not hasattr(p, "ds_id"):
+    if not deepspeed_tensors.is_partitioned(p):
         if key == "fp32":
             utils.safe_set_full_fp32_param(p, whole)
         else:
@@ -80,10 +84,6 @@ def _set(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
         utils.safe_set_local_optimizer_state(p, part, key)
 
 
-def _elements(p: torch.nn.Parameter) -> int:
-    return getattr(p, "ds_numel", p.numel())
-
-
 def _refuse_other_parameters(index: dict[str, Any], parameters: dict[str, Any], checkpoint: str | Path) -> None:
     saved = {name for group in index["groups"] for name in group["names"]}
     if saved == set(parameters):
@@ -93,15 +93,9 @@ def _refuse_other_parameters(index: dict[str, Any], parameters: dict[str, Any], 
         "ZR745",
         f"{checkpoint} holds the states of other parameters than this run trains: {', '.join(strange[:3])} "
         f"({len(strange)} in all)",
-        "Another model, other LoRA modules or other frozen layers: their optimizer states would begin anew.",
+        "Another model, other LoRA modules or other frozen layers: their optimizer states would restart.",
         "Resume with the recipe that wrote the checkpoint.",
     )
-
-
-def _flat_masters(optimizer) -> list[torch.Tensor]:
-    # zero/stage3.py, or zero/stage_1_and_2.py
-    stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
-    return optimizer.fp32_partitioned_groups_flat if stage3 else optimizer.single_partition_of_fp32_groups
 
 
 def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str, Any]) -> None:
@@ -110,12 +104,7 @@ def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str,
     transformers makes the scheduler anew and loads its counter only: until its next step the rate is the group's.
     """
     names = {id(p): name for name, p in parameters.items()}
-    groups: list[set[str]] = [set() for _ in optimizer.param_groups]
-    if hasattr(optimizer, "sub_group_to_group_id"):  # stage 3 cuts groups into sub-groups
-        for number, members in enumerate(optimizer.fp16_groups):
-            groups[optimizer.sub_group_to_group_id[number]] |= {names[id(p)] for p in members}
-    else:
-        groups = [{names[id(p)] for p in members} for members in optimizer.bit16_groups]
+    groups = [{names[id(p)] for p in members} for members in deepspeed_engine.members_of_groups(optimizer)]
     saved = {frozenset(group["names"]): group for group in index["groups"]}
     for target, members in zip(optimizer.param_groups, groups, strict=True):
         group = saved.get(frozenset(members))
@@ -130,35 +119,6 @@ def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str,
         target["betas"] = tuple(group["betas"])  # JSON knows no tuples
 
 
-def _make_adam_states(optimizer) -> None:
-    """Let the optimizer make its own states, whichever Adam it is: one step with zero gradients at a rate of 0.
-
-    They are all overwritten afterwards. DeepSpeed makes none before the first step (zero/stage3.py and
-    zero/stage_1_and_2.py, `initialize_optimizer_states`).
-    """
-    base = deepspeed_tensors.base_optimizer(optimizer)
-    masters = _flat_masters(optimizer)
-    rates = [group["lr"] for group in base.param_groups]
-    grads = [master.grad for master in masters]  # offloaded ones have a buffer that stays
-    for group in base.param_groups:
-        group["lr"] = 0.0
-    for number, master in enumerate(masters):
-        if master.grad is None:
-            master.grad = torch.zeros_like(master)
-        else:
-            master.grad.zero_()
-        if hasattr(optimizer, "sub_group_to_group_id"):
-            optimizer._optimizer_step(number)
-            master.grad = grads[number]
-    if not hasattr(optimizer, "sub_group_to_group_id"):
-        base.step()
-        for master, grad in zip(masters, grads, strict=True):
-            master.grad = grad
-        optimizer._lazy_init_hp_params_optimizer_state()  # links each parameter to its part of the states
-    for group, rate in zip(base.param_groups, rates, strict=True):
-        group["lr"] = rate
-
-
 def _set_adam_step(optimizer, step: int) -> None:
     """Each state gets a counter of its own: one that two groups share would count twice in each step."""
     base = deepspeed_tensors.base_optimizer(optimizer)
@@ -166,16 +126,3 @@ def _set_adam_step(optimizer, step: int) -> None:
         if "step" in counters:
             old = counters["step"]
             counters["step"] = torch.full_like(old, step) if torch.is_tensor(old) else step
-
-
-def _refresh_weights(optimizer) -> None:
-    """The weights that the forward pass uses, from the fp32 masters: what DeepSpeed does after each step."""
-    if not hasattr(optimizer, "sub_group_to_group_id"):
-        optimizer.update_lp_params()
-        return
-    for number in range(len(_flat_masters(optimizer))):
-        optimizer._reassign_or_swap_out_partitioned_parameters(number)
-    persistent = optimizer.persistent_parameters
-    if persistent:  # small parameters stay gathered: drop the old whole ones, gather the new
-        persistent[0].partition(persistent)
-    optimizer.checkpoint_event_epilogue()

@@ -185,7 +185,7 @@ def _refuse_unreadable(checkpoint: Path, folder: Path, model: dict[str, Any]) ->
         raise Refusal(
             "ZR733",
             f"{checkpoint} is of an fp16 run",
-            "Its loss scale would begin anew, and the first steps would be skipped or overflow.",
+            "Its loss scale would restart, and the first steps would be skipped or overflow.",
             "Reshard runs in bf16 or fp32.",
         )
     if zero.get("mics_shard_size", -1) > 0:
@@ -221,7 +221,7 @@ def _refuse_other_optimizers(checkpoint: Path, base: Any, flats: list[torch.Tens
         raise Refusal(
             "ZR736",
             f"{checkpoint} holds other optimizer states than Adam's: {', '.join(sorted(map(str, found))) or 'none'}",
-            "Only one fp32 element of exp_avg and exp_avg_sq for each weight can be cut by parameter; quantised or "
+            "Only one fp32 element of exp_avg and exp_avg_sq for each weight can be cut by parameter; quantized or "
             "factored states cannot.",
             "Reshard runs with optim: adamw_torch (also offloaded to the CPU).",
         )

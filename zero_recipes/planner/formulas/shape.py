@@ -51,12 +51,12 @@ def _counted(config_json: str, model_keys_json: str) -> Shape:
     from transformers import AutoConfig, AutoModelForCausalLM
     from trl import ModelConfig, get_peft_config
 
-    from zero_recipes.models.load import without_zero_init
+    from zero_recipes.compat.huggingface import without_deepspeed_announcement
 
     raw = json.loads(config_json)
     try:
         config = AutoConfig.for_model(**raw)
-        with without_zero_init(), torch.device("meta"):  # in a run one rank alone counts
+        with without_deepspeed_announcement(), torch.device("meta"):  # in a run one rank alone counts
             model = AutoModelForCausalLM.from_config(config)
             names = [name for name, _ in model.named_parameters()]
             embedding = model.get_input_embeddings().weight.numel()

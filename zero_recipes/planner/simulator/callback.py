@@ -107,12 +107,11 @@ class Watch(TrainerCallback):
 
     def _assign(self) -> None:
         parameters, optimizer = self.probe.parameters, self.probe.states_of
-        known = set(map(id, parameters))
         for tracker in (self.tracker, self.host):
             tracker.assign(getattr(self.trainer.model_wrapped, "buckets", []), "buckets")  # of DistributedDataParallel
-            tracker.assign(list(deepspeed_tensors._grads(parameters, optimizer)), "grads")
-            tracker.assign(list(deepspeed_tensors._optimizer(optimizer, known)), "optimizer")
-            tracker.assign(list(deepspeed_tensors._params(parameters, optimizer)), "params")
+            tracker.assign(list(deepspeed_tensors.gradients(parameters, optimizer)), "grads")
+            tracker.assign(list(deepspeed_tensors.optimizer_states(parameters, optimizer)), "optimizer")
+            tracker.assign(list(deepspeed_tensors.weights(parameters, optimizer)), "params")
 
     def found(self) -> dict:
         """What this rank needs; metrics/prediction.py says what the keys mean."""

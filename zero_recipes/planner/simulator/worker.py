@@ -161,9 +161,9 @@ def simulate(job: Job, folder: str) -> dict:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from zero_recipes.compat import warnings as calm
+    from zero_recipes.compat.warnings import quieten
 
-    calm.quieten()
+    quieten()
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config import strategy as strategies
     from zero_recipes.config.settings import Settings

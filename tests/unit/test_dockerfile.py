@@ -76,14 +76,13 @@ def test_scripts_that_run_in_the_image_exist():
     assert all((ROOT / name).is_file() for name in named)
 
 
-@pytest.mark.parametrize("path", NEEDED)
-def test_dockerignore_keeps_what_a_run_needs(path: str):
-    assert not ignored(path)
+def test_dockerignore_keeps_what_a_run_needs():
+    assert len(NEEDED) > 100
+    assert [path for path in NEEDED if ignored(path)] == []
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
+def test_dockerignore_leaves_out_what_the_host_made():
+    made = [
         ".venv/bin/python",
         ".git/config",
         "output/demo/metrics.json",
@@ -91,10 +90,8 @@ def test_dockerignore_keeps_what_a_run_needs(path: str):
         ".pytest_cache/README.md",
         "zero_recipes.egg-info/PKG-INFO",
         ".env",
-    ],
-)
-def test_dockerignore_leaves_out_what_the_host_made(path: str):
-    assert ignored(path)
+    ]
+    assert [path for path in made if not ignored(path)] == []
 
 
 def test_caches_and_outputs_are_on_the_volume():

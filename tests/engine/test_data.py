@@ -1,0 +1,69 @@
+"""The data of real runs: made once by one process, audited as it is trained on, refused on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers.tiny import write_recipe
+from zero_recipes.config import recipe as recipes
+from zero_recipes.data.audit import audit
+from zero_recipes.data.load import load_rows, load_tokenizer
+from zero_recipes.data.prepare import finish, tokenise
+
+
+def test_the_audit_counts_what_a_run_trains_on(one, tmp_path):
+    """One epoch of a real run reports the same rows, tokens and supervised tokens."""
+    path = write_recipe(tmp_path, max_steps=-1, num_train_epochs=1, max_length=80, per_device_train_batch_size=8)
+    argv = [str(path), "--output_dir", str(tmp_path / "out")]
+    trained = one.run("train", argv=argv)[0]["metrics"]
+    recipe = recipes.parse(path, recipes.read(path), [])
+    settings = recipe.settings.replace(use_cpu=True, bf16=False, output_dir=str(tmp_path / "a"))
+    script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, path)
+    tokenizer = load_tokenizer(model_args, training_args)
+    rows, _ = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
+    tokens = tokenise(rows, tokenizer, training_args)
+    found = audit(rows, tokens, finish(tokens, tokenizer, training_args, False), tokenizer, training_args)
+    assert found.truncated > 0 and found.rows == 240
+    assert (found.tokens, found.supervised) == (trained["tokens"]["non_padding"], trained["tokens"]["supervised"])
+    share = 1 - trained["tokens"]["non_padding"] / trained["tokens"]["all"]
+    assert found.padding_share == pytest.approx(share, abs=0.05), "another shuffle, the same rows"
+
+
+def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):
+    """Rank 0 tokenises both splits, rank 1 nothing; a second run finds them, a run with other arguments does not."""
+    path = write_recipe(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1, dataset_num_proc=2)
+    argv = [str(path), "--output_dir", str(tmp_path / "out"), "--overwrite", "true"]
+    cache = str(tmp_path / "cache")
+    assert two.run("splits_tokenised", argv=argv, cache=cache) == [2, 0]
+    assert two.run("splits_tokenised", argv=argv, cache=cache) == [0, 0]
+    assert two.run("splits_tokenised", argv=[*argv, "--max_length", "99"], cache=cache) == [2, 0]
+    assert not list((tmp_path / "cache").rglob("*.part"))
+
+
+def test_what_the_audit_refuses_is_refused_on_every_rank(two, tmp_path):
+    path = write_recipe(tmp_path, max_length=2)
+    refused = two.run("refusal_of", argv=[str(path), "--output_dir", str(tmp_path / "out")])
+    assert refused == ["no row is left to train on"] * 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_streamed_data_set_is_audited_at_its_start(two, tmp_path):
+    path = write_recipe(tmp_path, dataset_streaming=True, max_steps=2)
+    trained = two.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]
+    assert trained["metrics"]["status"] == "ok" and trained["metrics"]["tokens"]["supervised"] > 0
+    assert "240 rows" in (tmp_path / "out" / "recipe.resolved.yaml").read_text()
+
+
+def test_a_mixture_of_data_sets_trains_and_is_resolved(one, tmp_path):
+    """`datasets:` with test_split_size, TRL's mixture, as in pythia-full.yaml."""
+    path = write_recipe(tmp_path, eval_strategy="steps", eval_steps=3, sample_prompts=2, sample_max_new_tokens=3)
+    recipe = yaml.safe_load(path.read_text())
+    files = {"path": "json", "data_files": str(Path(recipe.pop("dataset_name")) / "train.jsonl")}
+    path.write_text(yaml.safe_dump(recipe | {"datasets": [files], "test_split_size": 0.1}))
+    one.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])
+    resolved = yaml.safe_load((tmp_path / "out" / "recipe.resolved.yaml").read_text())
+    assert resolved["datasets"] == [files]
+    assert (tmp_path / "out" / "samples.jsonl").read_text().count("\n") == 2

@@ -1,0 +1,132 @@
+"""DeepSpeed configurations from elsewhere run or are refused; what is shown of one is what the engine gets."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import FIXTURES
+from tests.helpers.tiny import write_recipe
+from zero_recipes.checks.preflight import preflight, resolved_ds_config
+from zero_recipes.config import recipe as recipes
+
+DS_JSON = sorted((FIXTURES / "ds_json").glob("*.json"))
+SIZES = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+HALF = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2}
+LIVE = {"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9, "sub_group_size": 1e9}
+AUTO_3 = {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
+GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
+# in the form of configurations that people bring along: (configuration, what is said of it; none: it runs)
+BROUGHT = {
+    "DeepSpeed, getting started": (
+        {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "fp16": {"enabled": True}, "zero_optimization": True},
+        ["zero_optimization in c.json is True"],
+    ),
+    "DeepSpeed, a stage and little else": (
+        {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_clipping": 1.0},
+        ["c.json has train_batch_size=8, the run has train_batch_size (calculated)=4"],
+    ),
+    "DeepSpeed, the same for this run": (
+        {"train_batch_size": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_clipping": 1.0},
+        [],
+    ),
+    "DeepSpeed, offload": (
+        SIZES
+        | {"bf16": {"enabled": True}, "gradient_clipping": "auto"}
+        | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, **LIVE, **GATHER}},
+        [],
+    ),
+    "axolotl, zero2": (
+        SIZES
+        | {"bf16": {"enabled": True}, "fp16": HALF | {"auto_cast": False}, "gradient_clipping": "auto"}
+        | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}, "contiguous_gradients": True}}
+        | {"wall_clock_breakdown": False},
+        [],
+    ),
+    "axolotl, zero3": (
+        SIZES
+        | {"bf16": {"enabled": "auto"}, "fp16": HALF, "gradient_clipping": "auto", "wall_clock_breakdown": False}
+        | {"zero_optimization": {"stage": 3, "sub_group_size": 0, "reduce_bucket_size": "auto", **AUTO_3, **GATHER}},
+        [],
+    ),
+    "LLaMA-Factory, z2": (
+        SIZES
+        | {"bf16": {"enabled": "auto"}, "fp16": HALF, "gradient_clipping": "auto"}
+        | {"zero_allow_untested_optimizer": True}
+        | {"zero_optimization": {"stage": 2, "allgather_bucket_size": 5e8, "round_robin_gradients": True}},
+        [],
+    ),
+    "LLaMA-Factory, z3": (
+        SIZES
+        | {"bf16": {"enabled": "auto"}, "fp16": HALF, "gradient_clipping": "auto"}
+        | {"zero_allow_untested_optimizer": True}
+        | {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", **AUTO_3, **LIVE, **GATHER}},
+        [],
+    ),
+}  # fmt: skip
+
+
+def findings_of(path: Path, *overrides: str):
+    return preflight(path, recipes.read(path), list(overrides), {"WORLD_SIZE": "2"})[1]
+
+
+@pytest.mark.parametrize(
+    "stage, keys",
+    [
+        (3, {"gradient_accumulation_steps": 3, "max_grad_norm": 0.7}),
+        (2, {"max_steps": -1, "num_train_epochs": 0.3, "gradient_accumulation_steps": 2, "warmup_steps": 2}),
+    ],
+)
+def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_path, stage, keys):
+    """They and the engine's own configuration agree on every value that was "auto", a scheduler's steps included.
+
+    The resolved recipe, sizes by hand and all, runs again: DeepSpeed 0.19.8 would fail on them at stage 3 on a CPU if
+    its process group were not there first (launch.start_process_group).
+    """
+    config = json.loads(Path(f"ds_configs/zero{stage}.json").read_text())
+    if stage == 2:
+        rates = {"warmup_min_lr": "auto", "warmup_max_lr": "auto"}
+        steps = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
+        config["scheduler"] = {"type": "WarmupDecayLR", "params": rates | steps | {"warmup_type": "linear"}}
+    path = write_recipe(tmp_path, deepspeed=config, **keys)
+    run, findings = preflight(path, recipes.read(path), ["--output_dir", str(tmp_path / "o")], {"WORLD_SIZE": "2"})
+    assert findings == []
+    shown = resolved_ds_config(run, 240)
+    real = two.run("engine_config", argv=[str(path), "--output_dir", str(tmp_path / "o")])[0]
+    assert '"auto"' not in json.dumps(shown)
+    for key, value in shown.items():
+        assert real[key] == value, key
+    resolved = tmp_path / "o" / "recipe.resolved.yaml"
+    assert yaml.safe_load(resolved.read_text())["deepspeed"] == shown
+    again = two.run("train", argv=[str(resolved), "--output_dir", str(tmp_path / "p")])[0]
+    first = json.loads((tmp_path / "o" / "metrics.json").read_text())
+    assert again["stage"] == stage and again["metrics"]["loss_history"] == first["loss_history"]
+
+
+@pytest.mark.parametrize("name", BROUGHT)
+def test_ds_configs_brought_along_run_or_are_refused(two, tmp_path, monkeypatch, name):
+    config, said = BROUGHT[name]
+    monkeypatch.chdir(tmp_path)
+    Path("c.json").write_text(json.dumps(config))
+    path = write_recipe(tmp_path, max_steps=1, max_grad_norm=1.0)
+    argv = ["--deepspeed", str(tmp_path / "c.json"), "--output_dir", str(tmp_path / "out")]
+    findings = findings_of(path, "--deepspeed", "c.json", *argv[2:])
+    assert [finding.what for finding in findings if finding.level == "error"] == said
+    if not said:
+        assert two.run("train", argv=[str(path), *argv])[0]["metrics"]["status"] == "ok"
+
+
+@pytest.mark.skipif(not DS_JSON, reason=f"the documents' DeepSpeed JSON is not at {FIXTURES}")
+@pytest.mark.parametrize("config", DS_JSON, ids=lambda path: path.stem)
+def test_ds_configs_of_the_documents_run_or_are_refused(two, tmp_path, config):
+    path = write_recipe(tmp_path, max_steps=2)
+    argv = ["--deepspeed", str(config), "--output_dir", str(tmp_path / "out")]
+    findings = findings_of(path, *argv)
+    errors = [finding for finding in findings if finding.level == "error"]
+    for finding in findings:
+        assert finding.why and finding.fix
+    if not errors:
+        assert two.run("train", argv=[str(path), *argv])[0]["metrics"]["status"] == "ok"

@@ -1,0 +1,48 @@
+"""Jobs that are both simulated and trained: a recipe whose every micro batch has the size that the plan takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.helpers.tiny import ROOT
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.settings import Settings
+from zero_recipes.planner.job import Job
+
+
+def write_recipe(folder: Path, model: Path, keys: dict) -> Path:
+    """Every micro batch holds one row of max_length and a short one: padded to what the plan takes."""
+    rows = folder / "rows"
+    rows.mkdir(exist_ok=True)
+    words = "the red fish hums in the cave by the river . "
+    lines = [json.dumps({"text": words * (2 if i % 2 else 40)}) for i in range(64)]
+    (rows / "train.jsonl").write_text("\n".join(lines) + "\n")
+    recipe = {
+        "model_name_or_path": str(model),
+        "dataset_name": str(rows),
+        "random_weights": True,
+        "bf16": True,
+        "max_length": 128,
+        "per_device_train_batch_size": 2,
+        "train_sampling_strategy": "sequential",
+        "max_steps": 6,
+        "learning_rate": 1.0e-3,
+        "activation_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "save_model": False,
+        "report_to": "none",
+    } | keys
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    return path
+
+
+def job_of(path: Path, model: Path, strategy: str) -> Job:
+    recipe = recipes.parse(path, recipes.read(path), [])
+    plain = {key: getattr(value, "value", value) for key, value in recipe.settings.as_dict().items()}
+    ds_config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
+    return Job(
+        str(model), json.loads((model / "config.json").read_text()), Settings(plain), strategy, ds_config, 2, 2, "cpu"
+    )

@@ -1,0 +1,88 @@
+"""A refused run of real processes: exit code 2 on every rank, one message from rank 0, nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.bad_recipes import FAULTS
+from tests.helpers.tiny import write_recipe
+from tests.helpers.two_ranks import two_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+
+@pytest.mark.parametrize("name", ["misspelt key", "missing columns"])
+def test_every_rank_exits_2_and_rank_0_alone_speaks(tmp_path, name):
+    """The first is refused before the process group is started, the second in it, by the data."""
+    rows = tmp_path / "wrong"
+    rows.mkdir()
+    (rows / "train.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    more, said = {
+        "misspelt key": (["--lerning_rate", "1"], "lerning_rate"),
+        "missing columns": (["--dataset_name", str(rows)], "no column instruction"),
+    }[name]
+    argv = [str(write_recipe(tmp_path)), *more]
+    ranks = two_ranks([*argv, "--output_dir", str(tmp_path / "out")], tmp_path)
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    message = ranks[0].stderr[ranks[0].stderr.index("refused: ") :]
+    assert said in message and "    why: " in message and "   fix: " in message
+    assert len(message.strip().splitlines()) == 3, message
+    for rank in ranks:
+        assert "Traceback" not in rank.stderr and "Loading weights" not in rank.stderr
+    assert "refused" not in ranks[1].stderr + ranks[1].stdout
+    assert not (tmp_path / "out").exists(), "something was written before the refusal"
+    closing = json.loads((tmp_path / "error1.json").read_text())
+    assert said in closing["message"]["extraInfo"]["py_callstack"]
+
+
+SPEAKING = """
+import os, sys
+from zero_recipes.core.errors import Refusal, print_refusal
+
+if os.environ["RANK"] == "0":
+    sys.stdin.read()  # slower than rank 1, until the test lets go
+code = print_refusal(Refusal("ZR000", "what", "why", "fix"))
+print("left", flush=True)
+sys.exit(code)
+"""
+
+
+def test_a_silent_rank_leaves_after_rank_0_has_spoken():
+    """A launcher ends all ranks when the first ends: were it a silent one, nobody would hear why."""
+    ranks = []
+    for rank in ("0", "1"):
+        environment = os.environ | {"RANK": rank, "LOCAL_RANK": rank, "MASTER_PORT": "1", "PYTHONPATH": str(ROOT)}
+        environment.pop("TORCHELASTIC_ERROR_FILE", None)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ranks.append(subprocess.Popen([sys.executable, "-c", SPEAKING], env=environment, text=True, **pipes))
+    with pytest.raises(subprocess.TimeoutExpired):
+        ranks[1].wait(2)
+    assert "refused: what" in ranks[0].communicate(timeout=60)[1]
+    out, err = ranks[1].communicate(timeout=60)
+    assert (out, err, ranks[0].returncode, ranks[1].returncode) == ("left\n", "", 2, 2)
+
+
+@pytest.mark.launch
+def test_the_launcher_ends_with_what_the_data_refuse(tmp_path):
+    (fault,) = (fault for fault in FAULTS if fault.name == "rows cut before their answers")
+    recipe, *overrides = fault.bad.write(tmp_path)
+    command = [BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    ended = subprocess.run(
+        [*map(str, command), str(ROOT / "run_sft.py"), recipe, *overrides],
+        cwd=tmp_path,
+        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 1, "accelerate makes 1 of every code"
+    assert ended.stderr.count("refused: ") >= 1 and f"[{fault.code}]" in ended.stderr and fault.names in ended.stderr
+    assert "   fix: " in ended.stderr.rstrip()[-1500:], "the message stands in the closing table"
+    assert "Loading weights" not in ended.stderr and not (tmp_path / "out").exists()

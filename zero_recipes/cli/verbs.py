@@ -1,0 +1,158 @@
+"""The verbs that a few lines hand on to their package: the parser of each, and what it prints.
+
+What a verb needs is imported where it runs: `zero-recipes --help` need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+DEFAULT_STRATEGIES = "ddp,zero0,zero1,zero2,zero3"
+
+
+def add_fetch(verbs) -> None:
+    verb = verbs.add_parser("fetch", help="download a recipe's model and data once")
+    verb.add_argument("recipe", type=Path)
+    verb.set_defaults(func=_fetch)
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    from zero_recipes.config import recipe as recipes
+    from zero_recipes.core import units
+    from zero_recipes.data.download import fetch
+
+    mapping = recipes.read(arguments.recipe)
+    recipe = recipes.parse(arguments.recipe, mapping, [])
+    for name, size in fetch(recipe.settings):
+        print(f"{name}: {units.size(size)}")
+    return 0
+
+
+def add_plan(verbs) -> None:
+    verb = verbs.add_parser(
+        "plan", help="memory, time and cost of each strategy before a GPU is rented", allow_abbrev=False
+    )
+    verb.add_argument("recipe", type=Path)
+    verb.add_argument("--gpus", required=True, help="how many; several by comma: the smallest machine is looked for")
+    verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb (zero_recipes/planner/hardware.yaml)")
+    verb.add_argument("--strategies", help="names of accelerate_configs/*.yaml, by comma; default: all")
+    verb.add_argument("--gpus_per_node", type=int, default=8, help="at most; default: %(default)s")
+    verb.add_argument("--host_memory", type=float, help="of each machine in GB: what needs more of it does not fit")
+    verb.add_argument("--quick", action="store_true", help="textbook formulas instead of the engine")
+    verb.add_argument("--max", action="store_true", help="the largest micro batch and the longest sequences that fit")
+    verb.add_argument("--price", type=float, help="of one GPU for one hour: what a run costs")
+    verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU: its speed")
+    verb.add_argument("--hardware", type=Path, help="a YAML file with further GPUs")
+    verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.md and plan.png there")
+    verb.add_argument("--json", action="store_true", help="print JSON alone")
+    verb.set_defaults(func=_plan, overrides=[])
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from zero_recipes.compat.warnings import quieten
+
+    quieten()
+    from zero_recipes.planner import cli as command
+
+    return command.run(arguments, arguments.overrides)
+
+
+def add_sweep(verbs) -> None:
+    verb = verbs.add_parser("sweep", help="one strategy after another, measured; unknown options go to run_sft.py")
+    verb.add_argument("recipe", type=Path)
+    verb.add_argument(
+        "--strategies", default=DEFAULT_STRATEGIES, help="names of accelerate_configs/*.yaml, by comma; or: all"
+    )
+    verb.add_argument("--num_processes", type=int, default=2)
+    verb.add_argument("--output_dir", type=Path, help="default: output/<recipe>-sweep")
+    verb.set_defaults(func=_sweep, overrides=[])
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from zero_recipes.cli.sweep import all_strategies, sweep
+
+    output_dir = arguments.output_dir or Path("output") / f"{arguments.recipe.stem}-sweep"
+    strategies = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
+    everything = strategies == ["all"]
+    strategies = all_strategies() if everything else strategies
+    outcomes = sweep(arguments.recipe, strategies, arguments.num_processes, output_dir, arguments.overrides)
+    print(f"zero-recipes report {output_dir}")
+    fine = ("ok", "refused") if everything else ("ok",)  # all: what cannot run here is an answer too
+    return 0 if all(outcome.status in fine for outcome in outcomes) else 1
+
+
+def add_report(verbs) -> None:
+    verb = verbs.add_parser("report", help="table, plots, judgement and one HTML page from measured runs")
+    verb.add_argument("folder", type=Path)
+    verb.set_defaults(func=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from zero_recipes.report import write_report
+
+    print(f"report: {write_report(arguments.folder)}")
+    return 0
+
+
+def add_verify(verbs) -> None:
+    verb = verbs.add_parser("verify", help="check that a saved model or adapter is whole")
+    verb.add_argument("folder", type=Path)
+    verb.add_argument("--deep", action="store_true", help="read the numbers too: NaN, infinite, all zero")
+    verb.set_defaults(func=_verify)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from zero_recipes.checkpoint.verify import NotWhole, verify
+
+    try:
+        whole = verify(arguments.folder, arguments.deep)
+    except NotWhole as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(
+        f"{arguments.folder}: whole, {whole['tensors']} tensors, {whole['parameters']:,} parameters, "
+        f"{whole['bytes']:,} bytes"
+    )
+    return 0
+
+
+def add_reshard(verbs) -> None:
+    verb = verbs.add_parser("reshard", help="a checkpoint for another ZeRO stage and number of processes")
+    verb.add_argument("checkpoint", type=Path)
+    verb.add_argument("--world_size", type=int, required=True, help="processes of the run to come")
+    verb.add_argument("--stage", type=int, required=True, help="its ZeRO stage: 1, 2 or 3")
+    verb.set_defaults(func=_reshard)
+
+
+def _reshard(arguments: argparse.Namespace) -> int:
+    from zero_recipes.compat.warnings import quieten
+
+    quieten()
+    from zero_recipes.checkpoint import manifest
+    from zero_recipes.checkpoint.reshard.write import reshard, resume_command
+
+    folder, batch = reshard(arguments.checkpoint, arguments.world_size, arguments.stage)
+    print(f"written: {folder}", f"global batch kept: {batch.total} sequences ({batch})", sep="\n")
+    print(f"go on with:\n{resume_command(folder, batch, manifest.read(folder)['strategy'])}")
+    return 0
+
+
+def add_meet(verbs) -> None:
+    verb = verbs.add_parser("meet", help="several machines find each other, or say who is missing; before a launch")
+    verb.add_argument("--hosts", required=True, help="names or addresses of all machines by comma, by machine rank")
+    verb.add_argument("--machine_rank", type=int, required=True, help="which of them this machine is, from 0")
+    verb.add_argument("--port", type=int, help="of the first machine, open to the others; default: 29501")
+    verb.add_argument("--seconds", type=float, help="how long to wait; default: 60")
+    verb.set_defaults(func=_meet)
+
+
+def _meet(arguments: argparse.Namespace) -> int:
+    from zero_recipes.distributed.wait_for_hosts import PORT, SECONDS, wait_for_hosts
+
+    hosts = [host.strip() for host in arguments.hosts.split(",")]
+    names = wait_for_hosts(hosts, arguments.machine_rank, arguments.port or PORT, arguments.seconds or SECONDS)
+    listed = ", ".join(f"{rank}: {name} ({host})" for rank, (name, host) in enumerate(zip(names, hosts, strict=True)))
+    print(f"{len(names)} machines have met: {listed}")
+    return 0

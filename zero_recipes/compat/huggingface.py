@@ -1,0 +1,88 @@
+"""What is read from, set in and called on private parts of transformers, TRL and datasets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+
+from zero_recipes.compat import parts_of_huggingface as parts
+
+if TYPE_CHECKING:
+    from datasets import Dataset  # a look at a recipe needs it not
+
+
+@contextlib.contextmanager
+def without_deepspeed_announcement() -> Iterator[None]:
+    """transformers knows of no DeepSpeed configuration here, and afterwards of the one that it knew before.
+
+    Under ZeRO stage 3 from_pretrained and from_config are collective, through zero.Init; here they are neither. What is
+    announced here (HfTrainerDeepSpeedConfig announces itself to all) is forgotten.
+    """
+    from transformers.integrations import deepspeed
+
+    parts.DEEPSPEED_ANNOUNCEMENT.require()
+    kept = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed._hf_deepspeed_config_weak_ref = None
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = kept
+
+
+def count_tokens_with_loss(trainer: Trainer) -> None:
+    """Let the Trainer count the tokens of a step that have a loss, as SFTTrainer computes it, for every model.
+
+    transformers (trainer.py, `_get_num_items_in_batch`) counts nothing for models whose own loss takes no count
+    (`accepts_loss_kwargs = False`), and a row's first token, which has no loss, for those without a `loss_type`.
+    """
+    for name in ("model_accepts_loss_kwargs", "_loss_shifts_labels"):
+        parts.TOKEN_WEIGHTS.of(trainer, name)
+        setattr(trainer, name, True)
+
+
+def attention_in_force(model: PreTrainedModel) -> str | None:
+    """The attention implementation that the model has taken."""
+    return parts.ATTENTION.of(model.config, "_attn_implementation")
+
+
+def kept_in_fp32(model: PreTrainedModel) -> set[str]:
+    """Parts of names of the tensors that the model's class keeps in float32."""
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return {part for name in names for part in parts.KEPT_IN_FP32.of(model, name) or ()}
+
+
+def fingerprint(rows: Dataset) -> str:
+    """The datasets library's own hash of these rows and of all that has made them."""
+    return parts.FINGERPRINT.of(rows, "_fingerprint")
+
+
+def prepare_dataset(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
+    """Rows as SFTTrainer's `_prepare_dataset` makes them; it needs three attributes of a trainer, and no model.
+
+    Without TRL's turns (`global_then_local_main_first`): the other ranks are not here.
+    """
+    from trl.chat_template_utils import get_training_chat_template, has_generation_markers
+    from trl.trainer import sft_trainer
+
+    parts.ROWS.require()
+    template = None
+    if training_args.assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
+        template = get_training_chat_template(tokenizer)
+    only = training_args.completion_only_loss
+    stand_in = SimpleNamespace(
+        _tokenizer=tokenizer,
+        completion_only_loss={"prompt", "completion"} <= set(rows.column_names) if only is None else only,
+        chat_template=template,
+    )
+    turns = sft_trainer.global_then_local_main_first
+    sft_trainer.global_then_local_main_first = contextlib.nullcontext
+    try:
+        return sft_trainer.SFTTrainer._prepare_dataset(
+            stand_in, rows, tokenizer, training_args, packing, formatting_func=None, dataset_name=""
+        )
+    finally:
+        sft_trainer.global_then_local_main_first = turns

@@ -1,0 +1,213 @@
+"""Private parts of transformers, TRL, accelerate and datasets."""
+
+from __future__ import annotations
+
+from zero_recipes.compat.private_part import Exists, Mentions, PrivatePart, Takes
+
+TRAINER = "transformers.trainer:Trainer"
+SFT_TRAINER = "trl.trainer.sft_trainer:SFTTrainer"
+
+DEEPSPEED_ANNOUNCEMENT = PrivatePart(
+    name="deepspeed_announcement",
+    library="transformers",
+    used_by="compat/huggingface.py, without_deepspeed_announcement",
+    why="hides the DeepSpeed configuration that transformers has in force where one rank alone only looks: "
+    "from_pretrained would be collective",
+    otherwise="A look at the model's keys would wait for the other ranks, or a look at the ds_config would change it.",
+    relies_on=(
+        Exists("transformers.integrations.deepspeed", ("_hf_deepspeed_config_weak_ref",)),
+        Mentions("transformers.integrations.deepspeed:is_deepspeed_zero3_enabled", ("_hf_deepspeed_config_weak_ref",)),
+        Mentions("transformers.integrations.deepspeed:deepspeed_config", ("_hf_deepspeed_config_weak_ref",)),
+        # a global that is set by name
+        Mentions("transformers.integrations.deepspeed:set_hf_deepspeed_config", ("_hf_deepspeed_config_weak_ref",)),
+    ),
+)
+
+TOKEN_WEIGHTS = PrivatePart(
+    name="token_weights",
+    library="transformers",
+    used_by="compat/huggingface.py, count_tokens_with_loss; trainer/token_weighting.py",
+    why="makes the Trainer count the tokens that have a loss, whatever the model's class says about itself",
+    otherwise="Tokens would weigh more in one micro batch or rank than in another.",
+    relies_on=(
+        Mentions(f"{TRAINER}.__init__", ("model_accepts_loss_kwargs", "_loss_shifts_labels", "_train_batch_size")),
+        Takes(f"{TRAINER}.get_batch_samples", ("self", "epoch_iterator", "num_batches", "device")),
+        Mentions(f"{TRAINER}.get_batch_samples", ("_get_num_items_in_batch",)),
+        Takes(f"{TRAINER}._get_num_items_in_batch", ("self", "batch_samples", "device")),
+        Mentions(f"{TRAINER}._get_num_items_in_batch", ("model_accepts_loss_kwargs", "_loss_shifts_labels")),
+        Mentions(f"{TRAINER}._run_epoch", ("get_batch_samples",)),
+        Mentions(f"{TRAINER}.evaluation_loop", ("prediction_step",)),
+        Takes(f"{SFT_TRAINER}.compute_loss", ("self", "model", "inputs", "return_outputs", "num_items_in_batch")),
+    ),
+)
+
+EPOCH = PrivatePart(
+    name="epoch_without_steps",
+    library="transformers",
+    used_by="trainer/checkpointing.py, _run_epoch",
+    why="skips the epoch where no step is left: the Trainer looks at max_steps after a step only",
+    otherwise="A run resumed from its last step would take one more.",
+    relies_on=(
+        Mentions(f"{TRAINER}._inner_training_loop", ("_run_epoch",)),
+        Exists(TRAINER, ("_run_epoch",)),
+    ),
+)
+
+CHECKPOINTS = PrivatePart(
+    name="checkpoints",
+    library="transformers",
+    used_by="trainer/checkpointing.py, _save_checkpoint",
+    why="writes a manifest around the Trainer's own saving, and deletes older checkpoints after it",
+    otherwise="Checkpoints would have no manifest: no later run could tell a whole one from half of one.",
+    relies_on=(
+        Takes(f"{TRAINER}._save_checkpoint", ("self", "model", "trial")),
+        Mentions(f"{TRAINER}._maybe_log_save_evaluate", ("_save_checkpoint",)),
+        Mentions(f"{TRAINER}._save_checkpoint", ("rotate_checkpoints", "save_total_limit", "_get_output_dir")),
+        Takes(f"{TRAINER}._get_output_dir", ("self", "trial")),
+    ),
+)
+
+RESUMING = PrivatePart(
+    name="resharded_resume",
+    library="transformers",
+    used_by="trainer/trainer.py, _prepare_for_training",
+    why="lets the engine be built fresh and then fills it: a resharded checkpoint has no files of DeepSpeed's",
+    otherwise="A resharded checkpoint would be taken for one of DeepSpeed's, or not be loaded.",
+    relies_on=(
+        Takes(f"{TRAINER}._prepare_for_training", ("self", "max_steps", "train_dataloader", "resume_from_checkpoint")),
+        Mentions(f"{TRAINER}._inner_training_loop", ("_prepare_for_training",)),
+        Takes(f"{TRAINER}._load_optimizer_and_scheduler", ("self", "checkpoint")),
+    ),
+)
+
+WEIGHTS = PrivatePart(
+    name="weights_of_a_checkpoint",
+    library="transformers",
+    used_by="trainer/trainer.py, _load_from_checkpoint and _load_best_model",
+    why="loads a checkpoint's weights through the model's class, which knows the names that files have",
+    otherwise="Renamed weights (GPTNeoX's LM head) would not be loaded, with a warning only.",
+    upstream="huggingface/transformers#48822",
+    relies_on=(
+        Takes(f"{TRAINER}._load_from_checkpoint", ("self", "resume_from_checkpoint", "model")),
+        Mentions(f"{TRAINER}.train", ("_load_from_checkpoint",)),
+        Takes(f"{TRAINER}._load_best_model", ("self",)),
+        Mentions(f"{TRAINER}._finalize_training", ("_load_best_model",)),
+    ),
+)
+
+GRADIENT_NORM = PrivatePart(
+    name="gradient_norm",
+    library="transformers",
+    used_by="trainer/trainer.py, _get_grad_norm",
+    why="keeps the norm of every step, which no callback event carries",
+    otherwise="grad_norm_history would be empty.",
+    relies_on=(
+        Takes(f"{TRAINER}._get_grad_norm", ("self", "model", "grad_norm")),
+        Mentions(f"{TRAINER}._run_epoch", ("_get_grad_norm",)),
+    ),
+)
+
+ATTENTION = PrivatePart(
+    name="attention_in_force",
+    library="transformers",
+    used_by="compat/huggingface.py, attention_in_force",
+    why="reads which attention implementation the model has taken",
+    otherwise="Another implementation than the requested one would go unnoticed.",
+    relies_on=(Mentions("transformers.modeling_utils:PreTrainedModel", ("_attn_implementation",)),),
+)
+
+KEPT_IN_FP32 = PrivatePart(
+    name="modules_kept_in_fp32",
+    library="transformers",
+    used_by="compat/huggingface.py, kept_in_fp32",
+    why="knows the tensors that a class keeps in float32 whatever the config's dtype",
+    otherwise="A whole model would be called damaged, or another dtype overlooked.",
+    relies_on=(
+        Exists(
+            "transformers.modeling_utils:PreTrainedModel", ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        ),
+    ),
+)
+
+NAMES_OF_THE_FILE = PrivatePart(
+    name="names_of_the_file",
+    library="transformers",
+    used_by="compat/fsdp.py, keep_names_of_the_file",
+    why="remembers the renamings of a model before FSDP2 changes the name of its class",
+    otherwise="GPTNeoX would be saved with lm_head instead of embed_out.",
+    relies_on=(
+        Mentions("transformers.core_model_loading:revert_weight_conversion", ("_weight_conversions",)),
+        Takes(
+            "transformers.conversion_mapping:get_model_conversion_mapping",
+            ("model", "key_mapping", "hf_quantizer", "add_legacy"),
+        ),
+        Exists("transformers.conversion_mapping", ("PrefixChange",)),
+    ),
+)
+
+FSDP_POLICY = PrivatePart(
+    name="fsdp_policy",
+    library="transformers",
+    used_by="compat/fsdp.py, fix_arguments",
+    why="hands accelerate a mixed precision that leaves the loss as the model returns it",
+    otherwise="The loss would be rounded to 16 bit.",
+    relies_on=(
+        Mentions("transformers.training_args:TrainingArguments.__post_init__", ("fsdp_plugin_args",)),
+        Mentions(
+            f"{TRAINER}.create_accelerator_and_postprocess", ("fsdp_plugin_args", "FullyShardedDataParallelPlugin")
+        ),
+    ),
+)
+
+SHARDING_ON_CPU = PrivatePart(
+    name="sharding_on_cpu",
+    library="accelerate",
+    used_by="compat/fsdp.py, let_it_shard_on_cpu",
+    why="sets the distributed type: accelerate looks for FSDP only where it is not MULTI_CPU",
+    otherwise="Every rank would train under DistributedDataParallel.",
+    relies_on=(
+        Exists("accelerate.state:PartialState", ("_shared_state",)),
+        Mentions("accelerate.state:PartialState", ("_shared_state", "distributed_type")),
+        Mentions("accelerate.state:AcceleratorState", ("MULTI_GPU", "ACCELERATE_USE_FSDP")),
+    ),
+)
+
+WRAPPED_OPTIMIZER = PrivatePart(
+    name="wrapped_optimizer",
+    library="accelerate",
+    used_by="compat/deepspeed_tensors.py, base_optimizer",
+    why="finds the torch optimizer inside accelerate's wrapper, and DeepSpeed's",
+    otherwise="Optimizer states would be counted as 0 bytes, and Adam's step before training at stage 0 not undone.",
+    relies_on=(
+        Mentions("accelerate.optimizer:AcceleratedOptimizer.__init__", ("optimizer",)),
+        Mentions("accelerate.utils.deepspeed:DeepSpeedOptimizerWrapper", ("optimizer",)),
+    ),
+)
+
+ROWS = PrivatePart(
+    name="rows_of_the_trainer",
+    library="trl",
+    used_by="compat/huggingface.py, prepare_dataset",
+    why="tokenises and packs with SFTTrainer's own code before a model is loaded, on one process of each node",
+    otherwise="Rows would be prepared otherwise than SFTTrainer prepares them, or the ranks wait for each other.",
+    relies_on=(
+        Takes(
+            f"{SFT_TRAINER}._prepare_dataset",
+            ("self", "dataset", "processing_class", "args", "packing", "formatting_func", "dataset_name"),
+        ),
+        Mentions(
+            f"{SFT_TRAINER}._prepare_dataset",
+            ("global_then_local_main_first", "_tokenizer", "completion_only_loss", "chat_template"),
+        ),
+        Exists("trl.trainer.sft_trainer", ("global_then_local_main_first",)),
+    ),
+)
+
+FINGERPRINT = PrivatePart(
+    name="fingerprint_of_rows",
+    library="datasets",
+    used_by="compat/huggingface.py, fingerprint",
+    why="names the rows in the key under which prepared ones are kept",
+    otherwise="Rows of other data would be taken from the cache.",
+    relies_on=(Mentions("datasets.arrow_dataset:Dataset", ("_fingerprint",)),),
+)
