@@ -312,7 +312,7 @@ def test_a_users_file_adds_and_replaces(tmp_path):
         ("achievable: [0.3, 0.4]", "achievable: [0.4, 0.3]", "achievable is"),
         ("achievable: [0.3, 0.4]", "achievable: [0.3, 40]", "achievable.1: Input should be less than or equal to 1"),
         ("source: mine", "source: mine, price: 2", "price: Extra inputs"),
-        (MINE, "- a\n- b\n", "holds no mapping"),
+        (MINE, "- a\n- b\n", "is not a mapping"),
         (MINE, "v100: 32", "memory_mib: Field required"),
         (MINE, "v100: [", "is not YAML"),
     ],

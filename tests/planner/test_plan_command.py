@@ -115,7 +115,7 @@ def test_where_no_machine_is_large_enough_a_fix_is_named(capsys):
 
 def test_a_count_that_the_global_batch_does_not_go_into_is_said(capsys):
     said = plan(capsys, name="recipes/tiny.yaml", gpus="1,2,4", gpu="l40s")
-    assert "4: global_batch_size 16 cannot be made of 4 processes" in said
+    assert "4: global_batch_size 16 is not divisible by 4 processes" in said
     assert "Smallest machine: 1 x l40s-48gb" in said
 
 

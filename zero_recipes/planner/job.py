@@ -52,6 +52,11 @@ class Job:
         return self.zero.offload_optimizer == "nvme"
 
     @property
+    def offloads_params(self) -> bool:
+        """Below stage 3 DeepSpeed keeps them on the GPU, whatever offload_param says."""
+        return self.zero_stage == 3 and self.zero.offload_param is not None
+
+    @property
     def ranks_per_node(self) -> int:
         return min(self.gpus_per_node, self.world_size)
 

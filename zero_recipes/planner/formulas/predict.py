@@ -102,11 +102,10 @@ def model_states(job: Job, shape: Shape) -> ModelState:
         each = _loaded(job, shape)  # under autocast weights, gradients and Adam keep the dtype of loading
         held = family.packed_bytes(job, shape, each)
         return ModelState(held, each * shape.trainable, 2 * each * shape.trainable)
-    states = _sharded(job, shape)
-    optimizer, params = job.zero.offload_optimizer, _offloads_params(job)
+    states, optimizer = _sharded(job, shape), job.zero.offload_optimizer
     # ZeRO-Offload moves each gradient to the host as it is reduced: arXiv:2101.06840, section 4.1
     return ModelState(
-        0 if params else states.params + family.second_copy(job, shape, _width(job)),
+        0 if job.offloads_params else states.params + family.second_copy(job, shape, _width(job)),
         0 if optimizer else states.grads,
         0 if optimizer else states.optimizer,
     )
@@ -124,7 +123,7 @@ def _offloaded(job: Job, shape: Shape) -> float:
     if job.ds_config is None:
         return 0
     states = _sharded(job, shape)
-    return (states.optimizer if job.zero.offload_optimizer else 0) + (states.params if _offloads_params(job) else 0)
+    return (states.optimizer if job.zero.offload_optimizer else 0) + (states.params if job.offloads_params else 0)
 
 
 def step_copies(job: Job, shape: Shape) -> float:
@@ -284,10 +283,6 @@ def _loaded(job: Job, shape: Shape) -> int:
     """Bytes per parameter of the dtype that the weights are loaded in."""
     requested = (job.settings.model_init_kwargs or {}).get("dtype") or job.settings.dtype
     return DTYPE_BYTES.get(shape.dtype if requested in ("auto", None) else str(requested).removeprefix("torch."), 4)
-
-
-def _offloads_params(job: Job) -> bool:
-    return job.zero_stage == 3 and job.zero.offload_param is not None
 
 
 def _notes(job: Job, shape: Shape) -> list[str]:
