@@ -118,7 +118,7 @@ def planned(scenario: Scenario, predict: Predict) -> dict[str, Any]:
         and {
             "words": change_in_words(change),
             "host_bytes": {"training": change.prediction.host_bytes.training},
-            "command": jobs.launch_command(recipe, [], change.job),
+            "command": jobs.run_command(recipe, [], change.job),
         },
         "stage_3_from": stage_3_from(lambda count: job("zero3", count), gpu, predict, psi),
         "stage_3_recomputing_from": stage_3_from(lambda count: recomputing(job("zero3", count)), gpu, predict, psi),

@@ -17,7 +17,7 @@ from zero_recipes.planner import cost, messages
 from zero_recipes.planner import rows as planning
 from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.hardware import gpu_named, gpus
-from zero_recipes.planner.jobs import launch_command
+from zero_recipes.planner.jobs import run_command
 from zero_recipes.planner.predict import Predictor
 from zero_recipes.planner.recommend import Recommendation, recommend, rule_of_thumb
 from zero_recipes.planner.simulator import parent as simulation
@@ -361,8 +361,8 @@ def test_a_bar_that_goes_far_beyond_the_gpu_is_cut_and_a_measured_peak_stands_be
 def test_the_command_leaves_out_what_the_recipe_says_already():
     own = recipe("tiny")
     changed = replace(job("zero2", name="tiny"), settings=own.settings.replace(**{"activation_checkpointing": True}))
-    assert launch_command(own, [], changed).endswith("recipes/tiny.yaml --activation_checkpointing true")
-    assert launch_command(own, [], job("ddp", 1, "tiny")).startswith("python run_sft.py")
+    assert run_command(own, [], changed).endswith("recipes/tiny.yaml --activation_checkpointing true")
+    assert run_command(own, [], job("ddp", 1, "tiny")).startswith("python run_sft.py")
 
 
 def test_the_plan_imports_no_simulation_for_the_quick_answer():

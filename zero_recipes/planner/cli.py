@@ -61,7 +61,7 @@ def _simulate(request: PlanRequest, predictor: Predictor) -> None:
         def done(job: Job) -> None:
             progress.update(task, advance=1, description=f"simulated {job.strategy} on {job.world_size}")
 
-        predictor.simulate(jobs, done)
+        predictor.prepare(jobs, done)
 
 
 @contextmanager

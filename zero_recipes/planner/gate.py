@@ -125,5 +125,5 @@ def _what_helps(run: RunConfig, job: Job, fit: Fit, predict: Predict) -> str:
     # the configuration came from the launcher or the command line: a command names its own
     recipe = replace(run.recipe, settings=run.settings.replace(deepspeed=None))
     words = messages.change_in_words(change)
-    command = jobs.launch_command(recipe, [], change.job)
+    command = jobs.run_command(recipe, [], change.job)
     return f"{words[0].upper()}{words[1:]}, with the other options of this run: {command}."

@@ -179,7 +179,7 @@ class PlanRequest:
         return job.changed(max_steps=steps)
 
     def command(self, job: Job) -> str:
-        return launch_command(self.recipe, self.overrides, job)
+        return run_command(self.recipe, self.overrides, job)
 
 
 def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanRequest:
@@ -221,7 +221,7 @@ def _counts(text: str, per_node: int) -> list[int]:
     return counts
 
 
-def launch_command(recipe: Recipe, overrides: Sequence[str], job: Job) -> str:
+def run_command(recipe: Recipe, overrides: Sequence[str], job: Job) -> str:
     """What to type to run `job`: the recipe's own values are left out, what the plan changed is added."""
     fixed = recipe.settings.global_batch_size is not None
     named = [key for key in CHANGED if not (fixed and key == "gradient_accumulation_steps")]

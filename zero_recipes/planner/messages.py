@@ -40,7 +40,7 @@ CANNOT_KNOW = [
 ]
 
 
-def setting(rows: Sequence[Row], gpu: Gpu) -> str:
+def heading(rows: Sequence[Row], gpu: Gpu) -> str:
     """Model, batch and machine in one line."""
     job, first = rows[0].job, rows[0].prediction
     sources = {row.prediction.source for row in rows}

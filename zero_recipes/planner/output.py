@@ -100,11 +100,11 @@ def write(answer: Answer, folder: Path) -> None:
     """plan.json, plan.md and plan.png."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(document(answer), indent=2) + "\n")
-    chosen, setting = answer.chosen, messages.setting(answer.chosen, answer.request.gpu)
-    lines = [setting, "", table.markdown(chosen, answer.price), *(f"- {line}" for line in _notes(chosen))]
+    chosen, heading = answer.chosen, messages.heading(answer.chosen, answer.request.gpu)
+    lines = [heading, "", table.markdown(chosen, answer.price), *(f"- {line}" for line in _notes(chosen))]
     (folder / "plan.md").write_text("\n".join(lines) + "\n")
     bars = [_bar(row.job.strategy, row.prediction) for row in chosen]
-    plan_plot.draw(bars, answer.request.gpu.memory_bytes, "Planned memory", setting, folder / "plan.png")
+    plan_plot.draw(bars, answer.request.gpu.memory_bytes, "Planned memory", heading, folder / "plan.png")
 
 
 def _bar(name: str, prediction: Prediction) -> plan_plot.Bar:
@@ -122,7 +122,7 @@ def show(answer: Answer, console: Console) -> None:
     request, chosen, job = answer.request, answer.chosen, answer.advice.job
     if len(request.counts) > 1:
         _show_machines(answer, console)
-    console.print(Text(messages.setting(chosen, request.gpu), style="bold"))
+    console.print(Text(messages.heading(chosen, request.gpu), style="bold"))
     table.print_rows(chosen, answer.price, console)
     if all(row.limits for row in chosen):
         _show_limits(chosen, console)

@@ -40,11 +40,11 @@ class Predictor:
             if self.quick or reason:
                 self._known[key] = _by_formulas(job, reason)
             else:
-                self.simulate([job])
+                self.prepare([job])
         return self._known[key]
 
-    def simulate(self, jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> None:
-        """Predict these jobs side by side, those aside that cannot be simulated; `done` is told of each.
+    def prepare(self, jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> None:
+        """Simulate these jobs side by side, apart from those that cannot be; `done` is told of each.
 
         Raises Refusal where a simulation fails.
         """

@@ -105,7 +105,7 @@ def _run(task: dict) -> NoReturn:
         _environment(job, task["rank"])
         _start_group(job, task["rank"])
         with tempfile.TemporaryDirectory() as folder:
-            found = simulate(job, folder)
+            found = train_two_steps(job, folder)
         found["seconds"] = time.perf_counter() - started
         found["resident_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         Path(task["answer"]).write_text(json.dumps(found))
@@ -155,7 +155,7 @@ def _start_group(job: Job, rank: int) -> None:
         deepspeed.init_distributed("fake", auto_mpi_discovery=False, verbose=False)
 
 
-def simulate(job: Job, folder: str) -> dict:
+def train_two_steps(job: Job, folder: str) -> dict:
     """Build the run as run_sft.py does, under fake tensors, train two steps, and return what was counted."""
     import psutil
     import torch
