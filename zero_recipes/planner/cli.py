@@ -30,8 +30,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     with _progress(predictor) as predict:
         factor = None
         if arguments.calibrate:
-            measured = read_measured(arguments.calibrate)
-            factor = calibrated(measured, request.recipe, request.config, request.strategies, request.gpu, predict)
+            factor = calibrated(read_measured(arguments.calibrate), request, predict)
         rows, refused = rows_of(request, predict, factor)
         if arguments.max:
             quick = Predictor(quick=True)

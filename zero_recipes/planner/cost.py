@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.config.recipe import Recipe
 from zero_recipes.core.errors import Refusal
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner.formulas import family
 from zero_recipes.planner.hardware import Gpu
 from zero_recipes.planner.job import Job
-from zero_recipes.planner.jobs import Strategies, job_of
+from zero_recipes.planner.jobs import PlanRequest, job_of
 from zero_recipes.planner.predict import Predict
 
 Range = tuple[float, float]  # low, high
@@ -165,11 +164,9 @@ def read_measured(path: Path) -> dict[str, Any]:
     return measured
 
 
-def calibrated(
-    measured: Mapping[str, Any], recipe: Recipe, config: dict, strategies: Strategies, gpu: Gpu, predict: Predict
-) -> float:
+def calibrated(measured: Mapping[str, Any], request: PlanRequest, predict: Predict) -> float:
     """Measured over estimated seconds of a run of this recipe. Raises Refusal where it is a run of something else."""
-    name = measured["strategy"]
+    name, strategies = measured["strategy"], request.strategies
     if name != "single" and name not in strategies:
         raise Refusal(
             "ZR815",
@@ -178,8 +175,8 @@ def calibrated(
             f"Add it to --strategies, or calibrate with a run under {next(iter(strategies))}.",
         )
     ranks = measured["world_size"]
-    job = _measured_job(measured, job_of(recipe, config, name, strategies.get(name), ranks))
-    return _calibration(measured, job, predict(job), gpu)
+    job = _measured_job(measured, job_of(request.recipe, request.config, name, strategies.get(name), ranks))
+    return _calibration(measured, job, predict(job), request.gpu)
 
 
 def _measured_job(measured: Mapping[str, Any], job: Job) -> Job:
