@@ -17,12 +17,12 @@ os.chdir(ROOT)
 
 from zero_recipes.core import environment  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
-from zero_recipes.planner import jobs as question  # noqa: E402
+from zero_recipes.planner import jobs as plan_jobs  # noqa: E402
 from zero_recipes.planner.simulator import parent as simulation  # noqa: E402
 
 RECIPE = Path("recipes/pythia.yaml")
 JOBS = {
-    "pythia-6.9b, every strategy, 2 GPUs": ("EleutherAI/pythia-6.9b-deduped", question.ALL, 2),
+    "pythia-6.9b, every strategy, 2 GPUs": ("EleutherAI/pythia-6.9b-deduped", plan_jobs.ALL, 2),
     "llama-2-70b, zero3, 64 GPUs": ("meta-llama/Llama-2-70b-hf", ("zero3",), 64),
 }
 
@@ -30,20 +30,20 @@ JOBS = {
 def main() -> None:
     measured = {}
     for name, (model, strategies, count) in JOBS.items():
-        recipe = question.read_recipe(RECIPE, ["--model_name_or_path", model])
-        known = question.read_strategies(recipe, strategies)
-        config = question.model_config(recipe.settings)
-        jobs = [question.job_of(recipe, config, strategy, ds, count) for strategy, ds in known.items()]
+        recipe = plan_jobs.read_recipe(RECIPE, ["--model_name_or_path", model])
+        known = plan_jobs.read_strategies(recipe, strategies)
+        config = plan_jobs.model_config(recipe.settings)
+        jobs = [plan_jobs.job_of(recipe, config, strategy, ds, count) for strategy, ds in known.items()]
         begin = time.perf_counter()
         predictions = simulation.simulate(jobs)
         seconds = time.perf_counter() - begin
         measured[name] = {
             "seconds": round(seconds, 1),
             "strategies": {
-                found["strategy"]: {
-                    "seconds": round(found["seconds"], 1),
-                    "resident_bytes": found["resident_bytes"],
-                    "allocated_peak_bytes": found["allocated_peak_bytes"],
+                found.strategy: {
+                    "seconds": round(found.seconds, 1),
+                    "resident_bytes": found.resident_bytes,
+                    "allocated_peak_bytes": found.allocated_peak_bytes,
                 }
                 for found in predictions
             },

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +22,14 @@ from zero_recipes.core.files import write_json  # noqa: E402
 from zero_recipes.core.units import parameters, size  # noqa: E402
 from zero_recipes.metrics.prediction import Prediction  # noqa: E402
 from zero_recipes.planner import jobs  # noqa: E402
-from zero_recipes.planner import predict as predictor  # noqa: E402
-from zero_recipes.planner import rows as planning  # noqa: E402
-from zero_recipes.planner.advice import Predict, smallest_fix  # noqa: E402
-from zero_recipes.planner.formulas import predict as formulas  # noqa: E402
+from zero_recipes.planner.advice import smallest_change  # noqa: E402
+from zero_recipes.planner.fit import fit_of  # noqa: E402
+from zero_recipes.planner.formulas.predict import predict_by_formulas  # noqa: E402
 from zero_recipes.planner.hardware import Gpu, gpu_named, gpus  # noqa: E402
 from zero_recipes.planner.job import Job  # noqa: E402
-from zero_recipes.planner.recommend import host_memory  # noqa: E402
-from zero_recipes.planner.verdict import judge  # noqa: E402
+from zero_recipes.planner.messages import change_in_words, host_memory  # noqa: E402
+from zero_recipes.planner.predict import Predict, Predictor  # noqa: E402
+from zero_recipes.planner.rows import make_row  # noqa: E402
 from zero_recipes.theory.zero_paper import model_state_bytes  # noqa: E402
 
 PAGE = ROOT / "docs" / "scenarios.md"
@@ -77,13 +76,13 @@ batches of 4 sequences of 512 tokens, accumulation 2, no recomputation) with ano
   offload, LoRA; more GPUs last.
 - Stage 3 from: the smallest power of two of these GPUs on which stage 3 fits, as the recipe stands / recomputing
   activations.
-- By: the engine simulated, or textbook formulas, which leave out much and are 10 % and more off. Strategies whose
+- By: the engine, simulated, or textbook formulas, which leave out much and are 10 % and more off. Strategies whose
   model states alone are more than the GPU has are by formulas in every row.
 """
 
 
 def planned(scenario: Scenario, predict: Predict) -> dict[str, Any]:
-    """One scenario as JSON: verdict and need of each strategy, the mildest change, the smallest machine."""
+    """One scenario as JSON: status and need of each strategy, the mildest change, the smallest machine."""
     recipe = jobs.read_recipe(RECIPE, ["--model_name_or_path", scenario.model])
     config, gpu = jobs.model_config(recipe.settings), gpu_named(scenario.gpu, gpus())
     strategies = jobs.read_strategies(recipe, None)
@@ -92,34 +91,34 @@ def planned(scenario: Scenario, predict: Predict) -> dict[str, Any]:
         return jobs.job_of(recipe, config, name, strategies[name], count)
 
     predict = hopeless_by_formulas(predict, gpu)
-    rows = {name: planning.make_row(job(name), gpu, predict, strategies, with_fix=False) for name in strategies}
+    rows = {name: make_row(job(name), gpu, predict, strategies, with_change=False) for name in strategies}
     claimed = rows[scenario.strategy]
-    psi = claimed.prediction["parameters"]
-    fix = None
-    if claimed.verdict.word != "fits":
-        fix = smallest_fix(claimed.job, gpu.memory_bytes, predict, strategies)
+    psi = claimed.prediction.parameters
+    change = None
+    if claimed.fit.status != "fits":
+        change = smallest_change(claimed.job, gpu.memory_bytes, predict, strategies)
     return {
         **scenario._asdict(),
-        "source": "engine" if any(row.prediction["source"] == "engine" for row in rows.values()) else "formulas",
+        "source": "engine" if any(row.prediction.source == "engine" for row in rows.values()) else "formulas",
         "parameters": psi,
         "gpu_memory_bytes": gpu.memory_bytes,
         "strategies": {
             name: {
-                "verdict": row.verdict.word,
-                "margin_bytes": row.verdict.margin,
-                "allocated_peak_bytes": row.prediction["allocated_peak_bytes"],
-                "reserved_bytes": row.prediction["reserved_bytes"],
-                "model_state_bytes": row.prediction["model_state_bytes"],
-                "host_bytes": row.prediction["host_bytes"],
+                "verdict": row.fit.status,
+                "margin_bytes": row.fit.margin,
+                "allocated_peak_bytes": row.prediction.allocated_peak_bytes,
+                "reserved_bytes": row.prediction.reserved_bytes.model_dump(),
+                "model_state_bytes": row.prediction.model_state_bytes.model_dump(),
+                "host_bytes": row.prediction.host_bytes.model_dump(),
                 "step_seconds": list(row.speed.step_seconds),
             }
             for name, row in rows.items()
         },
-        "cure": fix
+        "cure": change
         and {
-            "words": fix.words,
-            "host_bytes": {"training": fix.prediction["host_bytes"]["training"]},
-            "command": planning.launch_command(recipe, [], fix.job),
+            "words": change_in_words(change),
+            "host_bytes": {"training": change.prediction.host_bytes.training},
+            "command": jobs.run_command(recipe, [], change.job),
         },
         "stage_3_from": stage_3_from(lambda count: job("zero3", count), gpu, predict, psi),
         "stage_3_recomputing_from": stage_3_from(lambda count: recomputing(job("zero3", count)), gpu, predict, psi),
@@ -130,15 +129,14 @@ def hopeless_by_formulas(predict: Predict, gpu: Gpu) -> Predict:
     """Where the model states alone are more than the GPU has, the textbook says no as well as the engine."""
 
     def ask(job: Job) -> Prediction:
-        textbook = formulas.predict(job)
-        states = (textbook["model_state_bytes"][part] for part in ("params", "grads", "optimizer"))
-        return textbook if sum(states) > gpu.memory_bytes else predict(job)
+        textbook = predict_by_formulas(job)
+        return textbook if textbook.state_bytes > gpu.memory_bytes else predict(job)
 
     return ask
 
 
 def recomputing(job: Job) -> Job:
-    return replace(job, settings=job.settings.replace(**{"activation_checkpointing": True}))
+    return job.changed(activation_checkpointing=True)
 
 
 def stage_3_from(job: Callable[[int], Job], gpu: Gpu, predict: Predict, psi: int) -> int | None:
@@ -146,7 +144,7 @@ def stage_3_from(job: Callable[[int], Job], gpu: Gpu, predict: Predict, psi: int
     for count in COUNTS:
         if model_state_bytes(psi, count, 3).total > gpu.memory_bytes:
             continue
-        if judge(predict(job(count)), gpu.memory_bytes).word == "fits":
+        if fit_of(predict(job(count)), gpu.memory_bytes).status == "fits":
             return count
     return None
 
@@ -164,13 +162,14 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
     yield f"{row['count']} x {row['gpu']}"
     yield row["said"]
     for name in ("ddp", "zero0", "zero1", "zero2", "zero3"):
-        word = found[name]["verdict"]
-        yield f"**{word}**" if name == row["strategy"] else word
+        status = found[name]["verdict"]
+        yield f"**{status}**" if name == row["strategy"] else status
     yield f"{size(named['allocated_peak_bytes'])} of {size(row['gpu_memory_bytes'])}"
     fitting = [name for name in OFFLOAD if found[name]["verdict"] == "fits"]
-    yield f"{fitting[0]}: {host_memory(found[fitting[0]])}" if fitting else "no"
-    fix = row["cure"] or {"words": "none was found", "host_bytes": {"training": 0}}
-    yield "none needed" if named["verdict"] == "fits" else ", ".join(filter(None, (fix["words"], host_memory(fix))))
+    yield f"{fitting[0]}: {host_memory(found[fitting[0]]['host_bytes']['training'])}" if fitting else "no"
+    change = row["cure"] or {"words": "none was found", "host_bytes": {"training": 0}}
+    parts = change["words"], host_memory(change["host_bytes"]["training"])
+    yield "none needed" if named["verdict"] == "fits" else ", ".join(filter(None, parts))
     counts = [row[key] for key in ("stage_3_from", "stage_3_recomputing_from")]
     yield " / ".join(f"over {COUNTS[-1]}" if count is None else str(count) for count in counts)
     yield row["source"]
@@ -179,11 +178,10 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
 def main(arguments: list[str]) -> int:
     if "--check" in arguments:
         return int(PAGE.read_text() != page(json.loads(RESULT.read_text())["scenarios"]))
-    exact = predictor.of("--quick" in arguments)
     rows = []
     for scenario in SCENARIOS:
         large = jobs.known_models()[scenario.model]["parameters"] > ENGINE_UP_TO
-        rows.append(planned(scenario, planning.remembered(formulas.predict if large else exact)))
+        rows.append(planned(scenario, Predictor(quick=large or "--quick" in arguments)))
         print(" | ".join(_cells(rows[-1])), flush=True)
     write_json(RESULT, {"measured": False, "recipe": str(RECIPE), "scenarios": rows})
     PAGE.write_text(page(rows))

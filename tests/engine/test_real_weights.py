@@ -39,7 +39,7 @@ def runs(two, fixtures, tmp_path_factory) -> dict[str, dict]:
                 "save_strategy": "no",
                 "report_to": "none",
                 "sample_prompts": 6,
-                "sample_max_new_tokens": 16,
+                "sample_max_new_tokens": 4,
             }
         )
     )

@@ -36,7 +36,7 @@ def saved(two, recipe, tmp_path_factory) -> dict[str, Path]:
     for strategy in STRATEGIES:
         folders[strategy] = tmp_path_factory.mktemp(strategy) / "out"
         named = [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
-        samples = ["--sample_prompts", "3", "--sample_max_new_tokens", "5", "--per_device_eval_batch_size", "2"]
+        samples = ["--sample_prompts", "3", "--sample_max_new_tokens", "2", "--per_device_eval_batch_size", "2"]
         result = two.run("train", argv=[str(recipe), "--output_dir", str(folders[strategy]), *named, *samples])[0]
         assert result["metrics"]["strategy"] == strategy
     return folders

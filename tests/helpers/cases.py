@@ -380,20 +380,19 @@ def plan_for_a_small_gpu(argv: list[str], capacity: int) -> dict:
     from zero_recipes.core.errors import Refusal
     from zero_recipes.core.process import rank
     from zero_recipes.planner import gate
-    from zero_recipes.planner import predict as predictor
 
     run, asked = run_sft.prepare(argv), []
-    originals = predictor.of, gate.gpu_memory
+    originals = gate.Predictor, gate.gpu_memory
 
     def predict(job):
         asked.append(rank())
         return made_up(job, 100 if job.world_size == 2 else 10)
 
-    predictor.of, gate.gpu_memory = lambda: predict, lambda: capacity
+    gate.Predictor, gate.gpu_memory = lambda: predict, lambda: capacity
     try:
         predicted = gate.plan(dataclasses.replace(run, device="cuda"))
         return {"peak": predicted.peak_memory_bytes, "refused": None, "asked": asked}
     except Refusal as refusal:
         return {"peak": None, "refused": [vars(finding) for finding in refusal.findings], "asked": asked}
     finally:
-        predictor.of, gate.gpu_memory = originals
+        gate.Predictor, gate.gpu_memory = originals

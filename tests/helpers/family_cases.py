@@ -62,7 +62,7 @@ def train_on_two_nodes(argv: list[str]) -> dict:
         mock.patch.object(op_builder, "QuantizerBuilder", lambda: builder),
         mock.patch.object(CUDAQuantizer, "quantizer_cuda_module", None),
         mock.patch.object(coalesced_collectives, "quantizer_module", None),
-        mock.patch.object(zero_options, "_quantised_communication", lambda *_: []),
+        mock.patch.object(zero_options, "_quantized_communication", lambda *_: []),
     ):
         return train(argv)
 
@@ -109,7 +109,7 @@ def refusal_on_two_nodes(argv: list[str], checked: bool = True) -> str:
     from zero_recipes.checks import this_machine
     from zero_recipes.core.errors import Refusal
 
-    off = nullcontext() if checked else mock.patch.object(this_machine, "quantised_findings", lambda *_: [])
+    off = nullcontext() if checked else mock.patch.object(this_machine, "quantized_findings", lambda *_: [])
     try:
         with off:
             train_on_two_nodes(argv)

@@ -72,14 +72,14 @@ def test_the_plan_is_what_a_run_takes(model, case, planned, two, tmp_path):
     ranks = two.run("plan_cases.train_profiled", argv=argv)
     metrics = ranks[0]["metrics"]
 
-    states = {part: max(rank[part] for rank in metrics["model_state_bytes"]) for part in predicted["model_state_bytes"]}
-    assert predicted["model_state_bytes"] == states
-    peak = predicted["allocated_peak_bytes"]
-    risen = peak - predicted["memory_phases"]["step"]
+    states = predicted.model_state_bytes.model_dump()
+    assert states == {part: max(rank[part] for rank in metrics["model_state_bytes"]) for part in states}
+    peak = predicted.allocated_peak_bytes
+    risen = peak - predicted.memory_phases.step
     steps = [rank["rises"][1:] for rank in ranks]
     assert max(low for rank in steps for low, _ in rank) - BOUND * peak <= risen, (steps, predicted)
     assert risen <= max(min(high for _, high in rank) for rank in steps) + BOUND * peak, (steps, predicted)
-    assert sum(predicted["at_peak"].values()) == predicted["allocated_peak_bytes"]
+    assert sum(predicted.at_peak.values()) == predicted.allocated_peak_bytes
     for collective in ("all_reduce", "reduce_scatter"):
-        asked = predicted["communication_bytes_per_step"].get(collective, 0)
-        assert asked == metrics["communication_bytes_per_step"].get(collective, 0), collective
+        planned_bytes = predicted.communication_bytes_per_step.get(collective, 0)
+        assert planned_bytes == metrics["communication_bytes_per_step"].get(collective, 0), collective

@@ -1,7 +1,8 @@
-"""Verdicts, cures and limits of the plan: each tried with predictions made up to order, and refusals of its inputs."""
+"""What fits, changes and limits of the plan: tried with predictions made up to order, and refusals of its inputs."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,53 +11,53 @@ from hypothesis import strategies as draw
 
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe, strategies
 from zero_recipes.core.errors import Refusal
-from zero_recipes.planner.advice import MILDNESS, smallest_fix
-from zero_recipes.planner.formulas import predict as formulas
+from zero_recipes.planner.advice import MILDNESS, _largest, largest_micro_batch, longest_sequence, smallest_change
+from zero_recipes.planner.fit import fit_of
+from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.hardware import gpu_named, gpus
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.jobs import model_config, read_recipe, read_strategies
-from zero_recipes.planner.limits import _largest, largest_micro_batch, longest_sequence
-from zero_recipes.planner.verdict import judge
+from zero_recipes.planner.messages import change_in_words
 
 CAPACITY = 80 * GB
 
 
-# verdicts
+# what fits
 
 
 @pytest.mark.parametrize(
-    ("peak", "overhead", "word", "margin"),
+    ("peak", "overhead", "status", "margin"),
     [(70, 9, "fits", 1), (70, 10, "fits", 0), (70, 11, "tight", -1), (80, 5, "tight", -5), (81, 0, "no", -1)],
 )
-def test_verdicts(peak, overhead, word, margin):
-    verdict = judge(made_up(job("zero3"), peak * GB, overhead=overhead * GB), CAPACITY)
-    assert (verdict.word, verdict.margin) == (word, margin * GB)
+def test_a_status_is_that_of_the_reserved_range(peak, overhead, status, margin):
+    fit = fit_of(made_up(job("zero3"), peak * GB, overhead=overhead * GB), CAPACITY)
+    assert (fit.status, fit.margin) == (status, margin * GB)
 
 
 def test_a_host_that_is_too_small_is_no_place_for_offload():
     offloads = made_up(job("zero3_offload"), 10 * GB)  # 100 GB of host memory
-    assert judge(offloads, CAPACITY).word == judge(offloads, CAPACITY, 100 * GB).word == "fits"
-    short = judge(offloads, CAPACITY, 99 * GB)
-    assert (short.word, short.host_lacks, short.margin) == ("no", GB, 70 * GB)
+    assert fit_of(offloads, CAPACITY).status == fit_of(offloads, CAPACITY, 100 * GB).status == "fits"
+    short = fit_of(offloads, CAPACITY, 99 * GB)
+    assert (short.status, short.host_lacks, short.margin) == ("no", GB, 70 * GB)
     predict = lambda j: made_up(j, (10 if offloads_to_host(j) or j.world_size == 4 else 90) * GB)  # noqa: E731
-    assert smallest_fix(job("zero3"), CAPACITY, predict, strategies(), 100 * GB).harshest == "offload"
-    assert smallest_fix(job("zero3"), CAPACITY, predict, strategies(), 99 * GB).words == "4 GPUs"
+    assert smallest_change(job("zero3"), CAPACITY, predict, strategies(), 100 * GB).harshest == "offload"
+    assert change_in_words(smallest_change(job("zero3"), CAPACITY, predict, strategies(), 99 * GB)) == "4 GPUs"
 
 
-# cures: `need` says how many GB a job takes; all that it is asked is seen
+# changes: `need` says how many GB a job takes; every job that is predicted is seen
 
 
-def fix_for(need, start: Job, seen: list | None = None, states=lambda job: 0, phase="backward"):
+def change_for(need, start: Job, seen: list | None = None, states=lambda job: 0, phase="backward"):
     def predict(asked: Job):
         if seen is not None:
             seen.append(asked)
         return made_up(asked, need(asked) * GB, states(asked) * GB, phase)
 
-    return smallest_fix(start, CAPACITY, predict, strategies())
+    return smallest_change(start, CAPACITY, predict, strategies())
 
 
 def recomputes(asked: Job) -> bool:
-    return formulas.checkpointed(asked.settings)
+    return asked.recomputes
 
 
 def batch(asked: Job) -> int:
@@ -90,21 +91,21 @@ def offloads_to_host(asked: Job) -> bool:
         (lambda j: 90 - 20 * (j.strategy == "zero3" and j.world_size == 16), "GPUs", "16 GPUs under zero3"),
     ],
 )
-def test_the_mildest_fix_is_found(need, harshest, words):
-    found = fix_for(need, job("zero1"))
-    assert (found.harshest, found.words) == (harshest, words)
-    assert found.verdict.word == "fits"
+def test_the_mildest_change_is_found(need, harshest, words):
+    found = change_for(need, job("zero1"))
+    assert (found.harshest, change_in_words(found)) == (harshest, words)
+    assert found.fit.status == "fits"
 
 
-def test_a_milder_fix_goes_before_a_harsher_one():
-    everything_helps = fix_for(lambda j: 90 - 20 * (j != job("zero1")), job("zero1"))
+def test_a_milder_change_goes_before_a_harsher_one():
+    everything_helps = change_for(lambda j: 90 - 20 * (j != job("zero1")), job("zero1"))
     assert everything_helps.harshest == "checkpointing"
     assert [MILDNESS.index(name) for name in MILDNESS] == sorted(range(len(MILDNESS)))
 
 
-def test_a_fix_keeps_the_global_batch_and_all_that_it_does_not_name():
+def test_a_change_keeps_the_global_batch_and_all_that_it_does_not_name():
     start = job("zero1")
-    found = fix_for(lambda j: 60 + 10 * batch(j), start)
+    found = change_for(lambda j: 60 + 10 * batch(j), start)
     before, after = (
         j.settings.per_device_train_batch_size * j.settings.gradient_accumulation_steps for j in (start, found.job)
     )
@@ -112,35 +113,35 @@ def test_a_fix_keeps_the_global_batch_and_all_that_it_does_not_name():
     was, now = start.settings.as_dict(), found.job.settings.as_dict()
     changed = {key for key in was if was[key] != now[key]}
     assert changed == {"per_device_train_batch_size", "gradient_accumulation_steps"}
-    more = fix_for(lambda j: 320 // j.world_size, start)
+    more = change_for(lambda j: 320 // j.world_size, start)
     assert more.job.world_size == 4 and more.job.settings.gradient_accumulation_steps == 1
     assert start.settings.gradient_accumulation_steps == 2  # the job that was asked about is not touched
 
 
-def test_more_gpus_that_a_global_batch_cannot_be_divided_over_are_no_fix():
+def test_more_gpus_that_a_global_batch_cannot_be_divided_over_are_no_change():
     fixed = replace(job("zero1"), settings=job("zero1").settings.replace(**{"global_batch_size": 16}))
-    found = fix_for(lambda j: 2600 // j.world_size, fixed)
+    found = change_for(lambda j: 2600 // j.world_size, fixed)
     assert found is None  # 33 GPUs and more would be needed, and 16 sequences go round 4 at a micro batch of 4
-    free = fix_for(lambda j: 2600 // j.world_size, job("zero1"))
+    free = change_for(lambda j: 2600 // j.world_size, job("zero1"))
     assert free.job.world_size == 64
 
 
 def test_states_that_are_too_large_are_not_tried_with_smaller_activations():
     seen = []
-    found = fix_for(lambda j: 300 // j.world_size, job("zero1"), seen, states=lambda j: 290 // j.world_size)
-    assert found.words == "4 GPUs"
+    found = change_for(lambda j: 300 // j.world_size, job("zero1"), seen, states=lambda j: 290 // j.world_size)
+    assert change_in_words(found) == "4 GPUs"
     assert not any(recomputes(j) or batch(j) < 4 for j in seen)
     in_step = []
-    fix_for(lambda j: 300 // j.world_size, job("zero1"), in_step, phase="step")
+    change_for(lambda j: 300 // j.world_size, job("zero1"), in_step, phase="step")
     assert not any(recomputes(j) for j in in_step)
 
 
 def test_ddp_is_never_spread_over_more_gpus_and_offload_never_taken_back():
     seen = []
-    assert fix_for(lambda j: 90, job("ddp"), seen) is None
+    assert change_for(lambda j: 90, job("ddp"), seen) is None
     assert all(j.zero_stage for j in seen if j.world_size > 2)
     seen = []
-    assert fix_for(lambda j: 90, job("zero2_offload"), seen) is None
+    assert change_for(lambda j: 90, job("zero2_offload"), seen) is None
     assert all(offloads_to_host(j) for j in seen if j.world_size == 2 and j.zero_stage == 2)
 
 
@@ -150,15 +151,29 @@ def test_a_change_that_cannot_be_predicted_is_passed_over():
             raise Refusal("ZR000", "no target modules", "PEFT does not know the architecture.", "Name them.")
         return made_up(asked, (50 if asked.world_size == 8 else 90) * GB)
 
-    assert smallest_fix(job("zero3_offload"), CAPACITY, predict, strategies()).words == "8 GPUs"
+    assert change_in_words(smallest_change(job("zero3_offload"), CAPACITY, predict, strategies())) == "8 GPUs"
+
+
+def test_hpz_is_found_as_a_change_with_the_ranks_of_a_node():
+    """Its "auto" is filled in, as for a job that is requested."""
+    named = {"zero2": strategies()["zero2"], "zero3_hpz": json.loads((ROOT / "ds_configs/zero3_hpz.json").read_text())}
+    start = job("zero2", 4, gpus_per_node=2)
+    found = smallest_change(start, CAPACITY, lambda j: made_up(j, (90 - 20 * (j.zero_stage == 3)) * GB), named)
+    assert change_in_words(found) == "zero3_hpz" and found.job.zero.hpz_partition_size == 2
+
+
+def test_where_every_strategy_offloads_more_gpus_are_tried_still():
+    named = {"zero2_offload": strategies()["zero2_offload"]}
+    found = smallest_change(job("zero2_offload"), CAPACITY, lambda j: made_up(j, 320 // j.world_size * GB), named)
+    assert change_in_words(found) == "4 GPUs"
 
 
 def test_the_reference_recipe_by_formula():
     """What recipes/pythia.yaml says in its header: two 80 GB cards take stage 3, and no lower one does."""
     capacity = gpu_named("h100-80gb", gpus()).memory_bytes
-    words = {name: judge(formulas.predict(job(name)), capacity).word for name in strategies()}
-    assert words["zero3"] == "fits" and "fits" not in {words[name] for name in ("ddp", "zero0", "zero1", "zero2")}
-    assert smallest_fix(job("zero0"), capacity, formulas.predict, strategies()).job.strategy == "zero3"
+    statuses = {name: fit_of(predict_by_formulas(job(name)), capacity).status for name in strategies()}
+    assert statuses["zero3"] == "fits" and "fits" not in {statuses[name] for name in ("ddp", "zero0", "zero1", "zero2")}
+    assert smallest_change(job("zero0"), capacity, predict_by_formulas, strategies()).job.strategy == "zero3"
 
 
 # limits
@@ -194,15 +209,15 @@ def test_the_longest_sequence_is_a_multiple_of_64_within_the_models_positions(li
 
 def test_what_is_just_below_the_limit_fits_and_what_is_above_does_not():
     capacity = gpu_named("h100-80gb", gpus()).memory_bytes
-    most = largest_micro_batch(job("zero3"), capacity, formulas.predict)
-    verdicts = [
-        judge(formulas.predict(job("zero3", per_device_train_batch_size=size)), capacity).word
+    most = largest_micro_batch(job("zero3"), capacity, predict_by_formulas)
+    statuses = [
+        fit_of(predict_by_formulas(job("zero3", per_device_train_batch_size=size)), capacity).status
         for size in (most, most + 1)
     ]
-    assert most > 4 and verdicts[0] == "fits" and verdicts[1] != "fits"
+    assert most > 4 and statuses[0] == "fits" and statuses[1] != "fits"
 
 
-# what is asked: models, strategies
+# what is requested: models, strategies
 
 
 def test_a_model_comes_from_the_project_a_folder_or_the_cache_and_else_is_refused(tmp_path, monkeypatch):
@@ -297,7 +312,7 @@ def test_a_users_file_adds_and_replaces(tmp_path):
         ("achievable: [0.3, 0.4]", "achievable: [0.4, 0.3]", "achievable is"),
         ("achievable: [0.3, 0.4]", "achievable: [0.3, 40]", "achievable.1: Input should be less than or equal to 1"),
         ("source: mine", "source: mine, price: 2", "price: Extra inputs"),
-        (MINE, "- a\n- b\n", "holds no mapping"),
+        (MINE, "- a\n- b\n", "is not a mapping"),
         (MINE, "v100: 32", "memory_mib: Field required"),
         (MINE, "v100: [", "is not YAML"),
     ],

@@ -13,13 +13,13 @@ from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe, strategies
 from zero_recipes.cli import main as cli
 from zero_recipes.compat import versions
 from zero_recipes.planner import cli as command
-from zero_recipes.planner import cost
-from zero_recipes.planner import predict as predictor
-from zero_recipes.planner import recommend as rules
+from zero_recipes.planner import cost, messages
 from zero_recipes.planner import rows as planning
-from zero_recipes.planner.formulas import predict as formulas
+from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.hardware import gpu_named, gpus
-from zero_recipes.planner.recommend import recommend
+from zero_recipes.planner.jobs import run_command
+from zero_recipes.planner.predict import Predictor
+from zero_recipes.planner.recommend import Recommendation, recommend, rule_of_thumb
 from zero_recipes.planner.simulator import parent as simulation
 from zero_recipes.report import plan_plot
 
@@ -68,7 +68,8 @@ def test_json_is_all_that_is_printed_and_holds_every_figure(capsys):
     rows = {row["strategy"]: row for row in document["rows"]}
     assert list(rows) == list(strategies())
     three = rows["zero3"]
-    assert three["prediction"] == formulas.predict(job("zero3")) | {"seconds": three["prediction"]["seconds"]}
+    formulas = predict_by_formulas(job("zero3")).model_dump()
+    assert three["prediction"] == formulas | {"seconds": three["prediction"]["seconds"]}
     assert three["verdict"] == "fits" and three["cure"] is None and three["max"]["micro_batch_size"] >= 4
     assert rows["zero0"]["cure"]["strategy"] == "zero3" and "--num_processes 2" in rows["zero0"]["cure"]["command"]
     hours, run = three["cost"]["hours"], three["cost"]["run"]
@@ -114,7 +115,7 @@ def test_where_no_machine_is_large_enough_a_fix_is_named(capsys):
 
 def test_a_count_that_the_global_batch_does_not_go_into_is_said(capsys):
     said = plan(capsys, name="recipes/tiny.yaml", gpus="1,2,4", gpu="l40s")
-    assert "4: global_batch_size 16 cannot be made of 4 processes" in said
+    assert "4: global_batch_size 16 is not divisible by 4 processes" in said
     assert "Smallest machine: 1 x l40s-48gb" in said
 
 
@@ -179,64 +180,81 @@ def test_what_cannot_be_planned_is_refused(capsys, options, says):
 def rows_of(**needs: int) -> list[planning.Row]:
     """Rows of recipes/pythia.yaml on two H100s that take so many GB."""
     predict = lambda asked: made_up(asked, needs.get(asked.strategy, 500) * GB)  # noqa: E731
-    return [planning.make_row(job(name), H100, predict, strategies(), with_fix=False) for name in needs]
+    return [planning.make_row(job(name), H100, predict, strategies(), with_change=False) for name in needs]
 
 
-def decide(rows):
-    return recommend(rows, H100, gpus(), lambda job: f"run {job.strategy}")
+def decide(rows) -> Recommendation:
+    return recommend(rows, H100, gpus())
+
+
+def reasons(rows) -> list[str]:
+    return messages.reasons(decide(rows))
 
 
 def test_of_equally_fast_strategies_the_one_with_most_headroom_is_chosen():
-    assert decide(rows_of(zero1=70, zero2=50, zero3=60)).strategy == "zero2"
-    assert decide(rows_of(zero1=70, zero3=95)).command == "run zero1"
+    assert decide(rows_of(zero1=70, zero2=50, zero3=60)).job.strategy == "zero2"
+    assert decide(rows_of(zero1=70, zero3=95)).job == job("zero1")
 
 
 def test_offload_is_chosen_only_where_nothing_else_fits():
     both = decide(rows_of(zero3=80, zero3_offload=10))
-    assert both.strategy == "zero3" and any("Offload (zero3_offload)" in reason for reason in both.reasons)
+    assert both.job.strategy == "zero3" and "Offload (zero3_offload)" in " ".join(messages.reasons(both))
     alone = decide(rows_of(zero3=90, zero3_offload=10))
-    assert alone.strategy == "zero3_offload" and any("host memory" in reason for reason in alone.reasons)
+    assert alone.job.strategy == "zero3_offload" and "host memory" in " ".join(messages.reasons(alone))
 
 
 def test_a_smaller_gpu_that_would_do_is_named():
-    assert any("rtx4090-24gb" in reason for reason in decide(rows_of(zero3=10)).reasons)
-    assert not any("smaller GPU" in reason for reason in decide(rows_of(zero3=60)).reasons)
+    assert any("rtx4090-24gb" in reason for reason in reasons(rows_of(zero3=10)))
+    assert not any("smaller GPU" in reason for reason in reasons(rows_of(zero3=60)))
 
 
-def test_where_nothing_fits_the_mildest_fix_of_all_rows_is_recommended():
+def test_where_nothing_fits_the_mildest_change_of_all_rows_is_recommended():
     def predict(asked):
-        helped = asked.strategy == "zero3" and formulas.checkpointed(asked.settings)
+        helped = asked.strategy == "zero3" and asked.recomputes
         return made_up(asked, (50 if helped else 84 if asked.strategy == "zero2" else 90) * GB, overhead=3 * GB)
 
     names = {name: strategies()[name] for name in ("zero2", "zero3")}
     found = decide([planning.make_row(job(name), H100, predict, names) for name in names])
-    assert found.strategy == "zero3" and "activation checkpointing (from zero3)" in " ".join(found.reasons)
-    assert "zero2 may" in " ".join(found.reasons)  # 84 GB fit, 87 do not
+    said = " ".join(messages.reasons(found))
+    assert found.job.strategy == "zero3" and "activation checkpointing (from zero3)" in said
+    assert "zero2 may" in said  # 84 GB fit, 87 do not
     hopeless = decide(rows_of(zero2=500))
-    assert hopeless.strategy is None and hopeless.command is None
+    assert hopeless.job is None and "No change that was tried makes one fit." in messages.reasons(hopeless)
 
 
-def test_the_rule_of_thumb_stands_beside_the_verdict():
-    assert "Here it fits" in rules.beside(rows_of(ddp=70))[0]
-    assert "does not fit" in rules.beside(rows_of(ddp=90))[0]
-    assert rules.beside(rows_of(zero3=70))[0].endswith("billion).")  # ddp was not asked about
+def test_the_rule_of_thumb_stands_beside_what_fits():
+    assert "Here it fits" in messages.rule(rule_of_thumb(rows_of(ddp=70)))
+    assert "does not fit" in messages.rule(rule_of_thumb(rows_of(ddp=90)))
+    assert messages.rule(rule_of_thumb(rows_of(zero3=70))).endswith("billion).")  # ddp was not requested
 
 
-def test_nothing_is_predicted_twice():
-    asked = []
-    predict = planning.remembered(lambda job: asked.append(job) or made_up(job, GB))
+@pytest.fixture
+def simulated(monkeypatch, tmp_path) -> list:
+    """The jobs that were simulated; nothing is."""
+    jobs = []
+
+    def simulate(wanted, done):
+        jobs.extend(wanted)
+        return [made_up(one, GB) for one in wanted]
+
+    monkeypatch.setattr(simulation, "simulate", simulate)
+    return jobs
+
+
+def test_nothing_is_predicted_twice(simulated, tmp_path):
+    predict = Predictor(folder=tmp_path / "file" / "none")
+    (tmp_path / "file").write_text("")  # so that nothing can be kept on disk
     assert predict(job("zero3")) is predict(job("zero3"))
-    assert predict(job("zero2")) is not None and len(asked) == 2
+    assert predict(job("zero2")) is not None and len(simulated) == 2
 
 
-def test_versions_that_the_simulation_does_not_know_are_answered_by_formulas(monkeypatch):
-    monkeypatch.setitem(versions.TESTED, "torch", "==1.0")
-    found = predictor.of()(job("zero2"))
-    assert found["source"] == "formulas" and "does not know torch" in found["notes"][0]
-    monkeypatch.undo()
-    monkeypatch.setattr(simulation, "predict", lambda job: made_up(job, GB))
-    assert predictor.of()(job("zero2"))["source"] == "engine"
-    assert predictor.of(quick=True)(job("zero2"))["source"] == "formulas"
+def test_versions_that_the_simulation_does_not_know_are_answered_by_formulas(monkeypatch, simulated, tmp_path):
+    with monkeypatch.context() as other:
+        other.setitem(versions.TESTED, "torch", "==1.0")
+        found = Predictor(folder=tmp_path)(job("zero2"))
+    assert found.source == "formulas" and "does not know torch" in found.notes[0]
+    assert Predictor(folder=tmp_path)(job("zero2")).source == "engine"
+    assert Predictor(quick=True, folder=tmp_path)(job("zero2")).source == "formulas"
 
 
 # speed and cost
@@ -276,14 +294,14 @@ def test_an_uncalibrated_range_is_at_most_30_percent_to_either_side_with_nvlink(
     joined = [gpu for gpu in gpus().values() if gpu.link_gb_s >= 300]
     assert len(joined) == 5
     for gpu in joined:
-        low, high = cost.estimate(job("zero3"), formulas.predict(job("zero3")), gpu).step_seconds
+        low, high = cost.estimate(job("zero3"), predict_by_formulas(job("zero3")), gpu).step_seconds
         assert 0.1 < (high - low) / (high + low) < 0.30
 
 
 def measured(**changes) -> dict:
     """What matters of a metrics.json: tokens per second of exactly twice the estimated time."""
     asked = job("zero3", per_device_train_batch_size=2)
-    estimated = cost.estimate(asked, formulas.predict(asked), H100)
+    estimated = cost.estimate(asked, predict_by_formulas(asked), H100)
     return {
         "model": asked.model,
         "strategy": "zero3",
@@ -324,7 +342,7 @@ def test_a_run_of_something_else_does_not_calibrate(capsys, tmp_path, changes, s
 
 def test_without_steps_there_is_a_price_a_step_and_a_million_tokens_alone():
     asked = replace(job("zero3"), settings=job("zero3").settings.replace(**{"max_steps": -1}))
-    estimated = cost.estimate(asked, formulas.predict(asked), H100)
+    estimated = cost.estimate(asked, predict_by_formulas(asked), H100)
     found = cost.cost(asked, estimated, price=3.6)
     assert found.run is None and found.hours is None
     assert found.per_step == pytest.approx(tuple(2 * 3.6 / 3600 * end for end in estimated.step_seconds))
@@ -333,8 +351,8 @@ def test_without_steps_there_is_a_price_a_step_and_a_million_tokens_alone():
 
 def test_a_bar_that_goes_far_beyond_the_gpu_is_cut_and_a_measured_peak_stands_beside(tmp_path):
     bars = [
-        plan_plot.Bar("zero0", made_up(job("zero0"), 900 * GB)["at_peak"], (900 * GB, 903 * GB)),
-        plan_plot.Bar("zero3", made_up(job("zero3"), 50 * GB)["at_peak"], (50 * GB, 53 * GB), 52 * GB),
+        plan_plot.Bar("zero0", made_up(job("zero0"), 900 * GB).at_peak, (900 * GB, 903 * GB)),
+        plan_plot.Bar("zero3", made_up(job("zero3"), 50 * GB).at_peak, (50 * GB, 53 * GB), 52 * GB),
     ]
     for capacity in (80 * GB, None):
         assert plan_plot.draw(bars, capacity, "t", "s", tmp_path / "a.png").stat().st_size > 10_000
@@ -343,8 +361,8 @@ def test_a_bar_that_goes_far_beyond_the_gpu_is_cut_and_a_measured_peak_stands_be
 def test_the_command_leaves_out_what_the_recipe_says_already():
     own = recipe("tiny")
     changed = replace(job("zero2", name="tiny"), settings=own.settings.replace(**{"activation_checkpointing": True}))
-    assert planning.launch_command(own, [], changed).endswith("recipes/tiny.yaml --activation_checkpointing true")
-    assert planning.launch_command(own, [], job("ddp", 1, "tiny")).startswith("python run_sft.py")
+    assert run_command(own, [], changed).endswith("recipes/tiny.yaml --activation_checkpointing true")
+    assert run_command(own, [], job("ddp", 1, "tiny")).startswith("python run_sft.py")
 
 
 def test_the_plan_imports_no_simulation_for_the_quick_answer():

@@ -10,12 +10,13 @@ import pytest
 from tests.helpers.plan_jobs import GB, ROOT, recipe
 from zero_recipes.config.settings import Settings
 from zero_recipes.planner import cost
-from zero_recipes.planner import predict as predictor
 from zero_recipes.planner.formulas import predict as formulas
+from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.formulas.shape import shape_of
 from zero_recipes.planner.hardware import gpu_named, gpus
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.jobs import job_of, model_config, read_recipe, read_strategies
+from zero_recipes.planner.predict import Predictor
 
 PSI = 6_857_302_016  # EleutherAI/pythia-6.9b
 MEMBERS = ("zero3_infinity", "zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", "fsdp2")
@@ -35,25 +36,25 @@ def member(name: str, ranks: int = 4, gpus_per_node: int = 2, **values) -> Job:
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_what_is_not_simulated_is_by_formulas_and_says_so(name):
-    predicted = predictor.of()(member(name))
-    assert predicted["source"] == "formulas" and predicted["notes"][0].startswith(f"{name} is by formulas: ")
-    assert "by formulas:" not in str(predictor.of(quick=True)(member(name))["notes"])
+    predicted = Predictor()(member(name))
+    assert predicted.source == "formulas" and predicted.notes[0].startswith(f"{name} is by formulas: ")
+    assert "by formulas:" not in str(Predictor(quick=True)(member(name)).notes)
 
 
 def test_fsdp2_is_not_planned_as_ddp():
     """16Ψ/N of model states (docs/fsdp.md), not 16Ψ; a run of it would be refused for what it does not need."""
-    fsdp, ddp = (formulas.predict(member(name, gradient_accumulation_steps=1)) for name in ("fsdp2", "ddp"))
-    states = fsdp["model_state_bytes"]
-    assert (states["params"], states["grads"], states["optimizer"]) == (PSI, PSI, 2 * PSI)
-    assert sum(ddp["model_state_bytes"].values()) == 16 * PSI
-    assert fsdp["allocated_peak_bytes"] < ddp["allocated_peak_bytes"] / 3
-    assert fsdp["communication_bytes_per_step"] == {"all_gather": 4 * PSI, "reduce_scatter": 2 * PSI}
+    fsdp, ddp = (predict_by_formulas(member(name, gradient_accumulation_steps=1)) for name in ("fsdp2", "ddp"))
+    states = fsdp.model_state_bytes
+    assert (states.params, states.grads, states.optimizer) == (PSI, PSI, 2 * PSI)
+    assert sum(ddp.model_state_bytes.model_dump().values()) == 16 * PSI
+    assert fsdp.allocated_peak_bytes < ddp.allocated_peak_bytes / 3
+    assert fsdp.communication_bytes_per_step == {"all_gather": 4 * PSI, "reduce_scatter": 2 * PSI}
 
 
 def test_fsdp2_keeps_whole_gradients_under_accumulation():
-    one, two = (formulas.predict(member("fsdp2", gradient_accumulation_steps=steps)) for steps in (1, 2))
-    assert two["model_state_bytes"]["grads"] - one["model_state_bytes"]["grads"] == 2 * PSI
-    assert two["communication_bytes_per_step"]["reduce_scatter"] == 2 * PSI
+    one, two = (predict_by_formulas(member("fsdp2", gradient_accumulation_steps=steps)) for steps in (1, 2))
+    assert two.model_state_bytes.grads - one.model_state_bytes.grads == 2 * PSI
+    assert two.communication_bytes_per_step["reduce_scatter"] == 2 * PSI
 
 
 def test_fsdp2_states_are_those_that_were_measured():
@@ -69,29 +70,29 @@ def test_fsdp2_states_are_those_that_were_measured():
 def test_hpz_takes_a_second_copy_of_each_node_and_spares_the_network():
     plain, copied = member("zero3"), member("zero3_hpz")
     assert copied.ds_config["zero_optimization"]["zero_hpz_partition_size"] == 2  # "auto": the GPUs of a machine
-    more = [formulas.predict(one)["model_state_bytes"]["params"] for one in (plain, copied)]
+    more = [predict_by_formulas(one).model_state_bytes.params for one in (plain, copied)]
     assert more[1] - more[0] == 2 * PSI / 2
     gpu = gpu_named("a100-80gb", gpus())
-    waiting = [cost.estimate(one, formulas.predict(one), gpu).communicating[1] for one in (plain, copied)]
+    waiting = [cost.estimate(one, predict_by_formulas(one), gpu).communicating[1] for one in (plain, copied)]
     assert waiting[1] < waiting[0]
 
 
 def test_quantised_collectives_move_what_the_paper_says():
     """Φ = 2Ψ bytes; two passes of the recipe's accumulation gather twice each."""
-    moved = {name: formulas.predict(member(name))["communication_bytes_per_step"] for name in ("zero3", *MEMBERS)}
+    moved = {name: predict_by_formulas(member(name)).communication_bytes_per_step for name in ("zero3", *MEMBERS)}
     phi = 2 * PSI
     assert moved["zero3"] == {"all_gather": 4 * phi, "reduce_scatter": 2 * phi}
     assert moved["zero3_qwz"] == {"all_gather": 2 * phi, "reduce_scatter": 2 * phi}
     assert moved["zero3_qgz"] == {"all_gather": 4 * phi, "reduce_scatter": phi / 2}
     assert moved["zero3_plus_plus"] == {"all_gather": 2 * phi, "reduce_scatter": phi / 2}
-    one_node = formulas.predict(member("zero3_qgz", gpus_per_node=4))["communication_bytes_per_step"]
+    one_node = predict_by_formulas(member("zero3_qgz", gpus_per_node=4)).communication_bytes_per_step
     assert one_node == moved["zero3"]  # DeepSpeed quantises gradients between nodes only
 
 
 def test_infinity_takes_the_disk_and_not_the_hosts_memory():
-    states = formulas.predict(member("zero3_infinity"))
-    assert states["model_state_bytes"]["offloaded_disk"] == 14 * PSI // 4
-    assert states["model_state_bytes"]["offloaded_host"] == 0 and states["host_bytes"]["training"] < 10 * GB
+    states = predict_by_formulas(member("zero3_infinity"))
+    assert states.model_state_bytes.offloaded_disk == 14 * PSI // 4
+    assert states.model_state_bytes.offloaded_host == 0 and states.host_bytes.training < 10 * GB
 
 
 def test_a_recipe_that_asks_for_fsdp_is_planned_so():
@@ -101,10 +102,10 @@ def test_a_recipe_that_asks_for_fsdp_is_planned_so():
 
 def test_sequences_shared_out_are_counted_so():
     whole, shared = (member("zero3", sequence_parallel_size=size) for size in (1, 2))
-    assert predictor.of(quick=True)(shared)["at_peak"]["activations"] == pytest.approx(
-        predictor.of(quick=True)(whole)["at_peak"]["activations"] / 2, rel=1e-6
+    assert Predictor(quick=True)(shared).at_peak["activations"] == pytest.approx(
+        Predictor(quick=True)(whole).at_peak["activations"] / 2, rel=1e-6
     )
-    assert predictor.of()(shared)["source"] == "formulas"
+    assert Predictor()(shared).source == "formulas"
 
 
 def test_packed_weights_take_nine_sixteenths_of_a_byte():
@@ -112,7 +113,7 @@ def test_packed_weights_take_nine_sixteenths_of_a_byte():
     lora = {"use_peft": True, "lora_target_modules": "all-linear"}
     ends = 2 * 50_432 * 4_096
     norms_and_biases = PSI - ends - 32 * 12 * 4_096**2
-    plain, packed = (formulas.predict(member("zero2", **lora, load_in_4bit=four)) for four in (False, True))
-    spared = plain["model_state_bytes"]["params"] - packed["model_state_bytes"]["params"]
+    plain, packed = (predict_by_formulas(member("zero2", **lora, load_in_4bit=four)) for four in (False, True))
+    spared = plain.model_state_bytes.params - packed.model_state_bytes.params
     assert spared == pytest.approx((2 - 9 / 16) * (PSI - ends - norms_and_biases), rel=1e-3)
-    assert predictor.of()(member("zero2", **lora, load_in_4bit=True))["source"] == "formulas"
+    assert Predictor()(member("zero2", **lora, load_in_4bit=True)).source == "formulas"

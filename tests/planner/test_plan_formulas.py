@@ -8,13 +8,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as draw
+from pydantic import ValidationError
 
 from tests.helpers.plan_jobs import GB, ROOT, job
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
-from zero_recipes.metrics.prediction import PARTS
+from zero_recipes.metrics.prediction import PARTS, Prediction
 from zero_recipes.planner.formulas import predict as formulas
+from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.formulas.shape import shape_of
 from zero_recipes.planner.jobs import known_models
 from zero_recipes.theory.lower_bounds import checkpoint_bytes
@@ -42,19 +44,19 @@ def test_every_recipe_names_a_known_model_or_a_folder_here():
     [("ddp", 4, 4, 8), ("zero0", 2, 2, 12), ("zero1", 2, 2, 6), ("zero2", 2, 1, 6), ("zero3", 1, 1, 6)],
 )
 def test_model_states_are_the_textbooks(strategy, params, grads, optimizer):
-    states = formulas.predict(job(strategy))["model_state_bytes"]
-    assert states["params"] == params * PSI and states["grads"] == grads * PSI
-    assert states["optimizer"] == optimizer * PSI and states["offloaded_host"] == 0
+    states = predict_by_formulas(job(strategy)).model_state_bytes
+    assert states.params == params * PSI and states.grads == grads * PSI
+    assert states.optimizer == optimizer * PSI and states.offloaded_host == 0
 
 
 def test_offload_leaves_the_gpu_and_lands_in_the_host():
-    two, three = formulas.predict(job("zero2_offload")), formulas.predict(job("zero3_offload"))
-    assert two["model_state_bytes"] == {
+    two, three = predict_by_formulas(job("zero2_offload")), predict_by_formulas(job("zero3_offload"))
+    assert two.model_state_bytes.model_dump() == {
         "params": 2 * PSI, "grads": 0, "optimizer": 0, "offloaded_host": 6 * PSI, "offloaded_disk": 0
     }  # fmt: skip
-    assert three["model_state_bytes"]["params"] == 0 and three["model_state_bytes"]["offloaded_host"] == 7 * PSI
+    assert three.model_state_bytes.params == 0 and three.model_state_bytes.offloaded_host == 7 * PSI
     # both ranks of the node: their optimizer parts, and one fp32 gradient beside each
-    assert two["host_bytes"]["training"] == 2 * (6 + 2) * PSI
+    assert two.host_bytes.training == 2 * (6 + 2) * PSI
 
 
 def test_activations_are_korthikantis_without_dropout():
@@ -83,35 +85,36 @@ def test_grouped_queries_and_gated_mlps_count_by_their_own_widths():
 
 def test_deepspeeds_own_copies_show_in_the_step():
     """20Ψ at stage 0 and not 16Ψ; stages 1 and 2 hold the same at their fullest (theory/deepspeed_memory.py)."""
-    zero0 = formulas.predict(job("zero0"))
-    assert zero0["peak_phase"] == "step" and zero0["allocated_peak_bytes"] == 20 * PSI
-    one, two = formulas.predict(job("zero1")), formulas.predict(job("zero2"))
-    assert one["allocated_peak_bytes"] == two["allocated_peak_bytes"] == 12 * PSI
+    zero0 = predict_by_formulas(job("zero0"))
+    assert zero0.peak_phase == "step" and zero0.allocated_peak_bytes == 20 * PSI
+    one, two = predict_by_formulas(job("zero1")), predict_by_formulas(job("zero2"))
+    assert one.allocated_peak_bytes == two.allocated_peak_bytes == 12 * PSI
 
 
 def test_ddp_holds_buckets_and_autocast_copies_beside_its_16_bytes():
-    at_peak = formulas.predict(job("ddp"))["at_peak"]
+    at_peak = predict_by_formulas(job("ddp")).at_peak
     assert at_peak["buckets"] == 4 * PSI and at_peak["other"] == 2 * PSI
-    alone = formulas.predict(job("ddp", ranks=1))
-    assert alone["strategy"] == "single" and alone["at_peak"]["buckets"] == 0
-    assert alone["communication_bytes_per_step"] == {}
+    alone = predict_by_formulas(job("ddp", ranks=1))
+    assert alone.strategy == "single" and alone.at_peak["buckets"] == 0
+    assert alone.communication_bytes_per_step == {}
 
 
 def test_lora_trains_only_its_adapter():
-    found = formulas.predict(job("zero2", use_peft=True))
+    found = predict_by_formulas(job("zero2", use_peft=True))
     adapter = 32 * 16 * (4096 + 3 * 4096)  # layers x rank x (in + out) of query_key_value
-    assert found["trainable_parameters"] == adapter and found["parameters"] == PSI + adapter
-    assert found["model_state_bytes"]["params"] == 2 * (PSI + adapter)
-    assert found["model_state_bytes"]["optimizer"] == 6 * adapter
-    assert found["checkpoint_bytes"]["weights"] == 2 * adapter
-    assert found["at_peak"]["loss_head"] == 4 * TOKENS * 4096  # no gradient for the head's frozen weight
+    assert found.trainable_parameters == adapter and found.parameters == PSI + adapter
+    assert found.model_state_bytes.params == 2 * (PSI + adapter)
+    assert found.model_state_bytes.optimizer == 6 * adapter
+    assert found.checkpoint_bytes.weights == 2 * adapter
+    assert found.checkpoint_bytes.resumable == (2 + 2 + 12) * adapter  # DeepSpeed's file leaves out the frozen weights
+    assert found.at_peak["loss_head"] == 4 * TOKENS * 4096  # no gradient for the head's frozen weight
 
 
 def test_flops_are_six_per_weight_and_token_and_eight_with_recomputation():
     multiplied, tokens = PSI - 50432 * 4096, 2 * TOKENS  # without the embedding's rows; two accumulations
     attention = 12 * 32 * 512 * 4096 * tokens
-    assert formulas.predict(job("zero3"))["flops_per_step"] == 6 * multiplied * tokens + attention
-    again = formulas.predict(job("zero3", activation_checkpointing=True))["flops_per_step"]
+    assert predict_by_formulas(job("zero3")).flops_per_step == 6 * multiplied * tokens + attention
+    again = predict_by_formulas(job("zero3", activation_checkpointing=True)).flops_per_step
     assert again == 8 * multiplied * tokens + attention * 4 // 3
 
 
@@ -126,7 +129,7 @@ def test_flops_are_six_per_weight_and_token_and_eight_with_recomputation():
     ],
 )
 def test_collectives(strategy, moved):
-    assert formulas.predict(job(strategy))["communication_bytes_per_step"] == moved
+    assert predict_by_formulas(job(strategy)).communication_bytes_per_step == moved
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero0", "zero1", "zero2", "zero3"])
@@ -135,28 +138,32 @@ def test_checkpoints_are_as_large_as_the_check_of_the_disk_says(strategy):
     config = type("Config", (), {"dtype": "float16"})
     run = Strategy(strategy, 2, None if asked.ds_config is None else asked.zero)
     expected = checkpoint_bytes(run, asked.settings, config, PSI, here=2)
-    assert formulas.predict(asked)["checkpoint_bytes"]["resumable"] == expected
+    assert predict_by_formulas(asked).checkpoint_bytes.resumable == expected
 
 
 def test_host_memory_while_loading():
-    assert formulas.predict(job("zero2"))["host_bytes"]["load"] == 2 * 4 * PSI  # float32 made of a float16 file
-    assert formulas.predict(job("zero2", ranks=16))["host_bytes"]["load"] == 8 * 4 * PSI  # the ranks of one node
-    assert formulas.predict(job("zero2", dtype="float16"))["host_bytes"]["load"] == 0  # the file itself is mapped
-    assert formulas.predict(job("zero3"))["host_bytes"]["load"] == 0
+    assert predict_by_formulas(job("zero2")).host_bytes.load == 2 * 4 * PSI  # float32 made of a float16 file
+    assert predict_by_formulas(job("zero2", ranks=16)).host_bytes.load == 8 * 4 * PSI  # the ranks of one node
+    assert predict_by_formulas(job("zero2", dtype="float16")).host_bytes.load == 0  # the file itself is mapped
+    assert predict_by_formulas(job("zero3")).host_bytes.load == 0
 
 
 def test_a_prediction_has_the_shape_of_the_contract():
-    found = formulas.predict(job("zero3"))
-    assert list(found["at_peak"]) == list(PARTS)
-    assert sum(found["at_peak"].values()) == found["allocated_peak_bytes"]
-    assert found["reserved_bytes"]["low"] < found["reserved_bytes"]["high"]
-    assert found["source"] == "formulas" and any("chunked_logprob" in note for note in found["notes"])
-    assert json.loads(json.dumps(found)) == found
+    found = predict_by_formulas(job("zero3"))
+    assert list(found.at_peak) == list(PARTS)
+    assert sum(found.at_peak.values()) == found.allocated_peak_bytes
+    assert found.reserved_bytes.low < found.reserved_bytes.high
+    assert found.source == "formulas" and any("chunked_logprob" in note for note in found.notes)
+    assert Prediction.model_validate_json(found.model_dump_json()) == found
+    assert json.loads(json.dumps(found.model_dump())) == found.model_dump()
+    assert not {"peaks", "resident_bytes"} & found.model_dump().keys()  # of the engine alone
+    with pytest.raises(ValidationError, match="peek"):
+        Prediction.model_validate(found.model_dump() | {"peek": 1})
 
 
 def test_an_unlimited_length_is_the_models_and_said_so():
-    found = formulas.predict(job("zero3", max_length=None))
-    assert found["max_length"] == 2048 and any("2048 tokens" in note for note in found["notes"])
+    found = predict_by_formulas(job("zero3", max_length=None))
+    assert found.max_length == 2048 and any("2048 tokens" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -169,14 +176,14 @@ def test_an_unlimited_length_is_the_models_and_said_so():
 )
 def test_what_the_formulas_do_not_know_is_said(changes, config, says):
     plain = job("zero3", name="pythia-410m", **changes)
-    notes = formulas.predict(replace(plain, config=plain.config | config))["notes"]
+    notes = predict_by_formulas(replace(plain, config=plain.config | config)).notes
     assert any(says in note for note in notes)
-    assert not any(says in note for note in formulas.predict(job("zero3", name="pythia-410m"))["notes"])
+    assert not any(says in note for note in predict_by_formulas(job("zero3", name="pythia-410m")).notes)
 
 
 def test_a_config_of_an_unknown_class_is_refused():
     with pytest.raises(Refusal, match="model_type 'no_such_model'"):
-        formulas.predict(replace(job("zero3"), config={"model_type": "no_such_model"}))
+        predict_by_formulas(replace(job("zero3"), config={"model_type": "no_such_model"}))
 
 
 SIZES = dict(
@@ -190,9 +197,9 @@ SIZES = dict(
 )
 def test_more_work_never_takes_less_and_shards_never_take_more(strategy, ranks, batch, length):
     def peak(name, ranks, batch, length, **values):
-        return formulas.predict(
+        return predict_by_formulas(
             job(name, ranks, "pythia-410m", per_device_train_batch_size=batch, max_length=length, **values)
-        )["allocated_peak_bytes"]
+        ).allocated_peak_bytes
 
     here = peak(strategy, ranks, batch, length)
     assert peak(strategy, ranks, batch + 1, length) >= here
@@ -203,4 +210,4 @@ def test_more_work_never_takes_less_and_shards_never_take_more(strategy, ranks, 
 
 
 def test_a_recipe_of_gigabytes_has_a_peak_of_gigabytes():
-    assert 50 * GB < formulas.predict(job("zero3"))["allocated_peak_bytes"] < 80 * GB
+    assert 50 * GB < predict_by_formulas(job("zero3")).allocated_peak_bytes < 80 * GB

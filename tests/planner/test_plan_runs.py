@@ -21,9 +21,8 @@ from zero_recipes.core.errors import Refusal
 from zero_recipes.metrics.failure import failed_row
 from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.planner import gate
-from zero_recipes.planner import predict as predictor
-from zero_recipes.planner.cache import kept
-from zero_recipes.planner.formulas import predict as formulas
+from zero_recipes.planner.predict import Predictor
+from zero_recipes.planner.simulator import parent as simulation
 from zero_recipes.report import read_runs, write_report
 from zero_recipes.report.rows import table_rows
 
@@ -40,9 +39,9 @@ def ask(monkeypatch):
             if asked is not None:
                 asked.append(job)
             taken = need(job)
-            return made_up(job, taken * GB, overhead=5 * GB) | {"source": source}
+            return made_up(job, taken * GB, overhead=5 * GB).model_copy(update={"source": source})
 
-        monkeypatch.setattr(predictor, "of", lambda quick=False: predict)
+        monkeypatch.setattr(gate, "Predictor", lambda: predict)
         config = strategies()[strategy]
         own = recipe("pythia")
         settings = own.settings.replace(**{"deepspeed": config, **values})
@@ -63,7 +62,7 @@ def test_a_run_that_fits_carries_its_plan(ask, capsys):
 
 def test_a_run_that_does_not_fit_is_refused_with_what_would(ask):
     with pytest.raises(Refusal) as refusal:
-        ask(lambda job: 70 if formulas.checkpointed(job.settings) else 90)
+        ask(lambda job: 70 if job.recomputes else 90)
     (finding,) = refusal.value.findings
     assert (finding.level, finding.scope) == ("error", "run")
     assert finding.what == "zero2 on 2 GPUs needs at least 90.0 GB on each, and this one has 80.0 GB"
@@ -132,24 +131,32 @@ def test_check_on_a_machine_with_a_gpu_says_it(ask, monkeypatch, tmp_path, capsy
     assert cli.main(["check", str(small), "--output_dir", str(tmp_path / "out"), "--skip_plan", "true"]) == 0
 
 
-def test_an_answer_is_kept_for_the_same_job_and_the_same_versions(tmp_path, monkeypatch):
+def test_a_simulation_is_kept_for_the_same_job_and_the_same_versions(tmp_path, monkeypatch):
     from tests.helpers.plan_jobs import job
 
-    asked = []
-    predict = lambda asked_for: asked.append(asked_for) or made_up(asked_for, GB)  # noqa: E731
-    first = kept(predict, tmp_path)(job("zero2"))
-    assert kept(predict, tmp_path)(job("zero2")) == first and len(asked) == 1
-    kept(predict, tmp_path)(job("zero3"))
-    kept(predict, tmp_path)(job("zero2", max_length=64))
-    assert len(asked) == 3
+    simulated = []
+
+    def simulate(jobs, done):
+        simulated.extend(jobs)
+        return [made_up(one, GB) for one in jobs]
+
+    def predict(wanted, folder=tmp_path):
+        return Predictor(folder=folder)(wanted)  # as a later program does
+
+    monkeypatch.setattr(simulation, "simulate", simulate)
+    first = predict(job("zero2"))
+    assert predict(job("zero2")) == first and len(simulated) == 1
+    predict(job("zero3"))
+    predict(job("zero2", max_length=64))
+    assert len(simulated) == 3
     monkeypatch.setattr("zero_recipes.core.environment.versions", lambda: {"torch": "another"})
-    kept(predict, tmp_path)(job("zero2"))
-    assert len(asked) == 4
+    predict(job("zero2"))
+    assert len(simulated) == 4
     for path in tmp_path.glob("*.json"):
         path.write_text('{"half')  # a program that died while writing would leave no file; a disk may
-    assert kept(predict, tmp_path)(job("zero2"))["allocated_peak_bytes"] == GB and len(asked) == 5
+    assert predict(job("zero2")).allocated_peak_bytes == GB and len(simulated) == 5
     (tmp_path / "file").write_text("")
-    assert kept(predict, tmp_path / "file")(job("zero2")) == first  # cannot be kept, is answered
+    assert predict(job("zero2"), tmp_path / "file") == first  # cannot be kept, is answered
 
 
 def test_a_refused_run_of_a_sweep_is_a_row(ask, tmp_path):
@@ -166,7 +173,7 @@ ZERO2 = SimpleNamespace(strategy="zero2", zero_stage=2, world_size=2, settings=S
 PLANNED = {
     "source": "engine",
     "peak_memory_bytes": 44 * 2**20,
-    "at_peak": made_up(ZERO2, 44 * 2**20)["at_peak"],
+    "at_peak": made_up(ZERO2, 44 * 2**20).at_peak,
     "reserved_bytes": {"low": 44 * 2**20, "high": 60 * 2**20},
     "model_state_bytes": {"params": 2**20, "grads": 2**20, "optimizer": 2**21},
 }

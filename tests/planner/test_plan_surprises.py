@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.compared_jobs import job_of, write_recipe
 from tests.helpers.tiny import write_model
+from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner.simulator import parent as simulation
 
 HALF = {"fp16": True, "bf16": False}
@@ -24,7 +25,7 @@ ASKED = {
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory) -> dict[str, dict]:
+def planned(tmp_path_factory) -> dict[str, Prediction]:
     root = tmp_path_factory.mktemp("surprises")
     model = write_model(root / "neox", hidden=96, intermediate=203)
     jobs = []
@@ -37,26 +38,27 @@ def planned(tmp_path_factory) -> dict[str, dict]:
 
 
 def test_stage_0_in_16_bits_takes_20_bytes_a_parameter(planned):
-    states = planned["stage 0"]["model_state_bytes"]
-    per_parameter = {part: size / planned["stage 0"]["parameters"] for part, size in states.items() if size}
+    states = planned["stage 0"].model_state_bytes
+    per_parameter = {part: size / planned["stage 0"].parameters for part, size in states.model_dump().items() if size}
     assert per_parameter == pytest.approx({"params": 2, "grads": 6, "optimizer": 12}, rel=1e-3)
 
 
 def test_a_higher_stage_can_take_more_than_a_lower_one(planned):
     """Stage 3 keeps so small a model gathered (stage3_param_persistence_threshold), beside its parts."""
-    assert planned["stage 3"]["allocated_peak_bytes"] > planned["stage 2"]["allocated_peak_bytes"]
+    assert planned["stage 3"].allocated_peak_bytes > planned["stage 2"].allocated_peak_bytes
 
 
 def test_sums_in_fp32_at_stage_1_are_whole_on_every_rank(planned):
     plain, summed = (planned[f"stage 1, two micro steps{case}"] for case in ("", ", fp32 sums"))
-    psi = plain["parameters"]
-    assert plain["at_peak"]["grads"] == pytest.approx(2 * psi, rel=0.02)
-    assert summed["at_peak"]["grads"] == pytest.approx(8 * psi, rel=0.02)
-    assert summed["allocated_peak_bytes"] > plain["allocated_peak_bytes"] + 3 * psi
+    psi = plain.parameters
+    assert plain.at_peak["grads"] == pytest.approx(2 * psi, rel=0.02)
+    assert summed.at_peak["grads"] == pytest.approx((2 + 4) * psi, rel=0.02)  # in bf16, and their sums
+    assert summed.at_peak["optimizer"] == pytest.approx(plain.at_peak["optimizer"], rel=0.02)
+    assert summed.allocated_peak_bytes > plain.allocated_peak_bytes + 3 * psi
 
 
 @pytest.mark.parametrize("stage", ["stage 2", "stage 3"])
 def test_fp16_takes_what_bf16_takes(stage, planned):
     for key in ("allocated_peak_bytes", "model_state_bytes"):
-        assert planned[f"{stage}, fp16"][key] == planned[stage][key]
-    assert planned[f"{stage}, fp16"]["precision"] == "fp16"
+        assert getattr(planned[f"{stage}, fp16"], key) == getattr(planned[stage], key)
+    assert planned[f"{stage}, fp16"].precision == "fp16"

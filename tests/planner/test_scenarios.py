@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up
-from zero_recipes.planner.formulas import predict as formulas
+from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.hardware import gpu_named, gpus
 
 FOUND = json.loads((ROOT / "benchmarks" / "results" / "scenarios.json").read_text())["scenarios"]
@@ -35,7 +35,7 @@ def test_rows_by_formulas_are_what_the_formulas_say_today(scenarios, monkeypatch
     monkeypatch.chdir(ROOT)
     for row, scenario in zip(FOUND, scenarios.SCENARIOS, strict=True):
         if row["source"] == "formulas":
-            fresh = json.loads(json.dumps(scenarios.planned(scenario, formulas.predict)))
+            fresh = json.loads(json.dumps(scenarios.planned(scenario, predict_by_formulas)))
             assert fresh == row, "run python scripts/scenarios.py"
 
 

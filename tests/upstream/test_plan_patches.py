@@ -56,7 +56,7 @@ def test_the_gpus_own_kernels_are_still_asked_for_by_name():
 
 def test_a_program_that_plans_keeps_its_libraries():
     before = torch.Tensor.data_ptr, torch.nn.Module._apply, torch.nn.functional.scaled_dot_product_attention
-    assert simulation.predict_all([]) == []
+    assert simulation.simulate([]) == []
     assert (torch.Tensor.data_ptr, torch.nn.Module._apply, torch.nn.functional.scaled_dot_product_attention) == before
     loaded = (
         "import sys; import zero_recipes.planner.simulator.parent, zero_recipes.planner.cli; print(sorted(sys.modules))"

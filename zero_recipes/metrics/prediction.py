@@ -4,43 +4,32 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from zero_recipes.metrics.parts import ModelStateBytes, Part, measured
+from pydantic import BaseModel, ConfigDict, Field
+
+from zero_recipes.metrics.parts import ModelStateBytes, Part, PhaseBytes, known, measured
 
 PARTS = ("params", "grads", "optimizer", "activations", "buckets", "loss_head", "other")
-
-# A prediction is a dict that JSON can hold. Bytes are bytes, of the rank that needs most (0 or world_size - 1):
-#
-# source                        "engine" (simulated) or "formulas"
-# strategy, zero_stage, world_size, parameters, trainable_parameters, precision,
-# micro_batch_size, gradient_accumulation_steps, max_length
-# allocated_peak_bytes          the largest sum of live tensors on the accelerator in a training step
-# peak_phase, peak_operator     where it stands: "forward" | "backward" | "step", and the operator ("aten.mm"); or null
-# at_peak                       {part: bytes} over PARTS; the sum is allocated_peak_bytes
-# model_state_bytes             {"params", "grads", "optimizer", "offloaded_host", "offloaded_disk"}, as in metrics.json
-# memory_phases                 {"model_loaded", "engine_built", "forward", "backward", "step"}: allocated after each
-# reserved_bytes                {"low", "high"}: the caching allocator's segments, and with CUDA context and NCCL
-# host_bytes                    {"load", "training"}: per node, all its ranks together
-# checkpoint_bytes              {"weights", "resumable"}: on disk, all ranks together
-# communication_bytes_per_step  {collective: bytes of full tensors}, as in metrics.json
-# flops_per_step                of one rank, matrix products and attention of forward and backward, recomputation too
-# seconds                       how long the prediction took
-# resident_bytes                how much memory the simulation of a rank took; only from the engine
-# notes                         [str]: what it does not know about this job
-Prediction = dict[str, Any]
 
 
 class ReservedRange(Part):
     """What the process will take of one GPU."""
 
-    low: int | None = measured("the caching allocator's segments", "bytes")
-    high: int | None = measured("with the CUDA context and NCCL's buffers", "bytes")
+    low: int = known("the caching allocator's segments", "bytes")
+    high: int = known("with the CUDA context and NCCL's buffers", "bytes")
 
 
 class HostBytes(Part):
     """Host memory of one machine, all its ranks together."""
 
-    load: int | None = measured("while the weights are loaded", "bytes")
-    training: int | None = measured("in training", "bytes")
+    load: int = known("while the weights are loaded", "bytes")
+    training: int = known("in training", "bytes")
+
+
+class CheckpointBytes(Part):
+    """On disk, all ranks together."""
+
+    weights: int = known("the saved model, or the adapter alone", "bytes")
+    resumable: int = known("a checkpoint to go on from", "bytes")
 
 
 class PredictedMetrics(Part):
@@ -56,3 +45,56 @@ class PredictedMetrics(Part):
     flops_per_step: int | None = measured(
         "of one rank: matrix products and attention of forward and backward, recomputation too", "FLOP"
     )
+
+
+def _engine_only(meaning: str, unit: str) -> Any:
+    """A field that only a simulation has; JSON leaves it out elsewhere."""
+    return Field(None, description=meaning, json_schema_extra={"unit": unit}, exclude_if=lambda value: value is None)
+
+
+class Prediction(BaseModel):
+    """What one job needs, of the rank that needs most (0 or world_size - 1). `model_dump()` is its JSON."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
+
+    source: Literal["engine", "formulas"] = known("engine: simulated; formulas: the papers' and DeepSpeed's")
+    strategy: str = known("a name of accelerate_configs/, or single")
+    zero_stage: int | None = known("null without DeepSpeed")
+    world_size: int = known("ranks")
+    parameters: int = known("of the model, LoRA's included", "elements")
+    trainable_parameters: int = known("those that get gradients", "elements")
+    precision: str = known("bf16, fp16 or fp32")
+    micro_batch_size: int = known("of one rank", "sequences")
+    gradient_accumulation_steps: int = known("micro steps of an optimizer step")
+    max_length: int = known("of every sequence", "tokens")
+    allocated_peak_bytes: int = known("the largest sum of live tensors on the accelerator in a training step", "bytes")
+    peak_phase: str = known("where the peak stands: forward, backward, step or between")
+    peak_operator: str | None = known("the operator at the peak, e.g. aten.mm; null by formulas")
+    at_peak: dict[str, int] = known(f"the peak by parts: {', '.join(PARTS)}", "bytes")
+    peaks: dict[str, int] | None = _engine_only("the peak of each phase", "bytes")
+    model_state_bytes: ModelStateBytes = known("as in metrics.json")
+    memory_phases: PhaseBytes = known("allocated after each phase")
+    reserved_bytes: ReservedRange = known("of one GPU")
+    host_bytes: HostBytes = known("of one machine")
+    checkpoint_bytes: CheckpointBytes = known("on disk")
+    communication_bytes_per_step: dict[str, int] = known("full tensors through each collective", "bytes")
+    flops_per_step: int = known(
+        "of one rank: matrix products and attention of forward and backward, recomputation too", "FLOP"
+    )
+    seconds: float = known("how long the prediction took", "seconds")
+    resident_bytes: int | None = _engine_only("memory that the simulation of a rank took", "bytes")
+    notes: list[str] = known("what the prediction does not know about this job")
+
+    @property
+    def state_bytes(self) -> int:
+        """Model states at rest on the device that trains."""
+        states = self.model_state_bytes
+        return states.params + states.grads + states.optimizer
+
+    @property
+    def for_metrics(self) -> PredictedMetrics:
+        """The part that metrics.json carries."""
+        carried = {
+            name: getattr(self, name) for name in PredictedMetrics.model_fields if name in type(self).model_fields
+        }
+        return PredictedMetrics(**carried, peak_memory_bytes=self.allocated_peak_bytes)

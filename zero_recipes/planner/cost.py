@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner.formulas import family
 from zero_recipes.planner.hardware import Gpu
 from zero_recipes.planner.job import Job
+from zero_recipes.planner.jobs import PlanRequest, job_of
+from zero_recipes.planner.predict import Predict
 
 Range = tuple[float, float]  # low, high
 
@@ -64,7 +66,7 @@ class Cost:
 
 
 def estimate(job: Job, prediction: Prediction, gpu: Gpu, factor: float | None = None) -> Speed:
-    """`factor`: measured over estimated seconds, from `calibration`; None without a measured run."""
+    """`factor`: measured over estimated seconds, from `calibrated`; None without a measured run."""
     computing = _computing(prediction, gpu)
     communicating = _communicating(job, prediction, gpu, computing)
     offloading = _offloading(job, prediction, gpu)
@@ -72,27 +74,27 @@ def estimate(job: Job, prediction: Prediction, gpu: Gpu, factor: float | None = 
     if factor is not None:
         middle = factor * sum(step) / 2
         step = (middle * (1 - CALIBRATED), middle * (1 + CALIBRATED))
-    sequences = prediction["micro_batch_size"] * prediction["gradient_accumulation_steps"] * prediction["world_size"]
-    return Speed(step, computing, communicating, offloading, sequences * prediction["max_length"])
+    sequences = prediction.micro_batch_size * prediction.gradient_accumulation_steps * prediction.world_size
+    return Speed(step, computing, communicating, offloading, sequences * prediction.max_length)
 
 
 def _computing(prediction: Prediction, gpu: Gpu) -> Range:
-    peak = gpu.bf16_tflops * 1e12 * (FP32_SHARE if prediction["precision"] == "fp32" else 1)
+    peak = gpu.bf16_tflops * 1e12 * (FP32_SHARE if prediction.precision == "fp32" else 1)
     low, high = gpu.achievable
     updated = _updated_on_gpu(prediction) * ADAM_BYTES / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
-    return prediction["flops_per_step"] / (peak * high) + updated, prediction["flops_per_step"] / (peak * low) + updated
+    return prediction.flops_per_step / (peak * high) + updated, prediction.flops_per_step / (peak * low) + updated
 
 
 def _updated_on_gpu(prediction: Prediction) -> float:
     """Parameters whose Adam runs on one GPU."""
-    if prediction["model_state_bytes"]["optimizer"] == 0:
+    if prediction.model_state_bytes.optimizer == 0:
         return 0
-    return prediction["trainable_parameters"] / (prediction["world_size"] if prediction["zero_stage"] else 1)
+    return prediction.trainable_parameters / (prediction.world_size if prediction.zero_stage else 1)
 
 
 def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range) -> Range:
     """Seconds that collectives stand still for: ring algorithms, over the slowest link between the ranks."""
-    ranks, moved = job.world_size, prediction["communication_bytes_per_step"]
+    ranks, moved = job.world_size, prediction.communication_bytes_per_step
     one_node = ranks <= job.gpus_per_node
     bandwidth = 1e9 * (gpu.link_gb_s if one_node else min(gpu.network_gb_s, gpu.link_gb_s))
     around = {
@@ -114,16 +116,14 @@ def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range)
 
 def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> Range:
     """Seconds for what crosses the host link, and for Adam on the CPU, which all ranks of a node share."""
-    zero = (job.ds_config or {}).get("zero_optimization", {})
-    optimizer, params = ((zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param"))
-    here, passes = min(job.gpus_per_node, job.world_size), prediction["gradient_accumulation_steps"]
+    here, passes = job.ranks_per_node, prediction.gradient_accumulation_steps
     crossing, updated = 0.0, 0.0
-    if optimizer != "none":
-        share = prediction["trainable_parameters"] / job.world_size
+    if job.zero.offload_optimizer:
+        share = prediction.trainable_parameters / job.world_size
         crossing += 2 * share * (passes + 1)  # gradients down in each pass, weights up once
         updated = share * here
-    if params != "none":
-        crossing += 2 * 2 * passes * prediction["parameters"] / job.world_size  # up for forward and for backward
+    if job.zero.offload_param:
+        crossing += 2 * 2 * passes * prediction.parameters / job.world_size  # up for forward and for backward
     low, high = (crossing / (gpu.host_gb_s * 1e9 * share) for share in reversed(HOST_SHARE))
     return low + updated / CPU_ADAM[1], high + updated / CPU_ADAM[0]
 
@@ -164,7 +164,22 @@ def read_measured(path: Path) -> dict[str, Any]:
     return measured
 
 
-def same_kind(measured: Mapping[str, Any], job: Job) -> Job:
+def calibrated(measured: Mapping[str, Any], request: PlanRequest, predict: Predict) -> float:
+    """Measured over estimated seconds of a run of this recipe. Raises Refusal where it is a run of something else."""
+    name, strategies = measured["strategy"], request.strategies
+    if name != "single" and name not in strategies:
+        raise Refusal(
+            "ZR815",
+            f"--calibrate: {name} was measured, and the plan is for {', '.join(strategies)}",
+            "Another strategy reaches another share of the GPU's rate.",
+            f"Add it to --strategies, or calibrate with a run under {next(iter(strategies))}.",
+        )
+    ranks = measured["world_size"]
+    job = _measured_job(measured, job_of(request.recipe, request.config, name, strategies.get(name), ranks))
+    return _calibration(measured, job, predict(job), request.gpu)
+
+
+def _measured_job(measured: Mapping[str, Any], job: Job) -> Job:
     """The job that was measured: `job` with its batch, accumulation, length and number of ranks.
 
     Raises Refusal for another model or strategy.
@@ -177,17 +192,17 @@ def same_kind(measured: Mapping[str, Any], job: Job) -> Job:
             "Another model reaches another share of the GPU's rate.",
             "Calibrate with a run of this recipe.",
         )
-    settings = job.settings.replace(
+    changed = job.changed(
         per_device_train_batch_size=measured["micro_batch_size"],
         gradient_accumulation_steps=measured["gradient_accumulation_steps"],
         max_length=measured["max_length"],
     )
     ranks = measured["world_size"]
-    return Job(job.model, job.config, settings, job.strategy, job.ds_config, ranks, min(job.gpus_per_node, ranks))
+    return replace(changed, world_size=ranks, gpus_per_node=min(job.gpus_per_node, ranks))
 
 
-def calibration(measured: Mapping[str, Any], job: Job, prediction: Prediction, gpu: Gpu) -> float:
-    """Measured over estimated seconds of a step. `job` and `prediction`: of the run that was measured (`same_kind`).
+def _calibration(measured: Mapping[str, Any], job: Job, prediction: Prediction, gpu: Gpu) -> float:
+    """Measured over estimated seconds of a step. `job`, `prediction`: of the measured run (`_measured_job`).
 
     Rows shorter than max_length leave less to compute than the estimate has; the measured tokens say how much less.
     """

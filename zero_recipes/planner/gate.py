@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +12,14 @@ from zero_recipes.core import codes
 from zero_recipes.core.errors import Finding, Refusal, downgraded, first_line
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import local_world_size, rank
+from zero_recipes.core.units import size
 from zero_recipes.distributed.once_per_node import once_per_node
 from zero_recipes.metrics.prediction import PredictedMetrics, Prediction
-from zero_recipes.planner import jobs
-from zero_recipes.planner import predict as predictor
-from zero_recipes.planner.advice import Predict, smallest_fix
+from zero_recipes.planner import jobs, messages
+from zero_recipes.planner.advice import smallest_change
+from zero_recipes.planner.fit import Fit, fit_of
 from zero_recipes.planner.job import Job
-from zero_recipes.planner.rows import launch_command
-from zero_recipes.planner.verdict import Verdict, judge
-
-SOURCES = {"engine": "the engine, simulated", "formulas": "textbook formulas"}
-VERDICTS = {"fits": "fits into", "tight": "tight in", "no": "does not fit into"}
+from zero_recipes.planner.predict import Predict, Predictor
 
 
 def plan(run: RunConfig) -> PredictedMetrics | None:
@@ -33,16 +30,15 @@ def plan(run: RunConfig) -> PredictedMetrics | None:
     """
     if not wanted(run):
         return None
-    word = once_per_node(lambda: _told(_work(run, os.environ)))
+    found = once_per_node(lambda: _as_json(*_work(run, os.environ)))
     if rank() == 0:
-        print(*word["said"], sep="\n", flush=True)
-    return None if word["predicted"] is None else PredictedMetrics.model_validate(word["predicted"])
+        print(*found["lines"], sep="\n", flush=True)
+    return None if found["predicted"] is None else PredictedMetrics.model_validate(found["predicted"])
 
 
-def _told(found: dict[str, Any]) -> dict[str, Any]:
-    """As JSON can hold it."""
-    carried = None if found["predicted"] is None else found["predicted"].model_dump(mode="json")
-    return {"predicted": carried, "said": [found["said"], *map(str, found["findings"])]}
+def _as_json(prediction: Prediction | None, line: str, findings: Sequence[Finding]) -> dict[str, Any]:
+    carried = None if prediction is None else prediction.for_metrics.model_dump(mode="json")
+    return {"predicted": carried, "lines": [line, *map(str, findings)]}
 
 
 def wanted(run: RunConfig) -> bool:
@@ -56,41 +52,30 @@ def rehearsed(run: RunConfig, environment: Mapping[str, str]) -> list[Finding]:
     if run.device != "cuda" or not wanted(run):
         return []
     try:
-        return _work(run, environment)["findings"]
+        _, _, findings = _work(run, environment)
+        return findings
     except Refusal as refusal:
         return refusal.findings
 
 
-def _work(run: RunConfig, environment: Mapping[str, str]) -> dict[str, Any]:
-    """{"predicted", "said", "findings"}. A plan that cannot be made is said, and stops no run: it is advice.
+def _work(run: RunConfig, environment: Mapping[str, str]) -> tuple[Prediction | None, str, list[Finding]]:
+    """(the prediction, a line for the log, findings). A plan that cannot be made stops no run: it is advice.
 
-    Raises Refusal where the plan says no.
+    Raises Refusal where the run does not fit.
     """
-    from zero_recipes.core.units import size  # here: it brings matplotlib, which a run without a plan needs not load
-
     findings: list[Finding] = []
     try:
-        job, predict = job_of_run(run, environment), predictor.of()
-        prediction = predict(job)
-        said = f"plan          {size(prediction['allocated_peak_bytes'])} at the peak, by {_source(prediction)}"
+        job, predict = job_of_run(run, environment), Predictor()
+        prediction, fit = predict(job), None
         if run.device == "cuda" and not run.settings.skip_plan:
-            verdict = judge(prediction, gpu_memory())
-            said += f": {VERDICTS[verdict.word]} {size(verdict.capacity)}"
-            found = plan_findings(run, job, prediction, verdict, predict)
+            fit = fit_of(prediction, gpu_memory())
+            found = plan_findings(run, job, prediction, fit, predict)
             findings = downgraded(found, codes.requested(run.settings.ignore))
     except Exception as error:  # the engine's own code under simulation may raise anything
-        said = f"plan          none could be made: {first_line(error)}"
-        return {"predicted": None, "said": said, "findings": []}
+        return None, f"plan          none could be made: {first_line(error)}", []
     if any(finding.level == "error" for finding in findings):
         raise Refusal.of(findings)
-    return {"predicted": predicted(prediction), "said": said, "findings": findings}
-
-
-def predicted(prediction: Prediction) -> PredictedMetrics:
-    """The part of a prediction that metrics.json carries."""
-    keys = ("source", "model_state_bytes", "at_peak", "peak_phase", "reserved_bytes", "host_bytes", "flops_per_step")
-    carried = {key: prediction[key] for key in keys}
-    return PredictedMetrics.model_validate(carried | {"peak_memory_bytes": prediction["allocated_peak_bytes"]})
+    return prediction, f"plan          {messages.peak(prediction, fit)}", findings
 
 
 def job_of_run(run: RunConfig, environment: Mapping[str, str]) -> Job:
@@ -111,40 +96,34 @@ def gpu_memory() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
-def plan_findings(
-    run: RunConfig, job: Job, prediction: Prediction, verdict: Verdict, predict: Predict
-) -> list[Finding]:
+def plan_findings(run: RunConfig, job: Job, prediction: Prediction, fit: Fit, predict: Predict) -> list[Finding]:
     """The run that does not fit, with what would. Formulas are too coarse to refuse for: by them it is a warning."""
-    from zero_recipes.core.units import size
-
-    if verdict.word != "no":
+    if fit.status != "no":
         return []
-    parts = sorted(prediction["at_peak"].items(), key=lambda part: -part[1])
+    parts = sorted(prediction.at_peak.items(), key=lambda part: -part[1])
     largest = ", ".join(f"{name} {size(held)}" for name, held in parts[:3] if held)
     gpus = f"{job.world_size} GPU{'s' if job.world_size > 1 else ''}"
-    needs, has = size(prediction["reserved_bytes"]["low"]), size(verdict.capacity)
+    needs, has = size(prediction.reserved_bytes.low), size(fit.capacity)
     return [
         Finding(
             "ZR816",
             f"{job.strategy} on {gpus} needs at least {needs} on each, and this one has {has}",
-            f"By {_source(prediction)}, the peak in {prediction['peak_phase']}: {largest}. It would end out of memory.",
-            f"{_what_helps(run, job, verdict, predict)} zero-recipes plan compares all strategies; --skip_plan true "
+            f"By {messages.SOURCES[prediction.source]}, the peak in {prediction.peak_phase}: {largest}. It would end "
+            "out of memory.",
+            f"{_what_helps(run, job, fit, predict)} zero-recipes plan compares all strategies; --skip_plan true "
             "runs it as it is.",
-            level="error" if prediction["source"] == "engine" else "warning",
+            level="error" if prediction.source == "engine" else "warning",
         )
     ]
 
 
-def _what_helps(run: RunConfig, job: Job, verdict: Verdict, predict: Predict) -> str:
+def _what_helps(run: RunConfig, job: Job, fit: Fit, predict: Predict) -> str:
     strategies = jobs.strategies_here() | {job.strategy: job.ds_config}
-    fix = smallest_fix(job, verdict.capacity, predict, strategies, Host().memory()[0])
-    if fix is None:
+    change = smallest_change(job, fit.capacity, predict, strategies, Host().memory()[0])
+    if change is None:
         return "No change that was tried makes it fit: a smaller model, or GPUs with more memory."
     # the configuration came from the launcher or the command line: a command names its own
     recipe = replace(run.recipe, settings=run.settings.replace(deepspeed=None))
-    words = f"{fix.words[0].upper()}{fix.words[1:]}"
-    return f"{words}, with the other options of this run: {launch_command(recipe, [], fix.job)}."
-
-
-def _source(prediction: Prediction) -> str:
-    return SOURCES[prediction["source"]]
+    words = messages.change_in_words(change)
+    command = jobs.run_command(recipe, [], change.job)
+    return f"{words[0].upper()}{words[1:]}, with the other options of this run: {command}."

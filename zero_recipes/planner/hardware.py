@@ -51,8 +51,8 @@ def gpus(extra: Path | None = None) -> dict[str, Gpu]:
 
 def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
     """The GPU of this name, or the only one whose name begins with it. Raises Refusal."""
-    asked = _bare(name)
-    found = [key for key in known if _bare(key) == asked] or [key for key in known if _bare(key).startswith(asked)]
+    bare = _bare(name)
+    found = [key for key in known if _bare(key) == bare] or [key for key in known if _bare(key).startswith(bare)]
     if len(found) == 1:
         return known[found[0]]
     raise Refusal(

@@ -1,28 +1,22 @@
-"""What is asked of a prediction: one recipe under one strategy on a number of GPUs."""
+"""What a prediction is made for: one recipe under one strategy on a number of GPUs."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.settings import Settings
 
+FSDP = "fsdp2"  # the strategy that no ds_config describes
+
 # Keys of a recipe that no prediction depends on.
-NOT_ASKED = {"output_dir", "run_name", "overwrite", "predict", "skip_plan", "resume_from_checkpoint", "save_model"}
-NOT_ASKED |= {
-    "max_steps",
-    "num_train_epochs",
-    "learning_rate",
-    "warmup_steps",
-    "seed",
-    "data_seed",
-    "allow_keys",
-    "ignore",
-}
-NOT_ASKED |= {"dataset_name", "sample_prompts", "sample_max_new_tokens", "logging_steps", "save_steps", "eval_steps"}
+NO_PART = {"output_dir", "run_name", "overwrite", "predict", "skip_plan", "resume_from_checkpoint", "save_model"}
+NO_PART |= {"max_steps", "num_train_epochs", "learning_rate", "warmup_steps", "seed", "data_seed", "allow_keys"}
+NO_PART |= {"dataset_name", "sample_prompts", "sample_max_new_tokens", "logging_steps", "save_steps", "eval_steps"}
+NO_PART |= {"ignore"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +42,39 @@ class Job:
         """The DeepSpeed configuration by its meaning; that of an empty one without DeepSpeed."""
         return DsConfig(self.ds_config or {})
 
+    @property
+    def is_fsdp(self) -> bool:
+        return self.ds_config is None and self.strategy.startswith(FSDP)
+
+    @property
+    def on_nvme(self) -> bool:
+        """Whether the optimizer's states lie on NVMe."""
+        return self.zero.offload_optimizer == "nvme"
+
+    @property
+    def offloads_params(self) -> bool:
+        """Below stage 3 DeepSpeed keeps them on the GPU, whatever offload_param says."""
+        return self.zero_stage == 3 and self.zero.offload_param is not None
+
+    @property
+    def ranks_per_node(self) -> int:
+        return min(self.gpus_per_node, self.world_size)
+
+    @property
+    def sequence_parallel(self) -> int:
+        """Ranks that share one sequence."""
+        return self.settings.sequence_parallel_size or 1
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether activations are recomputed, under TRL's new name or transformers' old one."""
+        new = self.settings.activation_checkpointing
+        return bool(self.settings.gradient_checkpointing if new is None else new)
+
+    def changed(self, **values: Any) -> Job:
+        """With other values of the recipe's keys."""
+        return replace(self, settings=self.settings.replace(**values))
+
     def as_dict(self) -> dict[str, Any]:
         """As JSON can hold it; `from_dict` reads it."""
         return vars(self) | {"settings": self.settings.as_dict()}
@@ -58,7 +85,7 @@ class Job:
 
     def key(self, versions: dict[str, str]) -> str:
         """Name of the cached answer: everything that it depends on."""
-        asked = self.as_dict()
-        settings = asked.pop("settings")
-        asked["settings"] = {key: settings[key] for key in settings if key not in NOT_ASKED}
-        return hashlib.sha256(json.dumps([asked, versions], sort_keys=True, default=str).encode()).hexdigest()
+        dependencies = self.as_dict()
+        settings = dependencies.pop("settings")
+        dependencies["settings"] = {key: settings[key] for key in settings if key not in NO_PART}
+        return hashlib.sha256(json.dumps([dependencies, versions], sort_keys=True, default=str).encode()).hexdigest()

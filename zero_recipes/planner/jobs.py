@@ -1,10 +1,16 @@
-"""From a recipe to the jobs that a prediction is asked for: model, strategies, numbers of GPUs. No weight, no hub."""
+"""From the command line to jobs: recipe, model, strategies, numbers of GPUs; and from a job to its command line.
+
+Needs no weights and never asks the hub.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +18,19 @@ import yaml
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_view import DsConfig
-from zero_recipes.config.recipe import Recipe
+from zero_recipes.config.recipe import Recipe, steps_by_epochs
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import read_ds_config
 from zero_recipes.core.errors import Refusal
-from zero_recipes.planner.formulas import family
-from zero_recipes.planner.job import Job
+from zero_recipes.planner.hardware import Gpu, gpu_named, gpus
+from zero_recipes.planner.job import FSDP, Job
 
 MODELS = Path(__file__).with_name("models")
 CONFIGS = Path("accelerate_configs")
 GPUS_PER_NODE = 8  # of most machines that are rented; --gpus_per_node says otherwise
 ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+
+CHANGED = ("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft")
 
 Strategies = dict[str, dict[str, Any] | None]  # {name: its ds_config, None without DeepSpeed}
 
@@ -33,13 +41,13 @@ def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
 
 
 def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = CONFIGS) -> Strategies:
-    """The strategies that are asked for: files of `folder`; unset, the recipe's own `deepspeed:`, or all.
+    """The requested strategies: files of `folder`; unset, the recipe's own `deepspeed:`, or all.
 
     Raises Refusal where a file is missing, or where `names` and the recipe's `deepspeed:` contradict each other.
     """
     own = recipe.settings.deepspeed
     if names is None and str(recipe.settings.fsdp).lower() == "true":
-        return {family.FSDP: None}
+        return {FSDP: None}
     if own is not None and names is None:
         config = read_ds_config(own)
         return {DsConfig(config).name: config}
@@ -73,7 +81,7 @@ def _ds_config_of(path: Path) -> dict[str, Any] | None:
 
 
 def model_config(settings: Settings) -> dict[str, Any]:
-    """The model's config.json: of a folder, of those in plan/models/, or of the cache. Never asks the hub.
+    """The model's config.json: of a folder, of those in planner/models/, or of the cache. Never asks the hub.
 
     Raises Refusal where it is in none of them.
     """
@@ -112,12 +120,20 @@ def model_config(settings: Settings) -> dict[str, Any]:
 
 
 def known_models() -> dict[str, dict[str, Any]]:
-    """{model's name on the hub: its file in plan/models/ with config, source, revision and parameters}."""
+    """{model's name on the hub: its file in planner/models/ with config, source, revision and parameters}."""
     models = {}
     for path in sorted(MODELS.glob("*.json")):
         entry = json.loads(path.read_text())
         models |= dict.fromkeys((entry["model"], *entry["names"]), entry)
     return models
+
+
+def with_hpz(ds_config: dict[str, Any] | None, ranks_per_node: int) -> dict[str, Any] | None:
+    """A copy in which hpZ's "auto" is the ranks of a node, as config/ds_auto.py fills it in a run."""
+    filled = copy.deepcopy(ds_config)
+    if filled is not None and DsConfig(filled).hpz_partition_size == "auto":
+        filled["zero_optimization"]["zero_hpz_partition_size"] = ranks_per_node
+    return filled
 
 
 def job_of(
@@ -129,9 +145,7 @@ def job_of(
     gpus_per_node: int = GPUS_PER_NODE,
 ) -> Job:
     """One job. Raises Refusal where global_batch_size cannot be made of so many ranks."""
-    ds_config = copy.deepcopy(ds_config)
-    if ds_config is not None and DsConfig(ds_config).hpz_partition_size == "auto":  # as ds_auto.py fills it in a run
-        ds_config["zero_optimization"]["zero_hpz_partition_size"] = min(gpus_per_node, world_size)
+    ds_config = with_hpz(ds_config, min(gpus_per_node, world_size))
     settings = recipe.settings.replace(deepspeed=ds_config)
     accumulation = recipes.derive_accumulation(settings, recipe.given, world_size)
     if accumulation is not None:
@@ -139,3 +153,96 @@ def job_of(
     name = "single" if ds_config is None and world_size == 1 else strategy
     per_node = min(gpus_per_node, world_size)
     return Job(settings.model_name_or_path, config, settings, name, ds_config, world_size, per_node)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the command line requests, read and checked."""
+
+    recipe: Recipe
+    overrides: list[str]
+    config: dict[str, Any]
+    strategies: Strategies
+    counts: list[int]
+    gpus_per_node: int
+    gpu: Gpu
+    known: dict[str, Gpu]
+    host: int | None  # bytes of each machine's memory, where it was given
+    rows: int | None = None  # of the data, where a run by epochs has it at hand
+
+    def job(self, strategy: str, count: int) -> Job:
+        ds_config = self.strategies[strategy]
+        job = job_of(self.recipe, self.config, strategy, ds_config, count, self.gpus_per_node)
+        if self.rows is None:
+            return job
+        steps = steps_by_epochs(self.rows, job.settings, count // (job.settings.sequence_parallel_size or 1))
+        return job.changed(max_steps=steps)
+
+    def command(self, job: Job) -> str:
+        return run_command(self.recipe, self.overrides, job)
+
+
+def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanRequest:
+    known = gpus(arguments.hardware)
+    gpu = gpu_named(arguments.gpu, known)
+    recipe = read_recipe(arguments.recipe, overrides)
+    names = None if arguments.strategies is None else [n.strip() for n in arguments.strategies.split(",") if n.strip()]
+    counts = _counts(arguments.gpus, arguments.gpus_per_node)
+    strategies = read_strategies(recipe, names)
+    config = model_config(recipe.settings)
+    host = None if arguments.host_memory is None else int(arguments.host_memory * 1e9)
+    requested = (recipe, overrides, config, strategies, counts, arguments.gpus_per_node, gpu, known, host)
+    return PlanRequest(*requested, _rows_by_epochs(recipe))
+
+
+def _rows_by_epochs(recipe: Recipe) -> int | None:
+    if recipe.settings.max_steps > 0:
+        return None
+    from zero_recipes.data.load import rows_on_disk
+
+    return rows_on_disk(recipe.settings)
+
+
+def _counts(text: str, per_node: int) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    counts = sorted({int(part) for part in parts if part.isdigit()} - {0})
+    if not counts or len(counts) < len(set(parts)):
+        raise Refusal(
+            "ZR805", f"--gpus {text}", "It is a number of GPUs, or several by comma.", "--gpus 2, or --gpus 1,2,4,8"
+        )
+    uneven = [count for count in counts if per_node < 1 or (count > per_node and count % per_node)]
+    if uneven:
+        raise Refusal(
+            "ZR806",
+            f"--gpus {uneven[0]} with {per_node} in each machine",
+            "Every machine of a launch has the same number of processes.",
+            f"--gpus_per_node N, a number that divides {uneven[0]}.",
+        )
+    return counts
+
+
+def run_command(recipe: Recipe, overrides: Sequence[str], job: Job) -> str:
+    """What to type to run `job`: the recipe's own values are left out, what the plan changed is added."""
+    fixed = recipe.settings.global_batch_size is not None
+    named = [key for key in CHANGED if not (fixed and key == "gradient_accumulation_steps")]
+    changed = {
+        key: job.settings.as_dict()[key] for key in named if getattr(job.settings, key) != getattr(recipe.settings, key)
+    }
+    options = [*overrides, *(part for key, value in changed.items() for part in (f"--{key}", _written(value)))]
+    script = ["run_sft.py", str(recipe.path), *options]
+    machines = job.world_size // job.gpus_per_node
+    if job.strategy == "single":
+        return shlex.join(["python", *script])
+    if recipe.settings.deepspeed is not None:
+        rendezvous = ["--nnodes", str(machines), "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:29500"]
+        nodes = rendezvous if machines > 1 else []
+        return shlex.join(["torchrun", *nodes, "--nproc_per_node", str(job.gpus_per_node), *script])
+    launch = ["accelerate", "launch", "--config_file", f"accelerate_configs/{job.strategy}.yaml"]
+    launch += ["--num_processes", str(job.world_size)]
+    if machines > 1:
+        launch += ["--num_machines", str(machines), "--machine_rank", "K", "--main_process_ip", "HOST"]
+    return shlex.join([*launch, *script])
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

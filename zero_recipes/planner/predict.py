@@ -1,36 +1,106 @@
-"""Which prediction is asked: the engine's simulation, or the textbook formulas."""
+"""Predictions of jobs: by the engine's simulation where it can do the job, else by the textbook formulas."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import os
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from pydantic import ValidationError
+
+from zero_recipes.core import environment
 from zero_recipes.metrics.prediction import Prediction
-from zero_recipes.planner.advice import Predict
-from zero_recipes.planner.formulas import family
-from zero_recipes.planner.formulas import predict as formulas
+from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.job import Job
+from zero_recipes.planner.simulator import parent as simulation
+
+Predict = Callable[[Job], Prediction]
 
 
-def of(quick: bool = False) -> Predict:
-    """The simulation; the formulas where they are asked for, or where it cannot do the job (a note says why)."""
-    from zero_recipes.planner.simulator import parent as simulation
+class Predictor:
+    """Predicts each job once. What was simulated is kept on disk, for later programs with the same versions and code.
 
-    unknown = simulation.unknown_versions()
+    `quick`: by formulas alone. `folder`: of the kept predictions; unset, it is beside the hub's cache.
+    """
 
-    def predict(job: Job) -> Prediction:
-        why = f"the simulation does not know {', '.join(unknown)}" if unknown else family.not_simulated(job)
-        if not (quick or why):
-            return simulation.predict(job)
-        prediction = formulas.predict(job)
-        said = [] if quick else [f"{job.strategy} is by formulas: {why}."]
-        return prediction | {"notes": [*said, *prediction["notes"]]}
+    def __init__(self, quick: bool = False, folder: Path | None = None):
+        self.quick, self.folder = quick, folder
+        self._unknown = [] if quick else simulation.unknown_versions()
+        self._versions = environment.versions() | {"zero_recipes/planner": _own_code()}
+        self._known: dict[str, Prediction] = {}
 
-    return predict
+    def __call__(self, job: Job) -> Prediction:
+        """Raises Refusal where the job can neither be simulated nor predicted by formulas."""
+        key = job.key(self._versions)
+        if key not in self._known:
+            reason = None if self.quick else self._not_simulated(job)
+            if self.quick or reason:
+                self._known[key] = _by_formulas(job, reason)
+            else:
+                self.prepare([job])
+        return self._known[key]
+
+    def prepare(self, jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> None:
+        """Simulate these jobs side by side, apart from those that cannot be; `done` is told of each.
+
+        Raises Refusal where a simulation fails.
+        """
+        wanted = {job.key(self._versions): job for job in jobs if self._not_simulated(job) is None}
+        for key, job in wanted.items():
+            kept = self._read(key)
+            if kept is not None:
+                self._known[key] = kept
+                done(job)
+        missing = {key: job for key, job in wanted.items() if key not in self._known}
+        for key, prediction in zip(missing, simulation.simulate(list(missing.values()), done), strict=True):
+            self._known[key] = prediction
+            self._keep(key, prediction)
+
+    def _not_simulated(self, job: Job) -> str | None:
+        """Why this job is not simulated; None where it is."""
+        if self._unknown:
+            return f"the simulation does not know {', '.join(self._unknown)}"
+        return simulation.not_simulated(job)
+
+    def _read(self, key: str) -> Prediction | None:
+        try:
+            return Prediction.model_validate_json(self._path(key).read_bytes())
+        except (OSError, ValidationError):
+            return None  # not there, or not whole
+
+    def _keep(self, key: str, prediction: Prediction) -> None:
+        """Whole or not at all; a full or read-only disk costs the next program its time, and no run its training."""
+        path = self._path(key)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
+                file.write(prediction.model_dump_json())
+            os.replace(file.name, path)
+        except OSError:
+            return
+
+    def _path(self, key: str) -> Path:
+        if self.folder is not None:
+            return self.folder / f"{key}.json"
+        from huggingface_hub import constants
+
+        return Path(constants.HF_HOME, "zero-recipes", "plans", f"{key}.json")
 
 
-def prepare(jobs: Sequence[Job], done: Callable[[Job], None]) -> None:
-    """Simulate these jobs side by side, so that `of()` finds their answers; `done` is told of each. Raises Refusal."""
-    from zero_recipes.planner.simulator import parent as simulation
+def _by_formulas(job: Job, reason: str | None) -> Prediction:
+    prediction = predict_by_formulas(job)
+    if reason is None:
+        return prediction
+    return prediction.model_copy(update={"notes": [f"{job.strategy} is by formulas: {reason}.", *prediction.notes]})
 
-    if not simulation.unknown_versions():
-        simulation.predict_all([job for job in jobs if family.not_simulated(job) is None], done)
+
+@functools.cache
+def _own_code() -> str:
+    """A hash of this folder: other code, other answers."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from zero_recipes.core import units
 from zero_recipes.core.tables import Column, markdown_columns, print_columns
+from zero_recipes.metrics.prediction import CheckpointBytes, ReservedRange
 from zero_recipes.planner.cost import Cost, cost
 from zero_recipes.planner.rows import Row
 from zero_recipes.theory.zero_paper import paper_volume
@@ -21,47 +22,42 @@ HEADERS = {
     "loss_head": "Loss\nhead",
     "other": "Other",
 }
-NOTES = [
-    "Peak: bytes of live tensors on the fullest GPU, and where it stands; the columns up to Other are its parts.",
-    "Reserved: what the process takes of the GPU, allocator, CUDA and NCCL included; the verdict is about this range.",
-    "Host: host memory a machine, while loading / in training; --host_memory holds it against what there is.",
-    "Disk: the model / a checkpoint to go on from.",
-    "Comm.: bytes through collectives in one step, an all-reduce counted twice.",
-    "Times are estimates, 20 to 30 % to either side, more with offload or without NVLink; all sequences are taken as "
-    "long as they may be.",
-]
 
 
 def columns(rows: Sequence[Row], price: float | None) -> tuple[list[Column], list[Column]]:
     """(those naming the row, the others)."""
-    mixed = len({row.prediction["source"] for row in rows}) > 1
-    named = [Column("Strategy", lambda row: _name(row, mixed)), Column("Verdict", _verdict)]
+    mixed = len({row.prediction.source for row in rows}) > 1
+    named = [Column("Strategy", lambda row: _name(row, mixed)), Column("Status", status)]
     if len({row.job.world_size for row in rows}) > 1:
         named.insert(1, Column("GPUs", lambda row: str(row.job.world_size)))
     memory = [
-        Column("Margin", lambda row: _signed(row.verdict.margin)),
-        Column("Peak", lambda row: units.size(row.prediction["allocated_peak_bytes"])),
-        Column("in", lambda row: row.prediction["peak_phase"]),
+        Column("Margin", lambda row: _signed(row.fit.margin)),
+        Column("Peak", lambda row: units.size(row.prediction.allocated_peak_bytes)),
+        Column("in", lambda row: row.prediction.peak_phase),
         *(Column(header, lambda row, part=part: _part(row, part)) for part, header in HEADERS.items()),
-        Column("Reserved", lambda row: _between(*(row.prediction["reserved_bytes"][end] for end in ("low", "high")))),
+        Column("Reserved", lambda row: _reserved(row.prediction.reserved_bytes)),
     ]
     beside = [
-        Column("Host", lambda row: _both(row.prediction["host_bytes"], "load", "training")),
-        Column("Disk", lambda row: _both(row.prediction["checkpoint_bytes"], "weights", "resumable")),
+        Column("Host", lambda row: _both(row.prediction.host_bytes.load, row.prediction.host_bytes.training)),
+        Column("Disk", lambda row: _disk(row.prediction.checkpoint_bytes)),
         Column("Comm.\nper step", lambda row: units.size(_moved(row)) if _moved(row) else ""),
     ]
     speed = [
-        Column("Step", lambda row: f"{between(row.speed.step_seconds)} s"),
-        Column("Tokens/s", lambda row: between(row.speed.tokens_per_second, units.count)),
+        Column("Step", lambda row: f"{_between(row.speed.step_seconds)} s"),
+        Column("Tokens/s", lambda row: _between(row.speed.tokens_per_second, units.count)),
     ]
     if any(cost(row.job, row.speed, 1.0).hours for row in rows):
-        speed.append(Column("Run\nin hours", lambda row: between(_cost(row, 1.0).hours)))
+        speed.append(Column("Run\nin hours", lambda row: _between(_cost(row, 1.0).hours)))
     if price is not None:
-        speed.append(Column("Cost of\n1M tokens", lambda row: between(_cost(row, price).per_million_tokens)))
+        speed.append(Column("Cost of\n1M tokens", lambda row: _between(_cost(row, price).per_million_tokens)))
         if any(_cost(row, price).run for row in rows):
-            speed.append(Column("Cost of\nthe run", lambda row: between(_cost(row, price).run)))
+            speed.append(Column("Cost of\nthe run", lambda row: _between(_cost(row, price).run)))
     shown = [column for column in memory if any(column.cell(row) for row in rows)]
     return named, [*shown, *beside, *speed]
+
+
+def status(row: Row) -> str:
+    return "no (host)" if row.fit.host_lacks else row.fit.status
 
 
 def print_rows(rows: Sequence[Row], price: float | None, console: Console) -> None:
@@ -74,17 +70,13 @@ def markdown(rows: Sequence[Row], price: float | None) -> str:
     return markdown_columns(*columns(rows, price), rows)
 
 
-def between(values: tuple[float, float] | None, written=units.significant) -> str:
+def _between(values: tuple[float, float] | None, written=units.significant) -> str:
     """A range: 0.43 - 0.64; nothing where it is not known."""
     return "" if values is None else f"{written(values[0])} - {written(values[1])}"
 
 
 def _name(row: Row, mixed: bool) -> str:
-    return f"{row.job.strategy} *" if mixed and row.prediction["source"] == "formulas" else row.job.strategy
-
-
-def _verdict(row: Row) -> str:
-    return "no (host)" if row.verdict.host_lacks else row.verdict.word
+    return f"{row.job.strategy} *" if mixed and row.prediction.source == "formulas" else row.job.strategy
 
 
 def _cost(row: Row, price: float) -> Cost:
@@ -92,20 +84,24 @@ def _cost(row: Row, price: float) -> Cost:
 
 
 def _moved(row: Row) -> int:
-    return paper_volume(row.prediction["communication_bytes_per_step"])
+    return paper_volume(row.prediction.communication_bytes_per_step)
 
 
 def _part(row: Row, part: str) -> str:
-    return units.size(row.prediction["at_peak"][part] or None)
+    return units.size(row.prediction.at_peak[part] or None)
 
 
 def _signed(margin: int) -> str:
     return units.size(margin) if margin < 0 else f"+{units.size(margin)}"
 
 
-def _between(low: int, high: int) -> str:
-    return f"{units.size(low)} - {units.size(high)}"
+def _reserved(expected: ReservedRange) -> str:
+    return f"{units.size(expected.low)} - {units.size(expected.high)}"
 
 
-def _both(sizes: dict[str, int], first: str, second: str) -> str:
-    return " / ".join(units.size(sizes[key]) if sizes[key] else "0" for key in (first, second))
+def _disk(checkpoint: CheckpointBytes) -> str:
+    return _both(checkpoint.weights, checkpoint.resumable)
+
+
+def _both(first: int, second: int) -> str:
+    return " / ".join(units.size(held) if held else "0" for held in (first, second))

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from zero_recipes.config.ds_view import number_in
+from zero_recipes.config.ds_view import DsConfig, number_in
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
@@ -75,24 +75,27 @@ def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi:
         if strategy.zero_stage != 3 and not mapped:
             loaded = {"weights while loading": each * psi}
             terms = max(terms, loaded, key=lambda found: sum(found.values()))  # not at the same moment
-    terms |= _swap_buffers(strategy, states, psi)
+    if strategy.ds_config is not None:  # of the Trainer's two groups one has half the parameters or more
+        group = psi / 2 / strategy.world_size if states.optimizer else 0
+        terms |= {what: size for what, size in swap_buffers(strategy.ds_config, group).items() if size}
     return {what: int(here * size) for what, size in terms.items()}
 
 
-def _swap_buffers(strategy: Strategy, states: ModelState, psi: int) -> dict[str, float]:
+def swap_buffers(config: DsConfig, group: float, tensor: float = 10**8) -> dict[str, float]:
     """{what: bytes} of one process's buffers for NVMe (DeepSpeed 0.19.8, runtime/swap_tensor/).
 
     partitioned_param_swapper.py: buffer_count of buffer_size elements, 16 bits at least. optimizer_utils.py:
-    buffer_count of the largest sub-group in fp32; of the Trainer's two groups one has half the parameters or more.
+    buffer_count of the largest sub-group in fp32. `group`: elements of one process's part of the largest parameter
+    group; `tensor`: of its part of the largest tensor, which an "auto" buffer_size is made for (config/ds_auto.py).
     """
-    config, terms = strategy.ds_config, {}
-    if strategy.offload_param == "nvme":
+    terms = {}
+    if config.offload_param == "nvme":
         block = config.offload_block("offload_param")
-        size = number_in(block, "buffer_size", 10**8)
+        size = number_in({"buffer_size": 10**8} | dict(block), "buffer_size", tensor)
         terms["swap buffers of parameters"] = 2 * number_in(block, "buffer_count", 5) * size
-    if strategy.offload_optimizer == "nvme" and states.optimizer:
+    if config.offload_optimizer == "nvme":
         block = config.offload_block("offload_optimizer")
-        largest = min(number_in(config.zero, "sub_group_size", 10**9), psi / 2 / strategy.world_size)
+        largest = min(number_in(config.zero, "sub_group_size", 10**9), group)
         terms["swap buffers of the optimizer"] = 4 * number_in(block, "buffer_count", 4) * largest
     return terms
 
@@ -135,7 +138,16 @@ def checkpoint_bytes(strategy: Strategy, settings: Settings, config, psi: int, h
         return weights
     writers = here if (strategy.zero_stage or 0) >= 1 else 1
     optimizer = _states(strategy, settings, config, psi).optimizer * writers
-    return int(weights + optimizer + (weights if strategy.zero_stage in (0, 1, 2) else 0))
+    return resumable_bytes(weights, optimizer, strategy.zero_stage)
+
+
+def resumable_bytes(weights: float, optimizer: float, zero_stage: int | None) -> int:
+    """Bytes on disk of a checkpoint to go on from: `weights` as they are saved, and the `optimizer`'s states.
+
+    Under DeepSpeed below stage 3 the weights once more, in mp_rank_00_model_states.pt (without LoRA's frozen ones:
+    transformers/trainer.py passes exclude_frozen_parameters). `zero_stage`: None without DeepSpeed.
+    """
+    return int(weights + optimizer + (weights if zero_stage in (0, 1, 2) else 0))
 
 
 def disk_terms(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> dict[str, int]:

@@ -2,31 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from zero_recipes.config.ds_view import number_in
 from zero_recipes.planner.formulas.shape import Shape
 from zero_recipes.planner.job import Job
 from zero_recipes.theory.zero_paper import ModelState
-
-FSDP = "fsdp2"
-
-
-def not_simulated(job: Job) -> str | None:
-    """Why the engine cannot be simulated for this job; None where it can."""
-    if is_fsdp(job):
-        return "FSDP2 is not simulated"
-    if on_disk(job):
-        return "states on NVMe are not simulated: DeepSpeed writes them by a kernel that reads addresses"
-    if _hpz(job) > 1:
-        return "hpZ's second copy of the weights is not simulated"
-    if any(_zero(job).get(f"zero_quantized_{kind}") for kind in ("weights", "gradients")):
-        return "ZeRO++'s quantisers are not simulated: they are CUDA kernels"
-    if shared(job) > 1:
-        return "sequences that Ulysses shares out are not simulated"
-    if job.settings.load_in_4bit or job.settings.load_in_8bit:
-        return "quantised weights are not simulated: bitsandbytes packs them in kernels of its own"
-    return None
 
 
 def packed_bytes(job: Job, shape: Shape, width: int) -> float:
@@ -41,21 +19,6 @@ def packed_bytes(job: Job, shape: Shape, width: int) -> float:
     linear = shape.multiplied - shape.vocabulary * shape.hidden - adapter
     each = 1 / 2 + 4 / 64 if job.settings.load_in_4bit else 1
     return each * linear + width * (shape.parameters - linear)
-
-
-def is_fsdp(job: Job) -> bool:
-    """PyTorch's FSDP2, which no ds_config describes."""
-    return job.ds_config is None and job.strategy.startswith(FSDP)
-
-
-def on_disk(job: Job) -> bool:
-    """Whether optimizer states lie on NVMe."""
-    return (_zero(job).get("offload_optimizer") or {}).get("device") == "nvme"
-
-
-def shared(job: Job) -> int:
-    """Ranks that share one sequence."""
-    return job.settings.sequence_parallel_size or 1
 
 
 def fsdp_states(job: Job, shape: Shape, each: int, width: int) -> ModelState:
@@ -82,37 +45,19 @@ def fsdp_gathered(shape: Shape, width: int) -> float:
 
 def second_copy(job: Job, shape: Shape, width: int) -> float:
     """hpZ keeps the weights a second time, shared out within each node (arXiv:2306.10209, section 3.2)."""
-    return width * shape.parameters / _hpz(job) if _hpz(job) > 1 else 0
+    sharing = job.zero.hpz_partition_size
+    return width * shape.parameters / sharing if sharing > 1 else 0
 
 
 def compressed(job: Job, moved: dict[str, int]) -> dict[str, int]:
     """The same collectives quantised: weights to 8 bits; gradients to 4, which DeepSpeed does between nodes only."""
-    zero, several_nodes = _zero(job), job.world_size > job.gpus_per_node
-    shares = {"all_gather": 1 / 2} if zero.get("zero_quantized_weights") else {}
-    if zero.get("zero_quantized_gradients") and several_nodes:
+    several_nodes = job.world_size > job.gpus_per_node
+    shares = {"all_gather": 1 / 2} if job.zero.quantizes_weights else {}
+    if job.zero.quantizes_gradients and several_nodes:
         shares["reduce_scatter"] = 1 / 4
     return {name: int(size * shares.get(name, 1)) for name, size in moved.items()}
 
 
 def gathers_between_nodes(job: Job) -> float:
     """Share of the all-gathers that leaves a node: with hpZ those of backward stay within it."""
-    return 1 / 2 if _hpz(job) > 1 else 1
-
-
-def swap_buffers(job: Job, shape: Shape) -> float:
-    """Bytes of host memory of one rank through which states go to the disk and back: masters, moments and gradient
-    of a sub-group, and parts of the largest parameter (runtime/swap_tensor/)."""
-    zero = _zero(job)
-    group = min(shape.trainable / job.world_size, number_in(zero, "sub_group_size", 10**9))
-    largest = shape.vocabulary * shape.hidden / job.world_size
-    optimizer, parameters = zero["offload_optimizer"], zero.get("offload_param") or {}
-    return 4 * number_in(optimizer, "buffer_count", 4) * group + 2 * number_in(parameters, "buffer_count", 5) * largest
-
-
-def _hpz(job: Job) -> int:
-    """Ranks that share the second copy; 1 without one."""
-    return _zero(job).get("zero_hpz_partition_size", 1)
-
-
-def _zero(job: Job) -> dict[str, Any]:
-    return (job.ds_config or {}).get("zero_optimization", {})
+    return 1 / 2 if job.zero.hpz_partition_size > 1 else 1

@@ -10,14 +10,14 @@ a micro batch, h hidden width, a heads, L layers, V vocabulary.
 from __future__ import annotations
 
 import time
-from typing import Any
 
-from zero_recipes.config.settings import Settings
-from zero_recipes.metrics.prediction import PARTS, Prediction
+from zero_recipes.config.ds_view import number_in
+from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
+from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction, ReservedRange
 from zero_recipes.planner.formulas import family
 from zero_recipes.planner.formulas.shape import Shape, shape_of
 from zero_recipes.planner.job import Job
-from zero_recipes.theory.lower_bounds import DTYPE_BYTES
+from zero_recipes.theory.lower_bounds import DTYPE_BYTES, resumable_bytes, swap_buffers
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
 CUDA_CONTEXT = 600 * 10**6  # bytes: kernels of torch, cuBLAS and its workspace; 0.5 to 0.7 GB are usual on Hopper
@@ -32,11 +32,11 @@ NOTES = [
 ]
 
 
-def predict(job: Job) -> Prediction:
-    """What `job` needs, as job.py describes it. Raises Refusal where the model's class cannot be built."""
+def predict_by_formulas(job: Job) -> Prediction:
+    """What `job` needs. Raises Refusal where the model's class cannot be built."""
     started = time.perf_counter()
     shape = shape_of(job.config, job.settings)
-    states, copies = model_states(job, shape), step_copies(job, shape)
+    states, copies, offloaded = model_states(job, shape), step_copies(job, shape), int(_offloaded(job, shape))
     backward = {
         "params": states.params,
         "grads": states.grads,
@@ -56,53 +56,56 @@ def predict(job: Job) -> Prediction:
     phase, at_peak = max((("backward", backward), ("step", step)), key=lambda found: sum(found[1].values()))
     at_peak = {part: int(size) for part, size in at_peak.items()}
     peak = sum(at_peak.values())
-    resting = states.params + states.optimizer
-    return {
-        "source": "formulas",
-        "strategy": job.strategy,
-        "zero_stage": job.zero_stage,
-        "world_size": job.world_size,
-        "parameters": shape.parameters,
-        "trainable_parameters": shape.trainable,
-        "precision": job.settings.precision,
-        "micro_batch_size": job.settings.per_device_train_batch_size,
-        "gradient_accumulation_steps": job.settings.gradient_accumulation_steps,
-        "max_length": tokens_of(job, shape),
-        "allocated_peak_bytes": peak,
-        "peak_phase": phase,
-        "peak_operator": None,
-        "at_peak": at_peak,
-        "model_state_bytes": {part: int(size) for part, size in states._asdict().items()} | _off_gpu(job, shape),
-        "memory_phases": {
-            "model_loaded": int(states.params) if job.zero_stage == 3 else 0,
-            "engine_built": int(resting),
-            "forward": int(resting + backward["activations"] + backward["other"]),
-            "backward": int(resting + states.grads + backward["buckets"]),
-            "step": int(resting),
-        },
-        "reserved_bytes": {"low": peak, "high": int(FRAGMENTATION * peak) + CUDA_CONTEXT + _nccl(job)},
-        "host_bytes": host_bytes(job, shape),
-        "checkpoint_bytes": checkpoint_bytes(job, shape),
-        "communication_bytes_per_step": communication_bytes(job, shape),
-        "flops_per_step": flops(job, shape),
-        "seconds": time.perf_counter() - started,
-        "notes": NOTES + _notes(job, shape),
-    }
+    resting, nccl = states.params + states.optimizer, NCCL_BUFFERS if job.world_size > 1 else 0
+    return Prediction(
+        source="formulas",
+        strategy=job.strategy,
+        zero_stage=job.zero_stage,
+        world_size=job.world_size,
+        parameters=shape.parameters,
+        trainable_parameters=shape.trainable,
+        precision=job.settings.precision,
+        micro_batch_size=job.settings.per_device_train_batch_size,
+        gradient_accumulation_steps=job.settings.gradient_accumulation_steps,
+        max_length=tokens_of(job, shape),
+        allocated_peak_bytes=peak,
+        peak_phase=phase,
+        peak_operator=None,
+        at_peak=at_peak,
+        model_state_bytes=ModelStateBytes(
+            **{part: int(size) for part, size in states._asdict().items()},
+            offloaded_host=0 if job.on_nvme else offloaded,
+            offloaded_disk=offloaded if job.on_nvme else 0,
+        ),
+        memory_phases=PhaseBytes(
+            model_loaded=int(states.params) if job.zero_stage == 3 else 0,
+            engine_built=int(resting),
+            forward=int(resting + backward["activations"] + backward["other"]),
+            backward=int(resting + states.grads + backward["buckets"]),
+            step=int(resting),
+        ),
+        reserved_bytes=ReservedRange(low=peak, high=int(FRAGMENTATION * peak) + CUDA_CONTEXT + nccl),
+        host_bytes=host_bytes(job, shape),
+        checkpoint_bytes=checkpoint_bytes(job, shape),
+        communication_bytes_per_step=communication_bytes(job, shape),
+        flops_per_step=flops(job, shape),
+        seconds=time.perf_counter() - started,
+        notes=NOTES + _notes(job, shape),
+    )
 
 
 def model_states(job: Job, shape: Shape) -> ModelState:
     """Bytes on the GPU of one rank at rest; what the ds_config offloads is not there (`_offloaded`)."""
-    if family.is_fsdp(job):
+    if job.is_fsdp:
         return family.fsdp_states(job, shape, _loaded(job, shape), _width(job))
     if job.ds_config is None:
         each = _loaded(job, shape)  # under autocast weights, gradients and Adam keep the dtype of loading
         held = family.packed_bytes(job, shape, each)
         return ModelState(held, each * shape.trainable, 2 * each * shape.trainable)
-    states = _sharded(job, shape)
-    optimizer, params = _offload(job)
+    states, optimizer = _sharded(job, shape), job.zero.offload_optimizer
     # ZeRO-Offload moves each gradient to the host as it is reduced: arXiv:2101.06840, section 4.1
     return ModelState(
-        0 if params else states.params + family.second_copy(job, shape, _width(job)),
+        0 if job.offloads_params else states.params + family.second_copy(job, shape, _width(job)),
         0 if optimizer else states.grads,
         0 if optimizer else states.optimizer,
     )
@@ -115,18 +118,12 @@ def _sharded(job: Job, shape: Shape) -> ModelState:
     return states._replace(params=share * states.params)
 
 
-def _off_gpu(job: Job, shape: Shape) -> dict[str, int]:
-    """Where one rank's offloaded states lie."""
-    held, on_disk = int(_offloaded(job, shape)), family.on_disk(job)
-    return {"offloaded_host": 0 if on_disk else held, "offloaded_disk": held if on_disk else 0}
-
-
 def _offloaded(job: Job, shape: Shape) -> float:
     """Bytes of one rank's model states off the GPU."""
     if job.ds_config is None:
         return 0
-    states, (optimizer, params) = _sharded(job, shape), _offload(job)
-    return (states.optimizer if optimizer else 0) + (states.params if params else 0)
+    states = _sharded(job, shape)
+    return (states.optimizer if job.zero.offload_optimizer else 0) + (states.params if job.offloads_params else 0)
 
 
 def step_copies(job: Job, shape: Shape) -> float:
@@ -135,12 +132,12 @@ def step_copies(job: Job, shape: Shape) -> float:
     Terms and source lines: zero_recipes/theory/deepspeed_memory.py; `flatten` in zero/stage_1_and_2.py `step`.
     """
     trainable, ranks = shape.trainable, job.world_size
-    if job.ds_config is None or job.settings.precision == "fp32" or _offload(job)[0]:
+    if job.ds_config is None or job.settings.precision == "fp32" or job.zero.offload_optimizer:
         return 0
     if job.zero_stage == 0:
         return 4 * trainable
     if job.zero_stage == 3:
-        return 4 * min(trainable / ranks, _zero(job).get("sub_group_size", 10**9))
+        return 4 * min(trainable / ranks, number_in(job.zero.zero, "sub_group_size", 10**9))
     return (4 + 2) * trainable / ranks
 
 
@@ -149,7 +146,7 @@ def activation_bytes(job: Job, shape: Shape) -> float:
     width, tokens = _width(job), _tokens(job, shape)
     one_input = width * tokens * shape.hidden
     one_layer = layer_bytes(shape, width, tokens, _pairs(job, shape))
-    if checkpointed(job.settings):
+    if job.recomputes:
         return shape.layers * one_input + one_layer
     return shape.layers * one_layer + 2 * one_input  # the embedding's output and the last norm's input
 
@@ -170,16 +167,17 @@ def bucket_bytes(job: Job, shape: Shape) -> float:
     """Bytes of reduce buckets and, at stage 3, of parameters gathered for use."""
     if job.world_size == 1 and job.ds_config is None:
         return 0
-    if family.is_fsdp(job):
+    if job.is_fsdp:
         return family.fsdp_gathered(shape, _width(job))
     if job.ds_config is None:  # torch's DDP keeps a second copy of all gradients: gradient_as_bucket_view is False
         return _loaded(job, shape) * shape.trainable
-    zero, width = _zero(job), _width(job)
-    bucket = min(_number(zero.get("reduce_bucket_size", DEFAULT_BUCKET), shape.hidden**2), shape.trainable)
+    zero, width = {"reduce_bucket_size": DEFAULT_BUCKET} | dict(job.zero.zero), _width(job)
+    # transformers fills "auto" from the hidden width (integrations/deepspeed.py 232-240)
+    bucket = min(number_in(zero, "reduce_bucket_size", shape.hidden**2), shape.trainable)
     if job.zero_stage in (1, 2):
         return (2 if zero.get("overlap_comm") else 1) * width * bucket
     if job.zero_stage == 3:
-        live = _number(zero.get("stage3_max_live_parameters", DEFAULT_LIVE), DEFAULT_LIVE)
+        live = number_in(zero, "stage3_max_live_parameters", DEFAULT_LIVE)
         largest = shape.vocabulary * shape.hidden
         gathered = min(shape.parameters, max(live, largest)) if job.world_size > 1 else 0
         return width * (bucket + gathered)
@@ -197,32 +195,35 @@ def _autocast_copies(job: Job, shape: Shape) -> float:
 
     Backward needs them too; with recomputation only one layer's at a time, but forward ends with all of them.
     """
-    sharded = job.ds_config is not None or family.is_fsdp(job)  # 16-bit weights are gathered, not cast
+    sharded = job.ds_config is not None or job.is_fsdp  # 16-bit weights are gathered, not cast
     if sharded or job.settings.precision == "fp32" or _loaded(job, shape) != 4:
         return 0
     return 2 * shape.trainable
 
 
-def host_bytes(job: Job, shape: Shape) -> dict[str, int]:
+def host_bytes(job: Job, shape: Shape) -> HostBytes:
     """Per node: weights while loading (below stage 3, unless the file is mapped as it is), and what is offloaded.
 
     DeepSpeed keeps an fp32 gradient beside the offloaded optimizer (stage_1_and_2.py `initialize_optimizer_states`).
     """
-    here, each = min(job.gpus_per_node, job.world_size), _loaded(job, shape)
+    here, each = job.ranks_per_node, _loaded(job, shape)
     mapped = not job.settings.random_weights and each == DTYPE_BYTES.get(shape.dtype, 4)
     load = 0 if mapped or job.zero_stage == 3 else here * each * shape.parameters
-    gradients = 4 * shape.trainable / job.world_size if _offload(job)[0] else 0
-    held = family.swap_buffers(job, shape) if family.on_disk(job) else _offloaded(job, shape) + gradients
-    return {"load": int(load), "training": int(here * held)}
+    gradients = 4 * shape.trainable / job.world_size if job.zero.offload_optimizer else 0
+    held = _offloaded(job, shape) + gradients
+    if job.on_nvme:
+        largest = shape.vocabulary * shape.hidden / job.world_size
+        held = sum(swap_buffers(job.zero, shape.trainable / job.world_size, largest).values())
+    return HostBytes(load=int(load), training=int(here * held))
 
 
-def checkpoint_bytes(job: Job, shape: Shape) -> dict[str, int]:
+def checkpoint_bytes(job: Job, shape: Shape) -> CheckpointBytes:
     """The saved model or adapter, and a checkpoint that a run can go on from: 14Ψ at stage 3, 16Ψ below (README)."""
-    each = 2 if job.ds_config is not None and job.settings.precision != "fp32" else _loaded(job, shape)
+    in_16_bits = job.ds_config is not None and job.settings.precision != "fp32"
+    each = 2 if in_16_bits else _loaded(job, shape)
     saved = each * (shape.trainable if job.settings.use_peft else shape.parameters)
-    optimizer = (12 if each == 2 and job.ds_config is not None else 2 * each) * shape.trainable
-    again = each * shape.parameters if job.zero_stage in (0, 1, 2) else 0
-    return {"weights": int(saved), "resumable": int(saved + optimizer + again)}
+    optimizer = (12 if in_16_bits else 2 * each) * shape.trainable
+    return CheckpointBytes(weights=saved, resumable=resumable_bytes(saved, optimizer, job.zero_stage))
 
 
 def communication_bytes(job: Job, shape: Shape) -> dict[str, int]:
@@ -235,7 +236,7 @@ def communication_bytes(job: Job, shape: Shape) -> dict[str, int]:
     width, passes = _width(job), job.settings.gradient_accumulation_steps
     gradients, weights = width * shape.trainable, width * shape.parameters
     gathered = {"all_gather": 2 * passes * weights, "reduce_scatter": passes * gradients}
-    if family.is_fsdp(job):
+    if job.is_fsdp:
         return gathered | {"reduce_scatter": gradients}
     if job.ds_config is None:
         return {"all_reduce": int(_loaded(job, shape) * shape.trainable)}
@@ -252,7 +253,7 @@ def flops(job: Job, shape: Shape) -> int:
     """Of one rank and optimizer step: 2 per weight and token forward, 4 backward (2 where weights are frozen), 2 again
     with recomputation; attention 4·s·(heads x width) per layer and token and pass (arXiv:2205.05198, appendix A)."""
     tokens = _tokens(job, shape) * job.settings.gradient_accumulation_steps
-    again = 1 if checkpointed(job.settings) else 0
+    again = 1 if job.recomputes else 0
     frozen = job.settings.use_peft
     products = 2 * shape.multiplied * tokens * ((2 if frozen else 3) + again)
     attention = 4 * shape.layers * tokens_of(job, shape) * shape.query_width * tokens * (3 + again)
@@ -264,15 +265,9 @@ def tokens_of(job: Job, shape: Shape) -> int:
     return job.settings.max_length or shape.positions
 
 
-def checkpointed(settings: Settings) -> bool:
-    """Whether activations are recomputed, under TRL's new name or transformers' old one."""
-    new = settings.activation_checkpointing
-    return bool(settings.gradient_checkpointing if new is None else new)
-
-
 def _tokens(job: Job, shape: Shape) -> int:
     """Of one rank's micro batch."""
-    return job.settings.per_device_train_batch_size * tokens_of(job, shape) // family.shared(job)
+    return job.settings.per_device_train_batch_size * tokens_of(job, shape) // job.sequence_parallel
 
 
 def _pairs(job: Job, shape: Shape) -> int:
@@ -286,28 +281,8 @@ def _width(job: Job) -> int:
 
 def _loaded(job: Job, shape: Shape) -> int:
     """Bytes per parameter of the dtype that the weights are loaded in."""
-    asked = (job.settings.model_init_kwargs or {}).get("dtype") or job.settings.dtype
-    return DTYPE_BYTES.get(shape.dtype if asked in ("auto", None) else str(asked).removeprefix("torch."), 4)
-
-
-def _offload(job: Job) -> tuple[bool, bool]:
-    """Whether (optimizer, parameters) lie off the GPU."""
-    zero = _zero(job)
-    places = [(zero.get(key) or {}).get("device", "none") for key in ("offload_optimizer", "offload_param")]
-    return places[0] != "none", places[1] != "none" and job.zero_stage == 3
-
-
-def _zero(job: Job) -> dict[str, Any]:
-    return (job.ds_config or {}).get("zero_optimization", {})
-
-
-def _number(value: object, auto: int) -> int:
-    """A size of the ds_config; transformers fills "auto" from the hidden width (integrations/deepspeed.py 232-240)."""
-    return auto if value == "auto" else int(value)
-
-
-def _nccl(job: Job) -> int:
-    return NCCL_BUFFERS if job.world_size > 1 else 0
+    requested = (job.settings.model_init_kwargs or {}).get("dtype") or job.settings.dtype
+    return DTYPE_BYTES.get(shape.dtype if requested in ("auto", None) else str(requested).removeprefix("torch."), 4)
 
 
 def _notes(job: Job, shape: Shape) -> list[str]:

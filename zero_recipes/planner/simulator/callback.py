@@ -59,7 +59,7 @@ class Watch(TrainerCallback):
                 p.register_post_accumulate_grad_hook(self._own_gradient)
 
     def record(self, name: str) -> None:
-        """Allocated bytes after a phase (the place of probe.MemoryPhases)."""
+        """Allocated bytes after a phase (in place of memory_probe.MemoryPhases)."""
         self.bytes[name] = self.tracker.live
 
     def _own_gradient(self, parameter: torch.Tensor) -> None:
@@ -114,7 +114,7 @@ class Watch(TrainerCallback):
             tracker.assign(list(deepspeed_tensors.weights(parameters, optimizer)), "params")
 
     def found(self) -> dict:
-        """What this rank needs; job.py says what the words mean."""
+        """What this rank needs; metrics/prediction.py says what the keys mean."""
         peaks = {phase: self.tracker.peaks.get(phase, 0) for phase in TRAINING}
         phase = max(peaks, key=peaks.get)
         return {

@@ -1,4 +1,4 @@
-"""Predictions from the real engine: jobs are simulated in processes of their own (engine.py), answers kept on disk."""
+"""Predictions from the real engine: jobs are simulated in processes of their own (worker.py)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import psutil
 from zero_recipes.compat import versions
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
-from zero_recipes.metrics.prediction import Prediction
-from zero_recipes.planner import cache
-from zero_recipes.planner.formulas import family
+from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
+from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, Prediction, ReservedRange
 from zero_recipes.planner.job import Job
+from zero_recipes.theory.lower_bounds import resumable_bytes
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "trl", "accelerate")  # that patches.py takes parts of
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
@@ -41,28 +41,59 @@ def unknown_versions() -> list[str]:
     return versions.untested(LIBRARIES)
 
 
-def predict(job: Job) -> Prediction:
-    """The prediction for one job; from the cache where it has been made with these versions. Raises Refusal."""
-    return predict_all([job])[0]
+def not_simulated(job: Job) -> str | None:
+    """Why the engine cannot be simulated for this job; None where it can."""
+    if job.is_fsdp:
+        return "FSDP2 is not simulated"
+    if job.on_nvme:
+        return "states on NVMe are not simulated: DeepSpeed writes them by a kernel that reads addresses"
+    if job.zero.hpz_partition_size > 1:
+        return "hpZ's second copy of the weights is not simulated"
+    if job.zero.quantizes_weights or job.zero.quantizes_gradients:
+        return "ZeRO++'s quantisers are not simulated: they are CUDA kernels"
+    if job.sequence_parallel > 1:
+        return "sequences that Ulysses shares out are not simulated"
+    if job.settings.load_in_4bit or job.settings.load_in_8bit:
+        return "quantised weights are not simulated: bitsandbytes packs them in kernels of its own"
+    return None
 
 
-def predict_all(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> list[Prediction]:
+def simulate(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> list[Prediction]:
     """Predictions in the order of the jobs; `done` is told of each job as it is ready, in any order.
 
+    All jobs of one device in one child, which imports the libraries once and forks for each job and rank.
     Raises Refusal where a job cannot be simulated.
     """
     for job in jobs:
         _refuse_unknown(job)
-    found = [cache.find(job) for job in jobs]
-    missing = [index for index, prediction in enumerate(found) if prediction is None]
-    for index, job in enumerate(jobs):
-        if index not in missing:
-            done(job)
-    if missing:
-        for index, prediction in zip(missing, simulate([jobs[index] for index in missing], done), strict=True):
-            found[index] = prediction
-            cache.keep(jobs[index], prediction)
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        answers = [[Path(folder, f"{index}.{rank}.json") for rank in _ranks(job)] for index, job in enumerate(jobs)]
+
+        def answered(answer: Path) -> None:
+            index = int(answer.name.split(".")[0])
+            if all(path.exists() for path in answers[index]):
+                done(jobs[index])
+
+        # stage 3 takes longest and comes first, so that no core is left alone with it at the end
+        for device in sorted({job.device for job in jobs}):  # the device that stands for a GPU comes before the forks
+            tasks = [
+                {"job": job.as_dict(), "rank": rank, "answer": str(path)}
+                for job, paths in sorted(zip(jobs, answers, strict=True), key=lambda pair: pair[0].zero_stage != 3)
+                if job.device == device
+                for rank, path in zip(_ranks(job), paths, strict=True)
+            ]
+            for answer, error in _run_worker(tasks, answered):
+                job = jobs[int(answer.name.split(".")[0])]
+                raise Refusal(
+                    "ZR821",
+                    f"{job.strategy} on {job.world_size} ranks cannot be simulated",
+                    error,
+                    "zero-recipes plan --quick answers by formulas.",
+                )
+        return [
+            _prediction(job, [json.loads(path.read_text()) for path in paths])
+            for job, paths in zip(jobs, answers, strict=True)
+        ]
 
 
 def _refuse_unknown(job: Job) -> None:
@@ -75,7 +106,7 @@ def _refuse_unknown(job: Job) -> None:
             "It replaces small parts of them (planner/simulator/patches.py), tested with these versions only.",
             quick,
         )
-    other = family.not_simulated(job)
+    other = not_simulated(job)
     if other:
         raise Refusal(
             "ZR819",
@@ -92,41 +123,6 @@ def _refuse_unknown(job: Job) -> None:
         )
 
 
-def simulate(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> list[Prediction]:
-    """All jobs of one device in one child, which imports the libraries once and forks for each job and rank.
-
-    Raises Refusal where a job cannot be simulated. Nothing is kept.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        answers = [[Path(folder, f"{index}.{rank}.json") for rank in _ranks(job)] for index, job in enumerate(jobs)]
-
-        def told(answer: Path) -> None:
-            index = int(answer.name.split(".")[0])
-            if all(path.exists() for path in answers[index]):
-                done(jobs[index])
-
-        # stage 3 takes longest and comes first, so that no core is left alone with it at the end
-        for device in sorted({job.device for job in jobs}):  # the device that stands for a GPU comes before the forks
-            tasks = [
-                {"job": job.as_dict(), "rank": rank, "answer": str(path)}
-                for job, paths in sorted(zip(jobs, answers, strict=True), key=lambda pair: pair[0].zero_stage != 3)
-                if job.device == device
-                for rank, path in zip(_ranks(job), paths, strict=True)
-            ]
-            for answer, error in _engine(tasks, told):
-                job = jobs[int(answer.name.split(".")[0])]
-                raise Refusal(
-                    "ZR821",
-                    f"{job.strategy} on {job.world_size} ranks cannot be simulated",
-                    error,
-                    "zero-recipes plan --quick answers by formulas.",
-                )
-        return [
-            _prediction(job, [json.loads(path.read_text()) for path in paths])
-            for job, paths in zip(jobs, answers, strict=True)
-        ]
-
-
 def _ranks(job: Job) -> list[int]:
     """The first and the last at stages 1 and 2: their flat partitions cut other tensors, which are kept whole.
 
@@ -135,7 +131,7 @@ def _ranks(job: Job) -> list[int]:
     return sorted({0, job.world_size - 1}) if job.zero_stage in (1, 2) else [0]
 
 
-def _engine(tasks: list[dict], told: Callable[[Path], None]) -> list[tuple[Path, str]]:
+def _run_worker(tasks: list[dict], answered: Callable[[Path], None]) -> list[tuple[Path, str]]:
     """Run the tasks; [(answer's path, what went wrong)] of those that failed."""
     child = subprocess.Popen(
         [sys.executable, "-m", "zero_recipes.planner.simulator.worker", str(_at_once())],
@@ -153,12 +149,12 @@ def _engine(tasks: list[dict], told: Callable[[Path], None]) -> list[tuple[Path,
     failed, ended = [], set()
     for line in child.stdout:
         if line.startswith("{"):
-            said = json.loads(line)
-            ended.add(said["answer"])
-            if said["error"]:
-                failed.append((Path(said["answer"]), said["error"]))
+            message = json.loads(line)
+            ended.add(message["answer"])
+            if message["error"]:
+                failed.append((Path(message["answer"]), message["error"]))
             else:
-                told(Path(said["answer"]))
+                answered(Path(message["answer"]))
     child.wait()
     listener.join()
     for task in tasks:
@@ -187,55 +183,43 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
     """The rank that needs most, with what the ranks need together."""
     most = max(ranks, key=lambda rank: rank["allocated_peak_bytes"])
     settings = job.settings
-    here = min(job.gpus_per_node, job.world_size)
-    reserved = most["reserved_peak_bytes"]
+    here, reserved = job.ranks_per_node, most["reserved_peak_bytes"]
     extras = CONTEXT + (COMMUNICATOR if job.world_size > 1 else 0)
-    return {
-        "source": "engine",
-        "strategy": job.strategy,
-        "zero_stage": job.zero_stage,
-        "world_size": job.world_size,
-        "parameters": most["parameters"],
-        "trainable_parameters": most["trainable_parameters"],
-        "precision": settings.precision,
-        "micro_batch_size": settings.per_device_train_batch_size,
-        "gradient_accumulation_steps": most["gradient_accumulation_steps"],
-        "max_length": settings.max_length,
-        **{key: most[key] for key in ("allocated_peak_bytes", "peak_phase", "peak_operator", "at_peak", "peaks")},
-        "model_state_bytes": {
-            part: max(rank["model_state_bytes"][part] for rank in ranks) for part in most["model_state_bytes"]
-        },
-        "memory_phases": most["memory_phases"],
-        "reserved_bytes": {
-            "low": reserved + extras,
-            "high": int(reserved * FRAGMENTATION) + extras,
-        },
-        "host_bytes": {
-            "load": here * (most["host_load"] + most["imports"]),
-            "training": here * (most["host_training"] + most["imports"]),
-        },
-        "checkpoint_bytes": _checkpoint_bytes(job, most),
-        "communication_bytes_per_step": most["communication_bytes_per_step"],
-        "flops_per_step": most["flops_per_step"],
-        "seconds": sum(rank["seconds"] for rank in ranks),
-        "resident_bytes": max(rank["resident_bytes"] for rank in ranks),
-        "notes": _notes(job),
-    }
+    as_found = ("parameters", "trainable_parameters", "gradient_accumulation_steps", "allocated_peak_bytes")
+    as_found += ("peak_phase", "peak_operator", "at_peak", "peaks", "communication_bytes_per_step", "flops_per_step")
+    return Prediction(
+        source="engine",
+        strategy=job.strategy,
+        zero_stage=job.zero_stage,
+        world_size=job.world_size,
+        precision=settings.precision,
+        micro_batch_size=settings.per_device_train_batch_size,
+        max_length=settings.max_length,
+        **{key: most[key] for key in as_found},
+        model_state_bytes=ModelStateBytes(
+            **{part: max(rank["model_state_bytes"][part] for rank in ranks) for part in most["model_state_bytes"]}
+        ),
+        memory_phases=PhaseBytes(**most["memory_phases"]),
+        reserved_bytes=ReservedRange(low=reserved + extras, high=int(reserved * FRAGMENTATION) + extras),
+        host_bytes=HostBytes(
+            load=here * (most["host_load"] + most["imports"]),
+            training=here * (most["host_training"] + most["imports"]),
+        ),
+        checkpoint_bytes=_checkpoint_bytes(job, most),
+        seconds=sum(rank["seconds"] for rank in ranks),
+        resident_bytes=max(rank["resident_bytes"] for rank in ranks),
+        notes=_notes(job),
+    )
 
 
-def _checkpoint_bytes(job: Job, found: dict[str, Any]) -> dict[str, int]:
-    """On disk, all ranks together: 16 bits of each weight (32 without DeepSpeed) and Adam's fp32 states.
-
-    Below stage 3 DeepSpeed writes the weights once more (mp_rank_00_model_states.pt).
-    """
+def _checkpoint_bytes(job: Job, found: dict[str, Any]) -> CheckpointBytes:
+    """16 bits of each weight (32 without DeepSpeed), and Adam's fp32 states with DeepSpeed's fp32 master."""
     trainable = found["trainable_parameters"]
     lora = trainable < found["parameters"]
     each = 2 if job.ds_config is not None and job.settings.precision != "fp32" else 4
     weights = each * (trainable if lora else found["parameters"])
-    if job.ds_config is None:
-        return {"weights": weights, "resumable": weights + 8 * trainable}
-    again = 0 if job.zero_stage == 3 else weights
-    return {"weights": weights, "resumable": weights + 12 * trainable + again}
+    optimizer = (8 if job.ds_config is None else 12) * trainable
+    return CheckpointBytes(weights=weights, resumable=resumable_bytes(weights, optimizer, job.zero_stage))
 
 
 def _notes(job: Job) -> list[str]:

@@ -1,6 +1,6 @@
 """One rank of one run, without numbers: the real Trainer and DeepSpeed engine take two steps under fake tensors.
 
-Runs in processes of its own (simulation.py starts them), for it replaces parts of the libraries (patches.py) that no
+Runs in processes of its own (parent.py starts them), for it replaces parts of the libraries (patches.py) that no
 training may meet. Tasks come as JSON on standard input: [{"job", "rank", "answer": path}], all of one device. The
 libraries are imported once; each task runs in a fork. A line of JSON on standard output for each: {"answer", "error"}.
 
@@ -56,7 +56,7 @@ LEFT_OUT = {
 def main(at_once: int) -> None:
     """Run the tasks of standard input, so many at once."""
     tasks = json.load(sys.stdin)
-    said = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to stderr
     _import(tasks[0]["job"]["device"] == "gpu")
     running: dict[int, dict] = {}
@@ -73,7 +73,7 @@ def main(at_once: int) -> None:
         if status:
             trace = Path(task["answer"] + ".error")
             error = trace.read_text() if trace.exists() else f"its process ended with status {status}"
-        print(json.dumps({"answer": task["answer"], "error": error}), file=said, flush=True)
+        print(json.dumps({"answer": task["answer"], "error": error}), file=answers, flush=True)
 
 
 def _import(on_gpu: bool) -> None:
@@ -105,7 +105,7 @@ def _run(task: dict) -> NoReturn:
         _environment(job, task["rank"])
         _start_group(job, task["rank"])
         with tempfile.TemporaryDirectory() as folder:
-            found = simulate(job, folder)
+            found = train_two_steps(job, folder)
         found["seconds"] = time.perf_counter() - started
         found["resident_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         Path(task["answer"]).write_text(json.dumps(found))
@@ -155,8 +155,8 @@ def _start_group(job: Job, rank: int) -> None:
         deepspeed.init_distributed("fake", auto_mpi_discovery=False, verbose=False)
 
 
-def simulate(job: Job, folder: str) -> dict:
-    """Build the run as run_sft.py does, under fake tensors, train two steps, and say what was counted (watch.py)."""
+def train_two_steps(job: Job, folder: str) -> dict:
+    """Build the run as run_sft.py does, under fake tensors, train two steps, and return what was counted."""
     import psutil
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode

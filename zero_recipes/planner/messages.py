@@ -1,0 +1,178 @@
+"""The sentences of a plan: all that it says in prose is made here, from values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zero_recipes.core.units import parameters, significant, size
+from zero_recipes.metrics.prediction import Prediction
+from zero_recipes.planner.advice import Change
+from zero_recipes.planner.fit import Fit
+from zero_recipes.planner.hardware import Gpu
+from zero_recipes.planner.job import Job
+from zero_recipes.planner.recommend import Recommendation, RuleOfThumb
+from zero_recipes.planner.rows import Row
+
+LARGE_HOST = 2 * 1024**4  # bytes; servers of eight GPUs are mostly rented with 1 to 2 TiB
+SOURCES = {"engine": "the engine, simulated", "formulas": "textbook formulas"}
+STATUSES = {"fits": "fits into", "tight": "tight in", "no": "does not fit into"}
+PRICES = {
+    "checkpointing": "Recomputing activations takes about a third more computation, and changes no result.",
+    "micro batch": "Smaller micro batches keep the global batch; they compute less efficiently.",
+    "stage": "A higher stage changes no result; stage 3 communicates half as much again.",
+    "offload": "Offload changes no result, and is much slower.",
+    "LoRA": "LoRA trains another model: an adapter, with its own learning rate (ten times as high is usual).",
+    "GPUs": "More GPUs cost more an hour and shorten the run.",
+}
+COLUMNS = [
+    "Peak: bytes of live tensors on the fullest GPU, and where it stands; the columns up to Other are its parts.",
+    "Reserved: what the process takes of the GPU, allocator, CUDA and NCCL included; the status is about this range.",
+    "Host: host memory a machine, while loading / in training; --host_memory holds it against what there is.",
+    "Disk: the model / a checkpoint to go on from.",
+    "Comm.: bytes through collectives in one step, an all-reduce counted twice.",
+    "Times are estimates, 20 to 30 % to either side, more with offload or without NVLink; all sequences are taken as "
+    "long as they may be.",
+]
+CANNOT_KNOW = [
+    "Fragmentation beyond the range given; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps it small.",
+    "torch.compile, mixtures of experts (which tokens go where) and quantised weights.",
+    "Answers to sample prompts and evaluation with a larger batch; other programs on the same GPU.",
+]
+
+
+def heading(rows: Sequence[Row], gpu: Gpu) -> str:
+    """Model, batch and machine in one line."""
+    job, first = rows[0].job, rows[0].prediction
+    sources = {row.prediction.source for row in rows}
+    source = ", and for * ".join(words for name, words in SOURCES.items() if name in sources)
+    return (
+        f"{(job.model or '').removeprefix('./')}, {job.world_size} x {gpu.name}, {first.precision}, "
+        f"micro batch {first.micro_batch_size} x {first.max_length} tokens; {source}"
+    )
+
+
+def peak(prediction: Prediction, fit: Fit | None) -> str:
+    """One line for the log of a run."""
+    message = f"{size(prediction.allocated_peak_bytes)} at the peak, by {SOURCES[prediction.source]}"
+    return message if fit is None else f"{message}: {STATUSES[fit.status]} {size(fit.capacity)}"
+
+
+def change_in_words(change: Change) -> str:
+    """What is set otherwise: "zero3 and activation checkpointing"."""
+    start, job = change.start, change.job
+    under = job.strategy if job.strategy != start.strategy else ""
+    settings = job.settings
+    parts = [under]
+    if job.world_size != start.world_size:
+        parts = [f"{job.world_size} GPUs" + (f" under {under}" if under else "")]
+    if settings.use_peft and not start.settings.use_peft:
+        parts.append("LoRA (use_peft: true)")
+    if job.recomputes and not start.recomputes:
+        parts.append("activation checkpointing")
+    batch = settings.per_device_train_batch_size
+    if batch != start.settings.per_device_train_batch_size:
+        parts.append(f"micro batches of {batch} with {settings.gradient_accumulation_steps} accumulations")
+    return " and ".join(part for part in parts if part)
+
+
+def change_and_need(change: Change) -> str:
+    """The change, what it leaves of the GPU, and what it takes of the host."""
+    host = host_memory(change.prediction.host_bytes.training)
+    return f"{change_in_words(change)} ({size(change.fit.margin)} left{f'; {host}' if host else ''})"
+
+
+def host_memory(held: int) -> str:
+    """What the run keeps in the memory of one machine, in bytes; nothing where it keeps nothing there."""
+    if not held:
+        return ""
+    return f"{size(held)} of host memory a machine" + (", which few have" if held > LARGE_HOST else "")
+
+
+def reasons(advice: Recommendation) -> list[str]:
+    """Why this is recommended, sentence by sentence."""
+    return list(_of_chosen(advice) if advice.chosen else _of_change(advice))
+
+
+def _of_chosen(advice: Recommendation) -> Iterator[str]:
+    fitting, chosen = advice.fitting, advice.chosen
+    yield f"{_names(fitting)} {'fits' if len(fitting) == 1 else 'fit'} on {_machine(advice.rows[0].job, advice.gpu)}."
+    message = f"{chosen.job.strategy}: {_seconds(chosen.speed.step_seconds)} a step, {size(chosen.fit.margin)} left"
+    if len(fitting) == 1:
+        yield f"{message}."
+    elif len(advice.as_fast) == 1:
+        yield f"{message}; the fastest of them."
+    else:
+        yield f"{message}; {_names(advice.as_fast)} are equally fast by estimate, and it leaves most room."
+    if chosen.offloads:
+        yield (
+            f"It keeps states in {host_memory(chosen.prediction.host_bytes.training)}; that takes "
+            f"{_seconds(chosen.speed.offloading)} of each step. More GPUs would be faster."
+        )
+    elif advice.offloading:
+        row = advice.offloading
+        yield (
+            f"Offload ({row.job.strategy}) would leave {size(row.fit.margin)}, for a step about "
+            f"{significant(row.speed.middle / chosen.speed.middle)} times as long and "
+            f"{host_memory(row.prediction.host_bytes.training)}: for larger batches or models."
+        )
+    yield from _network(chosen.job, advice.gpu)
+    if advice.smaller_gpus:
+        yield f"A smaller GPU takes it too: {' or '.join(advice.smaller_gpus)}."
+
+
+def _of_change(advice: Recommendation) -> Iterator[str]:
+    yield f"No strategy is sure to fit on {_machine(advice.rows[0].job, advice.gpu)} as the recipe stands."
+    tight = [row for row in advice.rows if row.fit.status == "tight"]
+    if tight:
+        yield f"{_names(tight)} may: only the low end of the estimate fits, so that it can end out of memory."
+    change = advice.change
+    if change is None:
+        yield "No change that was tried makes one fit."
+        return
+    left = size(change.fit.margin)
+    yield f"The mildest change: {change_in_words(change)} (from {change.start.strategy}); {left} are then left."
+    yield PRICES[change.harshest]
+    host = host_memory(change.prediction.host_bytes.training)
+    if host:
+        yield f"It needs {host}."
+    yield from _network(change.job, advice.gpu)
+
+
+def rule(found: RuleOfThumb) -> str:
+    """What the common rule says for this model, and whether it holds on these GPUs."""
+    message = (
+        f"A common rule: {found.strategy} for a model of {parameters(found.parameters)} parameters (ddp below 10, "
+        "zero2 up to 50 billion)."
+    )
+    if found.row is None:
+        return message
+    needs, fit = size(found.row.prediction.reserved_bytes.high), found.row.fit
+    if fit.status == "fits":
+        return f"{message} Here it fits: {needs} at most."
+    return (
+        f"{message} Here it {'may not fit' if fit.status == 'tight' else 'does not fit'}: up to {needs} on a GPU of "
+        f"{size(fit.capacity)}. The rule leaves out the number of GPUs, their memory and the activations."
+    )
+
+
+def _seconds(values: tuple[float, float]) -> str:
+    return f"{significant(values[0])} to {significant(values[1])} s"
+
+
+def _machine(job: Job, gpu: Gpu) -> str:
+    nodes = job.world_size // job.gpus_per_node
+    return f"{job.world_size} x {gpu.name}" + (f" in {nodes} machines" if nodes > 1 else "")
+
+
+def _names(rows: Sequence[Row]) -> str:
+    names = [row.job.strategy for row in rows]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def _network(job: Job, gpu: Gpu) -> Iterator[str]:
+    nodes = job.world_size // job.gpus_per_node
+    if nodes > 1:
+        yield (
+            f"{nodes} machines: collectives cross the network, {significant(gpu.network_gb_s)} GB/s for each GPU where "
+            "it is as the table assumes."
+        )
