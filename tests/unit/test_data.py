@@ -97,7 +97,7 @@ def test_missing_data_splits_and_columns_are_refused(tmp_path):
 
 
 def test_samples_that_cannot_be_had_are_refused(tmp_path):
-    with pytest.raises(Refusal, match="asks for evaluation rows"):
+    with pytest.raises(Refusal, match="needs evaluation rows"):
         choose_samples(3, None, "alpaca", None)
     with pytest.raises(Refusal, match="no file of sample prompts"):
         choose_samples("nowhere.jsonl", None, "alpaca", None)
