@@ -100,7 +100,7 @@ def test_accelerate_alone_does_not_shard_on_a_cpu(two, recipe, tmp_path):
     """Fails when accelerate shards there by itself: then compat/fsdp.py let_it_shard_on_cpu may go."""
     argv = [str(recipe), "--output_dir", str(tmp_path), *FSDP]
     for said in two.run("fsdp_cases.train_without_the_patch", argv=argv):
-        assert said.startswith("FSDP2 was asked for and does not shard: ")
+        assert said.startswith("FSDP2 was requested and does not shard: ")
 
 
 @pytest.mark.private

@@ -148,7 +148,7 @@ def test_machines_meet_and_learn_each_others_names():
 
 
 def test_a_machine_that_never_comes_is_named_and_one_that_is_none_refused():
-    with pytest.raises(Refusal, match=r"machine 1 \(node-b\), machine 2 \(node-c\) have not come to machine 0") as said:
+    with pytest.raises(Refusal, match=r"machine 1 \(node-b\), machine 2 \(node-c\) have not joined machine 0") as said:
         wait_for_hosts(["127.0.0.1", "node-b", "node-c"], 0, free_port(), 0.1)
     assert "1 of 3 machines are there" in said.value.why
     with pytest.raises(Refusal, match="machine_rank 2 of 2 machines"):
