@@ -12,15 +12,15 @@ from zero_recipes.core.errors import Refusal
 from zero_recipes.core.process import rank
 
 
-def resumes(asked: object) -> bool:
+def resumes(requested: object) -> bool:
     """Whether `resume_from_checkpoint` asks for anything. transformers takes the command line's "true" for a path."""
-    return str(asked).lower() not in ("none", "false")
+    return str(requested).lower() not in ("none", "false")
 
 
-def resumes_in(output_dir: Path, asked: object) -> bool:
+def resumes_in(output_dir: Path, requested: object) -> bool:
     """Whether it asks for what stands in output_dir: `true`, or the path of a checkpoint there."""
-    word = str(asked).lower()
-    return resumes(asked) and (word == "true" or Path(str(asked)).resolve().parent == output_dir.resolve())
+    text = str(requested).lower()
+    return resumes(requested) and (text == "true" or Path(str(requested)).resolve().parent == output_dir.resolve())
 
 
 def numbered(output_dir: Path) -> list[Path]:
@@ -35,16 +35,16 @@ def step_of(checkpoint: Path) -> int:
     return int(digits[1]) if digits else -1
 
 
-def checkpoint_to_resume(output_dir: Path, asked: object, overwrite: bool = False) -> str | None:
+def checkpoint_to_resume(output_dir: Path, requested: object, overwrite: bool = False) -> str | None:
     """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the last whole one in output_dir.
 
     `true` where there is none starts fresh and says so: a pod that restarts runs the same command. Nothing is changed
     here (`clear_unfinished` does, once every rank has looked). Raises Refusal.
     """
-    if not resumes(asked):
+    if not resumes(requested):
         return None
-    if str(asked).lower() != "true":
-        checkpoint = Path(str(asked))
+    if str(requested).lower() != "true":
+        checkpoint = Path(str(requested))
         _refuse_unusable(checkpoint)
     elif overwrite:
         raise Refusal(

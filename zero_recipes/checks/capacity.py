@@ -21,17 +21,17 @@ def memory_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> 
     terms = host_terms(run.strategy, run.device, run.settings, config, psi, here)
     limit, source = host.memory()
     if sum(terms.values()) > limit:
-        cures = "A machine with more memory, fewer processes on it"
+        fixes = "A machine with more memory, fewer processes on it"
         if "weights while loading" in terms:
-            cures += ", stage 3 (it loads in parts), or dtype: bfloat16"
+            fixes += ", stage 3 (it loads in parts), or dtype: bfloat16"
         elif run.device == "cuda":
-            cures += ", or a ds_config that offloads less"
+            fixes += ", or a ds_config that offloads less"
         yield Finding(
             "ZR608",
             f"the run needs at least {units.size(sum(terms.values()))} of host memory, and {units.size(limit)} can be "
             "had",
             f"{_sum(terms)} for {psi:,} parameters in {here} process{'es' if here > 1 else ''}; the limit is {source}.",
-            f"{cures}.",
+            f"{fixes}.",
         )
 
 

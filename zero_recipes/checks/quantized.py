@@ -14,33 +14,33 @@ RUN_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 def quantized_findings(settings: Settings, strategy) -> Iterator[Finding]:
     """`settings`: the recipe's keys in force; `strategy`: a zero_recipes.config.strategy.Strategy."""
-    asked = next((key for key in ("load_in_4bit", "load_in_8bit") if getattr(settings, key)), None)
-    if asked is None:
+    key = next((key for key in ("load_in_4bit", "load_in_8bit") if getattr(settings, key)), None)
+    if key is None:
         return
     if importlib.util.find_spec("bitsandbytes") is None:
         yield Finding(
             "ZR409",
-            f"{asked}, but the package bitsandbytes is not installed",
+            f"{key}, but the package bitsandbytes is not installed",
             "transformers (quantizers/quantizer_bnb_4bit.py) stops without it.",
-            f"pip install bitsandbytes, or remove {asked}.",
+            f"pip install bitsandbytes, or remove {key}.",
         )
     if not settings.use_peft:
         yield Finding(
             "ZR410",
-            f"{asked} without LoRA",
+            f"{key} without LoRA",
             "transformers (trainer_utils.py, validate_quantization_for_training) trains no purely quantized model, and "
             "says so once the model has been loaded.",
-            f"Set use_peft: true, or remove {asked}.",
+            f"Set use_peft: true, or remove {key}.",
         )
     if settings.random_weights:
         yield Finding(
-            "ZR411", f"{asked} with random_weights", "There are no weights to quantize.", "Remove one of the two."
+            "ZR411", f"{key} with random_weights", "There are no weights to quantize.", "Remove one of the two."
         )
-    if asked == "load_in_8bit":
+    if key == "load_in_8bit":
         yield from _shared_in_8_bit(strategy)
     else:
         yield from _shared_in_4_bit(str(settings.bnb_4bit_quant_storage or "uint8"), settings.precision, strategy)
-    yield from _packed_twice(asked, strategy)
+    yield from _packed_twice(key, strategy)
 
 
 def _shared_in_8_bit(strategy) -> Iterator[Finding]:
@@ -95,7 +95,7 @@ def _shared_in_4_bit(storage: str, precision: str, strategy) -> Iterator[Finding
         )
 
 
-def _packed_twice(asked: str, strategy) -> Iterator[Finding]:
+def _packed_twice(key: str, strategy) -> Iterator[Finding]:
     config = DsConfig({}) if strategy.ds_config is None else strategy.ds_config
     named = ["offload_param to NVMe"] if config.offload_param == "nvme" else []
     named += ["zero_quantized_weights"] if config.quantizes_weights else []
@@ -103,7 +103,7 @@ def _packed_twice(asked: str, strategy) -> Iterator[Finding]:
     if named:
         yield Finding(
             "ZR417",
-            f"{asked} with {', '.join(named)}",
+            f"{key} with {', '.join(named)}",
             "They swap, pack or copy parameters as if they were 16-bit numbers. Never run together here.",
             "Use ds_configs/zero3.json or zero3_offload.json.",
         )

@@ -125,10 +125,10 @@ def _quantized_communication(
     config: DsConfig, world_size: int, local_world_size: int, device: str
 ) -> Iterator[Finding]:
     zero = config.zero
-    asked = [k for k in ("zero_quantized_weights", "zero_quantized_gradients") if zero.get(k)]
-    if not asked:
+    requested = [k for k in ("zero_quantized_weights", "zero_quantized_gradients") if zero.get(k)]
+    if not requested:
         return
-    named = " and ".join(asked)
+    named = " and ".join(requested)
     if zero.get("stage") != 3:
         yield Finding(
             "ZR226",
@@ -144,7 +144,7 @@ def _quantized_communication(
             "(ops/op_builder/cpu/no_impl.py).",
             "Remove it for runs on CPUs.",
         )
-    elif "zero_quantized_gradients" in asked and local_world_size >= world_size:
+    elif "zero_quantized_gradients" in requested and local_world_size >= world_size:
         yield Finding(
             "ZR228",
             "zero_quantized_gradients on one node",
@@ -209,15 +209,15 @@ def _nvme(config: DsConfig, settings: Settings) -> Iterator[Finding]:
 def _races(zero: Mapping, settings: Settings, installed: str) -> Iterator[Finding]:
     if not zero.get("overlap_comm") or zero.get("stage") not in (1, 2):
         return
-    for mended, compiled_only, what in RACES:
-        if Version(installed) < Version(mended) and (settings.torch_compile or not compiled_only):
+    for fixed_in, compiled_only, what in RACES:
+        if Version(installed) < Version(fixed_in) and (settings.torch_compile or not compiled_only):
             yield Finding(
                 "ZR234",
                 f"overlap_comm at stage {zero['stage']}"
                 + (" with torch_compile" if compiled_only else "")
                 + f" under DeepSpeed {installed}",
                 what,
-                f'Install DeepSpeed {mended} or later, or set "overlap_comm": false.',
+                f'Install DeepSpeed {fixed_in} or later, or set "overlap_comm": false.',
             )
 
 

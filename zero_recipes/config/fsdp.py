@@ -84,13 +84,13 @@ def _value(text: str) -> Any:
 
 
 def _from_recipe(settings: Settings) -> dict[str, Any] | None:
-    asked, config = settings.fsdp, settings.fsdp_config
-    if str(asked).lower() in ("none", "false", "[]", ""):
+    requested, config = settings.fsdp, settings.fsdp_config
+    if str(requested).lower() in ("none", "false", "[]", ""):
         return None
-    if str(asked).lower() != "true":
+    if str(requested).lower() != "true":
         raise Refusal(
             "ZR312",
-            f"fsdp: {asked}",
+            f"fsdp: {requested}",
             "Values such as full_shard are FSDP1's; transformers (training_args.py, _apply_legacy_fsdp_to_config) "
             "still reads them, and warns that it will not for long.",
             "Write fsdp: true, and what differs from the defaults under fsdp_config.",

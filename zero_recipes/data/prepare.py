@@ -64,14 +64,14 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
 
     def work() -> dict:
         rows, evaluation = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
-        dressed = apply_chat_template_file(tokenizer, training_args)
-        samples = choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, dressed)
+        templated = apply_chat_template_file(tokenizer, training_args)
+        samples = choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, templated)
         streams = isinstance(rows, IterableDataset)
         if streams:
             folder, data_sha256, start = None, None, Dataset.from_list(list(rows.take(STREAMED_ROWS)))
-            _, _, found, findings = prepare_split(start, dressed, training_args, training_args.packing, skips)
+            _, _, found, findings = prepare_split(start, templated, training_args, training_args.packing, skips)
         else:
-            folder, found, findings, data_sha256 = _cached(rows, evaluation, dressed, training_args, skips)
+            folder, found, findings, data_sha256 = _cached(rows, evaluation, templated, training_args, skips)
         if any(finding.level == "error" for finding in findings):
             raise Refusal.of(findings)
         return {
@@ -82,17 +82,17 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
             "data_sha256": data_sha256,
         }
 
-    word = once_per_node(work)
-    if word["folder"] is None:  # TRL tokenises a stream as it comes
+    shared = once_per_node(work)
+    if shared["folder"] is None:  # TRL tokenises a stream as it comes
         train, evaluation = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
     else:
-        splits = datasets.load_from_disk(word["folder"])
+        splits = datasets.load_from_disk(shared["folder"])
         train, evaluation = splits["train"], splits.get("eval")
         training_args.dataset_kwargs = (training_args.dataset_kwargs or {}) | {"skip_prepare_dataset": True}
         training_args.assistant_only_loss = False  # in the labels by now; SFTTrainer would look for conversations
-    samples = [Sample(**sample) for sample in word["samples"]]
-    findings = [Finding(**finding) for finding in word["findings"]]
-    return Prepared(train, evaluation, samples, Audit(**word["audit"]), findings, word["data_sha256"])
+    samples = [Sample(**sample) for sample in shared["samples"]]
+    findings = [Finding(**finding) for finding in shared["findings"]]
+    return Prepared(train, evaluation, samples, Audit(**shared["audit"]), findings, shared["data_sha256"])
 
 
 def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, training_args) -> PreTrainedTokenizerBase:
@@ -157,7 +157,7 @@ def _without_embeddings(tokenizer: PreTrainedTokenizerBase) -> SimpleNamespace:
 def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
     """input_ids and labels of each row, before truncation, dropping, packing and shuffling.
 
-    By the code that SFTTrainer trains with. `tokenizer`: dressed.
+    By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied.
     """
     whole = copy.copy(training_args)
     whole.max_length, whole.shuffle_dataset = None, False
@@ -165,7 +165,7 @@ def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -
 
 
 def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
-    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled if asked, as TRL does."""
+    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does."""
     return prepare_dataset(tokenised, tokenizer, training_args, packing)
 
 
@@ -198,19 +198,19 @@ def _cached(
             splits["eval"] = whole if skips else finish(whole, tokenizer, training_args, packing)
         if any(finding.level == "error" for finding in findings):
             return folder, found, findings, None
-        said = {"audit": asdict(found), "findings": [asdict(finding) for finding in findings]}
-        said["data_sha256"] = data_sha256(ready)
+        written = {"audit": asdict(found), "findings": [asdict(finding) for finding in findings]}
+        written["data_sha256"] = data_sha256(ready)
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".part"))
         splits.save_to_disk(part)
-        (part / "audit.json").write_text(json.dumps(said))
+        (part / "audit.json").write_text(json.dumps(written))
         try:
             part.rename(folder)
         except OSError:  # another run was faster
             shutil.rmtree(part)
-    said = json.loads(note.read_text())
-    findings = [Finding(**finding) for finding in said["findings"]]
-    return folder, Audit(**said["audit"]), findings, said["data_sha256"]
+    written = json.loads(note.read_text())
+    findings = [Finding(**finding) for finding in written["findings"]]
+    return folder, Audit(**written["audit"]), findings, written["data_sha256"]
 
 
 def data_sha256(rows: Dataset) -> str:

@@ -1,4 +1,4 @@
-"""The prompts that a model is asked before and after training."""
+"""The prompts that a model answers before and after training."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ class Sample:
 
 
 def choose_samples(
-    asked: Any, eval_rows, dataset_format: str | None, tokenizer: PreTrainedTokenizerBase
+    requested: Any, eval_rows, dataset_format: str | None, tokenizer: PreTrainedTokenizerBase
 ) -> list[Sample]:
     """The recipe's `sample_prompts`: a number of evaluation rows, a JSON Lines file, or a list of prompts."""
-    if asked is None or str(asked) == "0":
+    if requested is None or str(requested) == "0":
         return []
-    if isinstance(asked, list):
+    if isinstance(requested, list):
         wrap = alpaca_prompt if dataset_format == "alpaca" else str
-        return [Sample(wrap(str(prompt)), None) for prompt in asked]
-    if str(asked).isdigit():
+        return [Sample(wrap(str(prompt)), None) for prompt in requested]
+    if str(requested).isdigit():
         if eval_rows is None:
             raise Refusal(
                 "ZR516",
-                f"sample_prompts: {asked} needs evaluation rows, but the run has none",
+                f"sample_prompts: {requested} needs evaluation rows, but the run has none",
                 'eval_strategy is "no", so no evaluation split is loaded.',
                 "Set eval_strategy, or name a JSON Lines file or a list of prompts.",
             )
-        return [_sample(row, tokenizer) for row in eval_rows.take(int(asked))]
-    path = Path(str(asked))
+        return [_sample(row, tokenizer) for row in eval_rows.take(int(requested))]
+    path = Path(str(requested))
     if not path.is_file():
         raise Refusal(
             "ZR517",

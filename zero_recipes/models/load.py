@@ -110,11 +110,11 @@ def load_model(config: PretrainedConfig, model_args, training_args, ours) -> Pre
         _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
         if _quantization(model_args, config) is not None:
             keep_4bit_layout(model)
-    asked, got = keywords["attn_implementation"], attention_in_force(model)
-    if asked is not None and got != asked:
+    requested, got = keywords["attn_implementation"], attention_in_force(model)
+    if requested is not None and got != requested:
         raise Refusal(
             "ZR406",
-            f"attn_implementation: {asked} was requested, {type(model).__name__} took {got}",
+            f"attn_implementation: {requested} was requested, {type(model).__name__} took {got}",
             "The architecture does not have it; speed and memory would be another's.",
             f"Run with --attn_implementation {got}.",
         )

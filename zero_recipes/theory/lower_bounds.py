@@ -47,9 +47,9 @@ def parameter_sizes(config, trust_remote_code: bool) -> list[int] | None:
 
 def load_bytes_per_parameter(settings: Settings, config) -> int:
     """Of the dtype that the weights are loaded in; 0 where they are quantized on the way."""
-    asked = (settings.model_init_kwargs or {}).get("dtype") or settings.dtype
-    asked = config.dtype or "float32" if asked in ("auto", None) else asked
-    return 0 if settings.load_in_4bit or settings.load_in_8bit else _bytes_of(asked)
+    requested = (settings.model_init_kwargs or {}).get("dtype") or settings.dtype
+    requested = config.dtype or "float32" if requested in ("auto", None) else requested
+    return 0 if settings.load_in_4bit or settings.load_in_8bit else _bytes_of(requested)
 
 
 def _bytes_of(dtype: object) -> int:
@@ -60,7 +60,7 @@ def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi:
     """{what: bytes} that the `here` processes of this machine hold in its memory at one moment, at least.
 
     On CPUs all model states but those on NVMe; on GPUs what the ds_config offloads to the CPU and, below stage 3, the
-    loaded weights of every process. Weights whose file has the asked dtype do not count: safetensors maps the file.
+    loaded weights of every process. Weights whose file has the requested dtype do not count: safetensors maps the file.
     """
     states = _states(strategy, settings, config, psi)
     optimizer, params = strategy.offload_optimizer, strategy.offload_param

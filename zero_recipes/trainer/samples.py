@@ -24,7 +24,7 @@ SCORES = Path(__file__).with_name("scores")
 
 @dataclass
 class Answers:
-    """What the model said, in the order of the samples; losses: mean over a reference's tokens, its end included."""
+    """What the model answered, in the order of the samples; losses: mean over the reference's tokens."""
 
     texts: list[str]
     reference_losses: list[float | None]
@@ -149,7 +149,7 @@ def _generate(trainer: SFTTrainer, samples: list[Sample], max_new_tokens: int) -
     tokenizer, device = trainer.processing_class, trainer.accelerator.device
     rows = [tokenizer(s.prompt, add_special_tokens=not s.templated)["input_ids"] for s in samples]
     ids, mask = _pad(rows, tokenizer.pad_token_id, left=True)
-    said = trainer.model.generate(
+    answered = trainer.model.generate(
         input_ids=ids.to(device),
         attention_mask=mask.to(device),
         max_new_tokens=max_new_tokens,
@@ -157,7 +157,7 @@ def _generate(trainer: SFTTrainer, samples: list[Sample], max_new_tokens: int) -
         pad_token_id=tokenizer.pad_token_id,
         synced_gpus=None,  # transformers turns it on where ranks must move together (ZeRO stage 3, FSDP)
     )
-    return [text.strip() for text in tokenizer.batch_decode(said[:, ids.shape[1] :], skip_special_tokens=True)]
+    return [text.strip() for text in tokenizer.batch_decode(answered[:, ids.shape[1] :], skip_special_tokens=True)]
 
 
 @torch.no_grad()
