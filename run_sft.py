@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
 def prepare(argv: list[str]):
     """The RunConfig of a recipe; refuses whatever can be refused without a process group, and touches nothing."""
     path, overrides = recipes.split_command_line(argv)
-    mapping = recipes.read(path)  # the recipe's `env:` is in force before torch is imported
+    mapping = recipes.read_recipe_file(path)  # the recipe's `env:` is in force before torch is imported
 
     from zero_recipes.compat.warnings import quieten, quieten_loggers
 

@@ -19,7 +19,7 @@ def test_the_audit_counts_what_a_run_trains_on(one, tmp_path):
     path = write_recipe(tmp_path, max_steps=-1, num_train_epochs=1, max_length=80, per_device_train_batch_size=8)
     argv = [str(path), "--output_dir", str(tmp_path / "out")]
     trained = one.run("train", argv=argv)[0]["metrics"]
-    recipe = recipes.parse(path, recipes.read(path), [])
+    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
     settings = recipe.settings.replace(use_cpu=True, bf16=False, output_dir=str(tmp_path / "a"))
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, path)
     tokenizer = load_tokenizer(model_args, training_args)

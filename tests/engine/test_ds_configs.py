@@ -70,7 +70,7 @@ BROUGHT = {
 
 
 def findings_of(path: Path, *overrides: str):
-    return preflight(path, recipes.read(path), list(overrides), {"WORLD_SIZE": "2"})[1]
+    return preflight(path, recipes.read_recipe_file(path), list(overrides), {"WORLD_SIZE": "2"})[1]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,9 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
         steps = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
         config["scheduler"] = {"type": "WarmupDecayLR", "params": rates | steps | {"warmup_type": "linear"}}
     path = write_recipe(tmp_path, deepspeed=config, **keys)
-    run, findings = preflight(path, recipes.read(path), ["--output_dir", str(tmp_path / "o")], {"WORLD_SIZE": "2"})
+    run, findings = preflight(
+        path, recipes.read_recipe_file(path), ["--output_dir", str(tmp_path / "o")], {"WORLD_SIZE": "2"}
+    )
     assert findings == []
     shown = resolved_ds_config(run, 240)
     real = two.run("engine_config", argv=[str(path), "--output_dir", str(tmp_path / "o")])[0]

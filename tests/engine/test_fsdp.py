@@ -17,10 +17,10 @@ from tests.helpers.resuming import LORA, NOTHING, compare
 from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.checkpoint.reshard.write import reshard
 from zero_recipes.checkpoint.verify import verify
-from zero_recipes.compat.deepspeed_tensors import PARTS
+from zero_recipes.compat.deepspeed_tensors import STATE_PARTS
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launched_environment
-from zero_recipes.config.strategy import resolve
+from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.process import free_port
 from zero_recipes.models.load import sizes_of
@@ -57,7 +57,9 @@ def test_it_shards_and_its_bytes_are_those_counted_by_hand(request, recipe, tmp_
     assert sum(map(prod, shapes)) == metrics["parameters"]
     for rank, measured in enumerate(metrics["model_state_bytes"]):
         terms = fsdp2_terms(shapes, world_size, rank, bf16, accumulation > 1)
-        assert {part: measured[part] for part in PARTS} == {part: sum(terms[part].values()) for part in PARTS}, terms
+        assert {part: measured[part] for part in STATE_PARTS} == {
+            part: sum(terms[part].values()) for part in STATE_PARTS
+        }, terms
         assert measured["offloaded_host"] == measured["offloaded_disk"] == 0
 
 
@@ -193,7 +195,7 @@ def test_the_accelerate_file_means_what_accelerate_makes_of_it(tmp_path):
     real = dict(line.split("=", 1) for line in ended.stdout.splitlines() if "=" in line)
     path = write_recipe(tmp_path)
     found = [
-        resolve(recipes.parse(path, recipes.read(path), []).settings, environment, sizes_of)
+        resolve_strategy(recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings, environment, sizes_of)
         for environment in (real, launched_environment(file, None))
     ]
     assert {(strategy.name, strategy.world_size) for strategy in found} == {("fsdp2", 2)}

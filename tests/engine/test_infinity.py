@@ -14,7 +14,7 @@ from tests.helpers.tiny import write_model, write_recipe
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed import nvme
-from zero_recipes.distributed.nvme import SWAPPED, claim, measure
+from zero_recipes.distributed.nvme import SWAPPED, claim_swap_folder, measure
 
 STEPS = 3
 pytestmark = pytest.mark.skipif(
@@ -107,7 +107,7 @@ def test_the_saved_model_is_whole(runs, recipe):
 def test_a_folder_in_use_is_refused_and_its_files_stay(two, recipe, tmp_path):
     """The other run's swap files have the names that this run would delete and write."""
     locks: list[int] = []
-    claim(tmp_path, locks)
+    claim_swap_folder(tmp_path, locks)
     theirs = tmp_path / SWAPPED / "optimizer" / "rank0" / "0_1.tensor.swp"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("states")
@@ -122,10 +122,10 @@ def test_what_a_killed_run_left_is_deleted(tmp_path, capsys):
     left = tmp_path / SWAPPED / "optimizer" / "rank7"
     left.mkdir(parents=True)
     locks: list[int] = []
-    claim(tmp_path, locks)
+    claim_swap_folder(tmp_path, locks)
     assert not (tmp_path / SWAPPED).exists() and "a killed run left" in capsys.readouterr().out
     with pytest.raises(Refusal, match="another run swaps"):
-        claim(tmp_path, locks)
+        claim_swap_folder(tmp_path, locks)
     os.close(locks[0])
 
 

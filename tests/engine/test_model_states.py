@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.tiny import write_recipe
-from zero_recipes.compat.deepspeed_tensors import PARTS
+from zero_recipes.compat.deepspeed_tensors import STATE_PARTS
 from zero_recipes.theory.deepspeed_memory import ddp_terms, model_state_terms
 from zero_recipes.theory.zero_paper import model_state_bytes
 
@@ -42,7 +42,9 @@ def test_bytes_equal_the_allocations(request, recipe, tmp_path, world_size, stra
     assert metrics["world_size"] == result["world_size"] == world_size
     for rank, measured in enumerate(metrics["model_state_bytes"]):
         terms = expected(strategy, result["groups"], world_size, rank)
-        assert {part: measured[part] for part in PARTS} == {part: sum(terms[part].values()) for part in PARTS}, terms
+        assert {part: measured[part] for part in STATE_PARTS} == {
+            part: sum(terms[part].values()) for part in STATE_PARTS
+        }, terms
         assert measured["offloaded_host"] == measured["offloaded_disk"] == 0
 
 
@@ -62,7 +64,7 @@ def test_the_first_terms_are_the_papers(stage, world_size):
     psi = sum(map(sum, groups))
     terms = model_state_terms(groups, world_size, 0, stage, 10**9)
     paper = model_state_bytes(psi, world_size, stage)
-    for part in PARTS:
+    for part in STATE_PARTS:
         first = next(iter(terms[part].values()))
         wanted = 2 * psi / world_size if (stage, part) == (1, "grads") else getattr(paper, part)
         assert first == int(wanted)

@@ -126,7 +126,7 @@ def test_a_real_checkpoint_is_as_large_as_predicted(two, tmp_path, strategy):
     argv += [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
     psi = two.run("train", argv=argv)[0]["metrics"]["parameters"]
     written = [p for p in (tmp_path / "out" / "checkpoint-2").rglob("*") if p.suffix in (".safetensors", ".pt")]
-    settings = recipes.parse(path, recipes.read(path), []).settings
+    settings = recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
     config = None if strategy == "ddp" else DsConfig({"zero_optimization": {"stage": int(strategy[-1])}})
     config_of_model = SimpleNamespace(dtype=torch.float16)
     predicted = checkpoint_bytes(Strategy(strategy, 2, config, "c.json"), settings, config_of_model, psi, 2)

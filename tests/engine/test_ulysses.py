@@ -83,7 +83,7 @@ def test_the_recipe_for_long_sequences_is_sound(tmp_path):
 
     write_recipe(tmp_path)
     write_llama(tmp_path / "model")
-    shipped = recipes.read(ROOT / "recipes" / "qwen-long.yaml")
+    shipped = recipes.read_recipe_file(ROOT / "recipes" / "qwen-long.yaml")
     assert shipped["sequence_parallel_size"] == 2
     changes = {"model_name_or_path": str(tmp_path / "model"), "deepspeed": ds_config(3)}
     assert found_in(ROOT / "recipes" / "qwen-long.yaml", changes) == []

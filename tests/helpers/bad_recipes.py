@@ -653,7 +653,7 @@ def findings_of(side: Side, folder: Path) -> list:
             path = Path(name)
             file = None if side.accelerate is None else Path("accelerate.yaml")
             environment, findings = launched_environment(file, 2), []
-            run, found = preflight(path, recipes.read(path), overrides, environment)
+            run, found = preflight(path, recipes.read_recipe_file(path), overrides, environment)
             findings += found
             if run is not None and not any(finding.level == "error" for finding in findings):
                 findings += data_findings(run, show=False)

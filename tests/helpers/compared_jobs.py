@@ -40,7 +40,7 @@ def write_recipe(folder: Path, model: Path, keys: dict) -> Path:
 
 
 def job_of(path: Path, model: Path, strategy: str) -> Job:
-    recipe = recipes.parse(path, recipes.read(path), [])
+    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
     plain = {key: getattr(value, "value", value) for key, value in recipe.settings.as_dict().items()}
     ds_config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
     return Job(

@@ -80,5 +80,5 @@ def gathered_after_evaluation(argv: list[str]) -> dict[str, list[str]]:
 
     trainer.evaluate()
     before = gathered()
-    fsdp.reshard(trainer.model)
+    fsdp.reshard_model(trainer.model)
     return {"before": before, "after": gathered()}

@@ -30,13 +30,13 @@ def findings_in(
     from zero_recipes.checks import combination_findings
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config import strategy as strategies
-    from zero_recipes.config.run import in_force
+    from zero_recipes.config.run import settings_in_force
     from zero_recipes.models.load import sizes_of
 
     environment = environment or {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    recipe = recipes.parse(path, recipes.read(path) | changes, [])
-    strategy = strategies.resolve(recipe.settings, environment, sizes_of)
-    settings, _ = in_force(recipe, strategy, device, None)
+    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path) | changes, [])
+    strategy = strategies.resolve_strategy(recipe.settings, environment, sizes_of)
+    settings, _ = settings_in_force(recipe, strategy, device, None)
     given = combination_findings(settings, strategy, device, environment)
     assert all(finding.why and finding.fix for finding in given)
     return given

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny import write_recipe
-from zero_recipes.cli.sweep import launch_command
+from zero_recipes.cli.sweep import launch_of_strategy
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = ("zero3", "zero0", "ddp", "zero2")
@@ -50,6 +50,6 @@ def test_20_of_20_runs_exit_0(tmp_path):
     codes = []
     for number in range(20):
         config = ROOT / "accelerate_configs" / f"{STRATEGIES[number % len(STRATEGIES)]}.yaml"
-        command = launch_command(recipe, config, 2, tmp_path / str(number), [], ROOT / "run_sft.py")
+        command = launch_of_strategy(recipe, config, 2, tmp_path / str(number), [], ROOT / "run_sft.py")
         codes.append(subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300).returncode)
     assert codes == [0] * 20

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.tiny import ROOT
-from zero_recipes.planner.simulator.fast_path import COLLECTIVES, IN_PLACE, PURE, SHORTCUTS, VIEWS, Remembered
+from zero_recipes.planner.simulator.fast_path import FAST_COLLECTIVES, IN_PLACE, PURE, SHORTCUTS, VIEWS, Remembered
 from zero_recipes.planner.simulator.tracker import LiveStorages, Observed
 
 aten = torch.ops.aten
@@ -110,7 +110,7 @@ def test_every_shortcut_is_tried_below():
     assert {func for func, _ in VIEWED} == set(VIEWS)
     assert set(MADE) == PURE
     assert set(CHANGED) == set(IN_PLACE)
-    assert set(SHORTCUTS) == {*VIEWS, *IN_PLACE, *COLLECTIVES}
+    assert set(SHORTCUTS) == {*VIEWS, *IN_PLACE, *FAST_COLLECTIVES}
 
 
 @pytest.mark.parametrize("func, arguments", VIEWED, ids=str)

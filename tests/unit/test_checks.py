@@ -17,7 +17,7 @@ from zero_recipes.config.validation import RENAMED
 
 
 def findings_of(path: Path, *overrides: str, environment: dict[str, str] | None = None):
-    return preflight(path, recipes.read(path), list(overrides), environment or {})[1]
+    return preflight(path, recipes.read_recipe_file(path), list(overrides), environment or {})[1]
 
 
 def test_all_findings_come_at_once_with_their_lines(tmp_path, monkeypatch, capsys):
@@ -72,8 +72,13 @@ def test_what_trl_accepts_is_accepted(tmp_path):
         "resume_from_checkpoint: true\nsample_prompts: [a, b]\ndeepspeed: {zero_optimization: {stage: 1}}\n"
     )
     types = recipes.key_types()
-    assert recipe_findings("r.yaml", recipes.read(path), recipes.read(path).lines, types, recipes.key_choices()) == []
-    recipe = recipes.parse(path, recipes.read(path), [])
+    assert (
+        recipe_findings(
+            "r.yaml", recipes.read_recipe_file(path), recipes.read_recipe_file(path).lines, types, recipes.key_choices()
+        )
+        == []
+    )
+    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
     assert recipe.settings.learning_rate == 1e-5
 
 
@@ -82,14 +87,14 @@ def test_an_old_name_that_is_still_taken_is_said_once_and_runs(tmp_path):
     path.write_text("gradient_checkpointing: false\nmodel_name_or_path: x\n")
     (finding,) = [f for f in findings_of(path, "--output_dir", str(tmp_path / "o")) if f.key]
     assert (finding.code, finding.level) == ("ZR104", "warning") and "`activation_checkpointing`" in finding.fix
-    assert recipes.parse(path, recipes.read(path), []).settings.gradient_checkpointing is False
+    assert recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings.gradient_checkpointing is False
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("max_steps: 5\nseed: 1\nmax_steps: 7\n")
     with pytest.raises(recipes.Refusal, match=r"lines 1 and 3") as caught:
-        recipes.read(path)
+        recipes.read_recipe_file(path)
     assert caught.value.codes == ["ZR126"]
 
 
@@ -106,7 +111,7 @@ def said(tmp_path_factory):
     path = write_recipe(
         tmp_path_factory.mktemp("said"), gradient_accumulation_steps=4, max_steps=100, max_grad_norm=1.0
     )
-    settings = recipes.parse(path, recipes.read(path), []).settings
+    settings = recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
     sound = json.loads(Path("ds_configs/zero2.json").read_text())
 
     def findings(change, device="cpu", without=(), **changes):

@@ -127,7 +127,7 @@ def test_floors_have_their_faults_and_are_those_of_pyproject(tmp_path, monkeypat
         assert finding.what == f"{package} {floor}.dev0 is older than {floor}" and finding.why == fault
     monkeypatch.setattr("zero_recipes.checks.preflight.installed_versions", lambda: sound | {"trl": "1.9.0"})
     path = write_recipe(tmp_path)
-    run, findings = preflight(path, recipes.read(path), [], {})
+    run, findings = preflight(path, recipes.read_recipe_file(path), [], {})
     assert run is None and [finding.code for finding in findings] == ["ZR601"]
     assert findings[0].what == "trl 1.9.0 is older than 1.16"
 

@@ -17,7 +17,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_auto import NVME_PATH, fill_own_autos
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.run import RunConfig
-from zero_recipes.config.strategy import resolve
+from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed import bandwidth, kernels
 from zero_recipes.models.load import sizes_of
@@ -31,7 +31,7 @@ def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("large")
     model = write_model(folder / "large", hidden=512, intermediate=4096)
     path = write_recipe(folder, model_name_or_path=str(model))
-    return recipes.parse(path, recipes.read(path), []).settings
+    return recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -77,7 +77,7 @@ def test_the_header_says_which_optimizer_and_schedule_count(settings, tmp_path):
     def said(**top) -> dict[str, str]:
         config = json.loads((ROOT / "ds_configs" / "zero2_offload.json").read_text()) | top
         changed = settings.replace(deepspeed=config, warmup_steps=10)
-        lines = resolve(changed, {"WORLD_SIZE": "2"}, sizes_of).described("cpu", changed)
+        lines = resolve_strategy(changed, {"WORLD_SIZE": "2"}, sizes_of).described("cpu", changed)
         return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
 
     assert said()["optimizer"] == "adamw_torch_fused, as DeepSpeedCPUAdam"
@@ -92,14 +92,14 @@ def test_a_resolved_recipe_goes_with_the_accelerate_file_that_it_was_launched_wi
     resolved = settings.replace(deepspeed=filled, nvme_path=str(tmp_path))
     launched = {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
     launched["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ROOT / "ds_configs" / "zero3_infinity.json")
-    assert resolve(resolved, launched, sizes_of).name == "zero3_infinity"
+    assert resolve_strategy(resolved, launched, sizes_of).name == "zero3_infinity"
 
 
 def found(settings, folder: Path, free: int = 10**15, world: int = 2, **block) -> list[tuple[str, str, str]]:
     config = fill_own_autos(INFINITY, str(folder), world, {}, sizes_of(settings))
     config["zero_optimization"]["offload_param"] |= block
     changed = settings.replace(deepspeed=config)
-    strategy = resolve(changed, {"WORLD_SIZE": str(world)}, sizes_of)
+    strategy = resolve_strategy(changed, {"WORLD_SIZE": str(world)}, sizes_of)
     host = Host(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
     sizes = parameter_sizes(local_config(settings), False)
     given = list(nvme_findings(RunConfig(None, changed, {}, strategy, "cpu", folder), sizes, world, host))

@@ -39,7 +39,7 @@ NVME = {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}
 def settings(tmp_path_factory):
     """The keys of a recipe in force: full fine-tuning in bf16 that saves a model and no checkpoints."""
     path = write_recipe(tmp_path_factory.mktemp("machine"), save_model=True, random_weights=False)
-    return recipes.parse(path, recipes.read(path), []).settings
+    return recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
 
 
 def ds_config(config: dict, offload: str | None = None, stage: int = 2) -> DsConfig:

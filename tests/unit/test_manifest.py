@@ -13,10 +13,10 @@ from datasets import Dataset
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint import resume as resuming
 from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts, refuse_other_data
-from zero_recipes.checkpoint.output_dir import claim, refuse_occupied
+from zero_recipes.checkpoint.output_dir import claim_output_dir, refuse_occupied
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
 from zero_recipes.config.ds_view import DsConfig
-from zero_recipes.config.recipe import parse
+from zero_recipes.config.recipe import parse_recipe
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import environment
@@ -90,11 +90,11 @@ def test_true_takes_the_last_whole_one(tmp_path, capsys):
 def test_unfinished_ones_are_deleted_and_damaged_ones_kept_aside(tmp_path):
     for step, kind in ((2, "whole"), (3, "damaged"), (4, "unfinished"), (5, "foreign")):
         checkpoint(tmp_path, step, kind)
-    claim(tmp_path, overwrite=False)
+    claim_output_dir(tmp_path, overwrite=False)
     assert [path.name for path in numbered(tmp_path)] == ["checkpoint-2", "checkpoint-5"]
     assert (tmp_path / "damaged-checkpoint-3" / "model.safetensors").read_bytes() == b"weig"
     checkpoint(tmp_path, 3, "damaged")
-    claim(tmp_path, overwrite=False)
+    claim_output_dir(tmp_path, overwrite=False)
     assert (tmp_path / "damaged-checkpoint-3-again").is_dir()
 
 
@@ -166,7 +166,7 @@ def values(tmp_path_factory):
     path = tmp_path_factory.mktemp("recipe") / "r.yaml"
     mapping = {"model_name_or_path": "m", "max_steps": 20, "bf16": True, "per_device_train_batch_size": 2}
     path.write_text(json.dumps(mapping))
-    return parse(path, mapping, ["--gradient_accumulation_steps", "4"]).settings
+    return parse_recipe(path, mapping, ["--gradient_accumulation_steps", "4"]).settings
 
 
 def findings(folder: Path, values: Settings, strategy=("zero2", 2, 2), **other) -> list:

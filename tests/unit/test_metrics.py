@@ -221,7 +221,7 @@ def test_what_is_measured_before_training_fits_the_model(tmp_path):
     from zero_recipes.distributed import bandwidth, nvme
 
     locks = []
-    claimed = nvme.claim(tmp_path, locks)
+    claimed = nvme.claim_swap_folder(tmp_path, locks)
     os.close(*locks)
     disk = Disk(**claimed, write_bytes_per_second=1.5, read_bytes_per_second=2.5)
     assert disk.path == str(tmp_path) and disk.free_bytes > 0

@@ -12,7 +12,7 @@ from trl import SFTConfig, SFTTrainer
 
 from zero_recipes.core.errors import Refusal
 from zero_recipes.data.audit import audit, audit_findings
-from zero_recipes.data.prepare import dress, finish, tokenise
+from zero_recipes.data.prepare import apply_chat_template_file, finish, tokenise
 from zero_recipes.data.samples import _sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +61,7 @@ def test_rows_are_those_that_sft_trainer_makes(tmp_path, monkeypatch, rows, keys
     tokenizer.chat_template = CHATML
     before, data, training_args = len(tokenizer), Dataset.from_list(rows), arguments(tmp_path, **keys)
 
-    dressed = dress(tokenizer, training_args)
+    dressed = apply_chat_template_file(tokenizer, training_args)
     ours = finish(tokenise(data, dressed, training_args), dressed, training_args, training_args.packing)
     assert len(tokenizer) == before, "SFTTrainer must still find the tokens that it adds"
 
@@ -81,7 +81,7 @@ def test_a_chat_models_prompt_to_the_byte(tmp_path):
     template = Path(trl.__file__).with_name("chat_templates") / "qwen2_5_training.jinja"
     keys = {"chat_template_path": str(template), "assistant_only_loss": True, "eos_token": "<|im_end|>"}
     training_args = arguments(tmp_path, max_length=None, **keys)
-    dressed = dress(tokenizer, training_args)
+    dressed = apply_chat_template_file(tokenizer, training_args)
     chat = {"messages": [{"role": "user", "content": "Hund?"}, {"role": "assistant", "content": "dog"}]}
     rows = Dataset.from_list([chat])
     tokenised = tokenise(rows, dressed, training_args)
@@ -104,6 +104,6 @@ def test_a_chat_models_prompt_to_the_byte(tmp_path):
 def test_tokens_that_the_model_does_not_have_are_refused(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     with pytest.raises(Refusal, match="ZR509"):
-        dress(tokenizer, arguments(tmp_path, eos_token="<|none|>"))
-    with pytest.raises(Refusal, match=r"ZR511"):
-        dress(tokenizer, arguments(tmp_path, chat_template_path=str(tmp_path / "nothing")))
+        apply_chat_template_file(tokenizer, arguments(tmp_path, eos_token="<|none|>"))
+    with pytest.raises(Refusal, match="ZR511"):
+        apply_chat_template_file(tokenizer, arguments(tmp_path, chat_template_path=str(tmp_path / "nothing")))

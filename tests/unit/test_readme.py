@@ -48,14 +48,14 @@ def test_the_two_commands_are_targets_of_the_makefile():
 def test_run_commands_name_a_recipe_and_keys_that_exist(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     path, overrides = recipe.split_command_line(command[command.index("run_sft.py") + 1 :])
-    recipe.parse(path, recipe.read(path), overrides)
+    recipe.parse_recipe(path, recipe.read_recipe_file(path), overrides)
     for word in command:
         assert not word.endswith((".yaml", ".json")) or (ROOT / word).is_file()
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c[0] == "zero-recipes"], ids=" ".join)
 def test_tool_commands_are_verbs(command):
-    arguments = cli.parse(command[1:])
+    arguments = cli.parse_arguments(command[1:])
     assert arguments.verb == command[1] and callable(arguments.func)
     assert getattr(arguments, "overrides", []) == []
 

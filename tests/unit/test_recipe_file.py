@@ -14,8 +14,8 @@ from zero_recipes.config import recipe as recipes
 def test_a_key_that_stands_twice_inside_a_key_is_refused(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text("seed: 1\nlr_scheduler_kwargs:\n  min_lr: 1\n  min_lr: 2\n")
-    with pytest.raises(recipes.Refusal, match=r"`min_lr` .* lines 3 and 4 .ZR126") as refused:
-        recipes.read(path)
+    with pytest.raises(recipes.Refusal, match=r"`min_lr` .* lines 3 and 4") as refused:
+        recipes.read_recipe_file(path)
     assert refused.value.codes == ["ZR126"]
 
 
@@ -23,7 +23,7 @@ def test_a_key_that_stands_twice_inside_a_key_is_refused(tmp_path):
 def test_what_is_no_yaml_is_refused(tmp_path, text):
     (tmp_path / "r.yaml").write_bytes(text)
     with pytest.raises(recipes.Refusal) as refused:
-        recipes.read(tmp_path / "r.yaml")
+        recipes.read_recipe_file(tmp_path / "r.yaml")
     assert refused.value.codes == ["ZR117"]
 
 
@@ -50,7 +50,7 @@ def test_a_recipe_means_what_trls_reader_makes_of_it(tmp_path, path):
     if path is None:
         path = tmp_path / "r.yaml"
         path.write_text(YAML_1_1)
-    mapping = recipes.read(path)
+    mapping = recipes.read_recipe_file(path)
     meant = yaml.safe_load(path.read_text())
     meant.pop("env", None)
     assert repr(dict(mapping)) == repr(meant)
@@ -86,5 +86,5 @@ def test_a_recipe_means_what_trls_reader_makes_of_it(tmp_path, path):
 def test_a_value_that_the_keys_type_cannot_mean(tmp_path, line, codes):
     path = tmp_path / "r.yaml"
     path.write_text(line)
-    found = recipe_findings("r.yaml", recipes.read(path), {}, recipes.key_types(), recipes.key_choices())
+    found = recipe_findings("r.yaml", recipes.read_recipe_file(path), {}, recipes.key_types(), recipes.key_choices())
     assert [finding.code for finding in found] == codes

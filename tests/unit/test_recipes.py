@@ -29,13 +29,13 @@ OWNED_BY_THE_TRAINER = (
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_parses_and_trl_takes_it(path, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    recipe = recipes.parse(path, recipes.read(path), [])
+    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
     settings = recipe.settings.replace(use_cpu=True, output_dir=str(tmp_path))
     _, training_args, model_args, _, ours = recipes.instances(settings, path)
     assert training_args.bf16 and ours.dataset_format == "alpaca"
     assert model_args.dtype == "float32", "ddp would train without an fp32 master"
     recipes.write_resolved(recipe.given, tmp_path / "resolved.yaml", ["x"], None)
-    again = recipes.parse(tmp_path / "resolved.yaml", recipes.read(tmp_path / "resolved.yaml"), [])
+    again = recipes.parse_recipe(tmp_path / "resolved.yaml", recipes.read_recipe_file(tmp_path / "resolved.yaml"), [])
     assert again.given == recipe.given
 
 
@@ -81,8 +81,8 @@ def test_both_folders_hold_the_same_strategies():
     assert {path.stem for path in ACCELERATE} == {path.stem for path in DS_CONFIGS} | {"ddp", "fsdp2", "multi_node"}
     tiny = ROOT / "recipes" / "tiny.yaml"
     for path in DS_CONFIGS:
-        recipe = recipes.parse(tiny, recipes.read(tiny), ["--deepspeed", str(path)])
-        assert strategy.resolve(recipe.settings, {}, sizes_of).name == path.stem
+        recipe = recipes.parse_recipe(tiny, recipes.read_recipe_file(tiny), ["--deepspeed", str(path)])
+        assert strategy.resolve_strategy(recipe.settings, {}, sizes_of).name == path.stem
 
 
 @pytest.mark.parametrize("name", ["pythia", "pythia-2.8b", "pythia-410m"])

@@ -25,8 +25,8 @@ def refused(argv: list[str], environment: dict[str, str] | None = None) -> Refus
     """The refusal that parsing and resolving end in."""
     with pytest.raises(Refusal) as caught:
         path, overrides = recipes.split_command_line(argv)
-        recipe = recipes.parse(path, recipes.read(path), overrides)
-        strategy.resolve(recipe.settings, environment or {}, sizes_of)
+        recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides)
+        strategy.resolve_strategy(recipe.settings, environment or {}, sizes_of)
         recipes.derive_accumulation(recipe.settings, recipe.given, int((environment or {}).get("WORLD_SIZE", 1)))
     return caught.value
 
@@ -78,10 +78,10 @@ def test_a_global_batch_that_does_not_divide(good, total, world, micro):
 
 
 def test_a_global_batch_that_divides_sets_the_accumulation(good):
-    recipe = recipes.parse(good, recipes.read(good), ["--global_batch_size", "24"])
+    recipe = recipes.parse_recipe(good, recipes.read_recipe_file(good), ["--global_batch_size", "24"])
     assert recipes.derive_accumulation(recipe.settings, recipe.given, 3) == 4
-    recipe = recipes.parse(
-        good, recipes.read(good), ["--global_batch_size", "24", "--gradient_accumulation_steps", "2"]
+    recipe = recipes.parse_recipe(
+        good, recipes.read_recipe_file(good), ["--global_batch_size", "24", "--gradient_accumulation_steps", "2"]
     )
     with pytest.raises(Refusal) as caught:
         recipes.derive_accumulation(recipe.settings, recipe.given, 3)
@@ -95,13 +95,15 @@ def test_two_ds_configs_are_refused_by_both_names(good):
     refusal = refused([str(good), "--deepspeed", "ds_configs/zero2.json"], LAUNCHED)
     assert refusal.codes == ["ZR201"]
     assert "ds_configs/zero2.json" in refusal.what and "ds_configs/zero3.json" in refusal.what
-    recipe = recipes.parse(good, recipes.read(good), ["--deepspeed", "ds_configs/zero3.json"])
-    assert strategy.resolve(recipe.settings, LAUNCHED, sizes_of).name == "zero3"
+    recipe = recipes.parse_recipe(good, recipes.read_recipe_file(good), ["--deepspeed", "ds_configs/zero3.json"])
+    assert strategy.resolve_strategy(recipe.settings, LAUNCHED, sizes_of).name == "zero3"
 
 
 def test_strategies_are_found_under_every_launcher(good, tmp_path):
     def found(overrides, environment):
-        return strategy.resolve(recipes.parse(good, recipes.read(good), overrides).settings, environment, sizes_of)
+        return strategy.resolve_strategy(
+            recipes.parse_recipe(good, recipes.read_recipe_file(good), overrides).settings, environment, sizes_of
+        )
 
     assert found([], {}).name == "single"
     assert found([], {"WORLD_SIZE": "2"}).name == "ddp"
@@ -110,8 +112,8 @@ def test_strategies_are_found_under_every_launcher(good, tmp_path):
     assert found(["--deepspeed", '{"zero_optimization": {"stage": 1}}'], {}).name == "zero1"
     inline = tmp_path / "inline.yaml"
     inline.write_text("model_name_or_path: x\ndeepspeed:\n  zero_optimization:\n    stage: 2\n")
-    recipe = recipes.parse(inline, recipes.read(inline), [])
-    assert strategy.resolve(recipe.settings, {}, sizes_of).name == "zero2"
+    recipe = recipes.parse_recipe(inline, recipes.read_recipe_file(inline), [])
+    assert strategy.resolve_strategy(recipe.settings, {}, sizes_of).name == "zero2"
 
 
 def test_ds_configs_that_cannot_be_read(good, tmp_path):
@@ -129,8 +131,10 @@ def test_stage_3_that_would_save_nothing(good):
     config = '{"zero_optimization": {"stage": 3}}'
     refusal = refused([str(good), "--deepspeed", config, "--save_model", "true"])
     assert refusal.codes == ["ZR206"] and "stage3_gather_16bit_weights_on_model_save" in refusal.fix
-    recipe = recipes.parse(good, recipes.read(good), ["--deepspeed", config])  # saves nothing: nothing to refuse
-    assert strategy.resolve(recipe.settings, {}, sizes_of).zero_stage == 3
+    recipe = recipes.parse_recipe(
+        good, recipes.read_recipe_file(good), ["--deepspeed", config]
+    )  # saves nothing: nothing to refuse
+    assert strategy.resolve_strategy(recipe.settings, {}, sizes_of).zero_stage == 3
 
 
 def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):
@@ -143,7 +147,7 @@ def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):
         "test_split_size: 0.1\nlearning_rate: 1e-5\npacking: false\nlora_target_modules: [q, v]\nuse_cpu: true\n"
         "output_dir: o\nreport_to: none\nbf16: false\n"
     )
-    recipe = recipes.parse(path, recipes.read(path), ["--max_steps", "5"])
+    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), ["--max_steps", "5"])
     assert os.environ["ZERO_RECIPES_TEST"] == "7"
     ours = recipes.instances(recipe.settings, path)
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))

@@ -170,7 +170,7 @@ def refused_at_launch(folder: Path, checkpoint: Path, strategy: str, *overrides:
         write_recipe(folder, bf16=False, gradient_accumulation_steps=4, max_steps=9)
     named = [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
     argv = ["--resume_from_checkpoint", str(checkpoint), "--output_dir", str(folder / "out"), *named, *overrides]
-    _, findings = preflight.preflight(recipe, recipes.read(recipe), argv, {}, rehearsal=True)
+    _, findings = preflight.preflight(recipe, recipes.read_recipe_file(recipe), argv, {}, rehearsal=True)
     return [finding.what for finding in findings if finding.level == "error"]
 
 

@@ -50,10 +50,10 @@ def test_what_it_relies_on_is_there(part):
 def rename(monkeypatch, reliance, name: str) -> str:
     """Give what a self-check looks for another name; what it should say is missing."""
     if isinstance(reliance, Exists):
-        remove(monkeypatch, private_part.find(reliance.where), name)
+        remove(monkeypatch, private_part.find_part(reliance.where), name)
         return f"{reliance.where} {name}"
     if isinstance(reliance, Mentions):
-        owner = private_part.find(reliance.where)
+        owner = private_part.find_part(reliance.where)
         for function in list(private_part.functions(owner)):
             monkeypatch.setattr(function, "__code__", without_name(function.__code__, name))
         if isinstance(owner, type) and hasattr(owner, name):
@@ -62,7 +62,7 @@ def rename(monkeypatch, reliance, name: str) -> str:
     if isinstance(reliance, Takes):
         owner, _, method = reliance.where.replace(":", ".").rpartition(".")
         owner = reliance.where.removesuffix(f".{method}").removesuffix(f":{method}")
-        monkeypatch.setattr(private_part.find(owner), method, lambda another: None)
+        monkeypatch.setattr(private_part.find_part(owner), method, lambda another: None)
         return f"{reliance.where} takes (another)"
     assert isinstance(reliance, Line)
     read = Path.read_text
@@ -75,8 +75,8 @@ def remove(monkeypatch, owner, name: str) -> None:
     with contextlib.suppress(TypeError):  # a class of torch's C++ code
         monkeypatch.delattr(holder, name)
     if hasattr(owner, name):  # there too, or in a namespace of operators, which makes it anew
-        found = private_part.find
-        monkeypatch.setattr(private_part, "find", lambda where: None if found(where) is owner else found(where))
+        found = private_part.find_part
+        monkeypatch.setattr(private_part, "find_part", lambda where: None if found(where) is owner else found(where))
 
 
 def without_name(code: CodeType, name: str) -> CodeType:
@@ -117,7 +117,7 @@ def test_a_part_that_is_gone_altogether_is_missing():
 
 def findings_of(tmp_path, **keys) -> list:
     path = write_recipe(tmp_path, **keys)
-    found = preflight(path, recipes.read(path), [], {})[1]
+    found = preflight(path, recipes.read_recipe_file(path), [], {})[1]
     return [finding for finding in found if finding.code in ("ZR624", "ZR625")]
 
 
@@ -180,7 +180,7 @@ def test_a_run_is_asked_for_the_parts_that_it_uses(stage, config, groups):
 
 def deepspeed_optimizer(path: str) -> torch.nn.Module:
     """One of DeepSpeed's optimizers without its __init__, with a tensor of 64 bytes in each place that is read."""
-    cls = private_part.find(path)
+    cls = private_part.find_part(path)
     made = object.__new__(cls)
     for names in deepspeed_tensors._LAYOUTS[cls.__name__].values():
         for name in names:
@@ -197,14 +197,14 @@ ZERO = [getattr(parts_of_deepspeed, name) for name in ("STAGE_1_AND_2", "STAGE_3
 @pytest.mark.parametrize("path", ZERO, ids=lambda path: path.rpartition(":")[2])
 def test_a_renamed_tensor_of_deepspeed_is_not_counted_as_0_bytes(path):
     layout = deepspeed_tensors._LAYOUTS[path.rpartition(":")[2]]
-    counted = deepspeed_tensors.read(torch.nn.Module(), [], deepspeed_optimizer(path), False, False)
+    counted = deepspeed_tensors.state_bytes(torch.nn.Module(), [], deepspeed_optimizer(path), False, False)
     assert counted["optimizer"] == 64 and counted["grads"] == 64 * len(layout["gradients"])
     assert counted["params"] == 64 * len(layout["weights"])
     for name in (name for names in layout.values() for name in names):
         optimizer = deepspeed_optimizer(path)
         delattr(optimizer, name)
         with pytest.raises(Refusal, match=name) as refused:
-            deepspeed_tensors.read(torch.nn.Module(), [], optimizer, False, False)
+            deepspeed_tensors.state_bytes(torch.nn.Module(), [], optimizer, False, False)
         assert refused.value.codes == ["ZR624"]
         assert any(name in reliance.names for reliance in parts_of_deepspeed.MODEL_STATES.relies_on)
 
@@ -213,7 +213,9 @@ def test_a_renamed_tensor_of_deepspeed_is_not_counted_as_0_bytes(path):
 def test_a_parameter_without_its_partition_is_not_counted_as_0_bytes():
     p = torch.nn.Parameter(torch.zeros(0))
     with pytest.raises(Refusal, match="ds_tensor"):
-        deepspeed_tensors.read(torch.nn.Module(), [p], deepspeed_optimizer(parts_of_deepspeed.STAGE_3), False, False)
+        deepspeed_tensors.state_bytes(
+            torch.nn.Module(), [p], deepspeed_optimizer(parts_of_deepspeed.STAGE_3), False, False
+        )
 
 
 def test_an_optimizer_that_is_not_known_is_not_counted_as_0_bytes():
@@ -221,7 +223,7 @@ def test_an_optimizer_that_is_not_known_is_not_counted_as_0_bytes():
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
     with pytest.raises(Refusal, match="Unknown is none of DeepSpeedZeroOptimizer"):
-        deepspeed_tensors.read(torch.nn.Module(), [], Unknown(), False, False)
+        deepspeed_tensors.state_bytes(torch.nn.Module(), [], Unknown(), False, False)
 
 
 @pytest.mark.parametrize(

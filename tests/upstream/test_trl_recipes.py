@@ -163,7 +163,7 @@ def test_a_fetched_model_is_found_offline_and_an_absent_one_refused(tmp_path):
     )
     assert absent == 2 and "refused: the model someone/absent" in absent_said
     assert "zero-recipes fetch" in absent_said
-    assert local == 0 and "./tiny_world/base: 0.00 GB" in local_said
+    assert local == 0 and "./tiny_world/base: 2.38 MB" in local_said
     assert offline == 2 and "refused: the model EleutherAI/pythia-6.9b-deduped" in offline_said
 
 

@@ -42,7 +42,7 @@ def saved_in(output_dir: Path) -> list[Path]:
     return checkpoints + weights + ([metrics] if finished else [])
 
 
-def claim(output_dir: Path, overwrite: bool) -> None:
+def claim_output_dir(output_dir: Path, overwrite: bool) -> None:
     """Make the folder this run's: an earlier run's failure files and unfinished checkpoints go, under `overwrite` all
     that it saved."""
     clear_unfinished(output_dir)

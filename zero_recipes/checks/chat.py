@@ -79,7 +79,7 @@ def template_findings(tokenizer) -> Iterator[Finding]:
 def _tokenizer(settings: Settings):
     """The tokenizer with the chat template in force."""
     from zero_recipes.data.load import load_tokenizer
-    from zero_recipes.data.prepare import dress
+    from zero_recipes.data.prepare import apply_chat_template_file
 
     arguments = settings
-    return dress(load_tokenizer(arguments, arguments), arguments)
+    return apply_chat_template_file(load_tokenizer(arguments, arguments), arguments)

@@ -32,7 +32,7 @@ def combination_findings(settings: Settings, strategy, device: str, environment:
         *_uneven_ranks(settings, strategy.world_size),
         *_weights(settings, strategy.world_size),
         *_launched_alone(strategy, environment),
-        *sequence_parallel.findings(settings, strategy, device, _model_config(settings)),
+        *sequence_parallel.sequence_parallel_findings(settings, strategy, device, _model_config(settings)),
         *chat_findings(settings),
     ]
     if strategy.is_deepspeed:

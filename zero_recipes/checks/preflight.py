@@ -48,19 +48,19 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     wrong = {finding.key for finding in findings if finding.level == "error"}
     sound = RecipeFile({key: value for key, value in mapping.items() if key not in wrong})
     sound.lines = mapping.lines
-    recipe = _attempt(findings, recipes.parse, path, sound, overrides)
+    recipe = _attempt(findings, recipes.parse_recipe, path, sound, overrides)
     if recipe is None:
         return None, findings
     findings += ignore_findings(recipe.settings.ignore)
     ignored = codes.requested(recipe.settings.ignore)
     device = run_config.choose_device(recipe.settings.use_cpu)
     findings += launcher_findings(environment)
-    strategy = _attempt(findings, strategies.resolve, recipe.settings, environment, sizes_of)
+    strategy = _attempt(findings, strategies.resolve_strategy, recipe.settings, environment, sizes_of)
     accumulation = None
     if strategy is not None:
         batch = (recipe.settings, recipe.given, strategy.replicas)
         accumulation = _attempt(findings, recipes.derive_accumulation, *batch)
-    settings, given = run_config.in_force(recipe, strategy, device, accumulation)
+    settings, given = run_config.settings_in_force(recipe, strategy, device, accumulation)
     settings = settings.replace(disable_tqdm=hides_progress(settings))
     output_dir = Path(settings.output_dir)
     findings += _strategy_findings(settings, strategy, device, environment)

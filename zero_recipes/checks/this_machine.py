@@ -10,7 +10,7 @@ from zero_recipes.checks.cache import missing_of_model, offline_findings, on_hub
 from zero_recipes.checks.capacity import disk_findings, download_findings, memory_findings, shared_memory_findings
 from zero_recipes.checks.gpus import peer_findings
 from zero_recipes.checks.nvme import nvme_findings
-from zero_recipes.checks.zero_options import quantized_findings
+from zero_recipes.checks.zero_options import quantized_weight_findings
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core.errors import Finding
 from zero_recipes.core.host_limits import Host
@@ -56,7 +56,7 @@ def _sized(run: RunConfig, here: int, host: Host) -> list[Finding]:
         return []
     psi = sum(sizes)
     findings = [*memory_findings(run, config, psi, here, host), *disk_findings(run, config, psi, here, host)]
-    findings += [*nvme_findings(run, sizes, here, host), *quantized_findings(run.strategy, sizes)]
+    findings += [*nvme_findings(run, sizes, here, host), *quantized_weight_findings(run.strategy, sizes)]
     waits = on_hub(settings.model_name_or_path) and not constants.is_offline_mode()
     if waits and not settings.random_weights and missing_of_model(settings):
         findings += download_findings(settings, psi, Path(constants.HF_HUB_CACHE), host)

@@ -17,7 +17,7 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Finding
 
 
-def quantized_findings(strategy: Strategy, sizes: Sequence[int]) -> Iterator[Finding]:
+def quantized_weight_findings(strategy: Strategy, sizes: Sequence[int]) -> Iterator[Finding]:
     """`sizes`: elements of each tensor of the model."""
     config = strategy.ds_config
     odd = [size for size in sizes if -(-size // strategy.world_size) % 8]

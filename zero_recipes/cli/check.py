@@ -37,7 +37,7 @@ def _check(arguments: argparse.Namespace) -> int:
     quieten()
     if arguments.upgrade:
         arguments.recipe = _write_upgraded(arguments.recipe)
-    mapping = recipes.read(arguments.recipe)
+    mapping = recipes.read_recipe_file(arguments.recipe)
     environment = launched_environment(arguments.config_file, arguments.num_processes)
     run, findings = preflight(arguments.recipe, mapping, arguments.overrides, environment, rehearsal=True)
     if run is not None:
@@ -65,13 +65,13 @@ def data_findings(run, show: bool) -> list:
     # neither weights nor ranks: the strategy does not matter to the data
     settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False)
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, run.recipe.path)
-    tokenizer = prepare.dress(data.load_tokenizer(model_args, training_args), training_args)
+    tokenizer = prepare.apply_chat_template_file(data.load_tokenizer(model_args, training_args), training_args)
     rows, evaluation = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
     samples.choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, tokenizer)
     packing = training_args.packing
     tokenised, _, found, findings = prepare.prepare_split(rows, tokenizer, training_args, packing, skips=False)
     if show:
-        audit.show(found, tokenised, tokenizer, training_args)
+        audit.show_audit(found, tokenised, tokenizer, training_args)
     return findings
 
 

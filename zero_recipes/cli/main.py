@@ -25,7 +25,7 @@ VERBS = (
 )
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The verb's arguments, with `func` that runs it."""
     parser = argparse.ArgumentParser(prog="zero-recipes", description=__doc__)
     subparsers = parser.add_subparsers(dest="verb", required=True)
@@ -41,7 +41,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb. Returns the exit code: 0 done, 1 a run or a check failed, 2 refused."""
-    arguments = parse(argv)
+    arguments = parse_arguments(argv)
     quieten_loggers()
     try:
         return arguments.func(arguments)

@@ -62,7 +62,7 @@ def sweep(
     for number, (strategy, config) in enumerate(configs.items(), 1):
         folder = output_dir / strategy
         label = f"[{number}/{len(configs)}] {strategy}"
-        command = launch_command(recipe, config, num_processes, folder, overrides, script)
+        command = launch_of_strategy(recipe, config, num_processes, folder, overrides, script)
         for stale in (folder / FILE, *folder.glob("failure.rank*.json")):
             stale.unlink(missing_ok=True)  # an earlier run's numbers must not become this run's row
         start = time.perf_counter()
@@ -87,7 +87,7 @@ def all_strategies(config_folder: Path = Path("accelerate_configs")) -> list[str
     return sorted(names, key=lambda name: (name not in ORDER, ORDER.index(name) if name in ORDER else 0, name))
 
 
-def launch_command(
+def launch_of_strategy(
     recipe: Path, config: Path, num_processes: int, folder: Path, overrides: list[str], script: Path
 ) -> list[str]:
     """The command line that a user would type for this strategy."""

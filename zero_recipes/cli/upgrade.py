@@ -19,7 +19,7 @@ from zero_recipes.config.validation import DEPRECATED, RENAMED, SWITCHES, accept
 
 def upgrade(path: Path) -> tuple[str, list[str]]:
     """(the new text, one sentence for each change). Keys that it cannot translate are left for `check` to name."""
-    mapping, text, changes = recipe.read(path), path.read_text(), []
+    mapping, text, changes = recipe.read_recipe_file(path), path.read_text(), []
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if root.flow_style:  # {a: 1, b: 2}: its keys have no lines of their own
         return text, []

@@ -23,8 +23,8 @@ def _fetch(arguments: argparse.Namespace) -> int:
     from zero_recipes.core import units
     from zero_recipes.data.download import fetch
 
-    mapping = recipes.read(arguments.recipe)
-    recipe = recipes.parse(arguments.recipe, mapping, [])
+    mapping = recipes.read_recipe_file(arguments.recipe)
+    recipe = recipes.parse_recipe(arguments.recipe, mapping, [])
     for name, size in fetch(recipe.settings):
         print(f"{name}: {units.size(size)}")
     return 0

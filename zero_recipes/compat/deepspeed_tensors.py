@@ -17,7 +17,7 @@ from zero_recipes.compat.parts_of_deepspeed import MODEL_STATES, PARTITIONS
 from zero_recipes.compat.torch_internals import storage_identity
 from zero_recipes.distributed.fsdp import local
 
-PARTS = ("params", "grads", "optimizer")
+STATE_PARTS = ("params", "grads", "optimizer")
 
 # DeepSpeed's optimizers (zero/stage_1_and_2.py, zero/stage3.py, fp16/, bf16_optimizer.py): the attributes that hold
 # weights beside the parameters, gradients beside theirs, and fp32 masters. Each must be there: one that DeepSpeed has
@@ -43,7 +43,7 @@ _LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def read(
+def state_bytes(
     model: torch.nn.Module,
     parameters: Sequence[torch.nn.Parameter],
     optimizer: Any,
@@ -66,7 +66,7 @@ def read(
     }
     offloaded = {"params": offload_param, "grads": offload_optimizer, "optimizer": offload_optimizer}
     result, host = {}, []
-    for part in PARTS:
+    for part in STATE_PARTS:
         here = [t for t in tensors[part] if t.device.type == device and not (device == "cpu" and offloaded[part])]
         host += [t for t in tensors[part] if t.device.type != device or (device == "cpu" and offloaded[part])]
         result[part] = distinct_bytes(here)

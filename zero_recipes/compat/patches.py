@@ -14,7 +14,7 @@ from zero_recipes.compat.parts_of_torch import LAYOUT
 from zero_recipes.config.strategy import Strategy
 
 
-def apply(strategy: Strategy) -> None:
+def patch_libraries(strategy: Strategy) -> None:
     """What must be in place before DeepSpeed builds its engine. Raises Refusal."""
     if strategy.is_deepspeed and strategy.ds_config.quantizes_gradients:
         patch_quantized_gradients()

@@ -31,7 +31,7 @@ class Exists:
     names: tuple[str, ...]
 
     def missing(self) -> list[str]:
-        owner = find(self.where)
+        owner = find_part(self.where)
         return [f"{self.where} {name}" for name in self.names if owner is None or not hasattr(owner, name)]
 
 
@@ -44,7 +44,7 @@ class Mentions:
     names: tuple[str, ...]
 
     def missing(self) -> list[str]:
-        owner = find(self.where)
+        owner = find_part(self.where)
         used = {name for code in codes(owner) for name in (*code.co_names, *code.co_consts)}
         used |= set(dir(owner)) if inspect.isclass(owner) else set()
         return [f"{self.where} {name}" for name in self.names if name not in used]
@@ -58,7 +58,7 @@ class Takes:
     parameters: tuple[str, ...]
 
     def missing(self) -> list[str]:
-        function = find(self.where)
+        function = find_part(self.where)
         if function is None:
             return [self.where]
         found = ", ".join(inspect.signature(function).parameters)
@@ -125,7 +125,7 @@ class PrivatePart:
             raise self.refuse([f"{type(owner).__name__} {name}"]) from None
 
 
-def find(where: str) -> Any:
+def find_part(where: str) -> Any:
     """The module, class or function called "package.module:Class.function"; None where there is none."""
     module, _, path = where.partition(":")
     try:

@@ -35,7 +35,7 @@ _DEFAULTS = {"version": 1, "auto_wrap_policy": "NO_WRAP"}
 _FILE = "accelerate_configs/fsdp2.yaml"
 
 
-def resolve(settings: Settings, environment: Mapping[str, str], world_size: int) -> dict[str, Any] | None:
+def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], world_size: int) -> dict[str, Any] | None:
     """The `fsdp_config` in force; None without FSDP.
 
     One path for every launcher: `accelerate launch` hands it over through the environment (FSDP_*), torchrun through

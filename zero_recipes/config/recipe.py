@@ -152,7 +152,7 @@ def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
     return Path(rest[0]), rest[1:]
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_recipe_file(path: Path) -> dict[str, Any]:
     """The recipe's mapping, its `env:` block already put into the environment."""
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.5)
@@ -185,7 +185,7 @@ def read(path: Path) -> dict[str, Any]:
     return mapping
 
 
-def parse(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
+def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
     """Merge file and command line through TRL's own parser; refuse what neither TRL nor we know."""
     parser = _parser()
     known = key_types()

@@ -44,7 +44,9 @@ def choose_device(use_cpu: bool) -> str:
     return "cuda"
 
 
-def in_force(recipe: Recipe, strategy: Strategy | None, device: str, accumulation: int | None) -> tuple[Settings, dict]:
+def settings_in_force(
+    recipe: Recipe, strategy: Strategy | None, device: str, accumulation: int | None
+) -> tuple[Settings, dict]:
     """(settings, given) of a run: what strategy, device and global batch decide, laid over the recipe."""
     decided: dict[str, Any] = {"output_dir": str(output_dir_of(recipe))}
     if device == "cpu":

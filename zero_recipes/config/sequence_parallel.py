@@ -21,7 +21,7 @@ def refuse_uneven_groups(size: int, world_size: int) -> None:
         )
 
 
-def findings(settings: Settings, strategy, device: str, config) -> Iterator[Finding]:
+def sequence_parallel_findings(settings: Settings, strategy, device: str, config) -> Iterator[Finding]:
     """What does not go with shared sequences. `config`: the model's, None where it is not at hand."""
     size = settings.sequence_parallel_size
     if settings.parallelism_config is not None:

@@ -97,7 +97,7 @@ class Strategy:
         return f"{name}, linear warm-up over {long}"
 
 
-def resolve(
+def resolve_strategy(
     settings: Settings, environment: Mapping[str, str], parameter_sizes: Callable[[Settings], list[int] | None]
 ) -> Strategy:
     """Find the strategy; the DeepSpeed configuration is read here.
@@ -108,7 +108,7 @@ def resolve(
     Raises Refusal where two places name different configurations.
     """
     world_size = int(environment.get("WORLD_SIZE", 1))
-    fsdp_config = fsdp.resolve(settings, environment, world_size)
+    fsdp_config = fsdp.fsdp_config_in_force(settings, environment, world_size)
     if fsdp_config is not None:
         return Strategy("fsdp2", world_size, fsdp_config=fsdp_config)
 

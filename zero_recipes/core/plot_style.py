@@ -5,7 +5,7 @@ from __future__ import annotations
 DPI = 150
 INK, FAINT, ALARM = "#24292f", "#d8dce1", "#b3261e"
 # parts of a rank's model states, and what lies elsewhere
-PARTS = {"params": "#4477aa", "grads": "#ee9b3d", "optimizer": "#66a182"}
+PART_COLOURS = {"params": "#4477aa", "grads": "#ee9b3d", "optimizer": "#66a182"}
 ELSEWHERE = {"offloaded_host": ("on host", "#c3cad3"), "offloaded_disk": ("on disk", "#e3d9c6")}
 
 STYLE = {

@@ -113,7 +113,7 @@ def audit_findings(found: Audit, rows: Dataset, tokenizer: PreTrainedTokenizerBa
     return findings
 
 
-def show(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> None:
+def show_audit(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> None:
     """The counts as a table, and three rows with the supervised part in colour."""
     from rich.console import Console
     from rich.text import Text

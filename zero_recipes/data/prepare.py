@@ -64,7 +64,7 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
 
     def work() -> dict:
         rows, evaluation = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
-        dressed = dress(tokenizer, training_args)
+        dressed = apply_chat_template_file(tokenizer, training_args)
         samples = choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, dressed)
         streams = isinstance(rows, IterableDataset)
         if streams:
@@ -95,7 +95,7 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
     return Prepared(train, evaluation, samples, Audit(**word["audit"]), findings, word["data_sha256"])
 
 
-def dress(tokenizer: PreTrainedTokenizerBase, training_args) -> PreTrainedTokenizerBase:
+def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, training_args) -> PreTrainedTokenizerBase:
     """A copy of the tokenizer as SFTTrainer will make it from eos_token and chat_template_path.
 
     A copy: SFTTrainer must still find which tokens it adds, for LoRA trains those.

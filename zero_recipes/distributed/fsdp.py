@@ -45,7 +45,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def reshard(model: torch.nn.Module) -> None:
+def reshard_model(model: torch.nn.Module) -> None:
     """Let go of what a forward pass without a backward pass has left gathered: the root and the LM head.
 
     torch (fsdp/_fully_shard/_fully_shard.py) reshards these after the backward pass only. Nothing happens to a model

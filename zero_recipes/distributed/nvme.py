@@ -48,7 +48,7 @@ def swap_space(strategy: Strategy) -> Iterator[list[dict[str, Any]]]:
     locks: list[int] = []
     aio = strategy.ds_config.aio
     try:
-        yield once_per_node(lambda: [claim(folder, locks) | measure(folder, aio) for folder in folders])
+        yield once_per_node(lambda: [claim_swap_folder(folder, locks) | measure(folder, aio) for folder in folders])
     finally:
         # by the process that holds the lock: another run's files have the same names, and may be there once it is free
         for lock, folder in zip(locks, folders, strict=False):
@@ -56,7 +56,7 @@ def swap_space(strategy: Strategy) -> Iterator[list[dict[str, Any]]]:
             os.close(lock)
 
 
-def claim(folder: Path, locks: list[int]) -> dict[str, Any]:
+def claim_swap_folder(folder: Path, locks: list[int]) -> dict[str, Any]:
     """Hold `folder` for this run (its lock is appended to `locks`) and delete what a killed run has left there."""
     lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
     try:

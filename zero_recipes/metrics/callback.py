@@ -74,7 +74,7 @@ class StageMetricsCallback(TrainerCallback):
         self.evaluations: list[Evaluation] = []
         self.tokens: torch.Tensor | None = None  # all, non-padding, supervised; of this rank, over the whole run
         self.tokens_timed: torch.Tensor | None = None  # the same over the timed steps
-        self.states = dict.fromkeys((*deepspeed_tensors.PARTS, "offloaded_host", "offloaded_disk"), 0)
+        self.states = dict.fromkeys((*deepspeed_tensors.STATE_PARTS, "offloaded_host", "offloaded_disk"), 0)
         self.probe: StateProbe | None = None
         self.communication: CommunicationCounter | None = None
         self.engine_seconds: EngineSeconds | None = None

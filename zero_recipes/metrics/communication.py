@@ -65,7 +65,7 @@ class CountCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def in_force(mode: torch.utils._python_dispatch.TorchDispatchMode, on: bool) -> None:
+def switch_mode(mode: torch.utils._python_dispatch.TorchDispatchMode, on: bool) -> None:
     """Switch a mode on or off where no `with` block can span what is counted."""
     mode.__enter__() if on else mode.__exit__(None, None, None)
 
@@ -99,7 +99,7 @@ class CommunicationCounter:
             for name in COLLECTIVES:
                 setattr(backend, name, self._counting(name, getattr(backend, name)))
         elif self.passing is not None:
-            in_force(self.passing, True)
+            switch_mode(self.passing, True)
 
     def end_step(self) -> None:
         """Close one optimizer step."""
@@ -118,7 +118,7 @@ class CommunicationCounter:
             for name in COLLECTIVES:
                 vars(backend).pop(name, None)  # the class's own method shows again
         elif self.passing is not None:
-            in_force(self.passing, False)
+            switch_mode(self.passing, False)
 
     def median(self) -> Bytes:
         """{collective: bytes per optimizer step}, the median over the counted steps."""

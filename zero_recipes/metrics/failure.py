@@ -14,7 +14,7 @@ from typing import Literal
 from zero_recipes.core.files import write_text
 from zero_recipes.core.process import rank
 from zero_recipes.metrics.parts import Failure, Holding, Part, known, measured
-from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics, Status, parse, validate
+from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics, Status, parse_as, validate
 
 CURES = {
     "model": [
@@ -92,7 +92,7 @@ def cause_of(output_dir: Path) -> RankFailure | None:
     Raises ContractError where a failure.rankN.json is damaged.
     """
     files = sorted(output_dir.glob("failure.rank*.json"))
-    found = [validate(RankFailure, parse(path.read_text(encoding="utf-8"), str(path)), str(path)) for path in files]
+    found = [validate(RankFailure, parse_as(path.read_text(encoding="utf-8"), str(path)), str(path)) for path in files]
     return min(found, key=lambda failure: (failure.status != "oom", failure.time), default=None)
 
 

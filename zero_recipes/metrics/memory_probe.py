@@ -69,7 +69,7 @@ class StateProbe:
 
     def read(self) -> dict[str, int]:
         """Read all parts now; the largest bytes of each so far."""
-        now = deepspeed_tensors.read(self.model, self.parameters, self.states_of, *self.offload)
+        now = deepspeed_tensors.state_bytes(self.model, self.parameters, self.states_of, *self.offload)
         now["offloaded_disk"] = nvme.swapped_bytes(self.strategy)
         self.largest = {part: max(self.largest.get(part, 0), size) for part, size in now.items()}
         return self.largest

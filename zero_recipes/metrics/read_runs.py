@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from zero_recipes.metrics.parts import Part, known, measured
-from zero_recipes.metrics.schema import FILE, ORDER, ContractError, Metrics, parse, validate
+from zero_recipes.metrics.schema import FILE, ORDER, ContractError, Metrics, parse_as, validate
 
 
 class SampleRow(Part):
@@ -70,7 +70,7 @@ def read_samples(file: Path) -> list[SampleRow]:
     # Not splitlines(): an answer may hold a bare U+2028, which JSON leaves unescaped and splitlines() cuts at.
     lines = enumerate(file.read_text(encoding="utf-8").split("\n"), start=1)
     return [
-        validate(SampleRow, parse(line, f"{file} line {number}"), f"{file} line {number}")
+        validate(SampleRow, parse_as(line, f"{file} line {number}"), f"{file} line {number}")
         for number, line in lines
         if line.strip()
     ]

@@ -158,7 +158,7 @@ class Metrics(Measurements, RunIdentity, RunStatus):
 
         Raises ContractError, which names the file and the key.
         """
-        content = parse(path.read_text(encoding="utf-8"), str(path))
+        content = parse_as(path.read_text(encoding="utf-8"), str(path))
         if not isinstance(content, dict):
             raise ContractError(f"{path}: expected one JSON object, found {type(content).__name__}")
         row = validate(cls, content | beside, str(path))
@@ -175,7 +175,7 @@ class Metrics(Measurements, RunIdentity, RunStatus):
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
-def parse(text: str, where: str) -> Any:
+def parse_as(text: str, where: str) -> Any:
     """JSON as Python values. Raises ContractError, which names `where`."""
     try:
         return json.loads(text)

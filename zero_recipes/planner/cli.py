@@ -39,11 +39,11 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     advice = recommend(chosen, request.gpu, request.known)
     answer = Answer(request, rows, chosen, refused, advice, arguments.price)
     if arguments.output_dir:
-        output.write(answer, arguments.output_dir)
+        output.write_answer(answer, arguments.output_dir)
     if arguments.json:
         print(json.dumps(output.document(answer), indent=2))
     else:
-        output.show(answer, Console())
+        output.print_answer(answer, Console())
     return 0
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 from zero_recipes.metrics.prediction import Prediction
 
-Status = Literal["fits", "tight", "no"]
+FitStatus = Literal["fits", "tight", "no"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Fit:
     "fits": the high end fits. "tight": only the low end does. "no": not even that, or the host's memory is too small.
     """
 
-    status: Status
+    status: FitStatus
     margin: int
     capacity: int
     host_lacks: int = 0  # bytes of one machine's memory; 0 where it is enough or not known

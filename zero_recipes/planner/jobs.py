@@ -37,7 +37,7 @@ Strategies = dict[str, dict[str, Any] | None]  # {name: its ds_config, None with
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     """The recipe with its overrides; raises Refusal for what neither TRL nor we know."""
-    return recipes.parse(path, recipes.read(path), list(overrides))
+    return recipes.parse_recipe(path, recipes.read_recipe_file(path), list(overrides))
 
 
 def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = CONFIGS) -> Strategies:

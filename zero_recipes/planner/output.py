@@ -96,7 +96,7 @@ def _recommendation(answer: Answer) -> dict[str, Any]:
     }
 
 
-def write(answer: Answer, folder: Path) -> None:
+def write_answer(answer: Answer, folder: Path) -> None:
     """plan.json, plan.md and plan.png."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(document(answer), indent=2) + "\n")
@@ -117,7 +117,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     return [*messages.COLUMNS, *dict.fromkeys(note for row in rows for note in row.prediction.notes)]
 
 
-def show(answer: Answer, console: Console) -> None:
+def print_answer(answer: Answer, console: Console) -> None:
     """Tables, changes, the recommendation with its reasons and its command, and what a plan cannot know."""
     request, chosen, job = answer.request, answer.chosen, answer.advice.job
     if len(request.counts) > 1:

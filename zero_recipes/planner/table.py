@@ -24,7 +24,7 @@ HEADERS = {
 }
 
 
-def columns(rows: Sequence[Row], price: float | None) -> tuple[list[Column], list[Column]]:
+def plan_columns(rows: Sequence[Row], price: float | None) -> tuple[list[Column], list[Column]]:
     """(those naming the row, the others)."""
     mixed = len({row.prediction.source for row in rows}) > 1
     named = [Column("Strategy", lambda row: _name(row, mixed)), Column("Status", status)]
@@ -61,13 +61,13 @@ def status(row: Row) -> str:
 
 
 def print_rows(rows: Sequence[Row], price: float | None, console: Console) -> None:
-    named, others = columns(rows, price)
+    named, others = plan_columns(rows, price)
     print_columns(named, others, rows, console)
 
 
 def markdown(rows: Sequence[Row], price: float | None) -> str:
     """The same for a page."""
-    return markdown_columns(*columns(rows, price), rows)
+    return markdown_columns(*plan_columns(rows, price), rows)
 
 
 def _between(values: tuple[float, float] | None, written=units.significant) -> str:

@@ -71,7 +71,7 @@ def _tables(chosen: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """One table on memory and one on speed and loss: together they are too wide for a page."""
     if not chosen:
         return []
-    named, memory, speed = table.columns(chosen)
+    named, memory, speed = table.report_columns(chosen)
     return [
         {
             "headers": [column.header.replace("\n", " ") for column in named + part],

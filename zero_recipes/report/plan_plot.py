@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 
 from zero_recipes.core import units
 from zero_recipes.core.plot_style import ALARM, DPI, FAINT, INK, STYLE
-from zero_recipes.core.plot_style import PARTS as STATES
+from zero_recipes.core.plot_style import PART_COLOURS as STATES
 from zero_recipes.metrics.prediction import PARTS
 
 INCHES = (8.0, 4.8)

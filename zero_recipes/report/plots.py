@@ -16,7 +16,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
 from zero_recipes.core import units
-from zero_recipes.core.plot_style import ALARM, DPI, ELSEWHERE, FAINT, INK, PARTS, STYLE
+from zero_recipes.core.plot_style import ALARM, DPI, ELSEWHERE, FAINT, INK, PART_COLOURS, STYLE
 from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.report import rows
 
@@ -81,7 +81,7 @@ def _staircase(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
 def _tallest(run: MeasuredRun) -> float:
     """Highest of the things that are drawn for a run, in bytes."""
     expected = rows.textbook(run)
-    stacked = sum(_bytes_in(run, part) for part in (*PARTS, *ELSEWHERE))
+    stacked = sum(_bytes_in(run, part) for part in (*PART_COLOURS, *ELSEWHERE))
     return max(stacked, rows.peak_allocated(run) or 0, expected.total if expected else 0)
 
 
@@ -94,7 +94,7 @@ def _state_bar(axes: Axes, run: MeasuredRun, place: float, width: float, one: in
     """One stacked bar with its total on top, wherever it lies, and the textbook's total as a mark across it."""
     rank, expected = rows.largest_rank(run), rows.textbook(run)
     bottom = 0.0
-    for part, colour in {**PARTS, **{part: colour for part, (_, colour) in ELSEWHERE.items()}}.items():
+    for part, colour in {**PART_COLOURS, **{part: colour for part, (_, colour) in ELSEWHERE.items()}}.items():
         height = _bytes_in(run, part) / one
         axes.bar(place, height, width, bottom=bottom, color=colour, edgecolor="white", linewidth=0.6)
         bottom += height
@@ -111,7 +111,7 @@ def _state_bar(axes: Axes, run: MeasuredRun, place: float, width: float, one: in
 
 
 def _staircase_legend(axes: Axes, elsewhere: Sequence[str], with_peaks: bool) -> None:
-    for label, colour in (*PARTS.items(), *(ELSEWHERE[part] for part in elsewhere)):
+    for label, colour in (*PART_COLOURS.items(), *(ELSEWHERE[part] for part in elsewhere)):
         axes.bar(0, 0, color=colour, label=label)
     if with_peaks:
         axes.bar(0, 0, fill=False, edgecolor=INK, linewidth=1.1, label="peak allocated")

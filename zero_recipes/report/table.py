@@ -23,7 +23,7 @@ NOTES = {
 }
 
 
-def columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], list[Column]]:
+def report_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], list[Column]]:
     """Columns naming the row, about memory, and about speed and loss; columns nobody has a value for are left out."""
     reference = next((row["label"] for row in rows if row["relative_speed"] == 1), "baseline")
     named = [
@@ -57,20 +57,20 @@ def columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], list[Colum
 
 def notes(rows: Sequence[Row]) -> list[str]:
     """What a reader needs to know about the columns that are shown."""
-    _, memory, speed = columns(rows)
+    _, memory, speed = report_columns(rows)
     shown = {column.header.split("\n")[0] for column in memory + speed}
     return [text for header, text in NOTES.items() if header in shown]
 
 
 def print_table(rows: Sequence[Row], console: Console) -> None:
     """Print the rows; where the terminal is narrow, as several tables that each name the runs again."""
-    named, memory, speed = columns(rows)
+    named, memory, speed = report_columns(rows)
     print_columns(named, memory + speed, rows, console)
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
     """The rows for a README, without the notes."""
-    named, memory, speed = columns(rows)
+    named, memory, speed = report_columns(rows)
     return markdown_columns(named, memory + speed, rows)
 
 

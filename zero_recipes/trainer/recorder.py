@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from zero_recipes.checkpoint.output_dir import claim
+from zero_recipes.checkpoint.output_dir import claim_output_dir
 from zero_recipes.config.recipe import write_resolved
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core.errors import Refusal
@@ -47,7 +47,7 @@ class RunRecorder:
         self.network = bandwidth.measure_network(run.device)
         self.host_link = bandwidth.measure_host_link(run.strategy, run.device)
         if rank() == 0:
-            claim(run.output_dir, run.settings.overwrite)
+            claim_output_dir(run.output_dir, run.settings.overwrite)
             header = [*run.strategy.described(run.device, args), *bandwidth.network_header(self.network)]
             header += [*nvme.described(self.disks), *bandwidth.host_link_header(self.host_link)]
             header += [*init.host_threads_header(self.host_threads), str(rows.audit)]

@@ -52,7 +52,7 @@ def answer(trainer: SFTTrainer, samples: list[Sample], max_new_tokens: int) -> A
         found += list(zip(chosen, texts, _reference_losses(trainer, part), strict=True))
     model.train(was_training)
     forget_trace_of_generation(trainer.model_wrapped)
-    fsdp.reshard(trainer.model)
+    fsdp.reshard_model(trainer.model)
     everyone = {i: (text, loss) for i, text, loss in gather_object(found)}
     return Answers([everyone[i][0] for i in range(len(samples))], [everyone[i][1] for i in range(len(samples))])
 

@@ -27,7 +27,7 @@ def prepare_libraries(run: RunConfig, args) -> int | None:
 
     Returns the threads that each process's optimizer on the host was given; None where nothing was changed.
     """
-    patches.apply(run.strategy)
+    patches.patch_libraries(run.strategy)
     if run.strategy.is_fsdp:
         compat_fsdp.fix_arguments(args, run.device)
     ulysses.share_sequences(args, run.strategy.sequence_parallel, run.settings.attn_implementation)

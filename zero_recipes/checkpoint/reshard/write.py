@@ -29,7 +29,7 @@ from zero_recipes.core import units
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 
-STAGES = (1, 2, 3)
+RESHARD_STAGES = (1, 2, 3)
 _LEFT_BEHIND = ("global_step*", "latest", "zero_to_fp32.py", "zero_to_torch.py", "rng_state*.pth", manifest.MANIFEST)
 
 
@@ -102,7 +102,7 @@ def _refuse_early(checkpoint: Path, world_size: int, stage: int, target: Path) -
             f"Paths are relative to the working directory, {Path.cwd()}.",
             "Name a checkpoint-N folder of a run.",
         )
-    if stage not in STAGES:
+    if stage not in RESHARD_STAGES:
         raise Refusal(
             "ZR738",
             f"stage {stage}",

@@ -86,7 +86,7 @@ def predict_by_formulas(job: Job) -> Prediction:
         ),
         reserved_bytes=ReservedRange(low=peak, high=int(FRAGMENTATION * peak) + CUDA_CONTEXT + nccl),
         host_bytes=host_bytes(job, shape),
-        checkpoint_bytes=checkpoint_bytes(job, shape),
+        checkpoint_bytes=checkpoint_sizes(job, shape),
         communication_bytes_per_step=communication_bytes(job, shape),
         flops_per_step=flops(job, shape),
         seconds=time.perf_counter() - started,
@@ -217,7 +217,7 @@ def host_bytes(job: Job, shape: Shape) -> HostBytes:
     return HostBytes(load=int(load), training=int(here * held))
 
 
-def checkpoint_bytes(job: Job, shape: Shape) -> CheckpointBytes:
+def checkpoint_sizes(job: Job, shape: Shape) -> CheckpointBytes:
     """The saved model or adapter, and a checkpoint that a run can go on from: 14Ψ at stage 3, 16Ψ below (README)."""
     in_16_bits = job.ds_config is not None and job.settings.precision != "fp32"
     each = 2 if in_16_bits else _loaded(job, shape)

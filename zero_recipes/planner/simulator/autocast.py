@@ -19,7 +19,7 @@ _copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # a weight's id: the
 _libraries: list[torch.library.Library] = []  # a registration ends with its library
 
 
-def set_up(dtype: torch.dtype) -> None:
+def set_up_autocast(dtype: torch.dtype) -> None:
     """Register; once in a process."""
     everything = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
     everything.fallback(torch.library.fallthrough_kernel)

@@ -142,7 +142,7 @@ class _Backend:
         pass
 
 
-def set_up() -> None:
+def set_up_fake_gpu() -> None:
     """Make the device known to torch and DeepSpeed. Once in a process, before any tensor is made."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
     torch.Tensor.record_stream = lambda *_: None

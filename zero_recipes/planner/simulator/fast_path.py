@@ -35,7 +35,8 @@ IN_PLACE = (  # each answers its first argument, and makes nothing
     aten.uniform_.default,
     aten.zero_.default,
 )
-COLLECTIVES = (  # each answers its first argument and what its caller may wait for; a pretended group moves nothing
+# each answers its first argument and what its caller may wait for; a pretended group moves nothing
+FAST_COLLECTIVES = (
     c10d._allgather_base_.default,
     c10d._reduce_scatter_base_.default,
     c10d.allreduce_.default,
@@ -96,7 +97,9 @@ def collective(func, args: tuple, kwargs: dict):
     return args[0], work
 
 
-SHORTCUTS = dict.fromkeys(VIEWS, view_of) | dict.fromkeys(IN_PLACE, changed) | dict.fromkeys(COLLECTIVES, collective)
+SHORTCUTS = (
+    dict.fromkeys(VIEWS, view_of) | dict.fromkeys(IN_PLACE, changed) | dict.fromkeys(FAST_COLLECTIVES, collective)
+)
 
 
 class Remembered:

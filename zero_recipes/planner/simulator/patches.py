@@ -196,7 +196,7 @@ def attention_as_on_cuda() -> None:
     functional.scaled_dot_product_attention = attention
 
 
-def apply(on_gpu: bool, full_rows: bool, packing: bool) -> None:
+def replace_parts_of_libraries(on_gpu: bool, full_rows: bool, packing: bool) -> None:
     """All of them, for a simulated CPU rank or one on the device that stands for a GPU."""
     no_addresses()
     no_pinned_memory()

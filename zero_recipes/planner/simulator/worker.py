@@ -86,7 +86,7 @@ def _import(on_gpu: bool) -> None:
     if on_gpu:
         from zero_recipes.planner.simulator import fake_device
 
-        fake_device.set_up()  # before others take names out of torch
+        fake_device.set_up_fake_gpu()  # before others take names out of torch
     import datasets  # noqa: F401
     import deepspeed
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (every engine does, and torch's compiler with it)
@@ -134,7 +134,7 @@ def _environment(job: Job, rank: int) -> None:
 
         from zero_recipes.planner.simulator import autocast
 
-        autocast.set_up(torch.bfloat16 if job.settings.bf16 else torch.float16)
+        autocast.set_up_autocast(torch.bfloat16 if job.settings.bf16 else torch.float16)
 
 
 def _start_group(job: Job, rank: int) -> None:
@@ -182,14 +182,14 @@ def train_two_steps(job: Job, folder: str) -> dict:
     derived = recipes.derive_accumulation(settings, {}, job.world_size)
     accumulation = settings.gradient_accumulation_steps if derived is None else derived
     settings = settings.replace(gradient_accumulation_steps=min(accumulation, 2))
-    strategy = strategies.resolve(settings, {"WORLD_SIZE": str(job.world_size)}, sizes_of)
+    strategy = strategies.resolve_strategy(settings, {"WORLD_SIZE": str(job.world_size)}, sizes_of)
     decided = {} if strategy.ds_config is None else {"deepspeed": strategy.ds_config.raw}
     decided |= {"fsdp": True, "fsdp_config": strategy.fsdp_config} if strategy.is_fsdp else {"fsdp": None}
     _, training_args, model_args, _, _ = recipes.instances(settings.replace(**decided), Path("plan.yaml"))
     _train_on(device, training_args)
 
     full_rows = training_args.per_device_train_batch_size == 1 or training_args.packing
-    patches.apply(on_gpu, full_rows, training_args.packing)
+    patches.replace_parts_of_libraries(on_gpu, full_rows, training_args.packing)
     imports = psutil.Process().memory_info().rss
     tracker = LiveStorages(device.type, kMinBlockSize if on_gpu else 1, fake_device.stream if on_gpu else None)
     host = LiveStorages("cpu")
