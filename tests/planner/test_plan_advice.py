@@ -230,12 +230,12 @@ def test_a_model_comes_from_the_project_a_folder_or_the_cache_and_else_is_refuse
         {"model_name_or_path": "nobody/nothing"},
         {"model_name_or_path": "./no/such/folder"},
     ):
-        with pytest.raises(Refusal, match="is not here") as refusal:
+        with pytest.raises(Refusal, match="ZR804") as refusal:
             model_config(settings.replace(**bad))
         assert "zero-recipes fetch" in refusal.value.fix
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *a, **k: str(tmp_path / "config.json"))
     assert model_config(settings.replace(**{"model_name_or_path": "nobody/nothing"})) == {"model_type": "llama"}
-    with pytest.raises(Refusal, match="names no model"):
+    with pytest.raises(Refusal, match="ZR803"):
         model_config(settings.replace(**{"model_name_or_path": None}))
 
 
@@ -248,9 +248,9 @@ def test_strategies_are_files_or_the_recipes_own(monkeypatch):
     assert found["ddp"] is None and found["zero3"]["zero_optimization"]["stage"] == 3
     own = recipe("pythia", "--deepspeed", "ds_configs/zero2_offload.json")
     assert list(read_strategies(own, None)) == ["zero2_offload"]
-    with pytest.raises(Refusal, match="names a DeepSpeed configuration itself"):
+    with pytest.raises(Refusal, match="ZR801"):
         read_strategies(own, ["zero3"])
-    with pytest.raises(Refusal, match="no strategy zero9") as refusal:
+    with pytest.raises(Refusal, match=r"zero9 .ZR802") as refusal:
         read_strategies(recipe("pythia"), ["zero9"])
     assert "zero3_offload" in refusal.value.fix
 
@@ -258,12 +258,12 @@ def test_strategies_are_files_or_the_recipes_own(monkeypatch):
 def test_a_global_batch_is_divided_for_each_number_of_gpus(tmp_path):
     assert job("zero2", 1, "tiny").settings.gradient_accumulation_steps == 2  # 16 = 2 x 8 x 1
     assert job("zero2", 2, "tiny").settings.gradient_accumulation_steps == 1
-    with pytest.raises(Refusal, match="global_batch_size 16"):
+    with pytest.raises(Refusal, match=r"global_batch_size 16 .*ZR121"):
         job("zero2", 4, "tiny")
 
 
 def test_an_unknown_key_is_refused():
-    with pytest.raises(Refusal, match="max_lenght"):
+    with pytest.raises(Refusal, match=r"max_lenght.*ZR103"):
         read_recipe(ROOT / "recipes" / "pythia.yaml", ["--max_lenght", "3"])
 
 
@@ -282,9 +282,9 @@ def test_gpus_are_found_by_the_beginning_of_their_name():
     known = gpus()
     assert gpu_named("H200", known).name == "h200-141gb"
     assert gpu_named("rtx 4090", known).name == "rtx4090-24gb"
-    with pytest.raises(Refusal, match="a100-40gb and a100-80gb begin so"):
+    with pytest.raises(Refusal, match=r"a100-40gb and a100-80gb .*ZR807"):
         gpu_named("a100", known)
-    with pytest.raises(Refusal, match="no such GPU") as refusal:
+    with pytest.raises(Refusal, match="ZR807") as refusal:
         gpu_named("v100", known)
     assert "--hardware" in refusal.value.fix
 
@@ -328,5 +328,5 @@ def test_a_faulty_hardware_file_is_refused_by_its_key(tmp_path, old, new, says):
 
 
 def test_a_missing_hardware_file_is_refused(tmp_path):
-    with pytest.raises(Refusal, match="there is no hardware file"):
+    with pytest.raises(Refusal, match="ZR808"):
         gpus(tmp_path / "none.yaml")

@@ -182,7 +182,7 @@ def test_what_the_formulas_do_not_know_is_said(changes, config, says):
 
 
 def test_a_config_of_an_unknown_class_is_refused():
-    with pytest.raises(Refusal, match="model_type 'no_such_model'"):
+    with pytest.raises(Refusal, match=r"model_type 'no_such_model' .ZR817"):
         predict_by_formulas(replace(job("zero3"), config={"model_type": "no_such_model"}))
 
 

@@ -38,7 +38,7 @@ def test_truncated_and_dropped_rows(tokenizer, tmp_path):
     rows = [{"prompt": "The fish", "completion": " hums."}, {"prompt": "The fish " * 40, "completion": " hums."}]
     found, findings = audited(rows, tokenizer, tmp_path, max_length=20)
     assert (found.rows, found.truncated, found.dropped, findings) == (2, 1, 1, [])
-    assert audited(rows, tokenizer, tmp_path, max_length=2)[1][0].what == "no row is left to train on"
+    assert audited(rows, tokenizer, tmp_path, max_length=2)[1][0].code == "ZR513"
 
 
 def test_rows_without_any_loss_are_an_error_with_their_number(tokenizer, tmp_path):
@@ -46,7 +46,7 @@ def test_rows_without_any_loss_are_an_error_with_their_number(tokenizer, tmp_pat
     rows = [{"input_ids": ids, "labels": ids}, {"input_ids": ids, "labels": [-100] * len(ids)}]
     found, findings = audited(rows, tokenizer, tmp_path)
     assert found.without_supervision == [1]
-    assert findings[0].level == "error" and "the first is row 1" in findings[0].what
+    assert (findings[0].code, findings[0].level) == ("ZR512", "error") and "the first is row 1" in findings[0].what
     assert found.unsupervised_ends == 2 and any("learn to stop" in finding.why for finding in findings)
 
 
@@ -55,7 +55,7 @@ def test_a_prompt_that_merges_with_its_answer_is_named(tokenizer, tmp_path):
     assert audited(apart, tokenizer, tmp_path)[0].shifted_prompts == 0
     joined = [{"prompt": "The fi", "completion": "sh hums."}]
     found, findings = audited(joined, tokenizer, tmp_path)
-    assert found.shifted_prompts == 1 and "no prefix" in findings[0].what and findings[0].level == "warning"
+    assert found.shifted_prompts == 1 and (findings[0].code, findings[0].level) == ("ZR515", "warning")
 
 
 def test_packing_fills_what_padding_wastes(tokenizer, tmp_path):

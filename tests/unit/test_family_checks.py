@@ -95,7 +95,7 @@ def test_a_resolved_recipe_goes_with_the_accelerate_file_that_it_was_launched_wi
     assert resolve_strategy(resolved, launched, sizes_of).name == "zero3_infinity"
 
 
-def found(settings, folder: Path, free: int = 10**15, world: int = 2, **block) -> list[tuple[str, str]]:
+def found(settings, folder: Path, free: int = 10**15, world: int = 2, **block) -> list[tuple[str, str, str]]:
     config = fill_own_autos(INFINITY, str(folder), world, {}, sizes_of(settings))
     config["zero_optimization"]["offload_param"] |= block
     changed = settings.replace(deepspeed=config)
@@ -104,23 +104,23 @@ def found(settings, folder: Path, free: int = 10**15, world: int = 2, **block) -
     sizes = parameter_sizes(local_config(settings), False)
     given = list(nvme_findings(RunConfig(None, changed, {}, strategy, "cpu", folder), sizes, world, host))
     assert all(finding.why and finding.fix for finding in given)
-    return [(finding.level, finding.what) for finding in given]
+    return [(finding.code, finding.level, finding.what) for finding in given]
 
 
 def test_room_and_buffers_of_nvme(settings, tmp_path):
     assert found(settings, tmp_path) == []
-    ((level, what),) = found(settings, tmp_path, free=10**6)
-    assert level == "error" and f"to {tmp_path}, which has 1.00 MB free" in what
-    ((level, what),) = found(settings, tmp_path, buffer_size=1000)
-    assert level == "error" and "buffer_size 1,000 is smaller than a tensor's part of" in what
-    ((level, what),) = found(settings, tmp_path, max_in_cpu=10**9)
-    assert level == "warning" and "max_in_cpu 1,000,000,000 keeps all parameters in host memory" in what
+    ((code, level, what),) = found(settings, tmp_path, free=10**6)
+    assert (code, level) == ("ZR619", "error") and f"to {tmp_path}, which has 1.00 MB free" in what
+    ((code, level, what),) = found(settings, tmp_path, buffer_size=1000)
+    assert (code, level) == ("ZR620", "error") and "buffer_size 1,000" in what
+    ((code, level, what),) = found(settings, tmp_path, max_in_cpu=10**9)
+    assert (code, level) == ("ZR621", "warning") and "max_in_cpu 1,000,000,000" in what
 
 
 def test_a_model_too_small_to_swap_is_said(settings, tmp_path):
     small = settings.replace(**{"model_name_or_path": str(ROOT / "tiny_world" / "base")})
-    ((level, what),) = found(small, tmp_path)
-    assert level == "warning" and "no tensor of the model is large enough to be swapped by 2 processes" in what
+    ((code, level, what),) = found(small, tmp_path)
+    assert (code, level) == ("ZR618", "warning") and "2 processes" in what
 
 
 def test_ops_are_compiled_once_and_said(monkeypatch, tmp_path, capsys):

@@ -80,7 +80,7 @@ def without(host: Host, name: str) -> Host:
 def said(findings) -> str:
     findings = list(findings)
     assert all(f.what and f.why and f.fix for f in findings)
-    return " | ".join(f"{f.level}: {f.what}" for f in findings)
+    return " | ".join(f"{f.level}: {f.what} [{f.code}]" for f in findings)
 
 
 # memory
@@ -215,7 +215,11 @@ def test_a_download_that_does_not_fit(settings, tmp_path):
 def test_shared_memory(settings, tmp_path):
     docker, larger = machine(tmp_path, free=64 * 2**20), machine(tmp_path, free=2**30)
     (finding,) = shared_memory_findings(run_of(settings), 2, docker)
-    assert "67.1 MB free, for 2 GPUs" in finding.what and finding.level == "warning" and "--shm-size" in finding.fix
+    assert (
+        "67.1 MB free, for 2 GPUs" in finding.what
+        and (finding.code, finding.level) == ("ZR611", "warning")
+        and "--shm-size" in finding.fix
+    )
     for run, here, host in (
         (run_of(settings), 2, larger),
         (run_of(settings), 1, docker),
@@ -259,7 +263,7 @@ def build(settings, host, device="cuda", config=None, offload=None) -> str:
 
 def test_a_compiler_is_needed_where_an_op_is_built(settings, tmp_path):
     bare = without(machine(tmp_path), "/usr/bin/c++")
-    assert "there is no C++ compiler (c++)" in build(settings, bare, "cpu")
+    assert "there is no C++ compiler (c++) [ZR603]" in build(settings, bare, "cpu")
     assert build(settings, machine(tmp_path / "with"), "cpu") == ""
     assert build(settings, bare, "cuda") == ""  # nothing is built
     assert said(build_findings(Strategy("ddp", 2), "cpu", settings, bare)) == ""
@@ -325,9 +329,12 @@ def test_a_prebuilt_op_needs_nothing(settings, tmp_path, monkeypatch):
 def test_the_cuda_toolkit_where_a_cuda_op_is_built(settings, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     host = machine(tmp_path)
-    assert "error: there is no CUDA toolkit" in build(settings, host, config=ADAM)
+    assert "error: there is no CUDA toolkit (nvcc) [ZR606]" in build(settings, host, config=ADAM)
     assert build(settings, host, config={}, offload="cpu") == ""  # cpu_adam is plain C++ on a GPU machine too
-    for release, found in (("13.1", ""), ("12.4", "warning: the CUDA toolkit is 12.4, torch was built with CUDA 13.0")):
+    for release, found in (
+        ("13.1", ""),
+        ("12.4", "warning: the CUDA toolkit is 12.4, torch was built with CUDA 13.0 [ZR607]"),
+    ):
         nvcc = f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.99'\n"
         for files, variables in (({"/usr/bin/nvcc": nvcc}, {}), ({"/cu/bin/nvcc": nvcc}, {"CUDA_HOME": "/cu"})):
             root = tmp_path / release / next(iter(files)).split("/")[1]
@@ -355,7 +362,11 @@ def test_a_model_that_is_not_whole_in_the_cache_of_an_offline_run(settings, hub)
     settings = settings.replace(**{"model_name_or_path": "o/m"})
 
     def missing():
-        return said(f for f in cache.offline_findings(settings) if "model" in f.what).partition("cache: no ")[2]
+        return (
+            said(f for f in cache.offline_findings(settings) if "model" in f.what)
+            .partition("cache: no ")[2]
+            .removesuffix(" [ZR613]")
+        )
 
     assert cache.missing_of_model(settings.replace(**{"model_name_or_path": "o/other"})) == "snapshot of it"
     assert missing() == "config.json"
@@ -380,13 +391,13 @@ def test_data_that_is_not_in_the_cache_of_an_offline_run(settings, tmp_path, mon
     for other in ("./nowhere", "json", None):  # a path, right or wrong; a format; nothing at all
         assert said(cache.offline_findings(settings.replace(**{"dataset_name": other}))) == ""
     named = settings.replace(**{"dataset_name": "somebody/rows"})
-    assert "the data somebody/rows is not in the cache" in said(cache.offline_findings(named))
+    assert "somebody/rows is not in the cache [ZR614]" in said(cache.offline_findings(named))
     mixed = settings.replace(datasets=[{"path": "json", "data_files": "x.jsonl"}, {"path": "somebody/rows"}])
-    assert "the data somebody/rows is not in the cache" in said(cache.offline_findings(mixed))
+    assert "somebody/rows is not in the cache [ZR614]" in said(cache.offline_findings(mixed))
     cached = tmp_path / "datasets" / "somebody___rows" / "default" / "0.0.0" / "abc"
     cached.mkdir(parents=True)
     (cached / "dataset_info.json").write_text("{}")
-    assert "is not in the cache" in said(cache.offline_findings(named))  # broken
+    assert "[ZR614]" in said(cache.offline_findings(named))  # broken
     (cached / "dataset_info.json").write_text('{"config_name": "default"}')
     for found in (named, mixed):
         assert said(cache.offline_findings(found)) == ""
@@ -417,7 +428,7 @@ def test_what_lies_outside_of_a_pods_volume(settings, tmp_path, monkeypatch):
 def test_gpus_without_peer_access(monkeypatch):
     monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: {a, b} != {0, 2})
     (finding,) = gpus.peer_findings("cuda", 3, {})
-    assert finding.what == "no peer access between the GPUs 0-2" and finding.level == "warning"
+    assert (finding.code, finding.level) == ("ZR617", "warning") and finding.what.endswith(" 0-2")
     for device, here, environment in (("cuda", 2, {}), ("cpu", 3, {}), ("cuda", 3, {"NCCL_P2P_DISABLE": "1"})):
         assert said(gpus.peer_findings(device, here, environment)) == ""
 
@@ -426,7 +437,7 @@ def test_cards_on_which_accelerate_stops(monkeypatch):
     monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: True)
     monkeypatch.setattr("accelerate.utils.check_cuda_p2p_ib_support", lambda: False)
     torchrun = {"RANK": "0"}
-    assert "error: RTX 40 cards" in said(gpus.peer_findings("cuda", 2, torchrun))
+    assert said(gpus.peer_findings("cuda", 2, torchrun)).endswith("[ZR616]")
     disabled = torchrun | {"NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "1"}  # accelerate looks for the names only
     assert said(gpus.peer_findings("cuda", 2, disabled)) == ""
     assert said(gpus.peer_findings("cuda", 2, {})) == ""  # check: accelerate launch sets them
@@ -454,7 +465,7 @@ def test_check_names_a_stale_lock_and_a_run_does_not_repeat_it(settings, tmp_pat
     os.utime(tmp_path / "extensions" / "cpu_adam" / "lock", (1, 1))
     run = run_of(settings, device="cpu", stage=None, output_dir=tmp_path)
     (finding,) = this_machine.machine_findings(run, {}, host, "here")
-    assert "cpu_adam/lock" in finding.what and finding.level == "warning"
+    assert (finding.code, finding.level) == ("ZR623", "warning") and "cpu_adam/lock" in finding.what
     assert this_machine.machine_findings(run, {}, host, False) == []
 
 

@@ -109,28 +109,29 @@ def test_what_another_program_wrote_must_be_named(tmp_path):
     checkpoint(tmp_path, 2)
     foreign = checkpoint(tmp_path, 4, "foreign")
     refusal = refused(tmp_path, "true")
-    assert "nothing says whether" in refusal.what and f"--resume_from_checkpoint {foreign}" in refusal.fix
+    assert refusal.codes == ["ZR704"] and f"--resume_from_checkpoint {foreign}" in refusal.fix
     assert checkpoint_to_resume(tmp_path, str(foreign)) == str(foreign)
     shutil.rmtree(foreign / "global_step4")
-    assert "no optimizer states" in refused(tmp_path, str(foreign)).what
+    assert refused(tmp_path, str(foreign)).codes == ["ZR708"]
 
 
 def test_a_checkpoint_named_by_its_path_must_be_whole_and_the_last(tmp_path):
     for step, kind in ((2, "whole"), (4, "whole"), (6, "unfinished"), (8, "damaged")):
         checkpoint(tmp_path, step, kind)
-    assert "there is no checkpoint" in refused(tmp_path, str(tmp_path / "checkpoint-3")).what
+    assert refused(tmp_path, str(tmp_path / "checkpoint-3")).codes == ["ZR706"]
     for step in (6, 8):
         refusal = refused(tmp_path, str(tmp_path / f"checkpoint-{step}"))
-        assert "is not whole" in refusal.what and "checkpoint-2, checkpoint-4" in refusal.fix
+        assert refusal.codes == ["ZR707"] and "checkpoint-2, checkpoint-4" in refusal.fix
     refusal = refused(tmp_path, str(tmp_path / "checkpoint-2"))
-    assert "holds checkpoint-4, which a run from step 2 on would write again" in refusal.what
+    assert refusal.codes == ["ZR710"]
+    assert "checkpoint-4" in refusal.what and "step 2" in refusal.what
     for folder, path in ((tmp_path, "checkpoint-4"), (tmp_path / "branch", "checkpoint-2")):
         assert checkpoint_to_resume(folder, str(tmp_path / path)) == str(tmp_path / path)
 
 
 def test_resuming_and_overwriting_contradict_each_other(tmp_path):
     folder = checkpoint(tmp_path / "out", 2)
-    assert "--overwrite true" in refused(tmp_path / "out", "true", True).what
+    assert refused(tmp_path / "out", "true", True).codes == ["ZR703"]
     assert "would be emptied" in refused(tmp_path / "out", str(folder), True).why
     assert checkpoint_to_resume(tmp_path / "other", str(folder), True) == str(folder)
 
@@ -139,10 +140,10 @@ def test_a_finished_run_without_checkpoints_is_not_replaced_by_a_fresh_one(tmp_p
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     refuse_occupied(tmp_path, "true", False)
     refuse_occupied(tmp_path, str(tmp_path / "checkpoint-2"), False)
-    with pytest.raises(Refusal, match="already holds model"):
+    with pytest.raises(Refusal, match=r"holds model.*ZR702"):
         refuse_occupied(tmp_path, "another/checkpoint-2", False)
     refusal = refused(tmp_path, "true")
-    assert "holds model.safetensors and no checkpoint" in refusal.what and "--overwrite true" in refusal.fix
+    assert refusal.codes == ["ZR705"] and "model.safetensors" in refusal.what and "--overwrite true" in refusal.fix
 
 
 def test_rotation_keeps_the_newest_and_the_best_and_is_safe_to_kill(tmp_path, monkeypatch):
@@ -187,7 +188,10 @@ def test_what_fits_has_no_finding(tmp_path, values):
 def test_another_stage_or_world_size_names_the_command(tmp_path, values):
     folder = checkpoint(tmp_path, 4, recipe=recipe_facts(values))
     (finding,) = findings(folder, values, ("zero3", 3, 2))
-    assert finding.level == "error" and "written by zero2 on 2 processes; this run is zero3" in finding.what
+    assert (finding.code, finding.level) == (
+        "ZR720",
+        "error",
+    ) and "zero2 on 2 processes; this run is zero3" in finding.what
     assert f"zero-recipes reshard {folder} --world_size 2 --stage 3" in finding.fix
     (finding,) = findings(folder, values, ("zero2", 2, 4), gradient_accumulation_steps=2)
     assert f"zero-recipes reshard {folder} --world_size 4 --stage 2" in finding.fix
@@ -203,7 +207,7 @@ def test_another_stage_or_world_size_names_the_command(tmp_path, values):
 def test_another_global_batch_names_the_accumulation(tmp_path, values):
     folder = checkpoint(tmp_path, 4, recipe=recipe_facts(values))
     (finding,) = findings(folder, values, gradient_accumulation_steps=3)
-    assert "16 sequences per step; this run takes 12" in finding.what
+    assert finding.code == "ZR722" and "16 sequences per step; this run takes 12" in finding.what
     assert "--gradient_accumulation_steps 4" in finding.fix
     same = dict(per_device_train_batch_size=4, gradient_accumulation_steps=2)
     assert [finding.level for finding in findings(folder, values, **same)] == ["warning"]
@@ -212,9 +216,13 @@ def test_another_global_batch_names_the_accumulation(tmp_path, values):
 def test_another_recipe_is_refused_where_it_is_another_training(tmp_path, values):
     folder = checkpoint(tmp_path, 4, recipe=recipe_facts(values))
     (finding,) = findings(folder, values, learning_rate=1.0, seed=7)
-    assert finding.level == "error" and "seed 42, learning_rate" in finding.what and "--seed 42" in finding.fix
+    assert (
+        (finding.code, finding.level) == ("ZR723", "error")
+        and "seed 42, learning_rate" in finding.what
+        and "--seed 42" in finding.fix
+    )
     shorter = [finding for finding in findings(folder, values, max_steps=3) if finding.level == "error"]
-    assert len(shorter) == 1 and "has 4 steps behind it; max_steps is 3" in shorter[0].what
+    assert [one.code for one in shorter] == ["ZR725"] and "has 4 steps behind it; max_steps is 3" in shorter[0].what
     (finding,) = findings(folder, values, max_steps=40)
     assert finding.level == "warning" and "The schedule is computed anew" in finding.why
 
@@ -224,18 +232,18 @@ def test_other_versions_are_a_warning_and_other_data_is_refused(tmp_path, values
     versions = environment.versions() | {"deepspeed": "9.9"}
     monkeypatch.setattr("zero_recipes.checkpoint.compatibility.environment.versions", lambda: versions)
     (finding,) = findings(folder, values)
-    assert finding.level == "warning" and finding.what.endswith("here is deepspeed 9.9")
+    assert (finding.code, finding.level) == ("ZR726", "warning") and finding.what.endswith("here is deepspeed 9.9")
     refuse_other_data(str(folder), "d")
     refuse_other_data(None, "d")
-    with pytest.raises(Refusal, match="other rows"):
+    with pytest.raises(Refusal, match="ZR727"):
         refuse_other_data(str(folder), "e")
-    with pytest.raises(Refusal, match="other rows"):
+    with pytest.raises(Refusal, match="ZR727"):
         refuse_other_data(str(folder), None)
 
 
 def test_a_checkpoint_without_a_manifest_is_taken_with_a_warning(tmp_path, values):
     (finding,) = findings(checkpoint(tmp_path, 4, "foreign"), values)
-    assert finding.level == "warning" and "has no manifest" in finding.what
+    assert (finding.code, finding.level) == ("ZR718", "warning")
 
 
 def test_ranks_that_see_different_checkpoints_are_refused(monkeypatch):

@@ -103,7 +103,7 @@ def test_a_chat_models_prompt_to_the_byte(tmp_path):
 
 def test_tokens_that_the_model_does_not_have_are_refused(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(BASE)
-    with pytest.raises(Refusal, match="is not in the model's vocabulary"):
+    with pytest.raises(Refusal, match="ZR509"):
         apply_chat_template_file(tokenizer, arguments(tmp_path, eos_token="<|none|>"))
-    with pytest.raises(Refusal, match=r"neither a \.jinja file nor a model"):
+    with pytest.raises(Refusal, match="ZR511"):
         apply_chat_template_file(tokenizer, arguments(tmp_path, chat_template_path=str(tmp_path / "nothing")))

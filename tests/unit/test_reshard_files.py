@@ -108,52 +108,52 @@ def lose_by_manifest(checkpoint: Path) -> None:
 
 
 BROKEN = {
-    "no `latest`": ({}, lambda c: (c / "latest").unlink(), "no DeepSpeed checkpoint"),
-    "no folder": ({}, lambda c: shutil.rmtree(c / "global_step7"), "global_step7 is missing"),
-    "no model states": ({}, lambda c: (c / "global_step7" / MODEL).unlink(), "no *_model_states.pt"),
-    "a rank": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(1)).unlink(), "states of 1 of 2 ranks"),
-    "rank 0": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(0)).unlink(), "states of 0 of 2 ranks"),
-    "cut off": ({}, cut_off, "cannot be read"),
-    "too short": ({}, shorten, "too short for b.weight"),
-    "steps": ({}, count_apart, "step counters differ"),
-    "by manifest": ({}, lose_by_manifest, "lacks scheduler.pt"),
-    "not Adam": ({}, other_optimizer, "other optimizer states than Adam's: exp_avg_sq, momentum_buffer"),
-    "BF16_Optimizer": ({}, by_another_class, "BF16_Optimizer"),
-    "model parallel": ({"model": {"mp_world_size": 2}}, None, "model-parallel"),
-    "experts": ({"model": {"num_experts": [4]}}, None, "mixture-of-experts"),
-    "stage 0": ({"zero_optimization": {"stage": 0}}, None, "ZeRO stage 0"),
-    "fp16": ({"fp16": {"enabled": True}}, None, "fp16 run"),
-    "MiCS": ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, None, "mics_shard_size"),
-    "NVMe": ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, None, "on NVMe"),
+    "no `latest`": ({}, lambda c: (c / "latest").unlink(), "no DeepSpeed checkpoint", "ZR730"),
+    "no folder": ({}, lambda c: shutil.rmtree(c / "global_step7"), "global_step7 is missing", "ZR729"),
+    "no model states": ({}, lambda c: (c / "global_step7" / MODEL).unlink(), "no *_model_states.pt", "ZR729"),
+    "a rank": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(1)).unlink(), "states of 1 of 2 ranks", "ZR729"),
+    "rank 0": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(0)).unlink(), "states of 0 of 2 ranks", "ZR729"),
+    "cut off": ({}, cut_off, "cannot be read", "ZR729"),
+    "too short": ({}, shorten, "too short for b.weight", "ZR729"),
+    "steps": ({}, count_apart, "step counters differ", "ZR729"),
+    "by manifest": ({}, lose_by_manifest, "lacks scheduler.pt", "ZR742"),
+    "not Adam": ({}, other_optimizer, "other optimizer states than Adam's: exp_avg_sq, momentum_buffer", "ZR736"),
+    "BF16_Optimizer": ({}, by_another_class, "BF16_Optimizer", "ZR728"),
+    "model parallel": ({"model": {"mp_world_size": 2}}, None, "model-parallel", "ZR732"),
+    "experts": ({"model": {"num_experts": [4]}}, None, "mixture-of-experts", "ZR732"),
+    "stage 0": ({"zero_optimization": {"stage": 0}}, None, "ZeRO stage 0", "ZR731"),
+    "fp16": ({"fp16": {"enabled": True}}, None, "fp16 run", "ZR733"),
+    "MiCS": ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, None, "mics_shard_size", "ZR734"),
+    "NVMe": ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, None, "on NVMe", "ZR735"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_checkpoint_that_cannot_be_read_is_refused_and_nothing_written(tmp_path, name):
-    changes, break_it, said = BROKEN[name]
+    changes, break_it, said, code = BROKEN[name]
     checkpoint = write_checkpoint(tmp_path, **changes)
     if break_it is not None:
         break_it(checkpoint)
     with pytest.raises(Refusal, match=re.escape(said)) as caught:
         reshard(checkpoint, 1, 2)
-    assert caught.value.why and caught.value.fix
+    assert caught.value.codes == [code] and caught.value.why and caught.value.fix
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("checkpoint-7-")]
 
 
 def test_targets_that_cannot_be(tmp_path, monkeypatch):
     checkpoint = write_checkpoint(tmp_path)
-    for world, stage, said in ((3, 2, "global batch of 8 .* over 3"), (1, 0, "stage 0"), (0, 2, "world_size 0")):
+    for world, stage, said in ((3, 2, "batch of 8 .* over 3 .*ZR743"), (1, 0, "ZR738"), (0, 2, "ZR739")):
         with pytest.raises(Refusal, match=said):
             reshard(checkpoint, world, stage)
     folder, _ = reshard(checkpoint, 1, 2)
-    with pytest.raises(Refusal, match="exists already"):
+    with pytest.raises(Refusal, match="ZR741"):
         reshard(checkpoint, 1, 2)
-    with pytest.raises(Refusal, match="resharded checkpoint itself"):
+    with pytest.raises(Refusal, match="ZR740"):
         reshard(folder, 2, 2)
-    with pytest.raises(Refusal, match="no checkpoint"):
+    with pytest.raises(Refusal, match="ZR737"):
         reshard(tmp_path / "checkpoint-8", 1, 2)
     monkeypatch.setattr(resharding.Host, "free_disk", lambda self, folder: 10)
-    with pytest.raises(Refusal, match=r"needs \d+ B, and 10 B are free"):
+    with pytest.raises(Refusal, match=r"needs \d+ B, and 10 B are free .*ZR744"):
         reshard(checkpoint, 1, 1)
 
 
