@@ -113,7 +113,7 @@ def test_a_folder_in_use_is_refused_and_its_files_stay(two, recipe, tmp_path):
     theirs.write_text("states")
     argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero3_infinity.json"]
     said = two.run("refusal_of", argv=[*argv, "--nvme_path", str(tmp_path)])
-    assert said == [f"another run swaps to {tmp_path}"] * 2
+    assert said == [f"another run swaps to {tmp_path} [ZR622]"] * 2
     assert theirs.read_text() == "states"
     os.close(locks[0])
 

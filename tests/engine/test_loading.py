@@ -60,15 +60,15 @@ def age(tensors: dict) -> None:
 def test_a_renamed_tensor_is_missing_and_unexpected(two, recipe, tmp_path, strategy):
     for said in two.run("refusal_of", argv=damaged(recipe, tmp_path, rename) + under(strategy)):
         missing, unexpected = said.splitlines()
-        assert missing.endswith(f"missing keys {QUERY}")
-        assert unexpected.endswith(f"unexpected keys {QUERY.replace('query_key_value', 'qkv')}")
+        assert missing.endswith(f"missing keys {QUERY} [ZR408]")
+        assert unexpected.endswith(f"unexpected keys {QUERY.replace('query_key_value', 'qkv')} [ZR408]")
     assert not (tmp_path / "out").exists(), "refused before the folder is touched"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_another_shape_is_refused(two, recipe, tmp_path, strategy):
     for said in two.run("refusal_of", argv=damaged(recipe, tmp_path, resize) + under(strategy)):
-        assert said.endswith(f"mismatched keys {QUERY}")
+        assert said.endswith(f"mismatched keys {QUERY} [ZR408]")
 
 
 @pytest.mark.parametrize("strategy", FURTHEST)

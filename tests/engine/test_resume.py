@@ -94,11 +94,11 @@ def test_what_does_not_fit_is_refused_on_every_rank(two, zero0, tmp_path):
     write_rows(tmp_path / "others", count=20, seed=1)
     rows = arguments(recipe, "zero0", folder, *resume, "--dataset_name", str(tmp_path / "others"))
     for said in two.run("refusal_of", argv=rows):
-        assert said.endswith("was trained on other rows")
+        assert said.endswith("was trained on other rows [ZR727]")
     for said in two.run("refusal_of", argv=arguments(recipe, "zero3", folder, *resume)):
-        assert said.endswith("was written by zero0 on 2 processes; this run is zero3 on 2 processes")
+        assert said.endswith("was written by zero0 on 2 processes; this run is zero3 on 2 processes [ZR720]")
     for said in two.run("refusal_of", argv=arguments(recipe, "zero0", folder, *resume, "--learning_rate", "1.0")):
-        assert said.endswith("learning_rate 0.002; this run has learning_rate 1.0")
+        assert said.endswith("learning_rate 0.002; this run has learning_rate 1.0 [ZR723]")
 
 
 def test_a_checkpoint_of_plain_transformers_is_taken_by_its_path(two, zero0, tmp_path):

@@ -109,7 +109,7 @@ def refusal_on_two_nodes(argv: list[str], checked: bool = True) -> str:
     from zero_recipes.checks import this_machine
     from zero_recipes.core.errors import Refusal
 
-    off = nullcontext() if checked else mock.patch.object(this_machine, "quantized_findings", lambda *_: [])
+    off = nullcontext() if checked else mock.patch.object(this_machine, "quantized_weight_findings", lambda *_: [])
     try:
         with off:
             train_on_two_nodes(argv)

@@ -165,7 +165,7 @@ def test_nobody_waits_for_a_process_that_died(dies):
         ranks.append(subprocess.Popen(command, env=environment, text=True, **pipes))
     if dies == 1:
         said = ranks[2].communicate(timeout=120)[0]
-        assert "rank 1, which prepares the data of this machine, died without a word" in said
+        assert "rank 1, which prepares the data of this machine, died without a message" in said
         assert ranks[2].returncode == 1
     ended = [rank.communicate(timeout=120)[0] for rank in ranks if rank.stdout and not rank.stdout.closed]
     assert ranks[dies].returncode == -signal.SIGKILL, ended
