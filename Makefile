@@ -25,14 +25,15 @@ ops: setup
 test-fast: setup
 	python -m pytest tests/unit
 
-# All of them. In two halves at once: the ranks of a small job wait for each other and leave half of two cores idle.
-# The second half writes to a file, which is shown at the end.
+# All of them, in three parts at once: the ranks of a small job wait for each other and leave half of two cores idle.
+# What the other parts print is shown at the end.
 test: ops
 	@mkdir -p build
-	@python -m pytest tests/unit tests/planner tests/launch >build/test.log 2>&1 & other=$$!; \
-	python -m pytest tests/engine tests/upstream; code=$$?; \
-	wait $$other || code=$$?; \
-	cat build/test.log; exit $$code
+	@python -m pytest tests/launch >build/launch.log 2>&1 & launch=$$!; \
+	python -m pytest tests/unit tests/planner tests/upstream >build/unit.log 2>&1 & unit=$$!; \
+	python -m pytest tests/engine; code=$$?; \
+	wait $$launch || code=$$?; wait $$unit || code=$$?; \
+	cat build/launch.log build/unit.log; exit $$code
 
 # whole grids and repetitions: minutes to an hour
 grid: ops

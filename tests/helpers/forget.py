@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from deepspeed.utils import groups
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 LINEAR = torch.nn.functional.linear
@@ -16,3 +17,5 @@ def forget_last_run() -> None:
     unset_hf_deepspeed_config()
     # DeepSpeed 0.19.8, zero/partition_parameters.py: stage 3 replaces it for good by one that keeps its inputs
     torch.nn.functional.linear = LINEAR
+    # DeepSpeed 0.19.8, utils/groups.py: made once for a process, and hpZ then holds a second copy in every later run
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
