@@ -55,7 +55,7 @@ The full run (ZeRO-2, {len(rows["loss_history"])} steps): over {len(samples)} he
 def keys_part() -> str:
     """The table of the recipe keys that TRL does not have."""
     sys.path.insert(0, str(ROOT))
-    from zero_recipes.config.recipe import RecipeArguments
+    from zero_recipes.config.recipe_keys import RecipeArguments
 
     lines = ["", "| key | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(RecipeArguments):

@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from zero_recipes.config import recipe  # noqa: E402
+from zero_recipes.config import recipe_keys  # noqa: E402
 from zero_recipes.config.validation import UNTYPED, accepted_types  # noqa: E402
 
 SCHEMA = ROOT / "recipes" / "schema.json"
@@ -26,8 +26,8 @@ NAMES = ("boolean", "integer", "number", "string", "array", "object")
 def schema() -> dict[str, Any]:
     """The JSON schema of a recipe: one property a key, no others."""
     properties = {"env": {"type": "object", "description": "Environment variables, set before anything is imported."}}
-    hints = recipe.key_types()
-    for cls in recipe.dataclasses_of_a_recipe():
+    hints = recipe_keys.key_types()
+    for cls in recipe_keys.dataclasses_of_a_recipe():
         for field in dataclasses.fields(cls):
             if field.init:
                 properties[field.name] = property_of(field, hints[field.name])

@@ -12,6 +12,7 @@ from zero_recipes.checks import ds_config_findings, recipe_findings
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config import recipe_keys
 from zero_recipes.config.accelerate import launched_environment, launcher_findings
 from zero_recipes.config.validation import RENAMED
 
@@ -71,10 +72,14 @@ def test_what_trl_accepts_is_accepted(tmp_path):
         "neftune_noise_alpha: 5\nbf16: true\npacking: true\nlora_target_modules: all-linear\nmax_length: null\n"
         "resume_from_checkpoint: true\nsample_prompts: [a, b]\ndeepspeed: {zero_optimization: {stage: 1}}\n"
     )
-    types = recipes.key_types()
+    types = recipe_keys.key_types()
     assert (
         recipe_findings(
-            "r.yaml", recipes.read_recipe_file(path), recipes.read_recipe_file(path).lines, types, recipes.key_choices()
+            "r.yaml",
+            recipes.read_recipe_file(path),
+            recipes.read_recipe_file(path).lines,
+            types,
+            recipe_keys.key_choices(),
         )
         == []
     )
@@ -99,7 +104,7 @@ def test_a_key_that_stands_twice_is_refused(tmp_path):
 
 
 def test_renamed_keys_are_unknown_today_and_their_new_names_known():
-    known = recipes.key_types()
+    known = recipe_keys.key_types()
     for old, (new, _) in RENAMED.items():
         assert old not in known, f"{old} is taken again: remove it from RENAMED"
         assert not new or new in known

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.helpers.bad_recipes import SOUND_DS_CONFIG, SOUND_RECIPE, Side
 from zero_recipes.checks.ds_config import BLOCKS
 from zero_recipes.cli import main as cli
-from zero_recipes.config import recipe as recipes
+from zero_recipes.config import recipe_keys
 
 SETTINGS = settings(
     max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -33,7 +33,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
-recipe_keys = st.sampled_from(sorted(recipes.key_types())) | st.sampled_from(sorted(yaml.safe_load(SOUND_RECIPE)))
+recipe_keys = st.sampled_from(sorted(recipe_keys.key_types())) | st.sampled_from(sorted(yaml.safe_load(SOUND_RECIPE)))
 ds_keys = st.sampled_from(sorted(BLOCKS | set(SOUND_DS_CONFIG) | {"optimizer", "scheduler", "train_batch_size"}))
 ZERO = ["stage", "device", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "nvme_path"]
 OTHERS = ["type", "params", "lr", "betas", "enabled", "total_num_steps", "warmup_num_steps", "thread_count"]

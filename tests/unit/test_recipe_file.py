@@ -9,6 +9,7 @@ import yaml
 
 from zero_recipes.checks import recipe_findings
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config import recipe_keys
 
 
 def test_a_key_that_stands_twice_inside_a_key_is_refused(tmp_path):
@@ -86,5 +87,7 @@ def test_a_recipe_means_what_trls_reader_makes_of_it(tmp_path, path):
 def test_a_value_that_the_keys_type_cannot_mean(tmp_path, line, codes):
     path = tmp_path / "r.yaml"
     path.write_text(line)
-    found = recipe_findings("r.yaml", recipes.read_recipe_file(path), {}, recipes.key_types(), recipes.key_choices())
+    found = recipe_findings(
+        "r.yaml", recipes.read_recipe_file(path), {}, recipe_keys.key_types(), recipe_keys.key_choices()
+    )
     assert [finding.code for finding in found] == codes

@@ -20,6 +20,7 @@ from zero_recipes.checks.versions import installed_versions, version_findings
 from zero_recipes.compat.registry import parts_in_use, private_part_findings
 from zero_recipes.compat.warnings import hides_progress
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config import recipe_keys
 from zero_recipes.config import run as run_config
 from zero_recipes.config import strategy as strategies
 from zero_recipes.config.accelerate import launcher_findings
@@ -44,7 +45,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     findings = list(version_findings(installed_versions()))
     if findings:
         return None, findings  # what follows is written for the versions above the floor
-    findings = recipe_findings(str(path), mapping, mapping.lines, recipes.key_types(), recipes.key_choices())
+    findings = recipe_findings(str(path), mapping, mapping.lines, recipe_keys.key_types(), recipe_keys.key_choices())
     wrong = {finding.key for finding in findings if finding.level == "error"}
     sound = RecipeFile({key: value for key, value in mapping.items() if key not in wrong})
     sound.lines = mapping.lines

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from zero_recipes.config import recipe
+from zero_recipes.config import recipe, recipe_keys
 from zero_recipes.config.validation import DEPRECATED, RENAMED, SWITCHES, accepted_types
 
 
@@ -70,7 +70,7 @@ def _upgraded(
 
 
 def _takes_text_alone(key: str) -> bool:
-    types = recipe.key_types()
+    types = recipe_keys.key_types()
     takes = accepted_types(types[key]) if key in types else set()
     return "string" in takes and "boolean" not in takes
 

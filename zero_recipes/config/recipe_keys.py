@@ -1,0 +1,122 @@
+"""The keys that a recipe may have: TRL's and ours, with their types and choices."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+from enum import EnumType
+from typing import Any
+
+
+@dataclass
+class RecipeArguments:
+    """The keys that TRL does not have. The README's table is made from this class."""
+
+    dataset_format: str | None = field(
+        default=None,
+        metadata={
+            "help": "How rows become prompt and completion: `alpaca` (columns instruction, input, output; loss on the "
+            "answer only). Unset: TRL's own behaviour.",
+            "choices": ["alpaca"],
+        },
+    )
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Sequences per optimizer step over all processes. gradient_accumulation_steps is derived from it: "
+            "global_batch_size / (world_size * per_device_train_batch_size) must be a whole number."
+        },
+    )
+    sample_prompts: str | None = field(
+        default=None,
+        metadata={
+            "help": "What the model is asked before and after training: a number (that many rows of the evaluation "
+            "split), a JSON Lines file of rows in the recipe's format, or a YAML list of prompts. Unset: nothing."
+        },
+    )
+    sample_max_new_tokens: int = field(
+        default=128, metadata={"help": "Longest answer to a sample prompt, in tokens (greedy decoding)."}
+    )
+    sequence_parallel_size: int = field(
+        default=1,
+        metadata={
+            "help": "Processes that share each sequence (Ulysses, under DeepSpeed): for sequences whose activations do "
+            "not fit into one GPU. 1: every process has sequences of its own."
+        },
+    )
+    random_weights: bool = field(
+        default=False,
+        metadata={
+            "help": "Build the model from its config alone, with seeded random weights: measurements without a "
+            "download of weights."
+        },
+    )
+    allow_keys: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Names of tensors that the checkpoint may lack, have too many or have in another shape. Any other "
+            "refuses the run: transformers would begin with random numbers there, or drop them."
+        },
+    )
+    save_model: bool = field(
+        default=True, metadata={"help": "Save the model to output_dir after training and check that it is whole."}
+    )
+    nvme_path: str | None = field(
+        default=None,
+        metadata={
+            "help": 'The folder that ZeRO-Infinity swaps to, where the ds_config has "nvme_path": "auto". Unset: the '
+            "environment's ZERO_RECIPES_NVME_PATH."
+        },
+    )
+    ignore: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Codes of errors that become warnings, e.g. `[ZR608]`. Only codes that docs/checks.md marks as "
+            "ignorable; any other is refused."
+        },
+    )
+    overwrite: bool = field(
+        default=False,
+        metadata={"help": "Delete what an earlier run left in output_dir. Without it such a folder is refused."},
+    )
+    predict: bool = field(
+        default=False,
+        metadata={
+            "help": "On CPUs too, plan the run before it starts: `predicted` in metrics.json. On a GPU it is always "
+            "planned."
+        },
+    )
+    skip_plan: bool = field(
+        default=False,
+        metadata={"help": "Start on a GPU without a plan, also where the plan would say that the run does not fit."},
+    )
+
+
+def dataclasses_of_a_recipe() -> tuple[type, ...]:
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
+
+    return ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments
+
+
+def key_types() -> dict[str, Any]:
+    """{every key that a recipe may have: its type hint}."""
+    hints: dict[str, Any] = {}
+    for cls in dataclasses_of_a_recipe():
+        resolved = typing.get_type_hints(cls)
+        hints |= {f.name: resolved[f.name] for f in dataclasses.fields(cls) if f.init}
+    return hints
+
+
+def key_choices() -> dict[str, list[str]]:
+    """{key: the only values that it takes}, for keys that say so by an enumeration or in their help."""
+    choices = {}
+    for cls in dataclasses_of_a_recipe():
+        resolved = typing.get_type_hints(cls)
+        for f in dataclasses.fields(cls):
+            kinds = [kind for kind in typing.get_args(resolved[f.name]) if isinstance(kind, EnumType)]
+            if f.metadata.get("choices"):
+                choices[f.name] = list(f.metadata["choices"])
+            elif kinds:
+                choices[f.name] = [member.value for member in kinds[0]]
+    return choices
