@@ -22,7 +22,7 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.process import free_port, local_world_size
 from zero_recipes.distributed import bandwidth
-from zero_recipes.distributed.wait_for_hosts import wait_for_hosts
+from zero_recipes.distributed.wait_for_hosts import JOINED, wait_for_hosts
 
 CLI = [sys.executable, "-m", "zero_recipes.cli.main"]
 
@@ -155,18 +155,27 @@ def test_a_machine_that_never_comes_is_named_and_one_that_is_none_refused():
         wait_for_hosts(["127.0.0.1", "node-b"], 2, free_port(), 0.1)
 
 
+ENDING = """
+import os, sys
+from torch.distributed import TCPStore
+
+store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, wait_for_workers=False)
+print("open", flush=True)
+store.wait([sys.argv[2]])
+os._exit(0)
+"""
+
+
 def test_a_first_machine_that_gives_up_before_the_others_is_named():
     """It keeps the store: its end must not be a traceback on those that still wait."""
     port = free_port()
-    hosts = ["127.0.0.1", "node-b", "node-c"]
-    command = [*CLI, "meet", "--hosts", ",".join(hosts), "--machine_rank", "0", "--port", str(port), "--seconds", "1"]
-    first = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    with pytest.raises(
-        Refusal, match=r"machine 0 \(127.0.0.1\) has ended while machine 1 \(node-b\) waited"
-    ) as refused:
-        wait_for_hosts(hosts, 1, port)
-    assert refused.value.codes == ["ZR330"]
-    assert "machine 2 (node-c) has not joined" in first.communicate(timeout=60)[1] and first.returncode == 2
+    command = [sys.executable, "-c", ENDING, str(port), f"{JOINED}1"]  # ends once machine 1 has joined
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert first.stdout.readline() == "open\n"
+    with pytest.raises(Refusal, match=r"machine 0 \(127.0.0.1\) has ended while machine 1 \(node-b\) waited") as said:
+        wait_for_hosts(["127.0.0.1", "node-b", "node-c"], 1, port)
+    assert said.value.codes == ["ZR330"]
+    assert first.wait(60) == 0
 
 
 def test_processes_of_this_machine_by_each_launcher(monkeypatch):

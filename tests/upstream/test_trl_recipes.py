@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.tiny import named, write_model, write_recipe, write_rows
 from zero_recipes.checkpoint.verify import verify
+from zero_recipes.core.codes import table
 from zero_recipes.core.errors import Refusal
 from zero_recipes.models.load import refuse_missing_attention
 
@@ -167,13 +168,7 @@ def test_a_fetched_model_is_found_offline_and_an_absent_one_refused(tmp_path):
     assert offline == 2 and "refused: the model EleutherAI/pythia-6.9b-deduped" in offline_said
 
 
-def test_a_model_folder_without_weights_is_refused(tmp_path):
+def test_a_model_folder_without_weights_is_refused(one, tmp_path):
     recipe = write_recipe(tmp_path, random_weights=False, max_steps=1)
-    ended = subprocess.run(
-        [sys.executable, "run_sft.py", str(recipe), "--output_dir", str(tmp_path / "out")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 2 and "random_weights: true" in ended.stderr, ended.stderr[-2000:]
+    (refused,) = one.run("refusal_of", argv=[str(recipe), "--output_dir", str(tmp_path / "out")])
+    assert refused.endswith("no weights can be read [ZR407]") and "random_weights: true" in table()["ZR407"]["fix"]
