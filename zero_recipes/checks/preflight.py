@@ -78,7 +78,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
         return None, downgraded(findings, ignored)
     if checkpoint is not None:
         findings += fit_findings(checkpoint, settings, strategy)
-    run = RunConfig(recipe, settings, MappingProxyType(given), strategy, device, output_dir, checkpoint)
+    run = RunConfig(recipe, settings, MappingProxyType(given), strategy, device, output_dir)
     elsewhere = device == "cpu" and not recipe.settings.use_cpu
     findings += machine_findings(run, environment, Host(), rehearsal and ("elsewhere" if elsewhere else "here"))
     return run, downgraded(findings, ignored)

@@ -26,7 +26,11 @@ class RunConfig:
     strategy: Strategy
     device: str  # "cpu" or "cuda"
     output_dir: Path
-    checkpoint: str | None = None  # the folder to go on from
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The folder to go on from."""
+        return self.settings.resume_from_checkpoint
 
     def trl_arguments(self) -> tuple:
         """(ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments). Starts the device's state:

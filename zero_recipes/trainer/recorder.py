@@ -56,7 +56,7 @@ class RunRecorder:
         args.distributed_state.wait_for_everyone()
 
     def measure(self, model, args) -> StageMetricsCallback:
-        """Begin to measure the run of this model; metrics.json is there from now on, whatever happens."""
+        """Begin to measure the run of this model; a run that fails from now on leaves a metrics.json too."""
         self.metrics = StageMetricsCallback(
             self.run,
             args,
