@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.errors import Refusal, first_line, raise_errors
+from zero_recipes.data.columns import Fault, checks_of, column_findings, value_finding
+from zero_recipes.data.library_errors import library_errors, root_cause
+from zero_recipes.data.source import Source, fault_in, local_files, source_of
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
@@ -47,23 +51,67 @@ def alpaca_row(row: dict[str, Any]) -> dict[str, str]:
     return {"prompt": alpaca_prompt(row["instruction"], row["input"] or ""), "completion": row["output"]}
 
 
-def load_rows(script_args, training_args, dataset_args, dataset_format: str | None) -> tuple[Dataset, Dataset | None]:
-    """(training rows, evaluation rows or None), formatted. Raises Refusal for what is missing, before any weight."""
+def load_rows(
+    script_args, training_args, dataset_args, dataset_format: str | None, checked: bool = True
+) -> tuple[Dataset, Dataset | None]:
+    """(training rows, evaluation rows or None), formatted. Raises Refusal for what is missing, before any weight.
+
+    `checked=False`: rows that this function has been through before.
+    """
     dataset = load_splits(script_args, training_args, dataset_args)
     train = _split(dataset, script_args.dataset_train_split, "dataset_train_split")
     evaluates = str(getattr(training_args.eval_strategy, "value", training_args.eval_strategy)) != "no"
     test = _split(dataset, script_args.dataset_test_split, "dataset_test_split") if evaluates else None
-    if dataset_format is None:
-        for rows in (train, test):
-            if rows is not None:
-                _require_trl_columns(rows, training_args)
-        return train, test
-    return format_rows(train, dataset_format), None if test is None else format_rows(test, dataset_format)
+    splits = [(train, script_args.dataset_train_split), (test, script_args.dataset_test_split)]
+    loaded = [
+        None
+        if rows is None
+        else _ready(rows, source_of(script_args, dataset_args, name), training_args, dataset_format, checked)
+        for rows, name in splits
+    ]
+    return loaded[0], loaded[1]
+
+
+def _ready(rows: Dataset | IterableDataset, source: Source, training_args, dataset_format: str | None, checked: bool):
+    """One split, checked and formatted. Of a stream the first rows are checked now, the others as they come."""
+    with library_errors("ZR522", f"{source.split} cannot be read", "Correct the file that it names."):
+        first = next(iter(rows), None)
+    if first is None:
+        raise Refusal(
+            "ZR523",
+            f"the split {source.split} has no rows",
+            f"{', '.join(map(str, source.files[:3])) or 'What the recipe names'} holds none.",
+            "Check the files and the split's name.",
+        )
+    columns = list(first)
+    if dataset_format is not None:
+        _require_alpaca_columns(columns, dataset_format)
+    else:
+        _require_trl_columns(columns, training_args)
+    checks = checks_of(first, training_args.dataset_text_field, dataset_format is not None)
+    if isinstance(rows, IterableDataset):
+        rows = rows.map(partial(_checked, checks=checks or {}, source=source), with_indices=True)
+    elif checked and checks:
+        raise_errors(list(column_findings(rows, checks, source)))
+    return rows if dataset_format is None else format_rows(rows, dataset_format)
+
+
+def _checked(row: dict[str, Any], number: int, checks: dict[str, Fault], source: Source) -> dict[str, Any]:
+    """A row of a stream as it is. Raises Refusal where it has a fault; whichever rank meets it says so."""
+    for column, fault in checks.items():
+        if (said := fault(row.get(column))) is not None:
+            raise Refusal.of([value_finding(column, number, said, source, scope="rank")])
+    return row
 
 
 def format_rows(rows: Dataset | IterableDataset, dataset_format: str) -> Dataset | IterableDataset:
     """Rows in `dataset_format` as prompt and completion, all other columns dropped."""
     columns = rows.column_names or list(next(iter(rows)))
+    _require_alpaca_columns(columns, dataset_format)
+    return rows.map(alpaca_row, remove_columns=columns)
+
+
+def _require_alpaca_columns(columns: list[str], dataset_format: str) -> None:
     missing = [name for name in ALPACA_COLUMNS if name not in columns]
     if missing:
         raise Refusal(
@@ -72,7 +120,6 @@ def format_rows(rows: Dataset | IterableDataset, dataset_format: str) -> Dataset
             f"dataset_format: {dataset_format} makes prompts of the columns {', '.join(ALPACA_COLUMNS)}.",
             "Rename the columns, or remove dataset_format for rows with prompt/completion, messages or text.",
         )
-    return rows.map(alpaca_row, remove_columns=columns)
 
 
 def load_tokenizer(model_args, training_args) -> PreTrainedTokenizerBase:
@@ -138,12 +185,32 @@ def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
         return load_dataset(
             script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
         )
-    except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
+    except Exception as error:
+        _refuse_unreadable(error, named, dataset_args)
         offline = os.environ.get("HF_HUB_OFFLINE") == "1" or not _is_local(named[0])
         fix = (
             "Check the path." if not offline else "zero-recipes fetch RECIPE.yaml downloads it once; then start again."
         )
         raise Refusal("ZR506", f"the data {', '.join(named)} cannot be loaded", first_line(error), fix) from error
+
+
+def _refuse_unreadable(error: Exception, names: list[str | None], dataset_args) -> None:
+    """Raise Refusal where a file on this machine is at fault, by its name and line where they can be found."""
+    from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError
+
+    mixed = [(each.path, each.data_files) for each in dataset_args.datasets] or [(name, None) for name in names]
+    files = [file for name, data_files in mixed for file in local_files(name, data_files)]
+    fault = fault_in(files)
+    if fault is None and not (files and isinstance(error, DatasetGenerationError)):
+        return
+    if isinstance(error, DataFilesNotFoundError):
+        return
+    raise Refusal(
+        "ZR522",
+        f"the data {', '.join(map(str, names))} cannot be read: {fault or root_cause(error)}",
+        f"The datasets library: {root_cause(error)}",
+        "Correct that file. JSON Lines wants one object a line in UTF-8, the same columns and types in each.",
+    ) from error
 
 
 def _split(dataset, name: str, key: str):
@@ -158,8 +225,8 @@ def _split(dataset, name: str, key: str):
     return dataset[name]
 
 
-def _require_trl_columns(rows: Dataset | IterableDataset, training_args) -> None:
-    columns = set(rows.column_names or next(iter(rows)))
+def _require_trl_columns(names: list[str], training_args) -> None:
+    columns = set(names)
     kinds = (
         {"prompt", "completion"},
         {"messages"},
