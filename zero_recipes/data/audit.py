@@ -160,7 +160,7 @@ def _answer_findings(found: Audit, rows: Dataset, source: Source) -> Iterator[Fi
         what = f"{len(found.unanswered):,} of {found.rows:,} chats of {source.split} have no turn of the assistant; "
         what += f"the first is {source.row(found.unanswered[0])}, its roles: {roles}"
         why = "There is no answer in them to learn: the model would be trained to speak as the user."
-        fix = "Name the one who answers `assistant`, or remove the chats."
+        fix = "Name the one who answers `assistant`, or remove the chats; ignore: [ZR531] if they are meant so."
         if share >= SLIPS:
             yield Finding("ZR531", what, why, fix)
         else:
@@ -170,7 +170,7 @@ def _answer_findings(found: Audit, rows: Dataset, source: Source) -> Iterator[Fi
         what = f"{len(found.empty):,} of {found.rows:,} {parts} of {source.split} are empty; "
         what += f"the first is {source.row(found.empty[0])}"
         why = "The model learns to end at once." if found.answers else "Only the end of text would be trained on."
-        fix = "Fill or remove them."
+        fix = "Fill or remove them; ignore: [ZR533] if they are meant so." if share >= 0.01 else "Fill or remove them."
         if share >= (SLIPS if found.answers else 1):
             yield Finding("ZR533", what, why, fix)
         else:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.errors import Finding, first_line
 from zero_recipes.data.source import Source, named
 
 BATCH = 20_000  # rows in memory at a time
@@ -84,12 +85,64 @@ def checks_of(first: dict[str, Any], text_field: str, alpaca: bool) -> dict[str,
 
 def column_findings(rows: Dataset, checks: dict[str, Fault], source: Source) -> Iterator[Finding]:
     """At most one finding for each column: its first row that TRL would stop on or train on wrongly, and how many."""
+    broken = next(_invalid(rows, list(checks), source), None)
+    if broken is not None:
+        yield broken
+        return
+    every_value_sound = True
     for name, fault in checks.items():
+        if fault is OPTIONAL_TEXT and source.is_csv:
+            yield from _na_words(rows, name, source)
         bad = [] if _sound(rows, name, fault) else _bad_rows(rows, name, fault)
         if bad:
+            every_value_sound = False
             yield value_finding(name, *bad[0], source, len(bad), len(rows))
-    if "input_ids" in checks:
+    if "input_ids" in checks and every_value_sound:
         yield from _unequal_lengths(rows, checks, source)
+
+
+def _invalid(rows: Dataset, names: list[str], source: Source) -> Iterator[Finding]:
+    """Texts that are not UTF-8: pyarrow takes them from JSON as they are, and whoever reads them stops."""
+    start = 0
+    for batch in rows.select_columns(names).with_format("arrow").iter(BATCH):
+        for name in names:
+            try:
+                batch[name].validate(full=True)
+            except pa.ArrowInvalid as error:
+                number = next(at for at in range(len(batch)) if not _is_valid(batch[name].slice(at, 1)))
+                yield Finding(
+                    "ZR545",
+                    f"{source.row(start + number)}: column {name} is not UTF-8",
+                    f"pyarrow: {first_line(error)}",
+                    "Save the file as UTF-8.",
+                )
+        start += len(batch)
+
+
+def _is_valid(value: pa.ChunkedArray) -> bool:
+    try:
+        pa.array(value.combine_chunks().to_pylist())
+    except (UnicodeDecodeError, pa.ArrowInvalid):
+        return False
+    return True
+
+
+def _na_words(rows: Dataset, name: str, source: Source) -> Iterator[Finding]:
+    """At most one finding: a cell of a column that may be empty, whose word pandas has taken for null."""
+    nulls = set()
+    start = 0
+    for batch in rows.select_columns([name]).with_format("arrow").iter(BATCH):
+        nulls.update((start + np.flatnonzero(batch[name].is_null())).tolist())
+        start += len(batch)
+    for number, cell in enumerate(source.cells(name) if nulls else ()):
+        if cell and number in nulls:
+            yield Finding(
+                "ZR544",
+                f"{source.row(number)}: the {cell!r} in column {name} has become null",
+                "pandas takes the words NA, N/A, null and None of a CSV file for null.",
+                "Leave the cell empty, or write the rows as JSON Lines, which keeps every word as it is.",
+            )
+            return
 
 
 def value_finding(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Refusal, first_line, raise_errors
 from zero_recipes.data.columns import Fault, checks_of, column_findings, value_finding
-from zero_recipes.data.library_errors import library_errors, root_cause
-from zero_recipes.data.source import Source, fault_in, local_files, source_of
+from zero_recipes.data.file_faults import fault_in, local_files, nested_too_deeply, ragged
+from zero_recipes.data.library_errors import root_cause
+from zero_recipes.data.source import Source, source_of
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
@@ -74,15 +77,12 @@ def load_rows(
 
 def _ready(rows: Dataset | IterableDataset, source: Source, training_args, dataset_format: str | None, checked: bool):
     """One split, checked and formatted. Of a stream the first rows are checked now, the others as they come."""
-    with library_errors("ZR522", f"{source.split} cannot be read", "Correct the file that it names."):
+    with reading(source):
         first = next(iter(rows), None)
-    if first is None:
-        raise Refusal(
-            "ZR523",
-            f"the split {source.split} has no rows",
-            f"{', '.join(map(str, source.files[:3])) or 'What the recipe names'} holds none.",
-            "Check the files and the split's name.",
-        )
+    if not first:
+        raise _no_rows(source.split, source.files)
+    if source.is_csv and (fault := next(filter(None, map(ragged, source.files)), None)) is not None:
+        raise _unreadable(source.split, fault, "pandas fills or shifts such records without a message.")
     columns = list(first)
     if dataset_format is not None:
         _require_alpaca_columns(columns, dataset_format)
@@ -160,6 +160,7 @@ def load_tokenizer(model_args, training_args) -> PreTrainedTokenizerBase:
 
 def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
     """All splits of the data that the recipe names, as they are."""
+    from datasets.exceptions import DatasetGenerationError
     from trl import get_dataset
 
     named = [d.path for d in dataset_args.datasets] or [script_args.dataset_name]
@@ -178,6 +179,10 @@ def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
                 f"There is no such file or folder; paths are relative to the working directory, {Path.cwd()}.",
                 "Check the path.",
             )
+    mixed = [(each.path, each.data_files) for each in dataset_args.datasets] or [(name, None) for name in named]
+    files = [file for name, data_files in mixed for file in local_files(name, data_files)]
+    if (fault := nested_too_deeply(files)) is not None:
+        raise _unreadable(", ".join(named), fault, "The parsers of the datasets library end the process on it.")
     set_seed(training_args.seed)  # get_dataset splits unseeded: ranks would get different test sets
     try:
         if dataset_args.datasets:
@@ -186,7 +191,14 @@ def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
             script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
         )
     except Exception as error:
-        _refuse_unreadable(error, named, dataset_args)
+        if isinstance(error, MemoryError):
+            raise
+        fault = fault_in(files)
+        if fault is not None or (files and isinstance(error, DatasetGenerationError)):
+            why = f"The datasets library: {root_cause(error)}"
+            raise _unreadable(", ".join(named), fault or root_cause(error), why) from error
+        if "corresponds to no data" in str(error):  # datasets 5.2, arrow_reader.py: of a split without rows
+            raise _no_rows(", ".join(named), files) from error
         offline = os.environ.get("HF_HUB_OFFLINE") == "1" or not _is_local(named[0])
         fix = (
             "Check the path." if not offline else "zero-recipes fetch RECIPE.yaml downloads it once; then start again."
@@ -194,23 +206,30 @@ def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
         raise Refusal("ZR506", f"the data {', '.join(named)} cannot be loaded", first_line(error), fix) from error
 
 
-def _refuse_unreadable(error: Exception, names: list[str | None], dataset_args) -> None:
-    """Raise Refusal where a file on this machine is at fault, by its name and line where they can be found."""
-    from datasets.exceptions import DataFilesNotFoundError, DatasetGenerationError
+def _unreadable(what: str, fault: str, why: str) -> Refusal:
+    fix = "Correct that file. JSON Lines wants one object a line in UTF-8, the same columns and types in each."
+    return Refusal("ZR522", f"the data {what} cannot be read: {fault}", why, fix)
 
-    mixed = [(each.path, each.data_files) for each in dataset_args.datasets] or [(name, None) for name in names]
-    files = [file for name, data_files in mixed for file in local_files(name, data_files)]
-    fault = fault_in(files)
-    if fault is None and not (files and isinstance(error, DatasetGenerationError)):
-        return
-    if isinstance(error, DataFilesNotFoundError):
-        return
-    raise Refusal(
-        "ZR522",
-        f"the data {', '.join(map(str, names))} cannot be read: {fault or root_cause(error)}",
-        f"The datasets library: {root_cause(error)}",
-        "Correct that file. JSON Lines wants one object a line in UTF-8, the same columns and types in each.",
-    ) from error
+
+def _no_rows(what: str, files: Sequence[Path]) -> Refusal:
+    return Refusal(
+        "ZR523",
+        f"{what} has no rows",
+        f"{', '.join(map(str, files[:3])) or 'What the recipe names'} holds none.",
+        "Check the files and the split's name.",
+    )
+
+
+@contextlib.contextmanager
+def reading(source: Source) -> Iterator[None]:
+    """What the datasets library raises over the rows of a stream, with the file and line where they can be found."""
+    try:
+        yield
+    except (Refusal, MemoryError):
+        raise
+    except Exception as error:
+        fault = fault_in(list(source.files)) or root_cause(error)
+        raise _unreadable(source.split, fault, f"The datasets library: {root_cause(error)}") from error
 
 
 def _split(dataset, name: str, key: str):
@@ -256,5 +275,5 @@ def rows_on_disk(settings: Settings) -> int | None:
         return None
     try:
         return len(load_dataset(name, name=settings.dataset_config, split=split))
-    except (ValueError, OSError):
+    except Exception:  # whatever is wrong with it
         return None  # the run refuses it; a plan needs no data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.errors import Refusal, first_line
 from zero_recipes.data.columns import OPTIONAL_TEXT, chat_fault, text_fault
+from zero_recipes.data.file_faults import json_lines
 from zero_recipes.data.library_errors import library_errors, root_cause
 from zero_recipes.data.load import alpaca_prompt, alpaca_row
-from zero_recipes.data.source import fault_in, named
+from zero_recipes.data.source import named
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,8 @@ def choose_samples(
                 'eval_strategy is "no", so no evaluation split is loaded.',
                 "Set eval_strategy, or name a JSON Lines file or a list of prompts.",
             )
-        with library_errors(
-            "ZR541", "the evaluation rows cannot be made prompts", "Correct the chat template or them."
-        ):
+        what = "the evaluation rows cannot be made prompts"
+        with library_errors("ZR546", what, "TRL or transformers", "Correct the chat template, or the rows."):
             return [_sample(row, tokenizer) for row in eval_rows.take(int(requested))]
     path = Path(str(requested))
     if not path.is_file():
@@ -88,22 +87,20 @@ def choose_samples(
 
 def _rows_of(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line from 1, row) of a JSON Lines file; a column that should hold text or a chat holds one."""
-    fault = fault_in([path])
-    if fault is not None:
+    try:
+        lines = json_lines(path)
+    except (ValueError, OSError) as error:
         fix = "Give one JSON object a line, in UTF-8."
-        raise Refusal("ZR540", f"the sample prompts cannot be read: {fault}", "It is read as JSON Lines.", fix)
-    # not splitlines(): a text may hold a bare U+2028, which JSON leaves unescaped
-    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
-        if line.strip():
-            row = json.loads(line)
-            for column, fault in _faults(row):
-                raise Refusal(
-                    "ZR542",
-                    f"{path} line {number}: {column} {fault}",
-                    "A prompt is text or a chat.",
-                    "Correct or remove the line.",
-                )
-            yield number, row
+        raise Refusal("ZR540", "the sample prompts cannot be read", first_line(error), fix) from error
+    for number, row in lines:
+        for column, fault in _faults(row):
+            raise Refusal(
+                "ZR542",
+                f"{path} line {number}: {column} {fault}",
+                "A prompt is text or a chat.",
+                "Correct or remove the line.",
+            )
+        yield number, row
 
 
 def _faults(row: dict[str, Any]) -> Iterator[tuple[str, str]]:

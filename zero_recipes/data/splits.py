@@ -15,6 +15,7 @@ from zero_recipes.data.answers import LONG, longest_row
 from zero_recipes.data.audit import THE_DATA, Audit, audit, audit_findings, overlap_findings
 from zero_recipes.data.columns import foreign_ids
 from zero_recipes.data.library_errors import library_errors, root_cause
+from zero_recipes.data.load import reading
 from zero_recipes.data.source import Source, source_of
 
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
@@ -73,7 +74,7 @@ def start_of(rows: Dataset | IterableDataset, source: Source) -> Dataset:
     """The rows, or the first of a stream."""
     if isinstance(rows, Dataset):
         return rows
-    with library_errors("ZR522", f"{source.split} cannot be read as a stream", "Correct the rows that it names."):
+    with reading(source):
         return Dataset.from_list(list(rows.take(STREAMED_ROWS)))
 
 
@@ -99,7 +100,7 @@ def prepare_split(
             "Remove it, or tokenise the rows.",
         )
     tokenised = rows if skips else _tokenised(rows, tokenizer, training_args, source)
-    with library_errors("ZR529", f"{source.split} cannot be cut to max_length or packed", "Correct the rows."):
+    with library_errors("ZR529", f"{source.split} cannot be cut or packed", "TRL or datasets", "Correct the rows."):
         ready = rows if skips else finish(tokenised, tokenizer, training_args, packing)
         found = audit(rows, tokenised, ready, tokenizer, training_args)
     return tokenised, ready, found, audit_findings(found, rows, tokenizer, source)

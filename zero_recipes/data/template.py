@@ -33,7 +33,7 @@ def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, training_args) 
         tokenizer.eos_token = training_args.eos_token
     path = training_args.chat_template_path
     if path is not None and is_template_file(path):
-        with library_errors("ZR539", f"the chat template {path} cannot be read", "Save it as UTF-8."):
+        with library_errors("ZR539", f"the chat template {path} cannot be read", "Python", "Save it as UTF-8."):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
     elif path is not None and path.endswith((".jinja", ".j2")):
         raise Refusal(
