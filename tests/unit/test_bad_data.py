@@ -5,10 +5,9 @@ from __future__ import annotations
 import datasets
 import pytest
 
-from tests.helpers.bad_data import CHATML, PAIRS, SOUND, TEXTS, lines, parquet, prepared
+from tests.helpers.bad_data import PAIRS, SOUND, TEXTS, lines, parquet, prepared
 from tests.helpers.bad_data_table import TABLE
 from zero_recipes.core.errors import Refusal
-from zero_recipes.data.samples import choose_samples
 
 
 @pytest.fixture(autouse=True)
@@ -92,41 +91,3 @@ def test_a_long_row_says_that_it_takes_a_while(tmp_path, capsys):
     rows = [*TEXTS[:3], {"text": "The fish hums. " * 70_000}]
     assert prepared(folder(tmp_path, {"train.jsonl": lines(rows)})) == []
     assert "row 3 of train" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("content", "code", "said"),
-    [
-        (b'{"prompt": "a"\n', "ZR540", "line 1: not JSON"),
-        ('{"prompt": "é"}\n'.encode("latin-1"), "ZR540", "line 1 is not UTF-8"),
-        (b"\n5\n", "ZR540", "line 2: a number"),
-        (b'[{"prompt": "a"}]\n', "ZR540", "holds a list"),
-        (b'{"prompt": null}\n', "ZR542", "line 1: prompt holds null"),
-        (b'{"prompt": "a", "completion": 5}\n', "ZR542", "line 1: completion holds a number"),
-        (b'{"messages": []}\n', "ZR542", "line 1: messages is a chat without"),
-        (b'{"messages": [{"role": "user"}]}\n', "ZR542", "no content"),
-        (b'{"text": "a"}\n', "ZR519", "the columns text"),
-    ],
-)
-def test_sample_prompts_that_are_wrong_inside(tmp_path, content, code, said):
-    path = tmp_path / "prompts.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(Refusal) as refusal:
-        choose_samples(str(path), None, None, _tokenizer())
-    (finding,) = refusal.value.findings
-    assert finding.code == code and said in f"{finding.what} {finding.why}"
-
-
-def test_a_list_of_prompts_holds_texts():
-    with pytest.raises(Refusal, match=r"null.*ZR543"):
-        choose_samples(["a", None], None, None, None)
-
-
-def _tokenizer():
-    from transformers import AutoTokenizer
-
-    from tests.helpers.bad_data import BASE
-
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.chat_template = CHATML
-    return tokenizer

@@ -170,11 +170,10 @@ def _answer_findings(found: Audit, rows: Dataset, source: Source) -> Iterator[Fi
         what = f"{len(found.empty):,} of {found.rows:,} {parts} of {source.split} are empty; "
         what += f"the first is {source.row(found.empty[0])}"
         why = "The model learns to end at once." if found.answers else "Only the end of text would be trained on."
-        fix = "Fill or remove them; ignore: [ZR533] if they are meant so." if share >= 0.01 else "Fill or remove them."
         if share >= (SLIPS if found.answers else 1):
-            yield Finding("ZR533", what, why, fix)
+            yield Finding("ZR533", what, why, "Fill or remove them; ignore: [ZR533] if they are meant so.")
         else:
-            yield Finding("ZR534", what, why, fix, level="warning")
+            yield Finding("ZR534", what, why, "Fill or remove them.", level="warning")
 
 
 def overlap_findings(training: Dataset, evaluation: Dataset, source: Source) -> Iterator[Finding]:

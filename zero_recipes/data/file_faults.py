@@ -69,15 +69,6 @@ def _first_columns(file: Path) -> list[str]:
         return list((json.loads(first + lines.read())[0] if first.lstrip()[:1] == b"[" else json.loads(first)).keys())
 
 
-def json_lines(file: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(line from 1, object) of a JSON Lines file. Raises ValueError, which names file and line."""
-    fault = _fault_in_text(file, ".jsonl", same_types=False)
-    if fault is not None:
-        raise ValueError(fault)
-    with open_file(file) as lines:
-        return [(number, json.loads(line.decode("utf-8-sig"))) for number, line in enumerate(lines, 1) if line.strip()]
-
-
 def _fault(file: Path) -> str | None:
     kind = format_of(file)
     try:
@@ -94,7 +85,7 @@ def _fault(file: Path) -> str | None:
     return None
 
 
-def _fault_in_text(file: Path, kind: str, same_types: bool = True) -> str | None:
+def _fault_in_text(file: Path, kind: str) -> str | None:
     number, filled = 0, False
     with open_file(file) as lines:
         try:
@@ -103,7 +94,7 @@ def _fault_in_text(file: Path, kind: str, same_types: bool = True) -> str | None
                     return f"{file} is UTF-16, not UTF-8"
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if kind in JSON_LINES and number == 1 and text.lstrip()[:1] == "[":
-                    return _fault_in_array(file) if same_types else f"{file} holds a list, not one object a line"
+                    return _fault_in_array(file)
                 filled = filled or bool(text.strip())
                 if kind in JSON_LINES and text.strip() and (fault := _fault_in_line(text)):
                     return f"{file} line {number}: {fault}"
@@ -116,7 +107,7 @@ def _fault_in_text(file: Path, kind: str, same_types: bool = True) -> str | None
         return ragged(file, strict=True)
     if not filled:
         return f"{file} holds no row" if number else f"{file} is empty"
-    return _mixed_types(file) if kind in JSON_LINES and same_types else None
+    return _mixed_types(file) if kind in JSON_LINES else None
 
 
 def _fault_in_array(file: Path) -> str | None:
