@@ -169,7 +169,7 @@ class Metrics(Measurements, RunIdentity, RunStatus):
         row = validate(cls, content | beside, str(path))
         for key, value in numbers_and_texts(row):
             if (why := _implausible(key, value)) is not None:
-                raise ContractError(f"{path}: {key}: {why}")
+                raise ContractError(f"{path}: {key.encode('utf-8', 'replace').decode()}: {why}")
         missing = next(_empty_keys(row), None) if row.status == "ok" else None
         if missing:
             raise ContractError(f'{path}: {missing}: null or missing, though the status is "ok"')
@@ -216,6 +216,10 @@ def numbers_and_texts(part: Any, key: str = "") -> Iterator[tuple[str, float | s
 
 def _implausible(key: str, value: float | str) -> str | None:
     """Why a value that has the right type cannot have been measured; None where it can."""
+    try:
+        f"{key}{value}".encode() if isinstance(value, str) else key.encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair, which is no character"
     if isinstance(value, str):
         return f"a text of {len(value):,} characters" if len(value) > LONGEST_TEXT else None
     if key.startswith(MAY_BE_ANY_FLOAT):
