@@ -93,7 +93,8 @@ def metrics_files(folder: Path) -> list[Path]:
     """Every metrics.json in `folder` and one level below. Raises ContractError where there is none."""
     try:
         folder = Path(folder).resolve()  # "." has no name of its own, and names decide what is compared
-        files = [file for file in (folder / FILE, *sorted(folder.glob(f"*/{FILE}"))) if os.path.lexists(file)]
+        inner = sorted(path for path in folder.iterdir() if path.is_dir())
+        files = [path / FILE for path in (folder, *inner) if os.path.lexists(path / FILE)]
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name that is none
         raise ContractError(f"{folder}: {error}") from error
     if not files:
