@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import datasets
 import pytest
 
 from tests.helpers.bad_data import PAIRS, SOUND, TEXTS, lines, parquet, prepared
 from tests.helpers.bad_data_table import TABLE
+from tests.helpers.drawn_data import broken_bytes, drawn
 from zero_recipes.core.errors import Refusal
+
+ROW_CODES = ("ZR501", "ZR508", "ZR512", "ZR522", "ZR523", "ZR524", "ZR525", "ZR526", "ZR528", "ZR531", "ZR533", "ZR536")
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +96,31 @@ def test_a_long_row_says_that_it_takes_a_while(tmp_path, capsys):
     rows = [*TEXTS[:3], {"text": "The fish hums. " * 70_000}]
     assert prepared(folder(tmp_path, {"train.jsonl": lines(rows)})) == []
     assert "row 3 of train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_drawn_wrong_row_is_found(tmp_path, seed):
+    draw = random.Random(seed)
+    keys, number, column = drawn(tmp_path / "data", draw)
+    errors = [finding for finding in prepared(tmp_path / "data", **keys) if finding.level == "error"]
+    assert errors and all(finding.code in ROW_CODES for finding in errors), (keys, number, column, errors)
+    placed = f"row {number} of " in errors[0].what or f"line {number + 1}" in errors[0].what
+    assert placed or "rows are like it" in errors[0].what or errors[0].code not in ("ZR524", "ZR525", "ZR526")
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_many_more_drawn_wrong_rows(tmp_path, seed):
+    test_a_drawn_wrong_row_is_found(tmp_path, seed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_bytes_end_in_findings(tmp_path, seed):
+    broken_bytes(tmp_path / "data", random.Random(seed))
+    assert all(finding.code.startswith("ZR5") for finding in prepared(tmp_path / "data"))
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("seed", range(1000, 1200))
+def test_many_more_drawn_bytes(tmp_path, seed):
+    test_drawn_bytes_end_in_findings(tmp_path, seed)

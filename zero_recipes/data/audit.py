@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -178,8 +179,9 @@ def _answer_findings(found: Audit, rows: Dataset, source: Source) -> Iterator[Fi
 
 def overlap_findings(training: Dataset, evaluation: Dataset, source: Source) -> Iterator[Finding]:
     """At most one finding: tokenised evaluation rows that are training rows too."""
-    known = {ids.tobytes() for ids, _ in _ids_and_labels(training)}
-    same = [number for number, (ids, _) in enumerate(_ids_and_labels(evaluation)) if ids.tobytes() in known]
+    wanted = list(_ids_as_bytes(evaluation))
+    known = set(wanted).intersection(_ids_as_bytes(training))
+    same = [number for number, ids in enumerate(wanted) if ids in known]
     if same:
         yield Finding(
             "ZR538",
@@ -223,6 +225,14 @@ def _ids_and_labels(rows: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     columns = [name for name in ("input_ids", "labels") if name in rows.column_names]
     for batch in rows.select_columns(columns).with_format("numpy").iter(1000):
         yield from zip(batch["input_ids"], batch.get("labels", batch["input_ids"]), strict=True)
+
+
+def _ids_as_bytes(rows: Dataset) -> Iterator[bytes]:
+    for batch in rows.select_columns(["input_ids"]).with_format("arrow").iter(1000):
+        column = batch["input_ids"].combine_chunks()
+        flat = np.asarray(column.flatten()).astype(np.int64)
+        ends = np.cumsum([0, *np.asarray(column.value_lengths())])
+        yield from (flat[start:end].tobytes() for start, end in pairwise(ends))
 
 
 def _supervised(ready: Dataset, separated: bool) -> int:

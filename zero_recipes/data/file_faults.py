@@ -8,13 +8,15 @@ import csv
 import json
 import lzma
 import re
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from zero_recipes.core.errors import first_line
 from zero_recipes.data.source import JSON_LINES, NAMES, arrow_rows, format_of, named, open_file, records
 
+UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 DEEPEST = 500  # brackets within each other
 LOOKED_INTO = 1000  # files of a folder that does not load, at most
 
@@ -80,7 +82,7 @@ def _fault(file: Path) -> str | None:
             arrow_rows(file)
         elif kind in (*JSON_LINES, ".csv", ".tsv", ".txt"):
             return _fault_in_text(file, kind)
-    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # pyarrow's errors are ValueErrors and OSErrors
+    except (*UNREADABLE, ValueError) as error:  # pyarrow's errors are ValueErrors and OSErrors
         return f"{file}: {first_line(error)}"
     return None
 
@@ -101,7 +103,7 @@ def _fault_in_text(file: Path, kind: str) -> str | None:
         except UnicodeDecodeError as error:
             byte = error.object[error.start]
             return f"{file} line {number} is not UTF-8: byte 0x{byte:02x} at place {error.start + 1} of the line"
-        except (EOFError, OSError) as error:  # a cut archive
+        except UNREADABLE as error:  # a cut archive
             return f"{file} ends after line {number}: {first_line(error)}"
     if kind in (".csv", ".tsv"):
         return ragged(file, strict=True)
@@ -159,7 +161,7 @@ def nested_too_deeply(files: Sequence[Path]) -> str | None:
     for file in files:
         if format_of(file) not in JSON_LINES:
             continue
-        with contextlib.suppress(OSError, EOFError), open_file(file) as lines:  # who loads it says what is wrong
+        with contextlib.suppress(*UNREADABLE), open_file(file) as lines:  # who loads it says what is wrong
             for number, line in enumerate(lines, start=1):
                 if line.count(b"[") + line.count(b"{") > DEEPEST and _depth(line) > DEEPEST:
                     return f"{file} line {number}: nested too deeply"
@@ -174,18 +176,36 @@ def _depth(line: bytes) -> int:
     return deepest
 
 
+def mixed_list(files: Sequence[Path]) -> str | None:
+    """The first value in JSON lists whose type is not that of the items before. A stream of such a list gives every
+    value of the column as JSON text, without a type (datasets 5.2, packaged_modules/json)."""
+    for file in files:
+        if format_of(file) in JSON_LINES:
+            with open_file(file) as lines:
+                content = lines.read() if lines.read(1) == b"[" else b""
+            if content and (fault := _first_mixed(enumerate(json.loads(b"[" + content)), "item")):
+                return f"{file} {fault}"
+    return None
+
+
 def _mixed_types(file: Path) -> str | None:
     """The first line whose value in some column has another type than the lines before."""
-    seen: dict[str, tuple[type, int]] = {}
     with open_file(file) as lines:
-        for number, line in enumerate(lines, start=1):
-            for column, value in (json.loads(line.decode("utf-8-sig")) if line.strip() else {}).items():
-                if value is None:
-                    continue
-                found = float if type(value) is int else type(value)
-                kind, first = seen.setdefault(column, (found, number))
-                if found is not kind:
-                    return f"{file} line {number}: {column} is {named(value)}, in line {first} it is {NAMES[kind]}"
+        rows = ((number, json.loads(line.decode("utf-8-sig"))) for number, line in enumerate(lines, 1) if line.strip())
+        fault = _first_mixed(rows, "line")
+    return fault and f"{file} {fault}"
+
+
+def _first_mixed(rows: Iterable[tuple[int, dict[str, Any]]], unit: str) -> str | None:
+    seen: dict[str, tuple[type, int]] = {}
+    for number, row in rows:
+        for column, value in row.items():
+            if value is None:
+                continue
+            found = float if type(value) is int else type(value)
+            known, first = seen.setdefault(column, (found, number))
+            if found is not known:
+                return f"{unit} {number}: {column} is {named(value)}, in {unit} {first} it is {NAMES[known]}"
     return None
 
 

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Refusal, first_line, raise_errors
 from zero_recipes.data.columns import Fault, checks_of, column_findings, value_finding
-from zero_recipes.data.file_faults import fault_in, local_files, nested_too_deeply, ragged
+from zero_recipes.data.file_faults import fault_in, local_files, mixed_list, nested_too_deeply, ragged
 from zero_recipes.data.library_errors import root_cause
 from zero_recipes.data.source import Source, source_of
 
@@ -90,6 +90,10 @@ def _ready(rows: Dataset | IterableDataset, source: Source, training_args, datas
         _require_trl_columns(columns, training_args)
     checks = checks_of(first, training_args.dataset_text_field, dataset_format is not None)
     if isinstance(rows, IterableDataset):
+        with reading(source):
+            fault = mixed_list(source.files)
+        if fault is not None:
+            raise _unreadable(source.split, fault, "A stream would give every value of that column as JSON text.")
         rows = rows.map(partial(_checked, checks=checks or {}, source=source), with_indices=True)
     elif checked and checks:
         raise_errors(list(column_findings(rows, checks, source)))
