@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from datasets import IterableDataset
 from trl import SFTTrainer
 
 from zero_recipes.compat.huggingface import count_tokens_with_loss, rows_left_over
@@ -32,10 +31,6 @@ class TokenWeightedSFTTrainer(SFTTrainer):
 
     Rows that accelerate repeats to fill the last batches of an epoch (data_loader.py, BatchSamplerShard) have no loss.
     A mixture of experts' auxiliary loss stays a mean over micro batches.
-
-    A streamed data set has no epochs: it begins again where it ends, within a step if need be. transformers 5.23
-    (trainer.py, `_run_epoch`) knows no length then, takes no step with the batches that are left over, and adds their
-    gradients to the next step's.
     """
 
     def __init__(self, *arguments, **keywords):
@@ -44,8 +39,6 @@ class TokenWeightedSFTTrainer(SFTTrainer):
         self._repeated: tuple[dict, torch.Tensor] | None = None
         if self.padding_free:
             self.data_collator = CollatorWithRowLengths(self.data_collator)
-        if isinstance(self.train_dataset, IterableDataset):
-            self.train_dataset = self.train_dataset.repeat(None)
 
     @property
     def _shares_sequences(self) -> bool:
