@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.inputs import input_findings, missing_state_findings
 from zero_recipes.checkpoint.reshard.load import is_resharded, read_index
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
@@ -122,6 +123,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
             "Go on only if you know that it fits; the next checkpoint will have a manifest.",
             level="warning",
         )
+        yield from missing_state_findings(checkpoint, settings, strategy)
         return
     if is_resharded(checkpoint):
         yield from resharded_findings(settings, strategy)
@@ -129,6 +131,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
         yield from _ranks(checkpoint, written, strategy)
         yield from _global_batch(checkpoint, written, settings, strategy)
     yield from _recipe(checkpoint, written, settings)
+    yield from input_findings(checkpoint, written, settings, strategy)
     yield from _versions(checkpoint, written)
 
 

@@ -14,6 +14,7 @@ from trl import SFTTrainer
 
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.compatibility import recipe_facts
+from zero_recipes.checkpoint.inputs import input_facts
 from zero_recipes.checkpoint.resume import numbered
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
@@ -102,6 +103,7 @@ def carry_on(trainer: CheckpointingSFTTrainer, run: RunConfig, data_sha256: str 
         "recipe_sha256": run.recipe.sha256,
         "data_sha256": data_sha256,
         "recipe": recipe_facts(run.settings),
+        "inputs": input_facts(run.settings, run.strategy),
     }
     trainer.checkpoint_history = lambda: measurements.history() | {"answers_before": answers.history()}
     if checkpoint is None:
