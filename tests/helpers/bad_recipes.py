@@ -165,7 +165,7 @@ SECTIONS = {
         recipe(
             "a former key: overwrite_output_dir",
             "overwrite_output_dir: true",
-            "overwrite: true",
+            "seed: 2",
             "ZR101",
             names="`overwrite_output_dir`",
         ),

@@ -144,7 +144,7 @@ def _on_nvme(checkpoint: str, strategy: Strategy) -> Iterator[Finding]:
             "optimizer's states where they lie on NVMe: the run would go on with fresh ones. With parameters there it "
             "dies in runtime/zero/stage3.py.",
             'Resume with "device": "cpu" (accelerate_configs/zero3_offload.yaml) from a checkpoint that it wrote, or '
-            "start over with --overwrite true.",
+            "start over in another --output_dir.",
         )
 
 
@@ -252,8 +252,8 @@ def refuse_other_data(checkpoint: str | None, data_sha256: str | None) -> None:
             f"{checkpoint} was trained on other rows",
             f"Tokenized, truncated and packed, they had the hash {_short(written['data_sha256'])}; these have "
             f"{_short(data_sha256)}. transformers would skip the first rows of the new data as if they had been seen.",
-            "Bring back the data, max_length, packing and tokenizer of the first run; or start over with --overwrite "
-            f"true; or train from these weights with --model_name_or_path {checkpoint} and another --output_dir.",
+            "Bring back the data, max_length, packing and tokenizer of the first run; or, in another --output_dir, "
+            f"start over or train from these weights with --model_name_or_path {checkpoint}.",
         )
 
 

@@ -17,7 +17,7 @@ from zero_recipes.data.prepare import Prepared
 from zero_recipes.distributed import fsdp, ulysses
 from zero_recipes.distributed.init import set_host_threads
 from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer, carry_on
-from zero_recipes.trainer.recorder import RunRecorder
+from zero_recipes.trainer.recorder import DeleteOverwritten, RunRecorder
 from zero_recipes.trainer.row_order import SeededOrderSFTTrainer
 from zero_recipes.trainer.samples import AnswersBeforeTraining, answer, show_samples, write_samples
 from zero_recipes.trainer.token_weighting import TokenWeightedSFTTrainer
@@ -60,6 +60,7 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
                     FreshAdamAtStage0(run.checkpoint is not None),
                     self.answers_before,
                     self.stage_metrics,
+                    DeleteOverwritten(recorder),
                 ],
             )
         self.answers_before.trainer = self
