@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from zero_recipes.checkpoint.resume import clear_unfinished, resumes_in
+from zero_recipes.checkpoint.saved_files import CHECKSUMS
 from zero_recipes.core.errors import Refusal
 
-RESULTS = ("metrics.json", "samples.jsonl", "recipe.resolved.yaml")
+RESULTS = ("metrics.json", "samples.jsonl", "recipe.resolved.yaml", CHECKSUMS)
 
 
 def refuse_occupied(output_dir: Path, resume: object, overwrite: bool) -> None:
@@ -42,10 +44,10 @@ def saved_in(output_dir: Path) -> list[Path]:
     return checkpoints + weights + ([metrics] if finished else [])
 
 
-def claim_output_dir(output_dir: Path, overwrite: bool) -> None:
+def claim_output_dir(output_dir: Path, overwrite: bool, passed_over: Collection[Path] = ()) -> None:
     """Make the folder this run's: an earlier run's failure files and unfinished checkpoints go, under `overwrite` all
-    that it saved."""
-    clear_unfinished(output_dir)
+    that it saved. `passed_over`: checkpoints whose contents were found damaged."""
+    clear_unfinished(output_dir, passed_over)
     to_delete = list(output_dir.glob("failure.rank*.json"))
     if overwrite:
         to_delete += saved_in(output_dir) + [output_dir / name for name in RESULTS]

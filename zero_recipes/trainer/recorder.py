@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero_recipes.checkpoint.output_dir import claim_output_dir
+from zero_recipes.checkpoint.resume import passed_over
 from zero_recipes.config.recipe import write_resolved
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core.errors import Refusal
@@ -47,7 +48,9 @@ class RunRecorder:
         self.network = bandwidth.measure_network(run.device)
         self.host_link = bandwidth.measure_host_link(run.strategy, run.device)
         if rank() == 0:
-            claim_output_dir(run.output_dir, run.settings.overwrite)
+            requested = run.recipe.settings.resume_from_checkpoint
+            found_damaged = passed_over(run.output_dir, requested, run.checkpoint)
+            claim_output_dir(run.output_dir, run.settings.overwrite, found_damaged)
             header = [*run.strategy.described(run.device, args), *bandwidth.network_header(self.network)]
             header += [*nvme.described(self.disks), *bandwidth.host_link_header(self.host_link)]
             header += [*init.host_threads_header(self.host_threads), str(rows.audit)]
