@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -85,7 +86,9 @@ class StatesIndexDocument(_Strict):
 def read_json(path: Path) -> Any:
     """What a JSON file says. Raises ValueError, of every kind of file that says nothing."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is a text that cannot be printed
+        return found
     except OSError as error:
         raise ValueError(error.strerror or type(error).__name__) from error
     except RecursionError as error:
@@ -164,7 +167,7 @@ def _fault_of_latest(checkpoint: Path) -> str | None:
         return cannot_be_read(path, str(error))
     if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
         return f"{path} names {name[:40]!r}, which is no folder of this checkpoint."
-    return None if (checkpoint / name).is_dir() else f"{path} names {name}: {name} is missing."
+    return None if os.path.isdir(checkpoint / name) else f"{path} names {name[:40]}: {name[:40]} is missing."
 
 
 def _article(name: str) -> str:

@@ -111,8 +111,8 @@ def damage(checkpoint: Path) -> str | None:
         return fault
     for name, size in found["files"].items():
         path = checkpoint / name
-        if not path.is_file():
-            return f"{checkpoint} lacks {name}."
+        if not os.path.isfile(path):  # also for a name that no file can have
+            return f"{checkpoint} lacks {name[:200]}."
         if path.stat().st_size != size:
             return f"{path} has {path.stat().st_size:,} bytes; {size:,} were written."
     strange = [path for path in sorted(checkpoint.rglob("*")) if path.name.endswith(_LOADED) and path.is_file()]

@@ -61,6 +61,7 @@ def checkpoint_to_resume(
     if str(requested).lower() != "true":
         checkpoint = Path(str(requested))
         _refuse_unusable(checkpoint, fault_of)
+        _refuse_newer(output_dir, checkpoint, overwrite)
     elif overwrite:
         raise Refusal(
             "ZR703",
@@ -73,7 +74,6 @@ def checkpoint_to_resume(
     if checkpoint is None:
         _say(f"no checkpoint in {output_dir}: starting fresh")
         return None
-    _refuse_newer(output_dir, checkpoint, overwrite)
     _say(f"going on from {checkpoint}")
     return str(checkpoint)
 

@@ -6,6 +6,7 @@ that was not requested on its own command line, and says so.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
 from zero_recipes.core.errors import Finding
@@ -56,4 +57,5 @@ def recipe_code_findings(loaders: Sequence[str], remote_code: bool) -> Iterator[
 
 def due_to_missing_code(finding: Finding) -> bool:
     """An error that says no more than that the model's own code was not run."""
-    return finding.level == "error" and "trust_remote_code" in finding.why
+    said = re.search(r"trust_remote_code|contains custom code", finding.why)
+    return finding.level == "error" and said is not None

@@ -7,6 +7,7 @@ stands in them runs. transformers 5.23 loads its own with weights_only=True.
 
 from __future__ import annotations
 
+import io
 import pickletools
 import re
 import zipfile
@@ -68,10 +69,12 @@ def _operations(path: Path) -> list[tuple[str, Any]]:
     """(name, argument) of a pickle's instructions, as far as they can be read; nothing of it is run."""
     found = []
     for data in _pickles(path):
+        stream = io.BytesIO(data)
         try:
-            for operation, argument, _ in pickletools.genops(data):
-                found.append((operation.name, argument))
-        except Exception:  # damaged from here on; what came before it would have been run
+            while True:  # torch's old format is several pickles, one after another
+                for operation, argument, _ in pickletools.genops(stream):
+                    found.append((operation.name, argument))
+        except Exception:  # the end, or damaged from here on; what came before it would have been run
             continue
     return found
 
