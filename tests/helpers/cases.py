@@ -393,3 +393,15 @@ def plan_for_a_small_gpu(argv: list[str], capacity: int) -> dict:
         return {"peak": None, "refused": [vars(finding) for finding in refusal.findings], "asked": asked}
     finally:
         gate.Predictor, gate.gpu_memory = originals
+
+
+def train_with_aliases(argv: list[str]) -> dict:
+    """`train`, with the state dict saved as DeepSpeed gathers it."""
+    from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer
+
+    mended = CheckpointingSFTTrainer._save
+    del CheckpointingSFTTrainer._save
+    try:
+        return train(argv)
+    finally:
+        CheckpointingSFTTrainer._save = mended

@@ -28,7 +28,9 @@ def add_check(verbs) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     import json
+    import os
 
+    from zero_recipes.checks import recipe_code
     from zero_recipes.checks.preflight import preflight, resolved_ds_config
     from zero_recipes.compat.warnings import quieten
     from zero_recipes.config import recipe as recipes
@@ -38,9 +40,15 @@ def _check(arguments: argparse.Namespace) -> int:
     quieten()
     if arguments.upgrade:
         arguments.recipe = _write_upgraded(arguments.recipe)
+    before = dict(os.environ)
     mapping = recipes.read_recipe_file(arguments.recipe)
+    loaders = recipe_code.take_back_loaders(os.environ, before)
+    overrides = recipe_code.without_remote_code(arguments.overrides)
+    remote_code = bool(mapping.get("trust_remote_code")) and len(overrides) > len(arguments.overrides)
     environment = launched_environment(arguments.config_file, arguments.num_processes)
-    run, findings = preflight(arguments.recipe, mapping, arguments.overrides, environment, rehearsal=True)
+    run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True)
+    findings = [found for found in findings if not (remote_code and recipe_code.due_to_missing_code(found))]
+    findings += recipe_code.recipe_code_findings(loaders, remote_code)
     if run is not None:
         findings += gate.rehearsed(run, environment)
         print("\n".join(run.strategy.described(run.device, run.settings)))

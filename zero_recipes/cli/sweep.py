@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
+from zero_recipes.checkpoint.lock import refuse_in_use
 from zero_recipes.checkpoint.output_dir import saved_in
 from zero_recipes.config.ds_auto import NVME_PATH
 from zero_recipes.core.errors import Refusal
@@ -122,6 +123,8 @@ def _refuse_early(recipe: Path, script: Path, configs: dict, output_dir: Path, o
                 f"Paths are relative to the working directory, {Path.cwd()}.",
                 f"Start from the repository's folder; the strategies there are {', '.join(known) or 'none'}.",
             )
+    for name in configs:
+        refuse_in_use(output_dir / name)
     occupied = [output_dir / name for name in configs if saved_in(output_dir / name)]
     overwrites = "--overwrite" in overrides and overrides[overrides.index("--overwrite") + 1 :][:1] != ["false"]
     if occupied and not overwrites:
