@@ -291,16 +291,16 @@ def splits_tokenised(argv: list[str], cache: str) -> int:
     """How many splits this process tokenised in one run, with the datasets library's cache in `cache`."""
     import datasets
 
-    from zero_recipes.data import prepare
+    from zero_recipes.data import splits
 
-    original, kept, calls = prepare.tokenise, datasets.config.HF_DATASETS_CACHE, []
-    prepare.tokenise = lambda *arguments: calls.append(1) or original(*arguments)
+    original, kept, calls = splits.tokenise, datasets.config.HF_DATASETS_CACHE, []
+    splits.tokenise = lambda *arguments: calls.append(1) or original(*arguments)
     datasets.config.HF_DATASETS_CACHE = cache
     try:
         train(argv)
         return len(calls)
     finally:
-        prepare.tokenise, datasets.config.HF_DATASETS_CACHE = original, kept
+        splits.tokenise, datasets.config.HF_DATASETS_CACHE = original, kept
 
 
 def refusal_of(argv: list[str]) -> str:

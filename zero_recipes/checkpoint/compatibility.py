@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.inputs import input_findings, missing_state_findings
 from zero_recipes.checkpoint.reshard.load import is_resharded, read_index
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
@@ -125,6 +126,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
             "Go on only if you know that it fits; the next checkpoint will have a manifest.",
             level="warning",
         )
+        yield from missing_state_findings(checkpoint, settings, strategy)
         return
     missing = manifest.missing_facts(written, FACTS)
     if missing:
@@ -141,6 +143,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
         yield from _ranks(checkpoint, written, strategy)
         yield from _global_batch(checkpoint, written, settings, strategy)
     yield from _recipe(checkpoint, written, settings)
+    yield from input_findings(checkpoint, written, settings, strategy)
     yield from _versions(checkpoint, written)
 
 
@@ -153,7 +156,7 @@ def _on_nvme(checkpoint: str, strategy: Strategy) -> Iterator[Finding]:
             "optimizer's states where they lie on NVMe: the run would go on with fresh ones. With parameters there it "
             "dies in runtime/zero/stage3.py.",
             'Resume with "device": "cpu" (accelerate_configs/zero3_offload.yaml) from a checkpoint that it wrote, or '
-            "start over with --overwrite true.",
+            "start over in another --output_dir.",
         )
 
 
@@ -261,8 +264,8 @@ def refuse_other_data(checkpoint: str | None, data_sha256: str | None) -> None:
             f"{checkpoint} was trained on other rows",
             f"Tokenized, truncated and packed, they had the hash {_short(written['data_sha256'])}; these have "
             f"{_short(data_sha256)}. transformers would skip the first rows of the new data as if they had been seen.",
-            "Bring back the data, max_length, packing and tokenizer of the first run; or start over with --overwrite "
-            f"true; or train from these weights with --model_name_or_path {checkpoint} and another --output_dir.",
+            "Bring back the data, max_length, packing and tokenizer of the first run; or, in another --output_dir, "
+            f"start over or train from these weights with --model_name_or_path {checkpoint}.",
         )
 
 

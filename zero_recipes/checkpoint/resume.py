@@ -100,7 +100,8 @@ def _last_whole(output_dir: Path, fault_of: Callable[[Path], str | None], before
             "ZR705",
             f"{output_dir} holds {done[0].name} and no checkpoint to go on from",
             "An earlier run has saved its model there; starting fresh would replace it. Nothing has been touched.",
-            "Start over with --overwrite true (deletes it), or choose another --output_dir.",
+            "Choose another --output_dir, or start over with --overwrite true (deletes it once the new run has taken "
+            "its first step; refused where the run reads it).",
         )
     return None
 
@@ -172,6 +173,8 @@ def clear_unfinished(output_dir: Path, passed_over: Collection[Path] = ()) -> No
     contents were found damaged.
     """
     for checkpoint in numbered(output_dir):
+        if checkpoint.is_symlink():
+            continue  # no run of ours made it
         if manifest.is_unfinished(checkpoint):
             _say(f"deleted: {checkpoint}, which was not written to its end")
             shutil.rmtree(checkpoint)

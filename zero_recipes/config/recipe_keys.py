@@ -78,7 +78,10 @@ class RecipeArguments:
     )
     overwrite: bool = field(
         default=False,
-        metadata={"help": "Delete what an earlier run left in output_dir. Without it such a folder is refused."},
+        metadata={
+            "help": "Replace what an earlier run left in output_dir: it is deleted once the new run has taken its "
+            "first step. Without it such a folder is refused."
+        },
     )
     skip_checksums: bool = field(
         default=False,
