@@ -623,8 +623,7 @@ SECTIONS = {
             "the best of FSDP models without their states",
             "fsdp: true\nsave_only_model: true\nload_best_model_at_end: true\nsave_strategy: steps\n"
             "eval_strategy: steps",
-            "fsdp: true\nload_best_model_at_end: true\nsave_strategy: steps\n"
-            "eval_strategy: steps",
+            "fsdp: true\nload_best_model_at_end: true\nsave_strategy: steps\neval_strategy: steps",
             "ZR322",
             files=TEST_ROWS,
         ),

@@ -22,7 +22,7 @@ from zero_recipes.cli import main as cli
 
 BASE = ROOT / "tiny_world" / "base"
 MATRIX = "gpt_neox.layers.0.mlp.dense_4h_to_h.weight"
-SEED, ROUNDS = int(os.environ.get("DAMAGE_SEED", 12)), int(os.environ.get("DAMAGE_ROUNDS", 2))
+SEED, ROUNDS = int(os.environ.get("DAMAGE_SEED", 12)), int(os.environ.get("DAMAGE_ROUNDS", 1))
 
 
 @pytest.fixture
