@@ -210,3 +210,13 @@ def test_each_rank_looks_at_its_share(tmp_path, settings):
                 f"{folder / name} is not what was written: its checksum is another."
             ]
         (folder / name).write_bytes(before)
+
+
+@pytest.mark.parametrize("fact", ["strategy", "zero_stage", "world_size", "micro_batch_size"])
+def test_a_manifest_that_says_too_little_is_no_key_error(tmp_path, settings, look, fact):
+    folder = small_checkpoint(tmp_path, 2, settings)
+    facts = {key: value for key, value in manifest.read(folder).items() if key not in ("schema", "files", fact)}
+    manifest.write(folder, facts)
+    with pytest.raises(Refusal) as caught:
+        look(tmp_path)
+    assert caught.value.codes == ["ZR781"] and fact in caught.value.what

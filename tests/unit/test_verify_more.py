@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.damage import cut, flip, lose, mutations, zero
-from tests.helpers.tiny import ROOT
+from tests.helpers.tiny import ROOT, llama_config
 from zero_recipes.checkpoint.saved_files import CHECKSUMS, write_checksums
 from zero_recipes.checkpoint.verify import ADAPTER, INDEX, SINGLE, NotWhole, verify
 from zero_recipes.cli import main as cli
@@ -230,3 +230,27 @@ def test_any_value_of_the_json_files_of_a_saved_model(whole):
                 raise AssertionError(f"{name}: {what}: {type(error).__name__}: {error}") from error
         (whole / name).write_text(before)
     assert tried >= 18 * ROUNDS and found
+
+
+def test_an_adapter_whose_base_has_got_more_rows(tmp_path):
+    """As TRL makes it where the chat template comes from another model: new tokens, a resized base, a trained head."""
+    base = AutoModelForCausalLM.from_config(llama_config())
+    base.save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(1408)
+    config = LoraConfig(
+        target_modules=["q_proj", "v_proj"],
+        modules_to_save=["lm_head"],
+        trainable_token_indices={"embed_tokens": [1382, 1383]},
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    tensors = load_file(tmp_path / "adapter" / ADAPTER)
+    assert {tensor.shape[0] for tensor in tensors.values()} >= {1408, 2}
+    verify(tmp_path / "adapter")
+    name = next(name for name in tensors if "trainable_tokens_delta" in name)
+    save_file(tensors | {name: torch.ones(3, 64)}, tmp_path / "adapter" / ADAPTER)
+    assert f"of another shape {name}" in said(tmp_path / "adapter")
+    save_file({key: tensor for key, tensor in tensors.items() if key != name}, tmp_path / "adapter" / ADAPTER)
+    assert f"missing {name}" in said(tmp_path / "adapter")
