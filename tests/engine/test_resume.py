@@ -23,6 +23,7 @@ from tests.helpers.resuming import (
     interrupted,
     resume_recipe,
 )
+from tests.helpers.strangers import plant
 from tests.helpers.tiny import write_rows
 from zero_recipes.checkpoint import manifest
 from zero_recipes.core import environment
@@ -139,6 +140,57 @@ def test_what_does_not_fit_is_refused_on_every_rank(two, zero0, tmp_path):
         assert said.endswith("was written by zero0 on 2 processes; this run is zero3 on 2 processes [ZR720]")
     for said in two.run("refusal_of", argv=arguments(recipe, "zero0", folder, *resume, "--learning_rate", "1.0")):
         assert said.endswith("learning_rate 0.002; this run has learning_rate 1.0 [ZR723]")
+
+
+def flipped(path: Path) -> None:
+    """One bit in the middle of a file: its size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_is_passed_over_and_the_rest_is_bit_for_bit(two, zero0, tmp_path):
+    """The last checkpoint's states are damaged: the run goes on from the one before, on both ranks."""
+    recipe, whole, losses = zero0
+    folder = Path(shutil.copytree(whole, tmp_path / "copy"))
+    last = folder / f"checkpoint-{STEPS}"
+    flipped(next(last.rglob("mp_rank_00_model_states.pt")))
+    argv = arguments(recipe, "zero0", folder, "--resume_from_checkpoint", "true", *SAMPLES)
+    rest = two.run("train_counted", argv=argv)
+    metrics = rest[0]["metrics"]
+    assert metrics["loss_history"] == losses and metrics["resumed_at"] == [SAVED_AT]
+    assert min(rest[0]["calls"]) == min(rest[1]["calls"]) == SAVED_AT
+    assert manifest.damage(last) is None and manifest.content_fault(last) is None
+    aside = folder / f"damaged-checkpoint-{STEPS}"
+    assert manifest.content_fault(aside).endswith("its checksum is another.")
+
+
+def test_a_flipped_bit_in_a_named_checkpoint_is_refused_unless_nobody_looks(two, zero0, tmp_path):
+    recipe, whole, losses = zero0
+    folder = interrupted(whole, tmp_path / "rest")
+    checkpoint = folder / f"checkpoint-{SAVED_AT}"
+    flipped(checkpoint / "model.safetensors")  # DeepSpeed loads its own files: the rest is the same
+    argv = arguments(recipe, "zero0", folder, "--resume_from_checkpoint", str(checkpoint))
+    for said in two.run("refusal_of", argv=argv):
+        assert said.endswith(f"{checkpoint} is not whole [ZR707]")
+    metrics = two.run("train", argv=[*argv, "--skip_checksums", "true"])[0]["metrics"]
+    assert metrics["loss_history"] == losses
+    assert manifest.has_checksums(checkpoint) and not manifest.has_checksums(folder / f"checkpoint-{STEPS}")
+
+
+def test_a_checkpoint_of_a_stranger_is_refused_before_it_is_read(two, zero0, tmp_path):
+    recipe, whole, losses = zero0
+    folder = interrupted(whole, tmp_path / "elsewhere") / f"checkpoint-{SAVED_AT}"
+    argv = arguments(recipe, "zero0", tmp_path / "out", "--resume_from_checkpoint", str(folder))
+    mark = tmp_path / "it-was-run"
+    plant(next(folder.rglob("mp_rank_00_model_states.pt")), mark, "zip")
+    facts = {key: value for key, value in manifest.read(folder).items() if key not in ("schema", "files")}
+    manifest.write(folder, facts)
+    for said in two.run("refusal_of", argv=argv):
+        assert "mp_rank_00_model_states.pt" in said and said.endswith("[ZR780]")
+    assert not mark.exists()
+    metrics = two.run("train", argv=[*argv, "--trust_checkpoint", "true"])[0]["metrics"]
+    assert metrics["loss_history"] == losses and mark.exists(), "DeepSpeed runs what stands in a checkpoint"
 
 
 def test_a_checkpoint_of_plain_transformers_is_taken_by_its_path(two, zero0, tmp_path):

@@ -110,10 +110,10 @@ def take_up(checkpoint: Path) -> None:
         assert [*history.resumed_at, state.global_step] and history.grad_norm_history is not None
 
 
-def mutations(document: Any, draw: random.Random) -> Iterator[tuple[str, Any]]:
-    """(what was done, the document): every value at every place replaced by one of another kind, every key gone."""
+def mutations(document: Any, draw: random.Random, each: int = 6) -> Iterator[tuple[str, Any]]:
+    """(what was done, the document): every value at every place replaced by `each` of other kinds, every key gone."""
     for path in _paths(document):
-        for value in draw.sample(WRONG, 6):
+        for value in draw.sample(WRONG, each):
             yield f"{'.'.join(map(str, path))} = {value!r}", _with(document, path, value)
         if path:
             yield f"{'.'.join(map(str, path))} is gone", _without(document, path)

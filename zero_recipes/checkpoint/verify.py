@@ -59,6 +59,7 @@ def verify(
     if (folder / ADAPTER).is_file():
         compare_with_adapter(folder, entries, trust_remote_code)
     else:
+        _refuse_endless(folder, entries)
         model = _compare_with_class(folder, trust_remote_code)
         _compare_dtypes(folder, entries, model)
         notes += _architecture(model) + check_tokenizer(folder, model.config, trust_remote_code)
@@ -70,6 +71,20 @@ def verify(
     size = sum(entry.elements * ITEM_BYTES.get(entry.dtype, 1) for entry in entries.values())
     elements = sum(entry.elements for entry in entries.values())
     return {"tensors": len(entries), "parameters": elements, "bytes": size, "notes": notes}
+
+
+def _refuse_endless(folder: Path, entries: dict[str, Entry]) -> None:
+    """A model is built module by module: a count of layers or experts that has too many digits would take for ever."""
+    try:
+        config = read_json(folder / "config.json")
+    except ValueError as error:
+        raise NotWhole(f"{folder} has weights, but no model can be made of it: config.json: {error}") from error
+    parts = [config, *config.values()] if isinstance(config, dict) else []
+    counts = [item for part in parts if isinstance(part, dict) for item in part.items()]
+    for key, count in counts:
+        most = len(entries) if "layer" in key else 16 * len(entries) + 4096  # experts of a layer may be one tensor
+        if re.search(r"layer|expert|block|depth", key) and isinstance(count, int | float) and count > most:
+            raise NotWhole(f"{folder} is not whole: config.json says {key} {count:,}; {len(entries)} tensors are there")
 
 
 def _compare_with_class(folder: Path, trust_remote_code: bool) -> Any:
@@ -105,7 +120,12 @@ def _compare_with_class(folder: Path, trust_remote_code: bool) -> Any:
 
 def _architecture(model: Any) -> list[str]:
     named, made = model.config.architectures, type(model).__name__
-    return [] if not named or made in named else [f"config.json names {', '.join(named)}; AutoModel makes {made} of it"]
+    named = [str(name) for name in (named if isinstance(named, list) else [named])]
+    return (
+        []
+        if named in (["None"], []) or made in named
+        else [f"config.json names {', '.join(named)}; AutoModel makes {made} of it"]
+    )
 
 
 def _compare_dtypes(folder: Path, entries: dict[str, Entry], model: Any) -> None:

@@ -96,6 +96,20 @@ CHECKPOINTS = PrivatePart(
     ),
 )
 
+TIED_WEIGHTS = PrivatePart(
+    name="tied_weights",
+    library="transformers",
+    used_by="trainer/checkpointing.py, _save, and compat/patches.py, without_aliases",
+    why="leaves out of a gathered state dict what the model ties to another tensor, before the Trainer saves it",
+    otherwise="A head that is the embedding would be saved twice at stages 0 to 2 and under FSDP2.",
+    upstream="hiyouga/LLaMA-Factory#10560",
+    relies_on=(
+        Takes(f"{TRAINER}._save", ("self", "output_dir", "state_dict")),
+        Mentions(f"{TRAINER}.save_model", ("_save",)),
+        Mentions("transformers.modeling_utils:PreTrainedModel", ("all_tied_weights_keys",)),
+    ),
+)
+
 RESUMING = PrivatePart(
     name="resharded_resume",
     library="transformers",
