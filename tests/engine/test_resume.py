@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.resuming import (
     EXACT,
@@ -24,7 +26,7 @@ from tests.helpers.resuming import (
     interrupted,
     resume_recipe,
 )
-from tests.helpers.tiny import write_rows
+from tests.helpers.tiny import ROOT, write_rows
 from zero_recipes.checkpoint import manifest
 from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
@@ -140,6 +142,29 @@ def test_what_does_not_fit_is_refused_on_every_rank(two, zero0, tmp_path):
         assert said.endswith("was written by zero0 on 2 processes; this run is zero3 on 2 processes [ZR720]")
     for said in two.run("refusal_of", argv=arguments(recipe, "zero0", folder, *resume, "--learning_rate", "1.0")):
         assert said.endswith("learning_rate 0.002; this run has learning_rate 1.0 [ZR723]")
+    loading = ("--accelerator_config", '{"use_seedable_sampler": false}')
+    for said in two.run("refusal_of", argv=arguments(recipe, "zero0", folder, *resume, *loading)):
+        assert said.endswith("[ZR767]") and '"use_seedable_sampler": false' in said
+    config = json.loads((ROOT / "ds_configs" / "zero0.json").read_text())
+    config["scheduler"] = {"type": "WarmupLR", "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), "auto")}
+    (tmp_path / "zero0.json").write_text(json.dumps(config))
+    for said in two.run(
+        "refusal_of", argv=[*arguments(recipe, "ddp", folder, *resume), "--deepspeed", f"{tmp_path}/zero0.json"]
+    ):
+        assert "[ZR767]" in said and "the ds_config's scheduler null" in said
+
+
+def test_an_adapter_to_other_weights_is_refused(one, tmp_path):
+    """The base model is trained further, under the same path, between the checkpoint and the resume."""
+    recipe = resume_recipe(tmp_path, **LORA, random_weights=False)
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    for seed, refused in ((0, False), (1, True), (0, False)):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+        said = one.run(
+            "refusal_of", argv=arguments(recipe, "ddp", tmp_path / "out", "--resume_from_checkpoint", "true")
+        )
+        assert ("[ZR768]" in said[0]) == refused, said
 
 
 def test_a_checkpoint_of_plain_transformers_is_taken_by_its_path(two, zero0, tmp_path):
