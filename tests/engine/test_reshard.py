@@ -29,7 +29,7 @@ class Runs:
     """Uninterrupted runs with a checkpoint in their middle, each made when it is first asked for."""
 
     def __init__(self, folder: Path, groups: dict, **keys):
-        rows = write_rows(folder / "few", count=32)
+        rows = write_rows(folder / "few", count=keys.pop("rows", 32))
         self.folder, self.groups = folder, groups
         settings = {
             "dataset_name": str(rows),
@@ -118,6 +118,17 @@ def test_losses_go_on_as_if_nothing_had_happened(fp32, source, target):
     assert outcome["gap"] < 1e-5
     assert outcome["different"] == [], "states after loading are not the bits that were saved"
     assert outcome["groups"] == 2, "weight decay and none are two groups"
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(("zero2", 2), ("zero3", 1)), (("zero3", 1), ("zero2", 2)), (("zero1", 2), ("zero2", 4))],
+    ids=lambda run: "{}-world{}".format(*run),
+)
+def test_an_epoch_ends_with_the_same_rows_on_more_or_fewer_processes(groups, tmp_path, source, target):
+    """27 rows, saved inside the second epoch: its last batches are filled with rows without a loss, on any number."""
+    outcome = Runs(tmp_path, groups, rows=27).go_on(source, target)
+    assert outcome["gap"] < 1e-5 and outcome["different"] == []
 
 
 def test_bf16_masters_are_kept_and_the_weights_are_theirs(groups, tmp_path):

@@ -7,8 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.resuming import (
+    EXACT,
     KINDS,
     LORA,
     NOTHING,
@@ -24,7 +27,7 @@ from tests.helpers.resuming import (
     resume_recipe,
 )
 from tests.helpers.strangers import plant
-from tests.helpers.tiny import write_rows
+from tests.helpers.tiny import ROOT, write_rows
 from zero_recipes.checkpoint import manifest
 from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
@@ -67,7 +70,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strat
     ids=lambda shape: shape.kind,
 )
 def test_rows_that_do_not_divide_are_resumed_bit_for_bit(two, tmp_path, shape):
-    assert gaps_of(two, tmp_path, shape) == NOTHING
+    assert gaps_of(two, tmp_path, shape) == EXACT
 
 
 @pytest.mark.parametrize(
@@ -81,7 +84,7 @@ def test_rows_that_do_not_divide_are_resumed_bit_for_bit(two, tmp_path, shape):
     ids=lambda shape: shape.kind,
 )
 def test_one_process_is_resumed_bit_for_bit(one, tmp_path, shape):
-    assert gaps_of(one, tmp_path, shape) == NOTHING
+    assert gaps_of(one, tmp_path, shape) == EXACT
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +143,29 @@ def test_what_does_not_fit_is_refused_on_every_rank(two, zero0, tmp_path):
         assert said.endswith("was written by zero0 on 2 processes; this run is zero3 on 2 processes [ZR720]")
     for said in two.run("refusal_of", argv=arguments(recipe, "zero0", folder, *resume, "--learning_rate", "1.0")):
         assert said.endswith("learning_rate 0.002; this run has learning_rate 1.0 [ZR723]")
+    loading = ("--accelerator_config", '{"use_seedable_sampler": false}')
+    for said in two.run("refusal_of", argv=arguments(recipe, "zero0", folder, *resume, *loading)):
+        assert said.endswith("[ZR767]") and '"use_seedable_sampler": false' in said
+    config = json.loads((ROOT / "ds_configs" / "zero0.json").read_text())
+    config["scheduler"] = {"type": "WarmupLR", "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr"), "auto")}
+    (tmp_path / "zero0.json").write_text(json.dumps(config))
+    for said in two.run(
+        "refusal_of", argv=[*arguments(recipe, "ddp", folder, *resume), "--deepspeed", f"{tmp_path}/zero0.json"]
+    ):
+        assert "[ZR767]" in said and "the ds_config's scheduler null" in said
+
+
+def test_an_adapter_to_other_weights_is_refused(one, tmp_path):
+    """The base model is trained further, under the same path, between the checkpoint and the resume."""
+    recipe = resume_recipe(tmp_path, **LORA, random_weights=False)
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    for seed, refused in ((0, False), (1, True), (0, False)):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+        said = one.run(
+            "refusal_of", argv=arguments(recipe, "ddp", tmp_path / "out", "--resume_from_checkpoint", "true")
+        )
+        assert ("[ZR768]" in said[0]) == refused, said
 
 
 def flipped(path: Path) -> None:
@@ -220,6 +246,22 @@ def test_ending_at_the_last_step_is_still_needed(two, zero0, tmp_path):
     assert two.run("train_past_the_end", argv=argv)[0]["calls"] == [STEPS] * 2
 
 
+@pytest.mark.private
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape("lengths", rows=51, micro=2, accumulation=2, killed=9, steps=12),
+        Shape("rebalance", rows=51, micro=2, accumulation=2, killed=9, steps=12),
+    ],
+    ids=lambda shape: shape.kind,
+)
+def test_an_order_by_the_epoch_is_still_needed(two, tmp_path, shape):
+    """Fails when a run of plain transformers that is resumed in its second epoch trains the same rows: then remove
+    trainer/row_order.py, `_run_epoch`."""
+    gaps = gaps_of(two, tmp_path, shape, case="equivalence_cases.train_in_transformers_order")
+    assert gaps["loss"] > 1e-3
+
+
 @pytest.mark.grid
 def test_the_whole_grid(two, tmp_path):
     """Every strategy, full and LoRA, bf16 and fp32; writes benchmarks/results/resume.json."""
@@ -271,4 +313,4 @@ def test_shapes_that_nobody_has_chosen(request, tmp_path, world):
         f"world {world}": {"runs": len(found), "largest": max(max(gaps.values()) for _, gaps in found)}
     }
     write_json(RESULT, kept | {"shapes": shapes})
-    assert [shape for shape, gaps in found if gaps != NOTHING] == []
+    assert [shape for shape, gaps in found if gaps != EXACT] == []

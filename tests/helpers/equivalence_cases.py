@@ -108,6 +108,24 @@ def train_with_repeated_rows(argv: list[str]) -> dict:
         return train_watched(argv)
 
 
+def train_with_a_stream_that_ends(argv: list[str]) -> dict:
+    """`train`, with transformers' own epochs of a streamed data set."""
+    from tests.helpers.cases import train
+    from zero_recipes.trainer import row_order
+
+    with replaced(row_order, "EndlessRows", lambda rows: rows):
+        return train(argv)
+
+
+def train_in_transformers_order(argv: list[str]) -> dict:
+    """`train`, with the samplers as transformers leaves them."""
+    from tests.helpers.cases import train
+    from zero_recipes.trainer.row_order import SeededOrderSFTTrainer
+
+    with replaced(SeededOrderSFTTrainer, "_run_epoch", SFTTrainer._run_epoch):
+        return train(argv)
+
+
 def train_with_a_mean_for_each_rank(argv: list[str]) -> dict:
     """`train_watched`, with the check of combinations switched off."""
     from zero_recipes.checks import preflight

@@ -253,12 +253,6 @@ CASES = {
         "ZR136",
         {"names": "2 processes"},
     ),
-    "uneven streams": (
-        {"accelerator_config": {"dispatch_batches": False}, "dataset_streaming": True},
-        {"dataset_streaming": True},
-        "ZR135",
-        {"names": "2 processes"},
-    ),
     "one process": (
         {"deepspeed": ds_config(2)},
         {"deepspeed": ds_config(2, offload_optimizer={"device": "cpu"})},

@@ -314,6 +314,16 @@ def test_another_accelerator_config_is_refused_and_its_defaults_are_none(tmp_pat
     assert finding.code == "ZR767" and '"split_batches": false' in finding.what
 
 
+def test_rows_that_rank_0_hands_out_are_not_resumed(tmp_path, values):
+    """TRL sets dispatch_batches to false for a stream, and one process takes all rows itself."""
+    given = values.replace(accelerator_config={"dispatch_batches": True})
+    folder, strategy = with_inputs(tmp_path, given, {})
+    (finding,) = fit_findings(str(folder), given, strategy)
+    assert (finding.code, finding.level) == ("ZR771", "error")
+    assert list(fit_findings(str(folder), given.replace(dataset_streaming=True), strategy)) == []
+    assert "ZR771" not in [f.code for f in findings(folder, given, ("zero2", 2, 1))]
+
+
 def test_an_older_manifest_says_nothing_of_its_inputs_and_is_taken(tmp_path, values):
     folder = checkpoint(tmp_path, 4, recipe=recipe_facts(values))
     changed = values.replace(accelerator_config={"split_batches": True})

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.checkpoint import manifest
-from zero_recipes.checkpoint.inputs import input_findings, missing_state_findings
+from zero_recipes.checkpoint.inputs import dispatch_findings, input_findings, missing_state_findings
 from zero_recipes.checkpoint.reshard.load import is_resharded, read_index
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
@@ -116,6 +116,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
     A checkpoint without a manifest cannot be compared; whoever names it by its path vouches for it.
     """
     yield from _on_nvme(checkpoint, strategy)
+    yield from dispatch_findings(checkpoint, settings, strategy)
     written = manifest.read(Path(checkpoint))
     if written is None:
         yield Finding(

@@ -56,6 +56,19 @@ def input_findings(checkpoint: str, written: Mapping, settings: Settings, strate
         )
 
 
+def dispatch_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
+    """Rows that rank 0 hands out cannot be skipped as they were taken. TRL turns it off for a stream."""
+    loading = _accelerator_config(settings.accelerator_config)
+    if strategy.world_size > 1 and loading.get("dispatch_batches") and not settings.dataset_streaming:
+        yield Finding(
+            "ZR771",
+            f"accelerator_config.dispatch_batches: true on {strategy.world_size} processes resumes from {checkpoint}",
+            "accelerate 1.15 (data_loader.py, skip_first_batches) skips as many of rank 0's batches as one process "
+            "has had, not as all have: the run would train rows again that the epoch has seen.",
+            "Start over in another --output_dir without dispatch_batches; every process then takes its own rows.",
+        )
+
+
 def missing_state_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
     """Files that a resume without a manifest would go on without: transformers and DeepSpeed begin with fresh states.
 

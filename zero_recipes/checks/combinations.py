@@ -125,14 +125,6 @@ def _uneven_ranks(settings: Settings, world_size: int) -> Iterator[Finding]:
             "the ranks' collectives no longer match: the run hangs or dies, in training and in evaluation.",
             "Remove it: accelerate then repeats a few rows, and the Trainer drops them from evaluation losses.",
         )
-    if loading.get("dispatch_batches") is False and settings.dataset_streaming:
-        yield Finding(
-            "ZR135",
-            f"accelerator_config.dispatch_batches: false with dataset_streaming and {world_size} processes",
-            "Each rank reads its own files (accelerate, data_loader.py: n_shards >= num_processes); where "
-            " they differ in length a rank ends early and the others wait for it forever.",
-            "Remove dispatch_batches: rank 0 then reads and hands out.",
-        )
 
 
 def _weights(settings: Settings, world_size: int) -> Iterator[Finding]:

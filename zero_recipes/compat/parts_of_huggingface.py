@@ -67,6 +67,14 @@ ROW_ORDER = PrivatePart(
         Takes(f"{TRAINER}._get_train_sampler", ("self", "train_dataset")),
         Mentions(f"{TRAINER}.get_train_dataloader", ("_get_train_sampler",)),
         Mentions("transformers.trainer_pt_utils:LengthGroupedSampler", ("generator",)),
+        Takes(
+            f"{TRAINER}._run_epoch",
+            (
+                *("self", "model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch"),
+                *("trial", "ignore_keys_for_eval", "start_time", "resume_from_checkpoint", "epochs_trained"),
+                "steps_trained_in_current_epoch",
+            ),
+        ),
     ),
 )
 

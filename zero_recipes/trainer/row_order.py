@@ -46,7 +46,8 @@ class EndlessRows(torch.utils.data.IterableDataset):
     """A stream that begins again where it ends, within a step if need be; every process reads all of it.
 
     transformers 5.23, trainer.py `_run_epoch` does not know where an epoch of a stream ends: it takes no step with the
-    batches that are left over, adds their gradients to the next step's, and a resumed run skips to the wrong rows.
+    batches that are left over, adds their gradients to the next step's, and a resumed run stops at the stream's end
+    (huggingface/transformers#26413).
     accelerate 1.15, data_loader.py `prepare_data_loader` gives the processes files of their own where a `datasets`
     stream has enough of them: their rows then depend on how many processes there are, and the ranks end at different
     steps. Of any other stream each process takes its rows of every batch.

@@ -101,7 +101,7 @@ class TokenWeightedSFTTrainer(SFTTrainer):
             self.accelerator.gradient_state.end_of_dataloader and left_over > 0 and self.accelerator.num_processes > 1
         )
 
-    def _tokens_repeated(self, batch, lengths: torch.Tensor | None, left_over: int) -> torch.Tensor:
+    def _tokens_repeated(self, batch, lengths: list[int] | None, left_over: int) -> torch.Tensor:
         """Which tokens of this rank's last batch are of repeated rows. What is no repetition stands first, by rank."""
         rows = len(batch["labels"]) if lengths is None else len(lengths)
         return tokens_after(batch["labels"], kept_rows(rows, left_over, self.accelerator.process_index), lengths)
@@ -114,7 +114,7 @@ class CollatorWithRowLengths:
         self.collate = collate
 
     def __call__(self, rows: list[dict]) -> dict:
-        return self.collate(rows) | {ROW_LENGTHS: torch.tensor([len(row["input_ids"]) for row in rows])}
+        return self.collate(rows) | {ROW_LENGTHS: [len(row["input_ids"]) for row in rows]}
 
 
 def kept_rows(rows: int, left_over: int, rank: int) -> int:
@@ -122,7 +122,7 @@ def kept_rows(rows: int, left_over: int, rank: int) -> int:
     return max(0, min(rows, left_over - rows * rank))
 
 
-def tokens_after(labels: torch.Tensor, kept: int, lengths: torch.Tensor | None) -> torch.Tensor:
+def tokens_after(labels: torch.Tensor, kept: int, lengths: list[int] | None) -> torch.Tensor:
     """Which tokens stand after the first `kept` rows: a mask of the shape of `labels`.
 
     `lengths`: those of the rows that stand in one, in tokens; None where each has a line of its own.
@@ -131,7 +131,7 @@ def tokens_after(labels: torch.Tensor, kept: int, lengths: torch.Tensor | None) 
     if lengths is None:
         after[kept:] = True
     else:
-        after[:, int(lengths[:kept].sum()) :] = True
+        after[:, sum(lengths[:kept]) :] = True
     return after
 
 
