@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.finite import count_nonfinite, nonfinite
 from zero_recipes.compat.huggingface import kept_in_fp32
 
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
@@ -38,12 +39,12 @@ class Entry:
         return count
 
 
-def verify(folder: Path, deep: bool = False) -> dict[str, int]:
+def verify(folder: Path, deep: bool = False, numbers: bool = False) -> dict[str, int]:
     """Compare a saved model or adapter with its class, built on the meta device.
 
     transformers itself matches the names (its renamings and ignore patterns included), so that what is missing here is
     what from_pretrained would invent. Only tied weights may be absent. Of a checkpoint, every file of its manifest is
-    there with its size. `deep`: no NaN, no Inf, no matrix of zeros.
+    there with its size. `numbers`: no NaN, no Inf; `deep`: no matrix of zeros either.
     Returns {"tensors": count, "parameters": elements, "bytes": size of the weights}. Raises NotWhole.
     """
     if not manifest.is_foreign(folder) and manifest.damage(folder) is not None:
@@ -62,6 +63,9 @@ def verify(folder: Path, deep: bool = False) -> dict[str, int]:
         _compare_dtypes(folder, entries, _compare_with_class(folder))
     if deep:
         for fault in _bad_numbers(entries):
+            raise NotWhole(f"{folder} is not whole: {fault}.")
+    elif numbers:
+        for fault in nonfinite({name: entry.file for name, entry in entries.items()}):
             raise NotWhole(f"{folder} is not whole: {fault}.")
     size = sum(entry.elements * ITEM_BYTES.get(entry.dtype, 1) for entry in entries.values())
     return {"tensors": len(entries), "parameters": sum(entry.elements for entry in entries.values()), "bytes": size}
@@ -183,8 +187,7 @@ def _bad_numbers(entries: dict[str, Entry]) -> Iterator[str]:
             tensor = file.get_tensor(name)
         if not tensor.is_floating_point():
             continue
-        if not torch.isfinite(tensor).all():
-            count = int((~torch.isfinite(tensor)).sum())
+        if count := count_nonfinite(tensor):
             yield f"{name} has {count:,} numbers that are NaN or infinite"
         elif tensor.ndim >= 2 and not tensor.any():
             yield f"{name} is all zero"

@@ -67,7 +67,10 @@ def data_findings(run, show: bool) -> list:
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, run.recipe.path)
     tokenizer = prepare.apply_chat_template_file(data.load_tokenizer(model_args, training_args), training_args)
     rows, evaluation = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
-    samples.choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, tokenizer)
+    loaded = (script_args, training_args, dataset_args, ours.dataset_format)
+    asked = samples.rows_to_ask(ours.sample_prompts, evaluation, *loaded)
+    split = script_args.dataset_test_split
+    samples.choose_samples(ours.sample_prompts, asked, ours.dataset_format, tokenizer, split)
     packing = training_args.packing
     tokenised, _, found, findings = prepare.prepare_split(rows, tokenizer, training_args, packing, skips=False)
     if show:

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ from zero_recipes.compat.huggingface import fingerprint, prepare_dataset
 from zero_recipes.core.errors import Finding, Refusal, first_line
 from zero_recipes.data.audit import Audit, audit, audit_findings
 from zero_recipes.data.load import load_rows
-from zero_recipes.data.samples import Sample, choose_samples
+from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask
 from zero_recipes.distributed.once_per_node import once_per_node
 
 # what TRL's preparation reads of the arguments (trl/trainer/sft_trainer.py, `_prepare_dataset` and before it)
@@ -65,7 +65,10 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
     def work() -> dict:
         rows, evaluation = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
         templated = apply_chat_template_file(tokenizer, training_args)
-        samples = choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, templated)
+        loaded = (script_args, training_args, dataset_args, ours.dataset_format)
+        asked = rows_to_ask(ours.sample_prompts, evaluation, *loaded)
+        split = script_args.dataset_test_split
+        samples = choose_samples(ours.sample_prompts, asked, ours.dataset_format, templated, split)
         streams = isinstance(rows, IterableDataset)
         if streams:
             folder, data_sha256, start = None, None, Dataset.from_list(list(rows.take(STREAMED_ROWS)))
@@ -74,6 +77,7 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
             folder, found, findings, data_sha256 = _cached(rows, evaluation, templated, training_args, skips)
         if any(finding.level == "error" for finding in findings):
             raise Refusal.of(findings)
+        samples = with_tokens(samples, templated, training_args)
         return {
             "folder": folder and str(folder),
             "samples": [asdict(sample) for sample in samples],
@@ -167,6 +171,23 @@ def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -
 def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
     """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does."""
     return prepare_dataset(tokenised, tokenizer, training_args, packing)
+
+
+def with_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, training_args) -> list[Sample]:
+    """The samples with the tokens of prompt and answer as a training row has them, truncated as one.
+
+    By the code that SFTTrainer trains with: a tokenizer may write a word otherwise at a text's beginning than behind
+    the prompt (SentencePiece's space mark). The answer's tokens alone carry loss, whatever training gives a loss.
+    """
+    alone = copy.copy(training_args)
+    alone.shuffle_dataset, alone.completion_only_loss, alone.dataset_num_proc = False, True, None
+    found = {}
+    for templated in (False, True):  # a data set has rows of one kind
+        rows = [s.row | {"sample": i} for i, s in enumerate(samples) if s.row is not None and s.templated == templated]
+        if rows:
+            for row in prepare_dataset(Dataset.from_list(rows), tokenizer, alone, packing=False):
+                found[row["sample"]] = {"ids": tuple(row["input_ids"]), "labels": tuple(row["labels"])}
+    return [replace(sample, row=None, **found.get(i, {})) for i, sample in enumerate(samples)]
 
 
 def prepare_split(

@@ -7,6 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from zero_recipes.core.files import without_nan
+from zero_recipes.core.tables import plain, terminal
 from zero_recipes.metrics.read_runs import MeasuredRun, read_runs
 from zero_recipes.report import plan_plot, plots, rows, table
 from zero_recipes.report.judgement import Judgement, judge_runs
@@ -29,7 +31,7 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     _write(folder / "report.json", _as_json(runs, judgements))
     _write(folder / "report.md", _as_markdown(runs))
     page = _write(folder / "report.html", render_page(runs, judgements, pictures, single_pictures))
-    print_report(runs, judgements, console or Console())
+    print_report(runs, judgements, console or terminal())
     return page
 
 
@@ -64,9 +66,9 @@ def print_report(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], c
         console.print(Text(judgement.measured))
     for run in runs:
         if run.status != "ok":
-            console.print(Text(f"\n{run.label}: {run.status}. {run.error or ''}", style="red"))
+            console.print(plain(f"\n{run.label}: {run.status}. {run.error or ''}", style="red"))
             for fix in run.failure.cures if run.failure else []:
-                console.print(Text(f"  may help: {fix}"))
+                console.print(plain(f"  may help: {fix}"))
 
 
 def _tables(runs: Sequence[MeasuredRun]) -> list[tuple[str, list[dict]]]:
@@ -84,7 +86,7 @@ def _as_json(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement]) -> st
         "rows": rows.table_rows(runs),
         "judgements": [judgement._asdict() for judgement in judgements],
     }
-    return json.dumps(rows.without_nan(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(without_nan(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _as_markdown(runs: Sequence[MeasuredRun]) -> str:
