@@ -134,8 +134,10 @@ def _no_column(path: Path, error: KeyError) -> Refusal:
     )
 
 
-def _sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str, where: str) -> Sample:
-    """`source`: what is printed of where it comes from; `where`: the row itself, for a refusal."""
+def _sample(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str = "a row", place: str = "a row"
+) -> Sample:
+    """`source`: what is printed of where it comes from; `place`: the row itself, for a refusal."""
     more = {key: row[key] for key in ("tools", "chat_template_kwargs") if row.get(key)}
     if isinstance(row.get("messages"), list):
         row = {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
@@ -149,8 +151,8 @@ def _sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str
     prompt, completion = row["prompt"], row.get("completion")
     trained = None if completion is None or completion == [] else {"prompt": prompt, "completion": completion} | more
     if isinstance(prompt, str):
-        reference = None if trained is None else _text(completion, where)
-        return Sample(_text(prompt, where), reference, source=source, row=trained)
+        reference = None if trained is None else _text(completion, place)
+        return Sample(_text(prompt, place), reference, source=source, row=trained)
     try:
         tools = more.get("tools")
         tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -161,15 +163,15 @@ def _sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str
     except Exception as error:  # a template is a program, and says what it likes
         raise Refusal(
             "ZR424",
-            f"the chat template cannot write the prompt of {where}",
+            f"the chat template cannot write the prompt of {place}",
             f"{type(error).__name__}: {first_line(error)}.",
             "Look at the row's messages and at the template (chat_template_path); or take other sample_prompts.",
         ) from error
-    reference = None if reference is None else _text(reference, where)
-    return Sample(_text(text, where), reference, templated=True, source=source, row=trained)
+    reference = None if reference is None else _text(reference, place)
+    return Sample(_text(text, place), reference, templated=True, source=source, row=trained)
 
 
-def _text(value: Any, where: str) -> str:
+def _text(value: Any, place: str) -> str:
     """`value` as text that a tokenizer takes. Numbers of a recipe are prompts too."""
     what = f"a {type(value).__name__}"
     if type(value) in (str, int, float):
@@ -179,7 +181,7 @@ def _text(value: Any, where: str) -> str:
             what = "half of a surrogate pair"
     raise Refusal(
         "ZR757",
-        f"{where} is no text",
+        f"{place} is no text",
         f"{what[0].upper()}{what[1:]} stands there in a prompt or its answer, which no tokenizer takes.",
         "Correct the row, or take other sample_prompts.",
     )

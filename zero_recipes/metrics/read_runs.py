@@ -23,7 +23,7 @@ class SampleRow(Part):
     )
     scores_after: dict[str, float | None] = measured("the same after training", default={})
     unscored: str | None = measured(
-        "why reference_loss is null, before or after training; no key where it is not, or there is no reference"
+        "why reference_loss is null, before or after training", null="or missing where it is a number, or nothing is"
     )
 
 
