@@ -89,6 +89,7 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
     shared = once_per_node(work)
     if shared["folder"] is None:  # TRL tokenises a stream as it comes
         train, evaluation = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
+        evaluation = None if evaluation is None else read_whole(evaluation)
     else:
         splits = datasets.load_from_disk(shared["folder"])
         train, evaluation = splits["train"], splits.get("eval")
@@ -97,6 +98,15 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
     samples = [Sample(**sample) for sample in shared["samples"]]
     findings = [Finding(**finding) for finding in shared["findings"]]
     return Prepared(train, evaluation, samples, Audit(**shared["audit"]), findings, shared["data_sha256"])
+
+
+def read_whole(rows: IterableDataset) -> Dataset:
+    """All rows of a stream, in memory.
+
+    Of an evaluation: ranks whose shares of a stream differ in length wait for each other, and rows that accelerate 1.15
+    repeats to even them out (data_loader.py, IterableDatasetShard) are not told apart where there is no length.
+    """
+    return Dataset.from_list(list(rows), features=rows.features)
 
 
 def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, training_args) -> PreTrainedTokenizerBase:

@@ -20,6 +20,7 @@ from zero_recipes.distributed.init import set_host_threads
 from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer, carry_on
 from zero_recipes.trainer.divergence import StopAtDivergence
 from zero_recipes.trainer.recorder import RunRecorder
+from zero_recipes.trainer.row_order import SeededOrderSFTTrainer
 from zero_recipes.trainer.samples import AnswersBeforeTraining, answer, show_samples, write_samples
 from zero_recipes.trainer.token_weighting import TokenWeightedSFTTrainer
 
@@ -36,7 +37,7 @@ def prepare_libraries(run: RunConfig, args) -> int | None:
     return set_host_threads(run.strategy, run.device, os.environ)
 
 
-class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer):
+class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrderSFTTrainer):
     """TRL's SFTTrainer for one run: it asks the sample prompts, tells the metrics of each micro batch and gradient norm
     (which no callback event carries), and goes on from the run's checkpoint."""
 
