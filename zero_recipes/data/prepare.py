@@ -24,6 +24,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from zero_recipes.compat import huggingface
 from zero_recipes.compat.huggingface import fingerprint, prepare_dataset
 from zero_recipes.core.errors import Finding, Refusal, first_line
+from zero_recipes.core.files import write_json
 from zero_recipes.data.audit import Audit, audit, audit_findings
 from zero_recipes.data.load import load_rows
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask
@@ -234,7 +235,7 @@ def _cached(
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".part"))
         splits.save_to_disk(part)
-        (part / "audit.json").write_text(json.dumps(written))
+        write_json(part / "audit.json", written)
         try:
             part.rename(folder)
         except OSError:  # another run was faster

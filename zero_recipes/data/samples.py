@@ -150,7 +150,7 @@ def _sample(
         )
     prompt, completion = row["prompt"], row.get("completion")
     trained = None if completion is None or completion == [] else {"prompt": prompt, "completion": completion} | more
-    if isinstance(prompt, str):
+    if not isinstance(prompt, list):
         reference = None if trained is None else _text(completion, place)
         return Sample(_text(prompt, place), reference, source=source, row=trained)
     try:

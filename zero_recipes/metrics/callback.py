@@ -120,14 +120,16 @@ class StageMetricsCallback(TrainerCallback):
 
     # called by RecipeTrainer
 
-    def count_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
-        """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent."""
+    def count_tokens(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None = None) -> None:
+        """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent;
+        `repeated`: likewise, the tokens of rows that the epoch had before. Those are counted once."""
         ids = inputs["input_ids"]
         shared = "shift_labels" in inputs  # this process's part of each row (zero_recipes/distributed/ulysses.py)
         supervised = inputs["shift_labels"] if shared else inputs["labels"][..., 1:]
+        first = torch.ones_like(ids, dtype=torch.bool) if repeated is None else ~repeated
         mask = inputs.get("attention_mask")
-        non_padding = ids.new_tensor(ids.numel()) if mask is None else mask.sum()
-        counted = torch.stack([ids.new_tensor(ids.numel()), non_padding, (supervised != -100).sum()])
+        non_padding = first if mask is None else first & (mask != 0)
+        counted = torch.stack([first.sum(), non_padding.sum(), (supervised != -100).sum()])
         self.tokens = counted if self.tokens is None else self.tokens + counted
         if self.done >= self.warmup:
             self.tokens_timed = counted if self.tokens_timed is None else self.tokens_timed + counted

@@ -82,10 +82,10 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
         """The sample prompts once more; samples.jsonl and a table on rank 0. Collective."""
         with self.clock.phase("samples_after"):
             after = answer(self, self.samples, self.run_config.settings.sample_max_new_tokens)
-        if self.args.process_index == 0 and self.samples:
-            path = self.run_config.output_dir / "samples.jsonl"
-            rows = write_samples(path, self.samples, self.answers_before.answers, after)
-            show_samples(rows, f"from {self.samples[0].source}")
+            if self.args.process_index == 0 and self.samples:
+                path = self.run_config.output_dir / "samples.jsonl"
+                rows = write_samples(path, self.samples, self.answers_before.answers, after)
+                show_samples(rows, f"from {self.samples[0].source}")
 
     def save_and_verify(self) -> str:
         """The model in output_dir, whole; nothing with save_model: false. Returns how it stands with it.
@@ -112,7 +112,7 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
         return f"the model in {folder} is saved and whole"
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.stage_metrics.count_tokens(inputs)
+        self.stage_metrics.count_tokens(inputs, self.repeated_tokens(inputs))
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.stage_metrics.add_loss(loss)
         return loss
