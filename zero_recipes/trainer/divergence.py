@@ -70,8 +70,8 @@ class StopAtDivergence(TrainerCallback):
 
     def raise_if_diverged(self, trainer: SFTTrainer) -> None:
         """Raises Diverged, on all ranks, for a run that was ended here or whose weights are not finite. Collective."""
-        lasting = self.in_a_row >= self.limit or (self.in_a_row and not self.scales)
-        if lasting or (not self.in_a_row and self.spoiled(trainer)):
+        ended = self.in_a_row and (self.in_a_row >= self.limit or not self.scales)
+        if ended or (not self.in_a_row and self.spoiled(trainer)):
             raise Diverged(self._message(Path(trainer.args.output_dir), trainer.state.global_step))
 
     def _message(self, output_dir: Path, step: int) -> str:
