@@ -37,18 +37,10 @@ def test_a_run_that_diverges_ends_and_keeps_the_checkpoint_before(two, tmp_path,
     assert str(out / kept) in metrics["error"] and int(kept.partition("-")[2]) < first
     assert manifest.damage(out / kept) is None
     weights = out / kept / "model.safetensors"
-    if weights.is_file():
-        assert not list(nonfinite({name: weights for name in keys_of(weights)}))
+    assert not weights.is_file() or not list(nonfinite([weights]))  # FSDP2 keeps shards of its own
     printed = two.log(0, 10**6)
     assert printed.count("(stop_after_nonfinite_steps)") > 0
     assert [strict(file.read_text())["status"] for file in out.glob("failure.rank*.json")] == ["diverged"] * 2
-
-
-def keys_of(file):
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as opened:
-        return list(opened.keys())
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,21 +1,39 @@
-"""Are the numbers of saved tensors numbers? One tensor is read at a time."""
+"""Are the numbers of a saved model numbers? One tensor is read at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
+from zero_recipes.checkpoint.verify import ADAPTER, INDEX, SINGLE, NotWhole
 
-def nonfinite(tensors: Mapping[str, Path]) -> Iterator[str]:
-    """What is wrong with each tensor that holds NaN or infinite numbers. `tensors`: {name: its safetensors file}."""
-    for name, file in sorted(tensors.items(), key=lambda item: (item[1], item[0])):
-        with safe_open(file, "pt") as opened:
-            count = count_nonfinite(opened.get_tensor(name))
-        if count:
-            yield f"{name} has {count:,} numbers that are NaN or infinite"
+
+def refuse_nonfinite(folder: Path) -> None:
+    """Raise NotWhole where a saved model or adapter, whole by its headers, holds NaN or infinite numbers."""
+    for fault in nonfinite(weights_in(folder)):
+        raise NotWhole(f"{folder} is not whole: {fault}.")
+
+
+def weights_in(folder: Path) -> list[Path]:
+    """The files of the model's or adapter's tensors."""
+    for name in (ADAPTER, SINGLE):
+        if (folder / name).is_file():
+            return [folder / name]
+    placed = json.loads((folder / INDEX).read_text())["weight_map"]
+    return [folder / shard for shard in sorted(set(placed.values()))]
+
+
+def nonfinite(files: list[Path]) -> Iterator[str]:
+    """What is wrong with each tensor that holds such numbers."""
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in sorted(file.keys()):
+                if count := count_nonfinite(file.get_tensor(name)):
+                    yield f"{name} has {count:,} numbers that are NaN or infinite"
 
 
 def count_nonfinite(tensor: torch.Tensor) -> int:

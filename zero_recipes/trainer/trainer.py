@@ -7,6 +7,7 @@ import os
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
+from zero_recipes.checkpoint.finite import refuse_nonfinite
 from zero_recipes.checkpoint.reshard import load as reshard_load
 from zero_recipes.checkpoint.verify import NotWhole, verify
 from zero_recipes.compat import fsdp as compat_fsdp
@@ -101,7 +102,8 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
             if self.args.process_index == 0:
                 try:
                     with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
-                        whole = verify(folder, numbers=True)
+                        whole = verify(folder)
+                    refuse_nonfinite(folder)
                     sizes = f"{whole['tensors']} tensors, {whole['bytes']:,} bytes"
                     print(f"saved {folder}: whole, {sizes}", flush=True)
                 except NotWhole as error:
