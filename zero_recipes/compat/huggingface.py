@@ -51,7 +51,7 @@ def rows_left_over(loader) -> int:
     0 where it fills none: the rows divide, are dropped, come one batch at a time on one process, or are rebalanced.
     `loader`: a training data loader as accelerate has prepared it, before any batch is skipped. accelerate 1.15 counts
     them too (data_loader.py, DataLoaderStateMixin.begin), but loses the count in `skip_first_batches`: SkipBatchSampler
-    has no `batch_size`, and begin() suppresses the AttributeError.
+    has no `batch_size`, and begin() suppresses the AttributeError. See docs/upstream/accelerate_skip_batch_sampler.md.
     """
     sampler = loader.batch_sampler
     if isinstance(loader, DataLoaderDispatcher):  # counts while it hands out

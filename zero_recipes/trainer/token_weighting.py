@@ -104,8 +104,7 @@ class TokenWeightedSFTTrainer(SFTTrainer):
     def _tokens_repeated(self, batch, lengths: torch.Tensor | None, left_over: int) -> torch.Tensor:
         """Which tokens of this rank's last batch are of repeated rows. What is no repetition stands first, by rank."""
         rows = len(batch["labels"]) if lengths is None else len(lengths)
-        kept = max(0, min(rows, left_over - rows * self.accelerator.process_index))
-        return tokens_after(batch["labels"], kept, lengths)
+        return tokens_after(batch["labels"], kept_rows(rows, left_over, self.accelerator.process_index), lengths)
 
 
 class CollatorWithRowLengths:
@@ -116,6 +115,11 @@ class CollatorWithRowLengths:
 
     def __call__(self, rows: list[dict]) -> dict:
         return self.collate(rows) | {ROW_LENGTHS: torch.tensor([len(row["input_ids"]) for row in rows])}
+
+
+def kept_rows(rows: int, left_over: int, rank: int) -> int:
+    """How many of the `rows` of a rank's last batch are no repetition, of `left_over` over all ranks."""
+    return max(0, min(rows, left_over - rows * rank))
 
 
 def tokens_after(labels: torch.Tensor, kept: int, lengths: torch.Tensor | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from zero_recipes.checkpoint.finite import refuse_nonfinite
 from zero_recipes.checkpoint.reshard import load as reshard_load
+from zero_recipes.checkpoint.saved_files import write_checksums
 from zero_recipes.checkpoint.verify import NotWhole, verify
 from zero_recipes.compat import fsdp as compat_fsdp
 from zero_recipes.compat import patches
@@ -20,7 +21,7 @@ from zero_recipes.distributed import fsdp, ulysses
 from zero_recipes.distributed.init import set_host_threads
 from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer, carry_on
 from zero_recipes.trainer.divergence import StopAtDivergence
-from zero_recipes.trainer.recorder import RunRecorder
+from zero_recipes.trainer.recorder import DeleteOverwritten, RunRecorder
 from zero_recipes.trainer.row_order import SeededOrderSFTTrainer
 from zero_recipes.trainer.samples import AnswersBeforeTraining, answer, show_samples, write_samples
 from zero_recipes.trainer.token_weighting import TokenWeightedSFTTrainer
@@ -65,6 +66,7 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
                     self.answers_before,
                     self.stage_metrics,
                     self.divergence,
+                    DeleteOverwritten(recorder),
                 ],
             )
         self.answers_before.trainer = self
@@ -101,17 +103,23 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
             fault = [None]
             if self.args.process_index == 0:
                 try:
-                    with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
-                        whole = verify(folder)
-                    refuse_nonfinite(folder)
-                    sizes = f"{whole['tensors']} tensors, {whole['bytes']:,} bytes"
-                    print(f"saved {folder}: whole, {sizes}", flush=True)
+                    self._verify()
                 except NotWhole as error:
                     fault = [str(error)]
             broadcast_object_list(fault)
             if fault[0] is not None:
                 raise NotWhole(fault[0])
         return f"the model in {folder} is saved and whole"
+
+    def _verify(self) -> None:
+        """Raises NotWhole."""
+        folder, trusted = self.run_config.output_dir, self.run_config.settings.trust_remote_code
+        with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
+            whole = verify(folder, skip_checksums=True, trust_remote_code=trusted)
+        refuse_nonfinite(folder)
+        if self.with_checksums:
+            write_checksums(folder)
+        print(f"saved {folder}: whole, {whole['tensors']} tensors, {whole['bytes']:,} bytes", flush=True)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.stage_metrics.count_tokens(inputs, self.repeated_tokens(inputs))
