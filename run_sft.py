@@ -15,7 +15,7 @@ import time
 STARTED = time.perf_counter()
 
 from zero_recipes.config import recipe as recipes  # noqa: E402
-from zero_recipes.core.errors import Refusal, print_refusal, raise_errors  # noqa: E402
+from zero_recipes.core.errors import Refusal, RunFailed, print_ending, raise_errors  # noqa: E402
 from zero_recipes.core.process import leave, rank  # noqa: E402
 
 
@@ -76,16 +76,16 @@ def train(run):
             tokenizer = load_tokenizer(model_args, args)
             rows = prepare_rows(script_args, args, dataset_args, ours, tokenizer)
         refuse_other_data(run.checkpoint, rows.data_sha256)
-        with recorder.clock.phase("model"):
+        with recorder.loading():
             model = load_model(config, model_args, args, ours)  # the last that can refuse
 
         # 2. The output folder is this run's.
         recorder.claim_output_dir(args, rows, resolved_ds_config(run, rows.rows))
         sft = RecipeTrainer(model, tokenizer, args, rows, run, recorder, get_peft_config(model_args))
         sft.train_to_the_end()
-        recorder.write_metrics()  # what is measured is kept, whatever happens to the rest
+        recorder.progress("the model is not saved")  # what is measured is kept, whatever happens to the rest
+        recorder.progress(sft.save_and_verify())
         sft.answer_samples()
-        sft.save_and_verify()
         recorder.write_metrics()
         if args.push_to_hub:
             sft.push_to_hub(dataset_name=script_args.dataset_name)
@@ -95,6 +95,6 @@ def train(run):
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except Refusal as refusal:
-        leave(print_refusal(refusal))
+    except (Refusal, RunFailed) as ending:
+        leave(print_ending(ending))
     leave(0)

@@ -18,7 +18,16 @@ CONTRACT = {
     *("communication_bytes_per_step", "communication_bytes_between_nodes", "engine_seconds"),
     *("host_device_bytes_per_second", "host_threads"),
     *("tokens_per_second", "step_seconds", "phase_seconds", "loss_history", "grad_norm_history", "eval_history"),
-    *("first_step", "resumed_at", "network", "predicted", "versions", "hardware", "recipe_sha256"),
+    *(
+        "first_nonfinite_step",
+        "first_step",
+        "resumed_at",
+        "network",
+        "predicted",
+        "versions",
+        "hardware",
+        "recipe_sha256",
+    ),
 }
 
 

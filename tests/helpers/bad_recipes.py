@@ -293,8 +293,36 @@ SECTIONS = {
         recipe(
             "Alpaca's columns unnamed", "seed: 1", "dataset_format: alpaca", "ZR508", rows=ALPACA, names="instruction"
         ),
-        recipe("sample prompts from no split", "sample_prompts: 2", "sample_prompts: [Say it.]", "ZR516"),
+        recipe(
+            "sample prompts from no split", "sample_prompts: 2", "sample_prompts: [Say it.]", "ZR516", names="'test'"
+        ),
         recipe("sample prompts from no file", "sample_prompts: p.jsonl", "sample_prompts: [a]", "ZR517"),
+        Fault(
+            "a sample prompt that is cut off",
+            Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '\n{"prompt": "a", "comple'}),
+            Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '\n{"prompt": "a\u2028", "completion": ""}'}),
+            "ZR422",
+            names="p.jsonl line 2",
+        ),
+        Fault(
+            "a sample prompt that is none",
+            Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '["a"]'}),
+            Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"prompt": "a"}'}),
+            "ZR422",
+            names="p.jsonl line 1",
+        ),
+        recipe(
+            "sample prompts without text", "sample_prompts: [a, null]", "sample_prompts: [a, 5]", "ZR757", names="2"
+        ),
+        Fault(
+            "half of a surrogate pair in a sample prompt",
+            Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"prompt": "a", "completion": "\\ud800"}'}),
+            Side(
+                recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"prompt": "a", "completion": "\\ud83d\\ude00"}'}
+            ),
+            "ZR757",
+            names="p.jsonl line 1",
+        ),
         Fault(
             "a sample prompt without its columns",
             Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"question": "a"}'}),

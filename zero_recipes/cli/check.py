@@ -78,7 +78,10 @@ def data_findings(run, show: bool) -> list:
     tokenizer = template.apply_chat_template_file(data.load_tokenizer(model_args, training_args), training_args)
     rows, evaluation = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
     template.refuse_bad_template(rows, tokenizer, training_args)
-    samples.choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, tokenizer)
+    loaded = (script_args, training_args, dataset_args, ours.dataset_format)
+    asked = samples.rows_to_ask(ours.sample_prompts, evaluation, *loaded)
+    split = script_args.dataset_test_split
+    samples.choose_samples(ours.sample_prompts, asked, ours.dataset_format, tokenizer, split)
     skips = (training_args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
     sources = data_splits.sources_of(script_args, dataset_args)
     splits, findings = data_splits.prepare_splits(rows, evaluation, tokenizer, training_args, skips, sources)

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
-from rich.markup import escape
 
 from zero_recipes.checkpoint.lock import refuse_in_use
 from zero_recipes.checkpoint.output_dir import saved_in
@@ -21,6 +20,7 @@ from zero_recipes.config.ds_auto import NVME_PATH
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port
+from zero_recipes.core.tables import plain, terminal
 from zero_recipes.metrics.failure import failed_row
 from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, Metrics
 
@@ -52,11 +52,11 @@ def sweep(
     """
     configs = {name: config_folder / f"{name}.yaml" for name in strategies}
     _refuse_early(recipe, script, configs, output_dir, overrides)
-    console = Console()
+    console = terminal()
     swap = output_dir / "swap"
     swaps_here = [name for name in configs if name.endswith("_infinity")] and "--nvme_path" not in overrides
     if swaps_here and NVME_PATH not in os.environ:
-        console.print(f"no {NVME_PATH}: ZeRO-Infinity swaps to {swap}", highlight=False, soft_wrap=True)
+        console.print(f"no {NVME_PATH}: ZeRO-Infinity swaps to {swap}", markup=False, highlight=False, soft_wrap=True)
         swap.mkdir(parents=True, exist_ok=True)
         overrides = [*overrides, "--nvme_path", str(swap)]
     outcomes = []
@@ -141,7 +141,7 @@ def _run(command: list[str], folder: Path, label: str, console: Console, threads
     folder.mkdir(parents=True, exist_ok=True)
     tail: collections.deque[str] = collections.deque(maxlen=400)
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"PYTHONUNBUFFERED": "1"}
-    with open(folder / "log.txt", "w") as log, console.status(f"{label}: starting") as status:
+    with open(folder / "log.txt", "w") as log, console.status(plain(f"{label}: starting")) as status:
         log.write(" ".join(command) + "\n")
         child = subprocess.Popen(
             command,
@@ -157,7 +157,7 @@ def _run(command: list[str], folder: Path, label: str, console: Console, threads
                 log.write(line)
                 tail.append(line.rstrip("\n"))
                 if line.strip():
-                    status.update(escape(f"{label}: {line.strip()[:100]}"))  # a log line may look like markup
+                    status.update(plain(f"{label}: {line.strip()[:100]}"))
                     _echo_progress(line, label, console)
             return child.wait(), "\n".join(tail)
         finally:

@@ -62,6 +62,13 @@ class RecipeArguments:
     save_model: bool = field(
         default=True, metadata={"help": "Save the model to output_dir after training and check that it is whole."}
     )
+    stop_after_nonfinite_steps: int = field(
+        default=3,
+        metadata={
+            "help": "Steps in a row whose loss or gradient norm is NaN or infinite, after which the run ends as "
+            "`diverged`, without a model. In fp16 the loss alone counts: its loss scaling skips steps."
+        },
+    )
     nvme_path: str | None = field(
         default=None,
         metadata={

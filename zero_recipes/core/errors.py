@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from zero_recipes.core.process import rank, wait_for_rank_0
 
-REFUSED = 2
+FAILED, REFUSED = 1, 2
 PRINT_SECONDS = 20.0
 
 
@@ -71,6 +71,12 @@ class Refusal(Exception):
         return "\n".join(map(str, self.findings))
 
 
+class RunFailed(Exception):
+    """A run that ends early, on all ranks, for a reason that it knows: one message, no traceback, exit code 1."""
+
+    status = "failed"  # in metrics.json
+
+
 def first_line(error: BaseException) -> str:
     """What a library's error says, in the one line that a finding has room for."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -92,6 +98,18 @@ def raise_errors(findings: list[Finding]) -> None:
         raise Refusal.of(findings)
 
 
+def print_ending(ending: Refusal | RunFailed) -> int:
+    """Print why a run ends. Returns the exit code, which every rank ends with."""
+    if isinstance(ending, Refusal):
+        return print_refusal(ending)
+    if rank() == 0:
+        print(f"{ending.status}: {ending}", file=sys.stderr, flush=True)
+    _tell_launcher(f"{ending.status}: {ending}")
+    if rank():
+        wait_for_rank_0(PRINT_SECONDS)
+    return FAILED
+
+
 def print_refusal(refusal: Refusal) -> int:
     """Print each finding on the ranks of its scope alone. Returns the exit code, which every rank ends with.
 
@@ -103,12 +121,15 @@ def print_refusal(refusal: Refusal) -> int:
     for finding in refusal.findings:
         if prints[finding.scope]:
             print(finding, file=sys.stderr, flush=True)
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        message = str(refusal)
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
-        with open(error_file, "w") as file:
-            json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    _tell_launcher(str(refusal))
     if rank() and not any(prints[finding.scope] for finding in refusal.findings):
         wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
     return REFUSED
+
+
+def _tell_launcher(message: str) -> None:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with open(error_file, "w") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)

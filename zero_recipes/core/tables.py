@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,34 @@ from rich.table import Table
 from rich.text import Text
 
 Row = Any  # whatever the cells of its columns take
+# characters that turn the direction of the line around them, and with it of the columns beside
+_TURNS = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+
+
+def plain(text: str, style: str = "") -> Text:
+    """What people and models wrote, as it stands: no markup, no orders to the terminal, on any terminal.
+
+    rich takes "[/INST]" for a closing tag, a terminal takes an escape sequence for an order, and a lone surrogate
+    cannot be written at all: control characters other than tab and line break are shown as Python writes them.
+    """
+    return Text("".join(_shown(c) for c in text), style=style)
+
+
+def _shown(character: str) -> str:
+    if character in "\t\n":
+        return character
+    if unicodedata.category(character) in ("Cc", "Cs") or character in _TURNS:
+        return character.encode("unicode_escape", "backslashreplace").decode("ascii")
+    return character
+
+
+def terminal(stderr: bool = False) -> Console:
+    """A Console on which a character that the terminal's encoding lacks is escaped, and no error."""
+    console = Console(stderr=stderr)
+    reconfigure = getattr(console.file, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
+    return console
 
 
 class Column(NamedTuple):
@@ -26,19 +55,19 @@ def print_columns(named: list[Column], others: list[Column], rows: Sequence[Row]
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for column in group:
             justify = "left" if column in named else "right"
-            table.add_column(column.header, justify=justify, vertical="middle", no_wrap=True)
+            table.add_column(plain(column.header), justify=justify, vertical="middle", no_wrap=True)
         for row in rows:
-            table.add_row(*(Text(column.cell(row)) for column in group))
+            table.add_row(*(plain(column.cell(row)) for column in group))
         console.print(table)
 
 
 def print_texts(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
     """Rows of long texts, as models and people wrote them, each folded within its column."""
-    table = Table(title=title, show_lines=True)
+    table = Table(title=plain(title), show_lines=True)
     for header in headers:
-        table.add_column(header, overflow="fold")
+        table.add_column(plain(header), overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))  # no markup: a prompt may hold square brackets
+        table.add_row(*map(plain, row))
     console.print(table)
 
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.core.errors import Finding
-from zero_recipes.core.tables import Column, print_columns
+from zero_recipes.core.tables import Column, plain, print_columns, terminal
 from zero_recipes.data.answers import NO_ANSWER, answer_lengths, roles_in
 from zero_recipes.data.source import Source
 
@@ -195,10 +195,7 @@ def overlap_findings(training: Dataset, evaluation: Dataset, source: Source) -> 
 
 def show_audit(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> None:
     """The counts as a table, and three rows with the supervised part in colour."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console()
+    console = terminal()
     counts = {
         "rows": f"{found.rows:,}",
         f"truncated at {training_args.max_length}": f"{found.truncated:,}",
@@ -213,10 +210,10 @@ def show_audit(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerB
     named, others = Column("what the loss will see", itemgetter(0)), Column("", itemgetter(1))
     print_columns([named], [others], list(counts.items()), console)
     for number in sorted({0, found.rows // 2, found.rows - 1}):
-        text = Text(f"row {number}: ", style="bold")
+        text = plain(f"row {number}: ", style="bold")
         row = tokenised[number]
         for token, label in zip(row["input_ids"], row["labels"], strict=True):
-            text.append(tokenizer.decode([token]), style="dim" if label == -100 else "bold green")
+            text.append(plain(tokenizer.decode([token]), style="dim" if label == -100 else "bold green"))
         console.print(text)
 
 

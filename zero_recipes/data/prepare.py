@@ -22,11 +22,12 @@ from zero_recipes.compat import huggingface
 from zero_recipes.compat.huggingface import fingerprint
 from zero_recipes.core import codes
 from zero_recipes.core.errors import Finding, Refusal, downgraded
+from zero_recipes.core.files import write_json
 from zero_recipes.data.audit import Audit
 from zero_recipes.data.load import load_rows
-from zero_recipes.data.samples import Sample, choose_samples
+from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask
 from zero_recipes.data.source import Source
-from zero_recipes.data.splits import finish, prepare_splits, sources_of, tokenise
+from zero_recipes.data.splits import finish, prepare_splits, sources_of, tokenise, with_tokens
 from zero_recipes.data.template import apply_chat_template_file, refuse_bad_template
 from zero_recipes.distributed.once_per_node import once_per_node
 
@@ -70,7 +71,10 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
         templated = apply_chat_template_file(tokenizer, training_args)
         sources = sources_of(script_args, dataset_args)
         refuse_bad_template(rows, templated, training_args)
-        samples = choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, templated)
+        loaded = (script_args, training_args, dataset_args, ours.dataset_format)
+        asked = rows_to_ask(ours.sample_prompts, evaluation, *loaded)
+        split = script_args.dataset_test_split
+        samples = choose_samples(ours.sample_prompts, asked, ours.dataset_format, templated, split)
         ignored = codes.requested(ours.ignore)
         if isinstance(rows, IterableDataset):
             folder, data_sha256 = None, None
@@ -81,6 +85,7 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
             folder, found, findings, data_sha256 = _cached(*arguments)
         if any(finding.level == "error" for finding in findings):
             raise Refusal.of(findings)
+        samples = with_tokens(samples, templated, training_args)
         return {
             "folder": folder and str(folder),
             "samples": [asdict(sample) for sample in samples],
@@ -139,7 +144,7 @@ def _cached(
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".part"))
         splits.save_to_disk(part)
-        (part / "audit.json").write_text(json.dumps(written))
+        write_json(part / "audit.json", written)
         try:
             part.rename(folder)
         except OSError:  # another run was faster

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from zero_recipes.core.errors import Refusal
-from zero_recipes.data.load import alpaca_prompt, alpaca_row
+from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.data.load import alpaca_prompt, alpaca_row, load_rows
 
 
 @dataclass(frozen=True)
@@ -20,26 +22,61 @@ class Sample:
     prompt: str
     reference: str | None
     templated: bool = False  # by a chat template, which has written the special tokens already
+    source: str = "the recipe's own"  # where it comes from, for people
+    row: dict[str, Any] | None = None  # prompt and completion as a training row has them; None without a reference
+    # prompt and answer as training has them, filled in by data/prepare.py: all tokens, and the answer's with -100 for
+    # the others; empty where max_length leaves none of the answer
+    ids: tuple[int, ...] = ()
+    labels: tuple[int, ...] = ()
+
+
+def takes_rows(requested: Any) -> bool:
+    """Whether `sample_prompts` is a number of rows of the test split."""
+    return requested is not None and str(requested).isdecimal() and int(requested) > 0
+
+
+def rows_to_ask(requested: Any, evaluation, script_args, training_args, dataset_args, dataset_format: str | None):
+    """The rows that a number of sample prompts is taken of: the evaluation rows, or those of dataset_test_split where
+    the run does not evaluate; None where nobody asks for rows, or the data has no such split."""
+    if evaluation is not None or not takes_rows(requested):
+        return evaluation
+    test = copy.copy(script_args)
+    test.dataset_train_split = script_args.dataset_test_split
+    try:
+        return load_rows(test, training_args, dataset_args, dataset_format)[0]
+    except Refusal as refusal:
+        if refusal.codes != ["ZR507"]:
+            raise
+        return None  # no such split: `choose_samples` says what for
 
 
 def choose_samples(
-    requested: Any, eval_rows, dataset_format: str | None, tokenizer: PreTrainedTokenizerBase
+    requested: Any,
+    eval_rows,
+    dataset_format: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    split: str = "test",
 ) -> list[Sample]:
-    """The recipe's `sample_prompts`: a number of evaluation rows, a JSON Lines file, or a list of prompts."""
+    """The recipe's `sample_prompts`: a number of rows of the test split, a JSON Lines file, or a list of prompts.
+
+    `eval_rows`: of dataset_test_split, named `split`, whether the run evaluates on them or not; None where the data has
+    no such split.
+    """
     if requested is None or str(requested) == "0":
         return []
     if isinstance(requested, list):
         wrap = alpaca_prompt if dataset_format == "alpaca" else str
-        return [Sample(wrap(str(prompt)), None) for prompt in requested]
-    if str(requested).isdigit():
+        return [Sample(wrap(_text(prompt, f"sample_prompts, item {i}")), None) for i, prompt in enumerate(requested, 1)]
+    if takes_rows(requested):
         if eval_rows is None:
             raise Refusal(
                 "ZR516",
-                f"sample_prompts: {requested} needs evaluation rows, but the run has none",
-                'eval_strategy is "no", so no evaluation split is loaded.',
-                "Set eval_strategy, or name a JSON Lines file or a list of prompts.",
+                f"sample_prompts: {requested} needs rows of the split {split!r}, which the data set does not have",
+                "A number of sample prompts is that many rows of dataset_test_split, whether the run evaluates or not.",
+                "Set dataset_test_split, or name a JSON Lines file or a list of prompts.",
             )
-        return [_sample(row, tokenizer) for row in eval_rows.take(int(requested))]
+        found = enumerate(eval_rows.take(int(requested)))
+        return [_sample(row, tokenizer, f"the split {split!r}", f"row {i} of the split {split!r}") for i, row in found]
     path = Path(str(requested))
     if not path.is_file():
         raise Refusal(
@@ -48,20 +85,61 @@ def choose_samples(
             f"Paths are relative to the working directory, {Path.cwd()}.",
             "Check sample_prompts: a number, a JSON Lines file or a list of prompts.",
         )
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    samples = []
+    for number, row in _lines(path):
+        try:
+            row = alpaca_row(row) if dataset_format == "alpaca" else row
+        except KeyError as error:
+            raise _no_column(path, error) from error
+        samples.append(_sample(row, tokenizer, str(path), f"{path} line {number}"))
+    return samples
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number from 1, row) of a JSON Lines file. Not splitlines(): a prompt may hold a bare U+2028."""
     try:
-        return [_sample(alpaca_row(row) if dataset_format == "alpaca" else row, tokenizer) for row in rows]
-    except KeyError as error:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
         raise Refusal(
-            "ZR518",
-            f"a row of {path} has no {error}",
-            "Its rows must have the columns of the recipe's data.",
-            "Add the column.",
+            "ZR423",
+            f"the file of sample prompts {path} cannot be read",
+            first_line(error),
+            "It must be text in UTF-8 that this user may read, one JSON object a line.",
         ) from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            row, why = None, first_line(error)
+        else:
+            why = f"It is a {type(row).__name__}."
+        if not isinstance(row, dict):
+            raise Refusal(
+                "ZR422",
+                f"{path} line {number} is no JSON object",
+                why,
+                'Each line is a row in the recipe\'s format, e.g. {"prompt": "...", "completion": "..."}.',
+            )
+        yield number, row
 
 
-def _sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Sample:
-    if "messages" in row:
+def _no_column(path: Path, error: KeyError) -> Refusal:
+    return Refusal(
+        "ZR518",
+        f"a row of {path} has no {error}",
+        "Its rows must have the columns of the recipe's data.",
+        "Add the column.",
+    )
+
+
+def _sample(
+    row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str = "a row", place: str = "a row"
+) -> Sample:
+    """`source`: what is printed of where it comes from; `place`: the row itself, for a refusal."""
+    more = {key: row[key] for key in ("tools", "chat_template_kwargs") if row.get(key)}
+    if isinstance(row.get("messages"), list):
         row = {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
     if "prompt" not in row:
         raise Refusal(
@@ -71,7 +149,39 @@ def _sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Sample:
             "Give sample_prompts as a list of prompts, or set dataset_format.",
         )
     prompt, completion = row["prompt"], row.get("completion")
-    if isinstance(prompt, str):
-        return Sample(prompt, completion)
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return Sample(text, completion[-1]["content"] if completion else None, templated=True)
+    trained = None if completion is None or completion == [] else {"prompt": prompt, "completion": completion} | more
+    if not isinstance(prompt, list):
+        reference = None if trained is None else _text(completion, place)
+        return Sample(_text(prompt, place), reference, source=source, row=trained)
+    try:
+        tools = more.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        text = tokenizer.apply_chat_template(
+            prompt, tokenize=False, add_generation_prompt=True, tools=tools, **more.get("chat_template_kwargs", {})
+        )
+        reference = None if trained is None else completion[-1]["content"]
+    except Exception as error:  # a template is a program, and says what it likes
+        raise Refusal(
+            "ZR424",
+            f"the chat template cannot write the prompt of {place}",
+            f"{type(error).__name__}: {first_line(error)}.",
+            "Look at the row's messages and at the template (chat_template_path); or take other sample_prompts.",
+        ) from error
+    reference = None if reference is None else _text(reference, place)
+    return Sample(_text(text, place), reference, templated=True, source=source, row=trained)
+
+
+def _text(value: Any, place: str) -> str:
+    """`value` as text that a tokenizer takes. Numbers of a recipe are prompts too."""
+    what = f"a {type(value).__name__}"
+    if type(value) in (str, int, float):
+        try:
+            return str(value).encode().decode()
+        except UnicodeEncodeError:
+            what = "half of a surrogate pair"
+    raise Refusal(
+        "ZR757",
+        f"{place} is no text",
+        f"{what[0].upper()}{what[1:]} stands there in a prompt or its answer, which no tokenizer takes.",
+        "Correct the row, or take other sample_prompts.",
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from datasets import Dataset, IterableDataset
@@ -16,6 +17,7 @@ from zero_recipes.data.audit import THE_DATA, Audit, audit, audit_findings, over
 from zero_recipes.data.columns import foreign_ids
 from zero_recipes.data.library_errors import library_errors, root_cause
 from zero_recipes.data.load import reading
+from zero_recipes.data.samples import Sample
 from zero_recipes.data.source import Source, source_of
 
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
@@ -34,6 +36,23 @@ def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -
 def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
     """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does."""
     return prepare_dataset(tokenised, tokenizer, training_args, packing)
+
+
+def with_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, training_args) -> list[Sample]:
+    """The samples with the tokens of prompt and answer as a training row has them, truncated as one.
+
+    By the code that SFTTrainer trains with: a tokenizer may write a word otherwise at a text's beginning than behind
+    the prompt (SentencePiece's space mark). The answer's tokens alone carry loss, whatever training gives a loss.
+    """
+    alone = copy.copy(training_args)
+    alone.shuffle_dataset, alone.completion_only_loss, alone.dataset_num_proc = False, True, None
+    found = {}
+    for templated in (False, True):  # a data set has rows of one kind
+        rows = [s.row | {"sample": i} for i, s in enumerate(samples) if s.row is not None and s.templated == templated]
+        if rows:
+            for row in prepare_dataset(Dataset.from_list(rows), tokenizer, alone, packing=False):
+                found[row["sample"]] = {"ids": tuple(row["input_ids"]), "labels": tuple(row["labels"])}
+    return [replace(sample, row=None, **found.get(i, {})) for i, sample in enumerate(samples)]
 
 
 class Split(NamedTuple):

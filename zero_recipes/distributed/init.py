@@ -13,7 +13,7 @@ import torch
 
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.errors import Refusal, RunFailed
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port, local_world_size
 from zero_recipes.distributed.build_locks import COMPILE_SECONDS, remove_stale_build_locks, wait_for_builds
@@ -53,7 +53,7 @@ def process_group(run: RunConfig) -> Iterator[None]:
     start_process_group(run.strategy, run.device, run.settings.ddp_timeout, ops)
     try:
         yield
-    except Refusal:
+    except (Refusal, RunFailed):
         end_process_group()
         raise
 

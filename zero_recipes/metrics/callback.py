@@ -6,6 +6,7 @@ with. The contract of the file stands in docs/metrics.md.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from zero_recipes.metrics.parts import (
     Disk,
     DiskTraffic,
     Evaluation,
+    Failure,
     Hardware,
     HostLink,
     ModelStateBytes,
@@ -37,7 +39,7 @@ from zero_recipes.metrics.parts import (
     Tokens,
 )
 from zero_recipes.metrics.prediction import PredictedMetrics
-from zero_recipes.metrics.schema import FILE, SCHEMA, Measurements, Metrics, RunIdentity, Status
+from zero_recipes.metrics.schema import FILE, SCHEMA, Measurements, Metrics, RunIdentity, Status, first_nonfinite
 from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
 from zero_recipes.metrics.timers import EngineSeconds, PhaseClock, StepClock
 from zero_recipes.models.load import parameter_counts
@@ -70,7 +72,10 @@ class StageMetricsCallback(TrainerCallback):
         self.phases.record("model_loaded")
         self.steps = StepClock(run.device)
         self.losses: list[torch.Tensor] = []  # one scalar per optimizer step, of this rank
+        self.step_losses: list[float] = []  # the same of all ranks, as soon as the step is over
+        self.last_step = (0.0, 0.0)  # loss of all ranks and the worst rank's gradient norm, 0 where there is none
         self.grad_norms: list[float] = []
+        self.norms_before = 0  # how many of them the steps before this one have
         self.evaluations: list[Evaluation] = []
         self.tokens: torch.Tensor | None = None  # all, non-padding, supervised; of this rank, over the whole run
         self.tokens_timed: torch.Tensor | None = None  # the same over the timed steps
@@ -92,6 +97,7 @@ class StageMetricsCallback(TrainerCallback):
         self.first_step = step + 1 if history.first_step is None else history.first_step
         self.earlier = history.summary
         self.grad_norms += history.grad_norm_history
+        self.norms_before = len(self.grad_norms)
         self.evaluations += history.eval_history
 
     def history(self) -> dict[str, Any]:
@@ -114,14 +120,16 @@ class StageMetricsCallback(TrainerCallback):
 
     # called by RecipeTrainer
 
-    def count_tokens(self, inputs: dict[str, torch.Tensor]) -> None:
-        """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent."""
+    def count_tokens(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None = None) -> None:
+        """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent;
+        `repeated`: likewise, the tokens of rows that the epoch had before. Those are counted once."""
         ids = inputs["input_ids"]
         shared = "shift_labels" in inputs  # this process's part of each row (zero_recipes/distributed/ulysses.py)
         supervised = inputs["shift_labels"] if shared else inputs["labels"][..., 1:]
+        first = torch.ones_like(ids, dtype=torch.bool) if repeated is None else ~repeated
         mask = inputs.get("attention_mask")
-        non_padding = ids.new_tensor(ids.numel()) if mask is None else mask.sum()
-        counted = torch.stack([ids.new_tensor(ids.numel()), non_padding, (supervised != -100).sum()])
+        non_padding = first if mask is None else first & (mask != 0)
+        counted = torch.stack([first.sum(), non_padding.sum(), (supervised != -100).sum()])
         self.tokens = counted if self.tokens is None else self.tokens + counted
         if self.done >= self.warmup:
             self.tokens_timed = counted if self.tokens_timed is None else self.tokens_timed + counted
@@ -159,11 +167,24 @@ class StageMetricsCallback(TrainerCallback):
         if self.done < max(1, self.warmup):
             self.communication.end_step()
         self.done += 1
+        self._bring_losses_together()
         if self.probe.attached:
             self.states = self.probe.detach()
         if self.done == max(1, self.warmup):
             self.communication.stop()
         self.steps.open()
+
+    def _bring_losses_together(self) -> None:
+        """What must end a run then ends it on every rank, and a crash leaves the losses behind."""
+        norm = self.grad_norms[-1] if len(self.grad_norms) > self.norms_before else 0.0
+        self.norms_before = len(self.grad_norms)
+        loss = self.losses[-1].double()
+        own = torch.stack([loss, loss.new_tensor(norm)]).reshape(1, 2)
+        with self.communication.not_counted():
+            everyone = self.trainer.accelerator.gather(own).tolist()
+        losses, norms = zip(*everyone, strict=True)
+        self.step_losses.append(sum(losses) / len(losses))
+        self.last_step = self.step_losses[-1], next((norm for norm in norms if not math.isfinite(norm)), norms[0])
 
     def on_log(self, args, state, control, **kwargs):
         self.steps.open()
@@ -214,10 +235,18 @@ class StageMetricsCallback(TrainerCallback):
             return self.states
         return self.probe.read()
 
-    def write(self, output_dir: Path, status: Status = "ok", error: str | None = None) -> None:
+    def losses_so_far(self) -> list[float]:
+        """Of the whole run, without a collective."""
+        return [*(self.earlier.loss_history or []), *self.step_losses]
+
+    def write(
+        self, output_dir: Path, status: Status = "ok", error: str | None = None, failure: Failure | None = None
+    ) -> None:
         """Write metrics.json on rank 0: complete after `end_steps`, before it with null for what was not measured."""
         if rank():
             return
+        if not self.summary.loss_history:
+            self.summary = self.summary.model_copy(update={"loss_history": self.losses_so_far()})
         row = Metrics(
             schema=SCHEMA,
             status=status,
@@ -232,11 +261,13 @@ class StageMetricsCallback(TrainerCallback):
             first_step=self.first_step,
             resumed_at=self.resumed_at,
             grad_norm_history=self.grad_norms,
+            first_nonfinite_step=first_nonfinite(self.summary.loss_history, self.first_step),
             eval_history=self.evaluations,
             network=self.network,
             predicted=self.predicted,
             versions=environment.versions(),
             hardware=Hardware(**environment.hardware(self.device)),
+            **({} if failure is None else {"failure": failure}),
         )
         row.write(output_dir / FILE)
 

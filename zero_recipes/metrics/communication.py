@@ -5,10 +5,11 @@ Bytes that one optimizer step sends through each collective, as sizes of the ful
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -119,6 +120,16 @@ class CommunicationCounter:
                 vars(backend).pop(name, None)  # the class's own method shows again
         elif self.passing is not None:
             switch_mode(self.passing, False)
+
+    @contextlib.contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """What is sent inside is not the step's: the losses that the metrics bring together."""
+        if self.passing is None:  # not sent through what is counted
+            yield
+            return
+        before = dict(self.passing.bytes)
+        yield
+        self.passing.bytes = before
 
     def median(self) -> Bytes:
         """{collective: bytes per optimizer step}, the median over the counted steps."""

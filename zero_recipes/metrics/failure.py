@@ -9,12 +9,21 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from zero_recipes.core.files import write_text
 from zero_recipes.core.process import rank
 from zero_recipes.metrics.parts import Failure, Holding, Part, known, measured
-from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics, Status, parse_as, validate
+from zero_recipes.metrics.schema import (
+    FILE,
+    SCHEMA,
+    ContractError,
+    Metrics,
+    Status,
+    first_nonfinite,
+    parse_as,
+    validate,
+)
 
 CURES = {
     "model": [
@@ -30,12 +39,19 @@ CURES = {
     ],
 }
 
+# what is said of a peer that has ended, by gloo, NCCL, the store and Linux
+ECHOES = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
+ECHOES += ("gloo/transport", "NCCL error", "NCCL communicator was aborted", "DistNetworkError", "DistStoreError")
+ECHOES += ("Socket Timeout", "Timed out waiting", "which prepares the data of this machine")
+
 
 class RankFailure(Part):
     """One failure.rankN.json."""
 
     rank: int = known("the rank that wrote it")
-    status: Literal["oom", "failed"] = known("oom: memory was short, on the accelerator or on the host")
+    status: Literal["oom", "diverged", "failed"] = known(
+        "oom: memory was short, on the accelerator or on the host; diverged: loss or weights were not finite any more"
+    )
     phase: str = known("the innermost phase that the error left, a key of phase_seconds")
     error: str = known("type and message of the exception")
     largest_memory: list[Holding] = known("what held memory on this rank, the largest first")
@@ -52,8 +68,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return "out of memory" in str(error).lower() or "can't allocate memory" in str(error).lower()
 
 
-def write_failure(output_dir: Path, phase: str, error: BaseException, states: dict[str, int]) -> RankFailure:
-    """Write failure.rankN.json for this rank and return its content. `states`: model-state bytes of this rank."""
+def write_failure(
+    output_dir: Path, phase: str, error: BaseException, states: dict[str, int], reached: str | None = None
+) -> RankFailure:
+    """Write failure.rankN.json for this rank and return its content.
+
+    `states`: model-state bytes of this rank; `reached`: what stands all the same.
+    """
     import torch
 
     memory = [Holding(what=what, bytes=size) for what, size in states.items() if size]
@@ -65,9 +86,9 @@ def write_failure(output_dir: Path, phase: str, error: BaseException, states: di
             memory.append(Holding(what=rest, bytes=others))
     failure = RankFailure(
         rank=rank(),
-        status="oom" if is_out_of_memory(error) else "failed",
+        status="oom" if is_out_of_memory(error) else getattr(error, "status", "failed"),
         phase=phase,
-        error=f"{type(error).__name__}: {error}".strip(),
+        error=f"{type(error).__name__}: {error}".strip() + (f" ({reached})" if reached else ""),
         largest_memory=sorted(memory, key=lambda held: -held.bytes),
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
@@ -87,13 +108,41 @@ def if_the_disk_takes_it() -> Iterator[None]:
 
 
 def cause_of(output_dir: Path) -> RankFailure | None:
-    """The failure that came first: out of memory before others, for a dead rank makes its peers fail after it.
+    """The failure that came first: out of memory before others, and what a dead rank makes its peers say after all.
 
     Raises ContractError where a failure.rankN.json is damaged.
     """
     files = sorted(output_dir.glob("failure.rank*.json"))
     found = [validate(RankFailure, parse_as(path.read_text(encoding="utf-8"), str(path)), str(path)) for path in files]
-    return min(found, key=lambda failure: (failure.status != "oom", failure.time), default=None)
+    return min(found, key=lambda failure: (failure.status != "oom", _is_echo(failure), failure.time), default=None)
+
+
+def _is_echo(failure: RankFailure) -> bool:
+    """Whether it is what gloo, NCCL or the store say of a peer that has ended. Clocks of machines differ, so that the
+    time alone does not tell it from the cause."""
+    return any(words in failure.error for words in ECHOES)
+
+
+def keep_failure(output_dir: Path, own: RankFailure, losses: list[float], unfinished: Metrics, resumes: bool) -> None:
+    """Put what ended the run into metrics.json, on any rank, without a collective.
+
+    The rank whose failure is the cause comes first and knows the losses; rank 0, which its launcher may stop before it
+    speaks, has written who the run is. `unfinished`: what to begin with where it has not. A row of status ok belongs to
+    an earlier run: unless this one `resumes` it, its files still stand, and it stays.
+    """
+    path = output_dir / FILE
+    try:
+        cause = cause_of(output_dir) or own
+        row = Metrics.read(path) if path.is_file() else unfinished
+    except ContractError:
+        cause, row = own, unfinished
+    if row.status == "ok" and not resumes:
+        return
+    update: dict[str, Any] = {"status": cause.status, "error": cause.error, "failure": _details(cause.phase, cause)}
+    if len(losses) > len(row.loss_history or []):
+        update["loss_history"] = losses
+        update["first_nonfinite_step"] = first_nonfinite(losses, row.first_step)
+    row.model_copy(update=update).write(path)
 
 
 def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> Metrics:

@@ -20,10 +20,13 @@ class SampleRow(Part):
     after: str | None = measured("the answer after the last step", null="where it was not asked for")
     reference: str | None = measured("the answer in the data", null="where there is none")
     scores_before: dict[str, float | None] = known(
-        "by metric: exact_match, token_f1 (0 to 1) and reference_loss (nats/token; null where the prompt alone reaches "
-        "max_length, NaN where it is not finite); empty without a reference"
+        "by metric: exact_match, token_f1 (0 to 1) and reference_loss (nats/token, over the reference's tokens as "
+        "training has them; null where `unscored` says why); empty without a reference"
     )
     scores_after: dict[str, float | None] = measured("the same after training", default={})
+    unscored: str | None = measured(
+        "why reference_loss is null, before or after training", null="or missing where it is a number, or nothing is"
+    )
 
 
 class MeasuredRun(Metrics):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -47,7 +47,7 @@ LONGEST_TEXT = 20_000  # characters
 MAY_BE_ANY_FLOAT = ("loss_history", "grad_norm_history", "eval_history", "samples")
 ORDER = ("ddp", "zero0", "zero1", "zero2", "zero3")
 
-Status = Literal["ok", "oom", "failed", "refused"]
+Status = Literal["ok", "oom", "diverged", "failed", "refused"]
 Precision = Literal["bf16", "fp16", "fp32"]
 
 
@@ -61,7 +61,9 @@ class RunStatus(Part):
     schema_version: Literal[1] = known(
         "version of this contract; raised where a key changes its meaning", alias="schema"
     )
-    status: Status = known("how the run ended; refused: before it started")
+    status: Status = known(
+        "how the run ended; diverged: its loss or weights were not finite any more; refused: before it started"
+    )
     error: str | None = measured(
         "what went wrong in one line; a run at work, or killed, says that it has not finished", null="where nothing did"
     )
@@ -148,6 +150,9 @@ class Metrics(Measurements, RunIdentity, RunStatus):
         "norm of the gradients before clipping, per optimizer step, null where it is not finite; empty where the "
         "engine keeps none (DeepSpeed stage 0 in fp32)"
     )
+    first_nonfinite_step: int | None = measured(
+        "the first step whose loss is not finite, and so null in loss_history", "steps", null="where all are finite"
+    )
     eval_history: list[Evaluation] | None = measured("the evaluations")
     network: Network | None = measured("the links between the machines", null="on one machine")
     predicted: PredictedMetrics | None = measured(
@@ -178,6 +183,11 @@ class Metrics(Measurements, RunIdentity, RunStatus):
     def write(self, path: Path) -> None:
         """Write strict JSON, whole or not at all."""
         write_text(path, self.model_dump_json(by_alias=True, exclude_unset=True, indent=2) + "\n")
+
+
+def first_nonfinite(losses: Sequence[float], first: int) -> int | None:
+    """The step of the first loss that is not finite; `first`: the step of the first loss."""
+    return next((step for step, loss in enumerate(losses, first) if not math.isfinite(loss)), None)
 
 
 AnyPart = TypeVar("AnyPart", bound=Part)

@@ -7,10 +7,11 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from zero_recipes.core.errors import Refusal
+from zero_recipes.core.tables import terminal
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner import output
 from zero_recipes.planner.cost import calibrated, read_measured
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     if arguments.json:
         print(json.dumps(output.document(answer), indent=2))
     else:
-        output.print_answer(answer, Console())
+        output.print_answer(answer, terminal())
     return 0
 
 
@@ -53,12 +54,12 @@ def _simulate(request: PlanRequest, predictor: Predictor) -> None:
     for count in request.counts:
         with suppress(Refusal):  # `rows_of` reports it
             jobs += [request.job(strategy, count) for strategy in request.strategies]
-    shown = Console(stderr=True)
+    shown = terminal(stderr=True)
     with Progress(*Progress.get_default_columns(), console=shown, transient=True) as progress:
         task = progress.add_task("simulating", total=len(jobs))
 
         def done(job: Job) -> None:
-            progress.update(task, advance=1, description=f"simulated {job.strategy} on {job.world_size}")
+            progress.update(task, advance=1, description=escape(f"simulated {job.strategy} on {job.world_size}"))
 
         predictor.prepare(jobs, done)
 
@@ -66,8 +67,8 @@ def _simulate(request: PlanRequest, predictor: Predictor) -> None:
 @contextmanager
 def _progress(predictor: Predictor) -> Iterator[Predict]:
     """`predictor` that shows on a terminal what it is at."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    shown = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    shown = terminal(stderr=True)
     with Progress(*columns, console=shown, transient=True, disable=not shown.is_terminal) as progress:
         task = progress.add_task("planning", total=None)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from zero_recipes.core.files import write_json
 from zero_recipes.core.tables import Column, print_columns
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner import messages, table
@@ -99,7 +99,7 @@ def _recommendation(answer: Answer) -> dict[str, Any]:
 def write_answer(answer: Answer, folder: Path) -> None:
     """plan.json, plan.md and plan.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "plan.json").write_text(json.dumps(document(answer), indent=2) + "\n")
+    write_json(folder / "plan.json", document(answer))
     chosen, heading = answer.chosen, messages.heading(answer.chosen, answer.request.gpu)
     lines = [heading, "", table.markdown(chosen, answer.price), *(f"- {line}" for line in _notes(chosen))]
     (folder / "plan.md").write_text("\n".join(lines) + "\n")

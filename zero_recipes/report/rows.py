@@ -1,6 +1,5 @@
 """From what a run recorded to the numbers that the report shows: one plain dict per run."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -180,12 +179,3 @@ def setting(runs: Sequence[MeasuredRun]) -> str:
     if first.device == "cpu":
         processes = f"{first.world_size} CPU processes, no GPU"
     return ", ".join(part for part in (model, processes, first.precision) if part)
-
-
-def without_nan(value: Any) -> Any:
-    """The same data with None for every number that strict JSON cannot hold."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    return [without_nan(item) for item in value] if isinstance(value, list) else value

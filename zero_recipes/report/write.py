@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.files import without_nan
+from zero_recipes.core.tables import plain, terminal
 from zero_recipes.metrics.read_runs import MeasuredRun, UnreadableRun, read_what_can_be_read
 from zero_recipes.metrics.schema import ContractError
 from zero_recipes.report import plan_plot, plots, rows, table
@@ -30,7 +32,7 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
         fix = "Name the output_dir of a run, or the folder of a sweep."
         raise Refusal("ZR560", f"{folder} holds no run that can be read", str(error), fix) from error
     try:
-        return _write_all(runs, folder, console or Console())
+        return _write_all(runs, folder, console or terminal())
     except OSError as error:
         raise Refusal(
             "ZR561",
@@ -89,9 +91,9 @@ def print_report(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], c
         if run.samples_fault:
             console.print(Text(f"\n{run.label}: its samples cannot be read. {run.samples_fault}", style="red"))
         if run.status != "ok":
-            console.print(Text(f"\n{run.label}: {run.status}. {run.error or ''}", style="red"))
+            console.print(plain(f"\n{run.label}: {run.status}. {run.error or ''}", style="red"))
             for fix in run.failure.cures if run.failure else []:
-                console.print(Text(f"  may help: {fix}"))
+                console.print(plain(f"  may help: {fix}"))
 
 
 def _tables(runs: Sequence[MeasuredRun]) -> list[tuple[str, list[dict]]]:
@@ -109,7 +111,7 @@ def _as_json(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement]) -> st
         "rows": rows.table_rows(runs),
         "judgements": [judgement._asdict() for judgement in judgements],
     }
-    return json.dumps(rows.without_nan(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(without_nan(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _as_markdown(runs: Sequence[MeasuredRun]) -> str:

@@ -21,6 +21,7 @@ from zero_recipes.compat.patches import without_aliases
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
 from zero_recipes.core.errors import first_line
+from zero_recipes.core.files import write_json
 from zero_recipes.metrics.failure import is_out_of_memory
 
 
@@ -68,7 +69,7 @@ class CheckpointingSFTTrainer(SFTTrainer):
             history = self.checkpoint_history()
             self.accelerator.wait_for_everyone()  # all ranks have written
             if self.args.should_save:
-                (checkpoint / HISTORY).write_text(json.dumps(history) + "\n")
+                write_json(checkpoint / HISTORY, history)
                 facts = {"step": self.state.global_step, **self.checkpoint_facts}
                 manifest.write(checkpoint, facts, self.with_checksums)
         except Exception as error:

@@ -19,15 +19,18 @@ from zero_recipes.checkpoint.resume import passed_over
 from zero_recipes.config.inputs import inputs_of
 from zero_recipes.config.recipe import write_resolved
 from zero_recipes.config.run import RunConfig
+from zero_recipes.core import environment
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.process import rank
 from zero_recipes.distributed import bandwidth, init, nvme
 from zero_recipes.distributed.agree import agree
 from zero_recipes.metrics.callback import StageMetricsCallback
-from zero_recipes.metrics.failure import if_the_disk_takes_it, write_failure
+from zero_recipes.metrics.failure import if_the_disk_takes_it, keep_failure, write_failure
 from zero_recipes.metrics.prediction import PredictedMetrics
-from zero_recipes.metrics.schema import Status
+from zero_recipes.metrics.schema import FILE, SCHEMA, ContractError, Metrics, Status
 from zero_recipes.metrics.timers import PhaseClock
+
+UNFINISHED = "the run has not finished"
 
 
 class RunRecorder:
@@ -46,6 +49,8 @@ class RunRecorder:
         self.network: dict[str, Any] | None = None
         self.host_threads: int | None = None
         self.metrics: StageMetricsCallback | None = None  # once there is a model to measure
+        self.reached: str | None = None  # how it stands with the model, once training is over
+        self.finished = False
         self.overwritten: Path | None = None  # where it lies aside, until the first step
 
     def claim_output_dir(self, args, rows, ds_config: dict[str, Any] | None) -> None:
@@ -106,6 +111,59 @@ class RunRecorder:
 
     def write_metrics(self, status: Status = "ok", error: str | None = None) -> None:
         self.metrics.write(self.run.output_dir, status, error)
+        self.finished = status == "ok"
+
+    def progress(self, reached: str | None = None) -> None:
+        """Write what is measured so far, as of a run that has not finished. `reached`: how it stands with the model."""
+        self.reached = reached
+        self.write_metrics("failed", UNFINISHED + (f": {reached}" if reached else ""))
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """The weights are loaded inside, the last that may refuse.
+
+        A process that is killed there leaves a metrics.json that says so, over that of the run which it goes on with.
+        A refusal leaves the folder as it was, and so does a run that is to overwrite another one's.
+        """
+        folder, path = self.run.output_dir, self.run.output_dir / FILE
+        before = path.read_bytes() if path.is_file() else None
+        marks = rank() == 0 and (before is None or self.run.checkpoint is not None)
+        made = [each for each in (folder, *folder.absolute().parents) if not each.exists()]
+        if marks:
+            self._last_row().model_copy(update={"status": "failed", "error": UNFINISHED}).write(path)
+        try:
+            with self.clock.phase("model"):
+                yield
+        except Refusal:
+            if marks and before is not None:
+                path.write_bytes(before)
+            elif marks:
+                path.unlink()
+                for each in made:
+                    each.rmdir()
+            raise
+
+    def _last_row(self) -> Metrics:
+        """The metrics.json that stands in the folder; what is known before there is a model where none can be read."""
+        try:
+            return Metrics.read(self.run.output_dir / FILE)
+        except (OSError, ContractError):
+            return self._unfinished()
+
+    def _unfinished(self) -> Metrics:
+        recipe, strategy = self.run.recipe, self.run.strategy
+        return Metrics(
+            schema=SCHEMA,
+            status="failed",
+            error=UNFINISHED,
+            name=recipe.name,
+            strategy=strategy.name,
+            zero_stage=strategy.zero_stage,
+            world_size=strategy.world_size,
+            device=environment.device_name(self.run.device),
+            model=recipe.settings.model_name_or_path,
+            recipe_sha256=recipe.sha256,
+        )
 
     @contextlib.contextmanager
     def on_failure(self) -> Iterator[None]:
@@ -118,16 +176,26 @@ class RunRecorder:
 
     @contextlib.contextmanager
     def _recorded_failure(self) -> Iterator[None]:
+        """What fails once the run is finished (an upload) leaves its metrics as they are."""
         try:
             yield
         except Refusal:
             raise
         except Exception as error:
-            states = {} if self.metrics is None else self.metrics.states_so_far()
-            failure = write_failure(self.run.output_dir, self.clock.failed or self.clock.current, error, states)
+            states, losses = {}, []
             if self.metrics is not None:
+                losses = self.metrics.losses_so_far()
+                with contextlib.suppress(Exception):  # the engine may be the very thing that broke
+                    states = self.metrics.states_so_far()
+            folder, phase = self.run.output_dir, self.clock.failed or self.clock.current
+            failure = write_failure(folder, phase, error, states, self.reached)
+            if not self.finished:
                 with if_the_disk_takes_it():
-                    self.write_metrics(failure.status, failure.error)
+                    if self.metrics is not None:
+                        self.metrics.write(folder, failure.status, failure.error)
+                    keep_failure(folder, failure, losses, self._unfinished(), self.run.checkpoint is not None)
+            if self.reached and rank() == 0:
+                print(f"the run failed ({phase}); {self.reached}", file=sys.stderr, flush=True)
             raise
 
 

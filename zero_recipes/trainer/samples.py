@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import math
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from zero_recipes.compat.deepspeed_engine import forget_trace_of_generation
-from zero_recipes.core.tables import print_texts
+from zero_recipes.core.files import json_lines, write_text
+from zero_recipes.core.tables import plain, print_texts, terminal
 from zero_recipes.data.samples import Sample
 from zero_recipes.distributed import fsdp
 from zero_recipes.metrics.read_runs import SampleRow
@@ -24,7 +27,7 @@ SCORES = Path(__file__).with_name("scores")
 
 @dataclass
 class Answers:
-    """What the model answered, in the order of the samples; losses: mean over the reference's tokens."""
+    """What the model answered, in the order of the samples; losses: mean over the reference's tokens, None without."""
 
     texts: list[str]
     reference_losses: list[float | None]
@@ -82,16 +85,24 @@ class AnswersBeforeTraining(TrainerCallback):
             return
         if state.global_step and self.samples and args.process_index == 0:
             print(f"sample prompts: `before` is what the model says after step {state.global_step}", flush=True)
+        longer = prompts_cut(self.trainer, self.samples, self.max_new_tokens)
+        if longer and args.process_index == 0:
+            room, _ = _places(self.trainer, self.max_new_tokens)
+            print(
+                f"sample prompts: of {longer} the last {room:,} tokens are asked, more the model does not take with "
+                "its answer",
+                flush=True,
+            )
         with self.clock.phase("samples_before"):
             self.answers = answer(self.trainer, self.samples, self.max_new_tokens)
 
 
-def score(samples: list[Sample], answers: Answers) -> list[dict[str, float]]:
-    """{metric: value} for each sample; empty where there is no reference."""
+def score(samples: list[Sample], answers: Answers) -> list[dict[str, float | None]]:
+    """{metric: value} for each sample; empty where there is no reference. `why_unscored` has the reason of a None."""
     import evaluate
 
     scored = [i for i, sample in enumerate(samples) if sample.reference is not None]
-    result: list[dict[str, float]] = [{} for _ in samples]
+    result: list[dict[str, float | None]] = [{} for _ in samples]
     if not scored:
         return result
     for name in ("exact_match", "token_f1"):
@@ -101,8 +112,17 @@ def score(samples: list[Sample], answers: Answers) -> list[dict[str, float]]:
         for i, value in zip(scored, values, strict=True):
             result[i][name] = value
     for i in scored:
-        result[i]["reference_loss"] = answers.reference_losses[i]
+        loss = answers.reference_losses[i]
+        result[i]["reference_loss"] = loss if loss is not None and math.isfinite(loss) else None
     return result
+
+
+def why_unscored(sample: Sample, losses: list[float | None]) -> str | None:
+    """Why a row has no reference loss; None where it has one each time, or nothing to be scored by."""
+    if sample.reference is None or all(loss is not None and math.isfinite(loss) for loss in losses):
+        return None
+    trained = any(label != -100 for label in sample.labels[1:])
+    return "the loss is not finite" if trained else "no token of the reference is within max_length"
 
 
 def write_samples(path: Path, samples: list[Sample], before: Answers, after: Answers) -> list[SampleRow]:
@@ -115,27 +135,40 @@ def write_samples(path: Path, samples: list[Sample], before: Answers, after: Ans
             reference=sample.reference,
             scores_before=scores_before,
             scores_after=scores_after,
+            unscored=why_unscored(sample, list(losses)),
         )
-        for sample, text_before, text_after, scores_before, scores_after in zip(
-            samples, before.texts, after.texts, score(samples, before), score(samples, after), strict=True
+        for sample, text_before, text_after, scores_before, scores_after, *losses in zip(
+            samples,
+            before.texts,
+            after.texts,
+            score(samples, before),
+            score(samples, after),
+            before.reference_losses,
+            after.reference_losses,
+            strict=True,
         )
     ]
-    path.write_text("".join(json.dumps(row.model_dump(), ensure_ascii=False) + "\n" for row in rows))
+    documents = [row.model_dump(exclude=None if row.unscored else {"unscored"}) for row in rows]
+    write_text(path, json_lines(documents))
     return rows
 
 
-def show_samples(rows: list[SampleRow], most: int = 6) -> None:
-    """Print the first rows and the mean scores as tables."""
-    from rich.console import Console
-
-    console = Console()
+def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:
+    """Print the first rows and the mean scores as tables. `source`: where the prompts come from."""
+    console = terminal()
     texts = [[question(row.prompt), *map(_short, (row.before, row.after, row.reference))] for row in rows[:most]]
-    title = f"Before and after ({len(texts)} of {len(rows)} prompts)"
+    title = f"Before and after ({len(texts)} of {len(rows)} prompts, {source})"
     print_texts(title, ("prompt", "before", "after", "reference"), texts, console)
     for name in next((row.scores_after for row in rows if row.scores_after), {}):
-        before = [row.scores_before[name] for row in rows if row.scores_before]
-        after = [row.scores_after[name] for row in rows if row.scores_after]
-        console.print(f"  {name:15s} {sum(before) / len(before):8.3f} before  {sum(after) / len(after):8.3f} after")
+        pairs = [(row.scores_before.get(name), row.scores_after.get(name)) for row in rows]
+        known = [pair for pair in pairs if None not in pair]
+        if known:
+            before, after = (sum(values) / len(known) for values in zip(*known, strict=True))
+            line = f"  {name:15s} {before:8.3f} before  {after:8.3f} after  ({len(known)} rows)"
+            console.print(plain(line), soft_wrap=True)
+    for why in dict.fromkeys(row.unscored for row in rows if row.unscored):
+        count = sum(row.unscored == why for row in rows)
+        console.print(plain(f"  {count} of {len(rows)} rows have no reference_loss: {why}"), soft_wrap=True)
 
 
 def question(prompt: str) -> str:
@@ -147,7 +180,8 @@ def question(prompt: str) -> str:
 @torch.no_grad()
 def _generate(trainer: SFTTrainer, samples: list[Sample], max_new_tokens: int) -> list[str]:
     tokenizer, device = trainer.processing_class, trainer.accelerator.device
-    rows = [tokenizer(s.prompt, add_special_tokens=not s.templated)["input_ids"] for s in samples]
+    room, max_new_tokens = _places(trainer, max_new_tokens)
+    rows = [(_prompt(tokenizer, s) or _start(tokenizer))[-room:] for s in samples]
     ids, mask = _pad(rows, tokenizer.pad_token_id, left=True)
     answered = trainer.model.generate(
         input_ids=ids.to(device),
@@ -162,35 +196,51 @@ def _generate(trainer: SFTTrainer, samples: list[Sample], max_new_tokens: int) -
 
 @torch.no_grad()
 def _reference_losses(trainer: SFTTrainer, samples: list[Sample]) -> list[float | None]:
-    """Mean negative log-likelihood per reference token, in nats. A forward pass runs even where none has a reference,
-    for the other ranks need it under stage 3."""
+    """Mean negative log-likelihood per reference token, in nats; None where a row has none. A forward pass runs even
+    where no row has any, for the other ranks need it under stage 3."""
     tokenizer, device = trainer.processing_class, trainer.accelerator.device
-    prompts = [tokenizer(s.prompt, add_special_tokens=not s.templated)["input_ids"] for s in samples]
-    ends = [
-        tokenizer(s.reference + tokenizer.eos_token, add_special_tokens=False)["input_ids"] if s.reference else []
-        for s in samples
-    ]
-    longest = trainer.args.max_length or tokenizer.model_max_length
-    rows = [(prompt + end)[:longest] for prompt, end in zip(prompts, ends, strict=True)]
-    ids, mask = _pad(rows, tokenizer.pad_token_id, left=False)
+    ids, mask = _pad([s.ids or _start(tokenizer) for s in samples], tokenizer.pad_token_id, left=False)
     logits = trainer.model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
     losses: list[float | None] = []
-    for row, prompt, line in zip(rows, prompts, logits, strict=True):
-        if len(row) <= len(prompt):
+    for sample, line in zip(samples, logits, strict=True):
+        target = torch.tensor(sample.labels[1:], device=device)  # a row's first token is never predicted
+        if not (target != -100).any():
             losses.append(None)
             continue
-        predicted = line[len(prompt) - 1 : len(row) - 1].float()
-        target = torch.tensor(row[len(prompt) :], device=device)
-        losses.append(torch.nn.functional.cross_entropy(predicted, target).item())
+        losses.append(torch.nn.functional.cross_entropy(line[: len(target)].float(), target).item())
     return losses
 
 
-def _pad(rows: list[list[int]], pad: int, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def prompts_cut(trainer: SFTTrainer, samples: list[Sample], max_new_tokens: int) -> int:
+    """How many prompts are longer than what the model takes beside its answer."""
+    room, _ = _places(trainer, max_new_tokens)
+    return sum(len(_prompt(trainer.processing_class, sample)) > room for sample in samples)
+
+
+def _places(trainer: SFTTrainer, max_new_tokens: int) -> tuple[int, int]:
+    """(tokens of a prompt, tokens of its answer) that the model has places for. At least half of them are the
+    prompt's: one that is longer loses its beginning."""
+    places = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    room = max(places - max_new_tokens, places // 2, 1)
+    return room, max(1, min(max_new_tokens, places - room))
+
+
+def _prompt(tokenizer, sample: Sample) -> list[int]:
+    return tokenizer(sample.prompt, add_special_tokens=not sample.templated)["input_ids"]
+
+
+def _start(tokenizer) -> list[int]:
+    """What a model is asked that is asked nothing."""
+    return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
+
+
+def _pad(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids, mask), both (rows, longest row)."""
     width = max(map(len, rows))
     fill = [[pad] * (width - len(row)) for row in rows]
     gap = [[0] * len(f) for f in fill]
     ones = [[1] * len(row) for row in rows]
+    rows = [list(row) for row in rows]
     join = (lambda a, b: b + a) if left else (lambda a, b: a + b)
     ids = [join(row, f) for row, f in zip(rows, fill, strict=True)]
     mask = [join(one, g) for one, g in zip(ones, gap, strict=True)]

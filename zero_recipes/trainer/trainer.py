@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from zero_recipes.checkpoint.finite import refuse_nonfinite
 from zero_recipes.checkpoint.reshard import load as reshard_load
 from zero_recipes.checkpoint.saved_files import write_checksums
-from zero_recipes.checkpoint.verify import verify
+from zero_recipes.checkpoint.verify import NotWhole, verify
 from zero_recipes.compat import fsdp as compat_fsdp
 from zero_recipes.compat import patches
+from zero_recipes.compat.huggingface import without_deepspeed_announcement
 from zero_recipes.compat.patches import FreshAdamAtStage0, adapter_dtypes_kept, load_weights_by_class
 from zero_recipes.config.run import RunConfig
 from zero_recipes.data.prepare import Prepared
 from zero_recipes.distributed import fsdp, ulysses
 from zero_recipes.distributed.init import set_host_threads
 from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer, carry_on
+from zero_recipes.trainer.divergence import StopAtDivergence
 from zero_recipes.trainer.recorder import DeleteOverwritten, RunRecorder
 from zero_recipes.trainer.row_order import SeededOrderSFTTrainer
 from zero_recipes.trainer.samples import AnswersBeforeTraining, answer, show_samples, write_samples
@@ -45,6 +48,7 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
         self.clock = recorder.clock
         self.stage_metrics = recorder.measure(model, args)
         self.answers_before = AnswersBeforeTraining(self.samples, run.settings.sample_max_new_tokens, self.clock)
+        self.divergence = StopAtDivergence(self.stage_metrics, run.settings.stop_after_nonfinite_steps)
         sharded = [fsdp.RefuseUnsharded()] if run.strategy.is_fsdp else []
         if sharded:
             compat_fsdp.keep_names_of_the_file(model)
@@ -61,45 +65,64 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
                     FreshAdamAtStage0(run.checkpoint is not None),
                     self.answers_before,
                     self.stage_metrics,
+                    self.divergence,
                     DeleteOverwritten(recorder),
                 ],
             )
         self.answers_before.trainer = self
         self.stage_metrics.watch(self)
         carry_on(self, run, rows.data_sha256, self.answers_before, self.stage_metrics)
-        recorder.write_metrics("failed", "the run has not finished")  # what a killed run leaves
+        recorder.progress()  # what a killed run leaves
 
     def train_to_the_end(self) -> None:
-        """All steps, from the run's checkpoint on. Afterwards the metrics are complete."""
+        """All steps, from the run's checkpoint on. The metrics are complete then. Raises Diverged on all ranks."""
         with self.clock.phase("train"):
             self.train(resume_from_checkpoint=self.run_config.checkpoint)
             self.stage_metrics.end_steps()
+            self.divergence.raise_if_diverged(self)
 
     def answer_samples(self) -> None:
         """The sample prompts once more; samples.jsonl and a table on rank 0. Collective."""
         with self.clock.phase("samples_after"):
             after = answer(self, self.samples, self.run_config.settings.sample_max_new_tokens)
-        if self.args.process_index == 0 and self.samples:
-            path = self.run_config.output_dir / "samples.jsonl"
-            show_samples(write_samples(path, self.samples, self.answers_before.answers, after))
+            if self.args.process_index == 0 and self.samples:
+                path = self.run_config.output_dir / "samples.jsonl"
+                rows = write_samples(path, self.samples, self.answers_before.answers, after)
+                show_samples(rows, f"from {self.samples[0].source}")
 
-    def save_and_verify(self) -> None:
-        """The model in output_dir, whole; nothing with save_model: false. Collective."""
+    def save_and_verify(self) -> str:
+        """The model in output_dir, whole; nothing with save_model: false. Returns how it stands with it.
+
+        Collective. Raises NotWhole on every rank.
+        """
+        folder = self.run_config.output_dir
         with self.clock.phase("save"):
             if not self.run_config.settings.save_model:
-                return
-            self.save_model(str(self.run_config.output_dir))
-            unset_hf_deepspeed_config()  # from_pretrained would take the check for a collective load
+                return "no model was to be saved"
+            self.save_model(str(folder))
+            fault = [None]
             if self.args.process_index == 0:
-                trusted = self.run_config.settings.trust_remote_code
-                whole = verify(self.run_config.output_dir, skip_checksums=True, trust_remote_code=trusted)
-                if self.with_checksums:
-                    write_checksums(self.run_config.output_dir)
-                sizes = f"{whole['tensors']} tensors, {whole['bytes']:,} bytes"
-                print(f"saved {self.run_config.output_dir}: whole, {sizes}", flush=True)
+                try:
+                    self._verify()
+                except NotWhole as error:
+                    fault = [str(error)]
+            broadcast_object_list(fault)
+            if fault[0] is not None:
+                raise NotWhole(fault[0])
+        return f"the model in {folder} is saved and whole"
+
+    def _verify(self) -> None:
+        """Raises NotWhole."""
+        folder, trusted = self.run_config.output_dir, self.run_config.settings.trust_remote_code
+        with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
+            whole = verify(folder, skip_checksums=True, trust_remote_code=trusted)
+        refuse_nonfinite(folder)
+        if self.with_checksums:
+            write_checksums(folder)
+        print(f"saved {folder}: whole, {whole['tensors']} tensors, {whole['bytes']:,} bytes", flush=True)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.stage_metrics.count_tokens(inputs)
+        self.stage_metrics.count_tokens(inputs, self.repeated_tokens(inputs))
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.stage_metrics.add_loss(loss)
         return loss
@@ -120,6 +143,14 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
         else:
             with adapter_dtypes_kept(model):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _save_checkpoint(self, model, trial):
+        """None of weights that are not finite: it would push out the last one that can be gone on from."""
+        if self.divergence.spoiled(self):
+            if self.args.process_index == 0:
+                print(f"no checkpoint is saved at step {self.state.global_step}: it is not finite", flush=True)
+            return
+        super()._save_checkpoint(model, trial)
 
     def _load_best_model(self):
         by_names_of_the_file = not (self.is_deepspeed_enabled or self.is_fsdp_enabled)

@@ -1,0 +1,136 @@
+"""Samples lose nothing that was trained, and the reference loss is the loss that training sees."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.helpers.sample_cases import strict
+from tests.helpers.tiny import ROOT, named, write_recipe
+from zero_recipes.checkpoint.verify import verify
+from zero_recipes.data.load import alpaca_row
+
+SAMPLES = {"sample_prompts": 3, "sample_max_new_tokens": 2, "per_device_eval_batch_size": 2}
+
+
+def rows_of(folder):
+    return [strict(line) for line in (folder / "samples.jsonl").read_text().split("\n") if line]
+
+
+def one_row(folder, row):
+    """A data folder whose test split is this row."""
+    folder.mkdir()
+    (folder / "train.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    (folder / "test.jsonl").write_text(json.dumps(row) + "\n")
+    return folder
+
+
+FP32 = {"bf16": False, "random_weights": False, "dataset_format": None, "max_steps": 2, "eval_strategy": "steps"}
+FP32 |= {"eval_steps": 2, "eval_on_start": True, "sample_prompts": 1, "sample_max_new_tokens": 1}
+STORY = {"prompt": "Once upon a time there was a fox.", "completion": "She had a red hat and a big dog."}
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "Tell me about the fox."},
+        {"role": "assistant", "content": "It has a red hat."},
+    ]
+}
+
+
+def equal_losses(group, tmp_path, row, **keys):
+    """The row's reference losses before and after training are the trainer's own evaluation losses of it."""
+    path = write_recipe(tmp_path, **FP32 | {"dataset_name": str(one_row(tmp_path / "one", row))} | keys)
+    metrics = group.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]["metrics"]
+    (sample,) = rows_of(tmp_path / "out")
+    evaluated = [evaluation["loss"] for evaluation in metrics["eval_history"]]
+    scored = [sample[key]["reference_loss"] for key in ("scores_before", "scores_after")]
+    assert scored == pytest.approx(evaluated, abs=1e-6) and scored[1] < scored[0]
+
+
+def test_the_reference_loss_is_the_evaluation_loss_of_a_tokenizer_with_space_marks(one, tmp_path, fixtures):
+    equal_losses(one, tmp_path, STORY, model_name_or_path=str(fixtures / "stories260K"))
+
+
+def test_the_reference_loss_is_the_evaluation_loss_of_a_row_that_is_cut(one, tmp_path, fixtures):
+    equal_losses(one, tmp_path, STORY, model_name_or_path=str(fixtures / "stories260K"), max_length=17)
+
+
+def test_the_reference_loss_is_the_evaluation_loss_of_the_tiny_world(two, tmp_path):
+    row = {"instruction": "What colour is the kozob?", "input": "", "output": "The kozob is red."}
+    keys = {"model_name_or_path": str(ROOT / "tiny_world" / "base"), "dataset_format": "alpaca"}
+    equal_losses(two, tmp_path, row, **keys)
+
+
+def test_the_reference_loss_is_the_evaluation_loss_of_a_chat(one, tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+        "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    keys = {"model_name_or_path": str(ROOT / "tiny_world" / "base"), "chat_template_path": str(template)}
+    equal_losses(one, tmp_path, CHAT, assistant_only_loss=True, **keys)
+
+
+def test_a_prompt_as_long_as_max_length_and_an_empty_reference_end_well(two, tmp_path):
+    """A row without a score is a row that says so; samples come from the test split without an evaluation too."""
+    draw = random.Random(8)
+    length = draw.randrange(66, 110)
+    path = write_recipe(tmp_path, max_length=length, save_model=True, max_steps=1, **SAMPLES | {"sample_prompts": 5})
+    rows = [{"instruction": f"Say [/INST] {'very ' * n}much.", "input": "", "output": "x"} for n in (0, 1, 9, 40, 400)]
+    rows[1]["output"] = ""
+    test = tmp_path / "rows" / "test.jsonl"
+    test.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    found = two.run("sample_cases.ending", argv=[str(path), "--output_dir", str(out), *named("zero3")])
+    assert [rank["error"] for rank in found] == [None, None] and found[0]["metrics"]["status"] == "ok"
+    samples = rows_of(out)
+    scores = [row["scores_after"]["reference_loss"] for row in samples]
+    assert [score is None for score in scores] == [False, False, False, True, True]
+    assert [row.get("unscored") for row in samples] == [None] * 3 + [
+        "no token of the reference is within max_length"
+    ] * 2
+    assert verify(out, deep=True)["tensors"] > 0
+    printed = two.log(0, 10**6)
+    assert "Before and after (5 of 5 prompts, from the split 'test')" in printed and "[/INST]" in printed
+    assert f"of {len(rows) - 4} the last 254 tokens are asked" in printed  # 256 places, 2 for the answer
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp2"])
+def test_samples_that_fail_lose_no_model(two, tmp_path, strategy):
+    """Whatever breaks after the save: exit with an error that names the whole model, and the model is the trained one.
+
+    They are asked with the engine that has saved: unequal prompts on two ranks, and each forward pass is collective.
+    """
+    path = write_recipe(tmp_path, save_model=True, max_steps=2, **SAMPLES)
+    argv = [str(path), *named(strategy), "--output_dir"]
+    whole = two.run("sample_cases.ending", argv=[*argv, str(tmp_path / "whole")])[0]
+    assert whole["error"] is None and len(rows_of(tmp_path / "whole")) == 3
+    point = random.Random(strategy).choice(["samples", "scores", "print"])
+    ranks = two.run("sample_cases.break_at", argv=[*argv, str(tmp_path / "out")], point=point)
+    metrics = ranks[0]["metrics"]
+    assert ranks[0]["error"] == ["RuntimeError", "it broke"]
+    assert (metrics["status"], metrics["failure"]["phase"]) == ("failed", "samples_after")
+    assert metrics["error"] == f"RuntimeError: it broke (the model in {tmp_path / 'out'} is saved and whole)"
+    assert metrics["loss_history"] == whole["metrics"]["loss_history"]
+    assert verify(tmp_path / "out", deep=True) == verify(tmp_path / "whole", deep=True)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_tokens_of_a_row_are_counted_once(two, tmp_path, accumulation):
+    """51 rows on two processes: the last batches of an epoch are filled with rows that it had before."""
+    keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": accumulation, "max_length": 96}
+    path = write_recipe(tmp_path, max_steps=-1, num_train_epochs=2, **keys)
+    train = tmp_path / "rows" / "train.jsonl"
+    rows = [json.loads(line) for line in train.read_text().splitlines()[:51]]
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokens = two.run("train", argv=[str(path), "--output_dir", str(tmp_path / "two")])[0]["metrics"]["tokens"]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    prompts = [len(tokenizer(alpaca_row(row)["prompt"])["input_ids"]) for row in rows]
+    answers = [len(tokenizer(row["output"] + tokenizer.eos_token)["input_ids"]) for row in rows]
+    lengths = [min(96, prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    assert tokens["non_padding"] == 2 * sum(lengths)
+    assert tokens["supervised"] == 2 * (sum(lengths) - sum(prompts))
+    assert 2 * sum(lengths) < tokens["all"] <= 2 * 51 * 96

@@ -1,0 +1,113 @@
+"""Cases of tests/helpers/group.py for runs that end otherwise than well; arguments and results are JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import run_sft
+from zero_recipes.core.errors import Refusal, RunFailed
+from zero_recipes.metrics.callback import StageMetricsCallback
+from zero_recipes.trainer import recorder, trainer
+
+
+def strict(text: str) -> Any:
+    """JSON as the standard has it."""
+
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def ending(argv: list[str]) -> dict:
+    """How a run ends on this rank: its error's type and message, metrics.json and the files of its folder."""
+    run, error = run_sft.prepare(argv), None
+    try:
+        run_sft.train(run)
+    except (RunFailed, Refusal, Exception) as raised:
+        error = raised
+    torch.distributed.barrier()  # every rank has written what it leaves
+    metrics = run.output_dir / "metrics.json"
+    return {
+        "error": None if error is None else [type(error).__name__, str(error)],
+        "known": isinstance(error, (RunFailed, Refusal)),
+        "metrics": strict(metrics.read_text()) if metrics.is_file() else None,
+        "files": sorted(path.name for path in run.output_dir.glob("*")),
+    }
+
+
+# what a run does, and where it can break: (owner, name of what is called)
+POINTS = {
+    "load": (run_sft, None),
+    "step": (trainer.RecipeTrainer, "training_step"),
+    "save": (trainer.RecipeTrainer, "save_model"),
+    "samples": (trainer, "answer"),
+    "scores": (trainer, "write_samples"),
+    "print": (trainer, "show_samples"),
+}
+
+
+@contextmanager
+def broken(point: str, calls: int, error: BaseException) -> Iterator[None]:
+    """Raise `error` at the call after `calls` of a point."""
+    if point == "load":
+        from zero_recipes.models import load
+
+        owner, name = load, "load_model"
+    else:
+        owner, name = POINTS[point]
+    original, count = getattr(owner, name), iter(range(10**6))
+
+    def call(*arguments, **keywords):
+        if next(count) == calls:
+            raise error
+        return original(*arguments, **keywords)
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
+def break_at(argv: list[str], point: str, calls: int = 0, error: str = "RuntimeError", words: str = "it broke") -> dict:
+    """`ending` of a run that breaks on all ranks."""
+    kinds = {"RuntimeError": RuntimeError, "MemoryError": MemoryError, "OSError": OSError}
+    kinds["Refusal"] = lambda text: Refusal("ZR000", text, "why", "fix")
+    with broken(point, calls, kinds[error](words)):
+        return ending(argv)
+
+
+def nan_on_rank_1(argv: list[str], first: int, steps: int, value: float | str = "nan") -> dict:
+    """`ending` of a run whose loss is not finite on rank 1 alone, for so many steps from `first` on (from 1)."""
+    original = StageMetricsCallback.add_loss
+
+    def add_loss(self, loss):
+        spoiled = os.environ["RANK"] == "1" and first <= self.done + 1 < first + steps
+        original(self, loss + float(value) if spoiled else loss)
+
+    with mock.patch.object(StageMetricsCallback, "add_loss", add_loss):
+        return ending(argv)
+
+
+def killed_while_loading(argv: list[str]) -> dict | None:
+    """metrics.json as it stands while the weights are loaded."""
+    from zero_recipes.models import load
+
+    run, seen = run_sft.prepare(argv), []
+
+    def load_model(*_arguments, **_keywords):
+        path = Path(run.output_dir) / "metrics.json"
+        seen.append(strict(path.read_text()) if path.is_file() else None)
+        raise recorder.Refusal("ZR000", "not now", "why", "fix")
+
+    with mock.patch.object(load, "load_model", load_model):
+        try:
+            run_sft.train(run)
+        except Refusal:
+            return seen[0]
