@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import hashlib
 import math
 import os
@@ -23,6 +22,8 @@ from typing import Any
 import yaml
 
 from zero_recipes.config.recipe_keys import dataclasses_of_a_recipe, key_choices, key_types
+from zero_recipes.config.recipe_text import RecipeFile as RecipeFile
+from zero_recipes.config.recipe_text import read_recipe_file as read_recipe_file
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.validation import key_findings, recipe_findings
 from zero_recipes.core.errors import Refusal
@@ -66,39 +67,6 @@ def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
             USAGE,
         )
     return Path(rest[0]), rest[1:]
-
-
-def read_recipe_file(path: Path) -> dict[str, Any]:
-    """The recipe's mapping, its `env:` block already put into the environment."""
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.5)
-        raise Refusal(
-            "ZR116",
-            f"there is no recipe {path}",
-            f"Paths are relative to the working directory, {Path.cwd()}.",
-            f"Did you mean {path.parent / near[0]}?" if near else "Check the path; the recipes stand in recipes/.",
-        )
-    try:
-        mapping = _load(path)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, such as 2024-13-45
-        raise Refusal(
-            "ZR117", f"{path} is not YAML", str(error).replace("\n", " "), "Correct the line that it names."
-        ) from None
-    if mapping is None:
-        raise Refusal(
-            "ZR118",
-            f"{path} is not a mapping of keys to values",
-            "A recipe is one YAML mapping, as for `trl sft --config`.",
-            "Write one `key: value` a line; recipes/tiny.yaml is a short example.",
-        )
-    env = mapping.pop("env", None) or {}
-    if not isinstance(env, dict):
-        raise Refusal(
-            "ZR119", f"`env:` in {path} is not a mapping", "It names environment variables.", "env:\n      NAME: value"
-        )
-    for name, value in env.items():
-        os.environ[name] = str(value)
-    return mapping
 
 
 def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
@@ -210,54 +178,6 @@ def _parser():
 
     # abbreviations (`--max_step`) would hide a misspelt key
     return Parser(dataclass_types=dataclasses_of_a_recipe(), allow_abbrev=False, add_help=False)
-
-
-class RecipeFile(dict):
-    """A recipe's mapping that remembers the line of each key."""
-
-    lines: dict[str, int]
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's, with an error for a key that stands twice in one mapping.
-
-    ruamel.yaml has it, but it reads 1e-5 as a number: a recipe must mean what TRL's PyYAML makes of it.
-    """
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            line = key.start_mark.line + 1
-            if (key.tag, key.value) in lines:
-                raise Refusal(
-                    "ZR126",
-                    f"`{key.value}` stands twice in {self.name}, in lines {lines[key.tag, key.value]} and {line}",
-                    "PyYAML takes the last one without a message.",
-                    "Remove one of them.",
-                )
-            lines[key.tag, key.value] = line
-        return node
-
-
-def _load(path: Path) -> RecipeFile | None:
-    """The file's mapping (None if it holds none). Raises Refusal for a key that is not text or stands twice."""
-    with path.open("rb") as file:  # a file, not its text: errors then name it, and a wrong encoding is one of them
-        loader = _Loader(file)
-        node = loader.get_single_node()
-    if not isinstance(node, yaml.MappingNode):
-        return None
-    lines: dict[str, int] = {}
-    for key, _ in node.value:
-        line = key.start_mark.line + 1
-        if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-            raise Refusal(
-                "ZR125", f"the key in {path}:{line} is not text", "Keys are names.", "Write one `key: value` a line."
-            )
-        lines[key.value] = line
-    mapping = RecipeFile(loader.construct_document(node))
-    mapping.lines = lines
-    return mapping
 
 
 def _named_on(overrides: list[str], known: typing.Container[str]) -> set[str]:
