@@ -15,6 +15,7 @@ from zero_recipes.checkpoint.resume import checkpoint_to_resume
 from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
 from zero_recipes.checks.cache import on_hub
 from zero_recipes.checks.ds_config import fill_auto
+from zero_recipes.checks.rehearsal import rehearsal_findings
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
 from zero_recipes.compat.registry import parts_in_use, private_part_findings
@@ -45,9 +46,10 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     findings = list(version_findings(installed_versions()))
     if findings:
         return None, findings  # what follows is written for the versions above the floor
-    findings = recipe_findings(str(path), mapping, mapping.lines, recipe_keys.key_types(), recipe_keys.key_choices())
+    known = recipe_keys.key_types()
+    findings = recipe_findings(str(path), mapping, mapping.lines, known, recipe_keys.key_choices())
     wrong = {finding.key for finding in findings if finding.level == "error"}
-    sound = RecipeFile({key: value for key, value in mapping.items() if key not in wrong})
+    sound = RecipeFile({key: value for key, value in mapping.items() if key in known and key not in wrong})
     sound.lines = mapping.lines
     recipe = _attempt(findings, recipes.parse_recipe, path, sound, overrides)
     if recipe is None:
@@ -68,6 +70,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     if not (constants.is_offline_mode() and on_hub(settings.model_name_or_path)):  # what the cache lacks is said below
         _attempt(findings, load_config, settings, settings)
     _attempt(findings, refuse_missing_attention, settings.attn_implementation, device)
+    findings += rehearsal_findings(settings, strategy, str(path))
     if strategy is not None:
         findings += private_part_findings(parts_in_use(strategy, settings, device))
     _attempt(findings, refuse_occupied, output_dir, settings.resume_from_checkpoint, settings.overwrite)

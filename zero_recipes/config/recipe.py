@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import math
 import os
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,14 @@ from typing import Any
 
 import yaml
 
+from zero_recipes.config.command_line import decoded, named_on, refuse_no_text, without_unset
 from zero_recipes.config.recipe_keys import dataclasses_of_a_recipe, key_choices, key_types
 from zero_recipes.config.recipe_text import RecipeFile as RecipeFile
 from zero_recipes.config.recipe_text import read_recipe_file as read_recipe_file
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.validation import key_findings, recipe_findings
-from zero_recipes.core.errors import Refusal
+from zero_recipes.config.value_limits import MAPPINGS, limit_findings
+from zero_recipes.core.errors import Refusal, first_line, raise_errors
 
 USAGE = "run_sft.py RECIPE.yaml [--key value ...]"
 
@@ -77,10 +78,12 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
     if any(finding.level == "error" for finding in findings):
         raise Refusal.of(findings)
 
+    refuse_no_text(overrides)
     file_values = dict(mapping)
     prompts = file_values.pop("sample_prompts", None)  # a list, a number or a path: argparse has one type per key
     parser.set_defaults_with_config(**file_values)
-    namespace, extra = parser.parse_known_args(overrides)
+    valued, unset = without_unset(overrides, known)
+    namespace, extra = parser.parse_known_args(valued)
     stray = [word for word in extra if word.startswith("--")]
     findings = list(
         key_findings("the command line", [word[2:].partition("=")[0].replace("-", "_") for word in stray], known)
@@ -93,9 +96,16 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
         )
 
     values = vars(namespace)
-    named = _named_on(overrides, known)
+    named = named_on(overrides, known)
     if "sample_prompts" not in named:
         values["sample_prompts"] = prompts
+    values["datasets"] = [
+        dataclasses.asdict(entry) if dataclasses.is_dataclass(entry) else entry for entry in values["datasets"]
+    ]  # objects, where the command line names them
+    values |= dict.fromkeys(unset)
+    values |= {key: decoded(key, values[key]) for key in (*MAPPINGS, "accelerator_config")}
+    findings = [found for key in named & set(values) for found in limit_findings("the command line", key, values[key])]
+    raise_errors(findings)
     given = {key: values[key] for key in values if key in mapping or key in named}
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return Recipe(path=path, settings=Settings(values), given=MappingProxyType(given), sha256=digest)
@@ -143,11 +153,11 @@ def instances(settings: Settings, path: Path) -> tuple:
         try:
             values = {key: copy.deepcopy(value) for key, value in settings.as_dict().items() if key in fields}
             objects.append(cls(**values))  # copied: DatasetMixtureConfig turns the mapping's entries into objects
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # constructors of libraries: each raises what it likes
             raise Refusal(
                 "ZR123",
                 f"{cls.__name__} does not take the values of {path}",
-                str(error),
+                first_line(error),
                 "Change the key that it names.",
             ) from error
     return tuple(objects)
@@ -178,11 +188,6 @@ def _parser():
 
     # abbreviations (`--max_step`) would hide a misspelt key
     return Parser(dataclass_types=dataclasses_of_a_recipe(), allow_abbrev=False, add_help=False)
-
-
-def _named_on(overrides: list[str], known: typing.Container[str]) -> set[str]:
-    names = {word[2:].partition("=")[0].replace("-", "_") for word in overrides if word.startswith("--")}
-    return {name if name in known else name.removeprefix("no_") for name in names}
 
 
 def steps_by_epochs(rows: int, settings: Settings, replicas: int) -> int:

@@ -121,6 +121,24 @@ def load_model(config: PretrainedConfig, model_args, training_args, ours) -> Pre
     return model
 
 
+def rehearse_model(config: PretrainedConfig, settings: Settings, model_args, training_args) -> PreTrainedModel:
+    """The model as `load_model` makes it, without memory and without its weights.
+
+    Raises whatever the libraries raise at its dtype, attention or keywords.
+    """
+    keywords = _keywords(model_args, training_args)
+    with torch.device("meta"), without_deepspeed_announcement():
+        if (
+            not settings.random_weights
+            and training_args.model_init_kwargs
+            and Path(str(settings.model_name_or_path)).is_dir()
+        ):
+            return _from_pretrained(config, model_args, training_args, keywords, "meta")[0]
+        if keywords["dtype"] == "auto":
+            keywords["dtype"] = config.dtype or torch.float32
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=training_args.trust_remote_code, **keywords)
+
+
 def _keywords(model_args, training_args) -> dict:
     """What from_pretrained and from_config take from the recipe."""
     dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
