@@ -110,7 +110,7 @@ def _dataset_is_cached(entry: Mapping[str, Any]) -> bool:
     from datasets import load_dataset_builder
     from datasets.utils.logging import set_verbosity_error, set_verbosity_warning
 
-    if not on_hub(entry.get("path")) or entry["path"] in _packaged():
+    if not on_hub(entry.get("path")) or entry["path"] in packaged_formats():
         return True
     set_verbosity_error()  # it warns that it could not ask the hub
     try:
@@ -122,7 +122,7 @@ def _dataset_is_cached(entry: Mapping[str, Any]) -> bool:
         set_verbosity_warning()
 
 
-def _packaged() -> set[str]:
+def packaged_formats() -> set[str]:
     """Names that are formats, not data sets of the hub: json, csv, parquet and others."""
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 

@@ -14,7 +14,9 @@ from zero_recipes.checkpoint.output_dir import refuse_occupied
 from zero_recipes.checkpoint.resume import checkpoint_to_resume
 from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
 from zero_recipes.checks.cache import on_hub
+from zero_recipes.checks.data_at_hand import data_at_hand_findings
 from zero_recipes.checks.ds_config import fill_auto
+from zero_recipes.checks.refused_late import late_findings
 from zero_recipes.checks.rehearsal import rehearsal_findings
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
@@ -70,7 +72,10 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     if not (constants.is_offline_mode() and on_hub(settings.model_name_or_path)):  # what the cache lacks is said below
         _attempt(findings, load_config, settings, settings)
     _attempt(findings, refuse_missing_attention, settings.attn_implementation, device)
+    findings += late_findings(settings, strategy, device)
     findings += rehearsal_findings(settings, strategy, str(path))
+    if not wrong & {"dataset_name", "datasets"}:
+        findings += data_at_hand_findings(settings, bool(rehearsal) and not constants.is_offline_mode())
     if strategy is not None:
         findings += private_part_findings(parts_in_use(strategy, settings, device))
     _attempt(findings, refuse_occupied, output_dir, settings.resume_from_checkpoint, settings.overwrite)

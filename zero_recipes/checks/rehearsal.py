@@ -33,16 +33,18 @@ def rehearsal_findings(settings: Settings, strategy: Strategy | None, place: str
     findings: list[Finding] = []
     with alone(), tempfile.TemporaryDirectory() as folder:
         try:
-            elsewhere = ELSEWHERE | {"fp16": settings.fp16, "output_dir": folder}
+            elsewhere = ELSEWHERE | {"output_dir": folder}
+            if settings.max_length is None:  # refused by name
+                elsewhere |= {"packing": False, "eval_packing": False}
             _, args, model_args, _, _ = recipes.instances(settings.replace(**elsewhere), place)
         except Refusal as refusal:
             return refusal.findings
         peft_config = None
-        with _net(findings, "ZR167", "PEFT does not take the keys of LoRA", "Change the key that it names."):
+        with _net(findings, "ZR180", "PEFT does not take the keys of LoRA", "Change the key that it names."):
             from trl import get_peft_config
 
             peft_config = get_peft_config(model_args)
-        with _net(findings, "ZR168", "bitsandbytes does not take the keys of quantization", "Change the key."):
+        with _net(findings, "ZR429", "bitsandbytes does not take the keys of quantization", "Change the key."):
             from trl import get_quantization_config
 
             get_quantization_config(model_args)
@@ -78,22 +80,22 @@ def _rehearse_trainer(findings: list[Finding], settings: Settings, strategy, arg
     args.__class__ = type("ArgumentsInPlace", (SFTConfig,), {"place_model_on_device": False})  # it has no memory
     ds_config = strategy.ds_config.raw if strategy is not None and strategy.is_deepspeed else {}
     trainer = None
-    with _net(findings, "ZR169", "TRL's trainer does not take the recipe", "Change the key that it names."):
+    with _net(findings, "ZR181", "TRL's trainer does not take the recipe", "Change the key that it names."):
         trainer = _trainer(args, model, peft_config)
     if trainer is None:
         return
     if "optimizer" not in ds_config:
         what = f"optim: {settings.optim} cannot be made"
-        with _net(findings, "ZR170", what, "Change optim or its arguments, or install the package that it names."):
+        with _net(findings, "ZR182", what, "Change optim or its arguments, or install the package that it names."):
             trainer.optimizer = _optimizer(trainer)
     if "scheduler" not in ds_config and trainer.optimizer is not None:
         what = f"lr_scheduler_type: {settings.lr_scheduler_type} cannot be made"
-        with _net(findings, "ZR171", what, "Change lr_scheduler_type or lr_scheduler_kwargs."):
+        with _net(findings, "ZR183", what, "Change lr_scheduler_type or lr_scheduler_kwargs."):
             trainer.create_scheduler(settings.max_steps if settings.max_steps > 0 else STEPS)
-    with _net(findings, "ZR172", "the data loader cannot be made", "Change the key that it names."):
+    with _net(findings, "ZR184", "the data loader cannot be made", "Change the key that it names."):
         trainer.get_train_dataloader()
     if args.activation_checkpointing:
-        with _net(findings, "ZR173", "activations cannot be recomputed as the recipe says", "Change the key."):
+        with _net(findings, "ZR185", "activations cannot be recomputed as the recipe says", "Change the key."):
             _recompute(trainer.model, dict(args.activation_checkpointing_kwargs or {}))
 
 

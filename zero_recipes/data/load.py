@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.errors import Refusal
+from zero_recipes.data.at_hand import not_loaded, refuse_absent_data, refuse_missing_split
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
@@ -116,21 +115,7 @@ def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
     from trl import get_dataset
 
     named = [d.path for d in dataset_args.datasets] or [script_args.dataset_name]
-    if named == [None]:
-        raise Refusal(
-            "ZR504",
-            "the recipe names no data",
-            "Neither `dataset_name` nor `datasets` is set.",
-            "Add e.g. dataset_name: tatsu-lab/alpaca",
-        )
-    for name in named:
-        if name.startswith((".", "/")) and not Path(name).exists():
-            raise Refusal(
-                "ZR505",
-                f"the data {name} cannot be loaded",
-                f"There is no such file or folder; paths are relative to the working directory, {Path.cwd()}.",
-                "Check the path.",
-            )
+    refuse_absent_data(named)
     set_seed(training_args.seed)  # get_dataset splits unseeded: ranks would get different test sets
     try:
         if dataset_args.datasets:
@@ -139,22 +124,11 @@ def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
             script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
         )
     except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
-        offline = os.environ.get("HF_HUB_OFFLINE") == "1" or not _is_local(named[0])
-        fix = (
-            "Check the path." if not offline else "zero-recipes fetch RECIPE.yaml downloads it once; then start again."
-        )
-        raise Refusal("ZR506", f"the data {', '.join(named)} cannot be loaded", first_line(error), fix) from error
+        raise not_loaded(named, error) from error
 
 
 def _split(dataset, name: str, key: str):
-    if name not in dataset:
-        raise Refusal(
-            "ZR507",
-            f"the data set has no split {name!r}; it has {', '.join(dataset)}",
-            f"The recipe's {key} names it" + (" (eval_strategy needs one)." if "test" in key else "."),
-            f"Set {key} to one of them"
-            + (', use `datasets:` with test_split_size, or eval_strategy: "no".' if "test" in key else "."),
-        )
+    refuse_missing_split(dataset, name, key)
     return dataset[name]
 
 
@@ -176,10 +150,6 @@ def _require_trl_columns(rows: Dataset | IterableDataset, training_args) -> None
             f"dataset_text_field names ({training_args.dataset_text_field}).",
             f"Rename the columns, or set dataset_text_field.{alpaca}",
         )
-
-
-def _is_local(name: str) -> bool:
-    return Path(name).exists() or name in ("json", "csv", "parquet", "text")
 
 
 def rows_on_disk(settings: Settings) -> int | None:
