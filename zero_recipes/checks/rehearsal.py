@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from zero_recipes.compat.alone import alone
@@ -40,11 +40,13 @@ def rehearsal_findings(settings: Settings, strategy: Strategy | None, place: str
         except Refusal as refusal:
             return refusal.findings
         peft_config = None
-        with _net(findings, "ZR180", "PEFT does not take the keys of LoRA", "Change the key that it names."):
+        fix = "Change the key that it names."
+        with _net(findings, lambda said: Finding("ZR180", "PEFT does not take the keys of LoRA", said, fix)):
             from trl import get_peft_config
 
             peft_config = get_peft_config(model_args)
-        with _net(findings, "ZR429", "bitsandbytes does not take the keys of quantization", "Change the key."):
+        what = "bitsandbytes does not take the keys of quantization"
+        with _net(findings, lambda said: Finding("ZR429", what, said, fix)):
             from trl import get_quantization_config
 
             get_quantization_config(model_args)
@@ -64,8 +66,11 @@ def _model(findings: list[Finding], settings: Settings, model_args, args):
     config = local_config(settings)
     if config is None:
         return None
-    what = "the model cannot be built as the recipe says"
-    with _net(findings, "ZR427", what, "Change dtype, attn_implementation or model_init_kwargs."):
+    what, fix = (
+        "the model cannot be built as the recipe says",
+        "Change dtype, attn_implementation or model_init_kwargs.",
+    )
+    with _net(findings, lambda said: Finding("ZR427", what, said, fix)):
         return rehearse_model(config, settings, model_args, args)
     return None
 
@@ -80,22 +85,26 @@ def _rehearse_trainer(findings: list[Finding], settings: Settings, strategy, arg
     args.__class__ = type("ArgumentsInPlace", (SFTConfig,), {"place_model_on_device": False})  # it has no memory
     ds_config = strategy.ds_config.raw if strategy is not None and strategy.is_deepspeed else {}
     trainer = None
-    with _net(findings, "ZR181", "TRL's trainer does not take the recipe", "Change the key that it names."):
+    fix = "Change the key that it names."
+    with _net(findings, lambda said: Finding("ZR181", "TRL's trainer does not take the recipe", said, fix)):
         trainer = _trainer(args, model, peft_config)
     if trainer is None:
         return
     if "optimizer" not in ds_config:
-        what = f"optim: {settings.optim} cannot be made"
-        with _net(findings, "ZR182", what, "Change optim or its arguments, or install the package that it names."):
+        what, name = f"optim: {settings.optim} cannot be made", "Change optim or optim_args, or install what it names."
+        with _net(findings, lambda said: Finding("ZR182", what, said, name)):
             trainer.optimizer = _optimizer(trainer)
     if "scheduler" not in ds_config and trainer.optimizer is not None:
-        what = f"lr_scheduler_type: {settings.lr_scheduler_type} cannot be made"
-        with _net(findings, "ZR183", what, "Change lr_scheduler_type or lr_scheduler_kwargs."):
+        schedule = f"lr_scheduler_type: {settings.lr_scheduler_type} cannot be made"
+        kwargs = "Change lr_scheduler_type, lr_scheduler_kwargs or warmup_steps."
+        with _net(findings, lambda said: Finding("ZR183", schedule, said, kwargs)):
             trainer.create_scheduler(settings.max_steps if settings.max_steps > 0 else STEPS)
-    with _net(findings, "ZR184", "the data loader cannot be made", "Change the key that it names."):
+    with _net(findings, lambda said: Finding("ZR184", "the data loader cannot be made", said, fix)):
         trainer.get_train_dataloader()
     if args.activation_checkpointing:
-        with _net(findings, "ZR185", "activations cannot be recomputed as the recipe says", "Change the key."):
+        recomputed = "activations cannot be recomputed as the recipe says"
+        keys = "Change activation_checkpointing_kwargs."
+        with _net(findings, lambda said: Finding("ZR185", recomputed, said, keys)):
             _recompute(trainer.model, dict(args.activation_checkpointing_kwargs or {}))
 
 
@@ -136,11 +145,11 @@ def _recompute(model, keywords: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _net(findings: list[Finding], code: str, what: str, fix: str) -> Iterator[None]:
+def _net(findings: list[Finding], finding: Callable[[str], Finding]) -> Iterator[None]:
     """Whatever a library raises becomes a finding with its message."""
     try:
         yield
     except Refusal as refusal:
         findings += refusal.findings
     except Exception as error:  # the point of the net
-        findings.append(Finding(code, what, f"{type(error).__name__}: {first_line(error)}", fix))
+        findings.append(finding(f"{type(error).__name__}: {first_line(error)}"))

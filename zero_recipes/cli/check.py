@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from zero_recipes.cli.options import number
 from zero_recipes.core.errors import Refusal
 
 
@@ -14,7 +15,7 @@ def add_check(verbs) -> None:
     )
     verb.add_argument("recipe", type=Path)
     verb.add_argument("--config_file", type=Path, help="the accelerate file it will be launched with")
-    verb.add_argument("--num_processes", type=int)
+    verb.add_argument("--num_processes", type=number("--num_processes", int, 1))
     verb.add_argument(
         "--upgrade", action="store_true", help="write RECIPE.upgraded.yaml in today's keys, and check that"
     )
@@ -32,13 +33,17 @@ def _check(arguments: argparse.Namespace) -> int:
     from zero_recipes.compat.warnings import quieten
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_environment
+    from zero_recipes.config.launch_keys import launched_as_named
     from zero_recipes.planner import gate
 
     quieten()
     if arguments.upgrade:
         arguments.recipe = _write_upgraded(arguments.recipe)
     mapping = recipes.read_recipe_file(arguments.recipe)
-    environment = launched_environment(arguments.config_file, arguments.num_processes)
+    if arguments.config_file is None and arguments.num_processes is None:
+        environment = launched_as_named(mapping)
+    else:
+        environment = launched_environment(arguments.config_file, arguments.num_processes)
     run, findings = preflight(arguments.recipe, mapping, arguments.overrides, environment, rehearsal=True)
     if run is not None:
         findings += gate.rehearsed(run, environment)

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from zero_recipes.config.command_line import decoded, named_on, refuse_no_text, without_unset
+from zero_recipes.config.launch_keys import LAUNCH
 from zero_recipes.config.recipe_keys import dataclasses_of_a_recipe, key_choices, key_types
 from zero_recipes.config.recipe_text import RecipeFile as RecipeFile
 from zero_recipes.config.recipe_text import read_recipe_file as read_recipe_file
@@ -74,7 +75,9 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
     """Merge file and command line through TRL's own parser; refuse what neither TRL nor we know."""
     parser = _parser()
     known = key_types()
-    findings = recipe_findings(str(path), mapping, getattr(mapping, "lines", {}), known, key_choices())
+    lines = getattr(mapping, "lines", {})
+    mapping = {key: value for key, value in mapping.items() if key not in LAUNCH}  # preflight compares them
+    findings = recipe_findings(str(path), mapping, lines, known, key_choices())
     if any(finding.level == "error" for finding in findings):
         raise Refusal.of(findings)
 

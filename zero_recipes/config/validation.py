@@ -67,7 +67,7 @@ def recipe_findings(
     found: list[Finding] = []
     for key in (key for key in mapping if key in types):
         where, value = f"{place}:{lines[key]}" if key in lines else place, mapping[key]
-        here = [*foreign_findings(where, key, value)] or [*value_findings(where, key, value, types[key])]
+        here = [*value_findings(where, key, value, types[key])] or [*foreign_findings(where, key, value)]
         here = here or [*_choice_findings(where, key, value, choices.get(key)), *limit_findings(where, key, value)]
         here += [_deprecated(key, place)] if key in DEPRECATED else []
         found += [dataclasses.replace(finding, key=key) for finding in here]

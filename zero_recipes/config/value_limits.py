@@ -44,12 +44,13 @@ RANGES = dict.fromkeys(
     COUNT,
 )
 RANGES |= dict.fromkeys(
-    ("learning_rate", "weight_decay", "adam_epsilon", "warmup_steps", "neftune_noise_alpha", "eval_delay"), NOT_NEGATIVE
+    ("learning_rate", "weight_decay", "adam_epsilon", "neftune_noise_alpha", "eval_delay"), NOT_NEGATIVE
 )
 RANGES |= dict.fromkeys(("adam_beta1", "adam_beta2", "lora_dropout", "label_smoothing_factor"), SHARE)
 RANGES |= {
     "seed": Range(0, 2**32 - 1),  # numpy's
     "dataloader_num_workers": Range(0, 4096),
+    "warmup_steps": Range(0),
     "max_grad_norm": Range(0),  # 0 and .inf: no clipping
     "max_steps": Range(-1),
     "ddp_timeout": Range(1, 10**8),  # seconds, three years: a timedelta ends at 10^14
