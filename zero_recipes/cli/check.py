@@ -63,16 +63,20 @@ def data_findings(run, show: bool) -> list:
 
     Raises Refusal where data, splits or sample prompts cannot be had.
     """
+    from datasets import Dataset, IterableDataset
+
     from zero_recipes.config import recipe as recipes
     from zero_recipes.data import audit, prepare, samples
     from zero_recipes.data import load as data
 
     # neither weights nor ranks: the strategy does not matter to the data
-    settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False)
+    settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False, ddp_backend=None)
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, run.recipe.path)
     tokenizer = prepare.apply_chat_template_file(data.load_tokenizer(model_args, training_args), training_args)
     rows, evaluation = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
     samples.choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, tokenizer)
+    if isinstance(rows, IterableDataset):
+        rows = Dataset.from_list(list(rows.take(prepare.STREAMED_ROWS)))
     packing = training_args.packing
     tokenised, _, found, findings = prepare.prepare_split(rows, tokenizer, training_args, packing, skips=False)
     if show:

@@ -45,7 +45,9 @@ def add_plan(verbs) -> None:
         "--gpus_per_node", type=number("--gpus_per_node", int, 1), default=8, help="at most; default: %(default)s"
     )
     verb.add_argument(
-        "--host_memory", type=number(float, 0), help="of each machine in GB: what needs more of it does not fit"
+        "--host_memory",
+        type=number("--host_memory", float, 0),
+        help="of each machine in GB: what needs more does not fit",
     )
     verb.add_argument("--quick", action="store_true", help="textbook formulas instead of the engine")
     verb.add_argument("--max", action="store_true", help="the largest micro batch and the longest sequences that fit")
@@ -160,7 +162,7 @@ def add_meet(verbs) -> None:
     verb.add_argument("--hosts", required=True, help="names or addresses of all machines by comma, by machine rank")
     verb.add_argument("--machine_rank", type=int, required=True, help="which of them this machine is, from 0")
     verb.add_argument(
-        "--port", type=number(int, 1, 65535), help="of the first machine, open to the others; default: 29501"
+        "--port", type=number("--port", int, 1, 65535), help="of the first machine, open to the others; default: 29501"
     )
     verb.add_argument("--seconds", type=number("--seconds", float, 0, DAY), help="how long to wait; default: 60")
     verb.set_defaults(func=_meet)
