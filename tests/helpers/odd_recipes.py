@@ -7,6 +7,10 @@ from tests.helpers.fault import Fault, Side, recipe
 BIN = "run_name: !!binary aGVsbG8="
 BOMB = "a0: &a0 [x, x]\n" + "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9))
 EVALUATES = "eval_strategy: steps\ndataset_test_split: train"
+MARKS = {
+    "c.jinja": "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+}
 LORA = "use_peft: true\nlora_target_modules: all-linear"
 MIXTURE = "datasets: [{path: ./rows%s}]"
 SOUND_MIXTURE = MIXTURE % ""
@@ -198,6 +202,13 @@ SECTIONS = {
             "datasets: [{path: ./rows, fraction: 0.5}, {path: ./rows}]",
             "datasets: [{path: ./rows, fraction: 0.5}, {path: ./rows, fraction: 0.5}]",
             "ZR160",
+        ),
+        Fault(
+            "turns of plain rows",
+            Side(recipe="assistant_only_loss: true", files=MARKS, overrides=("--chat_template_path", "c.jinja")),
+            Side(files=MARKS, overrides=("--chat_template_path", "c.jinja")),
+            "ZR431",
+            names="prompt, completion",
         ),
         recipe("a configuration of the data", "dataset_config: nowhere", "dataset_config: default", "ZR506"),
         Fault(

@@ -40,6 +40,23 @@ def refuse_missing_split(known: Iterable[str], name: str, key: str) -> None:
         )
 
 
+def refuse_turns_of_plain_rows(rows, assistant_only_loss: bool) -> None:
+    """Refuse assistant_only_loss where the first row has no turns, as TRL does. Raises Refusal."""
+    from trl import is_conversational
+
+    if not assistant_only_loss:
+        return
+    first = next(iter(rows), {})
+    if not is_conversational(first):
+        raise Refusal(
+            "ZR431",
+            f"assistant_only_loss, but the rows have no turns: their columns are {', '.join(first)}",
+            "Plain text has no assistant whose words could be picked out: TRL (trainer/sft_trainer.py) stops on it, "
+            "once the model has been loaded.",
+            "Remove assistant_only_loss, or name data with messages.",
+        )
+
+
 def not_loaded(named: list[str], error: Exception) -> Refusal:
     """The refusal for data that the datasets library cannot load."""
     offline = os.environ.get("HF_HUB_OFFLINE") == "1" or not is_local(named[0])

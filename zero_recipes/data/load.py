@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Refusal
-from zero_recipes.data.at_hand import not_loaded, refuse_absent_data, refuse_missing_split
+from zero_recipes.data.at_hand import not_loaded, refuse_absent_data, refuse_missing_split, refuse_turns_of_plain_rows
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
@@ -56,6 +56,7 @@ def load_rows(script_args, training_args, dataset_args, dataset_format: str | No
         for rows in (train, test):
             if rows is not None:
                 _require_trl_columns(rows, training_args)
+        refuse_turns_of_plain_rows(train, training_args.assistant_only_loss)
         return train, test
     return format_rows(train, dataset_format), None if test is None else format_rows(test, dataset_format)
 
