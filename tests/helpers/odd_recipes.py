@@ -92,6 +92,7 @@ SECTIONS = {
     "Values that the libraries refuse late": [
         recipe("not a number", "data_seed: 1\ntest_split_size: .nan", "data_seed: 1", "ZR153", names="test_split_size"),
         recipe("text for a mapping", "model_init_kwargs: x", "model_init_kwargs: {}", "ZR155", names="'x'"),
+        recipe("a path that is too long", f"dataset_name: {'9' * 300}", "dataset_name: ./rows", "ZR169", names="'999"),
         recipe("tf32 on a CPU", "tf32: true", "tf32: false", "ZR123", names="SFTConfig"),
         recipe("two precisions at once", "fp16: true\nbf16: true", "bf16: true", "ZR123"),
         recipe("no interval to log at", "logging_steps: 0", "logging_steps: 1", "ZR123"),

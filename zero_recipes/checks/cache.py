@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def on_hub(name: str | None) -> bool:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    if name is None or Path(name).exists():
+    if name is None or os.path.exists(name):  # pathlib raises at a name that is too long
         return False
     try:
         validate_repo_id(name)

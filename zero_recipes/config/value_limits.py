@@ -14,6 +14,10 @@ from zero_recipes.core.errors import Finding
 # mappings, which the command line gives as JSON; other keys that take a mapping take a path as well
 MAPPINGS = ("model_init_kwargs", "dataset_kwargs", "lr_scheduler_kwargs", "liger_kernel_config")
 MAPPINGS += ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+# names of files and folders, some of them also other things
+PATHS = ("model_name_or_path", "dataset_name", "output_dir", "chat_template_path", "resume_from_checkpoint")
+PATHS += ("deepspeed", "nvme_path", "sample_prompts", "fsdp_config", "accelerator_config")
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux
 
 
 class Range(NamedTuple):
@@ -70,6 +74,13 @@ def limit_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
             "It takes a mapping of names to values.",
             f"Write {key}: {{name: value}}, on the command line as JSON: --{key} '{{\"name\": 1}}'.",
         )
+    if key in PATHS and isinstance(value, str) and _is_too_long(value):
+        yield Finding(
+            "ZR169",
+            f"`{key}` in {where} is no path: it begins with {value[:40]!r}",
+            f"A name has at most {LONGEST_NAME} bytes, a path {LONGEST_PATH}.",
+            "Write a shorter one.",
+        )
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     allowed = RANGES.get(key)
@@ -102,3 +113,9 @@ def _foreign(value: Any) -> Iterator[Any]:
             yield from _foreign(inner)
     elif value is not None and not isinstance(value, (str, int, float)):
         yield value
+
+
+def _is_too_long(path: str) -> bool:
+    names = path.encode(errors="surrogatepass").split(b"/")
+    is_json = path.lstrip().startswith("{")  # a mapping as the command line gives it
+    return not is_json and (max(map(len, names)) > LONGEST_NAME or sum(map(len, names)) + len(names) > LONGEST_PATH)
