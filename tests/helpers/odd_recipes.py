@@ -162,6 +162,7 @@ SECTIONS = {
         recipe(
             "a compiler that is none", "torch_compile: true\ntorch_compile_backend: x", "torch_compile: true", "ZR181"
         ),
+        recipe("a mode of no compiler", "torch_compile: true\ntorch_compile_mode: x", "torch_compile: true", "ZR186"),
         recipe("packing without a length", "packing: true\nmax_length: null", "packing: true", "ZR165"),
         recipe(
             "packed evaluation without a length",

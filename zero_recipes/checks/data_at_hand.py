@@ -1,21 +1,29 @@
-"""A look at the data that costs no more than its first row: is it there, has it the splits and columns named?"""
+"""A look at the data that costs no more than its first rows: is it there, has it the splits and columns named?"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from zero_recipes.checks.cache import on_hub, packaged_formats
+from zero_recipes.checks.cache import missing_of_model, on_hub, packaged_formats
+from zero_recipes.compat.alone import alone
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding, Refusal, first_line
 
+FIRST = 4  # rows that are tokenised
 MIXTURE = ("path", "name", "data_dir", "data_files")  # of an entry, what says which data it is
 
 
-def data_at_hand_findings(settings: Settings, asks_hub: bool) -> Iterator[Finding]:
+def data_at_hand_findings(settings: Settings, asks_hub: bool) -> list[Finding]:
     """Findings about data and splits. `asks_hub`: whether data of the hub is looked at too, which takes seconds."""
+    with alone():
+        return list(_found(settings, asks_hub))
+
+
+def _found(settings: Settings, asks_hub: bool) -> Iterator[Finding]:
     from zero_recipes.data.at_hand import refuse_absent_data
 
     try:
@@ -39,11 +47,20 @@ def data_at_hand_findings(settings: Settings, asks_hub: bool) -> Iterator[Findin
 
 
 def _look(settings: Settings) -> None:
-    """The run's own loading, of the first row alone. Raises Refusal."""
-    from zero_recipes.data.load import load_rows
+    """The run's own loading and tokenising, of the first rows alone. Raises Refusal."""
+    from datasets import Dataset
+
+    from zero_recipes.data import load, prepare, samples
 
     plain = settings.replace(dataset_streaming=True, datasets=[])
-    load_rows(plain, plain, plain, settings.dataset_format)
+    rows, evaluation = load.load_rows(plain, plain, plain, settings.dataset_format)
+    if settings.model_name_or_path is None or (on_hub(settings.model_name_or_path) and missing_of_model(settings)):
+        return  # no tokenizer yet
+    arguments = SimpleNamespace(**plain.as_dict())
+    tokenizer = prepare.apply_chat_template_file(load.load_tokenizer(arguments, arguments), arguments)
+    samples.choose_samples(settings.sample_prompts, evaluation, settings.dataset_format, tokenizer)
+    if not (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        prepare.tokenise(Dataset.from_list(list(rows.take(FIRST))), tokenizer, arguments)
 
 
 def _mixture_findings(settings: Settings, asks_hub: bool) -> Iterator[Finding]:

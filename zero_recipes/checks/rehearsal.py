@@ -101,6 +101,11 @@ def _rehearse_trainer(findings: list[Finding], settings: Settings, strategy, arg
             trainer.create_scheduler(settings.max_steps if settings.max_steps > 0 else STEPS)
     with _net(findings, lambda said: Finding("ZR184", "the data loader cannot be made", said, fix)):
         trainer.get_train_dataloader()
+    if args.torch_compile:
+        compiled = "the model cannot be compiled as the recipe says"
+        modes = "Change torch_compile_backend or torch_compile_mode."
+        with _net(findings, lambda said: Finding("ZR186", compiled, said, modes)):
+            _compile(args.torch_compile_backend, args.torch_compile_mode)
     if args.activation_checkpointing:
         recomputed = "activations cannot be recomputed as the recipe says"
         keys = "Change activation_checkpointing_kwargs."
@@ -132,6 +137,13 @@ def _optimizer(trainer):
     if keywords.keys() & {"params", "model", "optimizer_dict"}:
         parameters = next(keywords.pop(name) for name in ("params", "model", "optimizer_dict") if name in keywords)
     return kind(parameters, **keywords)
+
+
+def _compile(backend: str, mode: str | None) -> None:
+    """A function that is never called, and so never compiled."""
+    import torch
+
+    torch.compile(torch.sin, backend=backend, mode=mode)
 
 
 def _recompute(model, keywords: dict[str, Any]) -> None:
