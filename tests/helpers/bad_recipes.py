@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from contextlib import chdir
@@ -13,6 +14,7 @@ from tests.helpers.fault import SOUND_DS_CONFIG, SOUND_RECIPE, Fault, Side, ds, 
 
 __all__ = ["FAULTS", "SECTIONS", "SOUND_DS_CONFIG", "SOUND_RECIPE", "Fault", "Side", "findings_of"]
 
+TEST_ROWS = {"rows/test.jsonl": json.dumps({"prompt": "Say 9.\n", "completion": "The fish says 9."}) + "\n"}
 CHAT = ({"messages": [{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "One."}]},)
 MASKED = {"input_ids": [5, 6, 0], "labels": [-100, -100, -100]}
 ALPACA = ({"instruction": "Say 1.", "input": "", "output": "One."},)
@@ -61,7 +63,7 @@ SECTIONS = {
         recipe(
             "a former key: overwrite_output_dir",
             "overwrite_output_dir: true",
-            "overwrite: true",
+            "seed: 2",
             "ZR101",
             names="`overwrite_output_dir`",
         ),
@@ -517,10 +519,10 @@ SECTIONS = {
         recipe(
             "the best of FSDP models without their states",
             "fsdp: true\nsave_only_model: true\nload_best_model_at_end: true\nsave_strategy: steps\n"
-            "eval_strategy: steps\ndataset_test_split: train",
-            "fsdp: true\nload_best_model_at_end: true\nsave_strategy: steps\n"
-            "eval_strategy: steps\ndataset_test_split: train",
+            "eval_strategy: steps",
+            "fsdp: true\nload_best_model_at_end: true\nsave_strategy: steps\neval_strategy: steps",
             "ZR322",
+            files=TEST_ROWS,
         ),
         Fault(
             "two FSDP configurations",

@@ -50,17 +50,18 @@ def _look(settings: Settings) -> None:
     """The run's own loading and tokenising, of the first rows alone. Raises Refusal."""
     from datasets import Dataset
 
-    from zero_recipes.data import load, prepare, samples
+    from zero_recipes.data import load, samples, splits, template
 
     plain = settings.replace(dataset_streaming=True, datasets=[])
     rows, evaluation = load.load_rows(plain, plain, plain, settings.dataset_format)
     if settings.model_name_or_path is None or (on_hub(settings.model_name_or_path) and missing_of_model(settings)):
         return  # no tokenizer yet
     arguments = SimpleNamespace(**plain.as_dict())
-    tokenizer = prepare.apply_chat_template_file(load.load_tokenizer(arguments, arguments), arguments)
+    tokenizer = template.apply_chat_template_file(load.load_tokenizer(arguments, arguments), arguments)
+    template.refuse_bad_template(rows, tokenizer, arguments)
     samples.choose_samples(settings.sample_prompts, evaluation, settings.dataset_format, tokenizer)
     if not (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        prepare.tokenise(Dataset.from_list(list(rows.take(FIRST))), tokenizer, arguments)
+        splits.tokenise(Dataset.from_list(list(rows.take(FIRST))), tokenizer, arguments)
 
 
 def _mixture_findings(settings: Settings, asks_hub: bool) -> Iterator[Finding]:
