@@ -26,7 +26,7 @@ def test_all_findings_come_at_once_with_their_lines(tmp_path, monkeypatch, capsy
     path = tmp_path / "bad.yaml"
     path.write_text(
         "model_name_or_path: ./tiny_world/base\ntorch_dtype: bfloat16\nsave_strategy: no\nlearning_rate: [1e-5]\n"
-        "output_dir: 2024\nnum_processes: 2\nlerning_rate: 1e-5\nglobal_batch_size: 7\nlogging_steps: many\n"
+        "output_dir: 2024\nnum_machines: 2\nlerning_rate: 1e-5\nglobal_batch_size: 7\nlogging_steps: many\n"
     )
     assert cli.main(["check", str(path), "--config_file", "accelerate_configs/zero3.yaml"]) == 2
     said = capsys.readouterr().out
@@ -45,8 +45,9 @@ def test_all_findings_come_at_once_with_their_lines(tmp_path, monkeypatch, capsy
         assert word in "\n".join(lines[number : number + 3])
     assert "[ZR121]" in said
     assert "`learning_rate`" in said and "global_batch_size 7" in said
-    assert said.count("refused: ") == said.count("    why: ") == said.count("   fix: ") == 8
-    assert said.endswith("8 errors, 0 warnings\n")
+    assert said.count("refused: ") == said.count("    why: ") == said.count("   fix: ") == 9
+    assert "[ZR504]" in said  # and it names no data
+    assert said.endswith("9 errors, 0 warnings\n")
 
 
 def test_a_sound_recipe_has_no_finding(tmp_path, monkeypatch, capsys):

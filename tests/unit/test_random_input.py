@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from contextlib import chdir
 
@@ -27,12 +28,35 @@ leaves = (
     | st.floats()
     | st.text(max_size=8)
     | st.sampled_from(["auto", "no", "true", "cpu", "nvme", "bfloat16", "AdamW", "WarmupLR", "1e-5", "steps"])
+    | st.sampled_from([math.nan, math.inf, -math.inf, 1e308, 2**31, 2**63, -(2**63), 10**40, "none", "\ud83d", "a\0b"])
 )
+yaml_leaves = leaves | st.dates() | st.datetimes() | st.binary(max_size=4)
+# scalars as a person may type them, whatever YAML makes of them
+written = st.sampled_from(
+    [
+        *("2024-01-01", "2024-01-01 10:00:00", ".nan", "-.inf", "0x" + "f" * 5000, "9" * 5000, "1:30", "010", "1_000"),
+        *('"\\ud800"', '"\\0"', "~", "yes", "!!binary aGk=", "!!set {a}", "!!python/none", "&a [*a]", "*nowhere"),
+        *(
+            "[" * 60 + "]" * 60,
+            "{a: " * 60 + "1" + "}" * 60,
+            "[" * 3000,
+            "'",
+            "%",
+            "@",
+            "|",
+            ">-",
+            "# nothing",
+            "<<: 1",
+        ),
+        *("-1", "0", "0.5", "1e-5", "1e400", "-0.0", "null", "none", "{}", "[]", "[null]", "🙂", "é\u202e"),
+    ]
+) | st.text(max_size=12)
 values = st.recursive(
-    leaves,
+    yaml_leaves,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=6,
 )
+json_values = leaves | st.lists(leaves, max_size=3) | st.dictionaries(st.text(max_size=6), leaves, max_size=3)
 recipe_keys = st.sampled_from(sorted(recipe_keys.key_types())) | st.sampled_from(sorted(yaml.safe_load(SOUND_RECIPE)))
 ds_keys = st.sampled_from(sorted(BLOCKS | set(SOUND_DS_CONFIG) | {"optimizer", "scheduler", "train_batch_size"}))
 ZERO = ["stage", "device", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "nvme_path"]
@@ -58,7 +82,7 @@ def check(tmp_path, capsys):
     Side().write(tmp_path)
 
     def exit_code(recipe: str, ds_config: str, *options: str) -> int:
-        (tmp_path / "recipe.yaml").write_text(recipe)
+        (tmp_path / "recipe.yaml").write_bytes(recipe.encode(errors="surrogatepass"))
         (tmp_path / "ds.json").write_text(ds_config)
         kept = dict(os.environ)
         try:
@@ -85,6 +109,22 @@ def test_any_values_of_known_keys(check, keys):
 
 
 @SETTINGS
+@given(st.lists(st.tuples(recipe_keys | st.text(max_size=6), written), max_size=4))
+def test_any_lines(check, lines):
+    """Some replace those of the sound recipe, some stand beside them: a key twice."""
+    text = SOUND_RECIPE + "".join(f"{key}: {value}\n" for key, value in lines)
+    assert check(text, "{}") in (0, 2)
+
+
+@SETTINGS
+@given(
+    recipe_keys, st.sampled_from(["null", "nan", "-1", "1e400", "{", '{"a": 1}', "[", "", "\udc80", "9" * 5000, "none"])
+)
+def test_any_word_on_the_command_line(check, key, word):
+    assert check(SOUND_RECIPE, "{}", "--num_processes", "2", f"--{key}", word) in (0, 2)
+
+
+@SETTINGS
 @given(st.dictionaries(ds_keys, ds_values, max_size=4))
 def test_any_ds_config(check, keys):
     text = json.dumps(SOUND_DS_CONFIG | keys)
@@ -92,7 +132,7 @@ def test_any_ds_config(check, keys):
 
 
 @SETTINGS
-@given(st.text(max_size=30) | values.map(json.dumps))
+@given(st.text(max_size=30) | json_values.map(json.dumps))
 def test_any_json(check, text):
     assert check(SOUND_RECIPE + "deepspeed: ds.json\n", text) in (0, 2)
 

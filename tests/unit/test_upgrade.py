@@ -78,8 +78,18 @@ warmup_ratio: 0.03
 """
 
 
-def test_the_handbooks_form(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """A working directory whose ./tiny_world has the base model and rows with prompt and completion."""
+    folder = tmp_path / "tiny_world"
+    folder.mkdir()
+    (folder / "base").symlink_to(ROOT / "tiny_world" / "base")
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text('{"prompt": "Say it.", "completion": " It."}\n')
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_handbooks_form(tmp_path, world, capsys):
     old = tmp_path / "old.yaml"
     old.write_text(HANDBOOK.format(output=tmp_path / "out"))
     assert cli.main(["check", str(old)]) == 2
@@ -116,8 +126,7 @@ def test_the_handbooks_form(tmp_path, monkeypatch, capsys):
     assert old.read_text() == HANDBOOK.format(output=tmp_path / "out"), "the old file was touched"
 
 
-def test_open_r1s_form(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_open_r1s_form(tmp_path, world):
     old = tmp_path / "old.yaml"
     old.write_text(OPEN_R1.format(output=tmp_path / "out"))
     assert cli.main(["check", str(old), "--upgrade"]) == 0

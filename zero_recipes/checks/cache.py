@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def on_hub(name: str | None) -> bool:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    if name is None or Path(name).exists():
+    if name is None or os.path.exists(name):  # pathlib raises at a name that is too long
         return False
     try:
         validate_repo_id(name)
@@ -110,7 +111,7 @@ def _dataset_is_cached(entry: Mapping[str, Any]) -> bool:
     from datasets import load_dataset_builder
     from datasets.utils.logging import set_verbosity_error, set_verbosity_warning
 
-    if not on_hub(entry.get("path")) or entry["path"] in _packaged():
+    if not on_hub(entry.get("path")) or entry["path"] in packaged_formats():
         return True
     set_verbosity_error()  # it warns that it could not ask the hub
     try:
@@ -122,7 +123,7 @@ def _dataset_is_cached(entry: Mapping[str, Any]) -> bool:
         set_verbosity_warning()
 
 
-def _packaged() -> set[str]:
+def packaged_formats() -> set[str]:
     """Names that are formats, not data sets of the hub: json, csv, parquet and others."""
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 

@@ -15,7 +15,11 @@ from zero_recipes.checkpoint.output_dir import refuse_occupied
 from zero_recipes.checkpoint.resume import checkpoint_to_resume
 from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
 from zero_recipes.checks.cache import on_hub
+from zero_recipes.checks.data_at_hand import data_at_hand_findings
 from zero_recipes.checks.ds_config import fill_auto
+from zero_recipes.checks.hub import offline_where_unreachable
+from zero_recipes.checks.refused_late import late_findings
+from zero_recipes.checks.rehearsal import rehearsal_findings
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
 from zero_recipes.compat.registry import parts_in_use, private_part_findings
@@ -26,6 +30,7 @@ from zero_recipes.config import run as run_config
 from zero_recipes.config import strategy as strategies
 from zero_recipes.config.accelerate import launcher_findings
 from zero_recipes.config.inputs import inputs_of
+from zero_recipes.config.launch_keys import launch_key_findings, launch_of
 from zero_recipes.config.recipe import RecipeFile, steps_by_epochs
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import Settings
@@ -48,15 +53,19 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     findings = list(version_findings(installed_versions()))
     if findings:
         return None, findings  # what follows is written for the versions above the floor
-    findings = recipe_findings(str(path), mapping, mapping.lines, recipe_keys.key_types(), recipe_keys.key_choices())
+    known = recipe_keys.key_types()
+    findings = list(launch_key_findings(path, mapping, environment))
+    own = {key: value for key, value in mapping.items() if key not in launch_of(mapping)}
+    findings += recipe_findings(str(path), own, mapping.lines, known, recipe_keys.key_choices())
     wrong = {finding.key for finding in findings if finding.level == "error"}
-    sound = RecipeFile({key: value for key, value in mapping.items() if key not in wrong})
+    sound = RecipeFile({key: value for key, value in mapping.items() if key in known and key not in wrong})
     sound.lines = mapping.lines
     recipe = _attempt(findings, recipes.parse_recipe, path, sound, overrides)
     if recipe is None:
         return None, findings
     findings += ignore_findings(recipe.settings.ignore)
     ignored = codes.requested(recipe.settings.ignore)
+    findings += offline_where_unreachable(recipe.settings)
     device = run_config.choose_device(recipe.settings.use_cpu)
     findings += launcher_findings(environment)
     strategy = _attempt(findings, strategies.resolve_strategy, recipe.settings, environment, sizes_of)
@@ -70,7 +79,13 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     findings += _strategy_findings(settings, strategy, device, environment)
     if not (constants.is_offline_mode() and on_hub(settings.model_name_or_path)):  # what the cache lacks is said below
         _attempt(findings, load_config, settings, settings)
+    missing = len(findings)
     _attempt(findings, refuse_missing_attention, settings.attn_implementation, device)
+    plain = settings if len(findings) == missing else settings.replace(attn_implementation=None)  # said once
+    findings += rehearsal_findings(plain, strategy, str(path))
+    findings += late_findings(settings, strategy, device)
+    if not wrong & {"dataset_name", "datasets"}:
+        findings += data_at_hand_findings(settings, bool(rehearsal) and not constants.is_offline_mode())
     if strategy is not None:
         findings += private_part_findings(parts_in_use(strategy, settings, device))
     _attempt(findings, refuse_in_use, output_dir)

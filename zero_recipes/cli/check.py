@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from zero_recipes.cli.options import number
 from zero_recipes.core import codes
 from zero_recipes.core.errors import Refusal, downgraded
 
@@ -15,7 +16,7 @@ def add_check(verbs) -> None:
     )
     verb.add_argument("recipe", type=Path)
     verb.add_argument("--config_file", type=Path, help="the accelerate file it will be launched with")
-    verb.add_argument("--num_processes", type=int)
+    verb.add_argument("--num_processes", type=number("--num_processes", int, 1))
     verb.add_argument(
         "--upgrade", action="store_true", help="write RECIPE.upgraded.yaml in today's keys, and check that"
     )
@@ -35,6 +36,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from zero_recipes.compat.warnings import quieten
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_environment
+    from zero_recipes.config.launch_keys import launched_as_named
     from zero_recipes.planner import gate
 
     quieten()
@@ -45,7 +47,10 @@ def _check(arguments: argparse.Namespace) -> int:
     loaders = recipe_code.take_back_loaders(os.environ, before)
     overrides = recipe_code.without_remote_code(arguments.overrides)
     remote_code = bool(mapping.get("trust_remote_code")) and len(overrides) > len(arguments.overrides)
-    environment = launched_environment(arguments.config_file, arguments.num_processes)
+    if arguments.config_file is None and arguments.num_processes is None:
+        environment = launched_as_named(mapping)
+    else:
+        environment = launched_environment(arguments.config_file, arguments.num_processes)
     run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True)
     findings = [found for found in findings if not (remote_code and recipe_code.due_to_missing_code(found))]
     findings += recipe_code.recipe_code_findings(loaders, remote_code)
@@ -73,7 +78,7 @@ def data_findings(run, show: bool) -> list:
     from zero_recipes.data import splits as data_splits
 
     # neither weights nor ranks: the strategy does not matter to the data
-    settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False)
+    settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False, ddp_backend=None)
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, run.recipe.path)
     tokenizer = template.apply_chat_template_file(data.load_tokenizer(model_args, training_args), training_args)
     rows, evaluation = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)

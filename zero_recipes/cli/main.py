@@ -41,9 +41,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb. Returns the exit code: 0 done, 1 a run or a check failed, 2 refused."""
-    arguments = parse_arguments(argv)
     quieten_loggers()
     try:
+        arguments = parse_arguments(argv)
         return arguments.func(arguments)
     except Refusal as refusal:
         return print_refusal(refusal)

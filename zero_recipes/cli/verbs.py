@@ -9,6 +9,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from zero_recipes.cli.options import names, number, refuse_no_folder
+
+DAY = 86_400.0  # seconds
 DEFAULT_STRATEGIES = "ddp,zero0,zero1,zero2,zero3"
 
 
@@ -38,11 +41,17 @@ def add_plan(verbs) -> None:
     verb.add_argument("--gpus", required=True, help="how many; several by comma: the smallest machine is looked for")
     verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb (zero_recipes/planner/hardware.yaml)")
     verb.add_argument("--strategies", help="names of accelerate_configs/*.yaml, by comma; default: all")
-    verb.add_argument("--gpus_per_node", type=int, default=8, help="at most; default: %(default)s")
-    verb.add_argument("--host_memory", type=float, help="of each machine in GB: what needs more of it does not fit")
+    verb.add_argument(
+        "--gpus_per_node", type=number("--gpus_per_node", int, 1), default=8, help="at most; default: %(default)s"
+    )
+    verb.add_argument(
+        "--host_memory",
+        type=number("--host_memory", float, 0),
+        help="of each machine in GB: what needs more does not fit",
+    )
     verb.add_argument("--quick", action="store_true", help="textbook formulas instead of the engine")
     verb.add_argument("--max", action="store_true", help="the largest micro batch and the longest sequences that fit")
-    verb.add_argument("--price", type=float, help="of one GPU for one hour: what a run costs")
+    verb.add_argument("--price", type=number("--price", float, 0), help="of one GPU for one hour: what a run costs")
     verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU: its speed")
     verb.add_argument("--hardware", type=Path, help="a YAML file with further GPUs")
     verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.md and plan.png there")
@@ -56,6 +65,10 @@ def _plan(arguments: argparse.Namespace) -> int:
     quieten()
     from zero_recipes.planner import cli as command
 
+    if arguments.output_dir is not None:
+        refuse_no_folder(arguments.output_dir, "--output_dir")
+    if arguments.strategies is not None:
+        names(arguments.strategies, "--strategies")
     return command.run(arguments, arguments.overrides)
 
 
@@ -65,7 +78,7 @@ def add_sweep(verbs) -> None:
     verb.add_argument(
         "--strategies", default=DEFAULT_STRATEGIES, help="names of accelerate_configs/*.yaml, by comma; or: all"
     )
-    verb.add_argument("--num_processes", type=int, default=2)
+    verb.add_argument("--num_processes", type=number("--num_processes", int, 1), default=2)
     verb.add_argument("--output_dir", type=Path, help="default: output/<recipe>-sweep")
     verb.set_defaults(func=_sweep, overrides=[])
 
@@ -74,7 +87,8 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from zero_recipes.cli.sweep import all_strategies, sweep
 
     output_dir = arguments.output_dir or Path("output") / f"{arguments.recipe.stem}-sweep"
-    strategies = [name.strip() for name in arguments.strategies.split(",") if name.strip()]
+    refuse_no_folder(output_dir, "--output_dir")
+    strategies = names(arguments.strategies, "--strategies")
     everything = strategies == ["all"]
     strategies = all_strategies() if everything else strategies
     outcomes = sweep(arguments.recipe, strategies, arguments.num_processes, output_dir, arguments.overrides)
@@ -92,6 +106,7 @@ def add_report(verbs) -> None:
 def _report(arguments: argparse.Namespace) -> int:
     from zero_recipes.report import write_report
 
+    refuse_no_folder(arguments.folder, "FOLDER")
     print(f"report: {write_report(arguments.folder)}")
     return 0
 
@@ -124,7 +139,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 def add_reshard(verbs) -> None:
     verb = verbs.add_parser("reshard", help="a checkpoint for another ZeRO stage and number of processes")
     verb.add_argument("checkpoint", type=Path)
-    verb.add_argument("--world_size", type=int, required=True, help="processes of the run to come")
+    verb.add_argument(
+        "--world_size", type=number("--world_size", int, 1), required=True, help="processes of the run to come"
+    )
     verb.add_argument("--stage", type=int, required=True, help="its ZeRO stage: 1, 2 or 3")
     verb.add_argument("--skip_checksums", action="store_true", help="neither compare nor write checksums")
     verb.add_argument("--trust_checkpoint", action="store_true", help="its pickles may run any program")
@@ -138,6 +155,7 @@ def _reshard(arguments: argparse.Namespace) -> int:
     from zero_recipes.checkpoint import manifest
     from zero_recipes.checkpoint.reshard.write import reshard, resume_command
 
+    refuse_no_folder(arguments.checkpoint, "CHECKPOINT", is_written=False)
     asked = (arguments.checkpoint, arguments.world_size, arguments.stage)
     folder, batch = reshard(*asked, arguments.skip_checksums, arguments.trust_checkpoint)
     print(f"written: {folder}", f"global batch kept: {batch.total} sequences ({batch})", sep="\n")
@@ -149,16 +167,18 @@ def add_meet(verbs) -> None:
     verb = verbs.add_parser("meet", help="several machines find each other, or say who is missing; before a launch")
     verb.add_argument("--hosts", required=True, help="names or addresses of all machines by comma, by machine rank")
     verb.add_argument("--machine_rank", type=int, required=True, help="which of them this machine is, from 0")
-    verb.add_argument("--port", type=int, help="of the first machine, open to the others; default: 29501")
-    verb.add_argument("--seconds", type=float, help="how long to wait; default: 60")
+    verb.add_argument(
+        "--port", type=number("--port", int, 1, 65535), help="of the first machine, open to the others; default: 29501"
+    )
+    verb.add_argument("--seconds", type=number("--seconds", float, 0, DAY), help="how long to wait; default: 60")
     verb.set_defaults(func=_meet)
 
 
 def _meet(arguments: argparse.Namespace) -> int:
     from zero_recipes.distributed.wait_for_hosts import PORT, SECONDS, wait_for_hosts
 
-    hosts = [host.strip() for host in arguments.hosts.split(",")]
-    names = wait_for_hosts(hosts, arguments.machine_rank, arguments.port or PORT, arguments.seconds or SECONDS)
-    listed = ", ".join(f"{rank}: {name} ({host})" for rank, (name, host) in enumerate(zip(names, hosts, strict=True)))
-    print(f"{len(names)} machines have met: {listed}")
+    hosts = names(arguments.hosts, "--hosts", each=True)
+    met = wait_for_hosts(hosts, arguments.machine_rank, arguments.port or PORT, arguments.seconds or SECONDS)
+    listed = ", ".join(f"{rank}: {name} ({host})" for rank, (name, host) in enumerate(zip(met, hosts, strict=True)))
+    print(f"{len(met)} machines have met: {listed}")
     return 0

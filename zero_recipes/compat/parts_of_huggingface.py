@@ -262,3 +262,15 @@ FINGERPRINT = PrivatePart(
     otherwise="Rows of other data would be taken from the cache.",
     relies_on=(Mentions("datasets.arrow_dataset:Dataset", ("_fingerprint",)),),
 )
+
+SHARED_STATE = PrivatePart(
+    name="shared_state",
+    library="accelerate",
+    used_by="compat/alone.py, alone",
+    why="forgets what accelerate's states hold of a trainer that was made only to see whether it can be",
+    otherwise="A run's trainer would find the states of one process where it is one of several.",
+    relies_on=(
+        Takes("accelerate.state:AcceleratorState._reset_state", ("reset_partial_state",)),
+        Exists("accelerate.state:GradientState", ("_reset_state",)),
+    ),
+)

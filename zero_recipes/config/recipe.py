@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import hashlib
 import math
 import os
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +20,15 @@ from typing import Any
 
 import yaml
 
+from zero_recipes.config.command_line import decoded, named_on, refuse_no_text, without_unset
+from zero_recipes.config.launch_keys import LAUNCH
 from zero_recipes.config.recipe_keys import dataclasses_of_a_recipe, key_choices, key_types
+from zero_recipes.config.recipe_text import RecipeFile as RecipeFile
+from zero_recipes.config.recipe_text import read_recipe_file as read_recipe_file
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.validation import key_findings, recipe_findings
-from zero_recipes.core.errors import Refusal
+from zero_recipes.config.value_limits import MAPPINGS, limit_findings
+from zero_recipes.core.errors import Refusal, first_line, raise_errors
 
 USAGE = "run_sft.py RECIPE.yaml [--key value ...]"
 
@@ -68,51 +71,22 @@ def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
     return Path(rest[0]), rest[1:]
 
 
-def read_recipe_file(path: Path) -> dict[str, Any]:
-    """The recipe's mapping, its `env:` block already put into the environment."""
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.5)
-        raise Refusal(
-            "ZR116",
-            f"there is no recipe {path}",
-            f"Paths are relative to the working directory, {Path.cwd()}.",
-            f"Did you mean {path.parent / near[0]}?" if near else "Check the path; the recipes stand in recipes/.",
-        )
-    try:
-        mapping = _load(path)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, such as 2024-13-45
-        raise Refusal(
-            "ZR117", f"{path} is not YAML", str(error).replace("\n", " "), "Correct the line that it names."
-        ) from None
-    if mapping is None:
-        raise Refusal(
-            "ZR118",
-            f"{path} is not a mapping of keys to values",
-            "A recipe is one YAML mapping, as for `trl sft --config`.",
-            "Write one `key: value` a line; recipes/tiny.yaml is a short example.",
-        )
-    env = mapping.pop("env", None) or {}
-    if not isinstance(env, dict):
-        raise Refusal(
-            "ZR119", f"`env:` in {path} is not a mapping", "It names environment variables.", "env:\n      NAME: value"
-        )
-    for name, value in env.items():
-        os.environ[name] = str(value)
-    return mapping
-
-
 def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
     """Merge file and command line through TRL's own parser; refuse what neither TRL nor we know."""
     parser = _parser()
     known = key_types()
-    findings = recipe_findings(str(path), mapping, getattr(mapping, "lines", {}), known, key_choices())
+    lines = getattr(mapping, "lines", {})
+    mapping = {key: value for key, value in mapping.items() if key not in LAUNCH}  # preflight compares them
+    findings = recipe_findings(str(path), mapping, lines, known, key_choices())
     if any(finding.level == "error" for finding in findings):
         raise Refusal.of(findings)
 
+    refuse_no_text(overrides)
     file_values = dict(mapping)
     prompts = file_values.pop("sample_prompts", None)  # a list, a number or a path: argparse has one type per key
     parser.set_defaults_with_config(**file_values)
-    namespace, extra = parser.parse_known_args(overrides)
+    valued, unset = without_unset(overrides, known)
+    namespace, extra = parser.parse_known_args(valued)
     stray = [word for word in extra if word.startswith("--")]
     findings = list(
         key_findings("the command line", [word[2:].partition("=")[0].replace("-", "_") for word in stray], known)
@@ -125,9 +99,16 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
         )
 
     values = vars(namespace)
-    named = _named_on(overrides, known)
+    named = named_on(overrides, known)
     if "sample_prompts" not in named:
         values["sample_prompts"] = prompts
+    values["datasets"] = [
+        dataclasses.asdict(entry) if dataclasses.is_dataclass(entry) else entry for entry in values["datasets"]
+    ]  # objects, where the command line names them
+    values |= dict.fromkeys(unset)
+    values |= {key: decoded(key, values[key]) for key in (*MAPPINGS, "accelerator_config")}
+    findings = [found for key in named & set(values) for found in limit_findings("the command line", key, values[key])]
+    raise_errors(findings)
     given = {key: values[key] for key in values if key in mapping or key in named}
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return Recipe(path=path, settings=Settings(values), given=MappingProxyType(given), sha256=digest)
@@ -175,11 +156,11 @@ def instances(settings: Settings, path: Path) -> tuple:
         try:
             values = {key: copy.deepcopy(value) for key, value in settings.as_dict().items() if key in fields}
             objects.append(cls(**values))  # copied: DatasetMixtureConfig turns the mapping's entries into objects
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # constructors of libraries: each raises what it likes
             raise Refusal(
                 "ZR123",
                 f"{cls.__name__} does not take the values of {path}",
-                str(error),
+                first_line(error),
                 "Change the key that it names.",
             ) from error
     return tuple(objects)
@@ -210,59 +191,6 @@ def _parser():
 
     # abbreviations (`--max_step`) would hide a misspelt key
     return Parser(dataclass_types=dataclasses_of_a_recipe(), allow_abbrev=False, add_help=False)
-
-
-class RecipeFile(dict):
-    """A recipe's mapping that remembers the line of each key."""
-
-    lines: dict[str, int]
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's, with an error for a key that stands twice in one mapping.
-
-    ruamel.yaml has it, but it reads 1e-5 as a number: a recipe must mean what TRL's PyYAML makes of it.
-    """
-
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            line = key.start_mark.line + 1
-            if (key.tag, key.value) in lines:
-                raise Refusal(
-                    "ZR126",
-                    f"`{key.value}` stands twice in {self.name}, in lines {lines[key.tag, key.value]} and {line}",
-                    "PyYAML takes the last one without a message.",
-                    "Remove one of them.",
-                )
-            lines[key.tag, key.value] = line
-        return node
-
-
-def _load(path: Path) -> RecipeFile | None:
-    """The file's mapping (None if it holds none). Raises Refusal for a key that is not text or stands twice."""
-    with path.open("rb") as file:  # a file, not its text: errors then name it, and a wrong encoding is one of them
-        loader = _Loader(file)
-        node = loader.get_single_node()
-    if not isinstance(node, yaml.MappingNode):
-        return None
-    lines: dict[str, int] = {}
-    for key, _ in node.value:
-        line = key.start_mark.line + 1
-        if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-            raise Refusal(
-                "ZR125", f"the key in {path}:{line} is not text", "Keys are names.", "Write one `key: value` a line."
-            )
-        lines[key.value] = line
-    mapping = RecipeFile(loader.construct_document(node))
-    mapping.lines = lines
-    return mapping
-
-
-def _named_on(overrides: list[str], known: typing.Container[str]) -> set[str]:
-    names = {word[2:].partition("=")[0].replace("-", "_") for word in overrides if word.startswith("--")}
-    return {name if name in known else name.removeprefix("no_") for name in names}
 
 
 def steps_by_epochs(rows: int, settings: Settings, replicas: int) -> int:

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from zero_recipes.config.value_limits import foreign_findings, limit_findings
 from zero_recipes.core import codes
 from zero_recipes.core.errors import Finding
 
@@ -52,7 +53,7 @@ DEPRECATED = {
 # sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too;
 # validating a ParallelismConfig makes one, which reads the environment
 UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp", "parallelism_config"}
-COUNTS = {"per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "max_length"}
+MOST_UNKNOWN = 20  # keys that are named one by one: names that are near are looked for, which takes time
 # keys that people put into a recipe although the launcher owns them, beside accelerate's own (ClusterConfig)
 LAUNCH_KEYS = {"accelerate_config", "config_file", "num_gpus", "nproc_per_node", "launcher", "hostfile"}
 LAUNCH_COMMAND = (
@@ -67,18 +68,14 @@ def recipe_findings(
 
     `lines`: {key: line in the file}; `types`: {known key: its type hint}; `choices`: {key: the only values it takes}.
     """
-    found = []
-    for key, value in mapping.items():
-        if key in DEPRECATED:
-            here = [_deprecated(key, place)]
-        elif key in types:
-            where = f"{place}:{lines[key]}" if key in lines else place
-            here = list(value_findings(where, key, value, types[key]))
-            here = here or [*_choice_findings(where, key, value, choices.get(key)), *_count_findings(where, key, value)]
-        else:
-            here = key_findings(place, [key], types, lines)
+    found: list[Finding] = []
+    for key in (key for key in mapping if key in types):
+        where, value = f"{place}:{lines[key]}" if key in lines else place, mapping[key]
+        here = [*value_findings(where, key, value, types[key])] or [*foreign_findings(where, key, value)]
+        here = here or [*_choice_findings(where, key, value, choices.get(key)), *limit_findings(where, key, value)]
+        here += [_deprecated(key, place)] if key in DEPRECATED else []
         found += [dataclasses.replace(finding, key=key) for finding in here]
-    return found
+    return found + list(key_findings(place, [key for key in mapping if key not in types], types, lines))
 
 
 def key_findings(
@@ -88,7 +85,7 @@ def key_findings(
     from accelerate.commands.config.config_args import ClusterConfig
 
     launch = LAUNCH_KEYS | {f.name for f in dataclasses.fields(ClusterConfig)}
-    for key in unknown:
+    for key in unknown[:MOST_UNKNOWN]:
         where = f"{place}:{lines[key]}" if lines and key in lines else place
         if key in RENAMED:
             name, note = RENAMED[key]
@@ -98,6 +95,7 @@ def key_findings(
                 f"`{key}` in {where} is a key of former versions",
                 "Today's TRL and transformers no longer take it" + (f"; it is `{name}` now." if name else "."),
                 fix.strip(),
+                key=key,
             )
         elif key in launch:
             yield Finding(
@@ -105,6 +103,7 @@ def key_findings(
                 f"`{key}` in {where} is a key of the launcher, not of a recipe",
                 "A recipe says what is trained; the launcher says on how many processes and machines.",
                 LAUNCH_COMMAND,
+                key=key,
             )
         else:
             near = difflib.get_close_matches(key, list(known), 2, 0.6)
@@ -115,7 +114,15 @@ def key_findings(
                 f"Did you mean {' or '.join(f'`{name}`' for name in near)}?"
                 if near
                 else "Remove it, or see the README's table of keys.",
+                key=key,
             )
+    if len(unknown) > MOST_UNKNOWN:
+        yield Finding(
+            "ZR154",
+            f"{len(unknown) - MOST_UNKNOWN:,} more unknown keys in {place}",
+            f"The first {MOST_UNKNOWN} are named above.",
+            "Is it a recipe? README's table has the keys.",
+        )
 
 
 def _deprecated(key: str, place: str) -> Finding:
@@ -186,11 +193,6 @@ def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:
     except PydanticUserError:
         pass
     return []
-
-
-def _count_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
-    if key in COUNTS and isinstance(value, int) and value < 1:
-        yield Finding("ZR113", f"`{key}` in {where} is {value}", "It must be at least 1.", "Write 1 or more.")
 
 
 def _choice_findings(where: str, key: str, value: Any, choices: list[str] | None) -> Iterator[Finding]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,8 @@ from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Refusal, first_line, raise_errors
+from zero_recipes.core.errors import Refusal, raise_errors
+from zero_recipes.data.at_hand import not_loaded, refuse_absent_data, refuse_missing_split, refuse_turns_of_plain_rows
 from zero_recipes.data.columns import Fault, checks_of, column_findings, value_finding
 from zero_recipes.data.file_faults import fault_in, local_files, mixed_list, nested_too_deeply, ragged
 from zero_recipes.data.library_errors import root_cause
@@ -72,6 +72,8 @@ def load_rows(
         else _ready(rows, source_of(script_args, dataset_args, name), training_args, dataset_format, checked)
         for rows, name in splits
     ]
+    if dataset_format is None:
+        refuse_turns_of_plain_rows(loaded[0], training_args.assistant_only_loss)
     return loaded[0], loaded[1]
 
 
@@ -168,21 +170,7 @@ def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
     from trl import get_dataset
 
     named = [d.path for d in dataset_args.datasets] or [script_args.dataset_name]
-    if named == [None]:
-        raise Refusal(
-            "ZR504",
-            "the recipe names no data",
-            "Neither `dataset_name` nor `datasets` is set.",
-            "Add e.g. dataset_name: tatsu-lab/alpaca",
-        )
-    for name in named:
-        if name.startswith((".", "/")) and not Path(name).exists():
-            raise Refusal(
-                "ZR505",
-                f"the data {name} cannot be loaded",
-                f"There is no such file or folder; paths are relative to the working directory, {Path.cwd()}.",
-                "Check the path.",
-            )
+    refuse_absent_data(named)
     mixed = [(each.path, each.data_files) for each in dataset_args.datasets] or [(name, None) for name in named]
     files = [file for name, data_files in mixed for file in local_files(name, data_files)]
     if (fault := nested_too_deeply(files)) is not None:
@@ -203,11 +191,7 @@ def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
             raise _unreadable(", ".join(named), fault or root_cause(error), why) from error
         if "corresponds to no data" in str(error):  # datasets 5.2, arrow_reader.py: of a split without rows
             raise _no_rows(", ".join(named), files) from error
-        offline = os.environ.get("HF_HUB_OFFLINE") == "1" or not _is_local(named[0])
-        fix = (
-            "Check the path." if not offline else "zero-recipes fetch RECIPE.yaml downloads it once; then start again."
-        )
-        raise Refusal("ZR506", f"the data {', '.join(named)} cannot be loaded", first_line(error), fix) from error
+        raise not_loaded(named, error) from error
 
 
 def _unreadable(what: str, fault: str, why: str) -> Refusal:
@@ -237,14 +221,7 @@ def reading(source: Source) -> Iterator[None]:
 
 
 def _split(dataset, name: str, key: str):
-    if name not in dataset:
-        raise Refusal(
-            "ZR507",
-            f"the data set has no split {name!r}; it has {', '.join(dataset)}",
-            f"The recipe's {key} names it" + (" (eval_strategy needs one)." if "test" in key else "."),
-            f"Set {key} to one of them"
-            + (', use `datasets:` with test_split_size, or eval_strategy: "no".' if "test" in key else "."),
-        )
+    refuse_missing_split(dataset, name, key)
     return dataset[name]
 
 
@@ -266,10 +243,6 @@ def _require_trl_columns(names: list[str], training_args) -> None:
             f"dataset_text_field names ({training_args.dataset_text_field}).",
             f"Rename the columns, or set dataset_text_field.{alpaca}",
         )
-
-
-def _is_local(name: str) -> bool:
-    return Path(name).exists() or name in ("json", "csv", "parquet", "text")
 
 
 def rows_on_disk(settings: Settings) -> int | None:

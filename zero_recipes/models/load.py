@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -91,7 +92,7 @@ def refuse_other_keys(config: PretrainedConfig, model_args, training_args, ours)
     """
     if ours.random_weights or _quantization(model_args, config) is not None:  # load_model asks the load itself
         return
-    with without_deepspeed_announcement():
+    with _library_refuses(model_args.model_name_or_path), without_deepspeed_announcement():
         _, report = _from_pretrained(config, model_args, training_args, _keywords(model_args, training_args), "meta")
     _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
 
@@ -103,10 +104,14 @@ def load_model(config: PretrainedConfig, model_args, training_args, ours) -> Pre
     if ours.random_weights:
         if keywords["dtype"] == "auto":
             keywords["dtype"] = config.dtype or torch.float32
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=training_args.trust_remote_code, **keywords)
+        with _library_refuses(model_args.model_name_or_path):
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=training_args.trust_remote_code, **keywords
+            )
         draw_weights(model, training_args.seed)
     else:
-        model, report = _from_pretrained(config, model_args, training_args, keywords)
+        with _library_refuses(model_args.model_name_or_path):
+            model, report = _from_pretrained(config, model_args, training_args, keywords)
         _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
         if _quantization(model_args, config) is not None:
             keep_4bit_layout(model)
@@ -121,6 +126,24 @@ def load_model(config: PretrainedConfig, model_args, training_args, ours) -> Pre
     return model
 
 
+def rehearse_model(config: PretrainedConfig, settings: Settings, model_args, training_args) -> PreTrainedModel:
+    """The model as `load_model` makes it, without memory and without its weights.
+
+    Raises whatever the libraries raise at its dtype, attention or keywords.
+    """
+    keywords = _keywords(model_args, training_args)
+    with torch.device("meta"), without_deepspeed_announcement():
+        if (
+            not settings.random_weights
+            and training_args.model_init_kwargs
+            and Path(str(settings.model_name_or_path)).is_dir()
+        ):
+            return _from_pretrained(config, model_args, training_args, keywords, "meta")[0]
+        if keywords["dtype"] == "auto":
+            keywords["dtype"] = config.dtype or torch.float32
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=training_args.trust_remote_code, **keywords)
+
+
 def _keywords(model_args, training_args) -> dict:
     """What from_pretrained and from_config take from the recipe."""
     dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
@@ -128,6 +151,20 @@ def _keywords(model_args, training_args) -> dict:
     keywords.setdefault("dtype", dtype)
     keywords.setdefault("attn_implementation", model_args.attn_implementation)
     return keywords
+
+
+@contextlib.contextmanager
+def _library_refuses(name: str) -> Iterator[None]:
+    """What transformers raises at the recipe's dtype, attention, keywords or quantization, as a Refusal."""
+    try:
+        yield
+    except (TypeError, ValueError, ImportError, AttributeError) as error:
+        raise Refusal(
+            "ZR432",
+            f"the model {name} cannot be built as the recipe says",
+            f"{type(error).__name__}: {first_line(error)}",
+            "Change dtype, attn_implementation, model_init_kwargs or the quantization.",
+        ) from error
 
 
 def _quantization(model_args, config: PretrainedConfig):

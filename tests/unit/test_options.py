@@ -1,0 +1,100 @@
+"""Odd values on the command lines of the verbs, and keys that the command line unsets."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import training_args
+
+from zero_recipes.cli import main as cli
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.command_line import decoded
+
+ROOT = Path(__file__).resolve().parents[2]
+PLAN = ["plan", "recipes/tiny.yaml", "--gpus", "1", "--gpu", "h100-80gb", "--quick"]
+MEET = ["meet", "--machine_rank", "0", "--hosts"]
+SWEEP = ["sweep", "recipes/tiny.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        *(([*SWEEP, "--num_processes", value], "ZR350") for value in ("0", "-2", "two", "1.5")),
+        *(([*MEET, "localhost", "--seconds", value], "ZR350") for value in ("-5", "0", "nan", "inf", "1e9", "soon")),
+        *(([*MEET, "localhost", "--port", value], "ZR350") for value in ("0", "-1", "65536", "http")),
+        *((["check", "recipes/tiny.yaml", "--num_processes", value], "ZR350") for value in ("0", "-1")),
+        (["reshard", "output", "--stage", "2", "--world_size", "0"], "ZR350"),
+        ([*PLAN, "--gpus_per_node", "0"], "ZR350"),
+        ([*PLAN, "--price", "-1"], "ZR350"),
+        *(([*MEET, value], "ZR351") for value in ("", ",", "a,,b")),
+        *(([*SWEEP, "--strategies", value], "ZR351") for value in ("", " , ")),
+        ([*PLAN, "--strategies", ","], "ZR351"),
+        ([*SWEEP, "--output_dir", "README.md"], "ZR352"),
+        ([*SWEEP, "--output_dir", "README.md/below"], "ZR352"),
+        ([*PLAN, "--output_dir", "README.md"], "ZR352"),
+        (["report", "README.md"], "ZR352"),
+        (["reshard", "README.md", "--stage", "2", "--world_size", "2"], "ZR352"),
+        (["check", "recipes"], "ZR144"),
+        (["fetch", "recipes"], "ZR144"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_what_can_mean_nothing_is_refused(argv, code, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert cli.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.count("refused: ") == 1 and f"[{code}]" in said
+
+
+def test_a_recipe_that_may_not_be_read(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("seed: 1\n")
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read everything
+    assert cli.main(["check", str(path)]) == 2
+    assert "Permission denied. " in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("word", ["null", "None", "NULL"])
+@pytest.mark.parametrize("joined", [True, False])
+def test_null_unsets_a_key_that_may_be_null(tmp_path, word, joined):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("sample_prompts: [a]\nmax_length: 64\nreport_to: wandb\nlora_target_modules: [a, b]\n")
+    keys = ["sample_prompts", "max_length", "lora_target_modules"]
+    words = [part for key in keys for part in ([f"--{key}={word}"] if joined else [f"--{key}", word])]
+    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [*words, "--seed", "3", "--report_to", "none"])
+    assert [getattr(recipe.settings, key) for key in keys] == [None] * 3
+    assert {key: recipe.given[key] for key in keys} == dict.fromkeys(keys)
+    assert recipe.settings.seed == 3 and recipe.settings.report_to == "none"
+
+
+def test_null_is_no_number(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("seed: 3\n")
+    with pytest.raises(recipes.Refusal) as refused:
+        recipes.parse_recipe(path, recipes.read_recipe_file(path), ["--learning_rate", "null"])
+    assert refused.value.codes == ["ZR124"]
+
+
+texts = st.sampled_from(["true", "False", "12", "1.5", ".5", "1.", "1e5", "-1", "x", "", "."]) | st.text(max_size=4)
+leaves = texts | st.integers() | st.booleans() | st.none()
+mappings = st.dictionaries(
+    st.text(max_size=4), leaves | st.dictionaries(st.text(max_size=3), leaves, max_size=3), max_size=4
+)
+
+
+@settings(derandomize=True, deadline=None)
+@given(mappings)
+def test_json_means_what_transformers_makes_of_it(mapping):
+    """transformers itself reads it once more, where the value is still text (training_args.py, __post_init__)."""
+    import json
+
+    theirs = training_args._convert_str_dict(copy.deepcopy(mapping))
+    assert decoded("model_init_kwargs", json.dumps(mapping)) == theirs

@@ -1,0 +1,58 @@
+"""Values of the verbs' options that argparse alone would let through: counts, seconds, ports, folders, names."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from zero_recipes.core.errors import Refusal
+
+
+def number(option: str, kind: type, low: float, high: float = math.inf) -> Callable[[str], float]:
+    """argparse's `type` for a number from `low` to `high`; a `low` of 0 is itself none. It raises Refusal."""
+    words = f"{'a whole number' if kind is int else 'a number'} {'above' if low == 0 else 'of at least'} {low:,}"
+    words += "" if high == math.inf else f" and at most {high:,}"
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except (ValueError, OverflowError):
+            value = math.nan
+        if not (low < value if low == 0 else low <= value) or not value <= high or math.isinf(value):
+            raise Refusal(
+                "ZR350",
+                f"{option} {text[:40]!r} is not {words}",
+                "Nothing could be done.",
+                f"Write one after {option}.",
+            )
+        return value
+
+    return parse
+
+
+def names(text: str, option: str, each: bool = False) -> list[str]:
+    """The names in a list by comma; there must be one, or `each` must be one. Raises Refusal."""
+    listed = [name.strip() for name in text.split(",")]
+    found = [name for name in listed if name]
+    if not found or (each and found != listed):
+        raise Refusal(
+            "ZR351",
+            f"{option} {text!r} has an empty name",
+            "It names what is to be done.",
+            f"{option} NAME, or several by comma.",
+        )
+    return found
+
+
+def refuse_no_folder(path: Path, option: str, is_written: bool = True) -> None:
+    """Refuse a folder that is a file, lies below one, or cannot be written. Raises Refusal."""
+    place = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
+    if not place.is_dir():
+        why = f"{place} is not a folder."
+    elif is_written and not os.access(place, os.W_OK | os.X_OK):
+        why = f"{place} cannot be written by this user."
+    else:
+        return
+    raise Refusal("ZR352", f"{option} {path} is no folder that can be used", why, f"Choose another {option}.")

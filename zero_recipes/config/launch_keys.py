@@ -1,0 +1,88 @@
+"""`num_processes` and `accelerate_config` in a recipe, which `trl sft --config` takes for its launch.
+
+A recipe says nothing about its launch here, so they are taken where they agree with the launch as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from zero_recipes.config.accelerate import launched_environment
+from zero_recipes.core.errors import Finding, Refusal
+
+LAUNCH = ("num_processes", "accelerate_config")
+# variables of a launch that say how it shards
+SHARDING = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_DEEPSPEED_CONFIG_FILE")
+
+
+def launch_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The launch that a recipe names: a part of its keys."""
+    return {key: mapping[key] for key in LAUNCH if mapping.get(key) is not None}
+
+
+def launched_as_named(mapping: Mapping[str, Any]) -> dict[str, str]:
+    """The environment of the launch that a recipe names. Raises Refusal."""
+    named = launch_of(mapping)
+    return launched_environment(_file(named.get("accelerate_config")), _count(named.get("num_processes")))
+
+
+def launch_key_findings(path: Path, mapping: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Finding]:
+    """At most one finding: the launch is another than the recipe names. `environment`: the launcher's."""
+    named = launch_of(mapping)
+    if not named:
+        return
+    processes = environment.get("WORLD_SIZE", "1")
+    try:
+        count, file = _count(named.get("num_processes")), _file(named.get("accelerate_config"))
+        wanted = launched_environment(file, count or int(processes))
+    except Refusal as refusal:
+        yield from refusal.findings
+        return
+    different = count is not None and str(count) != processes
+    if file is not None:
+        different |= any(_said(wanted, name) != _said(environment, name) for name in SHARDING)
+    if different:
+        written = ", ".join(f"{key}: {value}" for key, value in named.items())
+        options = ([] if file is None else ["--config_file", str(file)]) + ["--num_processes", str(count or processes)]
+        yield Finding(
+            "ZR347",
+            f"{path} names the launch ({written}), and it is another",
+            f"`trl sft --config` starts the launcher itself; this run has been started, with {processes} "
+            f"process{'' if processes == '1' else 'es'}.",
+            f"accelerate launch {' '.join(options)} run_sft.py {path}",
+        )
+
+
+def _said(environment: Mapping[str, str], name: str) -> str:
+    value = environment.get(name, "").lower()
+    return "" if value in ("false", "none") else value
+
+
+def _count(value: Any) -> int | None:
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise Refusal(
+        "ZR348", f"num_processes is {value!r}", "It is a whole number of at least 1.", "Write one, or remove the line."
+    )
+
+
+def _file(name: Any) -> Path | None:
+    """As TRL finds it (cli/accelerate_config.py): a file, or the name of one of its own."""
+    if name is None:
+        return None
+    if Path(str(name)).is_file():
+        return Path(str(name))
+    own = resources.files("trl.accelerate_configs")
+    found = own.joinpath(f"{name}.yaml")
+    if isinstance(name, str) and "/" not in name and found.is_file():
+        return Path(str(found))
+    known = sorted(path.name.removesuffix(".yaml") for path in own.iterdir() if path.name.endswith(".yaml"))
+    raise Refusal(
+        "ZR349",
+        f"accelerate_config is {name!r}",
+        f"It is neither a file nor a name of TRL's: {', '.join(known)}.",
+        "Name a file, e.g. accelerate_configs/zero2.yaml.",
+    )
