@@ -9,9 +9,13 @@ import pytest
 import yaml
 
 from tests.conftest import FIXTURES
+from tests.helpers.public_cases import set_by_launch
 from tests.helpers.tiny import write_recipe
+from zero_recipes.checkpoint.verify import verify
+from zero_recipes.checks.ds_parser import _handed_over
 from zero_recipes.checks.preflight import preflight, resolved_ds_config
 from zero_recipes.config import recipe as recipes
+from zero_recipes.models.load import load_config
 
 DS_JSON = sorted((FIXTURES / "ds_json").glob("*.json"))
 SIZES = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
@@ -106,6 +110,60 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
     again = two.run("train", argv=[str(resolved), "--output_dir", str(tmp_path / "p")])[0]
     first = json.loads((tmp_path / "o" / "metrics.json").read_text())
     assert again["stage"] == stage and again["metrics"]["loss_history"] == first["loss_history"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_parser_is_asked_with_what_the_engine_gets(two, tmp_path, stage):
+    """All but the batch sizes, which need a process group, and what accelerate writes for its own optimizer."""
+    config = json.loads(Path(f"ds_configs/zero{stage}.json").read_text())
+    path = write_recipe(tmp_path, deepspeed=config, gradient_accumulation_steps=3)
+    settings = recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
+    asked, _ = _handed_over(config, settings, 2, load_config(settings, settings))
+    real = two.run("engine_config", argv=[str(path), "--output_dir", str(tmp_path / "o")])[0]
+    assert asked.pop("steps_per_print") == float("inf") and real.pop("steps_per_print") in ("inf", float("inf"))
+    own = {"train_batch_size": 12, "zero_allow_untested_optimizer": True}
+    assert asked | own == real | {key: own[key] for key in own if key in real}
+
+
+def test_what_a_ds_config_may_leave_out_trains_the_same(two, tmp_path):
+    """DeepSpeed clips at 1.0 where nothing is said, and accelerate adds the recipe's bf16."""
+    path, losses = write_recipe(tmp_path, learning_rate=0.01, max_steps=4), []
+    whole = json.loads(Path("ds_configs/zero2.json").read_text())
+    for number, left_out in enumerate(((), ("gradient_clipping",), ("bf16", "fp16"))):
+        config = {key: value for key, value in whole.items() if key not in left_out}
+        argv = ["--deepspeed", json.dumps(config), "--output_dir", str(tmp_path / str(number))]
+        assert [f.code for f in findings_of(path, *argv) if f.level == "error"] == []
+        losses.append(two.run("train", argv=[str(path), *argv])[0]["metrics"]["loss_history"])
+    assert losses[0] == losses[1] == losses[2]
+
+
+# accelerate files in the form of those that TRL ships and `accelerate config` writes: (text, strategy, processes)
+LAUNCHED = {
+    "zero1": ("distributed_type: DEEPSPEED\nmixed_precision: 'bf16'\ndeepspeed_config:\n"
+              "  deepspeed_multinode_launcher: standard\n  gradient_accumulation_steps: 1\n  zero3_init_flag: false\n"
+              "  zero_stage: 1\n", "zero1", 2),
+    "zero2": ("distributed_type: DEEPSPEED\nmixed_precision: 'bf16'\ndeepspeed_config:\n"
+              "  offload_optimizer_device: none\n  offload_param_device: none\n  zero_stage: 2\n", "zero2", 2),
+    "zero3": ("distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
+              "  offload_optimizer_device: cpu\n  zero3_init_flag: true\n  zero3_save_16bit_model: true\n"
+              "  zero_stage: 3\n", "zero3_offload", 2),
+    "fsdp2": ("distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config:\n  fsdp_version: 2\n"
+              "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_cpu_ram_efficient_loading: true\n"
+              "  fsdp_reshard_after_forward: true\n  fsdp_state_dict_type: SHARDED_STATE_DICT\n", "fsdp2", 2),
+    "single_gpu": ("distributed_type: 'NO'\nmixed_precision: 'bf16'\nuse_cpu: false\n", "single", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_accelerate_files_brought_along_run_with_what_the_launch_sets(one, two, tmp_path, name):
+    text, strategy, processes = LAUNCHED[name]
+    file, path = tmp_path / "a.yaml", write_recipe(tmp_path, save_model=True, save_strategy="steps", save_steps=2)
+    file.write_text(f"compute_environment: LOCAL_MACHINE\nnum_machines: 1\nnum_processes: 8\n{text}")
+    argv, environment = [str(path), "--output_dir", str(tmp_path / "out")], set_by_launch(file, 2)
+    ended = (one if processes == 1 else two).run("public_cases.ours_launched", argv=argv, environment=environment)
+    assert [rank["ended"] for rank in ended] == ["ran"] * processes, ended
+    assert ended[0]["strategy"] == strategy and verify(tmp_path / "out")["tensors"] == 28
+    assert list((tmp_path / "out").glob("checkpoint-2/*.safetensors")), "checkpoints hold a model too"
 
 
 @pytest.mark.parametrize("name", BROUGHT)

@@ -29,14 +29,23 @@ def schedule(warmup: Any) -> dict[str, Any]:
     return {"scheduler": SCHEDULE | {"params": SCHEDULE["params"] | {"warmup_num_steps": warmup}}}
 
 
+INLINE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
+DDP = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
 FSDP_FILE = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n"
 FSDP2 = "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
 
 
-def fsdp(name: str, bad: str, fixed: str, code: str, lines: str = "", names: str = "") -> Fault:
+def fsdp(name: str, bad: str, fixed: str, code: str, lines: str = "", names: str = "", level: str = "error") -> Fault:
     """A fault in the fsdp_config of an accelerate file."""
     sides = [Side(recipe=lines, accelerate=FSDP_FILE + text) for text in (bad, fixed)]
-    return Fault(name, *sides, code, names=names)
+    return Fault(name, *sides, code, level, names=names)
+
+
+def launched(
+    name: str, bad: str, fixed: str, code: str, level: str = "error", names: str = "", lines: str = ""
+) -> Fault:
+    """A fault in an accelerate file that names no ds_config."""
+    return Fault(name, Side(recipe=lines, accelerate=bad), Side(recipe=lines, accelerate=fixed), code, level, names)
 
 
 SECTIONS = {
@@ -315,6 +324,15 @@ SECTIONS = {
             names="zero_optimization.stage in ds.json is 5",
         ),
         ds(
+            "a bucket larger than the machine",
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": 10**15}},
+            {"zero_optimization": {"stage": 2, "reduce_bucket_size": 10**6}},
+            "ZR265",
+            lines="use_cpu: true",
+            names="1e+15 elements",
+        ),
+        ds("a stage left to others", {"zero_optimization": {"stage": "auto"}}, {}, "ZR261", names="'auto'"),
+        ds(
             "a misspelt ZeRO key",
             {"zero_optimization": {"stge": 2}},
             {},
@@ -346,8 +364,14 @@ SECTIONS = {
             names="train_micro_batch_size_per_gpu",
         ),
         ds("no accumulation", {"gradient_accumulation_steps": None}, {}, "ZR213", names="gradient_accumulation_steps"),
-        ds("no clipping", {"gradient_clipping": None}, {}, "ZR213", names="gradient_clipping"),
-        ds("no bf16", {"bf16": None}, {}, "ZR213", names="bf16"),
+        ds(
+            "no clipping",
+            {"gradient_clipping": None},
+            {},
+            "ZR213",
+            lines="max_grad_norm: 0.5",
+            names="gradient_clipping",
+        ),
         ds(
             "another global batch",
             {"train_batch_size": 128},
@@ -390,13 +414,34 @@ SECTIONS = {
             "ZR214",
             names="optimizer.params.lr=0.5",
         ),
-        ds(
+        Fault(
             "a warm-up longer than the run",
-            schedule(1000),
-            schedule(5),
+            Side(ds=schedule(1000), recipe="warmup_steps: 1000"),
+            Side(ds=schedule(5), recipe="warmup_steps: 5"),
             "ZR217",
-            lines="warmup_steps: 5",
             names="warmup_num_steps 1000",
+        ),
+        ds(
+            "another warm-up than the recipe's",
+            schedule(3),
+            schedule(5),
+            "ZR264",
+            lines="warmup_steps: 5",
+            names="warmup_num_steps=3",
+        ),
+        ds(
+            "a misspelt parameter of the optimizer",
+            {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "btas": [0.9, 0.999]}}},
+            {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.999]}}},
+            "ZR262",
+            names="btas",
+        ),
+        ds(
+            "a schedule that DeepSpeed does not have",
+            {"scheduler": SCHEDULE | {"type": "WarmUpLR"}},
+            schedule("auto"),
+            "ZR263",
+            names="WarmUpLR",
         ),
         ds(
             "a stage 3 that saves nothing",
@@ -405,6 +450,38 @@ SECTIONS = {
             "ZR206",
             lines="save_model: true",
             names="stage3_gather_16bit_weights_on_model_save",
+        ),
+        ds(
+            "a stage 3 whose gather nobody decides",
+            {"zero_optimization": STAGE_3 | {"stage3_gather_16bit_weights_on_model_save": "auto"}},
+            {"zero_optimization": {"stage": 3, "gather_16bit_weights_on_model_save": True}},
+            "ZR259",
+            lines="save_model: true",
+            names='"auto"',
+        ),
+        ds(
+            "a block that DeepSpeed has removed", {"nebula": {"enabled": False}}, {}, "ZR256", names="nebula in ds.json"
+        ),
+        ds(
+            "fp16's keys in bf16",
+            {"bf16": {"enabled": "auto", "loss_scale": 0, "hysteresis": 2}},
+            {"bf16": {"enabled": "auto"}},
+            "ZR257",
+            names="bf16.loss_scale, bf16.hysteresis",
+        ),
+        ds(
+            "a value that DeepSpeed refuses",
+            {"fp16": {"enabled": "auto", "min_loss_scale": 1e-10}},
+            {"fp16": {"enabled": "auto", "min_loss_scale": 1}},
+            "ZR260",
+            names="fp16.min_loss_scale in ds.json is 1e-10",
+        ),
+        ds(
+            "an auto that nobody fills in",
+            {"communication_data_type": "auto"},
+            {"communication_data_type": "fp32", "steps_per_print": 1e5},
+            "ZR258",
+            names="communication_data_type",
         ),
         ds(
             "a block that does nothing",
@@ -426,6 +503,7 @@ SECTIONS = {
             schedule(5),
             "ZR216",
             "warning",
+            lines="warmup_steps: 5",
             names="WarmupLR in ds.json",
         ),
         ds("an unknown block", {"gradient_cliping": 1.0}, {}, "ZR220", "warning", names="gradient_cliping"),
@@ -438,11 +516,69 @@ SECTIONS = {
             Side(ds={}, accelerate=ACCELERATE),
             "ZR201",
         ),
-        Fault(
-            "ZeRO written inline",
-            Side(accelerate="distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n"),
-            Side(ds={}, accelerate=ACCELERATE),
-            "ZR205",
+        launched("an inline stage that is none", INLINE + "  zero_stage: two\n", INLINE + "  zero_stage: 2\n", "ZR205"),
+        launched(
+            "an inline stage 3 that saves nothing",
+            INLINE + "  zero_stage: 3\n",
+            INLINE + "  zero_stage: 3\n  zero3_save_16bit_model: true\n",
+            "ZR206",
+            lines="save_model: true",
+        ),
+        launched(
+            "another accumulation inline",
+            INLINE + "  zero_stage: 2\n  gradient_accumulation_steps: 1\n",
+            INLINE + "  zero_stage: 2\n  gradient_accumulation_steps: 2\n",
+            "ZR214",
+            names="gradient_accumulation_steps=1",
+        ),
+        launched("mpirun", DDP + "mpirun_config:\n  mpirun_hostfile: hosts\n", DDP, "ZR331"),
+        launched("Megatron-LM", DDP.replace("MULTI_GPU", "MEGATRON_LM"), DDP, "ZR332", names="MEGATRON_LM"),
+        launched(
+            "one GPU for several processes", DDP + "gpu_ids: '0'\n", DDP + "gpu_ids: 0,1\n", "ZR334", names="gpu_ids 0"
+        ),
+        launched(
+            "machines started by pdsh without a list of them",
+            INLINE + "  zero_stage: 2\nnum_machines: 2\n",
+            INLINE + "  zero_stage: 2\n  deepspeed_multinode_launcher: standard\nnum_machines: 2\n",
+            "ZR335",
+            names="2 machines",
+        ),
+        launched(
+            "an address that leads nowhere",
+            DDP + "num_machines: 2\nmain_process_ip: <MAIN IP>\n",
+            DDP + "num_machines: 2\nmain_process_ip: 192.0.2.1\n",
+            "ZR336",
+            names="<MAIN IP>",
+        ),
+        launched(
+            "machines that meet themselves",
+            DDP + "num_machines: 2\nmain_process_ip: 127.0.0.1\n",
+            DDP + "num_machines: 2\nmain_process_ip: 192.0.2.1\n",
+            "ZR337",
+            names="127.0.0.1",
+        ),
+        launched(
+            "bf16 by the launcher alone",
+            DDP + "mixed_precision: bf16\n",
+            DDP,
+            "ZR338",
+            lines="bf16: false",
+            names="mixed_precision bf16",
+        ),
+        launched(
+            "fp16 by the launcher alone",
+            DDP + "mixed_precision: fp16\n",
+            DDP + "mixed_precision: bf16\n",
+            "ZR339",
+            "warning",
+            names="mixed_precision fp16",
+        ),
+        launched(
+            "several processes of which one starts",
+            DDP.replace("MULTI_GPU", '"NO"'),
+            DDP,
+            "ZR340",
+            "warning",
         ),
         Fault(
             "two precisions",
@@ -501,6 +637,7 @@ SECTIONS = {
             FSDP2,
             "ZR317",
             names="SHARDED_STATE_DICT",
+            level="warning",
         ),
         fsdp("parameters on the CPU", FSDP2 + "  fsdp_offload_params: true\n", FSDP2, "ZR318"),
         fsdp(
@@ -508,6 +645,14 @@ SECTIONS = {
             FSDP2 + "  fsdp_cpu_ram_efficient_loading: true\n",
             FSDP2,
             "ZR319",
+            level="warning",
+        ),
+        fsdp(
+            "a layer of another model",
+            FSDP2 + "  fsdp_transformer_layer_cls_to_wrap: Qwen2DecoderLayer\n",
+            FSDP2 + "  fsdp_transformer_layer_cls_to_wrap: GPTNeoXLayer\n",
+            "ZR341",
+            names="Qwen2DecoderLayer",
         ),
         fsdp(
             "activations recomputed twice",

@@ -12,9 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import trl
 
 from tests.helpers.known_bad import found_in
 from tests.helpers.tiny import write_recipe
+from zero_recipes.checkpoint.verify import verify
 from zero_recipes.config.accelerate import launched_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +47,15 @@ def test_accelerate(tmp_path):
     assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", "zero3", 2)
     assert (tmp_path / "samples.jsonl").read_text().count("\n") == 2
     assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_accelerate_with_zero_written_inline(tmp_path):
+    """TRL's own zero3.yaml, which names no ds_config: accelerate's launch hands it over in variables alone."""
+    file = Path(trl.__file__).parent / "accelerate_configs" / "zero3.yaml"
+    command = [str(BIN / "accelerate"), "launch", "--config_file", str(file), "--num_processes", "2"]
+    _, metrics = start([*command, "run_sft.py", "recipes/tiny.yaml"], tmp_path)
+    assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", "zero3", 2)
+    assert verify(tmp_path)["tensors"] > 0
 
 
 def test_accelerate_ddp(tmp_path):

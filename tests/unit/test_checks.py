@@ -130,11 +130,17 @@ def said(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "key",
-    ["zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "bf16"],
+    ["zero_optimization", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"],
 )
 def test_a_ds_config_that_leaves_out_what_the_run_needs(said, key):
     without = (key, "train_batch_size") if key.startswith("train") else (key,)
-    assert ("ZR213", f"c.json has no {key}") in said({}, without=without)
+    assert ("ZR213", f"c.json has no {key}") in said({}, without=without, max_grad_norm=0.5)
+
+
+def test_a_ds_config_may_leave_out_what_the_libraries_set_by_themselves(said):
+    """DeepSpeed clips at 1.0, the recipe's default; accelerate adds the recipe's precision."""
+    assert said({}, without=("gradient_clipping", "bf16", "fp16")) == []
+    assert [code for code, _ in said({}, without=("gradient_clipping",), max_grad_norm=0.0)] == ["ZR213"]
 
 
 def test_ds_configs_that_contradict_the_run(said):
@@ -167,6 +173,14 @@ def test_accelerate_files_that_contradict_themselves(tmp_path):
     )
     for name in ("zero1", "ddp"):
         assert list(launcher_findings(launched_environment(Path("accelerate_configs") / f"{name}.yaml", 3))) == []
+
+
+def test_a_number_of_processes_that_accelerate_would_not_know(tmp_path):
+    (tmp_path / "a.yaml").write_text("distributed_type: MULTI_GPU\n")
+    with pytest.raises(recipes.Refusal) as refused:
+        launched_environment(tmp_path / "a.yaml", None)
+    assert refused.value.codes == ["ZR333"]
+    assert launched_environment(tmp_path / "a.yaml", 3)["WORLD_SIZE"] == "3"
 
 
 @pytest.mark.parametrize(

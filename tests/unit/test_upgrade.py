@@ -137,7 +137,8 @@ def test_a_mixture_and_a_file_of_today(tmp_path):
     old.write_text("dataset_mixer:\n  a/b: 0.5\n  c/d: 0.5\ngroup_by_length: true\nmax_length: 5\nmax_seq_length: 9\n")
     text, said = upgrade(old)
     new = yaml.safe_load(text)
-    assert [(d["path"], d["fraction"]) for d in new["datasets"]] == [("a/b", 0.5), ("c/d", 0.5)]
+    parts = [("a/b", "train[:50%]"), ("c/d", "train[:50%]")]  # of each set's own rows: TRL's fraction is another thing
+    assert [(d["path"], d["split"]) for d in new["datasets"]] == parts and "fraction" not in new["datasets"][0]
     assert new["train_sampling_strategy"] == "group_by_length" and new["max_length"] == 5
     assert any("max_seq_length: removed" in sentence for sentence in said)
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
@@ -156,6 +157,14 @@ def test_a_mixture_and_a_file_of_today(tmp_path):
         ("save_strategy: off # never", 'save_strategy: "no" # never'),
         ("{max_seq_length: 5}", "{max_seq_length: 5}"),
         ("dataset_mixer: a/b\n", "datasets: a/b\n"),
+        ("dataset_mixer:\n  a/b: 1.0\n\n  # two\n  c/d: 1.0\n# Next\nseed: 1\n",
+         "  # two\ndatasets:\n- path: a/b\n  split: train\n- path: c/d\n  split: train\n# Next\nseed: 1\n"),
+        ("dataset_name: a/b\ndataset_splits: train\n", "dataset_name: a/b\ndataset_train_split: train\n"),
+        ("num_proc: 1\npreprocessing_num_workers: 2\n", "dataset_num_proc: 1\n# preprocessing_num_workers: 2\n"),
+        ("warmup_ratio: 0.1\nwarmup_steps: 0\n", "warmup_steps: 0.1\n# warmup_steps: 0\n"),
+        ("warmup_ratio: 0.1\nwarmup_steps: 20\n", "# warmup_ratio: 0.1\nwarmup_steps: 20\n"),
+        ("use_flash_attention_2: true\nattn_implementation: eager\n",
+         "# use_flash_attention_2: true\nattn_implementation: eager\n"),
         ("packing: &off false\nadafactor: *off\n", "packing: &off false\nadafactor: *off\n"),
     ],
 )  # fmt: skip
@@ -163,6 +172,90 @@ def test_only_what_must_change_is_changed(tmp_path, old, new):
     """To the letter, the comments after a removed key and lists at their indentation included."""
     (tmp_path / "old.yaml").write_text(old)
     assert upgrade(tmp_path / "old.yaml")[0] == new
+
+
+MIXTURE = """\
+# Data training arguments
+chat_template: "{% for m in messages %}{{ m['content'] }}\\n{% endfor %}"
+dataset_mixture:
+  datasets:
+    # the chats
+    - id: a/b
+      config: default
+      split: train_sft
+      columns:
+        - messages
+      weight: 1.0
+
+    - id: c/d
+      weight: 0.25
+  test_split_size: 1000
+  seed: 0
+packing_strategy: ffd
+seed: 5
+"""
+
+
+def test_the_handbooks_mixture_and_chat_template_of_today(tmp_path, capsys):
+    old = tmp_path / "old.yaml"
+    old.write_text(MIXTURE)
+    assert cli.main(["check", str(old), "--upgrade"]) == 2, "the data sets are not here"
+    assert "now datasets, test_split_size" in capsys.readouterr().out
+    text = (tmp_path / "old.upgraded.yaml").read_text()
+    assert yaml.safe_load(text) == {
+        "chat_template_path": str(tmp_path / "old.chat_template.jinja"),
+        "datasets": [
+            {"path": "a/b", "name": "default", "split": "train_sft", "columns": ["messages"]},
+            {"path": "c/d", "split": "train[:25%]"},
+        ],
+        "test_split_size": 1000,
+        "packing_strategy": "bfd",
+        "seed": 5,
+    }
+    assert (
+        tmp_path / "old.chat_template.jinja"
+    ).read_text() == "{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    assert "# Data training arguments\n" in text and "# the chats" in text
+
+
+def test_a_file_for_trl_is_one_that_trls_parser_takes(tmp_path):
+    """With keys of ours and of nobody's: what is left, TRL's own parser takes as it stands."""
+    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
+
+    old = tmp_path / "old.yaml"
+    old.write_text(
+        HANDBOOK.format(output=tmp_path / "out") + "global_batch_size: 8\nuse_cpu: true\nbeta: 0.1\n"
+        "save_model: true\nper_device_train_batch_size: 3\n"
+    )
+    assert cli.main(["check", str(old), "--upgrade", "--for-trl"]) == 0
+    text = (tmp_path / "old.trl.yaml").read_text()
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
+    script, training, model, _ = parser.parse_args_and_config(["--config", str(tmp_path / "old.trl.yaml")])
+    assert (script.dataset_name, training.per_device_train_batch_size) == ("./tiny_world", 3)
+    assert (model.dtype, training.warmup_steps, training.max_length) == ("bfloat16", 0.1, 128)
+    assert "# beta: 0.1\n" in text and "# global_batch_size: 8\n" in text and "# save_model: true\n" in text
+
+
+def test_a_file_for_fsdp1_is_converted_by_accelerate_and_checked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    file = tmp_path / "fsdp1.yaml"
+    file.write_text(
+        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+        "  fsdp_sharding_strategy: SHARD_GRAD_OP\n  fsdp_backward_prefetch: BACKWARD_PRE\n"
+        "  fsdp_state_dict_type: FULL_STATE_DICT\n  fsdp_use_orig_params: true\n  fsdp_version: 1\n"
+    )
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model_name_or_path: ./tiny_world/base\ndataset_name: ./tiny_world\nuse_cpu: true\n")
+    said = ["check", str(recipe), "--config_file", str(file)]
+    assert cli.main(said) == 2 and "--upgrade writes the file for FSDP2" in capsys.readouterr().out
+    assert cli.main([*said, "--upgrade"]) == 0, capsys.readouterr().out
+    written = yaml.safe_load((tmp_path / "fsdp1.fsdp2.yaml").read_text())
+    assert written["fsdp_config"] == {
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": False,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_version": 2,
+    }
 
 
 def test_the_next_sections_title_outlives_a_removed_key(tmp_path):

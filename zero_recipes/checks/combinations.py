@@ -13,6 +13,7 @@ from zero_recipes.config import sequence_parallel
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding, Refusal
 from zero_recipes.core.process import local_world_size
+from zero_recipes.theory.lower_bounds import module_classes
 
 # architectures of transformers 5.23 that do not hand position_ids to create_causal_mask (masking_utils.py): the
 # boundaries of packed rows are lost, whatever the attention implementation
@@ -32,6 +33,7 @@ def combination_findings(settings: Settings, strategy, device: str, environment:
         *_uneven_ranks(settings, strategy.world_size),
         *_weights(settings, strategy.world_size),
         *_launched_alone(strategy, environment),
+        *_layer_classes(settings, strategy, environment),
         *sequence_parallel.sequence_parallel_findings(settings, strategy, device, _model_config(settings)),
         *chat_findings(settings),
     ]
@@ -143,7 +145,16 @@ def _launched_alone(strategy, environment: Mapping[str, str]) -> Iterator[Findin
         return
     by_mpi = any(name.startswith(("OMPI_COMM_WORLD", "PMI_", "MV2_COMM_WORLD")) for name in environment)
     asked_for_more = "ACCELERATE_USE_CPU" in environment and "MASTER_ADDR" in environment and "RANK" not in environment
-    if asked_for_more and not by_mpi:
+    if asked_for_more and not by_mpi and environment["ACCELERATE_USE_CPU"].lower() != "true":
+        yield Finding(
+            "ZR340",
+            "one process, whatever num_processes says",
+            "Under distributed_type NO accelerate starts the script once (accelerate 1.15, commands/launch.py, "
+            "simple_launcher).",
+            "Write distributed_type: MULTI_GPU for more; for one process num_processes: 1 says what happens.",
+            level="warning",
+        )
+    elif asked_for_more and not by_mpi:
         yield Finding(
             "ZR137",
             "several processes were requested, and accelerate started one",
@@ -159,6 +170,25 @@ def _launched_alone(strategy, environment: Mapping[str, str]) -> Iterator[Findin
             "Nothing can be partitioned over one process: every model state stays whole.",
             "Launch with --num_processes 2 or more; for one process leave out DeepSpeed, or offload.",
             level="warning",
+        )
+
+
+def _layer_classes(settings: Settings, strategy, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Classes of the model that an accelerate file names, and which the model does not have."""
+    named = (strategy.fsdp_config or {}).get("transformer_layer_cls_to_wrap") or []
+    if strategy.is_deepspeed:
+        named = environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "")
+    names = [name.strip() for name in named.split(",")] if isinstance(named, str) else list(named)
+    model = _model_config(settings) if any(names) else None
+    known = module_classes(model, settings.trust_remote_code) if model is not None else None
+    missing = [str(name) for name in names if known is not None and name and name not in known]
+    if missing:
+        yield Finding(
+            "ZR341",
+            f"the model has no layer of class {', '.join(missing)}",
+            "accelerate (utils/dataclasses.py, set_auto_wrap_policy and set_moe_leaf_modules) stops on it once the "
+            "model has been loaded.",
+            "Name a class of this model, or remove the key: transformers knows the layers of its own models.",
         )
 
 

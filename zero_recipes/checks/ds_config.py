@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
-from zero_recipes.compat.huggingface import without_deepspeed_announcement
+from zero_recipes.checks.ds_parser import REMOVED, fill_auto
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding
+from zero_recipes.core.host_limits import Host
+from zero_recipes.core.units import size
 
 # blocks that DeepSpeed 0.19.8 names outside runtime/constants.py
 BLOCKS = {
     *("zero_optimization", "aio", "comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet"),
-    *("elasticity", "autotuning", "compression_training", "data_efficiency", "curriculum_learning", "nebula"),
+    *("autotuning", "data_efficiency"),
     *("hybrid_engine", "compile", "tensor_parallel", "pipeline", "expert_parallel", "torch_autocast", "checkpoint"),
     *("weight_quantization", "monitor_config", "activation_checkpointing", "bf16", "fp16", "zenflow"),
 }
@@ -31,40 +31,32 @@ def ds_config_findings(
         *_mismatches(config, source, settings, world_size),
         *_half_precision(settings, device),
         *_schedule(config, source, settings),
+        *_buckets(config, source, device),
         *_without_effect(config, source),
     ]
 
 
-def fill_auto(config: dict[str, Any], settings: Settings, world_size: int):
-    """transformers' HfTrainerDeepSpeedConfig with the Trainer's values filled in, and the arguments that it was given.
-
-    Its `mismatches` name what was written by hand and differs from the run.
-    """
-    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
-
-    arguments = SimpleNamespace(**settings.as_dict(), world_size=world_size)
-    arguments.bf16 = settings.precision == "bf16"
-    arguments.get_warmup_steps = lambda steps: settings.warmup_steps
-    with without_deepspeed_announcement():  # it announces itself to all; this is only a look
-        filled = HfTrainerDeepSpeedConfig(copy.deepcopy(config))
-    filled.trainer_config_process(arguments)
-    return filled, arguments
-
-
 def _missing(config: dict, source: str, settings: Settings) -> Iterator[Finding]:
-    """What the run needs and the configuration leaves out: DeepSpeed would stop, or do without it in silence."""
-    auto, enabled = '"auto"', '{"enabled": "auto"}'
+    """What the run needs and the configuration leaves out: DeepSpeed would stop, or do otherwise in silence.
+
+    Not the block of a precision: accelerate (utils/dataclasses.py, set_mixed_precision) adds the recipe's.
+    """
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
+
+    auto = '"auto"'
     needs = {"zero_optimization": ("accelerate stops without it", '{"stage": 2}')}
     if "train_batch_size" not in config:
         needs["train_micro_batch_size_per_gpu"] = ("DeepSpeed stops without it", auto)
     if settings.gradient_accumulation_steps > 1:
         needs["gradient_accumulation_steps"] = ("DeepSpeed would step after every micro batch", auto)
-    if settings.max_grad_norm > 0:
-        limit = settings.max_grad_norm
-        needs["gradient_clipping"] = (f"DeepSpeed would not clip; the recipe's max_grad_norm is {limit}", auto)
-    block = settings.precision
-    if block != "fp32":
-        needs[block] = (f"DeepSpeed would train in fp32, the recipe says {block}", enabled)
+    if settings.max_grad_norm != GRADIENT_CLIPPING_DEFAULT:
+        needs["gradient_clipping"] = (
+            f"DeepSpeed would clip at {GRADIENT_CLIPPING_DEFAULT}; the recipe's max_grad_norm is "
+            f"{settings.max_grad_norm}",
+            auto,
+        )
+    if "stage" not in config.get("zero_optimization", {"stage": 0}):
+        needs["zero_optimization.stage"] = ("TRL and accelerate read it by name, and stop", "2")
     for key, (why, written) in needs.items():
         if key not in config:
             yield Finding("ZR213", f"{source} has no {key}", f"{why}.", f'Add "{key}": {written}.')
@@ -72,7 +64,11 @@ def _missing(config: dict, source: str, settings: Settings) -> Iterator[Finding]
 
 def _mismatches(config: dict, source: str, settings: Settings, world_size: int) -> Iterator[Finding]:
     """What transformers itself would stop on (integrations/deepspeed.py), but only once the model is loaded."""
-    for mismatch in fill_auto(config, settings, world_size)[0].mismatches:
+    try:
+        mismatches = fill_auto(config, settings, world_size)[0].mismatches
+    except Exception:  # values of any form: found by ds_parser.py, with the library's words
+        return
+    for mismatch in mismatches:
         written, _, wanted = mismatch.removeprefix("- ds ").partition(" vs hf ")
         key = written.partition("=")[0]
         yield Finding(
@@ -119,6 +115,20 @@ def _schedule(config: dict, source: str, settings: Settings) -> Iterator[Finding
             )
 
 
+def _buckets(config: dict, source: str, device: str) -> Iterator[Finding]:
+    """On GPUs the plan counts it."""
+    elements = config.get("zero_optimization", {}).get("reduce_bucket_size", 0)
+    memory, _ = Host().memory()
+    if device == "cpu" and isinstance(elements, (int, float)) and 2 * elements > memory:
+        yield Finding(
+            "ZR265",
+            f"zero_optimization.reduce_bucket_size in {source} is {elements:g} elements",
+            f"DeepSpeed (runtime/zero/stage3.py, stage_1_and_2.py) allocates a buffer of that size, in bf16 "
+            f"{size(2 * elements)}; {size(memory)} of this machine's memory are free.",
+            'Write "auto", or 5e8, its default.',
+        )
+
+
 def _without_effect(config: dict, source: str) -> Iterator[Finding]:
     if "activation_checkpointing" in config:
         yield Finding(
@@ -136,7 +146,7 @@ def _without_effect(config: dict, source: str) -> Iterator[Finding]:
             'Write "intra_op_parallelism" instead.',
             level="warning",
         )
-    unknown = sorted(set(config) - _known_to_deepspeed())
+    unknown = sorted(set(config) - _known_to_deepspeed() - set(REMOVED))
     if unknown:
         yield Finding(
             "ZR220",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -16,7 +17,7 @@ from zero_recipes.checkpoint.resume import checkpoint_to_resume
 from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
 from zero_recipes.checks.cache import on_hub
 from zero_recipes.checks.data_at_hand import data_at_hand_findings
-from zero_recipes.checks.ds_config import fill_auto
+from zero_recipes.checks.ds_parser import fill_auto, parser_findings
 from zero_recipes.checks.hub import offline_where_unreachable
 from zero_recipes.checks.refused_late import late_findings
 from zero_recipes.checks.rehearsal import rehearsal_findings
@@ -24,11 +25,11 @@ from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
 from zero_recipes.compat.registry import parts_in_use, private_part_findings
 from zero_recipes.compat.warnings import hides_progress
+from zero_recipes.config import fsdp, recipe_keys
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config import recipe_keys
 from zero_recipes.config import run as run_config
 from zero_recipes.config import strategy as strategies
-from zero_recipes.config.accelerate import launcher_findings
+from zero_recipes.config.accelerate import launcher_findings, precision_findings
 from zero_recipes.config.inputs import inputs_of
 from zero_recipes.config.launch_keys import launch_key_findings, launch_of
 from zero_recipes.config.recipe import RecipeFile, steps_by_epochs
@@ -77,8 +78,13 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     settings = settings.replace(disable_tqdm=hides_progress(settings))
     output_dir = Path(settings.output_dir)
     findings += _strategy_findings(settings, strategy, device, environment)
+    if strategy is not None and strategy.is_fsdp:
+        findings += fsdp.change_findings(recipe.settings, environment)
+    model = None
     if not (constants.is_offline_mode() and on_hub(settings.model_name_or_path)):  # what the cache lacks is said below
-        _attempt(findings, load_config, settings, settings)
+        model = _attempt(findings, load_config, settings, settings)
+    if strategy is not None and strategy.is_deepspeed:
+        findings += parser_findings(strategy.ds_config.raw, strategy.source, settings, strategy.world_size, model)
     missing = len(findings)
     _attempt(findings, refuse_missing_attention, settings.attn_implementation, device)
     plain = settings if len(findings) == missing else settings.replace(attn_implementation=None)  # said once
@@ -113,6 +119,7 @@ def _strategy_findings(
     findings: list[Finding] = []
     _attempt(findings, run_config.refuse_data_parallel, strategy, device, environment)
     _attempt(findings, run_config.refuse_shared_gpus, strategy, device, environment)
+    findings += precision_findings(environment, settings.precision)
     if strategy.is_deepspeed:
         findings += ds_config_findings(strategy.ds_config.raw, strategy.source, settings, strategy.world_size, device)
     return findings + combination_findings(settings, strategy, device, environment)
@@ -140,5 +147,6 @@ def resolved_ds_config(run: RunConfig, rows: int | None = None) -> dict[str, Any
     steps = settings.max_steps
     if steps <= 0:
         steps = "auto" if rows is None else steps_by_epochs(rows, settings, run.strategy.replicas)
-    filled.trainer_config_finalize(arguments, model, steps)
+    with contextlib.suppress(ValueError):  # what contradicts the run has its findings; it is shown as written
+        filled.trainer_config_finalize(arguments, model, steps)
     return filled.config

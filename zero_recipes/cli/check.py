@@ -18,7 +18,13 @@ def add_check(verbs) -> None:
     verb.add_argument("--config_file", type=Path, help="the accelerate file it will be launched with")
     verb.add_argument("--num_processes", type=number("--num_processes", int, 1))
     verb.add_argument(
-        "--upgrade", action="store_true", help="write RECIPE.upgraded.yaml in today's keys, and check that"
+        "--upgrade",
+        action="store_true",
+        help="write RECIPE.upgraded.yaml in today's keys, and check that; an accelerate file for FSDP1 becomes one for "
+        "FSDP2",
+    )
+    verb.add_argument(
+        "--for-trl", action="store_true", help="with --upgrade: only keys that `trl sft --config` takes, and no check"
     )
     verb.add_argument(
         "--data", action="store_true", help="tokenise the training rows, count and show what is supervised"
@@ -33,15 +39,20 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from zero_recipes.checks import recipe_code
     from zero_recipes.checks.preflight import preflight, resolved_ds_config
+    from zero_recipes.compat.accelerate_launch import launch_findings
     from zero_recipes.compat.warnings import quieten
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_environment
     from zero_recipes.config.launch_keys import launched_as_named
+    from zero_recipes.config.strategy import INLINE_SOURCE
     from zero_recipes.planner import gate
 
     quieten()
     if arguments.upgrade:
-        arguments.recipe = _write_upgraded(arguments.recipe)
+        arguments.recipe = _write_upgraded(arguments.recipe, arguments.for_trl)
+        arguments.config_file = _write_for_fsdp2(arguments.config_file)
+        if arguments.for_trl:
+            return 0
     before = dict(os.environ)
     mapping = recipes.read_recipe_file(arguments.recipe)
     loaders = recipe_code.take_back_loaders(os.environ, before)
@@ -54,9 +65,12 @@ def _check(arguments: argparse.Namespace) -> int:
     run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True)
     findings = [found for found in findings if not (remote_code and recipe_code.due_to_missing_code(found))]
     findings += recipe_code.recipe_code_findings(loaders, remote_code)
+    findings += launch_findings(arguments.config_file, arguments.num_processes)
     if run is not None:
         findings += gate.rehearsed(run, environment)
         print("\n".join(run.strategy.described(run.device, run.settings)))
+        if run.strategy.source == INLINE_SOURCE and not arguments.show:
+            print(f"ds_config     {json.dumps(run.strategy.ds_config.raw)}")
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if arguments.data:
@@ -95,15 +109,43 @@ def data_findings(run, show: bool) -> list:
     return downgraded(findings, codes.requested(ours.ignore))
 
 
-def _write_upgraded(old: Path) -> Path:
-    from zero_recipes.cli.upgrade import upgrade
+def _write_upgraded(old: Path, for_trl: bool) -> Path:
+    from zero_recipes.cli.upgrade import chat_template, keys_of_ours, template_path, upgrade
 
-    text, changes = upgrade(old)
-    new = old.with_suffix(".upgraded.yaml")
+    text, changes = upgrade(old, for_trl)
+    new = old.with_suffix(".trl.yaml" if for_trl else ".upgraded.yaml")
+    template = chat_template(old)
+    if template and any("now chat_template_path" in change for change in changes):
+        _write(template_path(old), template)
+    _write(new, text)
+    ours = keys_of_ours(text)
+    if ours:
+        changes.append(f"keys of zero-recipes, which `trl sft` does not take: {', '.join(ours)} (--for-trl)")
+    print(*changes, f"written: {new}", sep="\n")
+    return new
+
+
+def _write_for_fsdp2(old: Path | None) -> Path | None:
+    """An accelerate file for FSDP1 as accelerate itself converts it; any other file stays."""
+    import yaml
+    from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
+
+    try:
+        config = yaml.safe_load(old.read_text()) if old is not None and old.is_file() else None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return old  # refused where it is read
+    asked = config.get("fsdp_config") if isinstance(config, dict) else None
+    if not isinstance(asked, dict) or asked.get("fsdp_version", 1) == 2 or config.get("distributed_type") != "FSDP":
+        return old
+    new = old.with_suffix(".fsdp2.yaml")
+    _write(new, yaml.safe_dump(convert_config_to_fsdp2(config), sort_keys=False))
+    print(f"written: {new}, for FSDP2 (accelerate to-fsdp2)")
+    return new
+
+
+def _write(new: Path, text: str) -> None:
     if new.exists() and new.read_text() != text:
         raise Refusal(
             "ZR127", f"{new} exists already", "It differs from what would be written.", "Move it, or delete it."
         )
     new.write_text(text)
-    print(*changes, f"written: {new}", sep="\n")
-    return new

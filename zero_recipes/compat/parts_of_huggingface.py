@@ -274,3 +274,22 @@ SHARED_STATE = PrivatePart(
         Exists("accelerate.state:GradientState", ("_reset_state",)),
     ),
 )
+
+LAUNCH = PrivatePart(
+    name="launch_of_accelerate",
+    library="accelerate",
+    used_by="compat/accelerate_launch.py, environment_of_launch",
+    why="asks `accelerate launch` what it makes of a file, its own checks included, without starting anything",
+    otherwise="`zero-recipes check` would pass a file on which the launch ends.",
+    relies_on=(
+        Takes("accelerate.commands.launch:_validate_launch_command", ("args",)),
+        Mentions(
+            "accelerate.commands.launch:launch_command",
+            ("_validate_launch_command", "deepspeed_fields_from_accelerate_config", "use_deepspeed", "use_fsdp"),
+        ),
+        Exists(
+            "accelerate.utils.launch",
+            ("prepare_deepspeed_cmd_env", "prepare_multi_gpu_env", "prepare_simple_launcher_cmd_env"),
+        ),
+    ),
+)

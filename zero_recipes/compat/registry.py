@@ -32,6 +32,7 @@ QUANTIZED_GRADIENTS = (ds.QUANTIZED_GRADIENTS,)
 FSDP2 = (hf.NAMES_OF_THE_FILE, hf.FSDP_POLICY, pt.WHOLE_GRADIENTS, pt.OPERATORS)
 FSDP2_ON_CPU = (hf.SHARDING_ON_CPU,)
 DATA_PARALLEL = (pt.BUCKETS,)
+CHECK = (hf.LAUNCH,)
 FOUR_BIT = (pt.PACKED_WEIGHTS, pt.LAYOUT)
 
 PARTS: dict[str, tuple[PrivatePart, ...]] = {
@@ -44,6 +45,7 @@ PARTS: dict[str, tuple[PrivatePart, ...]] = {
     "FSDP2 on CPUs": FSDP2_ON_CPU,
     "neither DeepSpeed nor FSDP2": DATA_PARALLEL,
     "4-bit weights": FOUR_BIT,
+    "check --config_file": CHECK,
 }
 
 
@@ -58,6 +60,7 @@ def parts_in_use(strategy: Strategy, settings: Settings, device: str) -> list[Pr
         "FSDP2": strategy.is_fsdp,
         "FSDP2 on CPUs": strategy.is_fsdp and device == "cpu",
         "neither DeepSpeed nor FSDP2": not (strategy.is_deepspeed or strategy.is_fsdp),
+        "check --config_file": False,  # it looks at the part itself
         # without bitsandbytes checks/quantized.py refuses
         "4-bit weights": settings.load_in_4bit and importlib.util.find_spec("bitsandbytes") is not None,
     }

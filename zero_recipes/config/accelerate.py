@@ -6,9 +6,13 @@ this machine's GPUs, and a free port.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import ipaddress
+import os
+import shutil
+import socket
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -21,6 +25,19 @@ if TYPE_CHECKING:
 AMBIGUOUS = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device")
 AMBIGUOUS += ("offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path")
 AMBIGUOUS += ("zero3_save_16bit_model", "mixed_precision")
+# accelerate 1.15, utils/launch.py, prepare_deepspeed_cmd_env: the keys of deepspeed_config that reach the training
+INLINE = {
+    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+}
+UNNAMED = -1  # accelerate's own value where a file has no num_processes
+DS_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 
 
 def launched_environment(config_file: Path | None, num_processes: int | None) -> dict[str, str]:
@@ -28,13 +45,15 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
     if config_file is None:
         return {} if num_processes in (None, 1) else {"WORLD_SIZE": str(num_processes)}
     config = _read(config_file)
+    refuse_what_no_launch_takes(config, config_file, num_processes)
     count = num_processes or config.num_processes
     environment = {"WORLD_SIZE": str(count)}
     if config.num_machines > 1 and count % config.num_machines == 0:
         environment["LOCAL_WORLD_SIZE"] = str(count // config.num_machines)
     if config.distributed_type in ("MULTI_CPU", "NO") and count != 1 and not config.mpirun_config:
         # accelerate 1.15, commands/launch.py, simple_launcher: one process, whatever num_processes says
-        return {"ACCELERATE_USE_CPU": str(config.use_cpu), "MASTER_ADDR": "127.0.0.1"}
+        alone = {"ACCELERATE_USE_CPU": str(config.use_cpu), "MASTER_ADDR": "127.0.0.1"}
+        return alone | {"ACCELERATE_MIXED_PRECISION": str(config.mixed_precision or "no")}
     if config.distributed_type == "FSDP":
         environment["ACCELERATE_USE_FSDP"] = "true"
         named = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
@@ -47,11 +66,75 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
     if not config.deepspeed_config:
         return environment
     given = [*config.deepspeed_config, *(["mixed_precision"] if config.mixed_precision else [])]
+    inline = {INLINE[key]: value for key, value in config.deepspeed_config.items() if key in INLINE}
+    environment |= {name: _as_launched(name, value) for name, value in inline.items() if value is not None}
     return environment | {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config.deepspeed_config.get("deepspeed_config_file") or "none"),
-        "ACCELERATE_CONFIG_DS_FIELDS": ",".join(map(str, given)),
+        DS_FIELDS: ",".join(map(str, given)),
     }
+
+
+def _as_launched(name: str, value: Any) -> str:
+    return str(value) if name in (INLINE["zero_stage"], INLINE["deepspeed_moe_layer_cls_names"]) else str(value).lower()
+
+
+def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str, Any]:
+    """The ds_config that accelerate makes of a file without `deepspeed_config_file`: DeepSpeedPlugin is asked for it.
+
+    `environment`: the launcher's; `precision`: the recipe's, "bf16", "fp16" or "fp32". Raises Refusal.
+    """
+    from accelerate.utils import DeepSpeedPlugin, clear_environment
+
+    from zero_recipes.config.ds_schema import quiet
+
+    given = {name: text for name, text in environment.items() if name.startswith("ACCELERATE_")}
+    try:
+        with quiet(), clear_environment():  # which empties `environment` too, where that is os.environ
+            os.environ.update(given)
+            plugin = DeepSpeedPlugin()
+            plugin.set_mixed_precision({"fp32": "no"}.get(precision, precision))
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise Refusal(
+            "ZR205",
+            "the accelerate file's deepspeed_config cannot be read",
+            f"accelerate (utils/dataclasses.py, DeepSpeedPlugin) stops: {first_line(error)}.",
+            "Correct its value, or point deepspeed_config_file at one of ds_configs/*.json.",
+        ) from None
+    config = dict(plugin.deepspeed_config)
+    del config["steps_per_print"]  # infinity, which JSON does not know; accelerate writes it again
+    return config
+
+
+def hand_over(environment: MutableMapping[str, str]) -> None:
+    """Let accelerate take the ds_config in force beside the launcher's fields, which have been read into it.
+
+    DeepSpeedPlugin (utils/dataclasses.py, _deepspeed_config_checks) stops where both are there.
+    """
+    environment.pop(DS_FIELDS, None)
+
+
+def precision_findings(environment: Mapping[str, str], precision: str) -> Iterator[Finding]:
+    """What an accelerate file's mixed_precision says against the recipe's `precision`: "bf16", "fp16" or "fp32"."""
+    asked = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if asked not in ("bf16", "fp16") or asked == precision:
+        return
+    if precision == "fp32":
+        yield Finding(
+            "ZR338",
+            f"the accelerate file has mixed_precision {asked}, the recipe trains in fp32",
+            "transformers (training_args.py, __post_init__) takes the file's where the recipe has none, and would "
+            f"train in {asked}.",
+            f"Write {asked}: true into the recipe, or remove mixed_precision from the file.",
+        )
+    else:
+        yield Finding(
+            "ZR339",
+            f"the accelerate file has mixed_precision {asked}, the recipe {precision}",
+            "transformers (training_args.py, __post_init__) takes the recipe's; TRL's own default is bf16.",
+            f"Write {asked}: true into the recipe if that is meant.",
+            level="warning",
+        )
 
 
 def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -74,7 +157,7 @@ def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
         )
     if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none").lower() in ("none", ""):
         return
-    given = environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    given = environment.get(DS_FIELDS, "").split(",")
     beside = [name for name in AMBIGUOUS if name in given]
     if beside:
         yield Finding(
@@ -82,6 +165,78 @@ def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
             f"the accelerate file has {', '.join(beside)} beside deepspeed_config_file",
             "accelerate (utils/dataclasses.py, DeepSpeedPlugin) stops with a ValueError about what it would ignore.",
             "Remove them: the ds_config says how to shard, the recipe's bf16 and fp16 say the precision.",
+        )
+
+
+def refuse_what_no_launch_takes(config: ClusterConfig, path: Path, num_processes: int | None) -> None:
+    """Refuse a file that `accelerate launch` itself ends on, or waits on without an end."""
+    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+    if config.mpirun_config:
+        raise Refusal(
+            "ZR331",
+            f"{path} starts its processes by mpirun",
+            "They would know their ranks by MPI's variables alone; nothing here reads those, and each would train by "
+            "itself.",
+            "Remove mpirun_config and write distributed_type: MULTI_GPU, which serves CPUs too.",
+        )
+    if kind in ("TPU", "XLA", "MEGATRON_LM"):
+        raise Refusal(
+            "ZR332",
+            f"{path} asks for distributed_type {kind}",
+            "accelerate (commands/launch.py) starts it by torch_xla or Megatron-LM; TRL's SFTTrainer trains under "
+            "neither.",
+            "Write MULTI_GPU, DEEPSPEED or FSDP.",
+        )
+    if config.num_processes == UNNAMED and num_processes is None:
+        raise Refusal(
+            "ZR333",
+            f"{path} names no num_processes",
+            'accelerate (commands/launch.py) stops: "You need to manually pass in --num_processes".',
+            "Write num_processes, or pass --num_processes.",
+        )
+    named = str(config.gpu_ids or "all")
+    if kind.startswith("MULTI_") and named != "all" and "," not in named and config.num_machines == 1:
+        raise Refusal(
+            "ZR334",
+            f"{path} has gpu_ids {named} under {kind}",
+            'accelerate (commands/launch.py) stops: "Less than two GPU ids were configured".',
+            "Name two or more, or write gpu_ids: all.",
+        )
+    if config.num_machines > 1:
+        _refuse_unreachable_machines(config, path)
+
+
+def _refuse_unreachable_machines(config: ClusterConfig, path: Path) -> None:
+    asked, launcher = config.deepspeed_config, config.deepspeed_config.get("deepspeed_multinode_launcher") or "pdsh"
+    if asked and launcher not in ("standard", "nossh"):
+        hosts = asked.get("deepspeed_hostfile")
+        missing = f"no {launcher} on this machine" if shutil.which(launcher) is None else f"no hostfile {hosts}"
+        if shutil.which(launcher) is None or not (hosts and Path(hosts).is_file()):
+            raise Refusal(
+                "ZR335",
+                f"{path} starts {config.num_machines} machines by {launcher}, and there is {missing}",
+                "deepspeed (launcher/runner.py) ends, or trains on this machine alone.",
+                "Write deepspeed_multinode_launcher: standard, and start the command on each machine.",
+            )
+    address = config.main_process_ip
+    if address is None:
+        return  # the command line names it: --main_process_ip
+    try:
+        found = socket.getaddrinfo(str(address), None)[0][4][0]
+    except (OSError, UnicodeError) as error:
+        raise Refusal(
+            "ZR336",
+            f"main_process_ip {address} in {path} leads nowhere",
+            f"The {config.num_machines} machines meet there ({first_line(error)}); the launch would wait until its "
+            "time is over.",
+            "Write the address of the machine with machine_rank 0.",
+        ) from None
+    if ipaddress.ip_address(found).is_loopback:
+        raise Refusal(
+            "ZR337",
+            f"main_process_ip {address} in {path} with {config.num_machines} machines",
+            "Each machine would wait for the others at its own address, until its time is over.",
+            "Write the address of the machine with machine_rank 0, or num_machines: 1.",
         )
 
 
@@ -98,7 +253,9 @@ def _read(path: Path) -> ClusterConfig:
         )
     try:
         config = load_config_from_file(str(path))
-        for name in ("deepspeed_config", "fsdp_config", "parallelism_config"):  # SageMaker's config has none
+        if not hasattr(config, "deepspeed_config"):
+            raise TypeError("it is for Amazon SageMaker, which starts its own machines: no run of this repository")
+        for name in ("deepspeed_config", "fsdp_config", "parallelism_config"):
             if not isinstance(getattr(config, name), dict):  # by hand: accelerate does not check types
                 raise TypeError(f"{name} is no mapping")
     except yaml.YAMLError as error:
@@ -112,10 +269,12 @@ def _read(path: Path) -> ClusterConfig:
             f"{first_line(error).rstrip('.')}.",
             "See those in accelerate_configs/.",
         ) from error
-    config.num_processes = 1 if config.num_processes in (None, -1) else config.num_processes
+    config.num_processes = UNNAMED if config.num_processes in (None, -1) else config.num_processes
     config.num_machines = 1 if config.num_machines is None else config.num_machines
     for name in ("num_processes", "num_machines"):
         value = getattr(config, name)
+        if value is UNNAMED:
+            continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise Refusal(
                 "ZR307",

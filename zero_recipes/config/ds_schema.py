@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from zero_recipes.config.ds_view import OFFLOADS
 from zero_recipes.core.errors import Finding
 
 # blocks that transformers or DeepSpeed 0.19.8 read with .get(), and stop with a bare AttributeError on anything else
-MAPPINGS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "aio", "activation_checkpointing", "amp")
-MAPPINGS += (
-    "comms_logger",
-    "flops_profiler",
-    "checkpoint",
-    "tensorboard",
-    "wandb",
-    "csv_monitor",
-    "comet",
-    "elasticity",
-)
+MAPPINGS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "aio", "activation_checkpointing")
+MAPPINGS += ("comms_logger", "flops_profiler", "checkpoint", "tensorboard", "wandb", "csv_monitor", "comet")
 MAPPINGS += ("data_types", "tensor_parallel", "torch_autocast", "compile", "zenflow")
-COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print")
+# not steps_per_print: accelerate (utils/dataclasses.py, DeepSpeedPlugin) writes infinity in its place
+COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def schema_findings(config: Mapping[str, Any], source: str) -> list[Finding]:
@@ -39,6 +36,10 @@ def _blocks(config: Mapping[str, Any], source: str) -> Iterator[Finding]:
             yield Finding(
                 "ZR207", f"{name} in {source} has no type", "DeepSpeed makes the class of that name.", 'Add "type".'
             )
+    zero = config.get("zero_optimization")
+    for name in OFFLOADS:  # DeepSpeed takes None
+        if isinstance(zero, dict) and zero.get(name) is not None:
+            places.append((f"zero_optimization.{name}", zero[name]))
     for name, block in places:
         if not isinstance(block, dict):
             yield Finding(
@@ -62,6 +63,15 @@ def _numbers(config: Mapping[str, Any], source: str) -> Iterator[Finding]:
                 "It must be a whole number.",
                 'Write a whole number, or "auto".',
             )
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if stage == "auto" or isinstance(stage, (bool, float)):
+        yield Finding(
+            "ZR261",
+            f"zero_optimization.stage in {source} is {stage!r}",
+            'accelerate fills in 2 for "auto", and DeepSpeed makes a number of the others; everything that is said '
+            "here goes by the stage.",
+            "Write 0, 1, 2 or 3.",
+        )
     clipping = config.get("gradient_clipping", "auto")
     if clipping != "auto" and not (isinstance(clipping, (int, float)) and not isinstance(clipping, bool)):
         yield Finding(
@@ -74,11 +84,10 @@ def _numbers(config: Mapping[str, Any], source: str) -> Iterator[Finding]:
 
 def _zero_optimization(block: Mapping[str, Any], source: str) -> Iterator[Finding]:
     """By DeepSpeed's own model of the block (runtime/zero/config.py): an unknown key or a wrong value stops it."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
     try:
-        DeepSpeedZeroConfig(**_without_auto(block))
+        parsed_zero(block)
     except ValidationError as error:
         for fault in error.errors():
             place = ".".join(str(part) for part in fault["loc"])
@@ -97,6 +106,28 @@ def _zero_optimization(block: Mapping[str, Any], source: str) -> Iterator[Findin
             f"DeepSpeed (runtime/zero/config.py) stops: {error}.",
             "Change what it names.",
         )
+
+
+def parsed_zero(block: Mapping[str, Any]):
+    """DeepSpeed's own model of a zero_optimization block, "auto" left out. Raises what DeepSpeed raises."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    with quiet():
+        return DeepSpeedZeroConfig(**_without_auto(block))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What the libraries say while they are only asked goes nowhere: the run says it again."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _without_auto(block: Mapping[str, Any]) -> dict[str, Any]:

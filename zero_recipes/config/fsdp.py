@@ -6,7 +6,7 @@ File names are those of accelerate 1.15, transformers 5.23 and torch 2.13.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], wor
     config = named if launched is None else launched
     if config is None:
         return None
+    config = config | _changed(config)
     findings = _findings(config, settings, world_size)
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or settings.deepspeed:
         findings.append(
@@ -65,6 +66,40 @@ def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], wor
     if findings:
         raise Refusal.of(findings)
     return config
+
+
+def change_findings(settings: Settings, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """What of the FSDP configuration is run in another way than it says: one warning for each."""
+    config = _from_launcher(environment) or _from_recipe(settings) or {}
+    changed = _changed(config)
+    if "state_dict_type" in changed:
+        yield Finding(
+            "ZR317",
+            f"fsdp state_dict_type {config['state_dict_type']}: run as FULL_STATE_DICT",
+            "transformers (trainer.py, save_model) would save no model at all under it, silently.",
+            "Nothing needs to be done; FULL_STATE_DICT says what happens.",
+            level="warning",
+        )
+    if "cpu_ram_efficient_loading" in changed:
+        yield Finding(
+            "ZR319",
+            "FSDP with cpu_ram_efficient_loading: run without it",
+            "Only rank 0 would read the weights, and the others hold empty ones (transformers, modeling_utils.py): "
+            "that a model begins with its checkpoint's weights could not be checked on them. Each process reads the "
+            "weights into the host's memory, one model for each process of a machine.",
+            "Nothing needs to be done; fsdp_cpu_ram_efficient_loading: false says what happens.",
+            level="warning",
+        )
+
+
+def _changed(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that are run with another value, which trains the same."""
+    changed: dict[str, Any] = {}
+    if str(config.get("state_dict_type", "FULL_STATE_DICT")).upper() != "FULL_STATE_DICT":
+        changed["state_dict_type"] = "FULL_STATE_DICT"
+    if config.get("cpu_ram_efficient_loading"):
+        changed["cpu_ram_efficient_loading"] = False
+    return changed
 
 
 def _from_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
@@ -130,7 +165,7 @@ def _findings(config: Mapping[str, Any], settings: Settings, world_size: int) ->
             "FSDP1 (fsdp_version 1, accelerate's default where the file names none)",
             "transformers 5.20 is to drop it (training_args.py, _process_fsdp_args). It flattens the parameters of a "
             "layer into one, and nothing here reads those.",
-            f"Write fsdp_version: 2, as {_FILE} does.",
+            f"zero-recipes check RECIPE.yaml --config_file FILE --upgrade writes the file for FSDP2; {_FILE} is one.",
         )
     unknown = sorted(set(config) - set(_VARIABLES.values()))
     if unknown:
@@ -148,13 +183,6 @@ def _findings(config: Mapping[str, Any], settings: Settings, world_size: int) ->
             "distributed training`) stops on it, or trains without it.",
             "Launch with --num_processes 2 or more; for one process leave FSDP out.",
         )
-    if str(config.get("state_dict_type", "FULL_STATE_DICT")).upper() != "FULL_STATE_DICT":
-        add(
-            "ZR317",
-            f"fsdp state_dict_type {config['state_dict_type']}",
-            "transformers (trainer.py, save_model) then saves no model at all, silently.",
-            "Write FULL_STATE_DICT.",
-        )
     if config.get("cpu_offload"):
         add(
             "ZR318",
@@ -162,14 +190,6 @@ def _findings(config: Mapping[str, Any], settings: Settings, world_size: int) ->
             "Gradient norms and clipping are then reduced on CPU tensors, and the process group of a GPU run has nccl "
             "alone (torch/distributed/fsdp/_fully_shard/_fsdp_api.py, CPUOffloadPolicy). Not measured here.",
             "Write fsdp_offload_params: false, or offload by ZeRO: accelerate_configs/zero3_offload.yaml.",
-        )
-    if config.get("cpu_ram_efficient_loading"):
-        add(
-            "ZR319",
-            "FSDP with cpu_ram_efficient_loading",
-            "Only rank 0 then reads the weights and the others hold empty ones (transformers, modeling_utils.py): that "
-            "a model begins with its checkpoint's weights cannot be checked on them.",
-            "Write fsdp_cpu_ram_efficient_loading: false.",
         )
     if config.get("activation_checkpointing") and settings.activation_checkpointing:
         add(

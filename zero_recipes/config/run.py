@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.accelerate import hand_over
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
@@ -35,6 +36,8 @@ class RunConfig:
     def trl_arguments(self) -> tuple:
         """(ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments). Starts the device's state:
         a process group that is needed stands before."""
+        if self.strategy.is_deepspeed:
+            hand_over(os.environ)
         return recipes.instances(self.settings, self.recipe.path)
 
 

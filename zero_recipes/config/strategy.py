@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.config import fsdp, sequence_parallel
+from zero_recipes.config.accelerate import inline_ds_config
 from zero_recipes.config.ds_auto import fill_own_autos, needs_sizes
-from zero_recipes.config.ds_schema import schema_findings
+from zero_recipes.config.ds_schema import parsed_zero, schema_findings
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.settings import Settings, precision_of
 from zero_recipes.core.errors import Refusal
+
+INLINE_SOURCE = "the accelerate file's deepspeed_config"
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ def _in_force(
     settings: Settings, environment: Mapping[str, str], fill: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> tuple[dict[str, Any] | None, str]:
     """(the DeepSpeed configuration, where it comes from); (None, "none") without DeepSpeed."""
-    launched, launched_from = _from_launcher(environment)
+    launched, launched_from = _from_launcher(environment, settings.precision)
     named = settings.deepspeed
     if named is None:
         return launched, launched_from
@@ -189,29 +192,33 @@ def _loads(text: str, place: str) -> dict[str, Any]:
     return config
 
 
-def _from_launcher(env: Mapping[str, str]) -> tuple[dict[str, Any] | None, str]:
+def _from_launcher(env: Mapping[str, str], precision: str) -> tuple[dict[str, Any] | None, str]:
     if env.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None, "none"
     path = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if path.lower() in ("none", ""):
-        raise Refusal(
-            "ZR205",
-            "the accelerate file describes ZeRO inline, without a `deepspeed_config_file`",
-            "Keys such as zero_stage in an accelerate file cover a part of DeepSpeed's configuration only.",
-            "Use accelerate_configs/zero2.yaml, or point `deepspeed_config_file` at one of ds_configs/*.json.",
-        )
+        return inline_ds_config(env, precision), INLINE_SOURCE
     return read_ds_config(path), path
 
 
 def _refuse_unsaved(settings: Settings, config: DsConfig, source: str) -> None:
     saves = settings.save_model or settings.saves_checkpoints
-    if config.stage == 3 and saves and not config.zero.get("stage3_gather_16bit_weights_on_model_save"):
+    if config.stage != 3 or not saves or parsed_zero(config.zero).gather_16bit_weights_on_model_save:
+        return
+    if config.zero.get("stage3_gather_16bit_weights_on_model_save") == "auto":
         raise Refusal(
-            "ZR206",
-            f"{source} is ZeRO stage 3 without stage3_gather_16bit_weights_on_model_save, and the run saves a model",
-            "Each rank holds a part of every weight; without the gather there is no model.safetensors at the end.",
-            'Set "stage3_gather_16bit_weights_on_model_save": true, or run with --save_model false --save_strategy no.',
+            "ZR259",
+            f'{source} has "stage3_gather_16bit_weights_on_model_save": "auto", and the run saves a model',
+            "transformers has no value for it, and accelerate (accelerator.py, _prepare_deepspeed) fills in false: the "
+            "run would end without a model.",
+            "Write true, or run with --save_model false --save_strategy no.",
         )
+    raise Refusal(
+        "ZR206",
+        f"{source} is ZeRO stage 3 without stage3_gather_16bit_weights_on_model_save, and the run saves a model",
+        "Each rank holds a part of every weight; without the gather there is no model.safetensors at the end.",
+        'Set "stage3_gather_16bit_weights_on_model_save": true, or run with --save_model false --save_strategy no.',
+    )
 
 
 def _shown(named: Any) -> str:

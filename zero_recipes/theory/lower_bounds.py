@@ -34,15 +34,25 @@ def local_config(settings: Settings):
 def parameter_sizes(config, trust_remote_code: bool) -> list[int] | None:
     """Elements of each tensor of the model that `config` describes, built without memory; None where its class cannot
     be built like that."""
+    model = _without_memory(config, trust_remote_code)
+    return None if model is None else [p.numel() for p in model.parameters()]
+
+
+def module_classes(config, trust_remote_code: bool) -> set[str] | None:
+    """Names of the classes that the model's modules are of; None as for `parameter_sizes`."""
+    model = _without_memory(config, trust_remote_code)
+    return None if model is None else {type(module).__name__ for module in model.modules()}
+
+
+def _without_memory(config, trust_remote_code: bool):
     import torch
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception:  # a model's own code may raise anything; the run itself will say it with its traceback
         return None
-    return [p.numel() for p in model.parameters()]
 
 
 def load_bytes_per_parameter(settings: Settings, config) -> int:

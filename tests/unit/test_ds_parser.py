@@ -1,0 +1,163 @@
+"""DeepSpeed's own parser, accelerate's plugin and its launch, asked before a run: silent, without traces, and right."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.utils import DeepSpeedPlugin
+from deepspeed.runtime import config as deepspeed_config
+
+from tests.helpers.tiny import write_recipe
+from zero_recipes.checks.ds_parser import REMOVED, parser_findings
+from zero_recipes.cli import main as cli
+from zero_recipes.compat.accelerate_launch import environment_of_launch, launch_findings
+from zero_recipes.config import accelerate, strategy
+from zero_recipes.config import recipe as recipes
+from zero_recipes.core.errors import Refusal
+from zero_recipes.models.load import load_config, sizes_of
+
+SOUND = json.loads(Path("ds_configs/zero3.json").read_text())
+HALF = {"loss_scale": 0, "hysteresis": 2}
+INLINE = "distributed_type: DEEPSPEED\nnum_processes: 4\nmixed_precision: bf16\ndeepspeed_config:\n"
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    path = write_recipe(tmp_path_factory.mktemp("settings"), gradient_accumulation_steps=4, max_steps=100)
+    return recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
+
+
+@pytest.fixture
+def asked(settings):
+    """[(code, what)] of a ds_config with changes."""
+    model = load_config(settings, settings)
+
+    def findings(change, world_size=2, **keys):
+        found = parser_findings(SOUND | change, "c.json", settings.replace(**keys), world_size, model)
+        return [(finding.code, finding.what) for finding in found]
+
+    return findings
+
+
+@pytest.mark.private
+def test_what_deepspeed_has_removed_is_known_by_name(asked):
+    """Fails when DeepSpeed removes another block, or takes one again."""
+    assert set(REMOVED) == set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    found = asked({key: {} for key in REMOVED})
+    assert sorted(what.partition(" ")[0] for _, what in found) == sorted(REMOVED) and {c for c, _ in found} == {"ZR256"}
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(Path("ds_configs").glob("*.json"))])
+@pytest.mark.parametrize("world_size", [1, 2, 7])
+def test_our_own_pass_on_any_number_of_processes(settings, name, world_size):
+    config = json.loads(Path(f"ds_configs/{name}.json").read_text())
+    assert parser_findings(config, "c.json", settings, world_size, None) == []
+
+
+def test_each_fault_is_named_with_its_block(asked):
+    half = {"enabled": "auto"} | HALF
+    change = {"fp16": half, "bf16": half | {"immediate_grad_update": "maybe"}, "compile": {"disable": True}}
+    assert asked(change) == [
+        ("ZR257", "unknown to DeepSpeed in c.json: bf16.loss_scale, bf16.hysteresis"),
+        ("ZR260", "bf16.immediate_grad_update in c.json is 'maybe'"),
+        ("ZR257", "unknown to DeepSpeed in c.json: compile.disable"),
+    ]
+    assert asked({"communication_data_type": "fp8", "checkpoint": {"tag_validation": "Perhaps"}}) != []
+    assert asked({"fp16": half, "steps_per_print": 1e5, "wall_clock_breakdown": False}) == []
+    ((code, what),) = asked({"gradient_predivide_factor": "auto"})
+    assert code == "ZR258" and "gradient_predivide_factor" in what, "nobody fills it in: accelerate stops"
+
+
+def test_asking_prints_nothing_and_leaves_nothing(asked, capfd, monkeypatch):
+    from transformers.integrations import deepspeed as announced
+
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,mixed_precision")  # accelerate would stop on them
+    before = dict(os.environ), announced._hf_deepspeed_config_weak_ref, logging.getLogger("DeepSpeed").level
+    zero = SOUND["zero_optimization"] | {"stage3_gather_fp16_weights_on_model_save": True}
+    zero.pop("stage3_gather_16bit_weights_on_model_save")
+    assert asked({"zero_optimization": zero, "bf16": {"enabled": "auto", "loss_scale": 0}})[0][0] == "ZR257"
+    assert (dict(os.environ), announced._hf_deepspeed_config_weak_ref, logging.getLogger("DeepSpeed").level) == before
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "name", ["stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save",
+             "stage3_gather_fp16_weights_on_model_save"],
+)  # fmt: skip
+@pytest.mark.parametrize("value, saves", [(True, True), ("true", True), (False, False), ("auto", False)])
+def test_the_gather_of_stage_3_by_each_of_its_names(settings, name, value, saves):
+    config = {"zero_optimization": {"stage": 3, name: value}}
+    found = settings.replace(deepspeed=config, save_model=True)
+    if saves:
+        assert strategy.resolve_strategy(found, {"WORLD_SIZE": "2"}, sizes_of).zero_stage == 3
+        return
+    with pytest.raises(Refusal) as refused:
+        strategy.resolve_strategy(found, {"WORLD_SIZE": "2"}, sizes_of)
+    auto = value == "auto" and name.startswith("stage3_gather_16bit")
+    assert refused.value.codes == ["ZR259" if auto else "ZR206"]
+
+
+INLINES = [
+    "  zero_stage: 1\n  gradient_accumulation_steps: 4\n  zero3_init_flag: false\n",
+    "  zero_stage: 2\n  offload_optimizer_device: cpu\n  gradient_clipping: 1.0\n",
+    "  zero_stage: 3\n  zero3_save_16bit_model: true\n  offload_param_device: CPU\n  zero3_init_flag: true\n",
+    "  gradient_clipping: auto\n  deepspeed_multinode_launcher: standard\n",
+]
+
+
+@pytest.mark.parametrize("text", INLINES)
+def test_an_inline_description_becomes_what_accelerate_makes_of_it(settings, tmp_path, monkeypatch, text):
+    """`check` predicts the launch's variables; from either, the run's own included, comes accelerate's ds_config."""
+    file = tmp_path / "a.yaml"
+    file.write_text(INLINE + text)
+    predicted, real = accelerate.launched_environment(file, None), environment_of_launch(file, None)
+    of_deepspeed = {name for name in real if name.startswith("ACCELERATE_DEEPSPEED") or "GRADIENT" in name}
+    for name in (*of_deepspeed, "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION", accelerate.DS_FIELDS):
+        assert predicted[name] == real[name], name
+    for name, value in predicted.items():
+        monkeypatch.setenv(name, value)
+    plugin = DeepSpeedPlugin()
+    plugin.set_mixed_precision("bf16")
+    wanted = {key: value for key, value in plugin.deepspeed_config.items() if key != "steps_per_print"}
+    for environment in (predicted, real, os.environ):
+        found = strategy.resolve_strategy(settings, environment, sizes_of)
+        assert found.ds_config.raw == wanted and found.source == strategy.INLINE_SOURCE
+    assert os.environ["ACCELERATE_USE_DEEPSPEED"] == "true", "asking has changed the environment"
+
+
+def test_the_made_ds_config_is_shown(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text(INLINE + INLINES[2])
+    recipe = write_recipe(tmp_path)
+    assert cli.main(["check", str(recipe), "--config_file", str(tmp_path / "a.yaml")]) == 0
+    said = capsys.readouterr().out
+    shown = json.loads(next(line for line in said.splitlines() if line.startswith("ds_config")).partition("  ")[2])
+    assert shown["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
+    assert shown["zero_optimization"]["offload_param"]["device"] == "cpu" and shown["bf16"] == {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    "file, said",
+    [
+        ({"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "half"}, "Unknown mixed_precision"),
+        ({"distributed_type": "MULTI_GPU", "num_processes": 2, "dynamo_config": {"dynamo_backend": "GCC"}}, "dynamo"),
+        ({"distributed_type": "MULTI_GPU", "num_processes": 2, "gpu_ids": 3}, "AttributeError"),
+    ],
+)
+def test_what_accelerate_ends_on_is_said_in_its_words(tmp_path, file, said):
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(file))
+    (finding,) = launch_findings(tmp_path / "a.yaml", None)
+    assert finding.code == "ZR342" and said in finding.why
+    for path in Path("accelerate_configs").glob("*.yaml"):
+        several = ["ZR344"] if path.stem == "multi_node" else []
+        assert [found.code for found in launch_findings(path, 2)] == several
+
+
+def test_a_key_that_accelerate_would_drop_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text(INLINE + "  zero_stge: 3\n  zero_stage: 2\n")
+    (finding,) = launch_findings(tmp_path / "a.yaml", None)
+    assert finding.code == "ZR343" and "zero_stge" in finding.what and finding.level == "error"
