@@ -31,6 +31,7 @@ def combination_findings(settings: Settings, strategy, device: str, environment:
         *_packing(settings),
         *_uneven_ranks(settings, strategy.world_size),
         *_weights(settings, strategy.world_size),
+        *_liger(settings),
         *_launched_alone(strategy, environment),
         *sequence_parallel.sequence_parallel_findings(settings, strategy, device, _model_config(settings)),
         *chat_findings(settings),
@@ -143,6 +144,20 @@ def _weights(settings: Settings, world_size: int) -> Iterator[Finding]:
             "Each rank then divides by its own tokens (transformers, trainer.py, _get_num_items_in_batch): a token "
             "weighs more where rows are short, and the result depends on how many processes there are.",
             "Remove it: every token of the global batch then weighs the same.",
+        )
+
+
+def _liger(settings: Settings) -> Iterator[Finding]:
+    kernels = settings.liger_kernel_config
+    if isinstance(kernels, str) and kernels.lstrip().startswith("{"):  # as the command line gives it
+        kernels = json.loads(kernels)
+    if settings.use_liger_kernel and isinstance(kernels, dict) and kernels.get("fused_linear_cross_entropy"):
+        yield Finding(
+            "ZR190",
+            "liger_kernel_config with fused_linear_cross_entropy: true",
+            "It reads the LM head's weight outside of its module: under ZeRO stage 3 the weight is a partition there "
+            "(linkedin/Liger-Kernel#1048), and TRL 1.16 (trainer/sft_trainer.py) stops on it, the model loaded.",
+            "Remove it: TRL computes the loss in chunks by itself, and gathers the weight at stage 3.",
         )
 
 

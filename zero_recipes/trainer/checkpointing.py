@@ -18,6 +18,7 @@ from zero_recipes.checkpoint.resume import numbered
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
 from zero_recipes.core.errors import first_line
+from zero_recipes.distributed.writer import wait_for_writer
 from zero_recipes.metrics.failure import is_out_of_memory
 
 HISTORY = "history.json"
@@ -49,6 +50,10 @@ class CheckpointingSFTTrainer(SFTTrainer):
         else:
             super()._run_epoch(*arguments, **keywords)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call=_internal_call)
+        wait_for_writer()  # rank 0 alone writes the model
+
     def _save_checkpoint(self, model, trial) -> None:
         if self.args.save_only_model:  # nothing goes on from it
             return super()._save_checkpoint(model, trial)
@@ -73,6 +78,7 @@ class CheckpointingSFTTrainer(SFTTrainer):
             self.args.save_total_limit = limit
         if self.args.should_save:
             rotate(folder, limit, self.state.best_model_checkpoint)
+        wait_for_writer()  # the manifest is written, and what it replaces deleted
         self.accelerator.wait_for_everyone()
 
 

@@ -16,6 +16,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.data.prepare import Prepared
 from zero_recipes.distributed import fsdp, ulysses
 from zero_recipes.distributed.init import set_host_threads
+from zero_recipes.distributed.writer import wait_for_writer
 from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer, carry_on
 from zero_recipes.trainer.recorder import RunRecorder
 from zero_recipes.trainer.samples import AnswersBeforeTraining, answer, show_samples, write_samples
@@ -27,7 +28,7 @@ def prepare_libraries(run: RunConfig, args) -> int | None:
 
     Returns the threads that each process's optimizer on the host was given; None where nothing was changed.
     """
-    patches.patch_libraries(run.strategy)
+    patches.patch_libraries(run.strategy, run.settings.ddp_timeout)
     if run.strategy.is_fsdp:
         compat_fsdp.fix_arguments(args, run.device)
     ulysses.share_sequences(args, run.strategy.sequence_parallel, run.settings.attn_implementation)
@@ -91,6 +92,7 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer):
                 whole = verify(self.run_config.output_dir)
                 sizes = f"{whole['tensors']} tensors, {whole['bytes']:,} bytes"
                 print(f"saved {self.run_config.output_dir}: whole, {sizes}", flush=True)
+            wait_for_writer()
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.stage_metrics.count_tokens(inputs)
