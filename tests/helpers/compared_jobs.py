@@ -17,7 +17,8 @@ def write_recipe(folder: Path, model: Path, keys: dict) -> Path:
     rows.mkdir(exist_ok=True)
     words = "the red fish hums in the cave by the river . "
     lines = [json.dumps({"text": words * (2 if i % 2 else 40)}) for i in range(64)]
-    (rows / "train.jsonl").write_text("\n".join(lines) + "\n")
+    for split, count in (("train", 64), ("test", 48)):
+        (rows / f"{split}.jsonl").write_text("\n".join(lines[:count]) + "\n")
     recipe = {
         "model_name_or_path": str(model),
         "dataset_name": str(rows),

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from datetime import timedelta
 from types import ModuleType
 from unittest import mock
 
-import psutil
 import torch
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
@@ -89,7 +87,8 @@ def _shared_layer_gap(stage, dtype, width, calls, recompute, forwards, accumulat
             plain.zero_grad()
             _loss(plain, _data(seed, every, micro_step, width, forwards), "no", kind).backward()
             for name, p in plain.named_parameters():
-                gradients[name] += p.grad.float() / (world * accumulation)
+                if p.grad is not None:  # a block may have no layer
+                    gradients[name] += p.grad.float() / (world * accumulation)
     off = sum((wanted[name] - gradients[name] - got[name]).square().sum() for name in wanted)
     return float((off / sum(g.square().sum() for g in gradients.values())).sqrt())
 
@@ -230,46 +229,44 @@ def alone_forever(group, limit: timedelta) -> None:
 
 
 def host_memory_of_loading(folder: str, ds_config: dict) -> dict[str, int]:
-    """Bytes of this process's own memory while from_pretrained loads at ZeRO stage 3: {"before", "peak", "after"}.
+    """Bytes of tensors while from_pretrained loads at ZeRO stage 3: {"rise", "held"} at the most and afterwards.
 
     Without what it maps of files: the kernel takes such pages back.
     """
-    import gc
-
+    from torch.profiler import ProfilerActivity, profile, record_function
     from transformers import AutoModelForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
 
+    from tests.helpers.plan_cases import STEP, rises
+
     announced = HfDeepSpeedConfig(ds_config)
-    gc.collect()
-    watch = MemoryWatch()
-    before = watch.now()
-    with watch:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled, record_function(STEP):
         model = AutoModelForCausalLM.from_pretrained(folder)
     held = sum(p.ds_tensor.numel() * p.ds_tensor.element_size() for p in model.parameters())
     del announced
-    return {"rise": watch.peak - before, "held": held}
+    ((least, _),) = rises(profiled.profiler.kineto_results.experimental_event_tree())
+    return {"rise": least, "held": held}
 
 
-class MemoryWatch:
-    """The most anonymous memory that this process has, looked at all the time by a thread."""
+def bytes_read_at_resume(argv: list[str]) -> int:
+    """How far the tensors of this process rise while DeepSpeed loads the checkpoint of a run that goes on."""
+    from deepspeed import DeepSpeedEngine
+    from torch.profiler import ProfilerActivity, profile, record_function
 
-    def __init__(self):
-        self.peak, self._ended = 0, threading.Event()
-        self._process = psutil.Process()
+    from tests.helpers.cases import train
+    from tests.helpers.plan_cases import STEP, rises
 
-    def now(self) -> int:
-        memory = self._process.memory_info()
-        return memory.rss - memory.shared
+    load = DeepSpeedEngine.load_checkpoint
 
-    def __enter__(self):
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-        return self
+    def load_checkpoint(self, *arguments, **keywords):
+        with record_function(STEP):
+            loaded = load(self, *arguments, **keywords)
+        with record_function(STEP):
+            return loaded
 
-    def _look(self) -> None:
-        while not self._ended.wait(0.001):
-            self.peak = max(self.peak, self.now())
-
-    def __exit__(self, *_):
-        self._ended.set()
-        self._thread.join()
+    with (
+        mock.patch.object(DeepSpeedEngine, "load_checkpoint", load_checkpoint),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+    ):
+        train(argv)
+    return rises(profiled.profiler.kineto_results.experimental_event_tree())[0][0]

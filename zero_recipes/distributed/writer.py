@@ -1,6 +1,7 @@
 """Rank 0 alone writes and checks a model; the others wait for it on the rendezvous store, not in a collective.
 
-A collective ends every rank after `ddp_timeout`, and a large model on a slow disk takes longer: deepspeedai/DeepSpeed#7533.
+A collective ends every rank after `ddp_timeout`, and a large model on a slow disk takes longer
+(deepspeedai/DeepSpeed#7533).
 """
 
 from __future__ import annotations
