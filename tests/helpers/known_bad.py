@@ -111,11 +111,6 @@ CASES = {
         {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False, "rope": True}},
         "ZR190",
     ),
-    "Liger's own fused loss, from the command line": (
-        {"use_liger_kernel": True, "liger_kernel_config": '{"fused_linear_cross_entropy": true}'},
-        {"use_liger_kernel": False, "liger_kernel_config": '{"fused_linear_cross_entropy": true}'},
-        "ZR190",
-    ),
     "hpZ that does not divide": (
         {"deepspeed": ds_config(3, zero_hpz_partition_size=3)},
         {"deepspeed": ds_config(3, zero_hpz_partition_size=2)},

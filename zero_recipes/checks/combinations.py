@@ -149,8 +149,6 @@ def _weights(settings: Settings, world_size: int) -> Iterator[Finding]:
 
 def _liger(settings: Settings) -> Iterator[Finding]:
     kernels = settings.liger_kernel_config
-    if isinstance(kernels, str) and kernels.lstrip().startswith("{"):  # as the command line gives it
-        kernels = json.loads(kernels)
     if settings.use_liger_kernel and isinstance(kernels, dict) and kernels.get("fused_linear_cross_entropy"):
         yield Finding(
             "ZR190",
