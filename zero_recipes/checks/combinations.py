@@ -59,7 +59,7 @@ def _lora(settings: Settings, zero_stage: int | None, device: str) -> Iterator[F
             'string as a pattern of the whole path: "No modules were targeted", once the model has been loaded.',
             f'Write lora_target_modules: [".*{only}"].',
         )
-    from zero_recipes.data.prepare import is_template_file
+    from zero_recipes.data.template import is_template_file
 
     template = settings.chat_template_path
     if not template or is_template_file(template):
@@ -202,7 +202,7 @@ def _trainer_under_deepspeed(settings: Settings, zero_stage: int | None) -> Iter
 
 
 def _experts_of_remote_code(settings: Settings, strategy, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """transformers' own mixtures hold a layer's experts in one tensor; a class of its own may have a module for each."""
+    """transformers' own mixtures hold a layer's experts in one tensor; other code may have a module for each."""
     if strategy.zero_stage != 3 or strategy.world_size == 1 or not settings.trust_remote_code:
         return
     if strategy.ds_config.zero.get("leaf_module") or environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"):
