@@ -178,8 +178,16 @@ def test_without_the_patch_they_have_torchs(two, tmp_path):
 def test_a_model_that_takes_longer_to_write_than_a_collective_may_is_saved(two, tmp_path, strategy):
     recipe = write_recipe(tmp_path, max_steps=1, save_model=True)
     argv = [str(recipe), "--output_dir", str(tmp_path / "out"), *named(strategy)]
-    assert two.run("fault_cases.train_with_a_slow_writer", argv=argv, waits=True) == ["saved", "saved"]
+    assert two.run("fault_cases.train_with_a_slow_writer", argv=argv) == ["saved", "saved"]
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_the_others_hear_of_a_writer_that_fails(two, tmp_path):
+    recipe = write_recipe(tmp_path, max_steps=1, save_model=True)
+    argv = [str(recipe), "--output_dir", str(tmp_path / "out"), *named("zero2")]
+    writer, other = two.run("fault_cases.train_with_a_writer_that_fails", argv=argv)
+    assert writer == "OSError: no room"
+    assert other == "RuntimeError: rank 0 failed while it was saving: OSError: no room"
 
 
 # modelscope/ms-swift#5875: a mixture of experts hangs where a rank uses no token of one
@@ -220,7 +228,7 @@ def test_experts_without_a_token_do_not_stop_stage_3(two, tmp_path, kind):
 # huggingface/transformers#47514: host memory while a mixture of experts loads at stage 3
 
 
-def test_a_mixture_of_experts_loads_a_group_of_tensors_at_a_time(two, tmp_path):
+def test_a_mixture_of_experts_loads_a_group_of_tensors_at_a_time(one, tmp_path):
     config = MixtralConfig(
         **(SIZES | {"hidden_size": 256, "num_hidden_layers": 12}), intermediate_size=512, num_local_experts=8
     )
@@ -230,9 +238,9 @@ def test_a_mixture_of_experts_loads_a_group_of_tensors_at_a_time(two, tmp_path):
     whole = sum(p.numel() * 4 for p in model.parameters())
     largest = max(p.numel() * 4 for p in model.parameters())
     zero3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-    for found in two.run("fault_cases.host_memory_of_loading", folder=str(tmp_path), ds_config=zero3):
-        assert found["held"] < 0.6 * whole
-        assert found["rise"] - found["held"] < 6 * largest < 0.5 * whole, (found, whole, largest)
+    (found,) = one.run("fault_cases.host_memory_of_loading", folder=str(tmp_path), ds_config=zero3)
+    assert found["held"] == whole  # one process: the profiler does not hear what gloo's threads free
+    assert found["rise"] - whole < 4 * largest < 0.25 * whole, (found, whole, largest)
 
 
 # deepspeedai/DeepSpeed#3938: what a resume reads

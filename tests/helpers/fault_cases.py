@@ -183,15 +183,11 @@ def forget_clone_of_the_world() -> None:
     groups._WORLD_GROUP = None
 
 
-def train_with_a_slow_writer(argv: list[str], waits: bool) -> str:
-    """`train`, where rank 0 writes the model for longer than a collective may take; "saved", or what ended the run.
-
-    `waits`: as it is; else without the wait on the store.
-    """
+def train_with_a_slow_writer(argv: list[str]) -> str:
+    """`train`, where rank 0 writes the model for longer than a collective may take; "saved", or what ended the run."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     from tests.helpers.cases import train
-    from zero_recipes.trainer import checkpointing
     from zero_recipes.trainer.trainer import RecipeTrainer
 
     limit, usual = timedelta(seconds=1), timedelta(minutes=10)
@@ -214,8 +210,6 @@ def train_with_a_slow_writer(argv: list[str], waits: bool) -> str:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(RecipeTrainer, "save_model", quickly_ending))
         stack.enter_context(mock.patch.object(RecipeTrainer, "_save", slowly))
-        if not waits:
-            stack.enter_context(mock.patch.object(checkpointing, "wait_for_writer", lambda: None))
         try:
             train(argv)
             return "saved"
@@ -249,24 +243,41 @@ def host_memory_of_loading(folder: str, ds_config: dict) -> dict[str, int]:
 
 
 def bytes_read_at_resume(argv: list[str]) -> int:
-    """How far the tensors of this process rise while DeepSpeed loads the checkpoint of a run that goes on."""
-    from deepspeed import DeepSpeedEngine
-    from torch.profiler import ProfilerActivity, profile, record_function
+    """The most bytes of tensors from files that live at one moment while DeepSpeed loads the checkpoint of a run."""
+    import weakref
+
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+    from torch.utils._pytree import tree_leaves
 
     from tests.helpers.cases import train
-    from tests.helpers.plan_cases import STEP, rises
 
-    load = DeepSpeedEngine.load_checkpoint
+    load, read, most = TorchCheckpointEngine.load, {}, [0]
 
-    def load_checkpoint(self, *arguments, **keywords):
-        with record_function(STEP):
-            loaded = load(self, *arguments, **keywords)
-        with record_function(STEP):
-            return loaded
+    def loaded(self, *arguments, **keywords):
+        found = load(self, *arguments, **keywords)
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                read[storage.data_ptr()] = (weakref.ref(storage), storage.nbytes())
+        most.append(sum(size for alive, size in read.values() if alive() is not None))
+        return found
 
-    with (
-        mock.patch.object(DeepSpeedEngine, "load_checkpoint", load_checkpoint),
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
-    ):
+    with mock.patch.object(TorchCheckpointEngine, "load", loaded):
         train(argv)
-    return rises(profiled.profiler.kineto_results.experimental_event_tree())[0][0]
+    return max(most)
+
+
+def train_with_a_writer_that_fails(argv: list[str]) -> str:
+    """What ends `train` where rank 0 cannot write the model."""
+    from tests.helpers.cases import train
+    from zero_recipes.trainer.trainer import RecipeTrainer
+
+    def fail(self, *arguments, **keywords):
+        raise OSError("no room")
+
+    with mock.patch.object(RecipeTrainer, "_save", fail):
+        try:
+            train(argv)
+            return "saved"
+        except (OSError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"

@@ -6,8 +6,10 @@ A collective ends every rank after `ddp_timeout`, and a large model on a slow di
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -15,18 +17,32 @@ POLL_SECONDS = 0.1
 _calls = itertools.count()  # every process counts the same calls
 
 
-def wait_for_writer() -> None:
-    """Wait until rank 0 is here too, however long it takes. Every process calls this.
+@contextlib.contextmanager
+def rank_0_writes() -> Iterator[None]:
+    """Every process goes through this; at its end all wait until rank 0 has come there too, however long that takes.
 
-    Raises RuntimeError where the store is gone: it lives in rank 0, or in its launcher, which ends this process then.
+    Raises RuntimeError on the others where rank 0 failed, or where the store is gone: it lives in rank 0 or in its
+    launcher, which ends the others then.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
         return
     store, key = dist.group.WORLD.get_group_store(), f"zero_recipes/writer/{next(_calls)}"
+    first = dist.get_rank() == 0
     try:
-        if dist.get_rank() == 0:
-            store.set(key, "here")
+        yield
+    except BaseException as error:
+        if first:
+            store.set(key, f"{type(error).__name__}: {error}")
+        raise
+    if first:
+        store.set(key, "")
+        return
+    try:
         while not store.check([key]):
             time.sleep(POLL_SECONDS)
+        failure = store.get(key).decode()
     except dist.DistError as error:
         raise RuntimeError("rank 0 died while it was saving") from error
+    if failure:
+        raise RuntimeError(f"rank 0 failed while it was saving: {failure}")

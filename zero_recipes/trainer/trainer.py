@@ -17,7 +17,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.data.prepare import Prepared
 from zero_recipes.distributed import fsdp, ulysses
 from zero_recipes.distributed.init import set_host_threads
-from zero_recipes.distributed.writer import wait_for_writer
+from zero_recipes.distributed.writer import rank_0_writes
 from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer, carry_on
 from zero_recipes.trainer.recorder import DeleteOverwritten, RunRecorder
 from zero_recipes.trainer.row_order import SeededOrderSFTTrainer
@@ -91,14 +91,14 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
                 return
             self.save_model(str(self.run_config.output_dir))
             unset_hf_deepspeed_config()  # from_pretrained would take the check for a collective load
-            if self.args.process_index == 0:
-                trusted = self.run_config.settings.trust_remote_code
-                whole = verify(self.run_config.output_dir, skip_checksums=True, trust_remote_code=trusted)
-                if self.with_checksums:
-                    write_checksums(self.run_config.output_dir)
-                sizes = f"{whole['tensors']} tensors, {whole['bytes']:,} bytes"
-                print(f"saved {self.run_config.output_dir}: whole, {sizes}", flush=True)
-            wait_for_writer()
+            with rank_0_writes():
+                if self.args.process_index == 0:
+                    trusted = self.run_config.settings.trust_remote_code
+                    whole = verify(self.run_config.output_dir, skip_checksums=True, trust_remote_code=trusted)
+                    if self.with_checksums:
+                        write_checksums(self.run_config.output_dir)
+                    sizes = f"{whole['tensors']} tensors, {whole['bytes']:,} bytes"
+                    print(f"saved {self.run_config.output_dir}: whole, {sizes}", flush=True)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.stage_metrics.count_tokens(inputs)
