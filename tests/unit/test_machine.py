@@ -25,7 +25,8 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.errors import Finding, Refusal, print_refusal
 from zero_recipes.core.host_limits import Host
-from zero_recipes.distributed.kernels import build_findings, extension_folder, is_compiled, ops_of
+from zero_recipes.distributed.build_locks import extension_folder
+from zero_recipes.distributed.kernels import build_findings, is_compiled, ops_of
 from zero_recipes.theory.lower_bounds import host_terms, local_config, parameter_sizes
 
 GB = 10**9

@@ -37,6 +37,8 @@ def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Pat
         manifest.begin(folder)
     (folder / f"global_step{step}").mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"weights")
+    if kind == "foreign":
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     (folder / f"global_step{step}" / "optim_states.pt").write_bytes(b"states" * step)
     if kind in ("whole", "damaged"):
         manifest.write(folder, {"step": step, "versions": environment.versions()} | FACTS | facts)
@@ -48,7 +50,7 @@ def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Pat
 def test_a_manifest_lists_every_file_and_is_written_last(tmp_path):
     folder = checkpoint(tmp_path, 3)
     found = manifest.read(folder)
-    assert found["schema"] == 1 and found["step"] == 3
+    assert found["schema"] == 2 and found["step"] == 3
     assert found["files"] == {"model.safetensors": 7, "global_step3/optim_states.pt": 18}
     assert sorted(path.name for path in folder.iterdir()) == ["global_step3", "manifest.json", "model.safetensors"]
     assert manifest.damage(folder) is None
@@ -360,11 +362,11 @@ def test_a_base_of_the_hub_is_known_by_its_commit(tmp_path, values, monkeypatch)
 
 
 def test_ranks_that_see_different_checkpoints_are_refused(monkeypatch):
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [*mine, None])
+    monkeypatch.setattr(resuming, "gathered", lambda mine: [mine, None])
     with pytest.raises(Refusal) as caught:
         resuming.refuse_different_checkpoints("out/checkpoint-2")
     assert "rank 1: starts fresh" in caught.value.why
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: mine * 2)
+    monkeypatch.setattr(resuming, "gathered", lambda mine: [mine] * 2)
     resuming.refuse_different_checkpoints("out/checkpoint-2")
 
 

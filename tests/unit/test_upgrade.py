@@ -101,7 +101,6 @@ def test_the_handbooks_form(tmp_path, monkeypatch, capsys):
         "max_steps": -1,
         "num_train_epochs": 1,
         "output_dir": str(tmp_path / "out"),
-        "overwrite": True,
         "save_strategy": "no",
         "warmup_steps": 0.1,
     }

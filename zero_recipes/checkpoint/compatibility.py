@@ -72,7 +72,7 @@ def resharded_findings(settings: Settings, strategy: Strategy) -> Iterator[Findi
             "the stages do.",
             "Remove data_types from the ds_config, or use stage 2.",
         )
-    best = json.loads((Path(checkpoint) / "trainer_state.json").read_text())["best_model_checkpoint"]
+    best = json.loads((Path(checkpoint) / "trainer_state.json").read_text()).get("best_model_checkpoint")
     if settings.load_best_model_at_end and best is not None:
         yield Finding(
             "ZR717",
@@ -82,6 +82,9 @@ def resharded_findings(settings: Settings, strategy: Strategy) -> Iterator[Findi
             "Resume with --load_best_model_at_end false.",
         )
 
+
+# what a manifest must say of a run, for another run to be compared with it
+FACTS = ("strategy", "zero_stage", "world_size", "micro_batch_size", "gradient_accumulation_steps")
 
 # other values of these are another training: a checkpoint holds what was made with the old ones, Adam's states, the
 # scheduler's base rates and the order of the rows among it, and transformers would mix the two silently
@@ -126,6 +129,15 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
         )
         yield from missing_state_findings(checkpoint, settings, strategy)
         return
+    missing = manifest.missing_facts(written, FACTS)
+    if missing:
+        yield Finding(
+            "ZR781",
+            f"the manifest of {checkpoint} does not say {', '.join(missing)}",
+            "A run must fit the checkpoint that it goes on from; whether this one does cannot be known.",
+            "Go on from another checkpoint, or reshard the one that it was made from again.",
+        )
+        return
     if is_resharded(checkpoint):
         yield from resharded_findings(settings, strategy)
     else:
@@ -145,7 +157,7 @@ def _on_nvme(checkpoint: str, strategy: Strategy) -> Iterator[Finding]:
             "optimizer's states where they lie on NVMe: the run would go on with fresh ones. With parameters there it "
             "dies in runtime/zero/stage3.py.",
             'Resume with "device": "cpu" (accelerate_configs/zero3_offload.yaml) from a checkpoint that it wrote, or '
-            "start over with --overwrite true.",
+            "start over in another --output_dir.",
         )
 
 
@@ -253,8 +265,8 @@ def refuse_other_data(checkpoint: str | None, data_sha256: str | None) -> None:
             f"{checkpoint} was trained on other rows",
             f"Tokenized, truncated and packed, they had the hash {_short(written['data_sha256'])}; these have "
             f"{_short(data_sha256)}. transformers would skip the first rows of the new data as if they had been seen.",
-            "Bring back the data, max_length, packing and tokenizer of the first run; or start over with --overwrite "
-            f"true; or train from these weights with --model_name_or_path {checkpoint} and another --output_dir.",
+            "Bring back the data, max_length, packing and tokenizer of the first run; or, in another --output_dir, "
+            f"start over or train from these weights with --model_name_or_path {checkpoint}.",
         )
 
 

@@ -2,56 +2,82 @@
 
 from __future__ import annotations
 
-import json
-import shutil
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from zero_recipes.checkpoint.resume import clear_unfinished, resumes_in
+from zero_recipes.checkpoint import overwrite as overwriting
+from zero_recipes.checkpoint.resume import clear_unfinished, numbered, resumes_in
+from zero_recipes.config.inputs import Input
 from zero_recipes.core.errors import Refusal
 
-RESULTS = ("metrics.json", "samples.jsonl", "recipe.resolved.yaml")
+FAILURE = re.compile(r"failure\.rank\d+\.json")
 
 
-def refuse_occupied(output_dir: Path, resume: object, overwrite: bool) -> None:
-    """Refuse a folder that holds what an earlier run saved, unless the recipe resumes it or overwrites it."""
+def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: Sequence[Input] = ()) -> None:
+    """Refuse a folder that holds what an earlier run saved, unless the recipe resumes it or overwrites it; and to
+    overwrite what the run reads (`inputs`) or what no run of ours wrote. Touches nothing."""
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise Refusal(
             "ZR701", f"output_dir {output_dir} cannot be made", f"{existing} is a file.", "Choose another --output_dir."
         )
-    found = saved_in(output_dir)
-    if not found or overwrite or resumes_in(output_dir, resume):
+    if overwrite:
+        overwriting.refuse_deleting_inputs(output_dir, inputs)
         return
+    for aside in overwriting.interrupted(output_dir):
+        raise Refusal(
+            "ZR749",
+            f"{aside} holds what an earlier run saved",
+            "A run with --overwrite true had moved it aside and was killed before its first step.",
+            f"Put it back (mv {aside}/* {output_dir}), or start that run again: it goes on with --overwrite true.",
+        )
+    found = saved_in(output_dir)
+    if not found or resumes_in(output_dir, resume):
+        return
+    fixes = ["Choose another --output_dir"]
+    if numbered(output_dir):
+        fixes.append("go on from its last checkpoint with --resume_from_checkpoint true")
+    if _may_overwrite(output_dir, inputs):
+        fixes.append("replace it with --overwrite true (deletes the above once the new run has taken its first step)")
     raise Refusal(
         "ZR702",
         f"{output_dir} already holds {', '.join(path.name for path in found[:4])}{' ...' if len(found) > 4 else ''}",
         "An earlier run saved it; training into the same folder would mix or destroy it. Nothing has been touched.",
-        "Go on from its last checkpoint with --resume_from_checkpoint true, start over with --overwrite true (deletes "
-        "the above), or choose another --output_dir.",
+        f"{', or '.join(fixes)}.",
     )
+
+
+def _may_overwrite(output_dir: Path, inputs: Sequence[Input]) -> bool:
+    try:
+        overwriting.refuse_deleting_inputs(output_dir, inputs)
+        return True
+    except Refusal:
+        return False
 
 
 def saved_in(output_dir: Path) -> list[Path]:
     """Checkpoints, weights and finished measurements in a folder."""
     if not output_dir.is_dir():
         return []
-    checkpoints = sorted(p for p in output_dir.glob("checkpoint-*") if p.is_dir())
     weights = sorted(p for pattern in ("*.safetensors", "pytorch_model*.bin") for p in output_dir.glob(pattern))
-    metrics = output_dir / "metrics.json"
-    finished = metrics.is_file() and json.loads(metrics.read_text()).get("status") == "ok"
-    return checkpoints + weights + ([metrics] if finished else [])
+    metrics = [output_dir / "metrics.json"] if overwriting.is_finished(output_dir) else []
+    return [*numbered(output_dir), *weights, *metrics]
 
 
-def claim_output_dir(output_dir: Path, overwrite: bool) -> None:
-    """Make the folder this run's: an earlier run's failure files and unfinished checkpoints go, under `overwrite` all
-    that it saved."""
-    clear_unfinished(output_dir)
-    to_delete = list(output_dir.glob("failure.rank*.json"))
+def claim_output_dir(
+    output_dir: Path, overwrite: bool, inputs: Sequence[Input] = (), passed_over: Collection[Path] = ()
+) -> Path | None:
+    """Make the folder this run's: an earlier run's failure files and unfinished checkpoints go; under `overwrite` all
+    that it left is moved aside, into the folder that is returned. `passed_over`: checkpoints whose contents were found
+    damaged."""
+    overwriting.recover(output_dir)
+    aside = None
     if overwrite:
-        to_delete += saved_in(output_dir) + [output_dir / name for name in RESULTS]
-        to_delete += list(output_dir.glob("*.safetensors.index.json"))
-    for path in to_delete:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        overwriting.refuse_deleting_inputs(output_dir, inputs)  # others may have written there meanwhile
+        aside = overwriting.move_aside(output_dir)
+    clear_unfinished(output_dir, passed_over)
+    for path in output_dir.glob("failure.rank*.json"):
+        if FAILURE.fullmatch(path.name) and path.is_file():
+            path.unlink()
+    return aside

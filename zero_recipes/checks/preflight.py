@@ -10,6 +10,7 @@ from typing import Any
 from huggingface_hub import constants
 
 from zero_recipes.checkpoint.compatibility import fit_findings
+from zero_recipes.checkpoint.lock import refuse_in_use
 from zero_recipes.checkpoint.output_dir import refuse_occupied
 from zero_recipes.checkpoint.resume import checkpoint_to_resume
 from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
@@ -24,6 +25,7 @@ from zero_recipes.config import recipe_keys
 from zero_recipes.config import run as run_config
 from zero_recipes.config import strategy as strategies
 from zero_recipes.config.accelerate import launcher_findings
+from zero_recipes.config.inputs import inputs_of
 from zero_recipes.config.recipe import RecipeFile, steps_by_epochs
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import Settings
@@ -32,6 +34,7 @@ from zero_recipes.config.validation import ignore_findings
 from zero_recipes.core import codes
 from zero_recipes.core.errors import Finding, Refusal, downgraded
 from zero_recipes.core.host_limits import Host
+from zero_recipes.metrics.summary import history_fault
 from zero_recipes.models.load import load_config, refuse_missing_attention, sizes_of
 
 
@@ -70,8 +73,10 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     _attempt(findings, refuse_missing_attention, settings.attn_implementation, device)
     if strategy is not None:
         findings += private_part_findings(parts_in_use(strategy, settings, device))
-    _attempt(findings, refuse_occupied, output_dir, settings.resume_from_checkpoint, settings.overwrite)
-    resume = (output_dir, settings.resume_from_checkpoint, settings.overwrite)
+    _attempt(findings, refuse_in_use, output_dir)
+    inputs = inputs_of(recipe.settings, recipe.path, environment)
+    _attempt(findings, refuse_occupied, output_dir, settings.resume_from_checkpoint, settings.overwrite, inputs)
+    resume = (output_dir, settings.resume_from_checkpoint, settings.overwrite, history_fault)
     checkpoint = _attempt(findings, checkpoint_to_resume, *resume)
     settings = settings.replace(resume_from_checkpoint=checkpoint)
     if strategy is None:

@@ -17,7 +17,11 @@ RENAMED = {
     "max_seq_length": ("max_length", ""),
     "evaluation_strategy": ("eval_strategy", ""),
     "warmup_ratio": ("warmup_steps", "A number below 1 is a share of all steps."),
-    "overwrite_output_dir": ("overwrite", ""),
+    "overwrite_output_dir": (
+        "",
+        "Remove it: it never deleted anything, it only let a run write into a folder that was not empty. (`overwrite: "
+        "true` is another key: it deletes what an earlier run left in output_dir.)",
+    ),
     "no_cuda": ("use_cpu", ""),
     "num_proc": ("dataset_num_proc", ""),
     "preprocessing_num_workers": ("dataset_num_proc", ""),

@@ -6,12 +6,16 @@ import atexit
 import os
 import socket
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Mapping
+from types import FrameType
 from typing import NoReturn
 
 import psutil
 
+IDLE_SECONDS = 3.0  # a worker without work for so long is not waited for any more
 _leaves_with: list[int] = []  # the exit code, once `leave` was called
 
 
@@ -65,7 +69,39 @@ def leave(code: int) -> NoReturn:
     process aborts: "terminate called without an active exception", exit code -6 after a run that went well.
     """
     _leaves_with.append(code)
+    threading.Thread(target=_end_where_nothing_is_left, daemon=True).start()
     sys.exit(code)
+
+
+def _end_where_nothing_is_left() -> None:
+    """End this process if its end waits for nothing but workers without work, for IDLE_SECONDS on end.
+
+    torch.compile leaves such workers: threads of an executor, which the interpreter joins, and a process that compiles
+    (torch 2.13, _inductor/compile_worker/subproc_pool.py `shutdown` gives it 300 s). A thread that works, and an exit
+    handler that uploads, are waited for as long as they take.
+    """
+    idle_since = time.monotonic()
+    while time.monotonic() - idle_since < IDLE_SECONDS:
+        time.sleep(IDLE_SECONDS / 20)
+        if not _only_idle_workers_are_left():
+            idle_since = time.monotonic()
+    _end_at_once()
+
+
+def _only_idle_workers_are_left() -> bool:
+    frames = sys._current_frames()  # noqa: SLF001 (documented, and the only way to it)
+    main = threading.main_thread()
+    joined = [frames[t.ident] for t in threading.enumerate() if not t.daemon and t is not main and t.ident in frames]
+    if not all(_is_in(frame, "concurrent/futures/thread.py", "_worker") for frame in joined):  # deeper inside: it works
+        return False
+    stack = [frame for frame, _ in traceback.walk_stack(frames[main.ident])]
+    joins = any(_is_in(frame, "threading.py", "_shutdown") for frame in stack)
+    stops_compile_workers = any(_is_in(frame, "compile_worker/subproc_pool.py", "shutdown") for frame in stack)
+    return (joins and bool(joined)) or stops_compile_workers
+
+
+def _is_in(frame: FrameType, file: str, function: str) -> bool:
+    return frame.f_code.co_name == function and frame.f_code.co_filename.endswith(file)
 
 
 @atexit.register

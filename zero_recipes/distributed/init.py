@@ -16,7 +16,8 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port, local_world_size
-from zero_recipes.distributed.kernels import COMPILE_SECONDS, build, missing, ops_of, remove_stale_build_locks
+from zero_recipes.distributed.build_locks import COMPILE_SECONDS, remove_stale_build_locks, wait_for_builds
+from zero_recipes.distributed.kernels import build, missing, ops_of
 from zero_recipes.distributed.rendezvous import JOIN_SECONDS, rendezvous
 
 
@@ -78,8 +79,9 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
     backend = "nccl" if device == "cuda" else "gloo"
     remove_stale_build_locks()
     to_compile = missing(ops, device)
-    if to_compile and int(os.environ["LOCAL_RANK"]) == 0:
-        build(to_compile)
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        wait_for_builds(ops)
+        build(missing(to_compile, device))  # others may have compiled them meanwhile
     rendezvous(backend, timeout, JOIN_SECONDS + COMPILE_SECONDS * len(to_compile))
     if strategy.is_deepspeed:
         import deepspeed

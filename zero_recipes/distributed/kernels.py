@@ -15,19 +15,24 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.errors import Finding, print_refusal
 from zero_recipes.core.host_limits import Host
-from zero_recipes.core.process import rank
+from zero_recipes.distributed.build_locks import (
+    COMPILE_SECONDS,
+    SAY_SECONDS,
+    extension_folder,
+    names_of,
+    remove_stale_build_locks,
+    still_locked,
+)
 
-COMPILE_SECONDS = 1800  # more for the ranks to come together, for each op that the first of a machine compiles
-SAY_SECONDS = 30
 BY_OPTIMIZER = {"adam": "adam", "adamw": "adam", "adagrad": "adagrad", "lion": "lion", "lamb": "lamb"}
 # ops whose builder is a CUDAOpBuilder where there is a GPU (deepspeed/ops/op_builder): they need the CUDA toolkit
 ON_CUDA = {"fused_adam", "fused_lamb", "fused_lion", "async_io"}
@@ -111,8 +116,7 @@ def is_compiled(op: str, host: Host) -> bool:
     another environment has compiled, with the paths of its DeepSpeed, torch and Python or with another compiler, ninja
     then compiles again, inside the run; so it does after an update, whose headers are newer.
     """
-    # op_builder/async_io.py `load` loads pin_memory first
-    return all(_is_fresh(name, host) for name in (("pin_memory", op) if op == "async_io" else (op,)))
+    return all(_is_fresh(name, host) for name in names_of(op))
 
 
 def _is_fresh(op: str, host: Host) -> bool:
@@ -138,7 +142,6 @@ def with_our_ninja(host: Host) -> dict[str, str]:
 
 
 def _toolkit(named: str, host: Host) -> Iterator[Finding]:
-    import torch
 
     release, wanted = host.cuda_release(), torch.version.cuda
     if release is None:
@@ -184,52 +187,12 @@ def build(ops: Iterable[str]) -> None:
 
 
 def _say_that_it_goes_on(op: str, start: float, done: threading.Event) -> None:
+    """Until it is done; where it takes too long this process ends, for its main thread may wait in torch for ever."""
     while not done.wait(SAY_SECONDS):
-        print(f"still compiling {op}, {time.monotonic() - start:.0f} s", flush=True)
-
-
-def build_root(environment: Mapping[str, str]) -> Path:
-    """The folder that torch builds extensions in, and DeepSpeed its kernels."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    return Path(environment.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-
-
-def extension_folder(environment: Mapping[str, str], name: str) -> Path:
-    """The folder of one extension: torch/utils/cpp_extension.py, `_get_build_directory`."""
-    if environment.get("TORCH_EXTENSIONS_DIR"):
-        return Path(environment["TORCH_EXTENSIONS_DIR"], name)
-    from torch.utils.cpp_extension import get_default_build_root
-
-    release = torch.version.hip or torch.version.cuda
-    device = f"{'rocm' if torch.version.hip else 'cu'}{release.replace('.', '')}" if release else "cpu"
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
-    return Path(get_default_build_root(), f"{python}_{device}", name)
-
-
-def stale_build_locks(root: Path) -> list[Path]:
-    """Locks that a killed compiler left: torch would wait for them for ever, silently.
-
-    torch/utils/file_baton.py waits while `lock` exists in the extension's build folder. Nobody holds it if it is older
-    than this process (its sisters start with it) and no compiler is at work.
-    """
-    import psutil
-
-    started = psutil.Process().create_time()
-    locks = [lock for lock in root.rglob("lock") if lock.stat().st_mtime < started - 1]
-    compilers = ("ninja", "c++", "g++", "cc1plus", "nvcc", "cicc", "ptxas")
-    if locks and any(p.info["name"] in compilers for p in psutil.process_iter(["name"])):
-        return []
-    return locks
-
-
-def remove_stale_build_locks() -> None:
-    """Delete them, on rank 0 alone, and say so."""
-    if rank():
-        return
-    for lock in stale_build_locks(build_root(os.environ)):
-        print(f"removed a build lock that a killed compiler left: {lock}", flush=True)
-        lock.unlink()
+        seconds = time.monotonic() - start
+        print(f"still compiling {op}, {seconds:.0f} s", flush=True)
+        if seconds > COMPILE_SECONDS:
+            os._exit(print_refusal(still_locked(extension_folder(os.environ, op), COMPILE_SECONDS)))
 
 
 def main(names: list[str]) -> None:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback
+
+from zero_recipes.checkpoint import overwrite
+from zero_recipes.checkpoint.lock import hold_output_dir
 from zero_recipes.checkpoint.output_dir import claim_output_dir
+from zero_recipes.checkpoint.resume import passed_over
+from zero_recipes.config.inputs import inputs_of
 from zero_recipes.config.recipe import write_resolved
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.process import rank
 from zero_recipes.distributed import bandwidth, init, nvme
+from zero_recipes.distributed.agree import agree
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import if_the_disk_takes_it, write_failure
 from zero_recipes.metrics.prediction import PredictedMetrics
@@ -36,6 +46,7 @@ class RunRecorder:
         self.network: dict[str, Any] | None = None
         self.host_threads: int | None = None
         self.metrics: StageMetricsCallback | None = None  # once there is a model to measure
+        self.overwritten: Path | None = None  # where it lies aside, until the first step
 
     def claim_output_dir(self, args, rows, ds_config: dict[str, Any] | None) -> None:
         """From here on the output folder is this run's: what an earlier one left may go, the launch is written down.
@@ -46,14 +57,38 @@ class RunRecorder:
         run = self.run
         self.network = bandwidth.measure_network(run.device)
         self.host_link = bandwidth.measure_host_link(run.strategy, run.device)
+        agree(self._claim)
         if rank() == 0:
-            claim_output_dir(run.output_dir, run.settings.overwrite)
             header = [*run.strategy.described(run.device, args), *bandwidth.network_header(self.network)]
             header += [*nvme.described(self.disks), *bandwidth.host_link_header(self.host_link)]
             header += [*init.host_threads_header(self.host_threads), str(rows.audit)]
             print(*header, *rows.findings, sep="\n", flush=True)
             write_resolved(run.given, run.output_dir / "recipe.resolved.yaml", header, ds_config)
         args.distributed_state.wait_for_everyone()
+
+    def _claim(self) -> None:
+        if rank() == 0:
+            run = self.run
+            inputs = inputs_of(run.recipe.settings, run.recipe.path, os.environ)
+            damaged = passed_over(run.output_dir, run.recipe.settings.resume_from_checkpoint, run.checkpoint)
+            self.overwritten = claim_output_dir(run.output_dir, run.settings.overwrite, inputs, damaged)
+            if self.overwritten is not None:
+                print(f"moved aside until the first step: what an earlier run left, to {self.overwritten}", flush=True)
+
+    def delete_overwritten(self) -> None:
+        """The new run has taken a step: what it replaces goes. On rank 0, the others have nothing to do."""
+        if self.overwritten is not None:
+            aside, self.overwritten = self.overwritten, None
+            overwrite.delete(aside)
+            self.metrics.steps.open()  # its seconds are not the next step's
+
+    def _put_back(self) -> None:
+        """The run has ended before its first step."""
+        if self.overwritten is not None:
+            left = overwrite.put_back(self.overwritten)
+            where = f"in {self.overwritten}: {', '.join(left)}" if left else "back in its place"
+            print(f"no step was taken: what the earlier run left is {where}", file=sys.stderr, flush=True)
+            self.overwritten = None
 
     def measure(self, model, args) -> StageMetricsCallback:
         """Begin to measure the run of this model; a run that fails from now on leaves a metrics.json too."""
@@ -74,7 +109,15 @@ class RunRecorder:
 
     @contextlib.contextmanager
     def on_failure(self) -> Iterator[None]:
-        """A run that fails leaves failure.rankN.json and a metrics.json that says so. A refusal leaves nothing."""
+        """The folder is held for this run (collective). A run that fails leaves failure.rankN.json and a metrics.json
+        that says so; before its first step also all that it would have overwritten. A refusal leaves nothing."""
+        with hold_output_dir(self.run.output_dir), contextlib.ExitStack() as at_the_end:
+            at_the_end.callback(self._put_back)
+            with self._recorded_failure():
+                yield
+
+    @contextlib.contextmanager
+    def _recorded_failure(self) -> Iterator[None]:
         try:
             yield
         except Refusal:
@@ -86,3 +129,16 @@ class RunRecorder:
                 with if_the_disk_takes_it():
                     self.write_metrics(failure.status, failure.error)
             raise
+
+
+class DeleteOverwritten(TrainerCallback):
+    """What the run overwrites is deleted after its first optimizer step, or at the end of a training without one."""
+
+    def __init__(self, recorder: RunRecorder):
+        self.recorder = recorder
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.recorder.delete_overwritten()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.recorder.delete_overwritten()
