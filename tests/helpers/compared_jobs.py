@@ -18,6 +18,7 @@ def write_recipe(folder: Path, model: Path, keys: dict) -> Path:
     words = "the red fish hums in the cave by the river . "
     lines = [json.dumps({"text": words * (2 if i % 2 else 40)}) for i in range(64)]
     (rows / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (rows / "test.jsonl").write_text("\n".join(lines[:48]) + "\n")
     recipe = {
         "model_name_or_path": str(model),
         "dataset_name": str(rows),

@@ -106,6 +106,11 @@ CASES = {
         "ZR128",
         {"names": "query_key_value"},
     ),
+    "Liger's own fused loss": (
+        {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
+        {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": False, "rope": True}},
+        "ZR190",
+    ),
     "hpZ that does not divide": (
         {"deepspeed": ds_config(3, zero_hpz_partition_size=3)},
         {"deepspeed": ds_config(3, zero_hpz_partition_size=2)},

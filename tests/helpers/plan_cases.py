@@ -29,10 +29,10 @@ def train_profiled(argv: list[str]) -> dict:
             result = train(argv)
     finally:
         StageMetricsCallback.on_step_begin = original
-    return {"rises": _rises(profiled.profiler.kineto_results.experimental_event_tree()), "metrics": result["metrics"]}
+    return {"rises": rises(profiled.profiler.kineto_results.experimental_event_tree()), "metrics": result["metrics"]}
 
 
-def _rises(tree) -> list[list[int]]:
+def rises(tree) -> list[list[int]]:
     """Bytes, [at least, at most], between what lives at each step's beginning and the most that lives within it.
 
     The profiler does not hear what gloo's threads free (torch c10/core/CPUAllocator.cpp `ProfiledCPUMemoryReporter`),

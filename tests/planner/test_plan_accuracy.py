@@ -12,6 +12,9 @@ from tests.helpers.tiny import ROOT, llama_config, write_model
 from zero_recipes.planner.simulator import parent as simulation
 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
+EVALUATION = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 24}
+BEST = EVALUATION | {"per_device_eval_batch_size": 1, "save_strategy": "steps", "save_steps": 2}
+BEST |= {"load_best_model_at_end": True}
 CASES = {
     "stage 0": ("zero0", {}),
     "stage 1": ("zero1", {}),
@@ -25,6 +28,10 @@ CASES = {
     "stage 3, checkpointing": ("zero3", {"activation_checkpointing": True}),
     "stage 2, LoRA": ("zero2", LORA),
     "stage 3, LoRA": ("zero3", LORA),
+    "stage 2, evaluation": ("zero2", EVALUATION),
+    "stage 3, evaluation": ("zero3", EVALUATION),
+    "stage 2, best model": ("zero2", BEST),
+    "stage 3, best model": ("zero3", BEST),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -11,13 +12,14 @@ from hypothesis import strategies as draw
 
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe, strategies
 from zero_recipes.core.errors import Refusal
+from zero_recipes.metrics.prediction import HostBytes
 from zero_recipes.planner.advice import MILDNESS, _largest, largest_micro_batch, longest_sequence, smallest_change
 from zero_recipes.planner.fit import fit_of
 from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.hardware import gpu_named, gpus
 from zero_recipes.planner.job import Job
-from zero_recipes.planner.jobs import model_config, read_recipe, read_strategies
-from zero_recipes.planner.messages import change_in_words
+from zero_recipes.planner.jobs import model_config, read_recipe, read_strategies, run_command
+from zero_recipes.planner.messages import change_in_words, resume_too_large
 
 CAPACITY = 80 * GB
 
@@ -42,6 +44,29 @@ def test_a_host_that_is_too_small_is_no_place_for_offload():
     predict = lambda j: made_up(j, (10 if offloads_to_host(j) or j.world_size == 4 else 90) * GB)  # noqa: E731
     assert smallest_change(job("zero3"), CAPACITY, predict, strategies(), 100 * GB).harshest == "offload"
     assert change_in_words(smallest_change(job("zero3"), CAPACITY, predict, strategies(), 99 * GB)) == "4 GPUs"
+
+
+def test_a_checkpoint_that_no_machine_could_read_is_said_and_refuses_nothing():
+    prediction = made_up(job("zero2"), 10 * GB)
+    prediction = prediction.model_copy(update={"host_bytes": HostBytes(load=0, training=0, resume=60 * GB)})
+    for host, lacks in ((None, 0), (60 * GB, 0), (50 * GB, 10 * GB)):
+        fit = fit_of(prediction, CAPACITY, host)
+        assert (fit.status, fit.host_lacks, fit.resume_lacks) == ("fits", 0, lacks)
+        message = resume_too_large(SimpleNamespace(fit=fit, prediction=prediction, job=job("zero2")))
+        assert bool(message) == bool(lacks) and (not lacks or ("zero2" in message and "10" in message))
+
+
+def test_an_evaluation_that_is_too_large_takes_smaller_batches_and_nothing_else():
+    start = job("zero3", per_device_eval_batch_size=64, per_device_train_batch_size=4)
+
+    def predict(asked: Job):
+        evaluated = asked.settings.per_device_eval_batch_size
+        return made_up(asked, (90 if evaluated > 4 else 70) * GB, phase="evaluation")
+
+    change = smallest_change(start, CAPACITY, predict, strategies())
+    assert change.harshest == "evaluation" and change_in_words(change) == "evaluation in batches of 4"
+    assert change.job.settings.as_dict() == start.settings.as_dict() | {"per_device_eval_batch_size": 4}
+    assert "--per_device_eval_batch_size 4" in run_command(recipe("pythia"), [], change.job)
 
 
 # changes: `need` says how many GB a job takes; every job that is predicted is seen

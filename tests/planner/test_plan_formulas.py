@@ -141,6 +141,27 @@ def test_checkpoints_are_as_large_as_the_check_of_the_disk_says(strategy):
     assert predict_by_formulas(asked).checkpoint_bytes.resumable == expected
 
 
+def test_evaluation_and_the_best_model_count_where_the_recipe_has_them():
+    plain = predict_by_formulas(job("zero3", eval_strategy="no"))
+    large = predict_by_formulas(job("zero3", eval_strategy="steps", per_device_eval_batch_size=4096))
+    assert large.peak_phase == "evaluation" and large.allocated_peak_bytes > plain.allocated_peak_bytes
+    small = predict_by_formulas(job("zero3", eval_strategy="steps", per_device_eval_batch_size=1))
+    assert small.allocated_peak_bytes == plain.allocated_peak_bytes
+    one_row = {"per_device_train_batch_size": 1, "max_length": 1, "eval_strategy": "no"}
+    stepping = predict_by_formulas(job("zero2", **one_row))
+    best = predict_by_formulas(job("zero2", load_best_model_at_end=True, **one_row))
+    again = 8 * plain.trainable_parameters // 2
+    assert best.allocated_peak_bytes == max(stepping.allocated_peak_bytes, stepping.memory_phases.step + again)
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+def test_a_checkpoint_is_read_a_file_at_a_time(strategy):
+    found = predict_by_formulas(job(strategy))
+    psi, here = found.parameters, 2
+    read = {"zero0": 14 * psi, "zero3": 6 * psi}.get(strategy, max(2, 6) * psi)
+    assert found.host_bytes.resume == found.host_bytes.training + here * read
+
+
 def test_host_memory_while_loading():
     assert predict_by_formulas(job("zero2")).host_bytes.load == 2 * 4 * PSI  # float32 made of a float16 file
     assert predict_by_formulas(job("zero2", ranks=16)).host_bytes.load == 8 * 4 * PSI  # the ranks of one node

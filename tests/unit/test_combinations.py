@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from functools import partial
@@ -13,7 +14,17 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers import AutoTokenizer
 
-from tests.helpers.known_bad import CASES, ENDLESS, MARKED, SHARED, TWO_NODES, UNMARKED, findings_in, found_in
+from tests.helpers.known_bad import (
+    CASES,
+    ENDLESS,
+    MARKED,
+    SHARED,
+    TWO_NODES,
+    UNMARKED,
+    ds_config,
+    findings_in,
+    found_in,
+)
 from tests.helpers.tiny import ROOT, write_llama, write_recipe
 from zero_recipes.checks.chat import template_findings
 from zero_recipes.checks.preflight import preflight
@@ -183,3 +194,26 @@ def test_chat_templates_without_marks(found, tmp_path):
     (tmp_path / "marked.jinja").write_text(MARKED)
     assert found(recipe | {"chat_template_path": str(tmp_path / "marked.jinja")}) == []
     assert found(recipe | {"model_name_or_path": "nobody/has-this"}) == []  # not at hand: the run says so
+
+
+def test_a_mixture_of_experts_by_code_of_its_own_is_warned_of_at_stage_3(tmp_path):
+    path = write_recipe(tmp_path)
+    model = tmp_path / "model"
+    config = json.loads((model / "config.json").read_text())
+    own = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}, "num_experts": 4}
+    zero3 = {"deepspeed": ds_config(3), "trust_remote_code": True}
+    (model / "config.json").write_text(json.dumps(config | own))
+    assert ("warning", "ZR191") in found_in(path, zero3)
+    named = ds_config(3, leaf_module={"classes": ["OwnSparseMoeBlock"]})
+    others = (
+        (own, zero3 | {"deepspeed": ds_config(2)}, {}),
+        (own, zero3 | {"deepspeed": named}, {}),
+        (own, zero3, {"ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "OwnSparseMoeBlock"}),
+        (own, zero3 | {"trust_remote_code": False}, {}),
+        ({"num_experts": 4}, zero3, {}),
+        ({"auto_map": own["auto_map"]}, zero3, {}),
+    )
+    for keys, changes, more in others:
+        (model / "config.json").write_text(json.dumps(config | keys))
+        environment = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | more
+        assert "ZR191" not in [code for _, code in found_in(path, changes, environment=environment)]

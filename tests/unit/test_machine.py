@@ -16,7 +16,13 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.compiled import write_compiled
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import cache, gpus, this_machine
-from zero_recipes.checks.capacity import disk_findings, download_findings, memory_findings, shared_memory_findings
+from zero_recipes.checks.capacity import (
+    disk_findings,
+    download_findings,
+    memory_findings,
+    resume_findings,
+    shared_memory_findings,
+)
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_view import DsConfig
@@ -104,6 +110,20 @@ def test_memory_is_the_least_of_meminfo_and_the_cgroups(tmp_path):
         "/sys/fs/cgroup/memory/memory.limit_in_bytes": "300000000\n",  # Docker shows the container's folder as the root
     }
     assert machine(tmp_path / "v1", one).memory() == (300_000_000, "the cgroup's memory.limit_in_bytes")
+
+
+def test_a_checkpoint_that_the_host_cannot_read_is_said_before_it_is_read(settings, tmp_path):
+    step = tmp_path / "checkpoint-5" / "global_step5"
+    step.mkdir(parents=True)
+    for name, size in (("mp_rank_00_model_states.pt", 300), ("zero_pp_rank_0_mp_rank_00_optim_states.pt", 700)):
+        with open(step / name, "wb") as file:
+            file.truncate(size * 1000)
+    run = run_of(settings, resume_from_checkpoint=str(step.parent))
+    small = machine(tmp_path / "small", {"/proc/meminfo": "MemTotal: 900 kB\nMemAvailable: 1000 kB\n"})
+    (finding,) = resume_findings(run, 2, small)  # two processes read 700,000 bytes each
+    assert finding.code == "ZR641" and "1.40 MB" in finding.what
+    assert list(resume_findings(run, 1, small)) == []
+    assert list(resume_findings(run_of(settings, resume_from_checkpoint=None), 2, small)) == []
 
 
 def test_cores_are_the_least_of_those_allowed_and_the_quotas(tmp_path, monkeypatch):
@@ -432,6 +452,43 @@ def test_gpus_without_peer_access(monkeypatch):
     assert (finding.code, finding.level) == ("ZR617", "warning") and finding.what.endswith(" 0-2")
     for device, here, environment in (("cuda", 2, {}), ("cpu", 3, {}), ("cuda", 3, {"NCCL_P2P_DISABLE": "1"})):
         assert said(gpus.peer_findings(device, here, environment)) == ""
+
+
+@pytest.mark.parametrize(
+    "capability, built, runs",
+    [
+        ((8, 0), ["sm_80"], True),
+        ((8, 9), ["sm_80", "sm_86"], True),  # within 8
+        ((8, 0), ["sm_86"], False),  # not downwards
+        ((9, 0), ["sm_80", "sm_86"], False),
+        ((9, 0), ["sm_80", "compute_80"], True),  # PTX is compiled for it
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_90"], False),  # V100 and a wheel of CUDA 13
+        ((12, 0), ["sm_80", "sm_90", "sm_100"], False),  # RTX 50 and an older wheel
+        ((9, 0), ["sm_90a"], True),
+        ((10, 3), ["sm_100a"], False),
+        ((10, 3), ["sm_100f"], True),
+        ((12, 1), ["sm_50", "sm_120"], True),
+    ],
+)
+def test_which_cards_a_build_of_torch_has_kernels_for(capability, built, runs):
+    assert gpus.has_kernels(capability, built) is runs
+
+
+def test_a_card_without_kernels_is_refused_before_anything_is_loaded(monkeypatch):
+    cards = [((8, 0), "A100"), ((7, 0), "V100")]
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "compute_90"])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(cards))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda number: cards[number][0])
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda number: cards[number][1])
+    (finding,) = gpus.capability_findings("cuda")
+    assert (finding.code, finding.level) == ("ZR640", "error") and finding.what.startswith("GPU 1 (V100) has")
+    assert said(gpus.capability_findings("cpu")) == ""
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["sm_70", "sm_80"])
+    assert said(gpus.capability_findings("cuda")) == ""
+    monkeypatch.setattr("torch.version.cuda", None)  # ROCm
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["gfx90a"])
+    assert said(gpus.capability_findings("cuda")) == ""
 
 
 def test_cards_on_which_accelerate_stops(monkeypatch):

@@ -35,6 +35,29 @@ def memory_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> 
         )
 
 
+def resume_findings(run: RunConfig, here: int, host: Host) -> Iterator[Finding]:
+    """A checkpoint that does not fit into the host's memory while it is read: a run that could be trained, not resumed.
+
+    DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint) reads on every process all of *_model_states.pt, drops it, and
+    reads the process's own *_optim_states.pt, both by torch.load(map_location="cpu").
+    """
+    if run.checkpoint is None or not run.strategy.is_deepspeed:
+        return
+    sizes = [path.stat().st_size for path in Path(run.checkpoint).glob("global_step*/*_states.pt")]
+    read = here * max(sizes, default=0)
+    limit, source = host.memory()
+    if read > limit:
+        yield Finding(
+            "ZR641",
+            f"going on from {run.checkpoint} reads {units.size(read)} into host memory, and {units.size(limit)} can be "
+            "had",
+            f"Each of the {here} processes of this machine reads {units.size(read // here)} at once (DeepSpeed 0.19.8, "
+            f"runtime/engine.py load_checkpoint; deepspeedai/DeepSpeed#3938); the limit is {source}.",
+            "A machine with more memory; zero-recipes reshard to more processes on more machines; or train from the "
+            "checkpoint's weights with --model_name_or_path.",
+        )
+
+
 def disk_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
     """More to save than the disk takes: the run would end at its first checkpoint or, trained, at its last line."""
     terms = disk_terms(run.strategy, run.settings, config, psi, here)

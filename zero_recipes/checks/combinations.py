@@ -32,6 +32,7 @@ def combination_findings(settings: Settings, strategy, device: str, environment:
         *_packing(settings),
         *_uneven_ranks(settings, strategy.world_size),
         *_weights(settings, strategy.world_size),
+        *_liger(settings),
         *_launched_alone(strategy, environment),
         *_layer_classes(settings, strategy, environment),
         *sequence_parallel.sequence_parallel_findings(settings, strategy, device, _model_config(settings)),
@@ -40,6 +41,7 @@ def combination_findings(settings: Settings, strategy, device: str, environment:
     if strategy.is_deepspeed:
         local = local_world_size(environment, strategy.world_size)
         found += _trainer_under_deepspeed(settings, strategy.zero_stage)
+        found += _experts_of_remote_code(settings, strategy, environment)
         found += zero_option_findings(
             strategy.ds_config, settings, strategy.world_size, local, device, installed_versions()["deepspeed"]
         )
@@ -140,6 +142,18 @@ def _weights(settings: Settings, world_size: int) -> Iterator[Finding]:
         )
 
 
+def _liger(settings: Settings) -> Iterator[Finding]:
+    kernels = settings.liger_kernel_config
+    if settings.use_liger_kernel and isinstance(kernels, dict) and kernels.get("fused_linear_cross_entropy"):
+        yield Finding(
+            "ZR190",
+            "liger_kernel_config with fused_linear_cross_entropy: true",
+            "It reads the LM head's weight outside of its module: under ZeRO stage 3 the weight is a partition there "
+            "(linkedin/Liger-Kernel#1048), and TRL 1.16 (trainer/sft_trainer.py) stops on it, the model loaded.",
+            "Remove it: TRL computes the loss in chunks by itself, and gathers the weight at stage 3.",
+        )
+
+
 def _launched_alone(strategy, environment: Mapping[str, str]) -> Iterator[Finding]:
     if strategy.world_size > 1:
         return
@@ -206,6 +220,27 @@ def _trainer_under_deepspeed(settings: Settings, zero_stage: int | None) -> Iter
             "auto_find_batch_size at ZeRO stage 3",
             "transformers (trainer.py, create_accelerator_and_postprocess) stops on it, after loading the model.",
             "Set per_device_train_batch_size by hand.",
+        )
+
+
+def _experts_of_remote_code(settings: Settings, strategy, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """transformers' own mixtures hold a layer's experts in one tensor; other code may have a module for each."""
+    if strategy.zero_stage != 3 or strategy.world_size == 1 or not settings.trust_remote_code:
+        return
+    if strategy.ds_config.zero.get("leaf_module") or environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"):
+        return
+    config = _model_config(settings)
+    own_class = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if own_class and any("expert" in key for key in config.to_dict()):
+        yield Finding(
+            "ZR191",
+            "a mixture of experts by code of its own, at ZeRO stage 3",
+            "Where each expert is a module of its own, a rank whose tokens use none of one does not gather it, and the "
+            "others wait for it forever (modelscope/ms-swift#5875). DeepSpeed 0.19.8 knows Mixtral, Qwen2-MoE and "
+            "Qwen3-MoE (runtime/zero/leaf_module_config.py).",
+            'Name the class of the layer with the experts in the ds_config: "zero_optimization": {"leaf_module": '
+            '{"classes": ["TheSparseMoeBlock"]}}; or use stage 2.',
+            level="warning",
         )
 
 

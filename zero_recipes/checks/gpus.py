@@ -1,10 +1,52 @@
-"""Checks of how the GPUs of this machine reach each other."""
+"""Checks of the GPUs of this machine: whether torch has kernels for them, and how they reach each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 
 from zero_recipes.core.errors import Finding
+
+
+def capability_findings(device: str) -> Iterator[Finding]:
+    """A card that the installed torch has no kernels for: its first kernel would end the run, weights loaded."""
+    import torch
+
+    if device != "cuda" or torch.version.cuda is None:  # ROCm names its cards otherwise
+        return
+    built = torch.cuda.get_arch_list()
+    for number in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(number)
+        if built and not has_kernels(capability, built):
+            written = ".".join(map(str, capability))
+            yield Finding(
+                "ZR640",
+                f"GPU {number} ({torch.cuda.get_device_name(number)}) has compute capability {written}, and torch "
+                f"{torch.__version__} has kernels for {', '.join(built)}",
+                'Its first kernel would fail with "no kernel image is available for execution on the device". Each '
+                "wheel of torch is built for the cards of its CUDA version (torch.cuda.get_arch_list).",
+                "Install torch from the index of another CUDA version (pytorch.org/get-started/locally): a newer one "
+                "for a newer card, cu126 for Maxwell, Pascal and Volta; or take another GPU.",
+            )
+
+
+def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
+    """Whether code for one of `built` runs on a card: "sm_80" on 8.x from 8.0 on, "compute_80" (PTX) on all from 8.0.
+
+    NVIDIA's CUDA programming guide, compute capabilities: "sm_90a" runs on 9.0 alone, "sm_100f" within its family.
+    """
+    for name in built:
+        kind, number, suffix = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", name).groups()
+        least = divmod(int(number), 10)
+        if suffix == "a":
+            runs = capability == least
+        elif kind == "sm" or suffix == "f":
+            runs = capability[0] == least[0] and capability >= least
+        else:
+            runs = capability >= least
+        if runs:
+            return True
+    return False
 
 
 def peer_findings(device: str, here: int, environment: Mapping[str, str]) -> Iterator[Finding]:

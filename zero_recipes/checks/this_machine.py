@@ -7,8 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from zero_recipes.checks.cache import missing_of_model, offline_findings, on_hub, volume_findings
-from zero_recipes.checks.capacity import disk_findings, download_findings, memory_findings, shared_memory_findings
-from zero_recipes.checks.gpus import peer_findings
+from zero_recipes.checks.capacity import (
+    disk_findings,
+    download_findings,
+    memory_findings,
+    resume_findings,
+    shared_memory_findings,
+)
+from zero_recipes.checks.gpus import capability_findings, peer_findings
 from zero_recipes.checks.nvme import nvme_findings
 from zero_recipes.checks.zero_options import quantized_weight_findings
 from zero_recipes.config.run import RunConfig
@@ -36,9 +42,10 @@ def machine_findings(
         *shared_memory_findings(run, here, host),
         *volume_findings(settings, run.output_dir, host),
         *_sized(run, here, host),
+        *resume_findings(run, here, host),
     ]
     if int(environment.get("LOCAL_RANK", 0)) == 0:
-        findings += peer_findings(run.device, here, environment)
+        findings += [*capability_findings(run.device), *peer_findings(run.device, here, environment)]
     if rehearsal:
         findings += _locks(host)  # a run deletes them itself and says so
     if rehearsal == "elsewhere":

@@ -16,12 +16,15 @@ FLOORS = {
     "deepspeed": (
         versions.floor("deepspeed"),
         "Before 0.19.0 overlap_comm at stages 1 and 2 freed buffers that the reduction stream still read: the loss "
-        f"went to nan (deepspeedai/DeepSpeed#7965). {_UNTESTED}",
+        "went to nan (deepspeedai/DeepSpeed#7965); before 0.19.4 LoRA at stage 3 stopped where activations were "
+        "recomputed (huggingface/transformers#47254); of 0.19.3 wrong gradients at stage 2 are reported where a module "
+        f"is used several times (#8224). {_UNTESTED}",
     ),
     "transformers": (
         versions.floor("transformers"),
         "Before 5.18 the Trainer has no end(): the run dies after its last save, its process group still alive "
-        f"(huggingface/transformers#48874). {_UNTESTED}",
+        "(huggingface/transformers#48874); 5.13 held a whole mixture of experts in host memory while it loaded at "
+        f"stage 3 (#47514). {_UNTESTED}",
     ),
     "trl": (
         versions.floor("trl"),

@@ -101,6 +101,22 @@ QUANTIZED_GRADIENTS = PrivatePart(
     ),
 )
 
+GROUP_TIMEOUT = PrivatePart(
+    name="timeout_of_groups",
+    library="deepspeed",
+    used_by="compat/patches.py, patch_timeouts",
+    why="gives the groups that DeepSpeed makes (at every stage a second one of all ranks) the run's ddp_timeout",
+    otherwise="Their collectives would end after torch's default, 10 minutes under NCCL, whatever ddp_timeout says: a "
+    "long save on one rank ends the others.",
+    upstream="deepspeedai/DeepSpeed#7533",
+    relies_on=(
+        Takes("deepspeed.comm.torch:TorchBackend.new_group", ("self", "ranks")),
+        Mentions("deepspeed.comm.comm:new_group", ("cdb", "new_group")),
+        # the fault itself: where DeepSpeed has fixed it, the patch must go
+        Line("deepspeed", "deepspeed/comm/torch.py", "return torch.distributed.new_group(ranks)"),
+    ),
+)
+
 RESHARDED_STATES = PrivatePart(
     name="resharded_states",
     library="deepspeed",

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 from transformers import PreTrainedModel, TrainerCallback
 
 from zero_recipes.compat.deepspeed_tensors import base_optimizer
-from zero_recipes.compat.parts_of_deepspeed import FRESH_ADAM, QUANTIZED_GRADIENTS
+from zero_recipes.compat.parts_of_deepspeed import FRESH_ADAM, GROUP_TIMEOUT, QUANTIZED_GRADIENTS
 from zero_recipes.compat.parts_of_torch import LAYOUT
 from zero_recipes.config.strategy import Strategy
 
 
-def patch_libraries(strategy: Strategy) -> None:
-    """What must be in place before DeepSpeed builds its engine. Raises Refusal."""
+def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
+    """What must be in place before DeepSpeed builds its engine. `ddp_timeout`: seconds. Raises Refusal."""
+    if strategy.is_deepspeed:
+        patch_timeouts(ddp_timeout)
     if strategy.is_deepspeed and strategy.ds_config.quantizes_gradients:
         patch_quantized_gradients()
 
@@ -90,6 +93,27 @@ def adapter_dtypes_kept(model: torch.nn.Module) -> Iterator[None]:
     for name, p in model.named_parameters():
         if name in dtypes and p.dtype != dtypes[name]:
             p.data = p.data.to(dtypes[name])
+
+
+def patch_timeouts(seconds: int) -> None:
+    """Give the process groups that DeepSpeed makes the timeout of the run's own group.
+
+    DeepSpeed 0.19.8, comm/torch.py `new_group` passes none on: torch then takes its default, 10 minutes under NCCL
+    (torch 2.13, distributed_c10d.py `_get_default_timeout`), whatever ddp_timeout says. At every stage the engine makes
+    a second group of all ranks (utils/groups.py `_clone_world_group`), in which the others wait while one rank saves
+    (deepspeedai/DeepSpeed#7533). Called again, it sets the time of the groups that are made from then on.
+    """
+    from deepspeed.comm.torch import TorchBackend
+
+    if not hasattr(TorchBackend.new_group, "unpatched"):
+        GROUP_TIMEOUT.require()
+    faulty = getattr(TorchBackend.new_group, "unpatched", TorchBackend.new_group)
+
+    def new_group(self, ranks):
+        return torch.distributed.new_group(ranks, timeout=timedelta(seconds=seconds))
+
+    new_group.unpatched = faulty
+    TorchBackend.new_group = new_group
 
 
 def patch_quantized_gradients() -> None:

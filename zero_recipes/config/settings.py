@@ -89,6 +89,7 @@ class Settings:
     save_model: bool
     load_best_model_at_end: bool
     eval_strategy: str
+    per_device_eval_batch_size: int
     sample_prompts: int | str | list[str] | None
     predict: bool
     skip_plan: bool
@@ -117,6 +118,11 @@ class Settings:
     def precision(self) -> str:
         """ "bf16", "fp16" or "fp32"."""
         return precision_of(self)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run evaluates while it trains; YAML's bare `no` is False."""
+        return str(getattr(self.eval_strategy, "value", self.eval_strategy)) not in ("no", "False", "None")
 
     @property
     def saves_checkpoints(self) -> bool:

@@ -23,6 +23,7 @@ class HostBytes(Part):
 
     load: int = known("while the weights are loaded", "bytes")
     training: int = known("in training", "bytes")
+    resume: int | None = measured("while a checkpoint is read to go on from it", "bytes", null="of older plans")
 
 
 class CheckpointBytes(Part):
@@ -39,7 +40,7 @@ class PredictedMetrics(Part):
     peak_memory_bytes: int | None = measured("allocated at the peak; beside peak_memory_bytes.allocated", "bytes")
     model_state_bytes: ModelStateBytes | None = measured("as model_state_bytes above")
     at_peak: dict[str, int] | None = measured(f"the peak by parts: {', '.join(PARTS)}", "bytes")
-    peak_phase: str | None = measured("where the peak stands: forward, backward or step")
+    peak_phase: str | None = measured("where the peak stands: forward, backward, step, evaluation or best model")
     reserved_bytes: ReservedRange | None = measured("of one GPU")
     host_bytes: HostBytes | None = measured("of one machine")
     flops_per_step: int | None = measured(
@@ -67,8 +68,12 @@ class Prediction(BaseModel):
     micro_batch_size: int = known("of one rank", "sequences")
     gradient_accumulation_steps: int = known("micro steps of an optimizer step")
     max_length: int = known("of every sequence", "tokens")
-    allocated_peak_bytes: int = known("the largest sum of live tensors on the accelerator in a training step", "bytes")
-    peak_phase: str = known("where the peak stands: forward, backward, step or between")
+    allocated_peak_bytes: int = known(
+        "the largest sum of live tensors on the accelerator, in a training step, an evaluation or where the best model "
+        "is loaded",
+        "bytes",
+    )
+    peak_phase: str = known("where the peak stands: forward, backward, step, between, evaluation or best model")
     peak_operator: str | None = known("the operator at the peak, e.g. aten.mm; null by formulas")
     at_peak: dict[str, int] = known(f"the peak by parts: {', '.join(PARTS)}", "bytes")
     peaks: dict[str, int] | None = _engine_only("the peak of each phase", "bytes")

@@ -17,7 +17,7 @@ MOST_GPUS = 1024
 MOST_SEQUENCES = 4096  # a micro batch beyond it gains nothing
 LENGTH_STEP = 64  # tokens; tensor cores want multiples of it
 # from mild to harsh: what a change costs is time first, then another way of training, then money
-MILDNESS = ("nothing", "checkpointing", "micro batch", "stage", "offload", "LoRA", "GPUs")
+MILDNESS = ("nothing", "evaluation", "checkpointing", "micro batch", "stage", "offload", "LoRA", "GPUs")
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ def smallest_change(
             except Refusal:  # e.g. LoRA without target modules for this architecture
                 break
             fit = fit_of(prediction, capacity, host)
+            if fit.status != "fits" and prediction.peak_phase == "evaluation":
+                extra, smaller = max(extra, "evaluation", key=MILDNESS.index), _evaluating_in_micro_batches(smaller)
+                prediction = predict(smaller)
+                fit = fit_of(prediction, capacity, host)
             if fit.host_lacks or _beyond_smaller_activations(prediction, capacity):
                 break
             if fit.status == "fits" and smaller is not job:
@@ -116,9 +120,16 @@ def _under(job: Job, name: str, strategies: Strategies) -> Job:
     return replace(job.changed(deepspeed=config), strategy=name, ds_config=config)
 
 
+def _evaluating_in_micro_batches(job: Job) -> Job:
+    """Evaluation in batches of the training's size: it keeps fewer activations than a training step does."""
+    settings = job.settings
+    size = min(settings.per_device_eval_batch_size, settings.per_device_train_batch_size)
+    return job.changed(per_device_eval_batch_size=size)
+
+
 def _beyond_smaller_activations(prediction: Prediction, capacity: int) -> bool:
-    """The model states alone are too large, or the optimizer step, where no activation is left."""
-    in_step = prediction.peak_phase == "step" and prediction.reserved_bytes.low > capacity
+    """The model states alone are too large, or the optimizer step or the best model's states: no activation is left."""
+    in_step = prediction.peak_phase in ("step", "best model") and prediction.reserved_bytes.low > capacity
     return in_step or prediction.state_bytes > capacity
 
 

@@ -21,6 +21,7 @@ class Fit:
     margin: int
     capacity: int
     host_lacks: int = 0  # bytes of one machine's memory; 0 where it is enough or not known
+    resume_lacks: int = 0  # the same, for going on from a checkpoint; the run itself needs none of it
 
 
 def fit_of(prediction: Prediction, capacity: int, host: int | None = None) -> Fit:
@@ -28,4 +29,5 @@ def fit_of(prediction: Prediction, capacity: int, host: int | None = None) -> Fi
     reserved, needed = prediction.reserved_bytes, prediction.host_bytes
     status = "fits" if reserved.high <= capacity else "tight" if reserved.low <= capacity else "no"
     lacks = 0 if host is None else max(0, max(needed.load, needed.training) - host)
-    return Fit("no" if lacks else status, capacity - reserved.high, capacity, lacks)
+    resume_lacks = 0 if host is None else max(0, (needed.resume or 0) - host)
+    return Fit("no" if lacks else status, capacity - reserved.high, capacity, lacks, resume_lacks)

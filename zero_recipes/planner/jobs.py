@@ -31,6 +31,7 @@ GPUS_PER_NODE = 8  # of most machines that are rented; --gpus_per_node says othe
 ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
 CHANGED = ("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft")
+CHANGED += ("per_device_eval_batch_size",)
 
 Strategies = dict[str, dict[str, Any] | None]  # {name: its ds_config, None without DeepSpeed}
 

@@ -17,6 +17,7 @@ LARGE_HOST = 2 * 1024**4  # bytes; servers of eight GPUs are mostly rented with 
 SOURCES = {"engine": "the engine, simulated", "formulas": "textbook formulas"}
 STATUSES = {"fits": "fits into", "tight": "tight in", "no": "does not fit into"}
 PRICES = {
+    "evaluation": "Smaller evaluation batches change no result.",
     "checkpointing": "Recomputing activations takes about a third more computation, and changes no result.",
     "micro batch": "Smaller micro batches keep the global batch; they compute less efficiently.",
     "stage": "A higher stage changes no result; stage 3 communicates half as much again.",
@@ -27,7 +28,8 @@ PRICES = {
 COLUMNS = [
     "Peak: bytes of live tensors on the fullest GPU, and where it stands; the columns up to Other are its parts.",
     "Reserved: what the process takes of the GPU, allocator, CUDA and NCCL included; the status is about this range.",
-    "Host: host memory a machine, while loading / in training; --host_memory holds it against what there is.",
+    "Host: host memory a machine, while loading / in training / while a checkpoint is read to go on from it; "
+    "--host_memory holds it against what there is.",
     "Disk: the model / a checkpoint to go on from.",
     "Comm.: bytes through collectives in one step, an all-reduce counted twice.",
     "Times are estimates, 20 to 30 % to either side, more with offload or without NVLink; all sequences are taken as "
@@ -36,7 +38,7 @@ COLUMNS = [
 CANNOT_KNOW = [
     "Fragmentation beyond the range given; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps it small.",
     "torch.compile, mixtures of experts (which tokens go where) and quantised weights.",
-    "Answers to sample prompts and evaluation with a larger batch; other programs on the same GPU.",
+    "Answers to sample prompts; other programs on the same GPU.",
 ]
 
 
@@ -72,6 +74,9 @@ def change_in_words(change: Change) -> str:
     batch = settings.per_device_train_batch_size
     if batch != start.settings.per_device_train_batch_size:
         parts.append(f"micro batches of {batch} with {settings.gradient_accumulation_steps} accumulations")
+    evaluated = settings.per_device_eval_batch_size
+    if evaluated != start.settings.per_device_eval_batch_size:
+        parts.append(f"evaluation in batches of {evaluated}")
     return " and ".join(part for part in parts if part)
 
 
@@ -86,6 +91,17 @@ def host_memory(held: int) -> str:
     if not held:
         return ""
     return f"{size(held)} of host memory a machine" + (", which few have" if held > LARGE_HOST else "")
+
+
+def resume_too_large(row: Row) -> str:
+    """A run that fits, and whose checkpoints could not be read on machines with that much memory; nothing else."""
+    if not row.fit.resume_lacks or row.fit.status == "no":
+        return ""
+    return (
+        f"{row.job.strategy}: going on from a checkpoint reads it into host memory, "
+        f"{size(row.prediction.host_bytes.resume)} a machine with what training holds there: "
+        f"{size(row.fit.resume_lacks)} more than there is (DeepSpeed's torch.load on every rank). The run itself fits."
+    )
 
 
 def reasons(advice: Recommendation) -> list[str]:

@@ -65,6 +65,7 @@ def _row(row: Row, answer: Answer) -> dict[str, Any]:
         "verdict": row.fit.status,
         "margin_bytes": row.fit.margin,
         "host_lacks_bytes": row.fit.host_lacks,
+        "resume_lacks_bytes": row.fit.resume_lacks,
         "prediction": row.prediction.model_dump(),
         "step_seconds": list(row.speed.step_seconds),
         "tokens_per_step": row.speed.tokens_per_step,
@@ -133,6 +134,8 @@ def print_answer(answer: Answer, console: Console) -> None:
             change = messages.change_and_need(row.change) if row.change else "none was found"
             styled = (row.job.strategy, STATUS_STYLE[row.fit.status])
             console.print(Text.assemble(styled, f": the mildest fix: {change}"))
+    for line in filter(None, map(messages.resume_too_large, chosen)):
+        console.print(Text(line))
     console.print(Text(f"\nRecommended: {job.strategy if job else 'another machine'}", style="bold"))
     for line in (*messages.reasons(answer.advice), messages.rule(rule_of_thumb(chosen))):
         console.print(Text(line))

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from zero_recipes.core import units
 from zero_recipes.core.tables import Column, markdown_columns, print_columns
-from zero_recipes.metrics.prediction import CheckpointBytes, ReservedRange
+from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, ReservedRange
 from zero_recipes.planner.cost import Cost, cost
 from zero_recipes.planner.rows import Row
 from zero_recipes.theory.zero_paper import paper_volume
@@ -38,7 +38,7 @@ def plan_columns(rows: Sequence[Row], price: float | None) -> tuple[list[Column]
         Column("Reserved", lambda row: _reserved(row.prediction.reserved_bytes)),
     ]
     beside = [
-        Column("Host", lambda row: _both(row.prediction.host_bytes.load, row.prediction.host_bytes.training)),
+        Column("Host", lambda row: _host(row.prediction.host_bytes)),
         Column("Disk", lambda row: _disk(row.prediction.checkpoint_bytes)),
         Column("Comm.\nper step", lambda row: units.size(_moved(row)) if _moved(row) else ""),
     ]
@@ -100,8 +100,12 @@ def _reserved(expected: ReservedRange) -> str:
 
 
 def _disk(checkpoint: CheckpointBytes) -> str:
-    return _both(checkpoint.weights, checkpoint.resumable)
+    return _sizes(checkpoint.weights, checkpoint.resumable)
 
 
-def _both(first: int, second: int) -> str:
-    return " / ".join(units.size(held) if held else "0" for held in (first, second))
+def _host(held: HostBytes) -> str:
+    return _sizes(held.load, held.training, held.resume or 0)
+
+
+def _sizes(*sizes: int) -> str:
+    return " / ".join(units.size(held) if held else "0" for held in sizes)

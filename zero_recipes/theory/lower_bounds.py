@@ -160,6 +160,21 @@ def resumable_bytes(weights: float, optimizer: float, zero_stage: int | None) ->
     return int(weights + optimizer + (weights if zero_stage in (0, 1, 2) else 0))
 
 
+def read_at_resume(weights: float, optimizer: float, zero_stage: int | None, world_size: int) -> int:
+    """Bytes that each process reads into the host's memory at once to go on from a checkpoint.
+
+    DeepSpeed 0.19.8, runtime/engine.py `load_checkpoint`: first, below stage 3, mp_rank_00_model_states.pt with all the
+    weights (at stage 0 the optimizer's states too), then its own part of the optimizer's states with the fp32 weights.
+    Both by torch.load(map_location="cpu"), so they stand beside what training holds there (deepspeedai/DeepSpeed#3938).
+    Without DeepSpeed the weights are mapped and the optimizer's states go to the device tensor by tensor.
+    """
+    if zero_stage is None:
+        return 0
+    if zero_stage == 0:
+        return int(weights + optimizer)
+    return int(max(weights if zero_stage < 3 else 0, optimizer / world_size))
+
+
 def disk_terms(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> dict[str, int]:
     """{what: bytes} that output_dir must take: checkpoints side by side, then the model at the end.
 

@@ -22,6 +22,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
 from zero_recipes.core.errors import first_line
 from zero_recipes.core.files import write_json
+from zero_recipes.distributed.writer import rank_0_writes
 from zero_recipes.metrics.failure import is_out_of_memory
 
 
@@ -52,6 +53,10 @@ class CheckpointingSFTTrainer(SFTTrainer):
         else:
             super()._run_epoch(*arguments, **keywords)
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with rank_0_writes():
+            super().save_model(output_dir, _internal_call=_internal_call)
+
     def _save(self, output_dir=None, state_dict=None) -> None:
         super()._save(output_dir, without_aliases(self.model, state_dict))
 
@@ -68,18 +73,20 @@ class CheckpointingSFTTrainer(SFTTrainer):
             super()._save_checkpoint(model, trial)
             history = self.checkpoint_history()
             self.accelerator.wait_for_everyone()  # all ranks have written
-            if self.args.should_save:
-                write_json(checkpoint / HISTORY, history)
-                facts = {"step": self.state.global_step, **self.checkpoint_facts}
-                manifest.write(checkpoint, facts, self.with_checksums)
+            with rank_0_writes():
+                if self.args.should_save:
+                    write_json(checkpoint / HISTORY, history)
+                    facts = {"step": self.state.global_step, **self.checkpoint_facts}
+                    manifest.write(checkpoint, facts, self.with_checksums)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             raise NotSaved(_not_saved(checkpoint, error)) from error
         finally:
             self.args.save_total_limit = limit
-        if self.args.should_save:
-            rotate(folder, limit, self.state.best_model_checkpoint)
+        with rank_0_writes():
+            if self.args.should_save:
+                rotate(folder, limit, self.state.best_model_checkpoint)
         self.accelerator.wait_for_everyone()
 
 

@@ -19,6 +19,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.data.prepare import Prepared
 from zero_recipes.distributed import fsdp, ulysses
 from zero_recipes.distributed.init import set_host_threads
+from zero_recipes.distributed.writer import rank_0_writes
 from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer, carry_on
 from zero_recipes.trainer.divergence import StopAtDivergence
 from zero_recipes.trainer.recorder import DeleteOverwritten, RunRecorder
@@ -32,7 +33,7 @@ def prepare_libraries(run: RunConfig, args) -> int | None:
 
     Returns the threads that each process's optimizer on the host was given; None where nothing was changed.
     """
-    patches.patch_libraries(run.strategy)
+    patches.patch_libraries(run.strategy, run.settings.ddp_timeout)
     if run.strategy.is_fsdp:
         compat_fsdp.fix_arguments(args, run.device)
     ulysses.share_sequences(args, run.strategy.sequence_parallel, run.settings.attn_implementation)
@@ -101,11 +102,12 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
                 return "no model was to be saved"
             self.save_model(str(folder))
             fault = [None]
-            if self.args.process_index == 0:
-                try:
-                    self._verify()
-                except NotWhole as error:
-                    fault = [str(error)]
+            with rank_0_writes():
+                if self.args.process_index == 0:
+                    try:
+                        self._verify()
+                    except NotWhole as error:
+                        fault = [str(error)]
             broadcast_object_list(fault)
             if fault[0] is not None:
                 raise NotWhole(fault[0])

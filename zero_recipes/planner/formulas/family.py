@@ -1,8 +1,10 @@
-"""What the family's members beyond the plain stages need, by formulas: FSDP2, ZeRO++, NVMe, QLoRA."""
+"""What the family's members beyond the plain stages need, by formulas: FSDP2, ZeRO++, NVMe, QLoRA; and a run beside
+its steps."""
 
 from __future__ import annotations
 
-from zero_recipes.planner.formulas.shape import Shape
+from zero_recipes.metrics.prediction import PARTS
+from zero_recipes.planner.formulas.shape import Shape, layer_bytes, tokens_of
 from zero_recipes.planner.job import Job
 from zero_recipes.theory.zero_paper import ModelState
 
@@ -61,3 +63,25 @@ def compressed(job: Job, moved: dict[str, int]) -> dict[str, int]:
 def gathers_between_nodes(job: Job) -> float:
     """Share of the all-gathers that leaves a node: with hpZ those of backward stay within it."""
     return 1 / 2 if job.zero.hpz_partition_size > 1 else 1
+
+
+def beside_steps(
+    job: Job, shape: Shape, states: ModelState, width: int, buckets: float
+) -> list[tuple[str, dict[str, float]]]:
+    """What a run holds in an evaluation, and where it loads its best model: {part: bytes} of each that the recipe has.
+
+    An evaluation keeps no activations: one layer's at a time. The best model's optimizer states are made before the old
+    ones go (torch's Optimizer.load_state_dict; transformers asks DeepSpeed for them too).
+    """
+    resting = dict.fromkeys(PARTS, 0) | {"params": states.params, "optimizer": states.optimizer}
+    found: list[tuple[str, dict[str, float]]] = []
+    if job.settings.evaluates:
+        tokens = job.settings.per_device_eval_batch_size * tokens_of(job, shape) // job.sequence_parallel
+        pairs = shape.heads * tokens * tokens_of(job, shape) if job.settings.attn_implementation == "eager" else 0
+        layer = layer_bytes(shape, width, tokens, pairs) + width * tokens * shape.hidden
+        gathered = buckets if job.zero_stage == 3 or job.is_fsdp else 0
+        found.append(("evaluation", resting | {"activations": layer, "buckets": gathered}))
+    if job.settings.load_best_model_at_end and job.ds_config is not None and not job.zero.offload_optimizer:
+        again = 8 * shape.trainable / (job.world_size if job.zero_stage else 1)
+        found.append(("best model", resting | {"optimizer": states.optimizer + again}))
+    return found

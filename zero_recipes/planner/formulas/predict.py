@@ -15,9 +15,9 @@ from zero_recipes.config.ds_view import number_in
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction, ReservedRange
 from zero_recipes.planner.formulas import family
-from zero_recipes.planner.formulas.shape import Shape, shape_of
+from zero_recipes.planner.formulas.shape import Shape, layer_bytes, shape_of, tokens_of
 from zero_recipes.planner.job import Job
-from zero_recipes.theory.lower_bounds import DTYPE_BYTES, resumable_bytes, swap_buffers
+from zero_recipes.theory.lower_bounds import DTYPE_BYTES, read_at_resume, resumable_bytes, swap_buffers
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
 CUDA_CONTEXT = 600 * 10**6  # bytes: kernels of torch, cuBLAS and its workspace; 0.5 to 0.7 GB are usual on Hopper
@@ -53,7 +53,12 @@ def predict_by_formulas(job: Job) -> Prediction:
         "optimizer": states.optimizer,
         "other": copies,
     }
-    phase, at_peak = max((("backward", backward), ("step", step)), key=lambda found: sum(found[1].values()))
+    phases = [
+        ("backward", backward),
+        ("step", step),
+        *family.beside_steps(job, shape, states, _width(job), backward["buckets"]),
+    ]
+    phase, at_peak = max(phases, key=lambda found: sum(found[1].values()))
     at_peak = {part: int(size) for part, size in at_peak.items()}
     peak = sum(at_peak.values())
     resting, nccl = states.params + states.optimizer, NCCL_BUFFERS if job.world_size > 1 else 0
@@ -151,18 +156,6 @@ def activation_bytes(job: Job, shape: Shape) -> float:
     return shape.layers * one_layer + 2 * one_input  # the embedding's output and the last norm's input
 
 
-def layer_bytes(shape: Shape, width: int, tokens: int, pairs: int) -> float:
-    """One layer's activations (section 4.1: 34sbh + 5as²b, less 2sbh of dropout masks).
-
-    `pairs`: a·s²·b, where the scores are kept; 0 with fused attention, which keeps one fp32 sum per head and token.
-    """
-    attention = width * tokens * (shape.hidden + 2 * shape.query_width + 2 * shape.kv_width)
-    scores = 2 * width * pairs if pairs else 4 * shape.heads * tokens
-    mlp = width * tokens * (shape.hidden + (4 if shape.gated else 2) * shape.ffn)
-    norms = 2 * width * tokens * shape.hidden
-    return attention + scores + mlp + norms
-
-
 def bucket_bytes(job: Job, shape: Shape) -> float:
     """Bytes of reduce buckets and, at stage 3, of parameters gathered for use."""
     if job.world_size == 1 and job.ds_config is None:
@@ -214,7 +207,10 @@ def host_bytes(job: Job, shape: Shape) -> HostBytes:
     if job.on_nvme:
         largest = shape.vocabulary * shape.hidden / job.world_size
         held = sum(swap_buffers(job.zero, shape.trainable / job.world_size, largest).values())
-    return HostBytes(load=int(load), training=int(here * held))
+    saved, in_16_bits = checkpoint_sizes(job, shape).weights, job.settings.precision != "fp32"
+    optimizer = (12 if job.ds_config is not None and in_16_bits else 2 * each) * shape.trainable
+    read = read_at_resume(saved, optimizer, job.zero_stage, job.world_size)
+    return HostBytes(load=int(load), training=int(here * held), resume=int(here * (held + read)))
 
 
 def checkpoint_sizes(job: Job, shape: Shape) -> CheckpointBytes:
@@ -258,11 +254,6 @@ def flops(job: Job, shape: Shape) -> int:
     products = 2 * shape.multiplied * tokens * ((2 if frozen else 3) + again)
     attention = 4 * shape.layers * tokens_of(job, shape) * shape.query_width * tokens * (3 + again)
     return int(products + attention)
-
-
-def tokens_of(job: Job, shape: Shape) -> int:
-    """The longest sequence: max_length, or where it is null the positions that the model has."""
-    return job.settings.max_length or shape.positions
 
 
 def _tokens(job: Job, shape: Shape) -> int:

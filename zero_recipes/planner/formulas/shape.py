@@ -11,6 +11,7 @@ from typing import Any
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.planner.job import Job
 
 
 @dataclass(frozen=True)
@@ -92,3 +93,20 @@ def _counted(config_json: str, model_keys_json: str) -> Shape:
         positions=getattr(text, "max_position_embeddings", 0),
         dtype=str(config.dtype or "float32").removeprefix("torch."),
     )
+
+
+def layer_bytes(shape: Shape, width: int, tokens: int, pairs: int) -> float:
+    """One layer's activations (section 4.1: 34sbh + 5as²b, less 2sbh of dropout masks).
+
+    `pairs`: a·s²·b, where the scores are kept; 0 with fused attention, which keeps one fp32 sum per head and token.
+    """
+    attention = width * tokens * (shape.hidden + 2 * shape.query_width + 2 * shape.kv_width)
+    scores = 2 * width * pairs if pairs else 4 * shape.heads * tokens
+    mlp = width * tokens * (shape.hidden + (4 if shape.gated else 2) * shape.ffn)
+    norms = 2 * width * tokens * shape.hidden
+    return attention + scores + mlp + norms
+
+
+def tokens_of(job: Job, shape: Shape) -> int:
+    """The longest sequence: max_length, or where it is null the positions that the model has."""
+    return job.settings.max_length or shape.positions

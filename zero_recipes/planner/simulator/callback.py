@@ -14,6 +14,7 @@ from zero_recipes.planner.simulator.tracker import LiveStorages, Observed
 from zero_recipes.trainer.token_weighting import TokenWeightedSFTTrainer
 
 TRAINING = ("forward", "backward", "step", "between")
+AFTERWARDS = ("evaluation", "best model")  # what a run does beside its steps
 
 
 class WatchedSFTTrainer(TokenWeightedSFTTrainer):
@@ -22,6 +23,8 @@ class WatchedSFTTrainer(TokenWeightedSFTTrainer):
     watch: Watch
 
     def compute_loss(self, model, inputs, *arguments, **keywords):
+        if not self.model.training:
+            return super().compute_loss(model, inputs, *arguments, **keywords)
         self.watch.tracker.enter("forward")
         loss = super().compute_loss(model, inputs, *arguments, **keywords)
         autocast.forget_copies()
@@ -113,9 +116,36 @@ class Watch(TrainerCallback):
             tracker.assign(list(deepspeed_tensors.optimizer_states(parameters, optimizer)), "optimizer")
             tracker.assign(list(deepspeed_tensors.weights(parameters, optimizer)), "params")
 
+    def evaluate(self, rows) -> None:
+        """One batch of an evaluation, as the Trainer's loop takes it."""
+        trainer, self.observed.counts_flops = self.trainer, False
+        trainer._evaluated = torch.zeros(2, device=trainer.args.device)  # what evaluation_loop begins with
+        batch = trainer._prepare_inputs(next(iter(trainer.get_eval_dataloader(rows))))
+        self.tracker.enter("evaluation")
+        trainer.model_wrapped.eval()
+        trainer.prediction_step(trainer.model_wrapped, batch, prediction_loss_only=True)
+        autocast.forget_copies()
+        trainer.model_wrapped.train()
+        self.tracker.enter("between")
+
+    def load_best_model(self) -> None:
+        """What load_best_model_at_end loads beside what is there: the optimizer's states once more.
+
+        transformers 5.23, integrations/deepspeed.py `deepspeed_load_checkpoint` asks for them too; DeepSpeed 0.19.8
+        reads its file to the host, and torch's Optimizer.load_state_dict makes all the new states before it drops the
+        old ones (deepspeedai/DeepSpeed#3938).
+        """
+        states = deepspeed_tensors.base_optimizer(self.trainer.optimizer).state.values()
+        self.tracker.enter("best model")
+        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        again = [tensor.clone() for tensor in tensors]
+        del again
+        self.tracker.enter("between")
+
     def found(self) -> dict:
         """What this rank needs; metrics/prediction.py says what the keys mean."""
         peaks = {phase: self.tracker.peaks.get(phase, 0) for phase in TRAINING}
+        peaks |= {phase: self.tracker.peaks[phase] for phase in AFTERWARDS if phase in self.tracker.peaks}
         phase = max(peaks, key=peaks.get)
         return {
             "parameters": self.parameters,

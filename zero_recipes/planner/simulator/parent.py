@@ -20,7 +20,7 @@ from zero_recipes.core.host_limits import Host
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, Prediction, ReservedRange
 from zero_recipes.planner.job import Job
-from zero_recipes.theory.lower_bounds import resumable_bytes
+from zero_recipes.theory.lower_bounds import read_at_resume, resumable_bytes
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "trl", "accelerate")  # that patches.py takes parts of
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
@@ -204,6 +204,7 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
         host_bytes=HostBytes(
             load=here * (most["host_load"] + most["imports"]),
             training=here * (most["host_training"] + most["imports"]),
+            resume=here * (most["host_training"] + most["imports"] + _read_at_resume(job, most)),
         ),
         checkpoint_bytes=_checkpoint_bytes(job, most),
         seconds=sum(rank["seconds"] for rank in ranks),
@@ -222,6 +223,12 @@ def _checkpoint_bytes(job: Job, found: dict[str, Any]) -> CheckpointBytes:
     return CheckpointBytes(weights=weights, resumable=resumable_bytes(weights, optimizer, job.zero_stage))
 
 
+def _read_at_resume(job: Job, found: dict[str, Any]) -> int:
+    saved = _checkpoint_bytes(job, found).weights
+    optimizer = (8 if job.ds_config is None else 12) * found["trainable_parameters"]
+    return read_at_resume(saved, optimizer, job.zero_stage, job.world_size)
+
+
 def _notes(job: Job) -> list[str]:
     settings = job.settings
     notes = [
@@ -236,6 +243,4 @@ def _notes(job: Job) -> list[str]:
         notes.append("Liger kernels keep other activations: not simulated.")
     if any("expert" in key for key in job.config):
         notes.append("A mixture of experts is simulated with the routing of random tokens.")
-    if str(getattr(settings.eval_strategy, "value", settings.eval_strategy)) not in ("no", "False"):
-        notes.append(f"Evaluation in batches of {settings.per_device_eval_batch_size} is not simulated.")
     return notes

@@ -30,6 +30,7 @@ _PART_OF_FILE = {
     "torch/optim/adamw.py": "optimizer",
     "torch/autograd/graph.py": None,  # who has called backward does not matter
 }
+_PART_OF_PHASE = dict.fromkeys(("forward", "backward", "evaluation"), "activations") | {"best model": "optimizer"}
 _DEVICE = torch.ops.prim.device.default
 _HEAD_DEPTH = 80  # frames looked at, from the innermost
 
@@ -91,7 +92,7 @@ class LiveStorages:
         self._made = 0
 
     def enter(self, phase: str) -> None:
-        """Name what comes now: "build", "forward", "backward", "step" or "between"."""
+        """Name what comes now: "build", "forward", "backward", "step", "between", "evaluation" or "best model"."""
         self.phase = phase
         if self.events is not None:
             self.events.append(("phase", phase))
@@ -153,7 +154,7 @@ class LiveStorages:
                     return "grads"  # fp32 copies and flat gradients, stage_1_and_2.py and stage3.py `step`
                 return known
             frame, depth = frame.f_back, depth + 1
-        return "activations" if self.phase in ("forward", "backward") else "other"
+        return _PART_OF_PHASE.get(self.phase, "other")
 
 
 def flops_of(func, args: tuple, kwargs: dict, out) -> int:

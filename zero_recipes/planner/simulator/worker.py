@@ -199,6 +199,10 @@ def train_two_steps(job: Job, folder: str) -> dict:
         watch = Watch(strategy, observed, tracker, host, accumulation)
         trainer = _trainer(job, strategy, training_args, model_args, watch)
         trainer.train()
+        if job.settings.evaluates:
+            watch.evaluate(_rows(training_args, training_args.world_size * training_args.per_device_eval_batch_size))
+        if job.settings.load_best_model_at_end and strategy.is_deepspeed:
+            watch.load_best_model()
     found = watch.found() | {"imports": imports}
     found["gradient_accumulation_steps"] = accumulation
     found["reserved_peak_bytes"] = reserved_peak(tracker.events, TRAINING[0]) if on_gpu else 0
@@ -243,13 +247,14 @@ def _trainer(job: Job, strategy, training_args, model_args, watch):
     return trainer
 
 
-def _rows(training_args):
-    """Tokenised rows of the recipe's full length, enough for all steps; what they say plays no part."""
+def _rows(training_args, count: int | None = None):
+    """So many tokenised rows of the recipe's full length, or enough for all steps; what they say plays no part."""
     from datasets import Dataset
 
-    count = STEPS * training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
+    if count is None:
+        count = STEPS * training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
+        count *= training_args.world_size
     row = [1] * training_args.max_length
-    count *= training_args.world_size
     return Dataset.from_dict({"input_ids": [row] * count, "labels": [row] * count})
 
 
