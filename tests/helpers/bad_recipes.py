@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from contextlib import chdir
@@ -10,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import odd_recipes
-from tests.helpers.fault import SOUND_DS_CONFIG, SOUND_RECIPE, Fault, Side, ds, recipe
+from tests.helpers.fault import SOUND_DS_CONFIG, SOUND_RECIPE, TEST_ROWS, Fault, Side, ds, recipe
 
 __all__ = ["FAULTS", "SECTIONS", "SOUND_DS_CONFIG", "SOUND_RECIPE", "Fault", "Side", "findings_of"]
 
-TEST_ROWS = {"rows/test.jsonl": json.dumps({"prompt": "Say 9.\n", "completion": "The fish says 9."}) + "\n"}
 CHAT = ({"messages": [{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "One."}]},)
 MASKED = {"input_ids": [5, 6, 0], "labels": [-100, -100, -100]}
 ALPACA = ({"instruction": "Say 1.", "input": "", "output": "One."},)

@@ -12,6 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 SOUND_ROWS = [{"prompt": f"Say {i}.\n", "completion": f"The fish says {i}."} for i in range(8)]
+TEST_ROWS = {"rows/test.jsonl": json.dumps({"prompt": "Say 9.\n", "completion": "The fish says 9."}) + "\n"}
 SOUND_DS_CONFIG = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
 SOUND_RECIPE = """model_name_or_path: ./model
 dataset_name: ./rows

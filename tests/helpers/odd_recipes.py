@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tests.helpers.fault import Fault, Side, recipe
+from tests.helpers.fault import TEST_ROWS, Fault, Side, recipe
 
 BIN = "run_name: !!binary aGVsbG8="
 BOMB = "a0: &a0 [x, x]\n" + "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9))
-EVALUATES = "eval_strategy: steps\ndataset_test_split: train"
+EVALUATES = "eval_strategy: steps"
 MARKS = {
     "c.jinja": "{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
     "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
@@ -92,7 +92,7 @@ SECTIONS = {
     "Values that the libraries refuse late": [
         recipe("not a number", "data_seed: 1\ntest_split_size: .nan", "data_seed: 1", "ZR153", names="test_split_size"),
         recipe("text for a mapping", "model_init_kwargs: x", "model_init_kwargs: {}", "ZR155", names="'x'"),
-        recipe("a path that is too long", f"dataset_name: {'9' * 300}", "dataset_name: ./rows", "ZR169", names="'999"),
+        recipe("a path that is too long", f"dataset_name: {'x' * 300}", "dataset_name: ./rows", "ZR169", names="'xxx"),
         recipe("tf32 on a CPU", "tf32: true", "tf32: false", "ZR123", names="SFTConfig"),
         recipe("two precisions at once", "fp16: true\nbf16: true", "bf16: true", "ZR123"),
         recipe("no interval to log at", "logging_steps: 0", "logging_steps: 1", "ZR123"),
@@ -169,8 +169,15 @@ SECTIONS = {
             f"eval_packing: true\nmax_length: null\n{EVALUATES}",
             EVALUATES,
             "ZR165",
+            files=TEST_ROWS,
         ),
-        recipe("evaluation at start without rows", "eval_on_start: true", f"eval_on_start: true\n{EVALUATES}", "ZR164"),
+        recipe(
+            "evaluation at start without rows",
+            "eval_on_start: true",
+            f"eval_on_start: true\n{EVALUATES}",
+            "ZR164",
+            files=TEST_ROWS,
+        ),
         recipe("checkpoints at no interval", "save_strategy: steps\nsave_steps: 0", "save_strategy: epoch", "ZR163"),
         recipe("Liger without its package", "use_liger_kernel: true", "use_liger_kernel: false", "ZR425"),
         recipe("offloaded activations on a CPU", "activation_offloading: true", "seed: 1", "ZR426"),
@@ -213,13 +220,6 @@ SECTIONS = {
             names="prompt, completion",
         ),
         recipe("a configuration of the data", "dataset_config: nowhere", "dataset_config: default", "ZR506"),
-        Fault(
-            "rows that cannot be read",
-            Side(recipe="dataset_name: ./broken", files={"broken/train.zip": "PK"}),
-            Side(),
-            "ZR428",
-            names="./broken",
-        ),
     ],
     "The launch that a recipe names": [
         recipe(

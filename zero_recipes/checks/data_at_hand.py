@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from zero_recipes.checks.cache import missing_of_model, on_hub, packaged_formats
+from zero_recipes.checks.refused_late import sample_findings
 from zero_recipes.compat.alone import alone
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding, Refusal, first_line
@@ -54,12 +55,14 @@ def _look(settings: Settings) -> None:
 
     plain = settings.replace(dataset_streaming=True, datasets=[])
     rows, evaluation = load.load_rows(plain, plain, plain, settings.dataset_format)
-    if settings.model_name_or_path is None or (on_hub(settings.model_name_or_path) and missing_of_model(settings)):
+    name = settings.model_name_or_path
+    if not (Path(str(name)).is_dir() or (on_hub(name) and not missing_of_model(settings))):
         return  # no tokenizer yet
     arguments = SimpleNamespace(**plain.as_dict())
     tokenizer = template.apply_chat_template_file(load.load_tokenizer(arguments, arguments), arguments)
     template.refuse_bad_template(rows, tokenizer, arguments)
-    samples.choose_samples(settings.sample_prompts, evaluation, settings.dataset_format, tokenizer)
+    if not sample_findings(settings):
+        samples.choose_samples(settings.sample_prompts, evaluation, settings.dataset_format, tokenizer)
     if not (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
         splits.tokenise(Dataset.from_list(list(rows.take(FIRST))), tokenizer, arguments)
 

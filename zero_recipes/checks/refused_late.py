@@ -19,6 +19,7 @@ def late_findings(settings: Settings, strategy: Strategy | None, device: str) ->
         *_length_of_training(settings),
         *_intervals(settings),
         *_rows(settings),
+        *sample_findings(settings),
         *_packages(settings, device),
         *_hub(settings),
         *_backend(settings, strategy, device),
@@ -71,14 +72,21 @@ def _rows(settings: Settings) -> Iterator[Finding]:
             "Rows are packed up to max_length (TRL, trainer/sft_trainer.py).",
             "Set max_length, or packing: false.",
         )
+
+
+def sample_findings(settings: Settings) -> list[Finding]:
+    """At most one finding: sample_prompts is of a type that it cannot have."""
     prompts = settings.sample_prompts
-    if prompts is not None and (isinstance(prompts, (bool, float, dict)) or (isinstance(prompts, int) and prompts < 0)):
-        yield Finding(
+    if prompts is None or not (isinstance(prompts, (bool, float, dict)) or (isinstance(prompts, int) and prompts < 0)):
+        return []
+    return [
+        Finding(
             "ZR166",
             f"sample_prompts is {prompts!r}",
             "It takes a number of evaluation rows, a JSON Lines file or a list of prompts.",
             "sample_prompts: 5",
         )
+    ]
 
 
 def _packages(settings: Settings, device: str) -> Iterator[Finding]:

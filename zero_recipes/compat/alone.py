@@ -21,7 +21,7 @@ LAUNCHED += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMPI_", "PMI_", "MV
 def alone() -> Iterator[None]:
     """One process, whatever the launcher says, without a word of the libraries; afterwards as if nothing had been."""
     import datasets
-    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.state import AcceleratorState, GradientState, PartialState
     from datasets.utils import are_progress_bars_disabled
     from transformers.utils import logging as transformers_logging
 
@@ -40,6 +40,7 @@ def alone() -> Iterator[None]:
             contextlib.redirect_stdout(quiet),
             contextlib.redirect_stderr(quiet),
         ):
+            PartialState(cpu=True)  # accelerate's loggers need one
             yield
     finally:
         logging.disable(logging.NOTSET)
