@@ -7,6 +7,10 @@
 #
 # --ipc=host: NCCL and the data loaders share memory between processes. memlock: NVMe offload pins its buffers.
 # On RunPod: push the image, name it in a template, mount the volume at /workspace; no start command is needed.
+#
+# The command runs as the user `recipes` (uid 1000); only the entrypoint is root, for volumes belong to root on pods.
+# With `--user` it runs as that user, who must be able to write to /workspace. In a second shell: docker exec -u recipes.
+# Tokens come at run time (-e HF_TOKEN, or `hf auth login` into the volume), never by COPY, ARG or ENV.
 
 # A devel image: DeepSpeed compiles its kernels on first use and needs nvcc. The tag must carry the torch of
 # requirements.lock; the build stops if it does not. CUDA 13 needs driver 580 or later; for an older driver take
@@ -34,17 +38,22 @@ RUN INSTALL_TORCH="$INSTALL_TORCH" sh docker/install_lock.sh
 # What is worth keeping lies under /workspace, where the pod's volume is: models and data, compiled kernels, results.
 ENV PATH=/opt/zero-recipes/.venv/bin:$PATH \
     HF_HOME=/workspace/cache/huggingface \
-    TORCH_EXTENSIONS_DIR=/workspace/cache/torch_extensions
+    TORCH_EXTENSIONS_DIR=/workspace/cache/torch_extensions \
+    TRITON_CACHE_DIR=/workspace/cache/triton
 
 # .ready: the Makefile's mark of a finished .venv, so that `make demo` and `make test` work here without installing.
 # output: relative paths like output/zero3 outlive the container.
+# the folder belongs to recipes, what is in it to root: `make test` makes build/ there, no run changes the program
 # profile.d: a login shell (web terminal, ssh) starts from /etc/profile, which forgets the variables of the image.
 COPY . .
 RUN pip install --quiet --no-cache-dir --disable-pip-version-check --no-deps -e . \
     && touch .venv/.ready \
+    && python -m compileall -q zero_recipes run_sft.py \
+    && useradd --create-home --uid 1000 recipes \
+    && chown recipes: . \
     && mkdir -p /workspace/output \
     && ln -s /workspace/output output \
-    && export -p | grep -E '^export (PATH|LD_LIBRARY_PATH|HF_HOME|TORCH_EXTENSIONS_DIR)=' \
+    && export -p | grep -E '^export (PATH|LD_LIBRARY_PATH|HF_HOME|TORCH_EXTENSIONS_DIR|TRITON_CACHE_DIR)=' \
         >/etc/profile.d/zero-recipes.sh
 
 ENTRYPOINT ["sh", "/opt/zero-recipes/docker/entrypoint.sh"]

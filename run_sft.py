@@ -52,7 +52,7 @@ def train(run):
     from trl import get_peft_config
 
     from zero_recipes.checkpoint.compatibility import refuse_other_data
-    from zero_recipes.checkpoint.resume import refuse_different_checkpoints
+    from zero_recipes.checkpoint.contents import settle_checkpoint
     from zero_recipes.checks.preflight import resolved_ds_config
     from zero_recipes.data.load import load_tokenizer
     from zero_recipes.data.prepare import prepare_rows
@@ -62,6 +62,7 @@ def train(run):
     from zero_recipes.trainer.recorder import RunRecorder
     from zero_recipes.trainer.trainer import RecipeTrainer, prepare_libraries
 
+    run = settle_checkpoint(run)
     recorder = RunRecorder(run, STARTED)
     with nvme.swap_space(run.strategy) as recorder.disks, recorder.on_failure():
         # 1. What may still refuse: nothing on disk is touched.
@@ -74,7 +75,6 @@ def train(run):
         with recorder.clock.phase("data"):
             tokenizer = load_tokenizer(model_args, args)
             rows = prepare_rows(script_args, args, dataset_args, ours, tokenizer)
-        refuse_different_checkpoints(run.checkpoint)
         refuse_other_data(run.checkpoint, rows.data_sha256)
         with recorder.clock.phase("model"):
             model = load_model(config, model_args, args, ours)  # the last that can refuse

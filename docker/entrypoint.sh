@@ -1,7 +1,25 @@
 #!/bin/sh
 # Prepares the volume at /workspace, which may be empty or come from another machine, then becomes the command.
 set -eu
-mkdir -p "$HF_HOME" "$TORCH_EXTENSIONS_DIR" /workspace/output
+
+# Root only prepares what is ours on the volume; the rest of this script, and the command, run as `recipes`.
+ours="/workspace/cache /workspace/output"
+if [ "$(id -u)" = 0 ]; then
+    mkdir -p $ours
+    # not through links: one on the volume may lead anywhere
+    find $ours -xdev -not -user recipes -not -type l -exec chown --no-dereference recipes: {} +
+    export HOME=/home/recipes USER=recipes LOGNAME=recipes
+    exec setpriv --reuid=recipes --regid=recipes --init-groups sh "$0" "$@"
+fi
+for folder in "$HF_HOME" "$TORCH_EXTENSIONS_DIR" "$TRITON_CACHE_DIR" /workspace/output; do
+    if ! mkdir -p "$folder" 2>/dev/null || [ ! -w "$folder" ]; then
+        echo "refused: $folder cannot be written to by user $(id -u)" >&2
+        echo "    why: models, compiled kernels and results are kept under /workspace." >&2
+        echo "   cure: start without --user, so that the entrypoint prepares the volume; or chown $(id -u) the folder." >&2
+        exit 2
+    fi
+done
+[ -w "${HOME:-/}" ] || export HOME=/workspace/cache # --user with a number that no account has
 
 # A compiler that died with the last pod leaves a lock, for which torch would wait for ever.
 rm -f "$TORCH_EXTENSIONS_DIR"/*/lock

@@ -76,15 +76,33 @@ if [[ -n $fresh ]] || ! podman image exists "$base"; then
 fi
 log "stand-in: $(podman image inspect -f '{{.Size}}' "$base") bytes"
 
-log "building"
+log "building, from a checkout with secrets in it"
+context=$work/context secret=planted-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
+mkdir "$context"
+tar -c --exclude=./.venv --exclude=./.venv-canary --exclude=./output --exclude=./build . | tar -x -C "$context"
+for path in .env .netrc id_rsa token.txt .ssh/id_ed25519 workspace/cache/huggingface/token recipes/.env recipes/token \
+    docker/config.json zero_recipes/.netrc tests/helpers/token; do
+    mkdir -p "$context/$(dirname "$path")"
+    echo "$secret" >"$context/$path"
+done
 cache=--layers
 if [[ -n $fresh ]]; then cache=--no-cache; fi
-podman build --quiet --pull=never --format docker "$cache" --build-arg "BASE_IMAGE=$base" -t "$image" . >/dev/null
+podman build --quiet --pull=never --format docker "$cache" --build-arg "BASE_IMAGE=$base" -t "$image" "$context" >/dev/null
+rm -rf "$context"
 log "image: $(podman image inspect -f '{{.Size}}' "$image") bytes with the stand-in"
+
+log "no secret in any layer"
+in_a_layer() { podman save --quiet --format docker-archive "$image" | tar -x -O | grep --count --binary-files=text "$1"; }
+in_a_layer "Supervised fine-tuning from one recipe, measured" >/dev/null # the search finds what is there
+if in_a_layer "$secret" >/dev/null; then
+    log "a layer holds a planted secret"
+    exit 1
+fi
 
 # an empty volume, as a new pod has it
 volume=$work/workspace
-mkdir "$volume"
+mkdir "$volume" "$work/theirs"
+chown 4321 "$work/theirs"
 inside() { podman run --rm --ipc=host -v "$volume:/workspace" "$image" "$@"; }
 
 log "imports"
@@ -96,6 +114,8 @@ assert "/opt/zero-recipes/.venv/" in deepspeed.__file__, deepspeed.__file__
 assert AsyncIOBuilder().is_compatible(), "libaio is not found"
 print("torch", torch.__version__, "deepspeed", deepspeed.__version__, "trl", trl.__version__)'
 inside zero-recipes --help >/dev/null
+test "$(inside id -un)" = recipes
+test "$(podman run --rm --user 4321:4321 -v "$work/theirs:/workspace" "$image" id -u)" = 4321
 inside bash -lc 'test "$HF_HOME" = /workspace/cache/huggingface && command -v zero-recipes accelerate deepspeed pdsh ssh'
 inside make --dry-run demo | grep -q demo.sh
 if inside make --dry-run demo | grep -q 'pip install'; then

@@ -78,7 +78,7 @@ def test_a_run_that_fails_before_its_first_step_leaves_what_it_would_have_overwr
     before = contents(out)
     given = [str(earlier), "--output_dir", str(out), "--overwrite", "true"]
     for group in (one, two):
-        aside = group.run("failure_in_the_first_step", argv=given)
+        aside = group.run("output_dir_cases.failure_in_the_first_step", argv=given)
         assert all(names == ["overwritten-1"] for names in aside), "it was not moved aside before that step"
         after = contents(out)
         failures = [f"failure.rank{rank}.json" for rank in range(group.world_size)]
@@ -93,7 +93,7 @@ def test_what_is_overwritten_is_gone_after_the_first_step(one, earlier, tmp_path
         (out / foreign).parent.mkdir(exist_ok=True)
         (out / foreign).write_text("mine")
     given = [str(earlier), "--output_dir", str(out), "--overwrite", "true", "--seed", "7", "--save_steps", "1"]
-    seen = one.run("train_and_look", argv=given, folder=str(out))[0]
+    seen = one.run("output_dir_cases.train_and_look", argv=given, folder=str(out))[0]
     assert seen == [
         ["checkpoint-notes", "metrics.json", "overwritten-1", "recipe.resolved.yaml", "vectors.safetensors"],
         ["checkpoint-1", "checkpoint-notes", "metrics.json", "recipe.resolved.yaml", "vectors.safetensors"],

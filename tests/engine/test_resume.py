@@ -9,13 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.resuming import (
+    KINDS,
     LORA,
     NOTHING,
     RESULT,
     SAVED_AT,
     STEPS,
+    Shape,
     arguments,
     compare,
+    drawn,
+    gaps_of,
     interrupted,
     resume_recipe,
 )
@@ -41,6 +45,42 @@ SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strategy, bf16, lora):
     assert compare(two, tmp_path, strategy, bf16=bf16, **(LORA if lora else {})) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape("random", rows=51, micro=2, accumulation=2, killed=11, steps=15),  # inside the second epoch, over its end
+        Shape("random", rows=55, micro=4, accumulation=1, killed=5, steps=8, strategy="zero3"),
+        Shape("drop_last", rows=51, micro=2, accumulation=1, killed=3, steps=14),
+        Shape("unseeded", rows=37, micro=2, accumulation=2, killed=12, steps=16),
+        Shape("split_batches", rows=37, micro=4, accumulation=2, killed=3, steps=6),
+        Shape("lengths", rows=51, micro=2, accumulation=2, killed=16, steps=21),  # in the third epoch
+        Shape("rebalance", rows=51, micro=2, accumulation=4, killed=6, steps=9, strategy="zero2"),
+        Shape("packing", rows=51, micro=2, accumulation=2, killed=9, steps=13),
+        Shape("stream", rows=21, micro=2, accumulation=2, killed=7, steps=9),
+        Shape("packed stream", rows=21, micro=2, accumulation=2, killed=7, steps=9, strategy="zero2"),
+        Shape("mixture", rows=37, micro=2, accumulation=4, killed=4, steps=7),
+        Shape("lora", rows=37, micro=3, accumulation=1, killed=8, steps=15),
+    ],
+    ids=lambda shape: shape.kind,
+)
+def test_rows_that_do_not_divide_are_resumed_bit_for_bit(two, tmp_path, shape):
+    assert gaps_of(two, tmp_path, shape) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape("lengths", rows=37, micro=2, accumulation=4, killed=6, steps=9),
+        Shape("packing", rows=55, micro=2, accumulation=2, killed=12, steps=15),
+        Shape("stream", rows=21, micro=2, accumulation=4, killed=4, steps=7),
+        Shape("mixture", rows=37, micro=2, accumulation=2, killed=12, steps=16),
+    ],
+    ids=lambda shape: shape.kind,
+)
+def test_one_process_is_resumed_bit_for_bit(one, tmp_path, shape):
+    assert gaps_of(one, tmp_path, shape) == NOTHING
 
 
 @pytest.fixture(scope="module")
@@ -156,3 +196,27 @@ def test_the_whole_grid(two, tmp_path):
         },
     )
     assert all(gaps == NOTHING for names in found.values() for kinds in names.values() for gaps in kinds.values())
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("world", [1, 2])
+def test_shapes_that_nobody_has_chosen(request, tmp_path, world):
+    """Of every kind of KINDS and every accumulation, drawn by seed; part of benchmarks/results/resume.json."""
+    group = request.getfixturevalue({1: "one", 2: "two"}[world])
+    strategies = ("ddp",) if world == 1 else ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+    found, kinds = [], list(KINDS) * (2 if world == 1 else 5)
+    for seed, kind in enumerate(kinds):
+        if kind == "split_batches" and world == 1:
+            continue  # nothing is split
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        shape = drawn(seed, world, strategies, (kind,))
+        found.append((shape, gaps_of(group, folder, shape)))
+        shutil.rmtree(folder)
+    assert {shape.accumulation for shape, _ in found} == {1, 2, 4}
+    kept = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+    shapes = kept.get("shapes", {}) | {
+        f"world {world}": {"runs": len(found), "largest": max(max(gaps.values()) for _, gaps in found)}
+    }
+    write_json(RESULT, kept | {"shapes": shapes})
+    assert [shape for shape, gaps in found if gaps != NOTHING] == []

@@ -117,6 +117,7 @@ def ds(name: str, bad: Any, fixed: Any, code: str, level: str = "error", lines: 
     return Fault(name, Side(ds=bad, recipe=lines), Side(ds=fixed, recipe=lines), code, level, names)
 
 
+TEST_ROWS = {"rows/test.jsonl": json.dumps({"prompt": "Say 9.\n", "completion": "The fish says 9."}) + "\n"}
 CHAT = ({"messages": [{"role": "user", "content": "Say 1."}, {"role": "assistant", "content": "One."}]},)
 MASKED = {"input_ids": [5, 6, 0], "labels": [-100, -100, -100]}
 ALPACA = ({"instruction": "Say 1.", "input": "", "output": "One."},)
@@ -621,10 +622,11 @@ SECTIONS = {
         recipe(
             "the best of FSDP models without their states",
             "fsdp: true\nsave_only_model: true\nload_best_model_at_end: true\nsave_strategy: steps\n"
-            "eval_strategy: steps\ndataset_test_split: train",
+            "eval_strategy: steps",
             "fsdp: true\nload_best_model_at_end: true\nsave_strategy: steps\n"
-            "eval_strategy: steps\ndataset_test_split: train",
+            "eval_strategy: steps",
             "ZR322",
+            files=TEST_ROWS,
         ),
         Fault(
             "two FSDP configurations",

@@ -291,16 +291,16 @@ def splits_tokenised(argv: list[str], cache: str) -> int:
     """How many splits this process tokenised in one run, with the datasets library's cache in `cache`."""
     import datasets
 
-    from zero_recipes.data import prepare
+    from zero_recipes.data import splits
 
-    original, kept, calls = prepare.tokenise, datasets.config.HF_DATASETS_CACHE, []
-    prepare.tokenise = lambda *arguments: calls.append(1) or original(*arguments)
+    original, kept, calls = splits.tokenise, datasets.config.HF_DATASETS_CACHE, []
+    splits.tokenise = lambda *arguments: calls.append(1) or original(*arguments)
     datasets.config.HF_DATASETS_CACHE = cache
     try:
         train(argv)
         return len(calls)
     finally:
-        prepare.tokenise, datasets.config.HF_DATASETS_CACHE = original, kept
+        splits.tokenise, datasets.config.HF_DATASETS_CACHE = original, kept
 
 
 def refusal_of(argv: list[str]) -> str:
@@ -404,3 +404,15 @@ def plan_for_a_small_gpu(argv: list[str], capacity: int) -> dict:
         return {"peak": None, "refused": [vars(finding) for finding in refusal.findings], "asked": asked}
     finally:
         gate.Predictor, gate.gpu_memory = originals
+
+
+def train_with_aliases(argv: list[str]) -> dict:
+    """`train`, with the state dict saved as DeepSpeed gathers it."""
+    from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer
+
+    mended = CheckpointingSFTTrainer._save
+    del CheckpointingSFTTrainer._save
+    try:
+        return train(argv)
+    finally:
+        CheckpointingSFTTrainer._save = mended

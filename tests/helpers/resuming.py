@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.helpers.tiny import named, write_recipe, write_rows
 from zero_recipes.checkpoint import manifest
@@ -72,3 +75,91 @@ def compare(two, folder: Path, strategy: str, **keys) -> dict[str, float]:
         "weights": gaps["weights"],
         "states": gaps["states"],
     }
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "random": {},
+    "drop_last": {"dataloader_drop_last": True},
+    "unseeded": {"accelerator_config": {"use_seedable_sampler": False}},
+    "split_batches": {"accelerator_config": {"split_batches": True}},
+    "lengths": {"train_sampling_strategy": "group_by_length"},
+    "rebalance": {"train_sampling_strategy": "batch_rebalance"},
+    "packing": {"packing": True, "max_length": 64},
+    "stream": {"dataset_streaming": True},
+    "packed stream": {"dataset_streaming": True, "packing": True, "max_length": 64},
+    "mixture": {"dataset_name": None, "test_split_size": 0.2},
+    "lora": LORA,
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A run in the shape of its data and steps, killed after step `killed`; dropout is everywhere."""
+
+    kind: str  # of KINDS
+    rows: int
+    micro: int
+    accumulation: int
+    killed: int
+    steps: int
+    strategy: str = "ddp"
+    seed: int = 0  # of the rows
+    keys: dict[str, Any] = field(default_factory=dict)
+
+    def recipe(self, folder: Path) -> Path:
+        rows = write_rows(folder / "shaped", count=self.rows, seed=self.seed)
+        keys = {"dataset_name": str(rows), "bf16": False} | KINDS[self.kind] | self.keys
+        if self.kind == "mixture":  # TRL's: rows of two files, of which it sets some aside
+            more = write_rows(folder / "more", count=self.rows // 2 + 1, seed=self.seed + 1)
+            files = [str(path / "train.jsonl") for path in (rows, more)]
+            keys["datasets"] = [{"path": "json", "data_files": path} for path in files]
+        return resume_recipe(
+            folder,
+            per_device_train_batch_size=self.micro,
+            gradient_accumulation_steps=self.accumulation,
+            max_steps=self.steps,
+            save_steps=1 if self.steps % self.killed else self.killed,
+            **keys,
+        )
+
+
+def drawn(seed: int, world: int, strategies: tuple[str, ...], kinds: tuple[str, ...] = tuple(KINDS)) -> Shape:
+    """A shape nobody has chosen. Rows seldom divide; the run is killed within its first three epochs or between two."""
+    draw = random.Random(f"{seed} {world}")
+    kind, strategy = draw.choice(kinds), draw.choice(strategies)
+    micro, accumulation = draw.choice((1, 2, 3, 4)), draw.choice((1, 2, 4))
+    if kind == "split_batches":
+        micro *= world  # accelerate cuts a micro batch into one part for each process
+    total = micro * accumulation * world
+    rows = draw.randint(total, max(total + 1, 61))
+    epoch = -(-rows // total)
+    killed = draw.randint(1, 3 * epoch)
+    return Shape(kind, rows, micro, accumulation, killed, killed + draw.randint(1, epoch + 1), strategy, seed)
+
+
+def gaps_of(group, folder: Path, shape: Shape) -> dict[str, float]:
+    """Run the shape whole, and again from its checkpoint; the largest differences of all that is measured or saved."""
+    recipe, whole, rest = shape.recipe(folder), folder / "whole", folder / "rest"
+    then = group.run("train", argv=arguments(recipe, shape.strategy, whole))[0]["metrics"]
+    shutil.copytree(whole, rest)
+    for path in rest.glob("checkpoint-*"):
+        if int(path.name.split("-")[1]) > shape.killed:
+            shutil.rmtree(path)
+    argv = arguments(recipe, shape.strategy, rest, "--resume_from_checkpoint", "true")
+    now = group.run("train", argv=argv)[0]["metrics"]
+    assert now["resumed_at"] == [shape.killed] and len(now["loss_history"]) == shape.steps
+    assert now["tokens"] == then["tokens"]
+    last = [str(path / f"checkpoint-{shape.steps}") for path in (whole, rest)]
+    states = group.run("checkpoint_gaps", one=last[0], other=last[1])[0]
+    evaluations = [[entry["loss"] for entry in run["eval_history"]] for run in (then, now)]
+    return {
+        "loss": largest(then["loss_history"], now["loss_history"]),
+        "grad_norm": largest(then["grad_norm_history"], now["grad_norm_history"]),
+        "eval_loss": largest(*evaluations),
+        "weights": states["weights"],
+        "states": states["states"],
+    }
+
+
+def largest(one: list[float], other: list[float]) -> float:
+    return max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0)

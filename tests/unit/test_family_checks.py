@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,7 +142,7 @@ def test_ops_are_compiled_once_and_said(monkeypatch, tmp_path, capsys):
 
 def test_a_long_compilation_says_that_it_goes_on(capsys):
     waits = iter([False, False, True])
-    kernels._say_that_it_goes_on("some_op", 0.0, SimpleNamespace(wait=lambda seconds: next(waits)))
+    kernels._say_that_it_goes_on("some_op", time.monotonic(), SimpleNamespace(wait=lambda seconds: next(waits)))
     assert capsys.readouterr().out.count("still compiling some_op") == 2
 
 

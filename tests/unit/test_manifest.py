@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import shutil
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
-from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint import inputs, manifest
 from zero_recipes.checkpoint import resume as resuming
 from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts, refuse_other_data
+from zero_recipes.checkpoint.inputs import SAMPLE, SAMPLES, input_facts
 from zero_recipes.checkpoint.output_dir import claim_output_dir, refuse_occupied
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
 from zero_recipes.config.ds_view import DsConfig
@@ -35,6 +37,8 @@ def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Pat
         manifest.begin(folder)
     (folder / f"global_step{step}").mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"weights")
+    if kind == "foreign":
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     (folder / f"global_step{step}" / "optim_states.pt").write_bytes(b"states" * step)
     if kind in ("whole", "damaged"):
         manifest.write(folder, {"step": step, "versions": environment.versions()} | FACTS | facts)
@@ -46,7 +50,7 @@ def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Pat
 def test_a_manifest_lists_every_file_and_is_written_last(tmp_path):
     folder = checkpoint(tmp_path, 3)
     found = manifest.read(folder)
-    assert found["schema"] == 1 and found["step"] == 3
+    assert found["schema"] == 2 and found["step"] == 3
     assert found["files"] == {"model.safetensors": 7, "global_step3/optim_states.pt": 18}
     assert sorted(path.name for path in folder.iterdir()) == ["global_step3", "manifest.json", "model.safetensors"]
     assert manifest.damage(folder) is None
@@ -241,17 +245,118 @@ def test_other_versions_are_a_warning_and_other_data_is_refused(tmp_path, values
         refuse_other_data(str(folder), None)
 
 
+def foreign(output_dir: Path) -> Path:
+    """As plain transformers writes one under ZeRO stage 2 on two processes."""
+    folder = checkpoint(output_dir, 4, "foreign")
+    names = [f"global_step4/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
+    for name in ("scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", *names):
+        (folder / name).write_bytes(b"states")
+    return folder
+
+
 def test_a_checkpoint_without_a_manifest_is_taken_with_a_warning(tmp_path, values):
-    (finding,) = findings(checkpoint(tmp_path, 4, "foreign"), values)
+    (finding,) = findings(foreign(tmp_path), values)
     assert (finding.code, finding.level) == ("ZR718", "warning")
 
 
+@pytest.mark.parametrize(
+    ("lost", "code", "level"),
+    [
+        ("scheduler.pt", "ZR769", "error"),
+        ("global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "ZR769", "error"),
+        ("rng_state_1.pth", "ZR770", "warning"),
+    ],
+)
+def test_a_state_that_a_resume_would_go_on_without_is_named(tmp_path, values, lost, code, level):
+    folder = foreign(tmp_path)
+    (folder / lost).unlink()
+    _, finding = findings(folder, values)
+    assert (finding.code, finding.level) == (code, level) and "lacks" in finding.what
+
+
+def test_ddp_loads_no_optimizer_where_the_schedule_is_missing(tmp_path, values):
+    """And transformers says nothing: either file is enough to be refused for."""
+    ddp = ("ddp", None, 2)
+    folder = foreign(tmp_path)
+    assert [f.code for f in findings(folder, values, ddp)] == ["ZR718", "ZR769"]
+    (folder / "optimizer.pt").write_bytes(b"states")
+    assert [f.code for f in findings(folder, values, ddp)] == ["ZR718"]
+    (folder / "scheduler.pt").unlink()
+    assert [f.code for f in findings(folder, values, ddp)] == ["ZR718", "ZR769"]
+
+
+def with_inputs(output_dir: Path, settings: Settings, ds_config: dict) -> tuple[Path, Strategy]:
+    """A checkpoint of a run at stage 2 with this ds_config, and that run's strategy."""
+    strategy = Strategy("zero2", 2, DsConfig({"zero_optimization": {"stage": 2}} | ds_config), "test")
+    facts = {"recipe": recipe_facts(settings), "inputs": input_facts(settings, strategy)}
+    return checkpoint(output_dir, 4, **facts), strategy
+
+
+@pytest.mark.parametrize("block", ["optimizer", "scheduler", "gradient_clipping"])
+def test_another_block_of_the_ds_config_is_refused(tmp_path, values, block):
+    one, two = ({block: {"type": "X", "params": {"lr": lr}}} for lr in (1e-3, 2e-3))
+    folder, strategy = with_inputs(tmp_path, values, one)
+    assert list(fit_findings(str(folder), values, strategy)) == []
+    for other in (two, {}):
+        changed = Strategy("zero2", 2, DsConfig({"zero_optimization": {"stage": 2}} | other), "test")
+        (finding,) = fit_findings(str(folder), values, changed)
+        assert (finding.code, finding.level) == ("ZR767", "error") and f"the ds_config's {block}" in finding.what
+
+
+def test_another_accelerator_config_is_refused_and_its_defaults_are_none(tmp_path, values):
+    given = values.replace(accelerator_config={"split_batches": True})
+    folder, strategy = with_inputs(tmp_path, given, {})
+    file = tmp_path / "accelerator.json"
+    file.write_text('{"split_batches": true, "even_batches": true}')
+    for same in ('{"split_batches": true, "non_blocking": true}', str(file)):
+        assert list(fit_findings(str(folder), values.replace(accelerator_config=same), strategy)) == []
+    (finding,) = fit_findings(str(folder), values, strategy)
+    assert finding.code == "ZR767" and '"split_batches": false' in finding.what
+
+
+def test_an_older_manifest_says_nothing_of_its_inputs_and_is_taken(tmp_path, values):
+    folder = checkpoint(tmp_path, 4, recipe=recipe_facts(values))
+    changed = values.replace(accelerator_config={"split_batches": True})
+    assert findings(folder, changed) == []
+
+
+def test_other_base_weights_under_an_adapter_are_refused(tmp_path, values):
+    """Whatever of a file changes: its end, its middle, its name; a small file is read whole."""
+    base = tmp_path / "base"
+    base.mkdir()
+    draw = random.Random(5)
+    large = bytearray(draw.randbytes(SAMPLES * SAMPLE + 3 * SAMPLE))
+    (base / "model-00001-of-00002.safetensors").write_bytes(large)
+    (base / "model-00002-of-00002.safetensors").write_bytes(draw.randbytes(1000))
+    lora = values.replace(use_peft=True, random_weights=False, model_name_or_path=str(base))
+    folder, strategy = with_inputs(tmp_path / "out", lora, {})
+    assert list(fit_findings(str(folder), lora, strategy)) == []
+    for name in sorted(path.name for path in base.iterdir()):
+        whole = (base / name).read_bytes()
+        for changed in (bytes(byte ^ 1 for byte in whole), whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1])):
+            (base / name).write_bytes(changed)
+            (finding,) = fit_findings(str(folder), lora, strategy)
+            assert (finding.code, finding.level) == ("ZR768", "error")
+        (base / name).write_bytes(whole)
+    assert list(fit_findings(str(folder), lora, strategy)) == []
+    full = lora.replace(use_peft=False)  # its checkpoint holds all weights
+    assert input_facts(full, strategy)["base_weights"] is None
+
+
+def test_a_base_of_the_hub_is_known_by_its_commit(tmp_path, values, monkeypatch):
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123abc" / "config.json"
+    monkeypatch.setattr(inputs, "try_to_load_from_cache", lambda name, file, revision: {"a/b": str(snapshot)}.get(name))
+    lora = values.replace(use_peft=True, random_weights=False, model_name_or_path="a/b", model_revision="main")
+    assert inputs.base_weights(lora) == "commit 0123abc"
+    assert inputs.base_weights(lora.replace(model_name_or_path="never/fetched")) is None
+
+
 def test_ranks_that_see_different_checkpoints_are_refused(monkeypatch):
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: [*mine, None])
+    monkeypatch.setattr(resuming, "gathered", lambda mine: [mine, None])
     with pytest.raises(Refusal) as caught:
         resuming.refuse_different_checkpoints("out/checkpoint-2")
     assert "rank 1: starts fresh" in caught.value.why
-    monkeypatch.setattr("accelerate.utils.gather_object", lambda mine: mine * 2)
+    monkeypatch.setattr(resuming, "gathered", lambda mine: [mine] * 2)
     resuming.refuse_different_checkpoints("out/checkpoint-2")
 
 

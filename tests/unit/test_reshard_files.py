@@ -103,7 +103,7 @@ def shorten(checkpoint: Path) -> None:
 
 
 def lose_by_manifest(checkpoint: Path) -> None:
-    manifest.write(checkpoint, {})
+    manifest.write(checkpoint, {"step": 7})
     (checkpoint / "scheduler.pt").unlink()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.inputs import input_findings, missing_state_findings
 from zero_recipes.checkpoint.reshard.load import is_resharded, read_index
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
@@ -71,7 +72,7 @@ def resharded_findings(settings: Settings, strategy: Strategy) -> Iterator[Findi
             "the stages do.",
             "Remove data_types from the ds_config, or use stage 2.",
         )
-    best = json.loads((Path(checkpoint) / "trainer_state.json").read_text())["best_model_checkpoint"]
+    best = json.loads((Path(checkpoint) / "trainer_state.json").read_text()).get("best_model_checkpoint")
     if settings.load_best_model_at_end and best is not None:
         yield Finding(
             "ZR717",
@@ -81,6 +82,9 @@ def resharded_findings(settings: Settings, strategy: Strategy) -> Iterator[Findi
             "Resume with --load_best_model_at_end false.",
         )
 
+
+# what a manifest must say of a run, for another run to be compared with it
+FACTS = ("strategy", "zero_stage", "world_size", "micro_batch_size", "gradient_accumulation_steps")
 
 # other values of these are another training: a checkpoint holds what was made with the old ones, Adam's states, the
 # scheduler's base rates and the order of the rows among it, and transformers would mix the two silently
@@ -122,6 +126,16 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
             "Go on only if you know that it fits; the next checkpoint will have a manifest.",
             level="warning",
         )
+        yield from missing_state_findings(checkpoint, settings, strategy)
+        return
+    missing = manifest.missing_facts(written, FACTS)
+    if missing:
+        yield Finding(
+            "ZR781",
+            f"the manifest of {checkpoint} does not say {', '.join(missing)}",
+            "A run must fit the checkpoint that it goes on from; whether this one does cannot be known.",
+            "Go on from another checkpoint, or reshard the one that it was made from again.",
+        )
         return
     if is_resharded(checkpoint):
         yield from resharded_findings(settings, strategy)
@@ -129,6 +143,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
         yield from _ranks(checkpoint, written, strategy)
         yield from _global_batch(checkpoint, written, settings, strategy)
     yield from _recipe(checkpoint, written, settings)
+    yield from input_findings(checkpoint, written, settings, strategy)
     yield from _versions(checkpoint, written)
 
 

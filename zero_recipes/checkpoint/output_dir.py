@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from zero_recipes.checkpoint import overwrite as overwriting
@@ -65,15 +65,18 @@ def saved_in(output_dir: Path) -> list[Path]:
     return [*numbered(output_dir), *weights, *metrics]
 
 
-def claim_output_dir(output_dir: Path, overwrite: bool, inputs: Sequence[Input] = ()) -> Path | None:
+def claim_output_dir(
+    output_dir: Path, overwrite: bool, inputs: Sequence[Input] = (), passed_over: Collection[Path] = ()
+) -> Path | None:
     """Make the folder this run's: an earlier run's failure files and unfinished checkpoints go; under `overwrite` all
-    that it left is moved aside, into the folder that is returned."""
+    that it left is moved aside, into the folder that is returned. `passed_over`: checkpoints whose contents were found
+    damaged."""
     overwriting.recover(output_dir)
     aside = None
     if overwrite:
         overwriting.refuse_deleting_inputs(output_dir, inputs)  # others may have written there meanwhile
         aside = overwriting.move_aside(output_dir)
-    clear_unfinished(output_dir)
+    clear_unfinished(output_dir, passed_over)
     for path in output_dir.glob("failure.rank*.json"):
         if FAILURE.fullmatch(path.name) and path.is_file():
             path.unlink()

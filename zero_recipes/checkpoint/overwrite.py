@@ -18,11 +18,12 @@ from pathlib import Path
 
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.resume import numbered
+from zero_recipes.checkpoint.saved_files import CHECKSUMS
 from zero_recipes.config.inputs import Input
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.files import write_json
 
-RESULTS = ("metrics.json", "samples.jsonl", "recipe.resolved.yaml")
+RESULTS = ("metrics.json", "samples.jsonl", "recipe.resolved.yaml", CHECKSUMS)
 # what transformers 5.23 and PEFT save of a model ...
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 # ... and beside it, with the tokenizers' own files: without weights nobody can say whose they are

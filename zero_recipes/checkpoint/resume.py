@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.documents import STATE, document_fault
 from zero_recipes.checkpoint.reshard.load import is_resharded
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.process import rank
@@ -35,17 +38,30 @@ def step_of(checkpoint: Path) -> int:
     return int(digits[1]) if digits else -1
 
 
-def checkpoint_to_resume(output_dir: Path, requested: object, overwrite: bool = False) -> str | None:
+def no_fault(checkpoint: Path) -> str | None:
+    """Nothing more is looked at."""
+    return None
+
+
+def checkpoint_to_resume(
+    output_dir: Path,
+    requested: object,
+    overwrite: bool = False,
+    fault_of: Callable[[Path], str | None] = no_fault,
+    before: int | None = None,
+) -> str | None:
     """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the last whole one in output_dir.
 
     `true` where there is none starts fresh and says so: a pod that restarts runs the same command. Nothing is changed
-    here (`clear_unfinished` does, once every rank has looked). Raises Refusal.
+    here (`clear_unfinished` does, once every rank has looked). `fault_of`: what else a checkpoint must be free of;
+    `before`: only checkpoints of earlier steps. Raises Refusal.
     """
     if not resumes(requested):
         return None
     if str(requested).lower() != "true":
         checkpoint = Path(str(requested))
-        _refuse_unusable(checkpoint)
+        _refuse_unusable(checkpoint, fault_of)
+        _refuse_newer(output_dir, checkpoint, overwrite)
     elif overwrite:
         raise Refusal(
             "ZR703",
@@ -54,18 +70,19 @@ def checkpoint_to_resume(output_dir: Path, requested: object, overwrite: bool = 
             "Drop one of the two; a run that pods restart needs --resume_from_checkpoint true alone.",
         )
     else:
-        checkpoint = _last_whole(output_dir)
+        checkpoint = _last_whole(output_dir, fault_of, before)
     if checkpoint is None:
         _say(f"no checkpoint in {output_dir}: starting fresh")
         return None
-    _refuse_newer(output_dir, checkpoint, overwrite)
     _say(f"going on from {checkpoint}")
     return str(checkpoint)
 
 
-def _last_whole(output_dir: Path) -> Path | None:
+def _last_whole(output_dir: Path, fault_of: Callable[[Path], str | None], before: int | None) -> Path | None:
     for checkpoint in reversed(numbered(output_dir)):
-        fault = manifest.damage(checkpoint)
+        if before is not None and step_of(checkpoint) >= before:
+            continue
+        fault = manifest.damage(checkpoint) or fault_of(checkpoint)
         if fault is None:
             return checkpoint
         if manifest.is_foreign(checkpoint):
@@ -89,20 +106,32 @@ def _last_whole(output_dir: Path) -> Path | None:
     return None
 
 
-def _refuse_unusable(checkpoint: Path) -> None:
+def refuse_not_whole(checkpoint: Path, fault: str) -> None:
+    """Of a checkpoint that is named by its path. Raises Refusal."""
+    raise Refusal("ZR707", f"{checkpoint} is not whole", fault, _another(checkpoint))
+
+
+def _another(checkpoint: Path) -> str:
+    whole = [p.name for p in numbered(checkpoint.parent) if p != checkpoint and manifest.damage(p) is None]
+    there = f"{checkpoint.parent} has: {', '.join(whole) or 'none'}"
+    return f"--resume_from_checkpoint true takes the last whole one in output_dir ({there})."
+
+
+def _refuse_unusable(checkpoint: Path, fault_of: Callable[[Path], str | None]) -> None:
     """Of a checkpoint that is named by its path."""
-    other = f"--resume_from_checkpoint true takes the last whole one in output_dir ({checkpoint.parent} has: "
-    other += (", ".join(p.name for p in numbered(checkpoint.parent) if manifest.damage(p) is None) or "none") + ")."
     if not checkpoint.is_dir():
         raise Refusal(
             "ZR706",
             f"there is no checkpoint {checkpoint}",
             f"Paths are relative to the working directory, {Path.cwd()}.",
-            f"Name a checkpoint-N folder; {other}",
+            f"Name a checkpoint-N folder; {_another(checkpoint)}",
         )
-    fault = manifest.damage(checkpoint)
-    if fault is not None and not manifest.is_foreign(checkpoint):
-        raise Refusal("ZR707", f"{checkpoint} is not whole", fault, other)
+    foreign = manifest.is_foreign(checkpoint)
+    fault = (document_fault(checkpoint) if foreign else manifest.damage(checkpoint)) or fault_of(checkpoint)
+    if fault is None and foreign and not (checkpoint / STATE).is_file():
+        fault = f"{checkpoint} has no {STATE}: nothing says how many steps it has behind it."
+    if fault is not None:
+        refuse_not_whole(checkpoint, fault)
     states = [*checkpoint.glob("optimizer.pt"), *checkpoint.glob("optimizer.bin"), *checkpoint.glob("global_step*")]
     if not states and not is_resharded(checkpoint):
         raise Refusal(
@@ -136,11 +165,12 @@ def _refuse_newer(output_dir: Path, checkpoint: Path, overwrite: bool) -> None:
         )
 
 
-def clear_unfinished(output_dir: Path) -> None:
+def clear_unfinished(output_dir: Path, passed_over: Collection[Path] = ()) -> None:
     """Make room for the checkpoints to come, on rank 0 once every rank has chosen the one to go on from.
 
     Unfinished ones are deleted: nobody can go on from them, and their steps are trained again, bit for bit. Damaged
-    ones were whole once: they are kept under a name that no run writes to or rotates away.
+    ones were whole once: they are kept under a name that no run writes to or rotates away. `passed_over`: those whose
+    contents were found damaged.
     """
     for checkpoint in numbered(output_dir):
         if checkpoint.is_symlink():
@@ -148,19 +178,18 @@ def clear_unfinished(output_dir: Path) -> None:
         if manifest.is_unfinished(checkpoint):
             _say(f"deleted: {checkpoint}, which was not written to its end")
             shutil.rmtree(checkpoint)
-        elif not manifest.is_foreign(checkpoint) and manifest.damage(checkpoint):
+        elif not manifest.is_foreign(checkpoint) and (checkpoint in passed_over or manifest.damage(checkpoint)):
+            fault = manifest.damage(checkpoint) or f"{checkpoint} is not what was written."
             aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
             while aside.exists():
                 aside = aside.with_name(f"{aside.name}-again")
-            _say(f"moved aside: {manifest.damage(checkpoint)} It is now {aside}")
+            _say(f"moved aside: {fault} It is now {aside}")
             checkpoint.rename(aside)
 
 
 def refuse_different_checkpoints(checkpoint: str | None) -> None:
     """Refuse ranks that would go on from different checkpoints. Collective: every rank calls it."""
-    from accelerate.utils import gather_object
-
-    found = gather_object([checkpoint])
+    found = gathered(checkpoint)
     if len(set(found)) > 1:
         listed = ", ".join(f"rank {rank}: {path or 'starts fresh'}" for rank, path in enumerate(found))
         raise Refusal(
@@ -169,6 +198,25 @@ def refuse_different_checkpoints(checkpoint: str | None) -> None:
             f"{listed}. Each rank writes its part of a checkpoint; the manifest is written on rank 0's machine.",
             "Put output_dir on storage that all machines share.",
         )
+
+
+def gathered(mine: Any) -> list[Any]:
+    """What each rank has, by rank, before TrainingArguments exist (accelerate's gather_object needs them)."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return [mine]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def passed_over(output_dir: Path, requested: object, chosen: str | None) -> list[Path]:
+    """The checkpoints in output_dir that are later than the one that was chosen there: none of them is whole."""
+    if not resumes_in(output_dir, requested):
+        return []
+    step = -1 if chosen is None else step_of(Path(chosen))
+    return [checkpoint for checkpoint in numbered(output_dir) if step_of(checkpoint) > step]
 
 
 def _say(text: str) -> None:

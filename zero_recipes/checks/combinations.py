@@ -57,7 +57,7 @@ def _lora(settings: Settings, zero_stage: int | None, device: str) -> Iterator[F
             'string as a pattern of the whole path: "No modules were targeted", once the model has been loaded.',
             f'Write lora_target_modules: [".*{only}"].',
         )
-    from zero_recipes.data.prepare import is_template_file
+    from zero_recipes.data.template import is_template_file
 
     template = settings.chat_template_path
     if not template or is_template_file(template):

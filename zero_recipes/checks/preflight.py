@@ -34,6 +34,7 @@ from zero_recipes.config.validation import ignore_findings
 from zero_recipes.core import codes
 from zero_recipes.core.errors import Finding, Refusal, downgraded
 from zero_recipes.core.host_limits import Host
+from zero_recipes.metrics.summary import history_fault
 from zero_recipes.models.load import load_config, refuse_missing_attention, sizes_of
 
 
@@ -75,7 +76,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     _attempt(findings, refuse_in_use, output_dir)
     inputs = inputs_of(recipe.settings, recipe.path, environment)
     _attempt(findings, refuse_occupied, output_dir, settings.resume_from_checkpoint, settings.overwrite, inputs)
-    resume = (output_dir, settings.resume_from_checkpoint, settings.overwrite)
+    resume = (output_dir, settings.resume_from_checkpoint, settings.overwrite, history_fault)
     checkpoint = _attempt(findings, checkpoint_to_resume, *resume)
     settings = settings.replace(resume_from_checkpoint=checkpoint)
     if strategy is None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core import codes
+from zero_recipes.core.errors import Refusal, downgraded
 
 
 def add_check(verbs) -> None:
@@ -27,7 +28,9 @@ def add_check(verbs) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     import json
+    import os
 
+    from zero_recipes.checks import recipe_code
     from zero_recipes.checks.preflight import preflight, resolved_ds_config
     from zero_recipes.compat.warnings import quieten
     from zero_recipes.config import recipe as recipes
@@ -37,9 +40,15 @@ def _check(arguments: argparse.Namespace) -> int:
     quieten()
     if arguments.upgrade:
         arguments.recipe = _write_upgraded(arguments.recipe)
+    before = dict(os.environ)
     mapping = recipes.read_recipe_file(arguments.recipe)
+    loaders = recipe_code.take_back_loaders(os.environ, before)
+    overrides = recipe_code.without_remote_code(arguments.overrides)
+    remote_code = bool(mapping.get("trust_remote_code")) and len(overrides) > len(arguments.overrides)
     environment = launched_environment(arguments.config_file, arguments.num_processes)
-    run, findings = preflight(arguments.recipe, mapping, arguments.overrides, environment, rehearsal=True)
+    run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True)
+    findings = [found for found in findings if not (remote_code and recipe_code.due_to_missing_code(found))]
+    findings += recipe_code.recipe_code_findings(loaders, remote_code)
     if run is not None:
         findings += gate.rehearsed(run, environment)
         print("\n".join(run.strategy.described(run.device, run.settings)))
@@ -59,20 +68,23 @@ def data_findings(run, show: bool) -> list:
     Raises Refusal where data, splits or sample prompts cannot be had.
     """
     from zero_recipes.config import recipe as recipes
-    from zero_recipes.data import audit, prepare, samples
+    from zero_recipes.data import audit, samples, template
     from zero_recipes.data import load as data
+    from zero_recipes.data import splits as data_splits
 
     # neither weights nor ranks: the strategy does not matter to the data
     settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False)
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, run.recipe.path)
-    tokenizer = prepare.apply_chat_template_file(data.load_tokenizer(model_args, training_args), training_args)
+    tokenizer = template.apply_chat_template_file(data.load_tokenizer(model_args, training_args), training_args)
     rows, evaluation = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
+    template.refuse_bad_template(rows, tokenizer, training_args)
     samples.choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, tokenizer)
-    packing = training_args.packing
-    tokenised, _, found, findings = prepare.prepare_split(rows, tokenizer, training_args, packing, skips=False)
+    skips = (training_args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+    sources = data_splits.sources_of(script_args, dataset_args)
+    splits, findings = data_splits.prepare_splits(rows, evaluation, tokenizer, training_args, skips, sources)
     if show:
-        audit.show_audit(found, tokenised, tokenizer, training_args)
-    return findings
+        audit.show_audit(splits[0].audit, splits[0].tokenised, tokenizer, training_args)
+    return downgraded(findings, codes.requested(ours.ignore))
 
 
 def _write_upgraded(old: Path) -> Path:

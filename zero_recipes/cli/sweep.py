@@ -22,7 +22,7 @@ from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port
 from zero_recipes.metrics.failure import failed_row
-from zero_recipes.metrics.schema import FILE, ORDER, Metrics
+from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, Metrics
 
 MEASURES_ONLY = ["--save_model", "false", "--save_strategy", "no"]
 
@@ -68,9 +68,7 @@ def sweep(
             stale.unlink(missing_ok=True)  # an earlier run's numbers must not become this run's row
         start = time.perf_counter()
         exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
-        if exit_code:
-            failed_row(folder, strategy, exit_code, log).write(folder / FILE)
-        row = Metrics.read(folder / FILE)
+        row = _row(folder, strategy, exit_code, log)
         seconds = time.perf_counter() - start
         outcomes.append(Outcome(strategy, row.status, seconds, folder))
         ending = f"{label}: {row.status} after {seconds:.0f} s" + (f", see {folder / 'log.txt'}" if exit_code else "")
@@ -78,6 +76,20 @@ def sweep(
             ending += f": {row.error.removeprefix('refused: ').partition(' why: ')[0]}"
         console.print(ending, markup=False, highlight=False, soft_wrap=True)
     return outcomes
+
+
+def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
+    """What a run has measured, or how it failed. Files that cannot be read are a failure that says so."""
+    try:
+        if exit_code:
+            failed_row(folder, strategy, exit_code, log).write(folder / FILE)
+        return Metrics.read(folder / FILE)
+    except (ValueError, OSError) as error:  # ContractError is a ValueError
+        row = Metrics(
+            schema=SCHEMA, name=strategy, strategy=strategy, status="failed", error=f"exit code {exit_code}; {error}"
+        )
+        row.write(folder / FILE)
+        return row
 
 
 def all_strategies(config_folder: Path = Path("accelerate_configs")) -> list[str]:

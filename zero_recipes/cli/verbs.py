@@ -100,6 +100,8 @@ def add_verify(verbs) -> None:
     verb = verbs.add_parser("verify", help="check that a saved model or adapter is whole")
     verb.add_argument("folder", type=Path)
     verb.add_argument("--deep", action="store_true", help="read the numbers too: NaN, infinite, all zero")
+    verb.add_argument("--skip_checksums", action="store_true", help="do not read the files to compare their checksums")
+    verb.add_argument("--trust_remote_code", action="store_true", help="run the code that the model brings with it")
     verb.set_defaults(func=_verify)
 
 
@@ -107,10 +109,11 @@ def _verify(arguments: argparse.Namespace) -> int:
     from zero_recipes.checkpoint.verify import NotWhole, verify
 
     try:
-        whole = verify(arguments.folder, arguments.deep)
+        whole = verify(arguments.folder, arguments.deep, arguments.skip_checksums, arguments.trust_remote_code)
     except NotWhole as error:
         print(error, file=sys.stderr)
         return 1
+    print(*(f"note: {note}" for note in whole["notes"]), sep="\n", end="\n" if whole["notes"] else "")
     print(
         f"{arguments.folder}: whole, {whole['tensors']} tensors, {whole['parameters']:,} parameters, "
         f"{whole['bytes']:,} bytes"
@@ -123,6 +126,8 @@ def add_reshard(verbs) -> None:
     verb.add_argument("checkpoint", type=Path)
     verb.add_argument("--world_size", type=int, required=True, help="processes of the run to come")
     verb.add_argument("--stage", type=int, required=True, help="its ZeRO stage: 1, 2 or 3")
+    verb.add_argument("--skip_checksums", action="store_true", help="neither compare nor write checksums")
+    verb.add_argument("--trust_checkpoint", action="store_true", help="its pickles may run any program")
     verb.set_defaults(func=_reshard)
 
 
@@ -133,7 +138,8 @@ def _reshard(arguments: argparse.Namespace) -> int:
     from zero_recipes.checkpoint import manifest
     from zero_recipes.checkpoint.reshard.write import reshard, resume_command
 
-    folder, batch = reshard(arguments.checkpoint, arguments.world_size, arguments.stage)
+    asked = (arguments.checkpoint, arguments.world_size, arguments.stage)
+    folder, batch = reshard(*asked, arguments.skip_checksums, arguments.trust_checkpoint)
     print(f"written: {folder}", f"global batch kept: {batch.total} sequences ({batch})", sep="\n")
     print(f"go on with:\n{resume_command(folder, batch, manifest.read(folder)['strategy'])}")
     return 0

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from zero_recipes.compat import parts_of_huggingface as parts
@@ -42,6 +43,22 @@ def count_tokens_with_loss(trainer: Trainer) -> None:
     for name in ("model_accepts_loss_kwargs", "_loss_shifts_labels"):
         parts.TOKEN_WEIGHTS.of(trainer, name)
         setattr(trainer, name, True)
+
+
+def rows_left_over(loader) -> int:
+    """Rows in the last batches of an epoch, over all ranks, before accelerate fills them with the epoch's first rows.
+
+    0 where it fills none: the rows divide, are dropped, come one batch at a time on one process, or are rebalanced.
+    `loader`: a training data loader as accelerate has prepared it, before any batch is skipped. accelerate 1.15 counts
+    them too (data_loader.py, DataLoaderStateMixin.begin), but loses the count in `skip_first_batches`: SkipBatchSampler
+    has no `batch_size`, and begin() suppresses the AttributeError. See docs/upstream/accelerate_skip_batch_sampler.md.
+    """
+    sampler = loader.batch_sampler
+    if isinstance(loader, DataLoaderDispatcher):  # counts while it hands out
+        return loader.gradient_state.remainder
+    if not isinstance(sampler, BatchSamplerShard) or sampler.drop_last or sampler.batch_size is None:
+        return 0
+    return len(loader.dataset) % (sampler.batch_size * (1 if sampler.split_batches else sampler.num_processes))
 
 
 def attention_in_force(model: PreTrainedModel) -> str | None:

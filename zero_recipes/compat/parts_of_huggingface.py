@@ -41,6 +41,35 @@ TOKEN_WEIGHTS = PrivatePart(
     ),
 )
 
+ROWS_LEFT_OVER = PrivatePart(
+    name="rows_left_over",
+    library="accelerate",
+    used_by="compat/huggingface.py, rows_left_over; trainer/token_weighting.py",
+    why="counts the rows of an epoch's last batches itself: accelerate loses the count where batches are skipped",
+    otherwise="After a resume, rows that are repeated to fill the last batches would count twice.",
+    upstream="huggingface/accelerate#4235",
+    relies_on=(
+        Mentions(
+            "accelerate.data_loader:BatchSamplerShard", ("batch_size", "drop_last", "split_batches", "num_processes")
+        ),
+        Mentions("accelerate.data_loader:DataLoaderDispatcher", ("remainder", "gradient_state")),
+        Mentions(f"{TRAINER}._prepare_for_training", ("callback_handler", "train_dataloader")),
+    ),
+)
+
+ROW_ORDER = PrivatePart(
+    name="row_order",
+    library="transformers",
+    used_by="trainer/row_order.py",
+    why="gives the sampler of an epoch a generator of the epoch's own",
+    otherwise="A run resumed in a later epoch would train other rows, and so would each rank after dropout.",
+    relies_on=(
+        Takes(f"{TRAINER}._get_train_sampler", ("self", "train_dataset")),
+        Mentions(f"{TRAINER}.get_train_dataloader", ("_get_train_sampler",)),
+        Mentions("transformers.trainer_pt_utils:LengthGroupedSampler", ("generator",)),
+    ),
+)
+
 EPOCH = PrivatePart(
     name="epoch_without_steps",
     library="transformers",

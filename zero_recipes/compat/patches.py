@@ -60,6 +60,23 @@ def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
         model.load_state_dict(whole.state_dict())
 
 
+def without_aliases(
+    model: torch.nn.Module, state_dict: dict[str, torch.Tensor] | None
+) -> dict[str, torch.Tensor] | None:
+    """A state dict of `model` that holds a tied weight once, under the name of the tensor that it is tied to.
+
+    transformers 5.23, modeling_utils.py `remove_tied_weights_from_state_dict` knows tied weights by their memory; what
+    DeepSpeed (stages 0 to 2: accelerate.get_state_dict copies) and FSDP2 gather are copies: a head that is the
+    embedding is saved twice (hiyouga/LLaMA-Factory#10560). Weights that the model ties and that yet differ are kept.
+    """
+    if not state_dict or not isinstance(model, PreTrainedModel):
+        return state_dict
+    tied = model.all_tied_weights_keys.items()
+    both = {alias: source for alias, source in tied if alias in state_dict and source in state_dict}
+    twice = {alias for alias, source in both.items() if torch.equal(state_dict[alias], state_dict[source])}
+    return {name: tensor for name, tensor in state_dict.items() if name not in twice}
+
+
 @contextlib.contextmanager
 def adapter_dtypes_kept(model: torch.nn.Module) -> Iterator[None]:
     """Let what trains have the dtype after the loading of a checkpoint that it had before.

@@ -21,6 +21,7 @@ from zero_recipes.core.errors import Finding
 # by the runs that use them
 EVERY_RUN = (
     *(hf.DEEPSPEED_ANNOUNCEMENT, hf.TOKEN_WEIGHTS, hf.EPOCH, hf.CHECKPOINTS, hf.RESUMING, hf.WEIGHTS),
+    *(hf.ROWS_LEFT_OVER, hf.ROW_ORDER),
     *(hf.GRADIENT_NORM, hf.ATTENTION, hf.KEPT_IN_FP32, hf.ROWS, hf.FINGERPRINT),
     *(hf.WRAPPED_OPTIMIZER, pt.STORAGES, pt.PARAMETERS),
 )

@@ -83,6 +83,20 @@ class RecipeArguments:
             "first step. Without it such a folder is refused."
         },
     )
+    skip_checksums: bool = field(
+        default=False,
+        metadata={
+            "help": "Neither compute checksums of the files of a checkpoint nor compare them when a run goes on from "
+            "it: damage inside a file is then not found."
+        },
+    )
+    trust_checkpoint: bool = field(
+        default=False,
+        metadata={
+            "help": "Load a checkpoint from outside output_dir also where its pickles hold more than data: whoever "
+            "wrote it can run any program here. Without it such a checkpoint is refused."
+        },
+    )
     predict: bool = field(
         default=False,
         metadata={

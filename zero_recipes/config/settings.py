@@ -83,6 +83,8 @@ class Settings:
     save_strategy: str
     save_steps: float
     save_total_limit: int | None
+    skip_checksums: bool
+    trust_checkpoint: bool
     save_only_model: bool
     save_model: bool
     load_best_model_at_end: bool

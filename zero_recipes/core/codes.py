@@ -24,6 +24,8 @@ IGNORABLE = {
     "ZR223": "the second copy of the weights costs memory alone",
     "ZR226": "DeepSpeed reads the key at stage 3 only",
     "ZR239": "DeepSpeed reads the block for pipeline modules only",
+    "ZR531": "the run trains on the chats as they are",
+    "ZR533": "an empty answer can be what the model is to learn",
     "ZR608": "it is an estimate of host memory",
     "ZR609": "it is an estimate of what checkpoints take on the disk",
     "ZR610": "it is an estimate of the download's size",

@@ -20,4 +20,5 @@ STYLE = {
     "ytick.color": INK,
     "legend.frameon": False,
     "legend.fontsize": 9.5,
+    "text.parse_math": False,  # names of models and folders may hold dollar signs
 }

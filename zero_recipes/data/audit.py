@@ -14,6 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.core.errors import Finding
 from zero_recipes.core.tables import Column, print_columns
+from zero_recipes.data.answers import NO_ANSWER, answer_lengths, roles_in
+from zero_recipes.data.source import Source
+
+SLIPS = 0.01  # tatsu-lab/alpaca has 28 empty answers in 52,002 rows
+THE_DATA = Source("the data")
 
 
 @dataclass
@@ -31,6 +36,9 @@ class Audit:
     shifted_prompts: int  # rows in which the tokenized prompt is no prefix of the tokenised whole
     padding_share: float  # of the tokens computed, in shuffled batches of per_device_train_batch_size
     packing_share: float | None  # of the packed places that hold a token; None without packing
+    empty: list[int]  # row numbers whose text, or whose every answer, is empty or blank
+    unanswered: list[int]  # row numbers of chats in which the assistant has no turn
+    answers: bool  # the rows have answers apart from what is asked; False for plain texts and token ids
 
     def __str__(self) -> str:
         packed = "" if self.packing_share is None else f", packs {self.packing_share:.0%} full"
@@ -57,6 +65,7 @@ def audit(
     kept_lengths = [len(ids) for ids, _ in _ids_and_labels(ready)]
     packed = training_args.packing
     pads = not (packed or training_args.padding_free)
+    answers = answer_lengths(rows, training_args.dataset_text_field)
     return Audit(
         rows=len(lengths),
         truncated=0 if longest is None else sum(length > longest for length in lengths),
@@ -69,18 +78,23 @@ def audit(
         shifted_prompts=_shifted_prompts(rows, tokenised, tokenizer),
         padding_share=_padding_share(kept_lengths, training_args) if pads and kept_lengths else 0.0,
         packing_share=sum(kept_lengths) / (len(kept_lengths) * longest) if packed and kept_lengths else None,
+        empty=[] if answers is None else np.flatnonzero(answers == 0).tolist(),
+        unanswered=[] if answers is None else np.flatnonzero(answers == NO_ANSWER).tolist(),
+        answers=answers is not None and not {"completion", "messages", "conversations"}.isdisjoint(rows.column_names),
     )
 
 
-def audit_findings(found: Audit, rows: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Finding]:
+def audit_findings(
+    found: Audit, rows: Dataset, tokenizer: PreTrainedTokenizerBase, source: Source = THE_DATA
+) -> list[Finding]:
     """What is wrong with the data, in the parts of a finding."""
-    findings = []
+    findings = list(_answer_findings(found, rows, source))
     if found.without_supervision:
         number = found.without_supervision[0]
         findings.append(
             Finding(
                 "ZR512",
-                f"{len(found.without_supervision)} rows carry no loss at all; the first is row {number}: "
+                f"{len(found.without_supervision)} rows carry no loss at all; the first is {source.row(number)}: "
                 f"{str(rows[number])[:200]}",
                 "TRL would drop them silently.",
                 "Fill their answers, or remove them.",
@@ -88,7 +102,32 @@ def audit_findings(found: Audit, rows: Dataset, tokenizer: PreTrainedTokenizerBa
         )
     if found.dropped == found.rows:
         findings.append(
-            Finding("ZR513", "no row is left to train on", "max_length ends before every answer.", "Raise max_length.")
+            Finding(
+                "ZR513",
+                f"no row of {source.split} is left",
+                "max_length ends before every answer.",
+                "Raise max_length.",
+            )
+        )
+    elif found.dropped > found.rows / 2:
+        findings.append(
+            Finding(
+                "ZR537",
+                f"{found.dropped:,} of {found.rows:,} rows of {source.split} are dropped "
+                f"({found.dropped / found.rows:.0%})",
+                "max_length ends before their answers begin: TRL drops what carries no loss.",
+                "Raise max_length, or shorten the prompts.",
+                level="warning",
+            )
+        )
+    elif not found.supervised and not findings:
+        findings.append(
+            Finding(
+                "ZR536",
+                f"no token of {source.split} carries loss",
+                "A row's first token is never predicted, and no row has a second one with loss: the loss would be 0.",
+                "Give rows with text, or labels other than -100.",
+            )
         )
     if found.unsupervised_ends:
         findings.append(
@@ -111,6 +150,45 @@ def audit_findings(found: Audit, rows: Dataset, tokenizer: PreTrainedTokenizerBa
             )
         )
     return findings
+
+
+def _answer_findings(found: Audit, rows: Dataset, source: Source) -> Iterator[Finding]:
+    """Empty answers and chats without one: an error where they are so many that they cannot be slips."""
+    if found.unanswered:
+        roles = ", ".join(roles_in(rows[found.unanswered[0]]))
+        share = len(found.unanswered) / found.rows
+        what = f"{len(found.unanswered):,} of {found.rows:,} chats of {source.split} have no turn of the assistant; "
+        what += f"the first is {source.row(found.unanswered[0])}, its roles: {roles}"
+        why = "There is no answer in them to learn: the model would be trained to speak as the user."
+        fix = "Name the one who answers `assistant`, or remove the chats; ignore: [ZR531] if they are meant so."
+        if share >= SLIPS:
+            yield Finding("ZR531", what, why, fix)
+        else:
+            yield Finding("ZR532", what, why, fix, level="warning")
+    if found.empty:
+        share, parts = len(found.empty) / found.rows, "answers" if found.answers else "texts"
+        what = f"{len(found.empty):,} of {found.rows:,} {parts} of {source.split} are empty; "
+        what += f"the first is {source.row(found.empty[0])}"
+        why = "The model learns to end at once." if found.answers else "Only the end of text would be trained on."
+        if share >= (SLIPS if found.answers else 1):
+            yield Finding("ZR533", what, why, "Fill or remove them; ignore: [ZR533] if they are meant so.")
+        else:
+            yield Finding("ZR534", what, why, "Fill or remove them.", level="warning")
+
+
+def overlap_findings(training: Dataset, evaluation: Dataset, source: Source) -> Iterator[Finding]:
+    """At most one finding: tokenised evaluation rows that are training rows too."""
+    known = {ids.tobytes() for ids, _ in _ids_and_labels(training)}
+    same = [number for number, (ids, _) in enumerate(_ids_and_labels(evaluation)) if ids.tobytes() in known]
+    if same:
+        yield Finding(
+            "ZR538",
+            f"{len(same):,} of {len(evaluation):,} rows of {source.split} are training rows too; the first is "
+            f"{source.row(same[0])}",
+            "Their evaluation loss falls with the training loss, whatever the model has understood.",
+            "Remove them from one of the two.",
+            level="warning",
+        )
 
 
 def show_audit(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> None:

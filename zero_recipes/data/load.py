@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,11 @@ from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.errors import Refusal, first_line, raise_errors
+from zero_recipes.data.columns import Fault, checks_of, column_findings, value_finding
+from zero_recipes.data.file_faults import fault_in, local_files, nested_too_deeply, ragged
+from zero_recipes.data.library_errors import root_cause
+from zero_recipes.data.source import Source, source_of
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
@@ -47,23 +54,64 @@ def alpaca_row(row: dict[str, Any]) -> dict[str, str]:
     return {"prompt": alpaca_prompt(row["instruction"], row["input"] or ""), "completion": row["output"]}
 
 
-def load_rows(script_args, training_args, dataset_args, dataset_format: str | None) -> tuple[Dataset, Dataset | None]:
-    """(training rows, evaluation rows or None), formatted. Raises Refusal for what is missing, before any weight."""
+def load_rows(
+    script_args, training_args, dataset_args, dataset_format: str | None, checked: bool = True
+) -> tuple[Dataset, Dataset | None]:
+    """(training rows, evaluation rows or None), formatted. Raises Refusal for what is missing, before any weight.
+
+    `checked=False`: rows that this function has been through before.
+    """
     dataset = load_splits(script_args, training_args, dataset_args)
     train = _split(dataset, script_args.dataset_train_split, "dataset_train_split")
     evaluates = str(getattr(training_args.eval_strategy, "value", training_args.eval_strategy)) != "no"
     test = _split(dataset, script_args.dataset_test_split, "dataset_test_split") if evaluates else None
-    if dataset_format is None:
-        for rows in (train, test):
-            if rows is not None:
-                _require_trl_columns(rows, training_args)
-        return train, test
-    return format_rows(train, dataset_format), None if test is None else format_rows(test, dataset_format)
+    splits = [(train, script_args.dataset_train_split), (test, script_args.dataset_test_split)]
+    loaded = [
+        None
+        if rows is None
+        else _ready(rows, source_of(script_args, dataset_args, name), training_args, dataset_format, checked)
+        for rows, name in splits
+    ]
+    return loaded[0], loaded[1]
+
+
+def _ready(rows: Dataset | IterableDataset, source: Source, training_args, dataset_format: str | None, checked: bool):
+    """One split, checked and formatted. Of a stream the first rows are checked now, the others as they come."""
+    with reading(source):
+        first = next(iter(rows), None)
+    if not first:
+        raise _no_rows(source.split, source.files)
+    if source.is_csv and (fault := next(filter(None, map(ragged, source.files)), None)) is not None:
+        raise _unreadable(source.split, fault, "pandas fills or shifts such records without a message.")
+    columns = list(first)
+    if dataset_format is not None:
+        _require_alpaca_columns(columns, dataset_format)
+    else:
+        _require_trl_columns(columns, training_args)
+    checks = checks_of(first, training_args.dataset_text_field, dataset_format is not None)
+    if isinstance(rows, IterableDataset):
+        rows = rows.map(partial(_checked, checks=checks or {}, source=source), with_indices=True)
+    elif checked and checks:
+        raise_errors(list(column_findings(rows, checks, source)))
+    return rows if dataset_format is None else format_rows(rows, dataset_format)
+
+
+def _checked(row: dict[str, Any], number: int, checks: dict[str, Fault], source: Source) -> dict[str, Any]:
+    """A row of a stream as it is. Raises Refusal where it has a fault; whichever rank meets it says so."""
+    for column, fault in checks.items():
+        if (said := fault(row.get(column))) is not None:
+            raise Refusal.of([value_finding(column, number, said, source, scope="rank")])
+    return row
 
 
 def format_rows(rows: Dataset | IterableDataset, dataset_format: str) -> Dataset | IterableDataset:
     """Rows in `dataset_format` as prompt and completion, all other columns dropped."""
     columns = rows.column_names or list(next(iter(rows)))
+    _require_alpaca_columns(columns, dataset_format)
+    return rows.map(alpaca_row, remove_columns=columns)
+
+
+def _require_alpaca_columns(columns: list[str], dataset_format: str) -> None:
     missing = [name for name in ALPACA_COLUMNS if name not in columns]
     if missing:
         raise Refusal(
@@ -72,7 +120,6 @@ def format_rows(rows: Dataset | IterableDataset, dataset_format: str) -> Dataset
             f"dataset_format: {dataset_format} makes prompts of the columns {', '.join(ALPACA_COLUMNS)}.",
             "Rename the columns, or remove dataset_format for rows with prompt/completion, messages or text.",
         )
-    return rows.map(alpaca_row, remove_columns=columns)
 
 
 def load_tokenizer(model_args, training_args) -> PreTrainedTokenizerBase:
@@ -113,6 +160,7 @@ def load_tokenizer(model_args, training_args) -> PreTrainedTokenizerBase:
 
 def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
     """All splits of the data that the recipe names, as they are."""
+    from datasets.exceptions import DatasetGenerationError
     from trl import get_dataset
 
     named = [d.path for d in dataset_args.datasets] or [script_args.dataset_name]
@@ -131,6 +179,10 @@ def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
                 f"There is no such file or folder; paths are relative to the working directory, {Path.cwd()}.",
                 "Check the path.",
             )
+    mixed = [(each.path, each.data_files) for each in dataset_args.datasets] or [(name, None) for name in named]
+    files = [file for name, data_files in mixed for file in local_files(name, data_files)]
+    if (fault := nested_too_deeply(files)) is not None:
+        raise _unreadable(", ".join(named), fault, "The parsers of the datasets library end the process on it.")
     set_seed(training_args.seed)  # get_dataset splits unseeded: ranks would get different test sets
     try:
         if dataset_args.datasets:
@@ -138,12 +190,46 @@ def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
         return load_dataset(
             script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
         )
-    except (FileNotFoundError, ConnectionError, ValueError, OSError) as error:
+    except Exception as error:
+        if isinstance(error, MemoryError):
+            raise
+        fault = fault_in(files)
+        if fault is not None or (files and isinstance(error, DatasetGenerationError)):
+            why = f"The datasets library: {root_cause(error)}"
+            raise _unreadable(", ".join(named), fault or root_cause(error), why) from error
+        if "corresponds to no data" in str(error):  # datasets 5.2, arrow_reader.py: of a split without rows
+            raise _no_rows(", ".join(named), files) from error
         offline = os.environ.get("HF_HUB_OFFLINE") == "1" or not _is_local(named[0])
         fix = (
             "Check the path." if not offline else "zero-recipes fetch RECIPE.yaml downloads it once; then start again."
         )
         raise Refusal("ZR506", f"the data {', '.join(named)} cannot be loaded", first_line(error), fix) from error
+
+
+def _unreadable(what: str, fault: str, why: str) -> Refusal:
+    fix = "Correct that file. JSON Lines wants one object a line in UTF-8, the same columns and types in each."
+    return Refusal("ZR522", f"the data {what} cannot be read: {fault}", why, fix)
+
+
+def _no_rows(what: str, files: Sequence[Path]) -> Refusal:
+    return Refusal(
+        "ZR523",
+        f"{what} has no rows",
+        f"{', '.join(map(str, files[:3])) or 'What the recipe names'} holds none.",
+        "Check the files and the split's name.",
+    )
+
+
+@contextlib.contextmanager
+def reading(source: Source) -> Iterator[None]:
+    """What the datasets library raises over the rows of a stream, with the file and line where they can be found."""
+    try:
+        yield
+    except (Refusal, MemoryError):
+        raise
+    except Exception as error:
+        fault = fault_in(list(source.files)) or root_cause(error)
+        raise _unreadable(source.split, fault, f"The datasets library: {root_cause(error)}") from error
 
 
 def _split(dataset, name: str, key: str):
@@ -158,8 +244,8 @@ def _split(dataset, name: str, key: str):
     return dataset[name]
 
 
-def _require_trl_columns(rows: Dataset | IterableDataset, training_args) -> None:
-    columns = set(rows.column_names or next(iter(rows)))
+def _require_trl_columns(names: list[str], training_args) -> None:
+    columns = set(names)
     kinds = (
         {"prompt", "completion"},
         {"messages"},
@@ -189,5 +275,5 @@ def rows_on_disk(settings: Settings) -> int | None:
         return None
     try:
         return len(load_dataset(name, name=settings.dataset_config, split=split))
-    except (ValueError, OSError):
+    except Exception:  # whatever is wrong with it
         return None  # the run refuses it; a plan needs no data

@@ -6,35 +6,38 @@ the result is kept beside the datasets library's cache. TRL's ranks take turns b
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import importlib.metadata
 import json
-import os
 import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 from datasets import Dataset, IterableDataset
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.compat import huggingface
-from zero_recipes.compat.huggingface import fingerprint, prepare_dataset
-from zero_recipes.core.errors import Finding, Refusal, first_line
-from zero_recipes.data.audit import Audit, audit, audit_findings
+from zero_recipes.compat.huggingface import fingerprint
+from zero_recipes.core import codes
+from zero_recipes.core.errors import Finding, Refusal, downgraded
+from zero_recipes.data.audit import Audit
 from zero_recipes.data.load import load_rows
 from zero_recipes.data.samples import Sample, choose_samples
+from zero_recipes.data.source import Source
+from zero_recipes.data.splits import finish, prepare_splits, sources_of, tokenise
+from zero_recipes.data.template import apply_chat_template_file, refuse_bad_template
 from zero_recipes.distributed.once_per_node import once_per_node
+
+__all__ = ["Prepared", "apply_chat_template_file", "finish", "prepare_rows", "tokenise"]
 
 # what TRL's preparation reads of the arguments (trl/trainer/sft_trainer.py, `_prepare_dataset` and before it)
 _READ_BY_TRL = ("max_length", "truncation_mode", "packing", "packing_strategy", "eval_packing", "shuffle_dataset")
 _READ_BY_TRL += ("seed", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
 _VERSIONS = ("trl", "transformers", "datasets")
+_OUR_PARTS = ("answers.py", "audit.py", "columns.py", "load.py", "prepare.py", "splits.py", "template.py")
 _TRLS_PART = Path(huggingface.__file__)  # calls TRL's preparation
-STREAMED_ROWS = 1000  # of a streamed data set, audited before training
 HASHED_ROWS = 1000  # at once; the batches' boundaries are part of the hash
 
 
@@ -65,13 +68,17 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
     def work() -> dict:
         rows, evaluation = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
         templated = apply_chat_template_file(tokenizer, training_args)
+        sources = sources_of(script_args, dataset_args)
+        refuse_bad_template(rows, templated, training_args)
         samples = choose_samples(ours.sample_prompts, evaluation, ours.dataset_format, templated)
-        streams = isinstance(rows, IterableDataset)
-        if streams:
-            folder, data_sha256, start = None, None, Dataset.from_list(list(rows.take(STREAMED_ROWS)))
-            _, _, found, findings = prepare_split(start, templated, training_args, training_args.packing, skips)
+        ignored = codes.requested(ours.ignore)
+        if isinstance(rows, IterableDataset):
+            folder, data_sha256 = None, None
+            splits, findings = prepare_splits(rows, evaluation, templated, training_args, skips, sources)
+            found, findings = splits[0].audit, downgraded(findings, ignored)
         else:
-            folder, found, findings, data_sha256 = _cached(rows, evaluation, templated, training_args, skips)
+            arguments = (rows, evaluation, templated, training_args, skips, sources, ignored)
+            folder, found, findings, data_sha256 = _cached(*arguments)
         if any(finding.level == "error" for finding in findings):
             raise Refusal.of(findings)
         return {
@@ -84,7 +91,8 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
 
     shared = once_per_node(work)
     if shared["folder"] is None:  # TRL tokenises a stream as it comes
-        train, evaluation = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
+        train, evaluation = load_rows(script_args, training_args, dataset_args, ours.dataset_format, checked=False)
+        evaluation = None if evaluation is None else read_whole(evaluation)
     else:
         splits = datasets.load_from_disk(shared["folder"])
         train, evaluation = splits["train"], splits.get("eval")
@@ -95,107 +103,35 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
     return Prepared(train, evaluation, samples, Audit(**shared["audit"]), findings, shared["data_sha256"])
 
 
-def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, training_args) -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer as SFTTrainer will make it from eos_token and chat_template_path.
+def read_whole(rows: IterableDataset) -> Dataset:
+    """All rows of a stream, in memory.
 
-    A copy: SFTTrainer must still find which tokens it adds, for LoRA trains those.
+    Of an evaluation: ranks whose shares of a stream differ in length wait for each other, and rows that accelerate 1.15
+    repeats to even them out (data_loader.py, IterableDatasetShard) are not told apart where there is no length.
     """
-    from trl import clone_chat_template
-
-    tokenizer = copy.deepcopy(tokenizer)
-    if training_args.eos_token is not None:
-        if training_args.eos_token not in tokenizer.get_vocab():
-            raise Refusal(
-                "ZR509",
-                f"eos_token {training_args.eos_token!r} is not in the model's vocabulary",
-                "TRL stops on it (sft_trainer.py), but only once the model is loaded.",
-                f"Name a token that the model has; its own is {tokenizer.eos_token!r}.",
-            )
-        tokenizer.eos_token = training_args.eos_token
-    path = training_args.chat_template_path
-    if path is not None and is_template_file(path):
-        tokenizer.chat_template = Path(path).read_text()
-    elif path is not None and path.endswith((".jinja", ".j2")):
-        raise Refusal(
-            "ZR510",
-            f"there is no chat template {path}",
-            f"Paths are relative to the working directory, {Path.cwd()}.",
-            "Check chat_template_path.",
-        )
-    elif path is not None:
-        try:
-            AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise Refusal(
-                "ZR511",
-                f"chat_template_path {path} is neither a .jinja file nor a model with a tokenizer",
-                first_line(error),
-                "Check the path; zero-recipes fetch downloads a model of the hub.",
-            ) from error
-        clone_chat_template(_without_embeddings(tokenizer), tokenizer, path)
-    return tokenizer
-
-
-def is_template_file(path: str) -> bool:
-    """As TRL sees it (trainer/sft_trainer.py): the template itself, and no tokenizer to clone."""
-    return os.path.isfile(path) and path.endswith((".jinja", ".j2"))
-
-
-def _without_embeddings(tokenizer: PreTrainedTokenizerBase) -> SimpleNamespace:
-    """What `clone_chat_template` wants of a model, where only the tokenizer is to change."""
-    text_config = SimpleNamespace()
-    stand_in = SimpleNamespace(can_generate=lambda: False, vocab_size=0)
-    stand_in.config = SimpleNamespace(get_text_config=lambda: text_config)
-
-    def resize_token_embeddings(new_num_tokens: int, pad_to_multiple_of: int | None) -> None:
-        stand_in.vocab_size = new_num_tokens
-
-    stand_in.resize_token_embeddings = resize_token_embeddings
-    return stand_in
-
-
-def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
-    """input_ids and labels of each row, before truncation, dropping, packing and shuffling.
-
-    By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied.
-    """
-    whole = copy.copy(training_args)
-    whole.max_length, whole.shuffle_dataset = None, False
-    return prepare_dataset(rows, tokenizer, whole, packing=False)
-
-
-def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
-    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does."""
-    return prepare_dataset(tokenised, tokenizer, training_args, packing)
-
-
-def prepare_split(
-    rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool, skips: bool
-) -> tuple[Dataset, Dataset, Audit, list[Finding]]:
-    """One split tokenised whole and as it is trained on, its counts and what is wrong with it.
-
-    `skips`: the rows are ready as they are.
-    """
-    tokenised = rows if skips else tokenise(rows, tokenizer, training_args)
-    ready = rows if skips else finish(tokenised, tokenizer, training_args, packing)
-    found = audit(rows, tokenised, ready, tokenizer, training_args)
-    return tokenised, ready, found, audit_findings(found, rows, tokenizer)
+    return Dataset.from_list(list(rows), features=rows.features)
 
 
 def _cached(
-    rows: Dataset, evaluation: Dataset | None, tokenizer: PreTrainedTokenizerBase, training_args, skips: bool
+    rows: Dataset,
+    evaluation: Dataset | None,
+    tokenizer: PreTrainedTokenizerBase,
+    training_args,
+    skips: bool,
+    sources: tuple[Source, Source],
+    ignored: frozenset[str],
 ) -> tuple[Path, Audit, list[Finding], str | None]:
     """(folder with the splits, audit, findings, hash of the training rows), made now or by an earlier run of the same
     data and arguments; no hash where a finding is an error."""
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "zero-recipes" / _key(rows, evaluation, tokenizer, training_args)
+    key = _key(rows, evaluation, tokenizer, training_args, ignored)
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "zero-recipes" / key
     note = folder / "audit.json"
     if not note.is_file():
-        _, ready, found, findings = prepare_split(rows, tokenizer, training_args, training_args.packing, skips)
+        prepared, findings = prepare_splits(rows, evaluation, tokenizer, training_args, skips, sources)
+        findings, (found, ready) = downgraded(findings, ignored), (prepared[0].audit, prepared[0].ready)
         splits = datasets.DatasetDict(train=ready)
         if evaluation is not None:
-            packing = training_args.packing if training_args.eval_packing is None else training_args.eval_packing
-            whole = evaluation if skips else tokenise(evaluation, tokenizer, training_args)
-            splits["eval"] = whole if skips else finish(whole, tokenizer, training_args, packing)
+            splits["eval"] = prepared[1].ready
         if any(finding.level == "error" for finding in findings):
             return folder, found, findings, None
         written = {"audit": asdict(found), "findings": [asdict(finding) for finding in findings]}
@@ -225,14 +161,21 @@ def data_sha256(rows: Dataset) -> str:
     return digest.hexdigest()
 
 
-def _key(rows: Dataset, evaluation: Dataset | None, tokenizer: PreTrainedTokenizerBase, training_args) -> str:
+def _key(
+    rows: Dataset,
+    evaluation: Dataset | None,
+    tokenizer: PreTrainedTokenizerBase,
+    training_args,
+    ignored: frozenset[str],
+) -> str:
     """A hash over data, tokenizer, arguments, versions and our own code that makes rows."""
     known = {name: getattr(training_args, name) for name in _READ_BY_TRL}
     known |= {name: importlib.metadata.version(name) for name in _VERSIONS}
     known |= {"train": fingerprint(rows), "eval": evaluation and fingerprint(evaluation)}
     known |= {"kwargs": training_args.dataset_kwargs, "batch": training_args.per_device_train_batch_size}
+    known |= {"ignored": sorted(ignored)}  # the findings are kept with the rows
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode())
-    for path in (*(Path(__file__).with_name(name) for name in ("audit.py", "load.py", "prepare.py")), _TRLS_PART):
+    for path in (*(Path(__file__).with_name(name) for name in _OUR_PARTS), _TRLS_PART):
         digest.update(path.read_bytes())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)

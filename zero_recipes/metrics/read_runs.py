@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
 from zero_recipes.metrics.parts import Part, known, measured
-from zero_recipes.metrics.schema import FILE, ORDER, ContractError, Metrics, parse_as, validate
+from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, ContractError, Metrics, parse_as, read_as, validate
 
 
 class SampleRow(Part):
@@ -29,6 +31,7 @@ class MeasuredRun(Metrics):
 
     folder: Path
     samples: list[SampleRow] = Field([])
+    samples_fault: str | None = measured("why samples.jsonl cannot be read", null="where it can")
 
     @property
     def compared(self) -> bool:
@@ -38,7 +41,14 @@ class MeasuredRun(Metrics):
     @property
     def label(self) -> str:
         """How plots and tables call this run."""
-        return self.strategy if self.compared else self.folder.name
+        name = self.strategy if self.compared else self.folder.name
+        return name.encode("utf-8", "replace").decode("utf-8")  # a folder's name need not be UTF-8
+
+
+class UnreadableRun(MeasuredRun):
+    """A row for a metrics.json that cannot be read; `error` says why."""
+
+    status: Literal["unreadable"] = "unreadable"
 
 
 def read_runs(folder: Path) -> list[MeasuredRun]:
@@ -46,16 +56,50 @@ def read_runs(folder: Path) -> list[MeasuredRun]:
 
     Raises ContractError, which names file and key.
     """
-    folder = Path(folder).resolve()  # "." has no name of its own, and names decide what is compared
-    files = [folder / FILE, *sorted(folder.glob(f"*/{FILE}"))]
     runs = [
         MeasuredRun.read(file, folder=file.parent, samples=read_samples(file.with_name("samples.jsonl")))
-        for file in files
-        if file.is_file()
+        for file in metrics_files(folder)
     ]
-    if not runs:
-        raise ContractError(f"no {FILE} in {folder} or one level below it")
     return sorted(runs, key=_rank_in_report)
+
+
+def read_what_can_be_read(folder: Path) -> list[MeasuredRun]:
+    """The same, with an UnreadableRun for every file that cannot be read, and without samples that cannot.
+
+    Raises ContractError where none of them can be read.
+    """
+    runs = [read_run(file) for file in metrics_files(folder)]
+    if all(isinstance(run, UnreadableRun) for run in runs):
+        raise ContractError("; ".join(run.error for run in runs[:3]))
+    return sorted(runs, key=_rank_in_report)
+
+
+def read_run(file: Path) -> MeasuredRun:
+    """A metrics.json with the samples beside it, or an UnreadableRun. Raises nothing for whatever lies there."""
+    folder, samples, fault = file.parent, [], None
+    try:
+        samples = read_samples(file.with_name("samples.jsonl"))
+    except ContractError as error:
+        fault = str(error)
+    try:
+        return MeasuredRun.read(file, folder=folder, samples=samples, samples_fault=fault)
+    except ContractError as error:
+        return UnreadableRun(
+            schema=SCHEMA, status="unreadable", error=str(error), name=folder.name, strategy=folder.name, folder=folder
+        )
+
+
+def metrics_files(folder: Path) -> list[Path]:
+    """Every metrics.json in `folder` and one level below. Raises ContractError where there is none."""
+    try:
+        folder = Path(folder).resolve()  # "." has no name of its own, and names decide what is compared
+        inner = sorted(path for path in folder.iterdir() if path.is_dir())
+        files = [path / FILE for path in (folder, *inner) if os.path.lexists(path / FILE)]
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name that is none
+        raise ContractError(f"{folder}: {error}") from error
+    if not files:
+        raise ContractError(f"no {FILE} in {folder} or one level below it")
+    return files
 
 
 def _rank_in_report(run: MeasuredRun) -> tuple[int, str]:
@@ -65,10 +109,10 @@ def _rank_in_report(run: MeasuredRun) -> tuple[int, str]:
 
 def read_samples(file: Path) -> list[SampleRow]:
     """One SampleRow per line; an absent file means that no prompts were sampled."""
-    if not file.is_file():
+    if not os.path.lexists(file):
         return []
     # Not splitlines(): an answer may hold a bare U+2028, which JSON leaves unescaped and splitlines() cuts at.
-    lines = enumerate(file.read_text(encoding="utf-8").split("\n"), start=1)
+    lines = enumerate(read_as(file).split("\n"), start=1)
     return [
         validate(SampleRow, parse_as(line, f"{file} line {number}"), f"{file} line {number}")
         for number, line in lines

@@ -7,6 +7,7 @@ a row that did not finish; in a row of status "ok" only those that say when (`me
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
@@ -40,6 +41,10 @@ from zero_recipes.metrics.prediction import PredictedMetrics
 
 SCHEMA = 1
 FILE = "metrics.json"
+LARGEST = 1e24  # bytes, tokens, FLOP or seconds
+FLOAT32 = 3.5e38
+LONGEST_TEXT = 20_000  # characters
+MAY_BE_ANY_FLOAT = ("loss_history", "grad_norm_history", "eval_history", "samples")
 ORDER = ("ddp", "zero0", "zero1", "zero2", "zero3")
 
 Status = Literal["ok", "oom", "failed", "refused"]
@@ -158,10 +163,13 @@ class Metrics(Measurements, RunIdentity, RunStatus):
 
         Raises ContractError, which names the file and the key.
         """
-        content = parse_as(path.read_text(encoding="utf-8"), str(path))
+        content = parse_as(read_as(path), str(path))
         if not isinstance(content, dict):
             raise ContractError(f"{path}: expected one JSON object, found {type(content).__name__}")
         row = validate(cls, content | beside, str(path))
+        for key, value in numbers_and_texts(row):
+            if (why := _implausible(key, value)) is not None:
+                raise ContractError(f"{path}: {key.encode('utf-8', 'replace').decode()}: {why}")
         missing = next(_empty_keys(row), None) if row.status == "ok" else None
         if missing:
             raise ContractError(f'{path}: {missing}: null or missing, though the status is "ok"')
@@ -175,12 +183,48 @@ class Metrics(Measurements, RunIdentity, RunStatus):
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
+def read_as(path: Path) -> str:
+    """The text of a file. Raises ContractError, which names it, where it is none or cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ContractError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        raise ContractError(f"{path}: {error.strerror or error}") from error
+
+
 def parse_as(text: str, where: str) -> Any:
     """JSON as Python values. Raises ContractError, which names `where`."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # JSONDecodeError, and numbers of more digits than Python takes
         raise ContractError(f"{where}: not JSON: {error}") from error
+    except RecursionError as error:
+        raise ContractError(f"{where}: nested too deeply") from error
+
+
+def numbers_and_texts(part: Any, key: str = "") -> Iterator[tuple[str, float | str]]:
+    """(dotted key, value) of every number and text in a model, depth first."""
+    if isinstance(part, BaseModel):
+        part = {name: getattr(part, name) for name in type(part).model_fields}
+    if isinstance(part, (dict, list)):
+        for name, value in part.items() if isinstance(part, dict) else enumerate(part):
+            yield from numbers_and_texts(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(part, (int, float, str)):
+        yield key, part
+
+
+def _implausible(key: str, value: float | str) -> str | None:
+    """Why a value that has the right type cannot have been measured; None where it can."""
+    try:
+        f"{key}{value}".encode() if isinstance(value, str) else key.encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair, which is no character"
+    if isinstance(value, str):
+        return f"a text of {len(value):,} characters" if len(value) > LONGEST_TEXT else None
+    if key.startswith(MAY_BE_ANY_FLOAT):
+        return None if not math.isfinite(value) or abs(value) <= FLOAT32 else f"{value:.1e} is beyond float32"
+    return None if 0 <= value <= LARGEST else f"{_short(value)} is not between 0 and {LARGEST:.0e}"
 
 
 def validate(model: type[AnyPart], content: Any, where: str) -> AnyPart:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, ValidationError, model_validator
 
+from zero_recipes.checkpoint.documents import HISTORY, cannot_be_read, first_fault, read_json
 from zero_recipes.metrics.parts import (
     DiskTraffic,
     Evaluation,
@@ -35,14 +37,43 @@ class RankFigures:
     traffic: DiskTraffic | None  # None where nothing is swapped
 
 
+class AnswersBefore(Part):
+    """What the untrained model said to the sample prompts (trainer/samples.py)."""
+
+    prompts: list[str]
+    texts: list[str]
+    reference_losses: list[float | None]
+
+    @model_validator(mode="after")
+    def _one_each(self) -> Self:
+        if not len(self.prompts) == len(self.texts) == len(self.reference_losses):
+            raise ValueError("not one answer and one loss for each prompt")
+        return self
+
+
 class History(Part):
     """What a checkpoint carries of the measurements, for the run that goes on from it; all of it may be missing."""
 
     summary: Measurements = Measurements()
     grad_norm_history: list[Number] = Field([])
     eval_history: list[Evaluation] = Field([])
-    first_step: int | None = None  # of the loss history
-    resumed_at: list[int] = Field([])
+    first_step: Annotated[int, Field(ge=1)] | None = None  # of the loss history
+    resumed_at: list[Annotated[int, Field(ge=0)]] = Field([])
+    answers_before: AnswersBefore | None = None
+
+
+def history_fault(checkpoint: Path) -> str | None:
+    """Why the history that a checkpoint carries cannot be taken up; None if it can, or there is none."""
+    path = checkpoint / HISTORY
+    if not path.exists():
+        return None
+    try:
+        History.model_validate(read_json(path))
+    except ValidationError as error:
+        return cannot_be_read(path, first_fault(error))
+    except ValueError as error:
+        return cannot_be_read(path, str(error))
+    return None
 
 
 def summarise(ranks: Sequence[RankFigures], seconds: Sequence[float], warmup: int, **more: Any) -> Measurements:

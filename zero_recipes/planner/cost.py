@@ -7,14 +7,15 @@ or the host decides;
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from zero_recipes.core.errors import Refusal
+from zero_recipes.metrics.parts import Part, StepSeconds, TokensPerSecond
 from zero_recipes.metrics.prediction import Prediction
+from zero_recipes.metrics.schema import LARGEST, ContractError, parse_as, read_as, validate
 from zero_recipes.planner.formulas import family
 from zero_recipes.planner.hardware import Gpu
 from zero_recipes.planner.job import Job
@@ -142,24 +143,50 @@ def cost(job: Job, speed: Speed, price: float) -> Cost:
     )
 
 
+class Calibration(Part):
+    """What a calibration reads of a metrics.json."""
+
+    strategy: str
+    model: str
+    device: str | None
+    world_size: int | None
+    micro_batch_size: int | None
+    gradient_accumulation_steps: int | None
+    max_length: int | None
+    step_seconds: StepSeconds | None
+    tokens_per_second: TokensPerSecond | None = None
+
+
 def read_measured(path: Path) -> dict[str, Any]:
     """A metrics.json for `--calibrate`. Raises Refusal where it is none of a finished run on a GPU."""
     try:
-        measured = json.loads(path.read_text())
-        seconds, device = (measured["step_seconds"] or {}).get("median"), measured["device"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        measured = parse_as(read_as(path), str(path))
+        row = validate(Calibration, measured, str(path))
+    except ContractError as error:
         raise Refusal(
             "ZR812",
             f"--calibrate {path} is no metrics.json",
-            "A run of this project writes one into its output_dir.",
+            f"A run of this project writes one into its output_dir. {error}",
             "Name the file of a finished run, e.g. output/pythia-sweep/zero3/metrics.json.",
-        ) from None
+        ) from error
+    seconds, device = row.step_seconds and row.step_seconds.median, row.device
     if not seconds or device == "cpu":
         raise Refusal(
             "ZR813",
             f"--calibrate {path} holds no times of a GPU",
             "It was measured on CPU processes." if device == "cpu" else "The run did not finish its steps.",
             "Calibrate with a finished run on the GPU that the plan is for.",
+        )
+    needed = {name: getattr(row, name) for name in ("world_size", "micro_batch_size", "gradient_accumulation_steps")}
+    needed |= {"tokens_per_second.all": row.tokens_per_second and row.tokens_per_second.all, "step_seconds": seconds}
+    needed |= {} if row.max_length is None else {"max_length": row.max_length}
+    wrong = next((name for name, value in needed.items() if not value or not 0 < value < LARGEST), None)
+    if wrong is not None:
+        raise Refusal(
+            "ZR562",
+            f"--calibrate {path} cannot be used: {wrong} is {needed[wrong]}",
+            "The speed of a step is reckoned from it.",
+            "Name the metrics.json of a run that has status ok.",
         )
     return measured
 

@@ -49,7 +49,7 @@ def render_page(
         notes=table.notes(rows.table_rows(runs)),
         pictures=[{"alt": ALT[name], "data": _embedded(path)} for name, path in pictures.items()],
         singles=[_single(run, single_pictures.get(run.folder.name)) for run in rows.single_runs(runs)],
-        failures=[_failure(run) for run in runs if run.status != "ok"],
+        failures=[_failure(run) for run in runs if run.status != "ok" or run.samples_fault],
         answers=_answers(sampled_run(runs)),
         details=[_phases(runs), _predicted(runs), *_shared("Versions", runs, "versions"), *_settings(runs)],
     )
@@ -104,7 +104,7 @@ def _failure(run: MeasuredRun) -> dict[str, Any]:
     return {
         "label": run.label,
         "status": run.status,
-        "error": run.error or "no message",
+        "error": run.error or run.samples_fault or "no message",
         "where": [(name, value) for name, value in where if value is not None],
         "memory": [(held.what, units.size(held.bytes)) for held in details.largest_memory] if details else [],
         "cures": details.cures if details else [],

@@ -59,7 +59,7 @@ def _bars(figure: Figure, bars: Sequence[Bar], capacity: int | None) -> None:
         left = place - 0.21 if measured else place
         bottom = 0.0
         for part in PARTS:
-            height = bar.at_peak[part] / one
+            height = bar.at_peak.get(part, 0) / one
             axes.bar(left, height, width, bottom=bottom, color=COLOURS[part], edgecolor="white", linewidth=0.6)
             bottom += height
         low, high = (end / one for end in bar.reserved)
@@ -94,7 +94,7 @@ def _label(axes, place: float, height: float, top: float, text: str) -> None:
 
 def _legend(figure: Figure, bars: Sequence[Bar], measured: bool, capacity: int | None) -> None:
     """The parts that some bar has, then what the lines are."""
-    shown = [part for part in PARTS if any(bar.at_peak[part] for bar in bars)]
+    shown = [part for part in PARTS if any(bar.at_peak.get(part) for bar in bars)]
     handles = [Patch(color=COLOURS[part], label=LABELS.get(part, part)) for part in shown]
     if measured:
         handles.append(Patch(fill=False, edgecolor=INK, linewidth=1.1, label="measured peak"))

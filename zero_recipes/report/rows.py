@@ -133,6 +133,7 @@ def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
         "strategy": run.strategy,
         "compared": run.compared,
         "status": run.status,
+        "error": run.error if run.status == "unreadable" else None,
         "device": run.device,
         "world_size": run.world_size,
         "precision": run.precision,

@@ -7,7 +7,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from zero_recipes.metrics.read_runs import MeasuredRun, read_runs
+from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.metrics.read_runs import MeasuredRun, UnreadableRun, read_what_can_be_read
+from zero_recipes.metrics.schema import ContractError
 from zero_recipes.report import plan_plot, plots, rows, table
 from zero_recipes.report.judgement import Judgement, judge_runs
 from zero_recipes.report.page import devices_note, render_page
@@ -18,10 +20,27 @@ VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yel
 def write_report(folder: Path, console: Console | None = None) -> Path:
     """Write report.html, report.json, report.md and the pictures into `folder`, print the tables and judgements.
 
-    Returns the path of the page. Raises ContractError, which names file and key, where a file cannot be read.
+    A metrics.json that cannot be read is a row that says why. Returns the path of the page. Raises Refusal where there
+    is none that can be read, and where nothing can be written.
     """
     folder = Path(folder)
-    runs = read_runs(folder)
+    try:
+        runs = read_what_can_be_read(folder)
+    except ContractError as error:
+        fix = "Name the output_dir of a run, or the folder of a sweep."
+        raise Refusal("ZR560", f"{folder} holds no run that can be read", str(error), fix) from error
+    try:
+        return _write_all(runs, folder, console or Console())
+    except OSError as error:
+        raise Refusal(
+            "ZR561",
+            f"the report cannot be written into {folder}",
+            first_line(error),
+            "Make the folder writable, and move what has the name of one of the report's files.",
+        ) from error
+
+
+def _write_all(runs: Sequence[MeasuredRun], folder: Path, console: Console) -> Path:
     judgements = judge_runs(runs)
     pictures = plots.draw_comparison(runs, folder) | _plan_picture(runs, folder)
     drawn = {run.folder.name: plots.draw_single(run, folder) for run in rows.single_runs(runs)}
@@ -29,19 +48,23 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     _write(folder / "report.json", _as_json(runs, judgements))
     _write(folder / "report.md", _as_markdown(runs))
     page = _write(folder / "report.html", render_page(runs, judgements, pictures, single_pictures))
-    print_report(runs, judgements, console or Console())
+    print_report(runs, judgements, console)
     return page
 
 
 def _plan_picture(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
     """plan.png: what was planned for the runs of the comparison, with the peaks that an accelerator measured."""
-    planned = [run for run in rows.comparison(runs) if rows.planned_peak(run) and run.predicted.at_peak]
+    planned = [run for run in rows.comparison(runs) if _has_bars(run)]
     if not planned:
         return {}
     bars = [_bar(run) for run in planned]
     memory = [run.hardware.gpu_memory_bytes for run in planned if run.hardware and run.hardware.gpu_memory_bytes]
     title, setting = "Planned memory, and the measured peak", rows.setting(planned)
     return {"plan": plan_plot.draw(bars, min(memory, default=None), title, setting, folder / "plan.png")}
+
+
+def _has_bars(run: MeasuredRun) -> bool:
+    return bool(rows.planned_peak(run) and run.predicted.at_peak and run.predicted.reserved_bytes)
 
 
 def _bar(run: MeasuredRun) -> plan_plot.Bar:
@@ -63,6 +86,8 @@ def print_report(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], c
         console.print(heading)
         console.print(Text(judgement.measured))
     for run in runs:
+        if run.samples_fault:
+            console.print(Text(f"\n{run.label}: its samples cannot be read. {run.samples_fault}", style="red"))
         if run.status != "ok":
             console.print(Text(f"\n{run.label}: {run.status}. {run.error or ''}", style="red"))
             for fix in run.failure.cures if run.failure else []:
@@ -91,9 +116,10 @@ def _as_markdown(runs: Sequence[MeasuredRun]) -> str:
     """The tables for a README, each below the setting that it was measured in."""
     blocks = [f"{title}\n\n{table.markdown_table(chosen)}" for title, chosen in _tables(runs)]
     lines = table.notes(rows.table_rows(runs)) + [note for note in [devices_note(runs)] if note]
+    lines += [f"{run.label}: {run.status}. {run.error}" for run in runs if isinstance(run, UnreadableRun)]
     return "\n".join([*blocks, *(f"- {line}" for line in lines)]) + "\n"
 
 
 def _write(path: Path, text: str) -> Path:
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text, encoding="utf-8", errors="replace")
     return path

@@ -14,13 +14,14 @@ from trl import SFTTrainer
 
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.compatibility import recipe_facts
+from zero_recipes.checkpoint.documents import HISTORY
+from zero_recipes.checkpoint.inputs import input_facts
 from zero_recipes.checkpoint.resume import numbered
+from zero_recipes.compat.patches import without_aliases
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
 from zero_recipes.core.errors import first_line
 from zero_recipes.metrics.failure import is_out_of_memory
-
-HISTORY = "history.json"
 
 
 class NotSaved(Exception):
@@ -36,6 +37,7 @@ class CheckpointingSFTTrainer(SFTTrainer):
     """
 
     checkpoint_facts: dict[str, Any]
+    with_checksums: bool
     checkpoint_history: Callable[[], dict[str, Any]]  # collective
 
     def _run_epoch(self, *arguments, **keywords) -> None:
@@ -48,6 +50,9 @@ class CheckpointingSFTTrainer(SFTTrainer):
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*arguments, **keywords)
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        super()._save(output_dir, without_aliases(self.model, state_dict))
 
     def _save_checkpoint(self, model, trial) -> None:
         if self.args.save_only_model:  # nothing goes on from it
@@ -64,7 +69,8 @@ class CheckpointingSFTTrainer(SFTTrainer):
             self.accelerator.wait_for_everyone()  # all ranks have written
             if self.args.should_save:
                 (checkpoint / HISTORY).write_text(json.dumps(history) + "\n")
-                manifest.write(checkpoint, {"step": self.state.global_step, **self.checkpoint_facts})
+                facts = {"step": self.state.global_step, **self.checkpoint_facts}
+                manifest.write(checkpoint, facts, self.with_checksums)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -102,7 +108,9 @@ def carry_on(trainer: CheckpointingSFTTrainer, run: RunConfig, data_sha256: str 
         "recipe_sha256": run.recipe.sha256,
         "data_sha256": data_sha256,
         "recipe": recipe_facts(run.settings),
+        "inputs": input_facts(run.settings, run.strategy),
     }
+    trainer.with_checksums = not run.settings.skip_checksums
     trainer.checkpoint_history = lambda: measurements.history() | {"answers_before": answers.history()}
     if checkpoint is None:
         return
@@ -110,7 +118,7 @@ def carry_on(trainer: CheckpointingSFTTrainer, run: RunConfig, data_sha256: str 
     history = json.loads(path.read_text()) if path.is_file() else {}  # another program writes none
     state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())
     measurements.take_up(history, state["global_step"])
-    answers.take_up(history.get("answers_before", {}))
+    answers.take_up(history.get("answers_before") or {})
 
 
 def _not_saved(checkpoint: Path, error: Exception) -> str:

@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from zero_recipes.checkpoint import overwrite
 from zero_recipes.checkpoint.lock import hold_output_dir
 from zero_recipes.checkpoint.output_dir import claim_output_dir
+from zero_recipes.checkpoint.resume import passed_over
 from zero_recipes.config.inputs import inputs_of
 from zero_recipes.config.recipe import write_resolved
 from zero_recipes.config.run import RunConfig
@@ -69,7 +70,8 @@ class RunRecorder:
         if rank() == 0:
             run = self.run
             inputs = inputs_of(run.recipe.settings, run.recipe.path, os.environ)
-            self.overwritten = claim_output_dir(run.output_dir, run.settings.overwrite, inputs)
+            damaged = passed_over(run.output_dir, run.recipe.settings.resume_from_checkpoint, run.checkpoint)
+            self.overwritten = claim_output_dir(run.output_dir, run.settings.overwrite, inputs, damaged)
             if self.overwritten is not None:
                 print(f"moved aside until the first step: what an earlier run left, to {self.overwritten}", flush=True)
 

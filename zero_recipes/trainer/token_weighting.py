@@ -5,11 +5,15 @@ TRL 1.16 and transformers 5.23 do this in training for most models and rows. Wha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from trl import SFTTrainer
 
-from zero_recipes.compat.huggingface import count_tokens_with_loss
+from zero_recipes.compat.huggingface import count_tokens_with_loss, rows_left_over
 from zero_recipes.distributed import ulysses
+
+ROW_LENGTHS = "row_lengths"
 
 
 class TokenWeightedSFTTrainer(SFTTrainer):
@@ -26,13 +30,15 @@ class TokenWeightedSFTTrainer(SFTTrainer):
     Ulysses: transformers weighs each micro batch of each group the same (integrations/deepspeed.py).
 
     Rows that accelerate repeats to fill the last batches of an epoch (data_loader.py, BatchSamplerShard) have no loss.
-    Not so with padding_free: rows stand in one then, and the repeated ones cannot be told by their place.
     A mixture of experts' auxiliary loss stays a mean over micro batches.
     """
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
         count_tokens_with_loss(self)
+        self._repeated: tuple[dict, torch.Tensor] | None = None
+        if self.padding_free:
+            self.data_collator = CollatorWithRowLengths(self.data_collator)
 
     @property
     def _shares_sequences(self) -> bool:
@@ -42,12 +48,21 @@ class TokenWeightedSFTTrainer(SFTTrainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        lengths = [batch.pop(ROW_LENGTHS, None) for batch in batches]
         if self._shares_sequences and batches:
             return batches, self.accelerator.gather(ulysses.shared_tokens(batches).to(device)).sum()
-        if batches and self._repeats():
-            without_loss(batches[-1], self._train_batch_size, self._kept(self._train_batch_size))
+        if batches and self._ends_with_repeated_rows(left_over := rows_left_over(self._whole_epoch)):
+            self._repeated = batches[-1], self._tokens_repeated(batches[-1], lengths[-1], left_over)
+            without_loss(*self._repeated)
             count = self._get_num_items_in_batch(batches, device)
         return batches, count
+
+    def repeated_tokens(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Which tokens of a batch that `training_step` is given are of rows that the epoch had before.
+
+        A mask of the shape of `labels`; None where there is no such row. Their labels are -100 by then.
+        """
+        return self._repeated[1] if self._repeated is not None and self._repeated[0] is batch else None
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if not (self._shares_sequences and self.model.training):
@@ -63,25 +78,63 @@ class TokenWeightedSFTTrainer(SFTTrainer):
         return output
 
     def prediction_step(self, model, inputs, *arguments, **keywords):
-        if self._repeats():
-            without_loss(inputs, self.args.eval_batch_size, self._kept(self.args.eval_batch_size))
+        lengths = inputs.pop(ROW_LENGTHS, None)
+        left_over = self.accelerator.gradient_state.remainder
+        if self._ends_with_repeated_rows(left_over):
+            without_loss(inputs, self._tokens_repeated(inputs, lengths, left_over))
         result = super().prediction_step(model, inputs, *arguments, **keywords)
         tokens = (inputs["labels"][..., 1:] != -100).sum().to(self._evaluated)
         self._evaluated += torch.stack([result[0].to(self._evaluated) * tokens, tokens])
         return result
 
-    def _repeats(self) -> bool:
-        """Whether this is the last batch of a data loader, filled with rows that it had before. Agrees on all ranks."""
-        state = self.accelerator.gradient_state
-        return state.end_of_dataloader and state.remainder > 0 and self.accelerator.num_processes > 1
+    @property
+    def _whole_epoch(self):
+        """The training data loader before any batch is skipped."""
+        return self.callback_handler.train_dataloader
 
-    def _kept(self, size: int) -> int:
-        """How many of the `size` rows of this rank's last batch are no repetition: those stand first, by rank."""
-        before = size * self.accelerator.process_index
-        return max(0, min(size, self.accelerator.gradient_state.remainder - before))
+    def _ends_with_repeated_rows(self, left_over: int) -> bool:
+        """Whether this is the last batch of a data loader, filled with rows that it had before. Agrees on all ranks.
+
+        `left_over`: rows of all ranks' last batches that are no repetition; 0 or less where nothing is filled.
+        """
+        return (
+            self.accelerator.gradient_state.end_of_dataloader and left_over > 0 and self.accelerator.num_processes > 1
+        )
+
+    def _tokens_repeated(self, batch, lengths: torch.Tensor | None, left_over: int) -> torch.Tensor:
+        """Which tokens of this rank's last batch are of repeated rows. What is no repetition stands first, by rank."""
+        rows = len(batch["labels"]) if lengths is None else len(lengths)
+        return tokens_after(batch["labels"], kept_rows(rows, left_over, self.accelerator.process_index), lengths)
 
 
-def without_loss(batch: dict[str, torch.Tensor], size: int, kept: int) -> None:
-    """Take the loss of all rows after the first `kept` away; a batch of another number of rows than `size` stays."""
-    if len(batch["labels"]) == size:
-        batch["labels"][kept:] = -100
+class CollatorWithRowLengths:
+    """TRL's padding-free collator, which puts rows one after the other, with how long each of them is."""
+
+    def __init__(self, collate: Callable[[list[dict]], dict]):
+        self.collate = collate
+
+    def __call__(self, rows: list[dict]) -> dict:
+        return self.collate(rows) | {ROW_LENGTHS: torch.tensor([len(row["input_ids"]) for row in rows])}
+
+
+def kept_rows(rows: int, left_over: int, rank: int) -> int:
+    """How many of the `rows` of a rank's last batch are no repetition, of `left_over` over all ranks."""
+    return max(0, min(rows, left_over - rows * rank))
+
+
+def tokens_after(labels: torch.Tensor, kept: int, lengths: torch.Tensor | None) -> torch.Tensor:
+    """Which tokens stand after the first `kept` rows: a mask of the shape of `labels`.
+
+    `lengths`: those of the rows that stand in one, in tokens; None where each has a line of its own.
+    """
+    after = torch.zeros_like(labels, dtype=torch.bool)
+    if lengths is None:
+        after[kept:] = True
+    else:
+        after[:, int(lengths[:kept].sum()) :] = True
+    return after
+
+
+def without_loss(batch: dict[str, torch.Tensor], tokens: torch.Tensor) -> None:
+    """Take the loss of some tokens away; `tokens`: a mask of the shape of `labels`."""
+    batch["labels"].masked_fill_(tokens, -100)

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from zero_recipes.checkpoint.reshard import load as reshard_load
+from zero_recipes.checkpoint.saved_files import write_checksums
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.compat import fsdp as compat_fsdp
 from zero_recipes.compat import patches
@@ -18,6 +19,7 @@ from zero_recipes.distributed import fsdp, ulysses
 from zero_recipes.distributed.init import set_host_threads
 from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer, carry_on
 from zero_recipes.trainer.recorder import DeleteOverwritten, RunRecorder
+from zero_recipes.trainer.row_order import SeededOrderSFTTrainer
 from zero_recipes.trainer.samples import AnswersBeforeTraining, answer, show_samples, write_samples
 from zero_recipes.trainer.token_weighting import TokenWeightedSFTTrainer
 
@@ -34,7 +36,7 @@ def prepare_libraries(run: RunConfig, args) -> int | None:
     return set_host_threads(run.strategy, run.device, os.environ)
 
 
-class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer):
+class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrderSFTTrainer):
     """TRL's SFTTrainer for one run: it asks the sample prompts, tells the metrics of each micro batch and gradient norm
     (which no callback event carries), and goes on from the run's checkpoint."""
 
@@ -89,7 +91,10 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer):
             self.save_model(str(self.run_config.output_dir))
             unset_hf_deepspeed_config()  # from_pretrained would take the check for a collective load
             if self.args.process_index == 0:
-                whole = verify(self.run_config.output_dir)
+                trusted = self.run_config.settings.trust_remote_code
+                whole = verify(self.run_config.output_dir, skip_checksums=True, trust_remote_code=trusted)
+                if self.with_checksums:
+                    write_checksums(self.run_config.output_dir)
                 sizes = f"{whole['tensors']} tensors, {whole['bytes']:,} bytes"
                 print(f"saved {self.run_config.output_dir}: whole, {sizes}", flush=True)
 

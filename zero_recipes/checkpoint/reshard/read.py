@@ -12,6 +12,7 @@ each flat group, its partition of the fp32 master and of Adam's moments.
 
 from __future__ import annotations
 
+import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zero_recipes.core.errors import Refusal
+from zero_recipes.checkpoint.documents import LATEST, document_fault
+from zero_recipes.checkpoint.trust import code_in, refuse_code
+from zero_recipes.compat.safe_loading import load_without_code
+from zero_recipes.core.errors import Refusal, first_line
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 HYPERPARAMETERS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
@@ -55,6 +59,7 @@ class Source:
     adam_step: int
     engine: dict[str, Any]  # global_steps, global_samples, skipped_steps, lr_scheduler
     ds_config: dict[str, Any]  # as the engine had it, no "auto"
+    trusted: bool = False  # its pickles may run code
 
     @property
     def state_bytes(self) -> int:
@@ -63,14 +68,25 @@ class Source:
         return elements * 4 * (1 + len(ADAM_STATES))
 
 
-def open_checkpoint(checkpoint: Path) -> Source:
-    """Find the files, read their small parts and refuse what cannot be read by parameter. Raises Refusal."""
+def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
+    """Find the files, read their small parts and refuse what cannot be read by parameter. Raises Refusal.
+
+    `trusted`: pickles of the checkpoint may run code, as DeepSpeed's own load lets them.
+    """
+    try:
+        return _opened(checkpoint, trusted)
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        how = f"its files do not hold what DeepSpeed writes ({type(error).__name__}: {error})"
+        raise _damaged(checkpoint, how) from error
+
+
+def _opened(checkpoint: Path, trusted: bool) -> Source:
     folder = _states_folder(checkpoint)
     files = _optimizer_files(folder)
     model_file = next(iter(sorted(folder.glob("*_model_states.pt"))), None)
     if model_file is None:
         raise _damaged(checkpoint, f"{folder.name} has no *_model_states.pt")
-    model = _load(model_file)
+    model = _load(model_file, trusted)
     _refuse_unreadable(checkpoint, folder, model)
     if len(files) != model["dp_world_size"]:
         raise _damaged(
@@ -80,7 +96,7 @@ def open_checkpoint(checkpoint: Path) -> Source:
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
     stage, steps, groups = 0, set(), []
     for file in files:
-        states = _load(file)["optimizer_state_dict"]
+        states = _load(file, trusted)["optimizer_state_dict"]
         if "zero_stage" not in states:
             raise Refusal(
                 "ZR728",
@@ -99,7 +115,8 @@ def open_checkpoint(checkpoint: Path) -> Source:
     if len(steps) != 1:
         raise _damaged(checkpoint, f"Adam's step counters differ between groups or ranks: {sorted(steps)}")
     engine = {key: model[key] for key in ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")}
-    return Source(checkpoint, stage, len(files), files, places, groups, steps.pop(), engine, dict(model["ds_config"]))
+    ds_config = dict(model["ds_config"])
+    return Source(checkpoint, stage, len(files), files, places, groups, steps.pop(), engine, ds_config, trusted)
 
 
 def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
@@ -111,7 +128,7 @@ def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
     place = source.places[name]
     parts: dict[str, list[torch.Tensor]] = {key: [] for key in ("fp32", *ADAM_STATES)}
     for rank, start, count in place.pieces:
-        states = _load(source.files[rank])["optimizer_state_dict"]
+        states = _load(source.files[rank], source.trusted)["optimizer_state_dict"]
         adam = _base_states(states)["state"][place.group]
         flat = {"fp32": _flat_groups(states)[place.group]} | {key: adam[key] for key in ADAM_STATES}
         for key, tensor in flat.items():
@@ -121,11 +138,16 @@ def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
     return {key: torch.cat(pieces).view(place.shape) for key, pieces in parts.items()}
 
 
-def _load(file: Path) -> dict[str, Any]:
+def _load(file: Path, trusted: bool) -> dict[str, Any]:
     try:
-        return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+        if trusted:
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+        return load_without_code(file)
+    except pickle.UnpicklingError:
+        refuse_code(file.parents[1], code_in(file.parents[1]))
+        raise _damaged(file.parents[1], f"{file.name} cannot be read") from None
     except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise _damaged(file.parents[1], f"{file.name} cannot be read: {str(error).splitlines()[0]}") from None
+        raise _damaged(file.parents[1], f"{file.name} cannot be read: {first_line(error)}") from None
 
 
 def _damaged(checkpoint: Path, how: str) -> Refusal:
@@ -138,7 +160,7 @@ def _damaged(checkpoint: Path, how: str) -> Refusal:
 
 
 def _states_folder(checkpoint: Path) -> Path:
-    latest = checkpoint / "latest"
+    latest = checkpoint / LATEST
     if not latest.is_file():
         raise Refusal(
             "ZR730",
@@ -147,6 +169,9 @@ def _states_folder(checkpoint: Path) -> Path:
             "with save_only_model write none.",
             "Name a checkpoint-N folder of a run of ZeRO stage 1, 2 or 3.",
         )
+    fault = document_fault(checkpoint)
+    if fault is not None:
+        raise _damaged(checkpoint, fault)
     folder = checkpoint / latest.read_text().strip()
     if not folder.is_dir():
         raise _damaged(checkpoint, f"{folder.name} is missing")

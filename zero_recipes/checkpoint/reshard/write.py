@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.documents import STATE
 from zero_recipes.checkpoint.reshard.load import FOLDER, INDEX, is_resharded
 from zero_recipes.checkpoint.reshard.read import Source, open_checkpoint, read_parameter
 from zero_recipes.core import units
@@ -48,16 +49,19 @@ class Batch(NamedTuple):
         return f"{self.micro} per device x {self.accumulation} accumulation x {self.world_size} processes"
 
 
-def reshard(checkpoint: Path, world_size: int, stage: int) -> tuple[Path, Batch]:
+def reshard(
+    checkpoint: Path, world_size: int, stage: int, skip_checksums: bool = False, trusted: bool = False
+) -> tuple[Path, Batch]:
     """Write CHECKPOINT-zero<stage>-world<world_size> beside the checkpoint, which is not touched.
 
     Returns the new folder and its batch; the global batch is the old one's. It is written under a hidden name and
-    renamed when it is whole. Raises Refusal.
+    renamed when it is whole. `skip_checksums`: neither compare nor write them; `trusted`: pickles may run code. Raises
+    Refusal.
     """
     checkpoint = Path(os.path.normpath(checkpoint))
     target = checkpoint.with_name(f"{checkpoint.name}-zero{stage}-world{world_size}")
-    _refuse_early(checkpoint, world_size, stage, target)
-    source = open_checkpoint(checkpoint)
+    _refuse_early(checkpoint, world_size, stage, target, skip_checksums)
+    source = open_checkpoint(checkpoint, trusted)
     batch = _batch(source, world_size)
     copied = _copied(checkpoint)
     _refuse_full_disk(target, source.state_bytes + sum(size for _, size in copied))
@@ -72,7 +76,7 @@ def reshard(checkpoint: Path, world_size: int, stage: int) -> tuple[Path, Batch]
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, copy)
     _copy_random_states(source, world_size, unfinished)
-    manifest.write(unfinished, _facts(source, batch, stage))
+    manifest.write(unfinished, _facts(source, batch, stage), not skip_checksums)
     os.sync()  # the new name must not reach the disk before the files
     unfinished.rename(target)
     return target, batch
@@ -94,7 +98,7 @@ def strategy_of(source_config: dict[str, Any], stage: int) -> str:
     return f"zero{stage}" + ("_offload" if offloads and stage > 1 else "")
 
 
-def _refuse_early(checkpoint: Path, world_size: int, stage: int, target: Path) -> None:
+def _refuse_early(checkpoint: Path, world_size: int, stage: int, target: Path, skip_checksums: bool) -> None:
     if not checkpoint.is_dir():
         raise Refusal(
             "ZR737",
@@ -121,6 +125,10 @@ def _refuse_early(checkpoint: Path, world_size: int, stage: int, target: Path) -
     if target.exists():
         raise Refusal("ZR741", f"{target} exists already", "Nothing has been touched.", "Resume from it, or delete it.")
     damage = None if manifest.is_foreign(checkpoint) else manifest.damage(checkpoint)
+    if damage is None and not skip_checksums:
+        damage = manifest.content_fault(checkpoint)
+    if damage is None and not (checkpoint / STATE).is_file():
+        damage = f"it has no {STATE}"
     if damage is not None:
         raise Refusal(
             "ZR742",

@@ -1,0 +1,154 @@
+"""One split after the other: tokenised, audited, and whatever a library raises over a row said with the row."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+from datasets import Dataset, IterableDataset
+from transformers import PreTrainedTokenizerBase
+
+from zero_recipes.compat.huggingface import prepare_dataset
+from zero_recipes.core.errors import Finding, Refusal, raise_errors
+from zero_recipes.data.answers import LONG, longest_row
+from zero_recipes.data.audit import THE_DATA, Audit, audit, audit_findings, overlap_findings
+from zero_recipes.data.columns import foreign_ids
+from zero_recipes.data.library_errors import library_errors, root_cause
+from zero_recipes.data.load import reading
+from zero_recipes.data.source import Source, source_of
+
+STREAMED_ROWS = 1000  # of a streamed data set, audited before training
+
+
+def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
+    """input_ids and labels of each row, before truncation, dropping, packing and shuffling.
+
+    By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied.
+    """
+    whole = copy.copy(training_args)
+    whole.max_length, whole.shuffle_dataset = None, False
+    return prepare_dataset(rows, tokenizer, whole, packing=False)
+
+
+def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
+    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does."""
+    return prepare_dataset(tokenised, tokenizer, training_args, packing)
+
+
+class Split(NamedTuple):
+    """Rows tokenised whole, the same as they are trained on, and their counts."""
+
+    tokenised: Dataset
+    ready: Dataset
+    audit: Audit
+
+
+def sources_of(script_args, dataset_args) -> tuple[Source, Source]:
+    """Where the training rows and the evaluation rows come from."""
+    splits = script_args.dataset_train_split, script_args.dataset_test_split
+    return tuple(source_of(script_args, dataset_args, split) for split in splits)
+
+
+def prepare_splits(
+    rows, evaluation, tokenizer: PreTrainedTokenizerBase, training_args, skips: bool, sources: tuple[Source, Source]
+) -> tuple[list[Split], list[Finding]]:
+    """Training rows and, where there are any, evaluation rows, and what is wrong with each and with both together.
+
+    Of a stream the first STREAMED_ROWS. `skips`: the rows are ready as they are.
+    """
+    packing = training_args.packing
+    eval_packing = packing if training_args.eval_packing is None else training_args.eval_packing
+    splits, findings = [], []
+    for given, packs, source in ((rows, packing, sources[0]), (evaluation, eval_packing, sources[1])):
+        if given is not None:
+            *split, found = prepare_split(start_of(given, source), tokenizer, training_args, packs, skips, source)
+            splits.append(Split(*split))
+            findings += [finding for finding in found if finding not in findings]
+    if evaluation is not None:
+        findings += overlap_findings(splits[0].tokenised, splits[1].tokenised, sources[1])
+    return splits, findings
+
+
+def start_of(rows: Dataset | IterableDataset, source: Source) -> Dataset:
+    """The rows, or the first of a stream."""
+    if isinstance(rows, Dataset):
+        return rows
+    with reading(source):
+        return Dataset.from_list(list(rows.take(STREAMED_ROWS)))
+
+
+def prepare_split(
+    rows: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    training_args,
+    packing: bool,
+    skips: bool,
+    source: Source = THE_DATA,
+) -> tuple[Dataset, Dataset, Audit, list[Finding]]:
+    """One split tokenised whole and as it is trained on, its counts and what is wrong with it.
+
+    `skips`: the rows are ready as they are. Raises Refusal, with the row, for what cannot be tokenised.
+    """
+    if "input_ids" in rows.column_names:
+        raise_errors(list(foreign_ids(rows, 1 + max(tokenizer.get_vocab().values()), source)))
+    elif skips:
+        raise Refusal(
+            "ZR530",
+            f"the rows of {source.split} have no column input_ids",
+            "dataset_kwargs: {skip_prepare_dataset: true} says that they are tokenised.",
+            "Remove it, or tokenise the rows.",
+        )
+    tokenised = rows if skips else _tokenised(rows, tokenizer, training_args, source)
+    with library_errors("ZR529", f"{source.split} cannot be cut or packed", "TRL or datasets", "Correct the rows."):
+        ready = rows if skips else finish(tokenised, tokenizer, training_args, packing)
+        found = audit(rows, tokenised, ready, tokenizer, training_args)
+    return tokenised, ready, found, audit_findings(found, rows, tokenizer, source)
+
+
+def _tokenised(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, source: Source) -> Dataset:
+    """`tokenise`, with the row that a library stops on."""
+    announce_long_row(rows, training_args.dataset_text_field, source)
+    try:
+        return tokenise(rows, tokenizer, training_args)
+    except (Refusal, MemoryError):
+        raise
+    except Exception as error:
+        alone = copy.copy(training_args)
+        alone.dataset_num_proc = None
+        number, cause = _first_failing(rows, lambda part: tokenise(part, tokenizer, alone))
+        which = source.split if number is None else source.row(number)
+        raise Refusal(
+            "ZR528",
+            f"{which} cannot be tokenised: {root_cause(cause or error)}",
+            f"TRL, the tokenizer or its chat template stops on it: {str(rows[number or 0])[:200]}",
+            "Correct or remove the row, or correct the chat template.",
+        ) from error
+
+
+def _first_failing(rows: Dataset, attempt: Callable[[Dataset], object]) -> tuple[int | None, Exception | None]:
+    """The first row on which `attempt` fails, and how; found by halves."""
+    low, high, cause = 0, len(rows), None
+    while True:
+        middle = high if high - low == 1 else (low + high) // 2
+        try:
+            attempt(rows.select(range(low, middle)))
+            if middle == high:
+                return None, None  # alone they all pass
+            low = middle
+        except Exception as error:
+            cause = error
+            if high - low == 1:
+                return low, cause
+            high = middle
+
+
+def announce_long_row(rows: Dataset, text_field: str, source: Source) -> None:
+    """Say which row a tokenizer will be long at: one row gives no progress bar."""
+    columns = [
+        name for name in ("prompt", "completion", "messages", "conversations", text_field) if name in rows.features
+    ]
+    if columns and "input_ids" not in rows.features:
+        number, characters = longest_row(rows, columns)
+        if characters >= LONG:
+            print(f"{source.row(number)} has {characters:,} characters: tokenising it may take a while", flush=True)

@@ -1,0 +1,59 @@
+"""The rows of a step follow from the seed and the step's number alone, so that a resumed run sees the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import datasets
+import torch
+from torch.utils.data import RandomSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from trl import SFTTrainer
+
+
+class SeededOrderSFTTrainer(SFTTrainer):
+    """SFTTrainer that tells its sampler the epoch, and for which a stream has no end.
+
+    transformers 5.23, trainer.py `_get_train_sampler` gives the sampler of group_by_length no generator: it draws from
+    the random numbers of each process, which dropout has used by the second epoch, otherwise on each rank and after a
+    resume. So does the random one under accelerator_config.use_seedable_sampler: false. The first epoch stays as it is
+    there: nothing has been drawn yet.
+    accelerate 1.15, data_loader.py `skip_first_batches` puts another sampler around that of batch_rebalance, and
+    `_run_epoch` no longer finds its `set_epoch`: an epoch that a run is resumed in had the first one's order.
+    """
+
+    _train_sampler = None  # of a stream, for good
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        if isinstance(self.train_dataset, datasets.IterableDataset):
+            self.train_dataset = EndlessRows(self.train_dataset)
+
+    def _get_train_sampler(self, train_dataset=None):
+        self._train_sampler = super()._get_train_sampler(train_dataset)
+        return self._train_sampler
+
+    def _run_epoch(self, *arguments, epoch: int, **keywords) -> None:
+        if hasattr(self._train_sampler, "set_epoch"):
+            self._train_sampler.set_epoch(epoch)
+        elif isinstance(self._train_sampler, (LengthGroupedSampler, RandomSampler)) and epoch > 0:
+            seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+            self._train_sampler.generator = torch.Generator().manual_seed(seed + epoch)
+        super()._run_epoch(*arguments, epoch=epoch, **keywords)
+
+
+class EndlessRows(torch.utils.data.IterableDataset):
+    """A stream that begins again where it ends, within a step if need be; every process reads all of it.
+
+    transformers 5.23, trainer.py `_run_epoch` does not know where an epoch of a stream ends: it takes no step with the
+    batches that are left over, adds their gradients to the next step's, and a resumed run skips to the wrong rows.
+    accelerate 1.15, data_loader.py `prepare_data_loader` gives the processes files of their own where a `datasets`
+    stream has enough of them: their rows then depend on how many processes there are, and the ranks end at different
+    steps. Of any other stream each process takes its rows of every batch.
+    """
+
+    def __init__(self, rows: datasets.IterableDataset):
+        self.rows = rows.repeat(None)
+
+    def __iter__(self) -> Iterator[dict]:
+        return iter(self.rows)
