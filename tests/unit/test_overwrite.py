@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -244,6 +245,24 @@ def test_a_failed_run_that_saved_nothing_gives_way_at_once(tmp_path):
     assert claim_output_dir(tmp_path, True) is None
     write(tmp_path / "metrics.json", '{"status": "ok"}')
     assert claim_output_dir(tmp_path, True) == tmp_path / "overwritten-1"
+
+
+def test_what_cannot_be_moved_is_a_refusal_and_stays(tmp_path, monkeypatch):
+    """A checkpoint that is a mount of its own, a folder without rights, a full disk: at any of the moves."""
+    ours, foreign = random_tree(tmp_path, 5)
+    out, real = tmp_path / "out", os.rename
+    for number in range(4):
+        moves = iter(range(100))
+
+        def rename(source, target, moves=moves, number=number):
+            if next(moves) == number:
+                raise OSError(errno.EXDEV, "Invalid cross-device link", str(source))
+            real(source, target)
+
+        with monkeypatch.context() as patched, pytest.raises(Refusal, match=r"cannot be moved.*ZR752"):
+            patched.setattr(os, "rename", rename)
+            claim_output_dir(out, True)
+        assert contents(out) == ours | foreign
 
 
 def test_a_run_that_was_killed_is_named_to_those_that_do_not_overwrite(tmp_path):
