@@ -15,7 +15,7 @@ import pytest
 
 from zero_recipes.checkpoint import manifest, overwrite
 from zero_recipes.checkpoint.output_dir import claim_output_dir, refuse_occupied
-from zero_recipes.config.inputs import inputs_of
+from zero_recipes.config.paths_read import inputs_of
 from zero_recipes.config.recipe import parse_recipe
 from zero_recipes.core.errors import Refusal
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.resume import numbered
 from zero_recipes.checkpoint.saved_files import CHECKSUMS
-from zero_recipes.config.inputs import Input
+from zero_recipes.config.paths_read import Input
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.files import write_json
 

@@ -25,7 +25,7 @@ from zero_recipes.config import recipe_keys
 from zero_recipes.config import run as run_config
 from zero_recipes.config import strategy as strategies
 from zero_recipes.config.accelerate import launcher_findings
-from zero_recipes.config.inputs import inputs_of
+from zero_recipes.config.paths_read import inputs_of
 from zero_recipes.config.recipe import RecipeFile, steps_by_epochs
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import Settings

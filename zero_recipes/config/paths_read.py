@@ -53,7 +53,7 @@ def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) 
         if key not in WRITTEN:
             paths = (path for text in _texts(value) for path in _paths(text, key in PATHS))
             found += [Input(key, path, key in DATA or key == "resume_from_checkpoint") for path in paths]
-    for entry in settings.datasets or ():
+    for entry in settings.datasets if isinstance(settings.datasets, list) else ():
         if isinstance(entry, Mapping) and isinstance(entry.get("path"), str):
             names = [
                 os.path.join(entry["path"], text) for text in _texts([entry.get("data_files"), entry.get("data_dir")])
