@@ -94,7 +94,7 @@ def test_what_is_overwritten_is_gone_after_the_first_step(one, earlier, tmp_path
         (out / foreign).write_text("mine")
     given = [str(earlier), "--output_dir", str(out), "--overwrite", "true", "--seed", "7", "--save_steps", "1"]
     seen = one.run("output_dir_cases.train_and_look", argv=given, folder=str(out))[0]
-    assert seen == [
+    assert [[name for name in names if name != "README.md"] for names in seen] == [  # TRL's card may be anybody's
         ["checkpoint-notes", "metrics.json", "overwritten-1", "recipe.resolved.yaml", "vectors.safetensors"],
         ["checkpoint-1", "checkpoint-notes", "metrics.json", "recipe.resolved.yaml", "vectors.safetensors"],
     ]
