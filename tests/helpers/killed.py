@@ -19,6 +19,12 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def orphan() -> None:
+    """Kill the launcher, and live on."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    signal.pause()
+
+
 def terminate() -> None:
     """End the launcher, which is this process's parent, and wait for what it does to its workers."""
     os.kill(os.getppid(), signal.SIGTERM)
@@ -26,7 +32,7 @@ def terminate() -> None:
 
 
 def sabotage(place: str, step: int) -> None:
-    """Let this rank die while it trains step `step` ("step", "terminate"), or while it saves after it."""
+    """Let this rank die while it trains step `step` ("step", "terminate", "orphan"), or while it saves after it."""
     import torch
 
     from zero_recipes.checkpoint import manifest
@@ -64,8 +70,8 @@ def sabotage(place: str, step: int) -> None:
         lambda *_: saves.append(step),
         lambda trainer, *_: trainer.state.global_step == step,
     )
-    if place in ("step", "terminate"):
-        act = die if place == "step" else terminate
+    if place in ("step", "terminate", "orphan"):
+        act = {"step": die, "terminate": terminate, "orphan": orphan}[place]
         before(Trainer, "training_step", lambda *_: act(), lambda trainer, *_: trainer.state.global_step == step - 1)
     elif place in ("begun", "weights", "random"):
         names = {"begun": "save_model", "weights": "_save_optimizer_and_scheduler", "random": "_save_rng_state"}
@@ -88,7 +94,7 @@ original = run_sft.train
 def train(run):
     if "KILL" in os.environ:
         place, rank, step = os.environ["KILL"].split(":")
-        if os.environ["RANK"] == rank:
+        if os.environ.get("RANK", "0") == rank:
             sabotage(place, int(step))
     return original(run)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,10 @@ from tests.helpers.group import CaseFailed
 from tests.helpers.killed import PLACES, RANK_0_ONLY
 from tests.helpers.resuming import RESULT, arguments, resume_recipe
 from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.lock import LOCK
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
 from zero_recipes.core.files import write_json
-from zero_recipes.core.process import free_port
+from zero_recipes.core.process import free_port, lives
 
 ROOT = Path(__file__).resolve().parents[2]
 RESUME = ("--resume_from_checkpoint", "true")
@@ -27,14 +30,18 @@ pytestmark = pytest.mark.launch
 
 def launch(strategy: str, recipe: Path, output_dir: Path, kill: str | None, *more: str) -> tuple[int, str]:
     """(exit code, everything printed) of a real launch that is killed as tests/helpers/killed.py says."""
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", str(free_port())]
-    command += ["tests/helpers/killed.py", str(recipe), "--output_dir", str(output_dir), *RESUME, *more]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({} if kill is None else {"KILL": kill})
+    command = command_of(strategy, recipe, output_dir, *more)
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400
     )
     return ended.returncode, ended.stdout
+
+
+def command_of(strategy: str, recipe: Path, output_dir: Path, *more: str) -> list[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", f"accelerate_configs/{strategy}.yaml", "--main_process_port", str(free_port())]
+    return [*command, "tests/helpers/killed.py", str(recipe), "--output_dir", str(output_dir), *RESUME, *more]
 
 
 def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
@@ -59,6 +66,41 @@ def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
     paths = [str(folder / "checkpoint-7") for folder in (tmp_path / "whole", out)]
     gaps = two.run("checkpoint_gaps", one=paths[0], other=paths[1])[0]
     assert (gaps["weights"], gaps["states"]) == (0.0, 0.0) and gaps["tensors"] > 40
+
+
+def test_killed_before_its_first_step_nothing_is_lost_and_the_same_command_goes_on(one, tmp_path):
+    recipe, out = resume_recipe(tmp_path, save_steps=2, save_model=True), tmp_path / "out"
+    one.run("train", argv=arguments(recipe, "ddp", out))
+    old = {
+        name: (out / name).read_bytes() for name in ("model.safetensors", "metrics.json", "checkpoint-2/manifest.json")
+    }
+    again = [str(recipe), "--output_dir", str(out), "--overwrite", "true", "--seed", "5"]
+    command = [sys.executable, "tests/helpers/killed.py", *again]
+    assert subprocess.run(command, cwd=ROOT, env=os.environ | {"KILL": "step:0:1"}).returncode == -signal.SIGKILL
+    assert {name: (out / "overwritten-1" / name).read_bytes() for name in old} == old
+    assert "ZR749" in one.run("refusal_of", argv=[*again[:3], *RESUME])[0]
+    one.run("train", argv=again)
+    assert not list(out.glob("overwritten-*")) and (out / "model.safetensors").read_bytes() != old["model.safetensors"]
+
+
+def test_a_run_beside_workers_whose_launcher_was_killed_is_refused(one, tmp_path):
+    recipe, out = resume_recipe(tmp_path, save_steps=2), tmp_path / "out"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "KILL": "orphan:0:2"}
+    command = command_of("ddp", recipe, out)
+    launched = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, timeout=400)
+    assert launched.returncode == -signal.SIGKILL
+    workers = [holder["pid"] for holder in json.loads((out / LOCK).read_text())]
+    try:
+        assert len(workers) == 2 and all(map(lives, workers))
+        before = sorted(path.name for path in out.iterdir())
+        for more in (RESUME, ("--overwrite", "true")):
+            said = one.run("refusals_with_reasons", argv=arguments(recipe, "ddp", out, *more))[0]
+            assert "ZR747" in said and all(f"process {pid} on " in said for pid in workers)
+        assert sorted(path.name for path in out.iterdir()) == before
+    finally:
+        for pid in workers:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture

@@ -210,7 +210,11 @@ def test_a_checkpoint_carries_the_history_as_json():
         first_step=1,
         resumed_at=[3],
     )
-    carried = json.loads(json.dumps(history.model_dump(mode="json") | {"answers_before": {"prompts": [], "texts": [], "reference_losses": []}}))
+    carried = json.loads(
+        json.dumps(
+            history.model_dump(mode="json") | {"answers_before": {"prompts": [], "texts": [], "reference_losses": []}}
+        )
+    )
     again = History.model_validate(carried)
     assert again.summary == history.summary and again.eval_history == [evaluation]
     assert (again.first_step, again.resumed_at, math.isfinite(again.grad_norm_history[1])) == (1, [3], False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -14,7 +15,7 @@ import pytest
 
 from zero_recipes.checkpoint import manifest, overwrite
 from zero_recipes.checkpoint.output_dir import claim_output_dir, refuse_occupied
-from zero_recipes.config.inputs import inputs_of
+from zero_recipes.config.paths_read import inputs_of
 from zero_recipes.config.recipe import parse_recipe
 from zero_recipes.core.errors import Refusal
 
@@ -246,6 +247,24 @@ def test_a_failed_run_that_saved_nothing_gives_way_at_once(tmp_path):
     assert claim_output_dir(tmp_path, True) == tmp_path / "overwritten-1"
 
 
+def test_what_cannot_be_moved_is_a_refusal_and_stays(tmp_path, monkeypatch):
+    """A checkpoint that is a mount of its own, a folder without rights, a full disk: at any of the moves."""
+    ours, foreign = random_tree(tmp_path, 5)
+    out, real = tmp_path / "out", os.rename
+    for number in range(4):
+        moves = iter(range(100))
+
+        def rename(source, target, moves=moves, number=number):
+            if next(moves) == number:
+                raise OSError(errno.EXDEV, "Invalid cross-device link", str(source))
+            real(source, target)
+
+        with monkeypatch.context() as patched, pytest.raises(Refusal, match=r"cannot be moved.*ZR752"):
+            patched.setattr(os, "rename", rename)
+            claim_output_dir(out, True)
+        assert contents(out) == ours | foreign
+
+
 def test_a_run_that_was_killed_is_named_to_those_that_do_not_overwrite(tmp_path):
     out = tmp_path / "out"
     random_tree(tmp_path, 1)
@@ -282,6 +301,8 @@ def old_run(tmp_path, monkeypatch) -> Path:
     (tmp_path / "twice").symlink_to(tmp_path / "linked")
     (tmp_path / "model" / "model.safetensors").symlink_to(tmp_path / "out" / "model.safetensors")
     (tmp_path / "adapter").mkdir()
+    (tmp_path / "above").mkdir()
+    (tmp_path / "above" / "old").symlink_to(tmp_path / "out")
     write(tmp_path / "adapter" / "adapter_config.json", json.dumps({"base_model_name_or_path": "./twice"}))
     return tmp_path
 
@@ -297,6 +318,7 @@ READ = {
     "the checkpoint": {"resume_from_checkpoint": "twice"},
     "the rows": {"dataset_name": "out/checkpoint-4"},
     "the rows above": {"dataset_name": "."},
+    "the rows by a link to a folder": {"dataset_name": "above"},
     "a mixture": {"datasets": [{"path": "other"}, {"path": "./out"}]},
     "a mixture's files": {"datasets": [{"path": "json", "data_files": {"train": "./out/*.jsonl"}}]},
     "a mixture's files below its path": {"datasets": [{"path": "out", "data_files": "samples.jsonl"}]},
@@ -375,3 +397,47 @@ def test_the_first_refusal_does_not_lead_there(old_run):
         with pytest.raises(Refusal, match="ZR702") as caught:
             refuse_occupied(Path("out"), None, False, inputs)
         assert ("--overwrite" in caught.value.fix) == named and "another --output_dir" in caught.value.fix
+
+
+def seen_through(path: Path, deep: bool) -> dict[str, bytes]:
+    """What a reader of a path finds there, links followed: of a folder its files, or all below it."""
+    if path.is_file():
+        return {"": path.read_bytes()}
+    found = path.glob("**/*" if deep else "*")
+    return {str(file.relative_to(path)): file.read_bytes() for file in found if file.is_file()}
+
+
+KEYS = ("model_name_or_path", "dataset_name", "chat_template_path", "sample_prompts", "resume_from_checkpoint")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_a_run_reads_is_there_after_it_has_overwritten(tmp_path, monkeypatch, seed):
+    """Paths drawn from the folder, from links into it and from beside it: refused, or the same to read afterwards."""
+    monkeypatch.chdir(tmp_path)
+    draw, out = random.Random(seed), Path("out")
+    random_tree(tmp_path, seed)
+    inside = ["out", *(path.as_posix() for path in out.rglob("*"))]
+    for number in range(8):
+        target = draw.choice([*inside, *(f"link{earlier}" for earlier in range(number))])
+        Path(f"link{number}").symlink_to(Path(target) if draw.random() < 0.5 else tmp_path / target)
+    (tmp_path / "folder").mkdir()
+    for number in range(3):
+        (tmp_path / "folder" / f"{number}").symlink_to(tmp_path / draw.choice(inside))
+    beside = ["outside", "folder", ".", "recipe.yaml", *(f"link{number}" for number in range(8))]
+    refused = 0
+    for _ in range(20):
+        text = draw.choice(draw.choice([inside, beside]))
+        key, written = draw.choice(KEYS), draw.choice([text, f"./{text}", str(tmp_path / text), f"outside/../{text}"])
+        deep = key in ("dataset_name", "resume_from_checkpoint")
+        inputs = inputs_of(settings_of(tmp_path, **{key: written}), tmp_path / "recipe.yaml", {})
+        try:
+            refuse_occupied(out, None, True, inputs)
+        except Refusal as refusal:
+            assert refusal.codes == ["ZR751"]
+            refused += 1
+            continue
+        before = seen_through(Path(written), deep) if Path(written).exists() else None
+        aside = claim_output_dir(out, True, inputs)
+        assert before is None or seen_through(Path(written), deep) == before, f"{key}: {written}"
+        overwrite.put_back(aside)
+    assert 0 < refused < 20

@@ -144,7 +144,8 @@ def _in_use(output_dir: Path) -> Refusal:
 def _living_holders(output_dir: Path) -> list[dict[str, Any]]:
     """As the lock file names them: all of other machines, and of this one those that are alive."""
     try:
-        holders = json.loads((output_dir / LOCK).read_bytes())
+        read = json.loads((output_dir / LOCK).read_bytes())
+        holders = [{key: holder[key] for key in ("rank", "host", "pid", "started")} for holder in read]
         return [holder for holder in holders if holder["host"] != socket.gethostname() or _lives(holder)]
     except (OSError, ValueError, TypeError, KeyError):  # not written yet
         return []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zero_recipes.checkpoint import overwrite as overwriting
 from zero_recipes.checkpoint.resume import clear_unfinished, numbered, resumes_in
-from zero_recipes.config.inputs import Input
+from zero_recipes.config.paths_read import Input
 from zero_recipes.core.errors import Refusal
 
 FAILURE = re.compile(r"failure\.rank\d+\.json")

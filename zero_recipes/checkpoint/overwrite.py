@@ -19,15 +19,22 @@ from pathlib import Path
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.resume import numbered
 from zero_recipes.checkpoint.saved_files import CHECKSUMS
-from zero_recipes.config.inputs import Input
+from zero_recipes.config.paths_read import Input
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.files import write_json
 
-RESULTS = ("metrics.json", "samples.jsonl", "recipe.resolved.yaml", CHECKSUMS)
+RESULTS = ("metrics.json", "samples.jsonl", "recipe.resolved.yaml")
 # what transformers 5.23 and PEFT save of a model ...
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 # ... and beside it, with the tokenizers' own files: without weights nobody can say whose they are
-BESIDE = {"config.json", "generation_config.json", "adapter_config.json", "training_args.bin", "chat_template.jinja"}
+BESIDE = {
+    CHECKSUMS,
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "training_args.bin",
+    "chat_template.jinja",
+}
 BESIDE |= {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"}
 BESIDE |= {"vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"}
 ASIDE, DELETING, MOVED = re.compile(r"overwritten-\d+"), ".deleting", ".moved.json"
@@ -106,10 +113,20 @@ def move_aside(output_dir: Path) -> Path | None:
     while any((output_dir / f"overwritten-{number}{end}").exists() for end in ("", DELETING)):
         number += 1
     aside = output_dir / f"overwritten-{number}"
-    aside.mkdir()
-    write_json(aside / MOVED, [path.name for path in going])
-    for path in going:
-        path.rename(aside / path.name)
+    try:
+        aside.mkdir()
+        write_json(aside / MOVED, [path.name for path in going])
+        for path in going:
+            path.rename(aside / path.name)
+    except OSError as error:
+        recover(output_dir)
+        raise Refusal(
+            "ZR752",
+            f"{error.filename} cannot be moved to {aside}",
+            f"{error.strerror}. --overwrite true moves what an earlier run left aside until the new run has taken its "
+            "first step. All is where it was.",
+            "Choose another --output_dir, or make room and rights for this user.",
+        ) from None
     return aside
 
 

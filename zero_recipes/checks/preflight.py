@@ -30,8 +30,8 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config import run as run_config
 from zero_recipes.config import strategy as strategies
 from zero_recipes.config.accelerate import launcher_findings, precision_findings
-from zero_recipes.config.inputs import inputs_of
 from zero_recipes.config.launch_keys import launch_key_findings, launch_of
+from zero_recipes.config.paths_read import inputs_of
 from zero_recipes.config.recipe import RecipeFile, steps_by_epochs
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import Settings

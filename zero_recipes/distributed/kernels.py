@@ -188,10 +188,11 @@ def build(ops: Iterable[str]) -> None:
 
 def _say_that_it_goes_on(op: str, start: float, done: threading.Event) -> None:
     """Until it is done; where it takes too long this process ends, for its main thread may wait in torch for ever."""
+    waited = 0
     while not done.wait(SAY_SECONDS):
-        seconds = time.monotonic() - start
-        print(f"still compiling {op}, {seconds:.0f} s", flush=True)
-        if seconds > COMPILE_SECONDS:
+        print(f"still compiling {op}, {time.monotonic() - start:.0f} s", flush=True)
+        waited += SAY_SECONDS
+        if waited > COMPILE_SECONDS:
             os._exit(print_refusal(still_locked(extension_folder(os.environ, op), COMPILE_SECONDS)))
 
 

@@ -16,7 +16,7 @@ from zero_recipes.checkpoint import overwrite
 from zero_recipes.checkpoint.lock import hold_output_dir
 from zero_recipes.checkpoint.output_dir import claim_output_dir
 from zero_recipes.checkpoint.resume import passed_over
-from zero_recipes.config.inputs import inputs_of
+from zero_recipes.config.paths_read import inputs_of
 from zero_recipes.config.recipe import write_resolved
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment

@@ -35,12 +35,13 @@ class Input:
 
     def first_of(self, paths: list[Path]) -> Path | None:
         """The first of these real files and folders without which the input were not there, or not whole."""
-        used = {path for found in self.files() for path in (found, *found.parents)}
-        within = self.path.resolve()
+        read = set(self.files())
+        used = {path for found in read for path in (found, *found.parents)}
         folders = {path: path.parents if self.deep else [path.parent] for path in paths}
         for path in paths:
-            mounted_twice = within.is_dir() and any(f.samefile(within) for f in folders[path] if f.exists())
-            if path in used or mounted_twice:
+            below = self.deep and not read.isdisjoint(path.parents)  # also by way of a link to a folder
+            mounted_twice = self.path.is_dir() and any(f.samefile(self.path) for f in folders[path] if f.exists())
+            if path in used or below or mounted_twice:
                 return path
         return None
 
@@ -52,7 +53,7 @@ def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) 
         if key not in WRITTEN:
             paths = (path for text in _texts(value) for path in _paths(text, key in PATHS))
             found += [Input(key, path, key in DATA or key == "resume_from_checkpoint") for path in paths]
-    for entry in settings.datasets or ():
+    for entry in settings.datasets if isinstance(settings.datasets, list) else ():
         if isinstance(entry, Mapping) and isinstance(entry.get("path"), str):
             names = [
                 os.path.join(entry["path"], text) for text in _texts([entry.get("data_files"), entry.get("data_dir")])
