@@ -36,7 +36,6 @@ SWEEP = ["sweep", "recipes/tiny.yaml"]
         ([*SWEEP, "--output_dir", "README.md"], "ZR352"),
         ([*SWEEP, "--output_dir", "README.md/below"], "ZR352"),
         ([*PLAN, "--output_dir", "README.md"], "ZR352"),
-        (["report", "README.md"], "ZR352"),
         (["reshard", "README.md", "--stage", "2", "--world_size", "2"], "ZR352"),
         (["check", "recipes"], "ZR144"),
         (["fetch", "recipes"], "ZR144"),

@@ -45,11 +45,11 @@ def test_misspelt_and_launch_keys_in_the_file(tmp_path):
     refusal = refused([str(path)])
     assert refusal.codes == ["ZR103"]
     assert "`per_device_batch_size`" in refusal.what and "per_device_train_batch_size" in refusal.fix
-    path.write_text("model_name_or_path: x\nnum_processes: 4\n")
+    path.write_text("model_name_or_path: x\nnum_machines: 4\n")
     refusal = refused([str(path)])
     assert refusal.codes == ["ZR102"]
-    assert "num_processes" in refusal.what and "accelerate launch --config_file" in refusal.fix
-    path.write_text("accelerate_config: zero2\n")
+    assert "num_machines" in refusal.what and "accelerate launch --config_file" in refusal.fix
+    path.write_text("config_file: zero2.yaml\n")  # accelerate_config and num_processes: test_launch_keys.py
     assert refused([str(path)]).codes == ["ZR102"]
 
 

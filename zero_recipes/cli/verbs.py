@@ -106,7 +106,6 @@ def add_report(verbs) -> None:
 def _report(arguments: argparse.Namespace) -> int:
     from zero_recipes.report import write_report
 
-    refuse_no_folder(arguments.folder, "FOLDER")
     print(f"report: {write_report(arguments.folder)}")
     return 0
 

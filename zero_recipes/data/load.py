@@ -73,7 +73,7 @@ def load_rows(
         for rows, name in splits
     ]
     if dataset_format is None:
-        refuse_turns_of_plain_rows(loaded[0], training_args.assistant_only_loss)
+        refuse_turns_of_plain_rows(loaded[0], getattr(training_args, "assistant_only_loss", False))
     return loaded[0], loaded[1]
 
 
