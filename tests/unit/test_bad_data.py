@@ -86,7 +86,7 @@ def test_a_stream_that_goes_wrong_later_is_refused_at_its_row(tmp_path):
     from zero_recipes.data.load import load_rows
 
     script = ScriptArguments(dataset_name=str(data), dataset_streaming=True)
-    training = SimpleNamespace(seed=0, eval_strategy="no", dataset_text_field="text")
+    training = SimpleNamespace(seed=0, eval_strategy="no", dataset_text_field="text", assistant_only_loss=False)
     train, _ = load_rows(script, training, DatasetMixtureConfig(), None)
     with pytest.raises(Refusal, match=r"row 1200 of train \(.*train.jsonl line 1201\).*ZR524"):
         list(train)

@@ -245,7 +245,9 @@ def test_a_file_for_fsdp1_is_converted_by_accelerate_and_checked(tmp_path, monke
         "  fsdp_state_dict_type: FULL_STATE_DICT\n  fsdp_use_orig_params: true\n  fsdp_version: 1\n"
     )
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("model_name_or_path: ./tiny_world/base\ndataset_name: ./tiny_world\nuse_cpu: true\n")
+    recipe.write_text(
+        "model_name_or_path: ./tiny_world/base\ndataset_name: ./tiny_world\ndataset_format: alpaca\nuse_cpu: true\n"
+    )
     said = ["check", str(recipe), "--config_file", str(file)]
     assert cli.main(said) == 2 and "--upgrade writes the file for FSDP2" in capsys.readouterr().out
     assert cli.main([*said, "--upgrade"]) == 0, capsys.readouterr().out
