@@ -46,7 +46,7 @@ def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):
 def test_what_the_audit_refuses_is_refused_on_every_rank(two, tmp_path):
     path = write_recipe(tmp_path, max_length=2)
     refused = two.run("refusal_of", argv=[str(path), "--output_dir", str(tmp_path / "out")])
-    assert refused == ["no row is left to train on [ZR513]"] * 2
+    assert refused == ["no row of train is left [ZR513]"] * 2
     assert not (tmp_path / "out").exists()
 
 

@@ -11,7 +11,7 @@ from tests.helpers.tiny import named, write_recipe
 from zero_recipes.checkpoint.verify import verify
 
 KEYS = {"save_model": True, "max_steps": 3, "sample_prompts": 3, "sample_max_new_tokens": 2}
-KEYS |= {"save_strategy": "steps", "save_steps": 2}
+KEYS |= {"dataset_test_split": "train", "save_strategy": "steps", "save_steps": 2}
 
 
 def test_out_of_memory_while_the_weights_are_loaded(one, tmp_path):
@@ -19,7 +19,7 @@ def test_out_of_memory_while_the_weights_are_loaded(one, tmp_path):
     argv = [str(path), "--output_dir", str(tmp_path / "out")]
     (ended,) = one.run("sample_cases.break_at", argv=argv, point="load", error="MemoryError", words="no room")
     row = ended["metrics"]
-    assert (row["status"], row["error"], row["name"]) == ("oom", "MemoryError: no room", "recipe.yaml")
+    assert (row["status"], row["error"], row["name"]) == ("oom", "MemoryError: no room", "recipe")
     assert (row["failure"]["phase"], row["world_size"], row["strategy"]) == ("model", 1, "single")
     (ended,) = one.run("sample_cases.break_at", argv=[*argv[:2], str(tmp_path / "no")], point="load", error="Refusal")
     assert ended["error"][0] == "Refusal" and not (tmp_path / "no").exists()

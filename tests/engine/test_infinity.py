@@ -147,6 +147,7 @@ def test_only_a_checkpoint_that_would_be_resumed_is_refused(two, recipe, tmp_pat
     assert two.run("train", argv=argv)[0]["metrics"]["status"] == "ok"
     (output / "checkpoint-1").mkdir()
     (output / "checkpoint-1" / "optimizer.pt").write_text("")
+    (output / "checkpoint-1" / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
     (output / "metrics.json").unlink()
     named = [word if word != "true" else str(output / "checkpoint-1") for word in argv]
     (said, _) = two.run("refusal_of", argv=named)

@@ -197,6 +197,12 @@ SECTIONS = {
         recipe(
             "Alpaca's columns unnamed", "seed: 1", "dataset_format: alpaca", "ZR508", rows=ALPACA, names="instruction"
         ),
+        Fault(
+            "as many sample prompts as rows of a split that is missing",
+            Side(recipe="sample_prompts: 1"),
+            Side(recipe="sample_prompts: 1", files=TEST_ROWS),
+            "ZR516",
+        ),
         recipe(
             "sample prompts from no split", "sample_prompts: 2", "sample_prompts: [Say it.]", "ZR516", names="'test'"
         ),

@@ -288,17 +288,19 @@ def engine_config(argv: list[str]) -> dict:
 
 
 def splits_tokenised(argv: list[str], cache: str) -> int:
-    """How many splits this process tokenised in one run, with the datasets library's cache in `cache`."""
+    """How many splits this process tokenised in one run, with the datasets library's cache in `cache`; not the first
+    rows, which the preflight looks at."""
     import datasets
 
+    from zero_recipes.checks.data_at_hand import FIRST
     from zero_recipes.data import splits
 
     original, kept, calls = splits.tokenise, datasets.config.HF_DATASETS_CACHE, []
-    splits.tokenise = lambda *arguments: calls.append(1) or original(*arguments)
+    splits.tokenise = lambda rows, *others: calls.append(len(rows)) or original(rows, *others)
     datasets.config.HF_DATASETS_CACHE = cache
     try:
         train(argv)
-        return len(calls)
+        return sum(rows > FIRST for rows in calls)
     finally:
         splits.tokenise, datasets.config.HF_DATASETS_CACHE = original, kept
 

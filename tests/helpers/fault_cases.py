@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from datetime import timedelta
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from unittest import mock
 
@@ -136,6 +137,7 @@ def train_with_liger(argv: list[str]) -> dict:
     package, module = ModuleType("liger_kernel"), ModuleType("liger_kernel.transformers")
     module._apply_liger_kernel_to_instance = lambda model, **kernels: asked.append(kernels)
     package.transformers = module
+    package.__spec__ = ModuleSpec("liger_kernel", None)  # importlib.util.find_spec finds it by that
     with contextlib.ExitStack() as stack:
         stack.enter_context(
             mock.patch.dict(sys.modules, {"liger_kernel": package, "liger_kernel.transformers": module})

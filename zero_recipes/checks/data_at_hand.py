@@ -62,7 +62,9 @@ def _look(settings: Settings) -> None:
     tokenizer = template.apply_chat_template_file(load.load_tokenizer(arguments, arguments), arguments)
     template.refuse_bad_template(rows, tokenizer, arguments)
     if not sample_findings(settings):
-        samples.choose_samples(settings.sample_prompts, evaluation, settings.dataset_format, tokenizer)
+        requested, form = settings.sample_prompts, settings.dataset_format
+        asked = samples.rows_to_ask(requested, evaluation, arguments, arguments, arguments, form)
+        samples.choose_samples(requested, asked, form, tokenizer, settings.dataset_test_split)
     if not (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
         splits.tokenise(Dataset.from_list(list(rows.take(FIRST))), tokenizer, arguments)
 
