@@ -33,10 +33,11 @@ class TokenWeightedSFTTrainer(SFTTrainer):
     A mixture of experts' auxiliary loss stays a mean over micro batches.
     """
 
+    _repeated: tuple[dict, torch.Tensor] | None = None  # the last batch of an epoch, and which of its tokens
+
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
         count_tokens_with_loss(self)
-        self._repeated: tuple[dict, torch.Tensor] | None = None
         if self.padding_free:
             self.data_collator = CollatorWithRowLengths(self.data_collator)
 
