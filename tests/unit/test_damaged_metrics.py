@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tests.helpers.damaged_metrics import CONTENTS, SAMPLE, damaged_folder, whole
 from tests.helpers.report_runs import metrics, save
+from zero_recipes.checkpoint.output_dir import refuse_occupied
 from zero_recipes.cli import main as cli
 from zero_recipes.cli.sweep import _row
 from zero_recipes.core.errors import Refusal
@@ -151,3 +152,11 @@ def test_a_sweep_goes_on_where_a_run_left_damaged_files(tmp_path):
     assert row.status == "failed" and row.error.startswith("exit code 1; ")
     with chdir(tmp_path):
         assert read_run(tmp_path / "metrics.json").status == "failed"
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "7", "null", '{"status": []}', "\x00", "[" * 3000])
+def test_a_folder_with_a_damaged_one_is_occupied(tmp_path, text):
+    """What cannot be read may be a finished run's: it is kept, with a refusal and no traceback."""
+    (tmp_path / "metrics.json").write_text(text)
+    with pytest.raises(Refusal, match="ZR702"):
+        refuse_occupied(tmp_path, None, overwrite=False)

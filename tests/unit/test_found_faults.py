@@ -11,7 +11,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "found_faults.md"
-ROWS = [line for line in PAGE.read_text().splitlines() if line.startswith("| ") and not line.startswith(("| Found", "| ---"))]
+ROWS = [
+    line
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("| ") and not line.startswith(("| Found", "| ---"))
+]
 NAMED = sorted({name for row in ROWS for name in re.findall(r"`(tests/[\w/]+\.py(?:::\w+)?)", row)})
 
 

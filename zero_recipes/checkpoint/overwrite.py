@@ -23,6 +23,7 @@ from zero_recipes.config.paths_read import Input
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.files import write_json
 
+FAILED = ("failed", "oom", "diverged", "refused")  # metrics.schema.Status, of what is not finished; a list is none
 RESULTS = ("metrics.json", "samples.jsonl", "recipe.resolved.yaml")
 # what transformers 5.23 and PEFT save of a model ...
 WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -81,10 +82,10 @@ def _strangers(checkpoint: Path) -> list[Path]:
 def is_finished(output_dir: Path) -> bool:
     """Whether metrics.json is there and does not say that its run has failed."""
     try:
-        return json.loads((output_dir / "metrics.json").read_text())["status"] == "ok"
+        return json.loads((output_dir / "metrics.json").read_text())["status"] not in FAILED
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return True  # it cannot be read: then it is kept
 
 
