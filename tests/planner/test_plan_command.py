@@ -161,7 +161,10 @@ def test_a_folder_takes_the_picture_and_the_json(capsys, tmp_path):
         ([RECIPE, "--gpus", "2,x", "--gpu", "h200"], "--gpus 2,x"),
         ([RECIPE, "--gpus", "0", "--gpu", "h200"], "--gpus 0"),
         ([RECIPE, "--gpus", "12", "--gpu", "h200"], "--gpus 12 with 8 in each machine"),
-        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--gpus_per_node", "0"], "with 0 in each machine"),
+        (
+            [RECIPE, "--gpus", "2", "--gpu", "h200", "--gpus_per_node", "0"],
+            "--gpus_per_node '0' is not a whole number of at least 1",
+        ),
         ([RECIPE, "--gpus", "2", "--gpu", "h200", "--strategies", "zero5"], "no strategy zero5"),
         ([RECIPE, "--gpus", "2", "--gpu", "h200", "--max_stepz", "5"], "max_stepz"),
         ([RECIPE, "--gpus", "2", "--gpu", "h200", "--model_name_or_path", "no/body"], "config.json of no/body"),

