@@ -163,7 +163,7 @@ def test_a_folder_takes_the_picture_and_the_json(capsys, tmp_path):
         ([RECIPE, "--gpus", "12", "--gpu", "h200"], "--gpus 12 with 8 in each machine"),
         (
             [RECIPE, "--gpus", "2", "--gpu", "h200", "--gpus_per_node", "0"],
-            "--gpus_per_node '0' is not a whole number of at least 1",
+            "--gpus_per_node '0' is not a whole number",
         ),
         ([RECIPE, "--gpus", "2", "--gpu", "h200", "--strategies", "zero5"], "no strategy zero5"),
         ([RECIPE, "--gpus", "2", "--gpu", "h200", "--max_stepz", "5"], "max_stepz"),
