@@ -141,6 +141,8 @@ def test_a_ds_config_may_leave_out_what_the_libraries_set_by_themselves(said):
     """DeepSpeed clips at 1.0, the recipe's default; accelerate adds the recipe's precision."""
     assert said({}, without=("gradient_clipping", "bf16", "fp16")) == []
     assert [code for code, _ in said({}, without=("gradient_clipping",), max_grad_norm=0.0)] == ["ZR213"]
+    stage_3 = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+    assert said(stage_3) == [] and "has no bf16" in said(stage_3, without=("bf16",))[0][1]
 
 
 def test_ds_configs_that_contradict_the_run(said):

@@ -39,7 +39,7 @@ def ds_config_findings(
 def _missing(config: dict, source: str, settings: Settings) -> Iterator[Finding]:
     """What the run needs and the configuration leaves out: DeepSpeed would stop, or do otherwise in silence.
 
-    Not the block of a precision: accelerate (utils/dataclasses.py, set_mixed_precision) adds the recipe's.
+    A precision's block at stage 3 only: below, accelerate (utils/dataclasses.py, set_mixed_precision) adds it in time.
     """
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 
@@ -54,6 +54,12 @@ def _missing(config: dict, source: str, settings: Settings) -> Iterator[Finding]
             f"DeepSpeed would clip at {GRADIENT_CLIPPING_DEFAULT}; the recipe's max_grad_norm is "
             f"{settings.max_grad_norm}",
             auto,
+        )
+    if config.get("zero_optimization", {}).get("stage") == 3 and settings.precision != "fp32":
+        needs[settings.precision] = (
+            "transformers makes the model of stage 3 by the file as it stands (integrations/deepspeed.py), before "
+            f"accelerate adds {settings.precision}: its weights would be others",
+            '{"enabled": "auto"}',
         )
     if "stage" not in config.get("zero_optimization", {"stage": 0}):
         needs["zero_optimization.stage"] = ("TRL and accelerate read it by name, and stop", "2")
