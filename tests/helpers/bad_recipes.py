@@ -328,6 +328,19 @@ SECTIONS = {
             names="zero_optimization.stage in ds.json is 5",
         ),
         ds(
+            "an odd bucket",
+            {"zero_optimization": {"stage": 2, "allgather_bucket_size": 500_001}},
+            {"zero_optimization": {"stage": 2, "allgather_bucket_size": 500_002}},
+            "ZR266",
+            names="500001",
+        ),
+        ds(
+            "layers that nobody wraps",
+            {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}},
+            {"data_efficiency": {"enabled": True, "data_routing": {"enabled": False}}},
+            "ZR267",
+        ),
+        ds(
             "a bucket larger than the machine",
             {"zero_optimization": {"stage": 2, "reduce_bucket_size": 10**15}},
             {"zero_optimization": {"stage": 2, "reduce_bucket_size": 10**6}},

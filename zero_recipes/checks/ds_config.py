@@ -32,6 +32,7 @@ def ds_config_findings(
         *_half_precision(settings, device),
         *_schedule(config, source, settings),
         *_buckets(config, source, device),
+        *_data_routing(config, source),
         *_without_effect(config, source),
     ]
 
@@ -132,6 +133,27 @@ def _buckets(config: dict, source: str, device: str) -> Iterator[Finding]:
             f"DeepSpeed (runtime/zero/stage3.py, stage_1_and_2.py) allocates a buffer of that size, in bf16 "
             f"{size(2 * elements)}; {size(memory)} of this machine's memory are free.",
             'Write "auto", or 5e8, its default.',
+        )
+    gathered = config.get("zero_optimization", {}).get("allgather_bucket_size", 0)
+    if config.get("zero_optimization", {}).get("stage") in (1, 2) and isinstance(gathered, int) and gathered % 2:
+        yield Finding(
+            "ZR266",
+            f"zero_optimization.allgather_bucket_size in {source} is {gathered}",
+            "DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, nccl_start_alignment_factor) stops on an odd number.",
+            f"Write {gathered + 1}.",
+        )
+
+
+def _data_routing(config: dict, source: str) -> Iterator[Finding]:
+    efficiency = config.get("data_efficiency", {})
+    routing = efficiency.get("data_routing", {}) if isinstance(efficiency, dict) else {}
+    if isinstance(routing, dict) and efficiency.get("enabled") and routing.get("enabled"):
+        yield Finding(
+            "ZR267",
+            f"data_efficiency.data_routing in {source} is enabled",
+            "Random token dropping wraps the model's layers in the training script (DeepSpeed, "
+            "convert_to_random_ltd), which transformers' Trainer does not do: DeepSpeed stops on a KeyError.",
+            "Remove data_routing.",
         )
 
 
