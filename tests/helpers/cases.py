@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import run_sft
@@ -82,35 +83,35 @@ def order_of_saving(argv: list[str]) -> list[str]:
     """What happens around a save by transformers' own `_save_checkpoint`."""
     from transformers import trainer
 
-    from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer
-
-    mended, rotate, on_save = (
-        CheckpointingSFTTrainer._save_checkpoint,
-        trainer.rotate_checkpoints,
-        StageMetricsCallback.on_save,
-    )
+    rotate, on_save = trainer.rotate_checkpoints, StageMetricsCallback.on_save
     events = []
-    del CheckpointingSFTTrainer._save_checkpoint
     trainer.rotate_checkpoints = lambda *_, **__: events.append("rotate")
     StageMetricsCallback.on_save = lambda *_, **__: events.append("on_save")
     try:
-        train(argv)
+        with transformers_own("_save_checkpoint"):
+            train(argv)
         return events
     finally:
-        CheckpointingSFTTrainer._save_checkpoint = mended
         trainer.rotate_checkpoints, StageMetricsCallback.on_save = rotate, on_save
+
+
+@contextlib.contextmanager
+def transformers_own(method: str):
+    """A method of the trainer as transformers has it, without ours before it."""
+    from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer
+
+    ours = getattr(CheckpointingSFTTrainer, method)
+    delattr(CheckpointingSFTTrainer, method)
+    try:
+        yield
+    finally:
+        setattr(CheckpointingSFTTrainer, method, ours)
 
 
 def train_past_the_end(argv: list[str]) -> dict:
     """`train_counted`, by transformers' own epoch."""
-    from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer
-
-    mended = CheckpointingSFTTrainer._run_epoch
-    del CheckpointingSFTTrainer._run_epoch
-    try:
+    with transformers_own("_run_epoch"):
         return train_counted(argv)
-    finally:
-        CheckpointingSFTTrainer._run_epoch = mended
 
 
 def train_with_adam_reset(argv: list[str]) -> dict:
@@ -410,11 +411,5 @@ def plan_for_a_small_gpu(argv: list[str], capacity: int) -> dict:
 
 def train_with_aliases(argv: list[str]) -> dict:
     """`train`, with the state dict saved as DeepSpeed gathers it."""
-    from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer
-
-    mended = CheckpointingSFTTrainer._save
-    del CheckpointingSFTTrainer._save
-    try:
+    with transformers_own("_save"):
         return train(argv)
-    finally:
-        CheckpointingSFTTrainer._save = mended

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
-from zero_recipes.checkpoint.verify import ADAPTER, INDEX, SINGLE, NotWhole
+from zero_recipes.checkpoint.weights import NotWhole, entries_of
 
 
 def refuse_nonfinite(folder: Path) -> None:
     """Raise NotWhole where a saved model or adapter, whole by its headers, holds NaN or infinite numbers."""
-    for fault in nonfinite(weights_in(folder)):
+    for fault in nonfinite(sorted({entry.file for entry in entries_of(folder).values()})):
         raise NotWhole(f"{folder} is not whole: {fault}.")
-
-
-def weights_in(folder: Path) -> list[Path]:
-    """The files of the model's or adapter's tensors."""
-    for name in (ADAPTER, SINGLE):
-        if (folder / name).is_file():
-            return [folder / name]
-    placed = json.loads((folder / INDEX).read_text())["weight_map"]
-    return [folder / shard for shard in sorted(set(placed.values()))]
 
 
 def nonfinite(files: list[Path]) -> Iterator[str]:

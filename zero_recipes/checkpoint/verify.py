@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.adapter import compare_with_adapter
 from zero_recipes.checkpoint.documents import read_json
+from zero_recipes.checkpoint.finite import count_nonfinite
 from zero_recipes.checkpoint.saved_files import check_tokenizer, compare_checksums
 from zero_recipes.checkpoint.trust import code_in
 from zero_recipes.checkpoint.weights import ADAPTER, INDEX, SINGLE, Entry, NotWhole, entries_of, strays
@@ -169,8 +169,7 @@ def _bad_numbers(entries: dict[str, Entry]) -> Iterator[str]:
             tensor = file.get_tensor(name)
         if not tensor.is_floating_point():
             continue
-        if not torch.isfinite(tensor).all():
-            count = int((~torch.isfinite(tensor)).sum())
+        if count := count_nonfinite(tensor):
             yield f"{name} has {count:,} numbers that are NaN or infinite"
         elif tensor.ndim >= 2 and not tensor.any():
             yield f"{name} is all zero"

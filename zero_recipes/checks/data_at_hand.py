@@ -107,7 +107,7 @@ def _splits_of_run(settings: Settings, known: list[str]) -> None:
     from zero_recipes.data.at_hand import refuse_missing_split
 
     refuse_missing_split(known, settings.dataset_train_split, "dataset_train_split")
-    if str(getattr(settings.eval_strategy, "value", settings.eval_strategy)) != "no":
+    if settings.evaluates:
         refuse_missing_split(known, settings.dataset_test_split, "dataset_test_split")
 
 

@@ -54,7 +54,7 @@ def _intervals(settings: Settings) -> Iterator[Finding]:
             "transformers (trainer_callback.py, DefaultFlowCallback) divides by it after the first step.",
             'Set save_steps to 1 or more, or save_strategy: "no".',
         )
-    if settings.eval_on_start and named(settings.eval_strategy) == "no":
+    if settings.eval_on_start and not settings.evaluates:
         yield Finding(
             "ZR164",
             "eval_on_start without evaluation rows",
@@ -64,7 +64,7 @@ def _intervals(settings: Settings) -> Iterator[Finding]:
 
 
 def _rows(settings: Settings) -> Iterator[Finding]:
-    packs = settings.packing or (settings.eval_packing and named(settings.eval_strategy) != "no")
+    packs = settings.packing or (settings.eval_packing and settings.evaluates)
     if packs and settings.max_length is None:
         yield Finding(
             "ZR165",
