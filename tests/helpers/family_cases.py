@@ -100,6 +100,67 @@ def quantized_means() -> dict[str, float]:
     return found
 
 
+def quantized_ranges(magnitudes: list[float], seed: int) -> dict:
+    """qgZ's relative error against fp64, {dtype: {root mean square: [before, after]}}, and what infinities become.
+
+    "before": cast to fp16 without a scale. A matrix a magnitude and rank, four ranks that stand for two nodes of two.
+    """
+    import os
+    from unittest import mock
+
+    import torch
+    from deepspeed import comm
+    from deepspeed.runtime.comm import coalesced_collectives
+    from deepspeed.runtime.zero import stage3
+    from deepspeed.utils import groups
+
+    from tests.helpers import quantizer_on_cpu
+    from zero_recipes.compat.patches import patch_quantized_gradients
+
+    os.environ["LOCAL_SIZE"] = "2"
+    groups._ALL_TO_ALL_GROUP.clear()
+    pairs = groups._get_local_all_to_all_group()
+    patch_quantized_gradients()
+    scaled, faulty = stage3.all_to_all_quant_reduce, stage3.all_to_all_quant_reduce.unpatched
+    rank, world = comm.get_rank(), comm.get_world_size()
+    draw = torch.Generator().manual_seed(seed + rank)
+
+    def unscaled(tensors, pairs):
+        return [
+            out.to(t.dtype) for out, t in zip(faulty([t.div(2).half() for t in tensors], pairs), tensors, strict=True)
+        ]
+
+    found: dict = {"errors": {}}
+    with mock.patch.object(coalesced_collectives, "quantizer_module", quantizer_on_cpu):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            errors = found["errors"][str(dtype).removeprefix("torch.")] = {}
+            # ranks whose gradients differ in size, as those of uneven micro batches do
+            drawn = [torch.randn(64, 128, generator=draw, dtype=torch.float64) * m * (rank + 1) for m in magnitudes]
+            given = [t.to(dtype) for t in drawn]
+            kept = [t.clone() for t in given]
+            means = [t.double() for t in given]
+            for mean in means:
+                comm.all_reduce(mean)
+            before, after = unscaled([t.clone() for t in given], pairs), scaled(given, pairs)
+            assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True)), (
+                "the gradients are left as they are"
+            )
+            for magnitude, mean, *results in zip(magnitudes, means, before, after, strict=True):
+                wanted = (mean / world).view(-1).chunk(world)[rank]
+                gaps = [((got.double().view(-1) - wanted).norm() / wanted.norm()).item() for got in results]
+                errors[f"{magnitude:g}"] = [gap if gap == gap else float("inf") for gap in gaps]
+        for name in ("inf", "-inf", "nan"):
+            one = torch.randn(64, 128, generator=draw, dtype=torch.bfloat16)
+            if rank == 2:
+                one[5, 7] = float(name)
+            whole = torch.randn(64, 128, generator=draw, dtype=torch.bfloat16)
+            spoiled, clean = scaled([one, whole], pairs)
+            found[name] = [bool(spoiled.isfinite().any()), bool(clean.isfinite().all())]
+        (nothing,) = scaled([torch.zeros(64, 128, dtype=torch.bfloat16)], pairs)
+        found["zero"] = nothing.abs().max().item()
+    return found
+
+
 def refusal_on_two_nodes(argv: list[str], checked: bool = True) -> str:
     """What `train_on_two_nodes` is refused for; with the sizes unchecked, what it ends with."""
     from contextlib import nullcontext

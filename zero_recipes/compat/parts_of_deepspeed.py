@@ -80,9 +80,9 @@ QUANTIZED_GRADIENTS = PrivatePart(
     name="quantized_gradients",
     library="deepspeed",
     used_by="compat/patches.py, patch_quantized_gradients",
-    why="replaces all_to_all_quant_reduce in stage 3: its kernel takes bf16 and fp32 for fp16, and adds up the devices "
-    "of a node without dividing",
-    otherwise="Gradients would be divided twice, or not at all.",
+    why="replaces all_to_all_quant_reduce in stage 3: its kernel takes bf16 and fp32 for fp16, whose range is too "
+    "small for gradients that are not scaled, and adds up the devices of a node without dividing",
+    otherwise="Gradients would be divided twice or not at all, scaled for nothing, or lost below fp16's 6e-8.",
     relies_on=(
         Exists("deepspeed.runtime.zero.stage3", ("all_to_all_quant_reduce",)),
         Mentions(STAGE_3, ("all_to_all_quant_reduce",)),

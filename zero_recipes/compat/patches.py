@@ -117,7 +117,7 @@ def patch_timeouts(seconds: int) -> None:
 
 
 def patch_quantized_gradients() -> None:
-    """ZeRO++'s qgZ: hand gradients to DeepSpeed's kernel as fp16, and make them their mean over all ranks.
+    """ZeRO++'s qgZ: hand gradients to DeepSpeed's kernel as fp16 in its range, and make them their mean over all ranks.
 
     DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py `all_to_all_quant_reduce` gives gradients as they are to a
     kernel that reads fp16 whatever they are (ops/csrc/quantization/pt_binding.cpp, ds_swizzle_quant:
@@ -125,6 +125,10 @@ def patch_quantized_gradients() -> None:
     a node (quant_reduce.cu, `rop::Add`) and only the nodes are divided by, so that matrices' gradients are as many
     times the mean as a node has devices, while vectors, which go through reduce-scatter, are the mean. Called again, it
     does nothing more.
+
+    fp16 ends at 6e-8 and 65504, bf16's gradients do not: each tensor is scaled by a power of two, one for all ranks
+    since their values are added up, by the largest absolute value that any of them has (an all-reduce of one number a
+    tensor). Where that is infinite or NaN, the whole gradient is NaN on every rank: int4 has neither.
     """
     from deepspeed import comm
     from deepspeed.accelerator import get_accelerator
@@ -137,13 +141,36 @@ def patch_quantized_gradients() -> None:
 
     def all_to_all_quant_reduce(tensors, groups):
         # what it does not quantize goes through reduce-scatter, as it is
-        quantized = [t.dim() != 1 and t.numel() % (2 * comm.get_world_size()) == 0 for t in tensors]
-        devices = get_accelerator().device_count()
-        given = [t.div(devices).half() if q else t for t, q in zip(tensors, quantized, strict=True)]
-        return [out.to(t.dtype) for out, t in zip(faulty(given, groups), tensors, strict=True)]
+        quantized = [n for n, t in enumerate(tensors) if t.dim() != 1 and t.numel() % (2 * comm.get_world_size()) == 0]
+        if not quantized:
+            return faulty(tensors, groups)
+        largest = torch.stack([torch.linalg.vector_norm(tensors[n], torch.inf).float() for n in quantized])
+        largest = largest.where(largest.isfinite(), torch.inf)  # a maximum over ranks may lose a NaN
+        comm.all_reduce(largest, op=comm.ReduceOp.MAX)
+        given, scales = list(tensors), {}
+        for n, most in zip(quantized, largest, strict=True):
+            scales[n] = scale_for_fp16(most, comm.get_world_size(), tensors[n].dtype)
+            given[n] = (tensors[n] * scales[n].to(tensors[n].dtype)).half()
+        out = faulty(given, groups)
+        for n, most in zip(quantized, largest, strict=True):
+            unscale = torch.where(most.isfinite(), 1 / scales[n] / get_accelerator().device_count(), torch.nan)
+            out[n] = out[n].float().mul_(unscale).to(tensors[n].dtype)
+        return out
 
     all_to_all_quant_reduce.unpatched = faulty
     stage3.all_to_all_quant_reduce = all_to_all_quant_reduce
+
+
+def scale_for_fp16(largest: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """The power of two, an fp32 scalar, with which `world_size` values of up to `largest` add up to at most 2^15.
+
+    So that neither they nor their sum leave fp16. `dtype`: the values', which must hold the power itself; 1 where
+    `largest` is not finite.
+    """
+    _, exponent = torch.frexp(largest)  # largest < 2^exponent
+    bits = (world_size - 1).bit_length()
+    power = (15 - bits - exponent).clamp(-126, 15 if dtype == torch.float16 else 100)
+    return torch.exp2(torch.where(largest.isfinite(), power, 0).float())
 
 
 def keep_4bit_layout(model: torch.nn.Module) -> None:
