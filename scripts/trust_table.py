@@ -84,6 +84,11 @@ def page() -> str:
         "A run killed ten times at seeded steps, inside saves too, equals the uninterrupted one "
         "(`tests/launch/test_kills.py`).",
         "",
+        "All of it is fp32, but for the resumed runs in bf16. In bf16 DeepSpeed and FSDP2 add up the gradients of a "
+        "step's micro batches and reduce them over the ranks in bf16, DDP in fp32 (`gradient_dtypes` in metrics.json; "
+        'a ds_config with `"communication_data_type": "fp32"` and `"data_types": {"grad_accum_dtype": "fp32"}` makes '
+        "DeepSpeed do as DDP does).",
+        "",
         "Written by `python scripts/trust_table.py` from `benchmarks/results/*.json`.",
         "",
     ]

@@ -29,7 +29,7 @@ def ds_config_findings(
     return [
         *_missing(config, source, settings),
         *_mismatches(config, source, settings, world_size),
-        *_half_precision(settings, device),
+        *_half_precision(config, source, settings, device),
         *_schedule(config, source, settings),
         *_buckets(config, source, device),
         *_data_routing(config, source),
@@ -86,13 +86,23 @@ def _mismatches(config: dict, source: str, settings: Settings, world_size: int) 
         )
 
 
-def _half_precision(settings: Settings, device: str) -> Iterator[Finding]:
+def _half_precision(config: dict, source: str, settings: Settings, device: str) -> Iterator[Finding]:
     if settings.fp16 and device == "cpu":
         yield Finding(
             "ZR215",
             "fp16 on a CPU",
             'DeepSpeed: "Type fp16 is not supported on your device" on most of them.',
             "Set bf16: true, or bf16: false for fp32.",
+        )
+    stage_0 = config.get("zero_optimization", {}).get("stage") in (0, None)
+    if settings.fp16 and stage_0 and config.get("fp16", {}).get("loss_scale", 0) != 1:
+        yield Finding(
+            "ZR271",
+            f"fp16 at stage 0 of {source}",
+            "DeepSpeed 0.19.8 (runtime/engine.py, `backward`) scales the loss for its ZeRO optimizers alone; that of "
+            "stage 0 divides the gradients by the loss scale all the same, 65536 to begin with: they are lost against "
+            "Adam's epsilon, and the model does not train.",
+            "Take stage 1 (ds_configs/zero1.json) or above, or plain DDP (accelerate_configs/ddp.yaml).",
         )
 
 

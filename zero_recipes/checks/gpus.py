@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from zero_recipes.core.errors import Finding
 
+BF16_FROM = (8, 0)  # NVIDIA's CUDA programming guide, compute capabilities: arithmetic by data type
+
 
 def capability_findings(device: str) -> Iterator[Finding]:
     """A card that the installed torch has no kernels for: its first kernel would end the run, weights loaded."""
@@ -28,6 +30,26 @@ def capability_findings(device: str) -> Iterator[Finding]:
                 "Install torch from the index of another CUDA version (pytorch.org/get-started/locally): a newer one "
                 "for a newer card, cu126 for Maxwell, Pascal and Volta; or take another GPU.",
             )
+
+
+def bf16_findings(device: str, precision: str) -> Iterator[Finding]:
+    """A card without bf16: torch emulates it and says that it is supported (torch.cuda.is_bf16_supported)."""
+    import torch
+
+    if device != "cuda" or torch.version.cuda is None or precision != "bf16":
+        return
+    cards = [torch.cuda.get_device_capability(number) for number in range(torch.cuda.device_count())]
+    for number, capability in enumerate(cards):
+        if capability < BF16_FROM:
+            yield Finding(
+                "ZR272",
+                f"bf16 on GPU {number} ({torch.cuda.get_device_name(number)}), of compute capability "
+                f"{'.'.join(map(str, capability))}",
+                "bf16 begins at 8.0 (A100, RTX 30). Below, torch emulates it without tensor cores, many times slower "
+                "than fp16, and Triton's kernels, which TRL's loss is computed by, do not compile.",
+                "Set bf16: false and fp16: true, as recipes/pythia-410m-fp16.yaml does, or take another GPU.",
+            )
+            return  # one card is enough: all ranks compute alike
 
 
 def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:

@@ -14,7 +14,7 @@ from zero_recipes.checks.capacity import (
     resume_findings,
     shared_memory_findings,
 )
-from zero_recipes.checks.gpus import capability_findings, peer_findings
+from zero_recipes.checks.gpus import bf16_findings, capability_findings, peer_findings
 from zero_recipes.checks.nvme import nvme_findings
 from zero_recipes.checks.zero_options import quantized_weight_findings
 from zero_recipes.config.run import RunConfig
@@ -45,7 +45,8 @@ def machine_findings(
         *resume_findings(run, here, host),
     ]
     if int(environment.get("LOCAL_RANK", 0)) == 0:
-        findings += [*capability_findings(run.device), *peer_findings(run.device, here, environment)]
+        findings += [*capability_findings(run.device), *bf16_findings(run.device, settings.precision)]
+        findings += peer_findings(run.device, here, environment)
     if rehearsal:
         findings += _locks(host)  # a run deletes them itself and says so
     if rehearsal == "elsewhere":

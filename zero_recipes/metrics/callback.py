@@ -21,12 +21,14 @@ from zero_recipes.core import environment
 from zero_recipes.core.process import rank
 from zero_recipes.distributed import nvme
 from zero_recipes.metrics.communication import CommunicationCounter
+from zero_recipes.metrics.gradient_dtypes import gradient_dtypes
 from zero_recipes.metrics.memory_probe import MemoryPhases, StateProbe
 from zero_recipes.metrics.parts import (
     Disk,
     DiskTraffic,
     Evaluation,
     Failure,
+    GradientDtypes,
     Hardware,
     HostLink,
     ModelStateBytes,
@@ -75,6 +77,7 @@ class StageMetricsCallback(TrainerCallback):
         self.step_losses: list[float] = []  # the same of all ranks, as soon as the step is over
         self.last_step = (0.0, 0.0)  # loss of all ranks and the worst rank's gradient norm, 0 where there is none
         self.grad_norms: list[float] = []
+        self.skipped = 0  # steps, by the loss scale of fp16
         self.norms_before = 0  # how many of them the steps before this one have
         self.evaluations: list[Evaluation] = []
         self.tokens: torch.Tensor | None = None  # all, non-padding, supervised; of this rank, over the whole run
@@ -83,6 +86,7 @@ class StageMetricsCallback(TrainerCallback):
         self.probe: StateProbe | None = None
         self.communication: CommunicationCounter | None = None
         self.engine_seconds: EngineSeconds | None = None
+        self.gradient_dtypes: GradientDtypes | None = None
         self.warmup = 0
         self.done = 0
         self.summary = Measurements(loss_history=[])
@@ -152,6 +156,7 @@ class StageMetricsCallback(TrainerCallback):
         self.probe = StateProbe(self.trainer, self.strategy, self.phases)
         self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy.world_size)
         self.engine_seconds = EngineSeconds(self.trainer.model_wrapped)
+        self.gradient_dtypes = gradient_dtypes(self.trainer)
         if total:  # a resumed run may have no step left, and then nothing would stop it
             self.communication.start()
         if self.disks:
@@ -167,6 +172,7 @@ class StageMetricsCallback(TrainerCallback):
         if self.done < max(1, self.warmup):
             self.communication.end_step()
         self.done += 1
+        self.skipped += bool(self.trainer.accelerator.optimizer_step_was_skipped)
         self._bring_losses_together()
         if self.probe.attached:
             self.states = self.probe.detach()
@@ -226,6 +232,7 @@ class StageMetricsCallback(TrainerCallback):
             engine_seconds=None if within is None else SecondsInStep(**within),
             communication_bytes_per_step=self.communication.median(),
             communication_bytes_between_nodes=self.communication.median_between_nodes(),
+            skipped_steps=self.skipped if self.identity.precision == "fp16" else None,
         )
         return continued(self.earlier, now)
 
@@ -260,6 +267,7 @@ class StageMetricsCallback(TrainerCallback):
             phase_seconds=PhaseSeconds(**{name: round(spent, 3) for name, spent in self.clock.seconds.items()}),
             first_step=self.first_step,
             resumed_at=self.resumed_at,
+            gradient_dtypes=self.gradient_dtypes,
             grad_norm_history=self.grad_norms,
             first_nonfinite_step=first_nonfinite(self.summary.loss_history, self.first_step),
             eval_history=self.evaluations,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -192,6 +192,13 @@ class Holding(Part):
 
     what: str = known("a part of the model states, or the rest of the peak")
     bytes: int = known("its size", "bytes")
+
+
+class GradientDtypes(Part):
+    """The precision of a step's gradients."""
+
+    added_up: Literal["bf16", "fp16", "fp32"] = known("over the micro batches of a step")
+    reduced: Literal["bf16", "fp16", "fp32"] = known("over the ranks")
 
 
 class Failure(Part):

@@ -20,6 +20,7 @@ from zero_recipes.metrics.parts import (
     NO_ACCELERATOR,
     Evaluation,
     Failure,
+    GradientDtypes,
     Hardware,
     HostLink,
     ModelStateBytes,
@@ -115,6 +116,11 @@ class Measurements(Part):
         "one optimizer step by DeepSpeed's timers", null='without "wall_clock_breakdown": true in the ds_config'
     )
     nvme: Nvme | None = measured("swapping to disks", null="unless states are swapped")
+    skipped_steps: int | None = measured(
+        "of the whole run, those that the loss scale was too high for: no weight, state or learning rate changed",
+        "steps",
+        "unless in fp16",
+    )
     loss_history: list[Number] | None = measured(
         "one number per optimizer step: the mean over all its tokens that carry loss, on whichever rank, null where it "
         "is not finite; of a resumed run the whole history, the interrupted part included",
@@ -146,6 +152,7 @@ class Metrics(Measurements, RunIdentity, RunStatus):
         "the last process",
         default=[],
     )
+    gradient_dtypes: GradientDtypes | None = measured("of a step's gradients", null=EARLIER)
     grad_norm_history: list[Number] | None = measured(
         "norm of the gradients before clipping, per optimizer step, null where it is not finite; empty where the "
         "engine keeps none (DeepSpeed stage 0 in fp32)"

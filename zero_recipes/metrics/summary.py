@@ -101,7 +101,10 @@ def continued(earlier: Measurements, now: Measurements) -> Measurements:
     if earlier.tokens is None:
         return now
     losses = [*(earlier.loss_history or []), *now.loss_history]
-    return now.model_copy(update={"loss_history": losses, "tokens": _sum([earlier.tokens, now.tokens])})
+    more = {"loss_history": losses, "tokens": _sum([earlier.tokens, now.tokens])}
+    if now.skipped_steps is not None:
+        more["skipped_steps"] = (earlier.skipped_steps or 0) + now.skipped_steps
+    return now.model_copy(update=more)
 
 
 def _sum(counts: Sequence[Tokens]) -> Tokens:

@@ -158,7 +158,9 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Judgement:
     claimed = "The loss curves are identical, because ZeRO changes where numbers lie and not what is computed."
     right = (
         "The order of additions differs, so fp32 agrees to about 1e-6 and 16 bit less well. DDP under autocast keeps "
-        "fp32 weights where DeepSpeed computes with 16-bit ones: there it is a slightly different training."
+        "fp32 weights where DeepSpeed computes with 16-bit ones: there it is a slightly different training. DeepSpeed "
+        'adds up and reduces gradients in 16 bit too, unless the ds_config says "communication_data_type": "fp32" and '
+        '"data_types": {"grad_accum_dtype": "fp32"} (stages 1 to 3); so does FSDP2, and DDP does both in fp32.'
     )
     trained = [run for run in runs if run.status == "ok" and run.loss_history]
     if len(trained) < 2:
@@ -173,10 +175,25 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Judgement:
     if sixteen_bit and len(stages) >= 2:
         _, sentence = _within(stages, LOSS_16_BIT)
         measured = f"{measured} For DeepSpeed's stages alone: {sentence[0].lower()}{sentence[1:]}"
+    measured += _gradient_dtypes(trained) if sixteen_bit else ""
     lengths = {len(run.loss_history) for run in trained}
     if len(lengths) > 1:
         measured += f" Only the first {min(lengths)} steps are compared; some strategies ran longer."
     return Judgement(question, "yes" if holds else "no", measured, claimed, right)
+
+
+def _gradient_dtypes(runs: Sequence[MeasuredRun]) -> str:
+    """In which precision each run added up and reduced its gradients; nothing of rows that do not know."""
+    alike: dict[str, list[str]] = {}
+    for run in runs:
+        if (dtypes := run.gradient_dtypes) is not None:
+            same = dtypes.added_up == dtypes.reduced
+            how = (
+                f"and reduced in {dtypes.added_up}" if same else f"in {dtypes.added_up} and reduced in {dtypes.reduced}"
+            )
+            alike.setdefault(how, []).append(run.label)
+    said = "; ".join(f"{', '.join(labels)} added up {how}" for how, labels in alike.items())
+    return f" Gradients: {said}." if said else ""
 
 
 def _within(runs: Sequence[MeasuredRun], limit: float) -> tuple[bool, str]:

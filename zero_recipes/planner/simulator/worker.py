@@ -232,8 +232,8 @@ def _trainer(job: Job, strategy, training_args, model_args, watch):
     dtype = (config.dtype or torch.float32) if dtype in ("auto", None) else getattr(torch, dtype)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if job.device == "gpu" and strategy.zero_stage != 3:  # as DeepSpeed does: engine.py `_configure_distributed_model`
-        if strategy.is_deepspeed and training_args.bf16:
-            model.bfloat16()
+        if strategy.is_deepspeed and (training_args.bf16 or training_args.fp16):
+            model.to(torch.bfloat16 if training_args.bf16 else torch.float16)
         model.to(training_args.device)
     trainer = WatchedSFTTrainer(
         model=model,

@@ -1,0 +1,77 @@
+"""Cases of tests/helpers/group.py for fp16 with loss scaling, which DeepSpeed refuses on most CPUs and these do not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from transformers import TrainerCallback
+
+from tests.helpers.cases import train
+from tests.helpers.sample_cases import ending
+from zero_recipes.compat.deepspeed_tensors import base_optimizer
+
+
+@contextlib.contextmanager
+def fp16_on_cpu() -> Iterator[None]:
+    """Torch computes in fp16 on any CPU, slowly; DeepSpeed asks for fast kernels, and so does our check."""
+    from deepspeed.accelerator import get_accelerator
+
+    from zero_recipes.checks import ds_config
+
+    with (
+        mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True),
+        mock.patch.object(ds_config, "_half_precision", lambda *_: []),
+    ):
+        yield
+
+
+class Watch(TrainerCallback):
+    """After every step: the loss scale, whether it was skipped, the rate, and whether weights or states changed."""
+
+    def __init__(self):
+        self.steps: list[dict] = []
+        self.last: list[torch.Tensor] = []
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.last = self.values(model, optimizer)
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
+        now = self.values(model, optimizer)
+        same = len(now) == len(self.last) and all(torch.equal(a, b) for a, b in zip(now, self.last, strict=True))
+        self.last = now
+        inner = optimizer.optimizer
+        scale = inner.loss_scale_config.cur_scale if hasattr(inner, "loss_scale_config") else inner.loss_scale
+        rate = lr_scheduler.get_last_lr()[0]
+        self.steps.append({"scale": float(scale), "skipped": bool(inner.overflow), "same": same, "rate": rate})
+
+    @staticmethod
+    def values(model, optimizer) -> list[torch.Tensor]:
+        base = base_optimizer(optimizer.optimizer)
+        masters = [p for group in base.param_groups for p in group["params"]]
+        states = [v for p in masters for v in base.state.get(p, {}).values()]
+        states += [torch.tensor(float(g["step"])) for g in base.param_groups if "step" in g]
+        states = [torch.as_tensor(v) for v in states]
+        return [v.detach().clone() for v in (*model.parameters(), *masters, *states)]
+
+
+def train_in_fp16(argv: list[str]) -> dict:
+    """`train` in fp16, with what `Watch` saw of each step."""
+    from zero_recipes.trainer.trainer import RecipeTrainer
+
+    watch, original = Watch(), RecipeTrainer.__init__
+
+    def start(self, *arguments, **keywords):
+        original(self, *arguments, **keywords)
+        self.add_callback(watch)
+
+    with fp16_on_cpu(), mock.patch.object(RecipeTrainer, "__init__", start):
+        return train(argv) | {"steps": watch.steps}
+
+
+def ending_in_fp16(argv: list[str]) -> dict:
+    """`ending` in fp16."""
+    with fp16_on_cpu():
+        return ending(argv)
