@@ -87,7 +87,7 @@ def page() -> str:
         "All of it is fp32, but for the resumed runs in bf16. In bf16 DeepSpeed and FSDP2 add up the gradients of a "
         "step's micro batches and reduce them over the ranks in bf16, DDP in fp32 (`gradient_dtypes` in metrics.json; "
         'a ds_config with `"communication_data_type": "fp32"` and `"data_types": {"grad_accum_dtype": "fp32"}` makes '
-        "DeepSpeed do as DDP does).",
+        "DeepSpeed's stages 1 to 3 do as DDP does).",
         "",
         "Written by `python scripts/trust_table.py` from `benchmarks/results/*.json`.",
         "",

@@ -70,6 +70,14 @@ def test_tokens_equal_an_independent_count(epoch):
         assert metrics["step_seconds"]["warmup_steps_excluded"] == 5 and len(metrics["loss_history"]) == 12
 
 
+def test_gradients_are_16_bit_under_deepspeed_and_fp32_under_ddp(epoch):
+    """In bf16; the counted bytes of the next test say the same of what is reduced."""
+    found, _, _ = epoch
+    for strategy, metrics in found.items():
+        wanted = "fp32" if strategy == "ddp" else "bf16"
+        assert metrics["gradient_dtypes"] == {"added_up": wanted, "reduced": wanted}, strategy
+
+
 def test_communication_is_what_went_through_the_collectives(epoch):
     found, _, _ = epoch
     psi = found["ddp"]["parameters"]

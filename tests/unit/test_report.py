@@ -275,6 +275,21 @@ def test_losses_are_judged_by_precision(tmp_path, precision, changed, factor, ex
     assert f"at step 4 between {pair} (limit" in judgement.measured
 
 
+def test_the_precision_of_gradients_stands_beside_the_losses(tmp_path):
+    both = {"added_up": "bf16", "reduced": "bf16"}
+    changes = {name: {"gradient_dtypes": both} for name in SPEED}
+    changes["ddp"] = {"gradient_dtypes": {"added_up": "fp32", "reduced": "fp32"}}
+    changes["zero2"] = {"gradient_dtypes": {"added_up": "bf16", "reduced": "fp32"}}
+    del changes["zero1"]  # of an earlier version
+    judgement = verdict(sweep(tmp_path, changes), "train alike")
+    assert judgement.measured.endswith(
+        "Gradients: ddp added up and reduced in fp32; zero0, zero3 added up and reduced in bf16; "
+        "zero2 added up in bf16 and reduced in fp32."
+    )
+    in_fp32 = sweep(tmp_path / "fp32", {name: {"precision": "fp32"} for name in SPEED})
+    assert "Gradients" not in verdict(in_fp32, "train alike").measured
+
+
 def test_losses_that_are_equal_say_so(tmp_path):
     judgement = verdict(sweep(tmp_path), "train alike")
     assert (judgement.verdict, judgement.measured.startswith("Equal to the last bit over 6 steps.")) == ("yes", True)

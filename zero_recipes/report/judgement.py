@@ -187,10 +187,8 @@ def _gradient_dtypes(runs: Sequence[MeasuredRun]) -> str:
     alike: dict[str, list[str]] = {}
     for run in runs:
         if (dtypes := run.gradient_dtypes) is not None:
-            same = dtypes.added_up == dtypes.reduced
-            how = (
-                f"and reduced in {dtypes.added_up}" if same else f"in {dtypes.added_up} and reduced in {dtypes.reduced}"
-            )
+            apart = "" if dtypes.added_up == dtypes.reduced else f"in {dtypes.added_up} "
+            how = f"{apart}and reduced in {dtypes.reduced}"
             alike.setdefault(how, []).append(run.label)
     said = "; ".join(f"{', '.join(labels)} added up {how}" for how, labels in alike.items())
     return f" Gradients: {said}." if said else ""
