@@ -41,6 +41,7 @@ COMMUNICATION = [
     ("stage 3, nothing kept", 3, 1, NEVER_KEPT, {"kept": False}),
     ("stage 3, nothing kept", 3, 4, NEVER_KEPT, {"kept": False}),
 ]
+MAGNITUDES = [1e-9, 1e-8, 1e-7, 1e-6, 1e-3, 1.0, 1e3]
 OFFLOADED = ("zero2", "zero2_offload", "zero3", "zero3_offload", "zero3_infinity")
 
 
@@ -57,12 +58,14 @@ def main() -> None:
     two.close()
     four = Group(4)
     plus_plus = {name: _plus_plus(four, recipe, folder, name) for name in ("zero3", *PLUS_PLUS)}
+    errors = quantized_errors(four)
     four.close()
     document = {
         "command": "python -m benchmarks.zero_family",
         "communication": sent,
         "offload": offload,
         "plus_plus": plus_plus,
+        "quantized_gradient_errors": errors,
         "versions": environment.versions(),
         "hardware": environment.hardware("cpu"),
     }
@@ -115,6 +118,16 @@ def _plus_plus(group: Group, recipe: Path, folder: Path, name: str) -> dict[str,
         "params_bytes": max(rank["params"] for rank in metrics["model_state_bytes"]),
         "loss_history": metrics["loss_history"],
         "grad_norm_history": metrics["grad_norm_history"],
+    }
+
+
+def quantized_errors(group: Group) -> dict[str, dict[str, float]]:
+    """Relative error of qgZ's mean of bf16 gradients against fp64, the worst rank's, {root mean square: how: error}."""
+    ranks = group.run("family_cases.quantized_ranges", magnitudes=MAGNITUDES, seed=0)
+    ranks = [rank["errors"]["bfloat16"] for rank in ranks]
+    return {
+        size: {how: max(rank[size][n] for rank in ranks) for n, how in enumerate(("cast to fp16", "scaled first"))}
+        for size in ranks[0]
     }
 
 

@@ -94,10 +94,16 @@ def plus_plus_part(found: dict) -> str:
     return markdown(("strategy", "between nodes, Φ", "paper Φ", "parameters on a rank", "largest loss gap"), rows)
 
 
+def errors_part(found: dict) -> str:
+    errors = found["quantized_gradient_errors"]
+    head = ("root mean square of the gradients", *next(iter(errors.values())))
+    return markdown(head, [(size, *(f"{error:.2f}" for error in how.values())) for size, how in errors.items()])
+
+
 def written(page: str) -> str:
     found = json.loads((RESULTS / "zero_family.json").read_text())
     parts = {"sweep": sweep_part(), "communication": communication_part(found), "offload": offload_part(found)}
-    parts |= {"infinity": infinity_part(found), "plus_plus": plus_plus_part(found)}
+    parts |= {"infinity": infinity_part(found), "plus_plus": plus_plus_part(found), "errors": errors_part(found)}
     for name, part in parts.items():
         pattern = rf"(<!-- {name}: begin[^\n]*-->\n).*?(<!-- {name}: end -->)"
         page = re.sub(pattern, lambda known, part=part: f"{known[1]}\n{part}\n{known[2]}", page, flags=re.DOTALL)

@@ -49,6 +49,7 @@ def test_it_shards_and_its_bytes_are_those_counted_by_hand(request, recipe, tmp_
         "FSDPGPTNeoXForCausalLM",
     )
     assert metrics["precision"] == ("bf16" if bf16 else "fp32")
+    assert set(metrics["gradient_dtypes"].values()) == {metrics["precision"]}
     assert results[0]["placements"] == ["(Shard(dim=0),)"]
     odd = "gpt_neox.embed_in.weight"
     assert [found["rows_here"][odd][0] for found in results] == (

@@ -59,6 +59,14 @@ class StopAtDivergence(TrainerCallback):
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False
 
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.metrics.skipped and args.process_index == 0:
+            print(
+                f"{self.metrics.skipped} of {self.metrics.done} steps were skipped: fp16's loss scale was too high "
+                "for them. Nothing was learned in them",
+                flush=True,
+            )
+
     def spoiled(self, trainer: SFTTrainer) -> bool:
         """Whether the weights of this moment are not worth keeping. Collective."""
         if self.in_a_row:
