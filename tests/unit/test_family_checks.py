@@ -166,7 +166,9 @@ def test_the_link_to_a_gpu_by_a_stand_in():
     """The same copies between two places in host memory: no GPU has run them."""
     link = bandwidth.copy_bandwidth("cpu", size=2**20)
     assert set(link) == {"to_device", "to_host"} and min(link.values()) > 0
-    assert bandwidth.host_link_header(link)[0].startswith("host to GPU") and bandwidth.host_link_header(None) == []
+    one, several = ({"alone": link, "together": together} for together in (None, link))
+    assert bandwidth.host_link_header(one)[0].startswith("host to GPU") and bandwidth.host_link_header(None) == []
+    assert ["alone" in line for line in bandwidth.host_link_header(several)] == [True, False]
     offloads = SimpleNamespace(offload_optimizer="cpu", offload_param=None)
     assert bandwidth.measure_host_link(offloads, "cpu") is None
 

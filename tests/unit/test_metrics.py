@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from zero_recipes.core import files
+from zero_recipes.metrics.callback import steps_not_timed
 from zero_recipes.metrics.failure import RankFailure, failed_row
 from zero_recipes.metrics.parts import (
     Disk,
@@ -191,6 +192,21 @@ def test_ranks_are_brought_together():
     assert found.loss_history == [2.0, 4.0, 6.0]
 
 
+def test_where_no_step_was_timed_times_and_rates_are_null_and_the_row_is_whole(tmp_path):
+    found = summarise([figures(1)], [9.0, 8.0, 7.0], 3)
+    assert found.tokens_per_second is None and found.tokens.all == 30
+    assert found.step_seconds == StepSeconds(median=None, p90=None, warmup_steps_excluded=3)
+    row(**found.model_dump(include={"tokens_per_second", "step_seconds"})).write(tmp_path / "metrics.json")
+    assert Metrics.read(tmp_path / "metrics.json").step_seconds.median is None
+
+
+@pytest.mark.parametrize("total", range(30))
+def test_the_step_that_is_looked_into_is_never_a_timed_one(total):
+    untimed, before = steps_not_timed(total), min(total // 2, 5)
+    assert before <= untimed <= total and (total == 0 or min(1, total - 1) < untimed)
+    assert untimed == before or total < 4, "no more than before, but in the shortest"
+
+
 def test_a_resumed_run_has_losses_and_tokens_of_the_whole_and_the_rest_of_the_last_process():
     earlier = summarise([figures(1)], [1.0, 1.0, 1.0], 0)
     now = summarise([figures(2)], [4.0, 4.0, 4.0], 0)
@@ -232,7 +248,13 @@ def test_what_is_measured_before_training_fits_the_model(tmp_path):
     traffic = nvme.Traffic()
     traffic.start()
     assert DiskTraffic(**traffic.per_step(1)).read >= 0
-    assert HostLink(**bandwidth.copy_bandwidth("cpu", size=2**12)).to_host > 0
+    rates = bandwidth.copy_bandwidth("cpu", size=2**12)
+    assert HostLink(alone=rates, together=None).alone.to_host > 0
+
+
+def test_a_link_of_earlier_files_was_measured_by_all_processes_at_once():
+    old = row(host_device_bytes_per_second={"to_device": 2.0e10, "to_host": 1.0e10}).host_device_bytes_per_second
+    assert old.alone is None and (old.together.to_device, old.together.to_host) == (2.0e10, 1.0e10)
 
 
 # failures

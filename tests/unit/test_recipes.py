@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from datasets import Dataset
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import strategy
+from zero_recipes.data.load import format_rows
 from zero_recipes.models.load import sizes_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +40,31 @@ def test_a_recipe_parses_and_trl_takes_it(path, monkeypatch, tmp_path):
     recipes.write_resolved(recipe.given, tmp_path / "resolved.yaml", ["x"], None)
     again = recipes.parse_recipe(tmp_path / "resolved.yaml", recipes.read_recipe_file(tmp_path / "resolved.yaml"), [])
     assert again.given == recipe.given
+
+
+def test_long_rows_are_asked_of_a_data_set_that_has_them():
+    """Alpaca's rows have 120 tokens in the mean, and the longest 1,500."""
+    for path in RECIPES:
+        recipe = yaml.safe_load(path.read_text())
+        assert recipe["max_length"] <= 2048 or recipe["dataset_name"] != "tatsu-lab/alpaca", path.name
+        header, _, _ = path.read_text().partition("\nmodel_name_or_path")
+        assert recipe["max_length"] <= 2048 or recipe["dataset_name"] in header, "its licence stands there"
+
+
+def test_rows_with_longalpacas_columns_are_taken_in_alpacas_format():
+    """`input` is null in its long rows, and a column `file` says which book or paper they are about."""
+    asked = {"instruction": "Below is a paper. Whose is it?", "input": None, "output": "Ours.", "file": "a paper"}
+    short = {"instruction": "Add.", "input": "1 and 2", "output": "3", "file": None}
+    rows = format_rows(Dataset.from_list([asked, short]), "alpaca")
+    assert rows.column_names == ["prompt", "completion"] and rows["completion"][0] == "Ours."
+    assert "Whose is it?" in rows["prompt"][0] and "### Input" not in rows["prompt"][0]
+    assert "### Input:\n1 and 2" in rows["prompt"][1]
+
+
+def test_a_token_that_reads_the_whole_model_from_a_disk_is_asked_for_eight_times_at_most():
+    for path in RECIPES:
+        if "infinity" in path.read_text().lower():
+            assert yaml.safe_load(path.read_text())["sample_max_new_tokens"] <= 8, path.name
 
 
 def test_the_full_run_is_the_missions():

@@ -29,7 +29,7 @@ def _fetch(arguments: argparse.Namespace) -> int:
     mapping = recipes.read_recipe_file(arguments.recipe)
     recipe = recipes.parse_recipe(arguments.recipe, mapping, [])
     for name, size in fetch(recipe.settings):
-        print(f"{name}: {units.size(size)}")
+        print(name if size is None else f"{name}: {units.size(size)}")
     return 0
 
 

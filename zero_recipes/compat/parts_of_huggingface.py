@@ -167,6 +167,25 @@ ATTENTION = PrivatePart(
     relies_on=(Mentions("transformers.modeling_utils:PreTrainedModel", ("_attn_implementation",)),),
 )
 
+ATTENTION_KERNELS = PrivatePart(
+    name="attention_kernels",
+    library="transformers",
+    used_by="compat/attention.py",
+    why="knows which kernel of the hub transformers takes where the package of an attention implementation is missing",
+    otherwise="A model with the requested flash attention would be refused, or a kernel that is missing found late.",
+    relies_on=(
+        Exists(
+            "transformers.modeling_flash_attention_utils",
+            ("FLASH_ATTN_KERNEL_FALLBACK", "FLASH_ATTN_KERNEL_DEVICES", "FLASH_ATTENTION_COMPATIBILITY_MATRIX"),
+        ),
+        Exists("transformers.integrations.hub_kernels", ("is_kernel", "get_attn_kernel_version")),
+        Exists(
+            "transformers.utils.import_utils", ("is_kernels_available", "KERNELS_MIN_VERSION", "KERNELS_MAX_VERSION")
+        ),
+        Mentions("transformers.integrations.hub_kernels:load_and_register_attn_kernel", ("get_attn_kernel_version",)),
+    ),
+)
+
 KEPT_IN_FP32 = PrivatePart(
     name="modules_kept_in_fp32",
     library="transformers",

@@ -57,7 +57,8 @@ def sequence_parallel_findings(settings: Settings, strategy, device: str, config
             f"Each process takes a share of them; DeepSpeed ({SOURCE}, UlyssesSPAttentionHF) stops on a remainder.",
             "Write a common divisor.",
         )
-    if settings.attn_implementation not in (None, "sdpa", "flash_attention_2", "flash_attention_3"):
+    kernel = "/" in str(settings.attn_implementation) and "flash-attn" in settings.attn_implementation  # as accelerate
+    if not kernel and settings.attn_implementation not in (None, "sdpa", "flash_attention_2", "flash_attention_3"):
         yield Finding(
             "ZR248",
             f"sequence_parallel_size {size} with attn_implementation: {settings.attn_implementation}",

@@ -12,12 +12,13 @@ WANTED = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "*.py"]
 FALLBACK = [*WANTED, "*.bin"]  # repositories that have no safetensors
 
 
-def fetch(settings: Settings) -> list[tuple[str, int]]:
-    """[(what, bytes on disk)] of the model and the data that a recipe names. Local folders are only measured.
+def fetch(settings: Settings) -> list[tuple[str, int | None]]:
+    """[(what, bytes on disk)] of the model, the data and the kernel of flash attention that a recipe names. Local
+    folders are only measured; None of a kernel that cannot be fetched here, with the reason.
 
     Raises Refusal where the hub cannot be reached or does not have what the recipe names.
     """
-    return [_fetch_model(settings), *_fetch_data(settings)]
+    return [_fetch_model(settings), *_fetch_data(settings), *_fetch_kernel(settings)]
 
 
 def _fetch_model(settings: Settings) -> tuple[str, int]:
@@ -50,6 +51,22 @@ def _fetch_data(settings: Settings) -> list[tuple[str, int]]:
     files = {file["filename"] for split in dataset.values() for file in split.cache_files}
     named = settings.dataset_name or ", ".join(d["path"] for d in settings.datasets)
     return [(named, sum(Path(file).stat().st_size for file in files))]
+
+
+def _fetch_kernel(settings: Settings) -> list[tuple[str, int | None]]:
+    """The build for this machine's torch: one fetched without a GPU is none of a machine that has one, and is named."""
+    from zero_recipes.compat import attention
+
+    kernel = attention.kernel_of(settings.attn_implementation)
+    if kernel is None or attention.has_package(settings.attn_implementation):
+        return []
+    wanted = attention.wanted_kernels()
+    if wanted is not None:
+        return [(f'{kernel} is not fetched: pip install "{wanted}" first', None)]
+    try:
+        return [(kernel, _size(attention.download(kernel, only_cached=False)))]
+    except LookupError as error:
+        return [(f"{kernel} is not fetched, the run itself will look for it: {error}", None)]
 
 
 def _mixture(settings: Settings):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,37 @@ PROBE_BYTES = 256 * 2**20
 COPIES = 4
 
 
-def measure_host_link(strategy: Strategy, device: str) -> dict[str, float] | None:
-    """{"to_device", "to_host"}: bytes per second of this process; None where nothing is offloaded, or no GPU trains."""
+def measure_host_link(strategy: Strategy, device: str) -> dict[str, dict[str, float] | None] | None:
+    """{"alone", "together"}: copies of each process of a machine after the other, and of all at once, as `slowest` has
+    them; "together" is None where a machine has one. None where nothing is offloaded, or no GPU trains. A collective.
+    """
     offloads = strategy.offload_optimizer or strategy.offload_param
-    return copy_bandwidth(device) if offloads and device == "cuda" else None
+    if not offloads or device != "cuda":
+        return None
+    if not distributed.is_initialized():
+        return {"alone": copy_bandwidth(device), "together": None}
+    return link_of_all(int(os.environ.get("LOCAL_RANK", 0)), lambda: copy_bandwidth(device))
+
+
+def link_of_all(local_rank: int, measure: Callable[[], dict[str, float]]) -> dict[str, dict[str, float] | None]:
+    """`measure` on one process of each machine at a time, then on all at once. A collective."""
+    local_ranks: list = [None] * distributed.get_world_size()
+    distributed.all_gather_object(local_ranks, local_rank)
+    alone, together = {}, None
+    for turn in range(1 + max(local_ranks)):
+        if turn == local_rank:
+            alone = measure()
+        distributed.barrier()
+    if max(local_ranks):
+        together = slowest(measure())
+    return {"alone": slowest(alone), "together": together}
+
+
+def slowest(own: dict[str, float]) -> dict[str, float]:
+    """The lowest rate of each direction over all ranks. A collective."""
+    found: list = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, own)
+    return {name: min(rates[name] for rates in found) for name in own}
 
 
 def copy_bandwidth(device: str, size: int = PROBE_BYTES) -> dict[str, float]:
@@ -46,13 +73,14 @@ def copy_bandwidth(device: str, size: int = PROBE_BYTES) -> dict[str, float]:
     return found
 
 
-def host_link_header(link: dict[str, float] | None) -> list[str]:
-    """The line of a run's header; none where nothing was measured."""
-    if link is None:
-        return []
+def host_link_header(link: dict[str, dict[str, float] | None] | None) -> list[str]:
+    """The lines of a run's header; none where nothing was measured."""
+    named = {"alone": "each GPU alone", "together": "all GPUs at once"}
     return [
-        f"host to GPU   {units.rate(link['to_device'])}, back {units.rate(link['to_host'])} "
-        "(page-locked, this process alone)"
+        f"host to GPU   {units.rate(rates['to_device'])}, back {units.rate(rates['to_host'])} "
+        f"(page-locked, {named[how]}, the slowest)"
+        for how, rates in (link or {}).items()
+        if rates is not None
     ]
 
 

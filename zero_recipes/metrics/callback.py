@@ -78,8 +78,8 @@ class StageMetricsCallback(TrainerCallback):
         self.last_step = (0.0, 0.0)  # loss of all ranks and the worst rank's gradient norm, 0 where there is none
         self.grad_norms: list[float] = []
         self.skipped = 0  # steps, by the loss scale of fp16
-        self.norms_before = 0  # how many of them the steps before this one have
         self.evaluations: list[Evaluation] = []
+        self.norm: torch.Tensor | None = None  # of the step at work, not read back yet
         self.tokens: torch.Tensor | None = None  # all, non-padding, supervised; of this rank, over the whole run
         self.tokens_timed: torch.Tensor | None = None  # the same over the timed steps
         self.states = dict.fromkeys((*deepspeed_tensors.STATE_PARTS, "offloaded_host", "offloaded_disk"), 0)
@@ -88,6 +88,7 @@ class StageMetricsCallback(TrainerCallback):
         self.engine_seconds: EngineSeconds | None = None
         self.gradient_dtypes: GradientDtypes | None = None
         self.warmup = 0
+        self.probed = 0  # steps before the one that the probe looks into
         self.done = 0
         self.summary = Measurements(loss_history=[])
         self.earlier = Measurements()  # of the run that wrote the checkpoint
@@ -101,7 +102,6 @@ class StageMetricsCallback(TrainerCallback):
         self.first_step = step + 1 if history.first_step is None else history.first_step
         self.earlier = history.summary
         self.grad_norms += history.grad_norm_history
-        self.norms_before = len(self.grad_norms)
         self.evaluations += history.eval_history
 
     def history(self) -> dict[str, Any]:
@@ -126,7 +126,9 @@ class StageMetricsCallback(TrainerCallback):
 
     def count_tokens(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None = None) -> None:
         """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent;
-        `repeated`: likewise, the tokens of rows that the epoch had before. Those are counted once."""
+        `repeated`: likewise, the tokens of rows that the epoch had before. Those are counted once.
+
+        The sums stay on the device until the run ends: reading one would wait for the GPU in every micro batch."""
         ids = inputs["input_ids"]
         shared = "shift_labels" in inputs  # this process's part of each row (zero_recipes/distributed/ulysses.py)
         supervised = inputs["shift_labels"] if shared else inputs["labels"][..., 1:]
@@ -145,13 +147,19 @@ class StageMetricsCallback(TrainerCallback):
         else:
             self.losses[-1] = self.losses[-1] + loss.float()
 
+    def add_norm(self, norm: torch.Tensor | float) -> None:
+        """The gradient norm of the step at work, on whichever device: on a GPU it is read with the loss."""
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2's is a DTensor
+        self.norm = torch.as_tensor(whole, dtype=torch.float64).detach().reshape(())
+
     # called by the Trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
         total = state.max_steps - state.global_step
-        self.warmup = min(MOST_WARMUP_STEPS, total // 2)
+        self.warmup, self.probed = steps_not_timed(total), min(1, max(0, total - 1))
         self.phases.record("engine_built")
         if self.device == "cuda":  # earlier callbacks have generated samples, which use memory of their own
+            torch.cuda.empty_cache()  # peaks begin again at what is reserved, and the allocator keeps what was freed
             torch.cuda.reset_peak_memory_stats()
         self.probe = StateProbe(self.trainer, self.strategy, self.phases)
         self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy.world_size)
@@ -164,7 +172,7 @@ class StageMetricsCallback(TrainerCallback):
         self.steps.open()
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self.done == min(1, self.warmup):  # Adam's states exist from the second step on
+        if self.done == self.probed:  # the second one where there is one: Adam's states exist from it on
             self.probe.attach()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -181,16 +189,19 @@ class StageMetricsCallback(TrainerCallback):
         self.steps.open()
 
     def _bring_losses_together(self) -> None:
-        """What must end a run then ends it on every rank, and a crash leaves the losses behind."""
-        norm = self.grad_norms[-1] if len(self.grad_norms) > self.norms_before else 0.0
-        self.norms_before = len(self.grad_norms)
-        loss = self.losses[-1].double()
-        own = torch.stack([loss, loss.new_tensor(norm)]).reshape(1, 2)
+        """What must end a run then ends it on every rank, and a crash leaves the losses behind.
+
+        The only numbers of a step that are read back from a GPU, together: all ranks have to know before the next."""
+        loss, norm = self.losses[-1].double(), self.norm
+        own = torch.stack([loss, loss.new_zeros(()) if norm is None else norm.to(loss)]).reshape(1, 2)
         with self.communication.not_counted():
             everyone = self.trainer.accelerator.gather(own).tolist()
         losses, norms = zip(*everyone, strict=True)
         self.step_losses.append(sum(losses) / len(losses))
         self.last_step = self.step_losses[-1], next((norm for norm in norms if not math.isfinite(norm)), norms[0])
+        if norm is not None:
+            self.grad_norms.append(norms[rank()])
+        self.norm = None
 
     def on_log(self, args, state, control, **kwargs):
         self.steps.open()
@@ -227,7 +238,7 @@ class StageMetricsCallback(TrainerCallback):
         now = summarise(
             ranks,
             seconds,
-            min(self.warmup, len(seconds) - 1),
+            min(self.warmup, len(seconds)),
             nvme=Nvme(disks=self.disks, bytes_per_step=[rank.traffic for rank in ranks]) if self.disks else None,
             engine_seconds=None if within is None else SecondsInStep(**within),
             communication_bytes_per_step=self.communication.median(),
@@ -278,6 +289,12 @@ class StageMetricsCallback(TrainerCallback):
             **({} if failure is None else {"failure": failure}),
         )
         row.write(output_dir / FILE)
+
+
+def steps_not_timed(total: int) -> int:
+    """How many of `total` optimizer steps are not timed: the first that compiles and allocates, and the second, which
+    the probe of the memory slows down; more of a longer run, at most half of it and five."""
+    return min(total, max(2, min(MOST_WARMUP_STEPS, total // 2)))
 
 
 def identity(run: RunConfig, training_args, model: torch.nn.Module) -> RunIdentity:

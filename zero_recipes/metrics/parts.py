@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 NO_ACCELERATOR = "without an accelerator"
 ENDED_BEFORE = "where the run ended before"
 EARLIER = "in files of earlier versions"
+NOT_TIMED = "where no step was timed: a run of one or two steps"
 
 
 class Part(BaseModel):
@@ -95,10 +96,12 @@ class TokensPerSecond(Part):
 class StepSeconds(Part):
     """Seconds per optimizer step after the warm-up steps."""
 
-    median: float | None = measured("of the timed steps", "seconds")
-    p90: float | None = measured("nine of ten timed steps take at most so long", "seconds")
+    median: float | None = measured("of the timed steps", "seconds", NOT_TIMED)
+    p90: float | None = measured("nine of ten timed steps take at most so long", "seconds", NOT_TIMED)
     warmup_steps_excluded: int | None = measured(
-        "the first steps, which are not timed: at most five, at most half", "steps"
+        "the first steps, which are not timed: two, as the second is slowed by the probe of the memory; in a longer "
+        "run half of it, at most five",
+        "steps",
     )
 
 
@@ -154,11 +157,27 @@ class Nvme(Part):
     bytes_per_step: list[DiskTraffic | None] = known("per rank")
 
 
-class HostLink(Part):
-    """Copies between pinned host memory and the GPU."""
+class LinkRates(Part):
+    """Copies between pinned host memory and the GPU, of the slowest rank."""
 
     to_device: float = known("host to GPU", "bytes/s")
     to_host: float = known("GPU to host", "bytes/s")
+
+
+class HostLink(Part):
+    """Copies between pinned host memory and the GPU."""
+
+    alone: LinkRates | None = measured("one process of a machine at a time, the slowest of all", null=EARLIER)
+    together: LinkRates | None = measured(
+        "all processes at once, the slowest of them; in files of earlier versions of rank 0",
+        null="where each machine has one process",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, content: Any) -> Any:
+        """They have two rates, which all processes measured at once."""
+        return {"together": content} if isinstance(content, dict) and "to_device" in content else content
 
 
 class Network(Part):

@@ -18,6 +18,7 @@ from zero_recipes.core.files import write_text
 from zero_recipes.metrics.parts import (
     EARLIER,
     NO_ACCELERATOR,
+    NOT_TIMED,
     Evaluation,
     Failure,
     GradientDtypes,
@@ -110,7 +111,7 @@ class Measurements(Part):
         EARLIER,
     )
     tokens: Tokens | None = measured("over the whole run and all ranks")
-    tokens_per_second: TokensPerSecond | None = measured("over the timed steps and all ranks")
+    tokens_per_second: TokensPerSecond | None = measured("over the timed steps and all ranks", null=NOT_TIMED)
     step_seconds: StepSeconds | None = measured("optimizer steps")
     engine_seconds: SecondsInStep | None = measured(
         "one optimizer step by DeepSpeed's timers", null='without "wall_clock_breakdown": true in the ds_config'
@@ -264,7 +265,8 @@ def _empty_keys(part: BaseModel, prefix: str = "") -> Iterator[str]:
     """Dotted names of the fields that are None and may not be, depth first."""
     for key, field in type(part).model_fields.items():
         value = getattr(part, key)
-        if "null" in (field.json_schema_extra or {}):
+        why = (field.json_schema_extra or {}).get("null")
+        if why is not None and (why != NOT_TIMED or key in part.model_fields_set):  # times that are missing are a fault
             continue
         if value is None:
             yield prefix + key

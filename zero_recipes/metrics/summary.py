@@ -78,17 +78,17 @@ def history_fault(checkpoint: Path) -> str | None:
 
 def summarise(ranks: Sequence[RankFigures], seconds: Sequence[float], warmup: int, **more: Any) -> Measurements:
     """The figures of all ranks over at least one step. `seconds`: of each step; `warmup`: how many are not timed;
-    `more`: what rank 0 alone knows (fields of Measurements)."""
+    `more`: what rank 0 alone knows (fields of Measurements). Where none is timed, times and rates are null."""
     timed = seconds[warmup:]
     speed = _sum([rank.timed_tokens for rank in ranks])
     return Measurements(
         peak_memory_bytes=[rank.peak for rank in ranks],
         model_state_bytes=[rank.states for rank in ranks],
         tokens=_sum([rank.tokens for rank in ranks]),
-        tokens_per_second=TokensPerSecond(**{key: count / sum(timed) for key, count in speed}),
+        tokens_per_second=TokensPerSecond(**{key: count / sum(timed) for key, count in speed}) if timed else None,
         step_seconds=StepSeconds(
-            median=statistics.median(timed),
-            p90=sorted(timed)[min(len(timed) - 1, int(0.9 * len(timed)))],
+            median=statistics.median(timed) if timed else None,
+            p90=sorted(timed)[min(len(timed) - 1, int(0.9 * len(timed)))] if timed else None,
             warmup_steps_excluded=warmup,
         ),
         loss_history=[sum(step) / len(ranks) for step in zip(*(rank.losses for rank in ranks), strict=True)],

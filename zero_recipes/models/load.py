@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from zero_recipes.compat import deepspeed_tensors
+from zero_recipes.compat import attention, deepspeed_tensors
 from zero_recipes.compat.huggingface import attention_in_force, without_deepspeed_announcement
 from zero_recipes.compat.patches import keep_4bit_layout
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding, Refusal, first_line
 from zero_recipes.theory.lower_bounds import parameter_sizes
 
-# attention implementation: (module that it needs, how to install it)
-_ATTENTION_PACKAGES = {
-    "flash_attention_2": ("flash_attn", "pip install flash-attn --no-build-isolation"),
-    "flash_attention_3": ("flash_attn_interface", "build it from the hopper/ folder of the flash-attention sources"),
+_PACKAGES = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_4": "flash_attn (4)",
 }
 # what transformers reports of a load: what it would have done about it
 _KEY_PROBLEMS = {
@@ -63,24 +63,40 @@ def load_config(model_args, training_args) -> PretrainedConfig:
 
 
 def refuse_missing_attention(attn_implementation: str | None, device: str) -> None:
-    """Refuse an attention implementation whose package or device is missing."""
-    if attn_implementation not in _ATTENTION_PACKAGES:
+    """Refuse flash attention without a GPU, package or kernel. Raises Refusal."""
+    kernel = attention.kernel_of(attn_implementation)
+    if kernel is None:
         return
-    module, install = _ATTENTION_PACKAGES[attn_implementation]
-    if device == "cpu":
+    if device == "cpu" and not attention.runs_on(kernel, "cpu"):
         raise Refusal(
             "ZR404",
             f"attn_implementation: {attn_implementation} on a CPU",
             "Its kernels exist for GPUs only.",
             "Run with --attn_implementation sdpa.",
         )
-    if importlib.util.find_spec(module) is None:
+    if attention.has_package(attn_implementation):
+        return
+    wanted = attention.wanted_kernels()
+    if wanted is not None:
+        native = _PACKAGES.get(attn_implementation)
+        missing = f"{wanted} is not installed" if native is None else f"neither {native} nor {wanted} is installed"
         raise Refusal(
             "ZR405",
-            f"attn_implementation: {attn_implementation}, but the package {module} is not installed",
+            f"attn_implementation: {attn_implementation}, but {missing}",
+            f"transformers loads the kernel {kernel}, which is built already, by kernels of these versions alone. "
             "Another implementation would change speed and memory silently.",
-            f"{install}, or run with --attn_implementation sdpa.",
+            f'pip install "{wanted}" (nothing is compiled), or run with --attn_implementation sdpa.',
         )
+    try:
+        attention.download(kernel, only_cached=constants.is_offline_mode())
+    except LookupError as error:
+        raise Refusal(
+            "ZR433",
+            f"attn_implementation: {attn_implementation}, but the kernel {kernel} cannot be had",
+            f"{error}.",
+            "zero-recipes fetch RECIPE.yaml downloads it, on a machine with the same torch and GPU and with a "
+            "connection; or run with --attn_implementation sdpa.",
+        ) from error
 
 
 def refuse_other_keys(config: PretrainedConfig, model_args, training_args, ours) -> None:
@@ -116,7 +132,7 @@ def load_model(config: PretrainedConfig, model_args, training_args, ours) -> Pre
         if _quantization(model_args, config) is not None:
             keep_4bit_layout(model)
     requested, got = keywords["attn_implementation"], attention_in_force(model)
-    if requested is not None and got != requested:
+    if not attention.is_requested(requested, got):
         raise Refusal(
             "ZR406",
             f"attn_implementation: {requested} was requested, {type(model).__name__} took {got}",

@@ -11,8 +11,8 @@ from zero_recipes.checkpoint.finite import refuse_nonfinite
 from zero_recipes.checkpoint.reshard import load as reshard_load
 from zero_recipes.checkpoint.saved_files import write_checksums
 from zero_recipes.checkpoint.verify import NotWhole, verify
+from zero_recipes.compat import attention, patches
 from zero_recipes.compat import fsdp as compat_fsdp
-from zero_recipes.compat import patches
 from zero_recipes.compat.huggingface import without_deepspeed_announcement
 from zero_recipes.compat.patches import FreshAdamAtStage0, adapter_dtypes_kept, load_weights_by_class
 from zero_recipes.config.run import RunConfig
@@ -36,7 +36,8 @@ def prepare_libraries(run: RunConfig, args) -> int | None:
     patches.patch_libraries(run.strategy, run.settings.ddp_timeout)
     if run.strategy.is_fsdp:
         compat_fsdp.fix_arguments(args, run.device)
-    ulysses.share_sequences(args, run.strategy.sequence_parallel, run.settings.attn_implementation)
+    attn_implementation = attention.name_in_force(run.settings.attn_implementation)
+    ulysses.share_sequences(args, run.strategy.sequence_parallel, attn_implementation)
     return set_host_threads(run.strategy, run.device, os.environ)
 
 
@@ -164,5 +165,5 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:  # DeepSpeed keeps none at stage 0 in fp32 (engine.py `clip_fp32_gradients`)
-            self.stage_metrics.grad_norms.append(float(norm))
+            self.stage_metrics.add_norm(norm)
         return norm
