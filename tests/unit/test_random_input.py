@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.bad_recipes import SOUND_DS_CONFIG, SOUND_RECIPE, Side
-from tests.helpers.drawn import first
+from tests.helpers.grid import first
 from zero_recipes.checks.ds_config import BLOCKS
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe_keys

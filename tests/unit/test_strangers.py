@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.checkpoint_files import MODEL, OPTIMIZER, write_checkpoint
-from tests.helpers.drawn import first
+from tests.helpers.grid import first
 from tests.helpers.strangers import KINDS, plant
 from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.checkpoint import manifest
