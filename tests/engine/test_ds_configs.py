@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tests.conftest import FIXTURES
+from tests.helpers.grid import grid
 from tests.helpers.public_cases import set_by_launch
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint.verify import verify
@@ -112,7 +113,7 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
     assert again["stage"] == stage and again["metrics"]["loss_history"] == first["loss_history"]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [grid(0), grid(1), 2, 3])
 def test_the_parser_is_asked_with_what_the_engine_gets(two, tmp_path, stage):
     """All but the batch sizes, which need a process group, and what accelerate writes for its own optimizer."""
     config = json.loads(Path(f"ds_configs/zero{stage}.json").read_text())
@@ -125,7 +126,7 @@ def test_the_parser_is_asked_with_what_the_engine_gets(two, tmp_path, stage):
     assert asked | own == real | {key: own[key] for key in own if key in real}
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [grid("zero0"), grid("zero1"), "zero2", "zero3"])
 def test_what_a_ds_config_may_leave_out_trains_the_same(two, tmp_path, strategy):
     """DeepSpeed clips at 1.0 where nothing is said, and accelerate adds the recipe's bf16: too late at stage 3, where
     zero.Init has made the weights by then."""

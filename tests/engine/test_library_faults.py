@@ -18,6 +18,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from tests.helpers.grid import grid
 from tests.helpers.resuming import LORA as RESUMED
 from tests.helpers.resuming import NOTHING, compare
 from tests.helpers.tiny import llama_config, named, write_recipe
@@ -105,8 +106,16 @@ def test_deepspeed_itself_recomputes_frozen_parameters(two, llamas, tmp_path):
 # huggingface/peft#2884, deepspeedai/DeepSpeed#7669: modules_to_save at stage 3
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("modules", [["lm_head"], ["embed_tokens", "lm_head"]], ids="+".join)
+@pytest.mark.parametrize(
+    ("modules", "tied"),
+    [
+        (["lm_head"], False),
+        (["embed_tokens", "lm_head"], True),
+        grid(["lm_head"], True),
+        grid(["embed_tokens", "lm_head"], False),
+    ],
+    ids=lambda value: str(value) if isinstance(value, bool) else "+".join(value),
+)
 def test_modules_to_save_train_and_load_alike_at_stage_3(two, llamas, tmp_path, modules, tied):
     found = {}
     for strategy in ("zero2", "zero3"):
@@ -141,7 +150,7 @@ def test_a_saved_head_is_what_peft_loads(two, llamas, tmp_path):
         assert torch.equal(loaded[inside], tensor), name
 
 
-@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("bf16", [True, grid(False)])
 def test_modules_to_save_resume_bit_for_bit_at_stage_3(two, tmp_path, bf16):
     assert compare(two, tmp_path, "zero3", bf16=bf16, lora_modules_to_save=["embed_in"], **RESUMED) == NOTHING
 
@@ -246,7 +255,7 @@ def test_a_mixture_of_experts_loads_a_group_of_tensors_at_a_time(one, tmp_path):
 # deepspeedai/DeepSpeed#3938: what a resume reads
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [grid("zero2"), "zero3"])
 def test_a_resume_reads_what_the_plan_says(two, tmp_path, strategy):
     recipe = write_recipe(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)
     argv = [str(recipe), "--output_dir", str(tmp_path / "out"), *named(strategy)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.grid import grid
 from tests.helpers.tiny import write_recipe
 from zero_recipes.compat.deepspeed_tensors import STATE_PARTS
 from zero_recipes.theory.deepspeed_memory import ddp_terms, model_state_terms
@@ -29,8 +30,11 @@ def arguments(recipe, strategy: str, output_dir, *more: str) -> list[str]:
     return [str(recipe), "--output_dir", str(output_dir), "--overwrite", "true", *named, *more]
 
 
-@pytest.mark.parametrize("strategy", ENGINES)
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [(world, strategy) for world in (1, 2) for strategy in ENGINES]
+    + [(4, "zero2"), (4, "zero3"), grid(4, "ddp"), grid(4, "zero0"), grid(4, "zero1")],
+)
 def test_bytes_equal_the_allocations(request, recipe, tmp_path, world_size, strategy):
     group = request.getfixturevalue({1: "one", 2: "two", 4: "four"}[world_size])
     result = group.run("train", argv=arguments(recipe, strategy, tmp_path))[0]

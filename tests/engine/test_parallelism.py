@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from tests.helpers.grid import grid
 from tests.helpers.tiny import named, write_recipe
 from zero_recipes.checkpoint.verify import verify
 
@@ -50,7 +51,7 @@ def assert_equal(found: tuple[list[float], Path], losses: list[float], folder: P
     assert (apart / sum(t.square().sum() for t in wanted.values())) ** 0.5 < 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("strategy", [grid("zero2"), "zero3", "fsdp2"])
 def test_a_mixture_of_experts_trains_as_under_ddp(two, experts, tmp_path, strategy):
     recipe, losses, folder = experts
     assert_equal(trained(two, recipe, tmp_path / "out", named(strategy)), losses, folder)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
+from tests.helpers.grid import grid
 from tests.helpers.known_bad import found_in
 from tests.helpers.qlora_cases import sha256_of
 from tests.helpers.tiny import named, write_model, write_rows
@@ -124,7 +125,7 @@ def resumed(two, model, runs, strategy: str, out: Path, **keywords) -> list[list
     return history(two.run("qlora_cases.train", argv=argv(model, out, strategy, *more), **keywords))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp2"])
+@pytest.mark.parametrize("strategy", [grid("ddp"), "zero3", "fsdp2"])
 def test_a_resumed_run_goes_on_as_if_never_stopped(two, model, runs, tmp_path, strategy):
     assert resumed(two, model, runs, strategy, tmp_path) == history(runs[strategy][1])
 

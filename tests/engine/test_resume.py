@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.grid import grid
 from tests.helpers.resuming import (
     EXACT,
     KINDS,
@@ -40,9 +41,9 @@ SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
     ("strategy", "bf16", "lora"),
     [
         ("ddp", True, True),
-        ("zero0", True, False),
+        grid("zero0", True, False),
         ("zero2", True, True),
-        ("zero2_offload", False, False),
+        grid("zero2_offload", False, False),
         ("zero3", False, False),
         ("zero3_offload", True, True),
     ],
@@ -55,17 +56,17 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strat
     "shape",
     [
         Shape("random", rows=51, micro=2, accumulation=2, killed=11, steps=15),  # inside the second epoch, over its end
-        Shape("random", rows=55, micro=4, accumulation=1, killed=5, steps=8, strategy="zero3"),
-        Shape("drop_last", rows=51, micro=2, accumulation=1, killed=3, steps=14),
-        Shape("unseeded", rows=37, micro=2, accumulation=2, killed=12, steps=16),
+        grid(Shape("random", rows=55, micro=4, accumulation=1, killed=5, steps=8, strategy="zero3")),
+        grid(Shape("drop_last", rows=51, micro=2, accumulation=1, killed=3, steps=14)),
+        grid(Shape("unseeded", rows=37, micro=2, accumulation=2, killed=12, steps=16)),
         Shape("split_batches", rows=37, micro=4, accumulation=2, killed=3, steps=6),
         Shape("lengths", rows=51, micro=2, accumulation=2, killed=16, steps=21),  # in the third epoch
         Shape("rebalance", rows=51, micro=2, accumulation=4, killed=6, steps=9, strategy="zero2"),
-        Shape("packing", rows=51, micro=2, accumulation=2, killed=9, steps=13),
-        Shape("stream", rows=21, micro=2, accumulation=2, killed=7, steps=9),
+        grid(Shape("packing", rows=51, micro=2, accumulation=2, killed=9, steps=13)),
+        grid(Shape("stream", rows=21, micro=2, accumulation=2, killed=7, steps=9)),
         Shape("packed stream", rows=21, micro=2, accumulation=2, killed=7, steps=9, strategy="zero2"),
-        Shape("mixture", rows=37, micro=2, accumulation=4, killed=4, steps=7),
-        Shape("lora", rows=37, micro=3, accumulation=1, killed=8, steps=15),
+        grid(Shape("mixture", rows=37, micro=2, accumulation=4, killed=4, steps=7)),
+        grid(Shape("lora", rows=37, micro=3, accumulation=1, killed=8, steps=15)),
     ],
     ids=lambda shape: shape.kind,
 )
@@ -76,9 +77,9 @@ def test_rows_that_do_not_divide_are_resumed_bit_for_bit(two, tmp_path, shape):
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape("lengths", rows=37, micro=2, accumulation=4, killed=6, steps=9),
+        grid(Shape("lengths", rows=37, micro=2, accumulation=4, killed=6, steps=9)),
         Shape("packing", rows=55, micro=2, accumulation=2, killed=12, steps=15),
-        Shape("stream", rows=21, micro=2, accumulation=4, killed=4, steps=7),
+        grid(Shape("stream", rows=21, micro=2, accumulation=4, killed=4, steps=7)),
         Shape("mixture", rows=37, micro=2, accumulation=2, killed=12, steps=16),
     ],
     ids=lambda shape: shape.kind,
@@ -251,7 +252,7 @@ def test_ending_at_the_last_step_is_still_needed(two, zero0, tmp_path):
     "shape",
     [
         Shape("lengths", rows=51, micro=2, accumulation=2, killed=9, steps=12),
-        Shape("rebalance", rows=51, micro=2, accumulation=2, killed=9, steps=12),
+        grid(Shape("rebalance", rows=51, micro=2, accumulation=2, killed=9, steps=12)),
     ],
     ids=lambda shape: shape.kind,
 )

@@ -8,6 +8,7 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
+from tests.helpers.grid import grid
 from tests.helpers.sample_cases import strict
 from tests.helpers.tiny import ROOT, named, write_recipe
 from zero_recipes.checkpoint.verify import verify
@@ -98,7 +99,7 @@ def test_a_prompt_as_long_as_max_length_and_an_empty_reference_end_well(two, tmp
     assert f"of {len(rows) - 4} the last 254 tokens are asked" in printed  # 256 places, 2 for the answer
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("strategy", [grid("ddp"), grid("zero2"), "zero3", "fsdp2"])
 def test_samples_that_fail_lose_no_model(two, tmp_path, strategy):
     """Whatever breaks after the save: exit with an error that names the whole model, and the model is the trained one.
 
@@ -118,7 +119,7 @@ def test_samples_that_fail_lose_no_model(two, tmp_path, strategy):
     assert verify(tmp_path / "out", deep=True) == verify(tmp_path / "whole", deep=True)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [grid(1), 2])
 def test_the_tokens_of_a_row_are_counted_once(two, tmp_path, accumulation):
     """51 rows on two processes: the last batches of an epoch are filled with rows that it had before."""
     keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": accumulation, "max_length": 96}

@@ -7,6 +7,7 @@ import json
 import pytest
 from safetensors.torch import load_file
 
+from tests.helpers.grid import grid
 from tests.helpers.tiny import named, write_llama, write_recipe
 
 
@@ -41,7 +42,7 @@ def apart(losses: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [grid("zero2"), "zero3"])
 def test_shared_sequences_train_as_whole_ones(two, recipe, alone, tmp_path, strategy):
     found, weights = run(two, recipe, tmp_path / "out", *named(strategy), "--sequence_parallel_size", "2")
     wanted, wanted_weights = alone

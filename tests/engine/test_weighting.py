@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests.helpers.equivalence_grid import TOLERANCE, write_subject
+from tests.helpers.grid import grid
 from tests.helpers.tiny import write_recipe, write_rows
 
 STEPS = 4
@@ -37,7 +38,7 @@ def apart(losses: list[float], wanted: list[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", [grid("ddp"), "zero3"])
 def test_evaluation_is_token_weighted(two, recipe, plain, tmp_path, strategy):
     argv = [*recipe, "--output_dir", str(tmp_path / "out")]
     argv += [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
@@ -137,7 +138,7 @@ def test_a_stream_without_an_end_is_still_needed(one, tmp_path):
     assert max(ends) > 1.5 * ends[0], "no step had two steps' gradients"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [grid("ddp"), "zero2", "zero3"])
 def test_the_first_step_of_lora_changes_what_has_a_gradient_and_nothing_else(two, one, recipe, tmp_path, strategy):
     """B has a gradient, A has none while B is zero, all else is frozen. The grid asserts the same of full training."""
     lora = ["--use_peft", "true", "--lora_r", "4", "--lora_target_modules", "query_key_value", "dense"]

@@ -3,6 +3,7 @@
 Its argument, in JSON: [world size, port of the store, folder of the logs, each rank's descriptor of its connection].
 """
 
+import functools
 import gc
 import importlib
 import json
@@ -18,6 +19,7 @@ from zero_recipes.compat.warnings import quieten
 quieten()
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
+from deepspeed.utils import numa  # noqa: E402
 
 import tests.helpers.cases  # noqa: E402, F401 (imported once, for all ranks)
 from tests.helpers.forget import forget_last_run  # noqa: E402
@@ -53,6 +55,8 @@ def be_rank(rank: int, folder: Path, descriptors: list[int]) -> None:
     close(descriptors)  # the group learns of a rank's end where nobody else holds its connection
     os.set_inheritable(group.fileno(), False)
     torch.set_num_threads(1)
+    # stage 3 asks at every bucket, and each time starts a process: a fifth of a tiny model's backward pass
+    numa.get_numa_cores = functools.cache(numa.get_numa_cores)
     once_per_node.POLL_SECONDS = 0.01  # rank 0 prepares a test's rows in a moment, and the others wait for it
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     environment = dict(os.environ)

@@ -106,12 +106,23 @@ def test_rank_0_is_killed(recipe, tmp_path):
     assert row["parameters"] > 0 and row["world_size"] == 2, "what was known of the run was lost"
 
 
+DDP_REFUSED_AT_ONCE = """
+import os, runpy, sys
+sys.path.insert(0, {root!r})
+if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    runpy.run_path({root!r} + "/run_sft.py", run_name="__main__")
+from zero_recipes.core.errors import Refusal, print_refusal
+sys.exit(print_refusal(Refusal("ZR000", "what", "why", "fix")))
+"""
+
+
 def test_a_refused_strategy_is_a_row_and_the_sweep_goes_on(recipe, tmp_path):
-    """The row does not keep the numbers of an earlier run."""
+    """The row does not keep the numbers of an earlier run. What is refused second is so without its imports."""
     (tmp_path / "zero1").mkdir()
     (tmp_path / "zero1" / "metrics.json").write_text('{"status": "ok", "parameters": 7}')
+    (tmp_path / "script.py").write_text(DDP_REFUSED_AT_ONCE.format(root=str(ROOT)))
     overrides = ["--global_batch_size", "7", "--overwrite", "true"]
-    outcomes = sweep(recipe, ["zero1", "ddp"], 2, tmp_path, overrides)
+    outcomes = sweep(recipe, ["zero1", "ddp"], 2, tmp_path, overrides, script=tmp_path / "script.py")
     assert [outcome.status for outcome in outcomes] == ["refused", "refused"]
     row = json.loads((tmp_path / "zero1" / "metrics.json").read_text())
     assert row["status"] == "refused" and "parameters" not in row

@@ -83,6 +83,7 @@ def test_killed_before_its_first_step_nothing_is_lost_and_the_same_command_goes_
     assert not list(out.glob("overwritten-*")) and (out / "model.safetensors").read_bytes() != old["model.safetensors"]
 
 
+@pytest.mark.grid  # an orphaned worker without a launcher: unit/test_output_lock.py
 def test_a_run_beside_workers_whose_launcher_was_killed_is_refused(one, tmp_path):
     recipe, out = resume_recipe(tmp_path, save_steps=2), tmp_path / "out"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "KILL": "orphan:0:2"}

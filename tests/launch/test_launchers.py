@@ -32,6 +32,7 @@ def start(command: list[str], output_dir: Path) -> tuple[str, dict]:
     ended = subprocess.run(
         [*command, *QUICK, "--output_dir", str(output_dir)],
         cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # the deepspeed launcher and plain python set none
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -49,6 +50,7 @@ def test_accelerate(tmp_path):
     assert (tmp_path / "model.safetensors").is_file()
 
 
+@pytest.mark.grid  # what the launch sets: unit/test_ds_parser.py; a run with that: engine/test_ds_configs.py
 def test_accelerate_with_zero_written_inline(tmp_path):
     """TRL's own zero3.yaml, which names no ds_config: accelerate's launch hands it over in variables alone."""
     file = Path(trl.__file__).parent / "accelerate_configs" / "zero3.yaml"
@@ -58,6 +60,7 @@ def test_accelerate_with_zero_written_inline(tmp_path):
     assert verify(tmp_path)["tensors"] > 0
 
 
+@pytest.mark.grid  # the same launch and file with a run that fails: test_failures.py
 def test_accelerate_ddp(tmp_path):
     command = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/ddp.yaml"]
     _, metrics = start([*command, "run_sft.py", "recipes/tiny.yaml"], tmp_path)

@@ -97,6 +97,7 @@ def test_two_hosts_by_accelerate_equal_one(namespaces, recipe, one_host, tmp_pat
     assert_equal_and_measured(ended, tmp_path, namespaces, one_host)
 
 
+@pytest.mark.grid  # the launcher itself: test_launchers.py; its variables on two machines: below
 @pytest.mark.launch
 def test_two_hosts_by_what_the_deepspeed_launcher_starts_on_each(namespaces, recipe, one_host, tmp_path):
     """`deepspeed --hostfile` goes to each host by ssh and starts this there (launcher/multinode_runner.py)."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.bad_recipes import FAULTS
+from tests.helpers.grid import grid
 from tests.helpers.tiny import write_recipe
 from tests.helpers.two_ranks import two_ranks
 
@@ -18,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
 
-@pytest.mark.parametrize("name", ["misspelt key", "missing columns"])
+@pytest.mark.parametrize("name", [grid("misspelt key"), "missing columns"])
 def test_every_rank_exits_2_and_rank_0_alone_speaks(tmp_path, name):
     """The first is refused before the process group is started, the second in it, by the data."""
     rows = tmp_path / "wrong"
@@ -69,6 +70,7 @@ def test_a_silent_rank_leaves_after_rank_0_has_spoken():
     assert (out, err, ranks[0].returncode, ranks[1].returncode) == ("left\n", "", 2, 2)
 
 
+@pytest.mark.grid  # the closing table: test_launchers.py; the data's refusal of real processes: above
 @pytest.mark.launch
 def test_the_launcher_ends_with_what_the_data_refuse(tmp_path):
     (fault,) = (fault for fault in FAULTS if fault.name == "rows cut before their answers")

@@ -11,6 +11,7 @@ from tests.helpers.bad_recipes import FAULTS, findings_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
+SOUND: set[str] = set()  # twins without a finding
 ERRORS = [fault for fault in FAULTS if fault.level == "error"]
 
 
@@ -24,4 +25,6 @@ def test_the_fault_is_found_and_its_fixed_twin_passes(fault, tmp_path):
     assert {finding.code for finding in found if finding.level == fault.level} == {fault.code}
     assert any(fault.names in finding.what for finding in found if finding.code == fault.code), found
     assert all(finding.why and finding.fix for finding in found)
-    assert findings_of(fault.fixed, tmp_path / "fixed") == [], "the twin differs only in the fault"
+    if repr(fault.fixed) not in SOUND:  # many faults have the same twin
+        assert findings_of(fault.fixed, tmp_path / "fixed") == [], "the twin differs only in the fault"
+        SOUND.add(repr(fault.fixed))

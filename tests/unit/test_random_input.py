@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from contextlib import chdir
+from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.bad_recipes import SOUND_DS_CONFIG, SOUND_RECIPE, Side
+from tests.helpers.grid import first
 from zero_recipes.checks.ds_config import BLOCKS
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe_keys
 
-SETTINGS = settings(
-    max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+# one test may draw twelve times, or eighty times under `make grid`
+EXAMPLES = first(1, [12, 80])
 leaves = (
     st.none()
     | st.booleans()
@@ -96,49 +98,72 @@ def check(tmp_path, capsys):
     return exit_code
 
 
-@SETTINGS
-@given(st.text(max_size=60))
-def test_any_text(check, text):
-    assert check(text, "{}") in (0, 2)
+def every(strategy: st.SearchStrategy, examples: int, holds: Callable[[Any], bool]) -> None:
+    """`holds` is true of `examples` draws, the same in every run."""
+
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @given(strategy)
+    def drawn(value):
+        assert holds(value)
+
+    drawn()
 
 
-@SETTINGS
-@given(st.dictionaries(recipe_keys, values, max_size=5))
-def test_any_values_of_known_keys(check, keys):
-    assert check(yaml.safe_dump(yaml.safe_load(SOUND_RECIPE) | keys), "{}") in (0, 2)
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_any_text(check, examples):
+    every(st.text(max_size=60), examples, lambda text: check(text, "{}") in (0, 2))
 
 
-@SETTINGS
-@given(st.lists(st.tuples(recipe_keys | st.text(max_size=6), written), max_size=4))
-def test_any_lines(check, lines):
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_any_values_of_known_keys(check, examples):
+    def holds(keys):
+        return check(yaml.safe_dump(yaml.safe_load(SOUND_RECIPE) | keys), "{}") in (0, 2)
+
+    every(st.dictionaries(recipe_keys, values, max_size=5), examples, holds)
+
+
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_any_lines(check, examples):
     """Some replace those of the sound recipe, some stand beside them: a key twice."""
-    text = SOUND_RECIPE + "".join(f"{key}: {value}\n" for key, value in lines)
-    assert check(text, "{}") in (0, 2)
+
+    def holds(lines):
+        text = SOUND_RECIPE + "".join(f"{key}: {value}\n" for key, value in lines)
+        return check(text, "{}") in (0, 2)
+
+    every(st.lists(st.tuples(recipe_keys | st.text(max_size=6), written), max_size=4), examples, holds)
 
 
-@SETTINGS
-@given(
-    recipe_keys, st.sampled_from(["null", "nan", "-1", "1e400", "{", '{"a": 1}', "[", "", "\udc80", "9" * 5000, "none"])
-)
-def test_any_word_on_the_command_line(check, key, word):
-    assert check(SOUND_RECIPE, "{}", "--num_processes", "2", f"--{key}", word) in (0, 2)
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_any_word_on_the_command_line(check, examples):
+    words = ["null", "nan", "-1", "1e400", "{", '{"a": 1}', "[", "", "\udc80", "9" * 5000, "none"]
+
+    def holds(drawn):
+        key, word = drawn
+        return check(SOUND_RECIPE, "{}", "--num_processes", "2", f"--{key}", word) in (0, 2)
+
+    every(st.tuples(recipe_keys, st.sampled_from(words)), examples, holds)
 
 
-@SETTINGS
-@given(st.dictionaries(ds_keys, ds_values, max_size=4))
-def test_any_ds_config(check, keys):
-    text = json.dumps(SOUND_DS_CONFIG | keys)
-    assert check(SOUND_RECIPE + "deepspeed: ds.json\n", text) in (0, 2)
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_any_ds_config(check, examples):
+    def holds(keys):
+        return check(SOUND_RECIPE + "deepspeed: ds.json\n", json.dumps(SOUND_DS_CONFIG | keys)) in (0, 2)
+
+    every(st.dictionaries(ds_keys, ds_values, max_size=4), examples, holds)
 
 
-@SETTINGS
-@given(st.text(max_size=30) | json_values.map(json.dumps))
-def test_any_json(check, text):
-    assert check(SOUND_RECIPE + "deepspeed: ds.json\n", text) in (0, 2)
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_any_json(check, examples):
+    def holds(text):
+        return check(SOUND_RECIPE + "deepspeed: ds.json\n", text) in (0, 2)
+
+    every(st.text(max_size=30) | json_values.map(json.dumps), examples, holds)
 
 
-@SETTINGS
-@given(st.dictionaries(accelerate_keys, values, max_size=4))
-def test_any_accelerate_file(check, tmp_path, keys):
-    (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(keys))
-    assert check(SOUND_RECIPE, "{}", "--config_file", "accelerate.yaml") in (0, 2)
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_any_accelerate_file(check, tmp_path, examples):
+    def holds(keys):
+        (tmp_path / "accelerate.yaml").write_text(yaml.safe_dump(keys))
+        return check(SOUND_RECIPE, "{}", "--config_file", "accelerate.yaml") in (0, 2)
+
+    every(st.dictionaries(accelerate_keys, values, max_size=4), examples, holds)

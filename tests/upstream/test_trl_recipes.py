@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.grid import grid
 from tests.helpers.tiny import named, write_model, write_recipe, write_rows
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.core.codes import table
@@ -49,7 +50,7 @@ def trl_recipe(folder: Path, rows: list[dict], **keys) -> Path:
     return path
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", [grid("zero2"), "zero3"])
 def test_lora_on_prompt_and_completion(two, tmp_path, strategy):
     rows = [{"prompt": f"Number {i} is", "completion": f" {i + 1}."} for i in range(20)]
     lora = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["query_key_value", "dense"]}
@@ -63,7 +64,7 @@ def test_lora_on_prompt_and_completion(two, tmp_path, strategy):
     assert len(b) == 8 and all(tensor.abs().max() > 0 for tensor in b), "LoRA's B starts at zero and must have moved"
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp2"])
+@pytest.mark.parametrize("strategy", [grid("zero2"), "zero3", "fsdp2"])
 def test_the_lora_recipe_makes_a_whole_adapter(two, tmp_path, strategy):
     """recipes/pythia-lora.yaml on a small model of the same kind: every matrix of the adapter, trained, loads again."""
     model, rows = write_model(tmp_path / "model"), write_rows(tmp_path / "rows")

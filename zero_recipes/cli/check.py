@@ -90,6 +90,7 @@ def data_findings(run, show: bool) -> list:
     from zero_recipes.data import audit, samples, template
     from zero_recipes.data import load as data
     from zero_recipes.data import splits as data_splits
+    from zero_recipes.data.source import both_sources
 
     # neither weights nor ranks: the strategy does not matter to the data
     settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False, ddp_backend=None)
@@ -102,7 +103,7 @@ def data_findings(run, show: bool) -> list:
     split = script_args.dataset_test_split
     samples.choose_samples(ours.sample_prompts, asked, ours.dataset_format, tokenizer, split)
     skips = (training_args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
-    sources = data_splits.sources_of(script_args, dataset_args)
+    sources = both_sources(script_args, dataset_args)
     splits, findings = data_splits.prepare_splits(rows, evaluation, tokenizer, training_args, skips, sources)
     if show:
         audit.show_audit(splits[0].audit, splits[0].tokenised, tokenizer, training_args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
@@ -20,6 +21,7 @@ TESTED = {
 }
 
 
+@cache  # a check asks for the same few a hundred times, and each time the package's whole description is parsed
 def installed(library: str) -> str:
     """Its version; nothing is imported. Raises PackageNotFoundError."""
     return metadata.version(library)

@@ -17,7 +17,7 @@ from zero_recipes.data.at_hand import not_loaded, refuse_absent_data, refuse_mis
 from zero_recipes.data.columns import Fault, checks_of, column_findings, value_finding
 from zero_recipes.data.file_faults import fault_in, local_files, mixed_list, nested_too_deeply, ragged
 from zero_recipes.data.library_errors import root_cause
-from zero_recipes.data.source import Source, source_of
+from zero_recipes.data.source import Source, both_sources
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
@@ -65,12 +65,9 @@ def load_rows(
     train = _split(dataset, script_args.dataset_train_split, "dataset_train_split")
     evaluates = str(getattr(training_args.eval_strategy, "value", training_args.eval_strategy)) != "no"
     test = _split(dataset, script_args.dataset_test_split, "dataset_test_split") if evaluates else None
-    splits = [(train, script_args.dataset_train_split), (test, script_args.dataset_test_split)]
     loaded = [
-        None
-        if rows is None
-        else _ready(rows, source_of(script_args, dataset_args, name), training_args, dataset_format, checked)
-        for rows, name in splits
+        None if rows is None else _ready(rows, source, training_args, dataset_format, checked)
+        for rows, source in zip((train, test), both_sources(script_args, dataset_args), strict=True)
     ]
     if dataset_format is None:
         refuse_turns_of_plain_rows(loaded[0], getattr(training_args, "assistant_only_loss", False))

@@ -26,8 +26,8 @@ from zero_recipes.core.files import write_json
 from zero_recipes.data.audit import Audit
 from zero_recipes.data.load import load_rows
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask
-from zero_recipes.data.source import Source
-from zero_recipes.data.splits import finish, prepare_splits, sources_of, tokenise, with_tokens
+from zero_recipes.data.source import Source, both_sources
+from zero_recipes.data.splits import finish, prepare_splits, tokenise, with_tokens
 from zero_recipes.data.template import apply_chat_template_file, refuse_bad_template
 from zero_recipes.distributed.once_per_node import once_per_node
 
@@ -69,7 +69,7 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
     def work() -> dict:
         rows, evaluation = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
         templated = apply_chat_template_file(tokenizer, training_args)
-        sources = sources_of(script_args, dataset_args)
+        sources = both_sources(script_args, dataset_args)
         refuse_bad_template(rows, templated, training_args)
         loaded = (script_args, training_args, dataset_args, ours.dataset_format)
         asked = rows_to_ask(ours.sample_prompts, evaluation, *loaded)

@@ -9,7 +9,7 @@ import gzip
 import io
 import json
 import lzma
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -57,27 +57,44 @@ class Source:
         return bool(self.files) and all(format_of(file) in (".csv", ".tsv") for file in self.files)
 
 
-def source_of(script_args, dataset_args, split: str) -> Source:
-    """The source of a split as `load_splits` loads it."""
+def both_sources(script_args, dataset_args) -> tuple[Source, Source]:
+    """Where the training rows and the evaluation rows come from, as `load_splits` loads them.
+
+    The files are looked up once for both.
+    """
+    splits = script_args.dataset_train_split, script_args.dataset_test_split
+    if not dataset_args.datasets:
+        found = _files_by_split(script_args.dataset_name, name=script_args.dataset_config)
+        return tuple(_source(split, None if found is None else found.get(split)) for split in splits)
+    files = _mixed_files(dataset_args)
+    return _source(splits[0], files), _source(splits[1], files)
+
+
+def _mixed_files(dataset_args) -> list[str] | None:
+    """The files of a mixture in the order of their rows; None where rows are drawn or a file cannot be found."""
+    if dataset_args.test_split_size is not None or any(each.fraction is not None for each in dataset_args.datasets):
+        return None
+    files: list[str] = []
+    for each in dataset_args.datasets:
+        found = _files_by_split(each.path, name=each.name, data_dir=each.data_dir, data_files=each.data_files)
+        if found is None:
+            return None
+        files += found.get(each.split, ())
+    return files
+
+
+def _files_by_split(path: str, **keys: Any) -> Mapping[str, Sequence[str]] | None:
     from datasets import load_dataset_builder
 
-    if not dataset_args.datasets:
-        named = [(script_args.dataset_name, {"name": script_args.dataset_config}, split)]
-    elif dataset_args.test_split_size is None and all(each.fraction is None for each in dataset_args.datasets):
-        named = [
-            (each.path, {"name": each.name, "data_dir": each.data_dir, "data_files": each.data_files}, each.split)
-            for each in dataset_args.datasets
-        ]
-    else:
-        return Source(split)
-    files: list[Path] = []
-    for path, keys, of_split in named:
-        try:
-            found = (load_dataset_builder(path, **keys).config.data_files or {}).get(of_split, ())
-        except Exception:  # whatever it is, loading the rows says it
-            return Source(split)
-        files += [Path(file) for file in found]
-    return Source(split, tuple(files) if all(file.is_file() for file in files) else ())
+    try:
+        return load_dataset_builder(path, **keys).config.data_files or {}
+    except Exception:
+        return None  # whatever it is, loading the rows says it
+
+
+def _source(split: str, named: Sequence[str] | None) -> Source:
+    files = tuple(map(Path, named or ()))
+    return Source(split, files if all(file.is_file() for file in files) else ())
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from zero_recipes.data.columns import foreign_ids
 from zero_recipes.data.library_errors import library_errors, root_cause
 from zero_recipes.data.load import reading
 from zero_recipes.data.samples import Sample
-from zero_recipes.data.source import Source, source_of
+from zero_recipes.data.source import Source
 
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
 
@@ -61,12 +61,6 @@ class Split(NamedTuple):
     tokenised: Dataset
     ready: Dataset
     audit: Audit
-
-
-def sources_of(script_args, dataset_args) -> tuple[Source, Source]:
-    """Where the training rows and the evaluation rows come from."""
-    splits = script_args.dataset_train_split, script_args.dataset_test_split
-    return tuple(source_of(script_args, dataset_args, split) for split in splits)
 
 
 def prepare_splits(
