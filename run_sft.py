@@ -71,10 +71,10 @@ def train(run):
         with recorder.clock.phase("model"):
             config = load_config(model_args, args)
             refuse_other_keys(config, model_args, args, ours)
-            recorder.predicted = gate.plan(run)
-        with recorder.clock.phase("data"):
+        with gate.planning(run) as planned, recorder.clock.phase("data"):
             tokenizer = load_tokenizer(model_args, args)
             rows = prepare_rows(script_args, args, dataset_args, ours, tokenizer)
+            recorder.predicted = planned()
         refuse_other_data(run.checkpoint, rows.data_sha256)
         with recorder.loading():
             model = load_model(config, model_args, args, ours)  # the last that can refuse

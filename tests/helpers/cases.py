@@ -383,30 +383,36 @@ def train_unchecked(argv: list[str]) -> dict:
         preflight.combination_findings = original
 
 
-def plan_for_a_small_gpu(argv: list[str], capacity: int) -> dict:
-    """What the plan of a run says on each rank where its GPU has `capacity` bytes, and which ranks predicted."""
+def plan_for_small_gpus(argv: list[str], capacities: list[int]) -> dict:
+    """What the plan of a run says on each rank where its GPU has so many bytes, and which ranks predicted."""
     import dataclasses
+    from types import SimpleNamespace
+    from unittest import mock
 
     from tests.helpers.plan_jobs import made_up
     from zero_recipes.core.errors import Refusal
     from zero_recipes.core.process import rank
     from zero_recipes.planner import gate
+    from zero_recipes.planner.cards import Card
 
     run, asked = run_sft.prepare(argv), []
-    originals = gate.Predictor, gate.gpu_memory
 
     def predict(job):
         asked.append(rank())
         return made_up(job, 100 if job.world_size == 2 else 10)
 
-    gate.Predictor, gate.gpu_memory = lambda: predict, lambda: capacity
-    try:
-        predicted = gate.plan(dataclasses.replace(run, device="cuda"))
-        return {"peak": predicted.peak_memory_bytes, "refused": None, "asked": asked}
-    except Refusal as refusal:
-        return {"peak": None, "refused": [vars(finding) for finding in refusal.findings], "asked": asked}
-    finally:
-        gate.Predictor, gate.gpu_memory = originals
+    card = Card(rank(), f"host{rank()}", capacities[rank()], 0)
+    with (
+        mock.patch.object(gate, "Predictor", lambda limit: predict),
+        mock.patch.object(gate, "predict_by_formulas", lambda job: made_up(job, 0)),
+        mock.patch.object(gate.cards, "card", lambda: card),
+        mock.patch.object(gate, "overheads", lambda: SimpleNamespace(measured=True)),
+    ):
+        try:
+            with gate.planning(dataclasses.replace(run, device="cuda")) as planned:
+                return {"peak": planned().peak_memory_bytes, "refused": None, "asked": asked}
+        except Refusal as refusal:
+            return {"peak": None, "refused": [vars(finding) for finding in refusal.findings], "asked": asked}
 
 
 def train_with_aliases(argv: list[str]) -> dict:

@@ -236,7 +236,7 @@ def simulated(monkeypatch, tmp_path) -> list:
     """The jobs that were simulated; nothing is."""
     jobs = []
 
-    def simulate(wanted, done):
+    def simulate(wanted, done, limit):
         jobs.extend(wanted)
         return [made_up(one, GB) for one in wanted]
 

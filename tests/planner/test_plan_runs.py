@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from deepspeed.accelerator import get_accelerator
 
-from tests.helpers.plan_jobs import GB, ROOT, made_up, recipe, strategies
+from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe, strategies
 from tests.helpers.report_runs import GPU, metrics, on_cpu, save
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import preflight
@@ -22,6 +23,8 @@ from zero_recipes.core.errors import Refusal
 from zero_recipes.metrics.failure import failed_row
 from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.planner import gate
+from zero_recipes.planner.cards import Card
+from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.predict import Predictor
 from zero_recipes.planner.simulator import parent as simulation
 from zero_recipes.report import read_runs, write_report
@@ -30,25 +33,47 @@ from zero_recipes.report.rows import table_rows
 
 @pytest.fixture
 def ask(monkeypatch):
-    """Plans a run of recipes/pythia.yaml on two GPUs of 80 GB; `need`: GB by job, or what the prediction raises."""
+    """Plans a run of recipes/pythia.yaml on two GPUs of 80 GB; `need`: GB by job, or what the prediction raises.
+
+    `compared`: whether plans were compared with a GPU; `others`: GB that other processes hold; `states`: GB.
+    """
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(gate.Host, "memory", lambda self: (1000 * GB, "a stand-in"))
-    monkeypatch.setattr(gate, "gpu_memory", lambda: 80 * GB)
 
-    def plan(need, strategy="zero2", device="cuda", source="engine", asked=None, rehearse=False, **values):
+    def plan(
+        need,
+        strategy="zero2",
+        device="cuda",
+        source="engine",
+        asked=None,
+        rehearse=False,
+        compared=True,
+        others=0,
+        states=None,
+        **values,
+    ):
+        card = Card(0, "here", 80 * GB, others * GB)
+        monkeypatch.setattr(gate.cards, "card", lambda index=None: card)
+        monkeypatch.setattr(gate.cards, "cards_here", lambda processes: [card])
+        monkeypatch.setattr(gate, "overheads", lambda: SimpleNamespace(measured=compared))
+
         def predict(job):
             if asked is not None:
                 asked.append(job)
             taken = need(job)
-            return made_up(job, taken * GB, overhead=5 * GB).model_copy(update={"source": source})
+            held = None if states is None else states * GB
+            return made_up(job, taken * GB, held, overhead=5 * GB).model_copy(update={"source": source})
 
-        monkeypatch.setattr(gate, "Predictor", lambda: predict)
+        monkeypatch.setattr(gate, "Predictor", lambda limit: predict)
         config = strategies()[strategy]
         own = recipe("pythia")
         settings = own.settings.replace(**{"deepspeed": config, **values})
         in_force = Strategy(strategy, 2, None if config is None else DsConfig(config), "a file")
         run = RunConfig(own, settings, own.given, in_force, device, Path("out"))
-        return gate.rehearsed(run, {}) if rehearse else gate.plan(run)
+        if rehearse:
+            return gate.rehearsed(run, {})
+        with gate.planning(run) as planned:
+            return planned()
 
     return plan
 
@@ -70,6 +95,67 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would(ask):
     assert "peak in backward: params 45.0 GB, activations 45.0 GB" in finding.why
     assert "accelerate_configs/zero2.yaml --num_processes 2 run_sft.py" in finding.fix
     assert "--activation_checkpointing true" in finding.fix and "--skip_plan true" in finding.fix
+
+
+def test_a_plan_that_was_never_compared_with_a_gpu_warns(ask, capsys):
+    assert ask(lambda job: 70 if job.recomputes else 90, compared=False).peak_memory_bytes == 90 * GB
+    said = capsys.readouterr().out
+    assert "warning: zero2 on 2 GPUs needs at least 90.0 GB on each, and this one has 80.0 GB [ZR816]" in said
+    assert "no plan has been compared with a GPU yet" in said and "--activation_checkpointing true" in said
+    (finding,) = ask(lambda job: 90, rehearse=True, compared=False)
+    assert (finding.code, finding.level) == ("ZR816", "warning")
+
+
+def test_model_states_larger_than_the_card_are_refused_whatever_was_compared(ask):
+    for rehearse in (False, True):
+        asked = []
+        try:
+            (finding,) = ask(lambda job: 100, states=81, compared=False, others=30, asked=asked, rehearse=rehearse)
+        except Refusal as refusal:
+            (finding,) = refusal.findings
+        assert (finding.code, finding.level) == ("ZR840", "error")
+        assert finding.what == "zero2 on 2 GPUs keeps 81.0 GB of model states on each, and this one has 80.0 GB"
+        assert finding.why.startswith("weights 81.0 GB: none of it depends on the batch.")
+    # what others hold may be freed: that is no certainty
+    assert ask(lambda job: 90, states=79, compared=False, others=30).peak_memory_bytes == 90 * GB
+
+
+def test_formulas_are_certain_of_weights_and_adam_before_anything_is_simulated(ask):
+    asked = []
+    with pytest.raises(Refusal) as refusal:
+        ask(lambda job: 10, "zero0", asked=asked, compared=False)
+    (finding,) = refusal.value.findings
+    assert finding.code == "ZR840" and finding.why.startswith("weights 13.7 GB, optimizer 82.3 GB: ")
+    assert asked[0].strategy == "zero1"  # only what would fit is simulated
+    assert ask(lambda job: 10, "zero0", optim="adamw_bnb_8bit", compared=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "block", "parts"),
+    [
+        ({}, {}, {"weights", "optimizer"}),
+        ({"optim": "sgd"}, {}, {"weights"}),
+        ({"load_in_4bit": True, "use_peft": True}, {}, set()),
+        ({}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {"weights"}),
+        ({}, {"optimizer": {"type": "Lion"}}, {"weights"}),
+        ({}, {"torch_autocast": {"enabled": True}}, {"weights"}),
+        ({}, {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, set()),
+    ],
+)
+def test_formulas_are_certain_of_nothing_else(values, block, parts):
+    one = job("zero0", **values)
+    one = replace(one, ds_config=one.ds_config | block)
+    found = gate.certain_states(one, predict_by_formulas(one))
+    assert {part for part, held in found.items() if held} == parts
+
+
+def test_what_other_processes_hold_is_named(ask, capsys):
+    with pytest.raises(Refusal) as refusal:
+        ask(lambda job: 70, others=12)
+    (finding,) = refusal.value.findings
+    assert "needs at least 70.0 GB on each, and this one has 80.0 GB, 12.0 GB of it held by other" in finding.what
+    assert finding.fix.startswith("End what else runs on that GPU (nvidia-smi names it). ")
+    assert ask(lambda job: 50, others=12) and "fits into 68.0 GB" in capsys.readouterr().out
 
 
 def test_where_nothing_helps_that_is_said(ask):
@@ -134,11 +220,9 @@ def test_check_on_a_machine_with_a_gpu_says_it(ask, monkeypatch, tmp_path, capsy
 
 
 def test_a_simulation_is_kept_for_the_same_job_and_the_same_versions(tmp_path, monkeypatch):
-    from tests.helpers.plan_jobs import job
-
     simulated = []
 
-    def simulate(jobs, done):
+    def simulate(jobs, done, limit):
         simulated.extend(jobs)
         return [made_up(one, GB) for one in jobs]
 
@@ -211,12 +295,19 @@ def test_runs_without_a_plan_show_none(tmp_path):
 # in a process group
 
 
-def test_one_rank_plans_and_every_rank_is_refused(two, tmp_path):
+def test_one_rank_plans_for_the_smallest_card_and_every_rank_is_refused(two, tmp_path):
     argv = [str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero2.json"]
-    first, second = two.run("plan_for_a_small_gpu", argv=argv, capacity=50)
+    first, second = two.run("plan_for_small_gpus", argv=argv, capacities=[50, 50])
     assert first["asked"] and set(first["asked"]) == {0} and second["asked"] == []
     assert first["refused"] == second["refused"] and "4 GPUs" in first["refused"][0]["fix"]
-    fits = two.run("plan_for_a_small_gpu", argv=argv, capacity=100)
+    assert "this one has 50 B" in first["refused"][0]["what"]
+    first, second = two.run("plan_for_small_gpus", argv=argv, capacities=[100, 60])
+    assert first["refused"] == second["refused"] and set(first["asked"]) == {0} and second["asked"] == []
+    (finding,) = first["refused"]
+    assert finding["code"] == "ZR816" and "at least 100 B on each, and rank 1's on host1 has 60 B" in finding["what"]
+    alone = two.run("plan_for_small_gpus", argv=argv, capacities=[49, 200])
+    assert [found["refused"][0]["code"] for found in alone] == ["ZR840", "ZR840"]
+    fits = two.run("plan_for_small_gpus", argv=argv, capacities=[100, 101])
     assert [found["peak"] for found in fits] == [100, 100]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import socket
 import sys
@@ -43,6 +44,18 @@ def lives(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def kill_with_children(process: psutil.Process) -> None:
+    """Kill a process and all that it has started; nothing where it has ended."""
+    try:
+        process.suspend()  # or it could start another meanwhile
+        family = [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
 
 
 def wait_for_rank_0(seconds: float) -> None:

@@ -33,15 +33,23 @@ def once_per_node(work: Callable[[], Any]) -> Any:
     Raises Refusal on every process where `work` is refused; RuntimeError on the others where it fails or its process
     dies, with that process's rank.
     """
+    return _on_one(work, rank() - int(os.environ.get("LOCAL_RANK", 0)), "prepares the data of this machine")
+
+
+def once(work: Callable[[], Any], doing: str) -> Any:
+    """The same on rank 0 alone, for all nodes. `doing`, in an error: "plans the run"."""
+    return _on_one(work, 0, doing)
+
+
+def _on_one(work: Callable[[], Any], first: int, doing: str) -> Any:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return work()
     store = dist.group.WORLD.get_group_store()
-    first = rank() - int(os.environ["LOCAL_RANK"])
     call = f"zero_recipes/once_per_node/{next(_calls)}"
     try:
         if rank() == first:
             return _work_and_publish(work, store, f"{call}/{first}")
-        message = json.loads(_wait_for_message(store, f"{call}/{first}", first))
+        message = json.loads(_wait_for_message(store, f"{call}/{first}", first, f"rank {first}, which {doing}, died"))
         if "findings" in message:
             raise Refusal.of([Finding(**finding) for finding in message["findings"]])
     except Refusal:
@@ -49,7 +57,7 @@ def once_per_node(work: Callable[[], Any]) -> Any:
             barrier(store.clone(), dist.get_world_size(), f"{call}/refused", GATHER_SECONDS)
         raise
     if "error" in message:
-        raise RuntimeError(f"rank {first}, which prepares the data of this machine, failed: {message['error']}")
+        raise RuntimeError(f"rank {first}, which {doing}, failed: {message['error']}")
     return message["value"]
 
 
@@ -67,11 +75,12 @@ def _work_and_publish(work: Callable[[], Any], store: dist.Store, key: str) -> A
     return value
 
 
-def _wait_for_message(store: dist.Store, key: str, first: int) -> bytes:
-    died = f"rank {first}, which prepares the data of this machine, died without a message"
+def _wait_for_message(store: dist.Store, key: str, first: int, died: str) -> bytes:
+    died = f"{died} without a message"
+    here = first >= rank() - int(os.environ["LOCAL_RANK"])  # a process of another node cannot be looked for
     try:
         while not store.check([key]):
-            gone = store.check([f"{key}/pid"]) and not lives(int(store.get(f"{key}/pid")))
+            gone = here and store.check([f"{key}/pid"]) and not lives(int(store.get(f"{key}/pid")))
             if gone and not store.check([key]):
                 raise RuntimeError(died)
             time.sleep(POLL_SECONDS)

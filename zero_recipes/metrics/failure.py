@@ -43,6 +43,7 @@ CURES = {
 ECHOES = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 ECHOES += ("gloo/transport", "NCCL error", "NCCL communicator was aborted", "DistNetworkError", "DistStoreError")
 ECHOES += ("Socket Timeout", "Timed out waiting", "which prepares the data of this machine")
+ECHOES += ("which plans the run",)
 
 
 class RankFailure(Part):

@@ -12,22 +12,26 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from zero_recipes.core import environment
+from zero_recipes.core.errors import Refusal, first_line
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.simulator import parent as simulation
+from zero_recipes.planner.simulator.time_limit import TimeLimit
 
 Predict = Callable[[Job], Prediction]
+BY_FORMULAS = " is by formulas: "  # in a note; a reason follows
 
 
 class Predictor:
     """Predicts each job once. What was simulated is kept on disk, for later programs with the same versions and code.
 
-    `quick`: by formulas alone. `folder`: of the kept predictions; unset, it is beside the hub's cache.
+    `quick`: by formulas alone. `folder`: of the kept predictions; unset, it is beside the hub's cache. `limit`: of
+    the simulations; with one a job is predicted by formulas, with the reason, where it is over or a simulation fails.
     """
 
-    def __init__(self, quick: bool = False, folder: Path | None = None):
-        self.quick, self.folder = quick, folder
+    def __init__(self, quick: bool = False, folder: Path | None = None, limit: TimeLimit | None = None):
+        self.quick, self.folder, self.limit = quick, folder, limit
         self._unknown = [] if quick else simulation.unknown_versions()
         self._versions = environment.versions() | {"zero_recipes/planner": _own_code()}
         self._known: dict[str, Prediction] = {}
@@ -37,11 +41,23 @@ class Predictor:
         key = job.key(self._versions)
         if key not in self._known:
             reason = None if self.quick else self._not_simulated(job)
+            if not self.quick and reason is None:
+                reason = self._simulate(job)
             if self.quick or reason:
                 self._known[key] = _by_formulas(job, reason)
-            else:
-                self.prepare([job])
         return self._known[key]
+
+    def _simulate(self, job: Job) -> str | None:
+        """None where the job was simulated, else why not. Without a time limit raises Refusal instead."""
+        try:
+            self.prepare([job])
+            return None
+        except Refusal as refusal:
+            if self.limit is None:
+                raise
+            if self.limit.over:
+                return f"simulations were given {self.limit.seconds:.0f} s"
+            return f"{refusal.what}: {first_line(Exception(refusal.why))}"
 
     def prepare(self, jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> None:
         """Simulate these jobs side by side, apart from those that cannot be; `done` is told of each.
@@ -55,7 +71,7 @@ class Predictor:
                 self._known[key] = kept
                 done(job)
         missing = {key: job for key, job in wanted.items() if key not in self._known}
-        for key, prediction in zip(missing, simulation.simulate(list(missing.values()), done), strict=True):
+        for key, prediction in zip(missing, simulation.simulate(list(missing.values()), done, self.limit), strict=True):
             self._known[key] = prediction
             self._keep(key, prediction)
 
@@ -94,7 +110,7 @@ def _by_formulas(job: Job, reason: str | None) -> Prediction:
     prediction = predict_by_formulas(job)
     if reason is None:
         return prediction
-    return prediction.model_copy(update={"notes": [f"{job.strategy} is by formulas: {reason}.", *prediction.notes]})
+    return prediction.model_copy(update={"notes": [f"{job.strategy}{BY_FORMULAS}{reason}.", *prediction.notes]})
 
 
 @functools.cache

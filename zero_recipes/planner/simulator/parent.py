@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from zero_recipes.core.host_limits import Host
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, Prediction, ReservedRange
 from zero_recipes.planner.job import Job
+from zero_recipes.planner.simulator.time_limit import TimeLimit
 from zero_recipes.theory.lower_bounds import read_at_resume, resumable_bytes
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "trl", "accelerate")  # that patches.py takes parts of
+WORKER = ("-m", "zero_recipes.planner.simulator.worker")
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
 
 # Beside the caching allocator's segments, per GPU. Assumptions, not measured by this project: a CUDA context with its
@@ -58,11 +61,13 @@ def not_simulated(job: Job) -> str | None:
     return None
 
 
-def simulate(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> list[Prediction]:
+def simulate(
+    jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None, limit: TimeLimit | None = None
+) -> list[Prediction]:
     """Predictions in the order of the jobs; `done` is told of each job as it is ready, in any order.
 
     All jobs of one device in one child, which imports the libraries once and forks for each job and rank.
-    Raises Refusal where a job cannot be simulated.
+    Raises Refusal where a job cannot be simulated, or where the time `limit` is over.
     """
     for job in jobs:
         _refuse_unknown(job)
@@ -82,7 +87,7 @@ def simulate(jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None
                 if job.device == device
                 for rank, path in zip(_ranks(job), paths, strict=True)
             ]
-            for answer, error in _run_worker(tasks, answered):
+            for answer, error in _run_worker(tasks, answered, limit):
                 job = jobs[int(answer.name.split(".")[0])]
                 raise Refusal(
                     "ZR821",
@@ -131,10 +136,10 @@ def _ranks(job: Job) -> list[int]:
     return sorted({0, job.world_size - 1}) if job.zero_stage in (1, 2) else [0]
 
 
-def _run_worker(tasks: list[dict], answered: Callable[[Path], None]) -> list[tuple[Path, str]]:
+def _run_worker(tasks: list[dict], answered: Callable[[Path], None], limit: TimeLimit | None) -> list[tuple[Path, str]]:
     """Run the tasks; [(answer's path, what went wrong)] of those that failed."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "zero_recipes.planner.simulator.worker", str(_at_once())],
+        [sys.executable, *WORKER, str(_at_once())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -144,18 +149,19 @@ def _run_worker(tasks: list[dict], answered: Callable[[Path], None]) -> list[tup
     noise: list[str] = []
     listener = threading.Thread(target=lambda: noise.extend(child.stderr), daemon=True)
     listener.start()
-    child.stdin.write(json.dumps(tasks, default=str))
-    child.stdin.close()
     failed, ended = [], set()
-    for line in child.stdout:
-        if line.startswith("{"):
-            message = json.loads(line)
-            ended.add(message["answer"])
-            if message["error"]:
-                failed.append((Path(message["answer"]), message["error"]))
-            else:
-                answered(Path(message["answer"]))
-    child.wait()
+    with limit.of(child) if limit else nullcontext():
+        with suppress(BrokenPipeError), child.stdin:  # it was killed: said below, of each task
+            child.stdin.write(json.dumps(tasks, default=str))
+        for line in child.stdout:
+            if line.startswith("{"):
+                message = json.loads(line)
+                ended.add(message["answer"])
+                if message["error"]:
+                    failed.append((Path(message["answer"]), message["error"]))
+                else:
+                    answered(Path(message["answer"]))
+        child.wait()
     listener.join()
     for task in tasks:
         if task["answer"] not in ended:

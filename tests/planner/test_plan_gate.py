@@ -1,0 +1,135 @@
+"""The process that plans a run before it starts: its time limit, its end, and the cards that a plan is held against."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.plan_jobs import GB, ROOT, job, recipe
+from zero_recipes.config.run import RunConfig
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.process import kill_with_children, lives
+from zero_recipes.planner import cards, gate
+from zero_recipes.planner.overheads import overheads
+from zero_recipes.planner.predict import Predictor
+from zero_recipes.planner.simulator import parent as simulation
+from zero_recipes.planner.simulator.time_limit import TimeLimit
+
+HANGS = """
+import json, os, signal, sys
+child = os.fork()
+if child:
+    with open({pipe!r}, "w") as told:
+        json.dump([os.getpid(), child], told)
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """A worker that starts another and never answers; call it for their ids, once both run."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(simulation, "WORKER", ("-c", HANGS.format(pipe=str(pipe))))
+    return lambda: json.loads(pipe.read_text())  # waits for the writer
+
+
+def test_a_process_is_killed_with_all_that_it_has_started(hanging):
+    process = subprocess.Popen([sys.executable, *simulation.WORKER])
+    pids = hanging()
+    kill_with_children(psutil.Process(process.pid))
+    process.wait()
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
+    assert not any(map(lives, pids))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    known = psutil.Process(ended.pid)
+    ended.wait()
+    kill_with_children(known)  # nothing to do
+
+
+def test_a_simulation_that_is_ended_leaves_nothing_and_formulas_answer(hanging, tmp_path):
+    limit = TimeLimit(3600)
+    predict = Predictor(folder=tmp_path / "plans", limit=limit)
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(predict, job("zero2"))
+        pids = hanging()
+        limit.end()
+        found = answer.result()
+    assert found.source == "formulas"
+    assert found.notes[0] == "zero2 is by formulas: simulations were given 3600 s."
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
+    assert not any(map(lives, pids))
+    # what is asked next is not simulated either, and nothing was kept for a later program
+    assert predict(job("zero3")).source == "formulas" and not list((tmp_path / "plans").glob("*"))
+
+
+def test_the_time_of_all_simulations_together_is_limited(monkeypatch, tmp_path):
+    monkeypatch.setattr(simulation, "WORKER", ("-c", "import signal; signal.pause()"))
+    limit = TimeLimit(0.01)
+    predict = Predictor(folder=tmp_path, limit=limit)
+    assert [predict(job(name)).source for name in ("zero1", "zero2")] == ["formulas", "formulas"]
+    assert limit.over
+    # those of the jobs before count
+    monkeypatch.setattr(simulation, "WORKER", ("-c", "pass"))
+    limit = TimeLimit(3600)
+    Predictor(folder=tmp_path, limit=limit)(job("zero1"))
+    assert limit._left < 3600 and not limit.over
+
+
+def test_a_simulation_that_crashes_is_answered_by_formulas_with_its_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(simulation, "WORKER", ("-c", "raise SystemExit('a library has changed')"))
+    found = Predictor(folder=tmp_path, limit=TimeLimit(3600))(job("zero2"))
+    assert found.source == "formulas"
+    assert found.notes[0] == "zero2 is by formulas: zero2 on 2 ranks cannot be simulated: a library has changed."
+    with pytest.raises(Exception, match="cannot be simulated"):  # the verb says so and stops
+        Predictor(folder=tmp_path)(job("zero2"))
+
+
+def run_to_plan() -> RunConfig:
+    own = recipe("pythia")
+    settings = own.settings.replace(predict=True, deepspeed=None)
+    return RunConfig(own, settings, own.given, Strategy("single", 1, None, "none"), "cpu", Path("out"))
+
+
+def test_a_run_that_fails_while_it_is_planned_leaves_no_planner(hanging, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    with pytest.raises(OSError, match="rows"), gate.planning(run_to_plan()):
+        pids = hanging()  # it plans while rows are tokenised
+        raise OSError("rows")
+    psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
+    assert not any(map(lives, pids))
+    assert capsys.readouterr().out == "plan          planning, up to 90 s\n"
+
+
+def test_a_plan_that_hangs_costs_a_run_its_time_limit(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))
+    monkeypatch.setattr(simulation, "WORKER", ("-c", "import signal; signal.pause()"))
+    monkeypatch.setattr(gate, "SECONDS", 0.01)
+    with gate.planning(run_to_plan()) as planned:
+        assert planned().source == "formulas"
+    said = capsys.readouterr().out
+    assert "by textbook formulas; it took" in said
+    assert "plan          single is by formulas: simulations were given 0 s." in said
+
+
+@pytest.mark.parametrize(
+    ("used", "reserved", "others"),
+    [(0, 0, 0), (0.7, 0, 0), (1.5, 0, 0), (19, 18, 0), (12.0, 0, 12.0), (30, 18, 12.0), (80, 0, 80.0)],
+)
+def test_what_other_processes_hold_of_a_card(monkeypatch, used, reserved, others):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (int((80 - used) * GB), 80 * GB))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: int(reserved * GB))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    own = overheads().beside_segments(1) if others else 0
+    assert cards.card().others == pytest.approx(others * GB - own, abs=1)
+    assert [card.total for card in cards.cards_here(2)] == [80 * GB] * 2 and len(cards.cards_here(8)) == 4
