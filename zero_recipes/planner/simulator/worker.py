@@ -103,7 +103,7 @@ def _run(task: dict) -> NoReturn:
     try:
         job = Job.from_dict(task["job"])
         if job.ds_config is None and job.settings.fp16:
-            # the same bytes but for the loss scale; accelerate 1.15, accelerator.py makes a scaler for real devices alone
+            # the same bytes but for the loss scale, which accelerate 1.15 (accelerator.py) has for real devices alone
             job = job.changed(fp16=False, bf16=True)
         _environment(job, task["rank"])
         _start_group(job, task["rank"])
