@@ -34,4 +34,4 @@ def test_a_rank_without_a_supervised_token_neither_hangs_nor_spoils_the_run(two,
         assert found[compacted]["status"] == "ok"
     for key in ("loss_history", "grad_norm_history"):
         assert found[True][key] == pytest.approx(found[False][key], rel=1e-5), key
-    assert found[True]["loss_history"][2] < found[True]["loss_history"][0] * 0.8, "one rank's tokens were left out"
+    assert found[True]["loss_history"][2] < found[True]["loss_history"][0] * 0.9, "one rank's tokens were left out"

@@ -10,7 +10,10 @@ import pytest
 from tests.helpers.tiny import ROOT, write_recipe
 
 STEPS = 6
-STRATEGIES = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+STRATEGIES = [  # stages 1 and 2 share an optimizer; what offloads does in fp16 what it does in memory
+    *("zero2", "zero3", "zero2_offload"),
+    *(pytest.param(each, marks=pytest.mark.grid) for each in ("zero1", "zero3_offload")),
+]
 
 
 def fp16(strategy: str, **keys) -> str:
@@ -46,27 +49,28 @@ def test_an_overflow_skips_the_step_halves_the_scale_and_changes_nothing_else(tw
 
 def test_the_stages_train_alike_in_fp16_and_as_in_bf16(two, recipe, tmp_path):
     losses = {}
-    for strategy in ("zero1", "zero2", "zero3", "zero3 in bf16"):
+    for strategy in ("zero2", "zero3", "zero3 in bf16"):
         argv = [str(recipe), "--output_dir", str(tmp_path / strategy), "--deepspeed"]
         argv.append(fp16(strategy[:5], initial_scale_power=10))
         argv += ["--fp16", "false", "--bf16", "true"] if strategy.endswith("bf16") else []
         metrics = two.run("half_cases.train_in_fp16", argv=argv)[0]["metrics"]
         losses[strategy] = metrics["loss_history"]
         assert metrics["skipped_steps"] == (None if strategy.endswith("bf16") else 0)
-    assert losses["zero2"] == pytest.approx(losses["zero1"], rel=1e-3)
-    assert losses["zero3"] == pytest.approx(losses["zero1"], rel=1e-3)
-    assert losses["zero3 in bf16"] == pytest.approx(losses["zero1"], rel=2e-2)
+    assert losses["zero3"] == pytest.approx(losses["zero2"], rel=1e-3)
+    assert losses["zero3 in bf16"] == pytest.approx(losses["zero2"], rel=2e-2)
 
 
-def test_a_ds_config_that_reduces_in_fp32_is_recorded(two, tmp_path):
-    """bf16 computes, fp32 adds up and reduces: what metrics.json and the report say follows the engine."""
+@pytest.mark.parametrize(("strategy", "added_up"), [("zero2", "bf16"), ("zero1", "fp32"), ("zero3", "fp32")])
+def test_a_ds_config_that_reduces_in_fp32_is_recorded(two, tmp_path, strategy, added_up):
+    """bf16 computes, fp32 reduces, and adds up where it is told to: what the report says follows the engine."""
     path = write_recipe(tmp_path, max_steps=2, gradient_accumulation_steps=2)
-    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text()) | {"communication_data_type": "fp32"}
-    for more, added_up in (({}, "bf16"), ({"data_types": {"grad_accum_dtype": "fp32"}}, "fp32")):
-        argv = [str(path), "--output_dir", str(tmp_path / added_up), "--deepspeed", json.dumps(config | more)]
-        metrics = two.run("train", argv=argv)[0]["metrics"]
-        assert metrics["gradient_dtypes"] == {"added_up": added_up, "reduced": "fp32"}
-        assert metrics["communication_bytes_per_step"]["all_reduce"] >= 4 * metrics["parameters"]
+    config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text()) | {"communication_data_type": "fp32"}
+    config |= {"data_types": {"grad_accum_dtype": "fp32"}} if added_up == "fp32" else {}
+    argv = [str(path), "--output_dir", str(tmp_path / "out"), "--deepspeed", json.dumps(config)]
+    metrics = two.run("train", argv=argv)[0]["metrics"]
+    assert metrics["gradient_dtypes"] == {"added_up": added_up, "reduced": "fp32"}
+    sent = metrics["communication_bytes_per_step"]
+    assert sent.get("all_reduce", 0) + sent.get("reduce_scatter", 0) >= 4 * metrics["parameters"]
 
 
 @pytest.mark.private
@@ -83,5 +87,7 @@ def test_a_scale_at_its_minimum_ends_the_run_on_all_ranks(two, recipe, tmp_path)
     argv = [str(recipe), "--output_dir", str(tmp_path), "--deepspeed"]
     argv.append(fp16("zero2", initial_scale_power=34, min_loss_scale=2.0**33, hysteresis=1))
     ranks = two.run("half_cases.ending_in_fp16", argv=argv)
-    assert all("loss scale already at minimum" in rank["error"][1] for rank in ranks), ranks
-    assert ranks[0]["metrics"]["status"] in ("failed", "diverged")
+    assert [rank["error"][0] for rank in ranks] == ["Diverged"] * 2 and all(rank["known"] for rank in ranks)
+    metrics = ranks[0]["metrics"]
+    assert metrics["status"] == "diverged" and "step 2 overflow fp16 at the smallest loss scale" in metrics["error"]
+    assert not [name for name in ranks[0]["files"] if name.endswith(".safetensors")]

@@ -525,12 +525,6 @@ SECTIONS = {
         ),
         ds("an unknown block", {"gradient_cliping": 1.0}, {}, "ZR220", "warning", names="gradient_cliping"),
         recipe("fp16 on a CPU", "fp16: true\nbf16: false", "bf16: true", "ZR215", ds={"fp16": {"enabled": "auto"}}),
-        Fault(
-            "fp16 at stage 0",
-            Side(recipe="fp16: true\nbf16: false", ds={"fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 0}}),
-            Side(recipe="bf16: true", ds={"zero_optimization": {"stage": 0}}),
-            "ZR271",
-        ),
     ],
     "The launcher": [
         Fault(

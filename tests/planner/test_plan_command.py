@@ -128,6 +128,17 @@ def test_the_hosts_memory_is_held_against_offload_where_it_is_said(capsys):
     assert "no (host)" in plan(capsys, "--host_memory", "64")
 
 
+def test_a_card_without_bf16_is_planned_in_fp16_alone(capsys):
+    said = refused(capsys, "recipes/pythia-410m.yaml", "--gpus", "2", "--gpu", "t4", "--quick")
+    assert "bf16 on t4-16gb" in said and "ZR273" in said
+    options = ("--strategies", "zero1,zero2,zero3", "--json")
+    in_fp16 = json.loads(plan(capsys, *options, name="recipes/pythia-410m-fp16.yaml", gpu="t4"))["rows"]
+    in_bf16 = json.loads(plan(capsys, *options, name="recipes/pythia-410m.yaml", gpu="l40s"))["rows"]
+    for one, other in zip(in_fp16, in_bf16, strict=True):
+        states = [row["prediction"]["model_state_bytes"] for row in (one, other)]
+        assert states[0] == states[1] and one["prediction"]["precision"] == "fp16"
+
+
 def test_several_machines_are_launched_as_such(capsys):
     document = json.loads(plan(capsys, "--json", "--strategies", "zero3", gpus="16", gpu="a100-40gb"))
     assert (

@@ -318,3 +318,16 @@ def test_a_planned_run_on_cpus_carries_states_like_those_measured(two, tmp_path)
     assert found["predicted"]["source"] in ("formulas", "engine")
     for part in ("params", "optimizer"):
         assert measured[part] == pytest.approx(planned[part], rel=0.02)  # padding aside
+
+
+@pytest.mark.grid
+def test_fp16_is_simulated_with_the_bytes_of_bf16(monkeypatch):
+    """Under every engine, those without DeepSpeed too, whose loss scaler is for real devices alone."""
+    monkeypatch.chdir(ROOT)
+    jobs = [job(name, name="tiny") for name in ("ddp", "zero2", "zero3")]
+    in_fp16 = [each.changed(bf16=False, fp16=True) for each in jobs]
+    found = simulation.simulate([*jobs, *in_fp16])
+    for bf16, fp16 in zip(found[: len(jobs)], found[len(jobs) :], strict=True):
+        assert (bf16.precision, fp16.precision) == ("bf16", "fp16")
+        assert fp16.model_state_bytes == bf16.model_state_bytes
+        assert fp16.allocated_peak_bytes == pytest.approx(bf16.allocated_peak_bytes, rel=0.01)

@@ -202,3 +202,11 @@ def test_what_accelerate_cannot_launch_is_no_accelerate_file(tmp_path, text, sai
     with pytest.raises(recipes.Refusal) as refused:
         launched_environment(tmp_path / "a.yaml", None)
     assert refused.value.codes == ["ZR306"] and said in refused.value.why
+
+
+@pytest.mark.parametrize(("stage", "loss_scale", "found"), [(0, 0, True), (0, 512, True), (0, 1, False), (1, 0, False)])
+def test_fp16_is_refused_at_the_stage_whose_loss_is_not_scaled(said, stage, loss_scale, found):
+    config = {"zero_optimization": {"stage": stage}, "fp16": {"enabled": "auto", "loss_scale": loss_scale}}
+    in_fp16 = [code for code, _ in said(config, device="cuda", fp16=True, bf16=False)]
+    assert in_fp16 == (["ZR271"] if found else [])
+    assert "ZR271" not in [code for code, _ in said(config, device="cuda")]

@@ -101,7 +101,7 @@ def _half_precision(config: dict, source: str, settings: Settings, device: str) 
             f"fp16 at stage 0 of {source}",
             "DeepSpeed 0.19.8 (runtime/engine.py, `backward`) scales the loss for its ZeRO optimizers alone; that of "
             "stage 0 divides the gradients by the loss scale all the same, 65536 to begin with: they are lost against "
-            "Adam's epsilon, and the model does not train.",
+            "Adam's epsilon, and the model does not train (deepspeedai/DeepSpeed#8393).",
             "Take stage 1 (ds_configs/zero1.json) or above, or plain DDP (accelerate_configs/ddp.yaml).",
         )
 

@@ -25,6 +25,7 @@ class Gpu(BaseModel):
     name: str
     memory_mib: Annotated[int, Field(gt=0)]
     bf16_tflops: Positive
+    bf16: bool = True
     memory_gb_s: Positive
     link_gb_s: Positive
     host_gb_s: Positive

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -35,6 +37,7 @@ class StopAtDivergence(TrainerCallback):
         self.metrics, self.limit = metrics, limit
         self.scales = metrics.identity.precision == "fp16"
         self.in_a_row = 0
+        self.overflows = False  # at the smallest loss scale of fp16
         self.first: tuple[int, str] | None = None  # the step at which the row began, and what was wrong
         self.printed: set[str] = set()
 
@@ -76,6 +79,20 @@ class StopAtDivergence(TrainerCallback):
         bad = torch.stack([~torch.isfinite(p).all() for p in whole]).any() if whole else torch.tensor(False)
         return bool(trainer.accelerator.reduce(bad.to(trainer.accelerator.device, torch.float32)).item())
 
+    @contextmanager
+    def at_the_smallest_scale(self, trainer: SFTTrainer) -> Iterator[None]:
+        """Training in fp16: raises Diverged where DeepSpeed ends it, whose loss scale cannot go lower.
+
+        On every rank, since all see the same overflow (DeepSpeed 0.19.8, runtime/fp16/loss_scaler.py, `update_scale`).
+        """
+        try:
+            yield
+        except Exception as error:
+            if not (self.scales and "loss scale already at minimum" in str(error)):
+                raise
+            self.overflows = True
+            raise Diverged(self._message(Path(trainer.args.output_dir), trainer.state.global_step + 1)) from error
+
     def raise_if_diverged(self, trainer: SFTTrainer) -> None:
         """Raises Diverged, on all ranks, for a run that was ended here or whose weights are not finite. Collective."""
         ended = self.in_a_row and (self.in_a_row >= self.limit or not self.scales)
@@ -84,6 +101,8 @@ class StopAtDivergence(TrainerCallback):
 
     def _message(self, output_dir: Path, step: int) -> str:
         what = f"the weights are not finite after step {step}"
+        if self.overflows:
+            what = f"the gradients of step {step} overflow fp16 at the smallest loss scale"
         if self.in_a_row:
             began, wrong = self.first
             what = f"{wrong} at step {began}, and not finite for {self.in_a_row} step{'s'[: self.in_a_row > 1]}"

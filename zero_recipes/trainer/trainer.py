@@ -79,7 +79,8 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
     def train_to_the_end(self) -> None:
         """All steps, from the run's checkpoint on. The metrics are complete then. Raises Diverged on all ranks."""
         with self.clock.phase("train"):
-            self.train(resume_from_checkpoint=self.run_config.checkpoint)
+            with self.divergence.at_the_smallest_scale(self):
+                self.train(resume_from_checkpoint=self.run_config.checkpoint)
             self.stage_metrics.end_steps()
             self.divergence.raise_if_diverged(self)
 

@@ -102,6 +102,9 @@ def _run(task: dict) -> NoReturn:
     started = time.perf_counter()
     try:
         job = Job.from_dict(task["job"])
+        if job.ds_config is None and job.settings.fp16:
+            # the same bytes but for the loss scale, which accelerate 1.15 (accelerator.py) has for real devices alone
+            job = job.changed(fp16=False, bf16=True)
         _environment(job, task["rank"])
         _start_group(job, task["rank"])
         with tempfile.TemporaryDirectory() as folder:
