@@ -18,6 +18,7 @@ from tests.helpers import fake_cuda
 from zero_recipes.compat import deepspeed_tensors
 from zero_recipes.core import environment
 from zero_recipes.distributed import bandwidth, init
+from zero_recipes.distributed.build_locks import extension_folder
 from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure
@@ -308,3 +309,13 @@ def test_a_counter_on_the_host_is_no_offloaded_state(monkeypatch):
     assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
     found = deepspeed_tensors.state_bytes(model, list(model.parameters()), optimizer, False, False)
     assert found == {"params": 288, "grads": 288, "optimizer": 2 * 288 + 8, "offloaded_host": 0}
+
+
+def test_extensions_lie_where_a_cuda_build_of_torch_puts_them(monkeypatch, tmp_path):
+    from torch.utils import cpp_extension
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    for release in ("13.0", "12.8", None):
+        monkeypatch.setattr(torch.version, "cuda", release)
+        assert str(extension_folder({}, "fused_adam")) == cpp_extension._get_build_directory("fused_adam", False)
