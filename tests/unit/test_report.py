@@ -244,6 +244,15 @@ def test_speed_of_stage_3(tmp_path, speed, expected, said):
 
 
 @pytest.mark.parametrize("word", ["equally fast", "stage 3 slower"])
+def test_runs_of_which_no_step_was_timed_give_no_verdict(tmp_path, word):
+    untimed = {"tokens_per_second": None, "step_seconds": {"median": None, "p90": None, "warmup_steps_excluded": 2}}
+    runs = sweep(tmp_path, dict.fromkeys(SPEED, untimed))
+    assert all(run.status == "ok" for run in runs) and "timed" in verdict(runs, word).measured
+    assert verdict(runs, word).verdict == "cannot tell"
+    assert "zero3" in written(tmp_path)[0]
+
+
+@pytest.mark.parametrize("word", ["equally fast", "stage 3 slower"])
 def test_times_on_a_cpu_give_no_verdict(tmp_path, word):
     judgement = verdict(sweep(tmp_path, make=on_cpu), word)
     assert judgement.verdict == "cannot tell"

@@ -54,7 +54,8 @@ def state_bytes(
 
     `model` is the bare module, `parameters` are its own between two steps, `optimizer` is DeepSpeed's ZeRO optimizer or
     a torch optimizer. Tensors on another device than the one that trains, and (in a CPU run, where host and device are
-    one) states that the configuration offloads, count as offloaded_host. What DeepSpeed has swapped to disk has no
+    one) states that the configuration offloads, count as offloaded_host; not the counters that torch's optimizers keep
+    on the host beside states on a GPU. What DeepSpeed has swapped to disk has no
     tensor: zero_recipes/distributed/nvme.py counts its files. Raises Refusal where an optimizer is none of those that
     are known, or has not the attributes that it should have.
     """
@@ -67,8 +68,11 @@ def state_bytes(
     offloaded = {"params": offload_param, "grads": offload_optimizer, "optimizer": offload_optimizer}
     result, host = {}, []
     for part in STATE_PARTS:
-        here = [t for t in tensors[part] if t.device.type == device and not (device == "cpu" and offloaded[part])]
-        host += [t for t in tensors[part] if t.device.type != device or (device == "cpu" and offloaded[part])]
+        elsewhere = [
+            (t.device.type != device and t.dim() > 0) or (device == "cpu" and offloaded[part]) for t in tensors[part]
+        ]
+        here = [t for t, away in zip(tensors[part], elsewhere, strict=True) if not away]
+        host += [t for t, away in zip(tensors[part], elsewhere, strict=True) if away]
         result[part] = distinct_bytes(here)
     return {**result, "offloaded_host": distinct_bytes(host)}
 

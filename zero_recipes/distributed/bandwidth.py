@@ -30,9 +30,12 @@ def measure_host_link(strategy: Strategy, device: str) -> dict[str, dict[str, fl
     offloads = strategy.offload_optimizer or strategy.offload_param
     if not offloads or device != "cuda":
         return None
-    if not distributed.is_initialized():
-        return {"alone": copy_bandwidth(device), "together": None}
-    return link_of_all(int(os.environ.get("LOCAL_RANK", 0)), lambda: copy_bandwidth(device))
+    if distributed.is_initialized():
+        found = link_of_all(int(os.environ.get("LOCAL_RANK", 0)), lambda: copy_bandwidth(device))
+    else:
+        found = {"alone": copy_bandwidth(device), "together": None}
+    torch.cuda.empty_cache()  # the probe's memory is free for what comes
+    return found
 
 
 def link_of_all(local_rank: int, measure: Callable[[], dict[str, float]]) -> dict[str, dict[str, float] | None]:

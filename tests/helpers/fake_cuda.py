@@ -1,0 +1,121 @@
+"""A stand-in for torch.cuda: one stream, two clocks, and an allocator that keeps what was freed until it is emptied.
+
+Work is queued on the device and takes time there; the host goes on at once. Whoever reads a clock or an event before
+the device is done reads what a GPU would say: too little, or nothing.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+GIB = 2**30
+
+
+class FakeCuda:
+    """What `torch.cuda` is while a test runs. Times in seconds, sizes in bytes."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.host = 0.0  # the host's clock
+        self.done = 0.0  # when the device will have done all that is queued
+        self.allocated = self.reserved = 0
+        self.peak_allocated = self.peak_reserved = 0
+
+    # the test's side
+
+    def queue(self, seconds: float) -> None:
+        """Work for the device."""
+        self.done = max(self.done, self.host) + seconds
+
+    def hold(self, size: int) -> None:
+        """Tensors of so many bytes in all are alive now."""
+        self.allocated = size
+        self.reserved = max(self.reserved, size)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+
+    # torch's side
+
+    def synchronize(self, *_) -> None:
+        self.calls.append("synchronize")
+        self.host = max(self.host, self.done)
+
+    def empty_cache(self) -> None:
+        self.calls.append("empty_cache")
+        self.reserved = self.allocated
+
+    def reset_peak_memory_stats(self, *_) -> None:
+        self.calls.append("reset_peak_memory_stats")
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+
+    def memory_allocated(self, *_) -> int:
+        return self.allocated
+
+    def memory_reserved(self, *_) -> int:
+        return self.reserved
+
+    def max_memory_allocated(self, *_) -> int:
+        return self.peak_allocated
+
+    def max_memory_reserved(self, *_) -> int:
+        return self.peak_reserved
+
+    def mem_get_info(self, *_) -> tuple[int, int]:
+        return 80 * GIB - self.reserved, 80 * GIB
+
+    def get_device_properties(self, *_):
+        return SimpleNamespace(name="NVIDIA Stand-in", total_memory=80 * GIB, major=9, minor=0)
+
+    def get_device_name(self, *_) -> str:
+        return "NVIDIA Stand-in"
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, number: int) -> None:
+        self.calls.append(f"set_device {number}")
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def Event(self, enable_timing: bool = False):
+        return FakeEvent(self, enable_timing)
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda, enable_timing: bool):
+        self.cuda, self.enable_timing = cuda, enable_timing
+        self.at: float | None = None
+
+    def record(self, *_) -> None:
+        self.at = max(self.cuda.host, self.cuda.done)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        """Milliseconds. Raises RuntimeError as torch does."""
+        if not self.enable_timing or not end.enable_timing:
+            raise RuntimeError("both events must be created with argument 'enable_timing=True'")
+        if self.at is None or end.at is None:
+            raise RuntimeError("both events must be recorded before calculating elapsed time")
+        if max(self.at, end.at) > self.cuda.host:
+            raise RuntimeError("both events must be completed before calculating elapsed time: device not ready")
+        return 1000 * (end.at - self.at)
+
+
+def install(monkeypatch) -> FakeCuda:
+    """Puts a stand-in into torch.cuda until the test ends. What the host's clock says is the stand-in's."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator()  # it looks at torch.cuda once: tensors stay where they are
+    cuda = FakeCuda()
+    for name in dir(cuda):
+        if hasattr(torch.cuda, name) and not name.startswith("_"):
+            monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    return cuda

@@ -1,0 +1,321 @@
+"""What only runs on a GPU, with a stand-in for torch.cuda: the order of its calls, and the numbers that come of them.
+
+No GPU has run any of it: that torch.cuda does what the stand-in does, and how fast, only a GPU can show.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.helpers import fake_cuda
+from zero_recipes.compat import deepspeed_tensors
+from zero_recipes.core import environment
+from zero_recipes.distributed import bandwidth, init
+from zero_recipes.distributed.build_locks import extension_folder
+from zero_recipes.metrics import callback as callbacks
+from zero_recipes.metrics.callback import StageMetricsCallback
+from zero_recipes.metrics.failure import write_failure
+from zero_recipes.metrics.schema import Metrics, RunIdentity
+from zero_recipes.metrics.timers import PhaseClock, StepClock
+
+MIB = 2**20
+
+
+@pytest.fixture
+def cuda(monkeypatch) -> fake_cuda.FakeCuda:
+    return fake_cuda.install(monkeypatch)
+
+
+# the clock of steps
+
+
+def test_steps_are_timed_on_the_device_and_read_once_it_is_done(cuda):
+    draw = random.Random(4)
+    clock, taken = StepClock("cuda"), [draw.uniform(0.1, 2) for _ in range(7)]
+    clock.open()
+    for seconds in taken:
+        cuda.queue(seconds)
+        clock.close()
+        cuda.queue(5.0)  # an evaluation, a checkpoint
+        clock.open()
+    assert cuda.calls == [], "no step waits for the device"
+    assert clock.seconds() == pytest.approx(taken) and cuda.calls == ["synchronize"]
+
+
+# a whole training
+
+
+def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2):
+    """The callback through `steps` optimizer steps of a model of one layer, of which step n takes n seconds.
+
+    (metrics.json, calls of torch.cuda by step).
+    """
+    monkeypatch.setattr(callbacks, "gather_object", list)
+    monkeypatch.setattr(callbacks, "identity", lambda *_: IDENTITY)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    strategy = SimpleNamespace(is_deepspeed=False, offload_optimizer=None, offload_param=None, world_size=1)
+    strategy.nvme_path, strategy.ds_config = None, None
+    accelerator = SimpleNamespace(gather=lambda tensor: tensor)
+    trainer = SimpleNamespace(model=model, optimizer=optimizer, model_wrapped=model, accelerator=accelerator)
+    run = SimpleNamespace(strategy=strategy, device="cuda")
+    cuda.hold(100 * MIB)
+    found = StageMetricsCallback(run, None, model, PhaseClock(), disks=[])
+    found.watch(trainer)
+    cuda.hold(900 * MIB)  # samples before training, with a cache of keys and values
+    cuda.hold(150 * MIB)
+    state = SimpleNamespace(max_steps=steps, global_step=0)
+    found.on_train_begin(None, state, None)
+    before, by_step = list(cuda.calls), []
+    ids = torch.ones(2, 8, dtype=torch.long)
+    for step in range(1, steps + 1):
+        cuda.calls.clear()
+        found.on_step_begin(None, state, None)
+        for micro in range(accumulation):
+            found.count_tokens({"input_ids": ids, "labels": ids})
+            cuda.hold((200 + step + micro) * MIB)
+            loss = model(torch.ones(1, 4)).sum()
+            loss.backward()
+            cuda.queue(step / accumulation)
+            found.add_loss(loss.detach() * 0 + step / accumulation)
+        optimizer.step()
+        found.add_norm(torch.tensor(0.5 * step))
+        optimizer.zero_grad()
+        cuda.hold(180 * MIB)
+        found.on_step_end(None, state, None)
+        by_step.append(list(cuda.calls))
+    cuda.calls.clear()
+    found.end_steps()
+    found.write(folder)
+    return Metrics.read(folder / "metrics.json"), before, by_step, list(cuda.calls)
+
+
+IDENTITY = RunIdentity(
+    name="r", strategy="single", world_size=1, device="NVIDIA Stand-in", model="m", parameters=20,
+    trainable_parameters=20, precision="bf16", micro_batch_size=2, gradient_accumulation_steps=2, recipe_sha256="ab",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [3, 4, 12])
+def test_a_training_on_a_gpu(cuda, monkeypatch, tmp_path, steps):
+    row, before, by_step, after = training(cuda, steps, tmp_path, monkeypatch)
+    assert before == ["empty_cache", "reset_peak_memory_stats"]
+    assert by_step == [[]] * steps and after == ["synchronize"], "a step waits for nothing but its two numbers"
+    (peak,) = row.peak_memory_bytes
+    assert peak.allocated == peak.reserved == (201 + steps) * MIB, "what samples took is not the training's"
+    phases = row.memory_phases
+    assert (phases.model_loaded, phases.engine_built) == (100 * MIB, 150 * MIB)
+    assert (phases.forward, phases.backward, phases.step) == (203 * MIB, 203 * MIB, 180 * MIB), "of the second step"
+    timed = list(range(1, steps + 1))[row.step_seconds.warmup_steps_excluded :]
+    assert min(timed) > 2, "the probed step is none of them"
+    assert row.step_seconds.median == pytest.approx(statistics.median(timed))
+    assert row.tokens.all == 32 * steps and row.tokens_per_second.all == pytest.approx(32 * len(timed) / sum(timed))
+    assert row.loss_history == list(range(1, steps + 1))
+    assert row.grad_norm_history == [0.5 * step for step in range(1, steps + 1)]
+    assert (row.hardware.gpu, row.hardware.gpu_memory_bytes) == ("NVIDIA Stand-in", 80 * fake_cuda.GIB)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_of_two_steps_says_that_nothing_was_timed(cuda, monkeypatch, tmp_path, steps):
+    row, *_ = training(cuda, steps, tmp_path, monkeypatch)
+    assert row.status == "ok" and row.tokens_per_second is None
+    assert row.step_seconds.median is row.step_seconds.p90 is None
+    assert row.step_seconds.warmup_steps_excluded == steps and row.model_state_bytes[0].optimizer > 0
+    assert row.memory_phases.step == 180 * MIB
+
+
+# what is read back
+
+
+class Reads(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts how often a number is read out of a tensor: on a GPU each waits for all that is queued."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_counting_tokens_and_losses_reads_nothing_back(repeated):
+    """Tensors without memory: a number that is read out of one, or copied between it and the host, is an error."""
+    found = StageMetricsCallback.__new__(StageMetricsCallback)
+    found.tokens = found.tokens_timed = None
+    found.losses, found.done, found.warmup = [], 0, 0
+    for _ in range(3):
+        ids = torch.ones(2, 8, dtype=torch.long, device="meta")
+        batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+        found.count_tokens(batch, torch.zeros_like(ids, dtype=torch.bool) if repeated else None)
+        found.add_loss(torch.ones((), dtype=torch.bfloat16, device="meta"))
+        found.add_norm(torch.ones((), device="meta"))
+    assert found.tokens.device.type == found.losses[0].device.type == found.norm.device.type == "meta"
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        found.tokens.tolist()
+
+
+def test_the_norm_is_read_with_the_loss():
+    found = StageMetricsCallback.__new__(StageMetricsCallback)
+    found.grad_norms, found.step_losses, found.losses = [], [], [torch.tensor(2.0)]
+    reads, gathered = Reads(), []
+
+    def gather(tensor):
+        gathered.append(tensor.shape)
+        return torch.cat([tensor, torch.tensor([[4.0, float("nan")]], dtype=torch.float64)])
+
+    found.trainer = SimpleNamespace(accelerator=SimpleNamespace(gather=gather))
+    found.communication = SimpleNamespace(not_counted=lambda: PhaseClock().phase("train"))
+    with reads:
+        found.add_norm(torch.tensor(0.5))
+        found._bring_losses_together()
+    assert reads.count == 0 and gathered == [(1, 2)], "one gather, whose list is read at once"
+    assert found.step_losses == [3.0] and found.grad_norms == [0.5] and found.last_step[1] != found.last_step[1]
+
+
+# links
+
+
+class Copied:
+    """A tensor of the stand-in: a copy is queued, and takes a second for each byte of its rate."""
+
+    def __init__(self, cuda, rate: float):
+        self.cuda, self.rate = cuda, rate
+
+    def copy_(self, source, non_blocking: bool = False):
+        self.cuda.queue(bandwidth.PROBE_BYTES / (self.rate if self.rate else source.rate))
+        if not non_blocking:
+            self.cuda.host = max(self.cuda.host, self.cuda.done)
+
+
+def test_the_link_is_timed_from_the_first_copy_to_the_last_ones_end(cuda, monkeypatch):
+    made = []
+
+    def empty(size, dtype, pin_memory=False, device="cpu"):
+        made.append((device, pin_memory))
+        return Copied(cuda, 25e9 if device == "cuda" else 20e9)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: cuda.host)
+    found = bandwidth.copy_bandwidth("cuda")
+    assert made == [("cpu", True), ("cuda", False)]
+    assert found == {"to_device": pytest.approx(25e9), "to_host": pytest.approx(20e9)}
+    offloads = SimpleNamespace(offload_optimizer="cpu", offload_param=None)
+    link = bandwidth.measure_host_link(offloads, "cuda")
+    assert link == {"alone": pytest.approx(found), "together": None}
+    assert cuda.calls[-1] == "empty_cache", "the probe's memory goes back to the driver"
+
+
+def test_the_link_is_measured_one_process_after_the_other_and_then_all_at_once(monkeypatch):
+    """Two machines of two processes, as threads: real ranks only say this of the machine that they are on."""
+    ranks, own = 4, threading.local()
+    barrier, box = threading.Barrier(ranks, timeout=30), [None] * ranks
+    meet_inside = threading.Barrier(ranks, timeout=30)
+    inside, most, lock = [0, 0], [0, 0], threading.Lock()
+
+    def all_gather_object(found, value):
+        box[own.rank] = value
+        barrier.wait()
+        found[:] = box
+        barrier.wait()
+
+    distributed = SimpleNamespace(
+        get_world_size=lambda: ranks, all_gather_object=all_gather_object, barrier=lambda: barrier.wait()
+    )
+    monkeypatch.setattr(bandwidth, "distributed", distributed)
+
+    def measure():
+        own.calls = getattr(own, "calls", 0) + 1
+        if own.calls == 2:
+            meet_inside.wait()  # nobody passes unless all measure at once
+            return {"to_device": 10.0 - own.rank, "to_host": 5.0}
+        machine = own.rank // 2
+        with lock:
+            inside[machine] += 1
+            most[machine] = max(most[machine], inside[machine])
+        for _ in range(200):
+            time.sleep(0)  # others would come in here
+        with lock:
+            inside[machine] -= 1
+        return {"to_device": 100.0 + own.rank, "to_host": 50.0 - own.rank}
+
+    def process(rank):
+        own.rank = rank
+        results[rank] = bandwidth.link_of_all(rank % 2, measure)
+
+    results = [None] * ranks
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(ranks)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    wanted = {"alone": {"to_device": 100.0, "to_host": 47.0}, "together": {"to_device": 7.0, "to_host": 5.0}}
+    assert results == [wanted] * ranks and most == [1, 1]
+
+
+def test_an_all_reduce_is_over_when_the_device_is(cuda, monkeypatch):
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: cuda.host)
+    taken = iter([9.0, 0.25, 0.5, 1.0])
+    monkeypatch.setattr(bandwidth, "distributed", SimpleNamespace(all_reduce=lambda _: cuda.queue(next(taken))))
+    assert bandwidth._all_reduce_seconds("cuda") == 0.5
+
+
+# what else asks torch.cuda
+
+
+def test_peaks_and_hardware_are_the_accelerators(cuda):
+    cuda.hold(7 * MIB)
+    cuda.hold(3 * MIB)
+    found = environment.peak_memory("cuda")
+    assert (found["allocated"], found["reserved"]) == (7 * MIB, 7 * MIB)
+    assert environment.device_name("cuda") == "NVIDIA Stand-in" and environment.hardware("cuda")["gpus_visible"] == 1
+
+
+def test_a_failure_on_a_gpu_names_what_held_its_memory(cuda, tmp_path):
+    cuda.hold(10 * MIB)
+    states = {"params": 4 * MIB, "grads": 0, "optimizer": 5 * MIB, "offloaded_host": 64 * MIB}
+    failure = write_failure(tmp_path, "train", torch.OutOfMemoryError("CUDA out of memory."), states)
+    held = [(part.what.split()[0], part.bytes) for part in failure.largest_memory]
+    assert failure.status == "oom"
+    assert held == [("offloaded_host", 64 * MIB), ("optimizer", 5 * MIB), ("params", 4 * MIB), ("activations,", MIB)]
+
+
+def test_a_process_takes_its_own_gpu_before_it_meets_the_others(cuda, monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(init, "rendezvous", lambda backend, *_: cuda.calls.append(backend))
+    monkeypatch.setattr(init, "missing", lambda *_: set())
+    strategy = SimpleNamespace(world_size=8, is_deepspeed=False)
+    init.start_process_group(strategy, "cuda", 60, set())
+    assert cuda.calls == ["set_device 1", "nccl"]
+
+
+def test_a_counter_on_the_host_is_no_offloaded_state(monkeypatch):
+    """torch's AdamW keeps its step counts on the host beside states on the GPU (adam.py, `_init_group`); "meta" stands
+    for the GPU here."""
+    monkeypatch.setattr(deepspeed_tensors, "_training_device", lambda: "meta")
+    model = torch.nn.Linear(8, 8, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
+    found = deepspeed_tensors.state_bytes(model, list(model.parameters()), optimizer, False, False)
+    assert found == {"params": 288, "grads": 288, "optimizer": 2 * 288 + 8, "offloaded_host": 0}
+
+
+def test_extensions_lie_where_a_cuda_build_of_torch_puts_them(monkeypatch, tmp_path):
+    from torch.utils import cpp_extension
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    for release in ("13.0", "12.8", None):
+        monkeypatch.setattr(torch.version, "cuda", release)
+        assert str(extension_folder({}, "fused_adam")) == cpp_extension._get_build_directory("fused_adam", False)
