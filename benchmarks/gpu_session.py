@@ -5,8 +5,9 @@
     python benchmarks/gpu_session.py --collect FOLDER       # afterwards: benchmarks/results/gpu_*.json, README, the
                                                             # plan's constants (zero_recipes/planner/overheads.yaml)
 
-Each run is a row of OUT/partN.jsonl as soon as it has ended, a failure too. --rehearse runs all of it on a CPU with
-models of two layers, to find what would stop it; its rows say so, and --collect takes them for a trial alone.
+Each run is a row of OUT/partN.jsonl as soon as it has ended, a failure too; a second call with the same OUT goes on
+with what is missing or failed. --rehearse runs all of it on a CPU with models of two layers, to find what would stop
+it; its rows say so, and --collect takes them for a trial alone.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "output" / "gpu_session")
     parser.add_argument("--work", type=Path, default=ROOT / "output" / "gpu_session_work")
     parser.add_argument("--minutes", type=float, default=9.5, help="of all parts of this call together")
+    parser.add_argument("--only", default="", metavar="WORD", help="runs whose name has it, e.g. 2.8b")
     parser.add_argument("--rehearse", action="store_true")
     given = parser.parse_args()
     if given.plans:
@@ -95,7 +97,12 @@ def run_parts(given: argparse.Namespace) -> None:
             if part == 5:
                 compare_quantizer(session)
             else:
-                session.run_all(cases.cases(part), AT_ONCE.get(part, 1), machine.card_bytes(described))
+                wanted = [
+                    case
+                    for case in cases.cases(part)
+                    if case.slug not in session.done(part) and given.only in case.slug
+                ]
+                session.run_all(wanted, AT_ONCE.get(part, 1), machine.card_bytes(described))
         except Exception as error:
             session.write(part, {"case": "session", "status": "failed", "error": f"{type(error).__name__}: {error}"})
             print(f"part {part} ended early: {error!r}", flush=True)

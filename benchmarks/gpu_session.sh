@@ -59,7 +59,16 @@ if [ -d $WHEELS/libaio ] && ! find /usr/include -name libaio.h 2>/dev/null | gre
     cp -r $WHEELS/libaio /tmp/ # a link does not always travel
     ln -sf libaio.so.1 /tmp/libaio/libaio.so
     export CFLAGS="${CFLAGS:-} -I/tmp/libaio" LDFLAGS="${LDFLAGS:-} -L/tmp/libaio"
-    export CPATH=/tmp/libaio LIBRARY_PATH=/tmp/libaio LD_LIBRARY_PATH="/tmp/libaio:${LD_LIBRARY_PATH:-}"
+    export CPATH="/tmp/libaio${CPATH:+:$CPATH}" LIBRARY_PATH=/tmp/libaio LD_LIBRARY_PATH="/tmp/libaio:${LD_LIBRARY_PATH:-}"
+fi
+# torch takes the folder above `nvcc` for the toolkit; where that is a link or a wrapper in /usr/local/bin, its headers
+# are elsewhere. A toolkit without cusparse.h and the like borrows those that torch's own packages brought.
+for folder in "${CUDA_HOME:-}" /usr/local/cuda /usr/local/cuda-*; do
+    [ -e "$folder/include/cuda_runtime_api.h" ] && [ -x "$folder/bin/nvcc" ] && export CUDA_HOME="$folder" && break
+done
+if [ -n "${CUDA_HOME:-}" ] && [ ! -e "$CUDA_HOME/include/cusparse.h" ]; then
+    borrowed=$($PYTHON -c 'import nvidia; print(*(f"{p}/cu13/include" for p in nvidia.__path__), sep=":")' 2>/dev/null)
+    export CPATH="${CPATH:+$CPATH:}$borrowed"
 fi
 ulimit -l unlimited 2>/dev/null # ZeRO-Infinity locks its buffers
 # the machine has no hub to ask, and nobody to report to

@@ -62,6 +62,12 @@ class Session:
             file.flush()
             os.fsync(file.fileno())
 
+    def done(self, part: int) -> set[str]:
+        """Cases of a part that an earlier call with the same `out` has measured."""
+        path = self.out / f"part{part}.jsonl"
+        rows = map(json.loads, path.read_text().splitlines()) if path.is_file() else []
+        return {row["case"] for row in rows if row.get("status") == "ok"}
+
     def planned_bytes(self, case: Case) -> int:
         """What the plan says the run may take of the card; 0 where there is no plan."""
         plan = self.plans.get(case.slug)
