@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -31,12 +32,13 @@ from benchmarks.session.runs import Session  # noqa: E402
 PLANS = ROOT / "benchmarks" / "session" / "plans.json"
 AT_ONCE = {2: 4}  # memory is measured, not time: runs of part 2 share the card
 QUANTIZER = [sys.executable, "benchmarks/session/quantizer.py"]
-TIMED_PARTS = (2, 3, 4)  # those that a plan is made for
+PLANNED_PARTS = (2, 3, 4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", action="store_true")
+    parser.add_argument("--plan", metavar="CASE", help="one of --plans anew, printed")
     parser.add_argument("--collect", type=Path, metavar="FOLDER")
     parser.add_argument("--results", type=Path, help="where --collect writes, instead of the committed results")
     parser.add_argument("--part", type=int, nargs="+", choices=list(cases.PARTS))
@@ -48,6 +50,10 @@ def main() -> None:
     given = parser.parse_args()
     if given.plans:
         write_plans(given.work)
+    elif given.plan:
+        print(
+            json.dumps(plans_of([case for case in planned_cases() if case.slug == given.plan], given.work)[given.plan])
+        )
     elif given.collect:
         print(*collect(given.collect, given.results or RESULTS, trial=given.results is not None), sep="\n")
     elif given.part:
@@ -56,31 +62,40 @@ def main() -> None:
         parser.error("--plans, --part or --collect")
 
 
+def planned_cases() -> list[cases.Case]:
+    """The runs that a plan is made for."""
+    return [case for part in PLANNED_PARTS for case in cases.cases(part)]
+
+
 def write_plans(work: Path) -> None:
-    """Predict every run of parts 2 to 4, as the run's own plan would: {slug: prediction}."""
+    """Predict every run of parts 2 to 4 and keep it, with the versions that it was made with."""
     from zero_recipes.core import environment
     from zero_recipes.core.files import write_json
+
+    found = {}
+    wanted = planned_cases()
+    for first in range(0, len(wanted), 4):  # what is done is kept: a second call goes on
+        found |= plans_of(wanted[first : first + 4], work)
+        print(f"{len(found)} of {len(wanted)}", flush=True)
+    write_json(PLANS, {"versions": environment.versions(), "plans": found})
+
+
+def plans_of(wanted: list[cases.Case], work: Path) -> dict[str, Any]:
+    """{slug: prediction}, as the run's own plan would be where its versions are known."""
     from zero_recipes.planner import jobs as plan_jobs
     from zero_recipes.planner.predict import Predictor
 
-    wanted = {}
-    for case in (case for part in TIMED_PARTS for case in cases.cases(part)):
+    jobs = {}
+    for case in wanted:
         recipe = plan_jobs.read_recipe(inputs.write_recipe(case, work, rehearse=False), [])
         strategy = "ddp" if case.strategy == "single" else case.strategy
         known = plan_jobs.read_strategies(recipe, (strategy,))
         config = plan_jobs.model_config(recipe.settings)
-        wanted[case.slug] = plan_jobs.job_of(recipe, config, case.strategy, known[strategy], 1)
+        jobs[case.slug] = plan_jobs.job_of(recipe, config, case.strategy, known[strategy], 1)
     predict = Predictor()
-    jobs = list(wanted.values())
-    for first in range(0, len(jobs), 4):
-        predict.prepare(
-            jobs[first : first + 4], lambda job: print(job.model, job.strategy, flush=True)
-        )  # kept: a second call goes on
-    found = {slug: predict(job).model_dump(mode="json") for slug, job in wanted.items()}
-    for prediction in found.values():
-        prediction.pop("seconds"), prediction.pop("resident_bytes", None)
-    write_json(PLANS, {"versions": environment.versions(), "plans": found})
-    print(f"{len(found)} plans: {PLANS}")
+    predict.prepare(list(jobs.values()))
+    of_the_machine = {"seconds", "resident_bytes"}
+    return {slug: predict(job).model_dump(mode="json", exclude=of_the_machine) for slug, job in jobs.items()}
 
 
 def run_parts(given: argparse.Namespace) -> None:
