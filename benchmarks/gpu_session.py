@@ -7,7 +7,8 @@
 
 Each run is a row of OUT/partN.jsonl as soon as it has ended, a failure too; a second call with the same OUT goes on
 with what is missing or failed. --rehearse runs all of it on a CPU with models of two layers, to find what would stop
-it; its rows say so, and --collect takes them for a trial alone.
+it; its rows say so. --collect takes them for a trial alone (--results FOLDER); with --rehearse it keeps how they ended
+(benchmarks/results/gpu_session_rehearsal.json).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 os.chdir(ROOT)
 
 from benchmarks.session import cases, inputs, machine  # noqa: E402
-from benchmarks.session.collect import RESULTS, collect  # noqa: E402
+from benchmarks.session.collect import RESULTS, collect, keep_rehearsal  # noqa: E402
 from benchmarks.session.runs import Session  # noqa: E402
 
 PLANS = ROOT / "benchmarks" / "session" / "plans.json"
@@ -54,6 +55,8 @@ def main() -> None:
         print(
             json.dumps(plans_of([case for case in planned_cases() if case.slug == given.plan], given.work)[given.plan])
         )
+    elif given.collect and given.rehearse:
+        print(*keep_rehearsal(given.collect, given.results or RESULTS), sep="\n")
     elif given.collect:
         print(*collect(given.collect, given.results or RESULTS, trial=given.results is not None), sep="\n")
     elif given.part:
@@ -112,11 +115,9 @@ def run_parts(given: argparse.Namespace) -> None:
             if part == 5:
                 compare_quantizer(session)
             else:
-                wanted = [
-                    case
-                    for case in cases.cases(part)
-                    if case.slug not in session.done(part) and given.only in case.slug
-                ]
+                known = cases.rehearsed(part) if given.rehearse else cases.cases(part)
+                done = session.done(part)
+                wanted = [case for case in known if case.slug not in done and given.only in case.slug]
                 session.run_all(wanted, AT_ONCE.get(part, 1), machine.card_bytes(described))
         except Exception as error:
             session.write(part, {"case": "session", "status": "failed", "error": f"{type(error).__name__}: {error}"})

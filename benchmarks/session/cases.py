@@ -46,6 +46,16 @@ def cases(part: int) -> list[Case]:
     return {1: _tiny, 2: _plans, 3: _speed, 4: _offload, 5: list, 6: _fp16}[part]()
 
 
+def rehearsed(part: int) -> list[Case]:
+    """Those that differ where every shape has two layers."""
+    shape = re.compile(r"^pythia-[\d.]+b?m?$")
+    distinct = {}
+    for case in cases(part):
+        model = "shape" if shape.match(case.model) else case.model
+        distinct.setdefault((model, case.strategy, str(case.keys), case.options), case)
+    return list(distinct.values())
+
+
 def _tiny() -> list[Case]:
     keys = {"max_steps": 60, "eval_steps": 30, "sample_prompts": 20, "save_model": True}
     return [Case(1, f"tiny {name}", "tiny", name, keys, 60) for name in ("single", "zero2", "zero3")]

@@ -44,6 +44,28 @@ def collect(folder: Path, results: Path, trial: bool = False) -> list[str]:
     return said
 
 
+def keep_rehearsal(folder: Path, results: Path) -> list[str]:
+    """How every run of a rehearsal ended, as results/gpu_session_rehearsal.json. Raises ValueError without rows."""
+    rows = read_rows(folder)
+    if not rows or not all(row["rehearsal"] for row in rows):
+        raise ValueError(f"the rows below {folder} are not those of a rehearsal")
+    machines = [row["machine"] for row in rows if "machine" in row]
+    kept = {
+        PARTS[part]: [
+            {key: row.get(key) for key in ("case", "status", "seconds", "error")} | _last_words(row)
+            for row in rows
+            if row["part"] == part and "machine" not in row
+        ]
+        for part in PARTS
+    }
+    write_json(results / "gpu_session_rehearsal.json", {"machine": machines[0], "parts": kept})
+    return [f"{part}: {[row['status'] for row in runs]}" for part, runs in kept.items()]
+
+
+def _last_words(row: Row) -> Row:
+    return {} if row.get("status") == "ok" else {"log": (row.get("log") or [])[-12:]}
+
+
 def read_rows(folder: Path) -> list[Row]:
     """Of each case the row that counts, in the order of the files."""
     found: dict[tuple, Row] = {}
@@ -131,13 +153,10 @@ def fit_constants(results: Path) -> list[str]:
     """The plan's context and fragmentation from what was measured; the communicator needs a second GPU."""
     from zero_recipes.planner import overheads
 
-    path = results / "gpu_plan.json"
-    if not path.is_file():
-        return ["nothing to fit the plan's constants to: part 2 is missing"]
-    fitted = constants(*(json.loads(file.read_text())["rows"] for file in results.glob("gpu_*.json")))
-    source = (
-        f"fitted by benchmarks/gpu_session.py --collect: {', '.join(sorted(p.name for p in results.glob('gpu_*')))}"
-    )
+    files = [path for path in (results / f"{name}.json" for name in FILES.values()) if path.is_file()]
+    fitted = constants(*(json.loads(path.read_text())["rows"] for path in files))
+    named = ", ".join(f"benchmarks/results/{path.name}" for path in files)
+    source = f"fitted by benchmarks/gpu_session.py --collect to {named}"
     if fitted:
         overheads.write_fitted({name: (value, source) for name, value in fitted.items()})
     return [f"{name}: {value}" for name, value in fitted.items()] or ["no row to fit the plan's constants to"]

@@ -196,4 +196,15 @@ def test_the_peak_is_that_of_the_card(name, tflops):
 def test_the_readme_says_what_the_committed_results_say():
     readme = (ROOT / "README.md").read_text()
     assert collect.with_gpu_part(readme) == readme, "python benchmarks/gpu_session.py --collect"
-    assert ("No GPU has been measured yet" in readme) == (not list(collect.RESULTS.glob("gpu_[topsf]*.json")))
+    measured = [name for name in collect.FILES.values() if (collect.RESULTS / f"{name}.json").is_file()]
+    assert (collect.NOTHING in readme) == (not measured)
+
+
+def test_the_rehearsal_went_through_every_run():
+    """On a CPU, with the torch of the machine that the session is for."""
+    kept = json.loads((collect.RESULTS / "gpu_session_rehearsal.json").read_text())
+    assert kept["machine"]["versions"]["torch"].startswith("2.11") and kept["machine"]["python"].startswith("3.12")
+    ended = {run["case"]: run["status"] for part in kept["parts"].values() for run in part}
+    rehearsed = {case.slug for part in cases.PARTS for case in cases.rehearsed(part)}
+    assert len(rehearsed) > 30 and rehearsed <= set(ended) and "quantizer" in ended
+    assert {case: status for case, status in ended.items() if status != "ok"} == {}
