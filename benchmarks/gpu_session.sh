@@ -33,7 +33,6 @@ wheels() {
         mkdir -p $WHEELS/libaio
         cp "$header" $WHEELS/libaio/
         cp -L "$(find /usr/lib /lib -name 'libaio.so.1' 2>/dev/null | head -1)" $WHEELS/libaio/libaio.so.1
-        ln -sf libaio.so.1 $WHEELS/libaio/libaio.so
     else
         echo "no libaio.h here: without libaio-dev there, ZeRO-Infinity will be a row that failed"
     fi
