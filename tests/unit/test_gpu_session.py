@@ -11,8 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from benchmarks.session import cases, collect, inputs, runs
+from benchmarks.session import cases, collect, inputs, machine, run, runs
 from zero_recipes.config import recipe as recipes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,6 +109,49 @@ def test_what_the_host_cannot_hold_is_skipped_and_said(tmp_path):
     session = runs.Session(tmp_path, tmp_path / "work", time.time() + 600, {case.slug: plan})
     session.run_all([case], 1, 0)
     assert "host memory by the plan" in (tmp_path / "part4.jsonl").read_text()
+
+
+def test_the_machine_is_described_whatever_is_missing(tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H200, 580.159.03, 143771 MiB, 4 MiB'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(machine, "ASKED", 'print(\'{"name": "NVIDIA H200", "total_bytes": 150754820096}\')')
+    monkeypatch.setattr(machine, "PACKAGES", ("torch", "no-such-package"))
+    described = machine.describe(tmp_path)
+    assert "143771 MiB" in described["nvidia_smi"] and machine.card_bytes(described) == 150754820096
+    assert described["versions"]["no-such-package"] == "not installed"
+    assert machine.card_bytes(described | {"torch": "ImportError: libcudart"}) == 0
+
+
+def test_what_lies_beside_the_allocator_is_read_from_the_card(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 * GB, 140 * GB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 39 * GB)
+    row = {"alone": True, "beside": run._card()}
+    assert collect.beside_allocator(row) == {"context_bytes": GB}
+    assert collect.beside_allocator(row | {"alone": False}) == {}
+
+
+def test_runs_side_by_side_stay_within_the_card(tmp_path, monkeypatch):
+    """Three runs of 60, 50 and 30 of 100 bytes: the second has to wait for the first, and nothing passes it."""
+    held, most = {}, []
+    plans = {f"2-run-{n}": {"reserved_bytes": {"low": 1, "high": high}} for n, high in enumerate((60, 50, 30))}
+    session = runs.Session(tmp_path, tmp_path, time.time() + 600, plans, rehearse=True)
+
+    class Child:
+        def poll(self):
+            return 0
+
+    def start(case, beside_others):
+        held[case.slug] = session.planned_bytes(case)
+        most.append(sum(held.values()))
+        return runs.Running(case, Child(), tmp_path, time.time(), held[case.slug], not beside_others)
+
+    monkeypatch.setattr(session, "_start", start)
+    monkeypatch.setattr(session, "_end", lambda one: held.pop(one.case.slug))
+    wanted = [cases.Case(2, f"run {n}", "pythia-410m", "zero2") for n in range(3)]
+    session.run_all(wanted, 4, 100)
+    assert held == {} and len(most) == 3 and max(most) <= 90
 
 
 # --collect
