@@ -1,0 +1,87 @@
+"""Models without weights, rows and recipes of the runs: made from this repository alone, for there is no network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.session.cases import LENGTH, Case
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "zero_recipes" / "planner" / "models"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+SMALLER = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+ROWS = 512
+BASE = {
+    "bf16": True,
+    "max_length": LENGTH,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "max_steps": 5,
+    "learning_rate": 1.0e-5,
+    "activation_checkpointing": False,
+    "attn_implementation": "sdpa",
+    "seed": 0,
+}
+ALWAYS = {"eval_strategy": "no", "save_strategy": "no", "save_model": False, "logging_steps": 1, "report_to": "none"}
+
+
+def write_recipe(case: Case, work: Path, rehearse: bool) -> Path:
+    """The case's recipe, its model's folder and its rows beneath `work`.
+
+    The plan is held against the run, so the run makes none itself: `skip_plan`. `rehearse`: the same on the CPU, a
+    few steps of a model of two layers.
+    """
+    if case.model == "tiny":
+        recipe = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
+        recipe |= {"model_name_or_path": str(ROOT / "tiny_world" / "base"), "dataset_name": str(ROOT / "tiny_world")}
+        recipe |= {"save_model": False} | ({} if case.saves else {"eval_strategy": "no", "sample_prompts": None})
+    else:
+        recipe = _shaped(case.model, work, rehearse)
+    recipe |= case.keys | {"skip_plan": True, "overwrite": True}
+    if case.strategy.endswith("_infinity"):
+        swap = work / "swap"
+        swap.mkdir(parents=True, exist_ok=True)
+        recipe["nvme_path"] = str(swap)
+    if rehearse:
+        recipe |= {"use_cpu": True, "max_steps": min(recipe["max_steps"], 6), "max_length": 64}
+        recipe |= {"eval_steps": 3} if case.saves else {}
+    path = work / case.slug / "recipe.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not None}))
+    return path
+
+
+def _shaped(model: str, work: Path, rehearse: bool) -> dict[str, Any]:
+    """A shape under `BASE`, or a shipped recipe on such a shape and full rows: its model and data are on a hub."""
+    recipe = dict(BASE)
+    if model.endswith(".yaml"):
+        recipe = yaml.safe_load((ROOT / model).read_text())
+        model = recipe["model_name_or_path"].rpartition("/")[2].removesuffix("-deduped")
+        for key in ("dataset_format", "datasets", "test_split_size", "sample_prompts", "sample_max_new_tokens"):
+            recipe.pop(key, None)
+    folder = model_folder(model, work, rehearse)
+    return recipe | ALWAYS | {"model_name_or_path": str(folder), "random_weights": True, "dataset_name": _rows(work)}
+
+
+def model_folder(name: str, work: Path, rehearse: bool) -> Path:
+    """A folder with the config of zero_recipes/planner/models/ and the tiny world's tokenizer, and no weights."""
+    config = json.loads((MODELS / f"{name}.json").read_text())["config"]
+    folder = work / "models" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | (SMALLER if rehearse else {})))
+    for file in TOKENIZER:
+        (folder / file).write_bytes((ROOT / "tiny_world" / "base" / file).read_bytes())
+    return folder
+
+
+def _rows(work: Path) -> str:
+    """Rows longer than any `max_length` here, so that every batch is full, as a plan takes it."""
+    folder = work / "rows"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "the red fish hums in the cave by the river . " * (LENGTH // 4)
+    (folder / "train.jsonl").write_text((json.dumps({"text": text}) + "\n") * ROWS)
+    return str(folder)
