@@ -96,6 +96,7 @@ def test_a_crash_on_rank_1_is_named_and_not_what_rank_0_says_of_it(recipe, tmp_p
     assert row["error"] == "ValueError: row 7 is broken" and len(row["loss_history"]) == 2
 
 
+@pytest.mark.grid  # a signal in the launcher's words: below; what was known of the run is kept: above
 def test_rank_0_is_killed(recipe, tmp_path):
     script = sabotaged(tmp_path, KILLED)
     (outcome,) = sweep(recipe, ["zero3"], 2, tmp_path / "out", [], script=script)

@@ -1,4 +1,4 @@
-"""Every launcher starts the tiny recipe for real, once; what it prints is calm."""
+"""Every launcher starts a run for real, once; what it prints is calm."""
 
 from __future__ import annotations
 
@@ -91,13 +91,14 @@ def lines_from_below(text: str) -> list[str]:
 
 
 def test_deepspeed_launcher(tmp_path):
-    command = [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "29512", "run_sft.py", "recipes/tiny.yaml"]
-    _, metrics = start([*command, "--deepspeed", "ds_configs/zero1.json"], tmp_path)
+    command = [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "29512", "run_sft.py"]
+    recipe = write_recipe(tmp_path)
+    _, metrics = start([*command, str(recipe), "--deepspeed", "ds_configs/zero1.json"], tmp_path / "out")
     assert (metrics["strategy"], metrics["world_size"]) == ("zero1", 2)
 
 
 def test_plain_python(tmp_path):
-    _, metrics = start([sys.executable, "run_sft.py", "recipes/tiny.yaml"], tmp_path)
+    _, metrics = start([sys.executable, "run_sft.py", str(write_recipe(tmp_path))], tmp_path / "out")
     assert (metrics["strategy"], metrics["world_size"]) == ("single", 1)
 
 

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from torch import distributed
 
+from tests.helpers.grid import grid
 from tests.helpers.tiny import write_recipe
 from tests.helpers.two_ranks import two_ranks
 from zero_recipes.core.process import free_port
@@ -153,7 +154,7 @@ sys.stdin.read()  # rank 0 holds the store until the others have ended
 """
 
 
-@pytest.mark.parametrize("dies", [1, 0])
+@pytest.mark.parametrize("dies", [1, grid(0)])
 def test_nobody_waits_for_a_process_that_died(dies):
     """Three ranks on two machines (0 | 1 and 2). Where rank 1 dies, rank 2 says so; rank 0 takes the store with it."""
     port, ranks = free_port(), []

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig
 
 from tests.helpers import group
+from tests.helpers.grid import grid
 from tests.helpers.known_bad import CASES, MARKED, PEFT, argv_of, ds_config, found_in
 from tests.helpers.tiny import ROOT, write_model, write_recipe, write_rows
 
@@ -92,7 +93,7 @@ def test_hpz_with_one_group_gathers_from_everybody_all_the_same(two, tmp_path):
     assert [run["hpz_groups"] for run in runs] == [[[1, 2]], [[1, 2]]]
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "llama with tied embeddings"])
+@pytest.mark.parametrize("kind", [grid("gpt_neox"), "llama with tied embeddings"])
 def test_an_embedding_resize_at_stage_3_is_right(two, tmp_path, kind):
     """TRL's clone_chat_template adds tokens. Once a fault of transformers, today the same as at stage 2."""
     from safetensors import safe_open
@@ -134,7 +135,7 @@ def test_an_embedding_resize_with_lora(two, tmp_path):
             two.run("train_unchecked", argv=argv)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [grid(False), True])
 def test_rows_that_do_not_divide_are_right_at_stage_3(two, tmp_path, streaming):
     """accelerate evens the batches out: 5 rows in batches of 2 on two ranks train and evaluate as at stage 2."""
     length = {"max_steps": 4} if streaming else {"max_steps": -1, "num_train_epochs": 2}
