@@ -55,6 +55,26 @@ def test_a_process_is_killed_with_all_that_it_has_started(hanging):
     kill_with_children(known)  # nothing to do
 
 
+def test_what_ends_with_its_parent_is_not_left_behind(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    child = f"""
+import os, signal
+from zero_recipes.core.process import end_with_parent
+end_with_parent()
+with open({str(pipe)!r}, "w") as told:
+    told.write(str(os.getpid()))
+signal.pause()
+"""
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    parent = subprocess.Popen([sys.executable, "-c", starts], cwd=ROOT)
+    orphan = psutil.Process(int(pipe.read_text()))
+    parent.kill()
+    parent.wait()
+    psutil.wait_procs([orphan], timeout=60)
+    assert not lives(orphan.pid)
+
+
 def test_a_simulation_that_is_ended_leaves_nothing_and_formulas_answer(hanging, tmp_path):
     limit = TimeLimit(3600)
     predict = Predictor(folder=tmp_path / "plans", limit=limit)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
+import signal
 import socket
 import sys
 import threading
@@ -17,6 +19,7 @@ from typing import NoReturn
 
 import psutil
 
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 IDLE_SECONDS = 3.0  # a worker without work for so long is not waited for any more
 _leaves_with: list[int] = []  # the exit code, once `leave` was called
 
@@ -56,6 +59,12 @@ def kill_with_children(process: psutil.Process) -> None:
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
+
+
+def end_with_parent() -> None:
+    """From now on this process is killed when its parent ends, however that ends. On Linux; nothing elsewhere."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def wait_for_rank_0(seconds: float) -> None:

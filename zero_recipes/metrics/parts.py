@@ -119,7 +119,7 @@ class PhaseSeconds(Part):
     """Seconds of each phase of the run; a phase inside another does not count in the outer one."""
 
     imports: float | None = measured("starting Python and importing", "seconds", EARLIER)
-    data: float | None = measured("loading and preparing the rows", "seconds", EARLIER)
+    data: float | None = measured("loading and preparing the rows, and waiting for the plan", "seconds", EARLIER)
     model: float | None = measured("loading the weights", "seconds", EARLIER)
     samples_before: float | None = measured("answers before training", "seconds", EARLIER)
     train: float | None = measured("training", "seconds", EARLIER)

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from zero_recipes.core import environment
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.errors import Refusal
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.job import Job
@@ -57,7 +57,7 @@ class Predictor:
                 raise
             if self.limit.over:
                 return f"simulations were given {self.limit.seconds:.0f} s"
-            return f"{refusal.what}: {first_line(Exception(refusal.why))}"
+            return f"{refusal.what}: {refusal.why.splitlines()[-1]}"
 
     def prepare(self, jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> None:
         """Simulate these jobs side by side, apart from those that cannot be; `done` is told of each.

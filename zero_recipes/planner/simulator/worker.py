@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from zero_recipes.core.errors import first_line
+from zero_recipes.core.process import end_with_parent
 from zero_recipes.planner.job import Job
 
 STEPS = 2  # Adam's states appear in the first; the second is as all that follow
@@ -55,6 +56,7 @@ LEFT_OUT = {
 
 def main(at_once: int) -> None:
     """Run the tasks of standard input, so many at once."""
+    end_with_parent()  # a run that is killed leaves no plan behind
     tasks = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to stderr
@@ -99,6 +101,7 @@ def _import(on_gpu: bool) -> None:
 
 def _run(task: dict) -> NoReturn:
     """The child's whole life."""
+    end_with_parent()
     started = time.perf_counter()
     try:
         job = Job.from_dict(task["job"])
