@@ -23,6 +23,7 @@ from zero_recipes.planner.job import Job
 from zero_recipes.theory.lower_bounds import read_at_resume, resumable_bytes
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "trl", "accelerate")  # that patches.py takes parts of
+WORKER = "zero_recipes.planner.simulator.worker"  # the module that the child runs; benchmarks/planners/ has its own
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
 
 # Beside the caching allocator's segments, per GPU. Assumptions, not measured by this project: a CUDA context with its
@@ -134,7 +135,7 @@ def _ranks(job: Job) -> list[int]:
 def _run_worker(tasks: list[dict], answered: Callable[[Path], None]) -> list[tuple[Path, str]]:
     """Run the tasks; [(answer's path, what went wrong)] of those that failed."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "zero_recipes.planner.simulator.worker", str(_at_once())],
+        [sys.executable, "-m", WORKER, str(_at_once())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
