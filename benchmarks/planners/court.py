@@ -56,7 +56,8 @@ def job_of_row(row: dict[str, Any]) -> Job:
     recipe = recipes.parse_recipe(FOLDER / "rows.yaml", given, [])
     ds_config = None
     if row["strategy"] not in ("single", "fsdp2"):
-        ds_config = jobs._ds_config_of(ROOT / "accelerate_configs" / f"{row['strategy']}.yaml")
+        strategies = jobs.read_strategies(recipe, [row["strategy"]], ROOT / "accelerate_configs")
+        ds_config = strategies[row["strategy"]]
     if ds_config is not None:
         ds_config = ds_config | {"zero_optimization": ds_config["zero_optimization"] | row.get("ds", {})}
     config = config_of(row["model"]) | {KEY: row["head"]}

@@ -41,7 +41,8 @@ def _accelerate(row: dict[str, Any], job: Job, model: dict[str, Any]) -> float |
 
     if row["method"] != "full":
         return None
-    usage = estimate_training_usage(model["fp32"], "bf16" if job.settings.bf16 else "float32")
+    short = job.settings.bf16 or job.settings.dtype == "bfloat16"
+    usage = estimate_training_usage(model["fp32"], "bfloat16" if short else "float32")
     return max(usage.values())
 
 

@@ -8,7 +8,6 @@ What was measured is not read here. docs/planners.md is made from the file by sc
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -44,21 +43,26 @@ def main() -> None:
         some = todo[start : start + AT_ONCE]
         predictions = predict([jobs[row["id"]] for row in some])
         for row, prediction in zip(some, predictions, strict=True):
-            written["rows"][row["id"]] = entry(row, jobs[row["id"]], prediction)
-        save(written)
+            written["rows"][row["id"]] = entry(jobs[row["id"]], prediction)
+        save(written, jobs)
         print(f"{start + len(some)} of {len(todo)}: {', '.join(row['id'] for row in some)}", flush=True)
-    save(written)
+    save(written, jobs)
 
 
-def save(written: dict[str, Any]) -> None:
-    known = [row["id"] for row in court.read_rows()]
-    kept = {name: written["rows"][name] for name in known if name in written["rows"]}
+def save(written: dict[str, Any], jobs: dict[str, Job]) -> None:
+    kept = {}
+    for row in court.read_rows():
+        found = written["rows"].get(row["id"])
+        if found is not None and row["id"] in jobs and found["source"] != "none":
+            found["others"] = estimators.estimates(row, jobs[row["id"]], found["trainable"])
+        if found is not None:
+            kept[row["id"]] = found
     write_json(FILE, {"versions": environment.versions(), "rows": kept})
 
 
 def digest(job: Job) -> str:
     """Of the job and the planner's code: another planner answers anew."""
-    return job.key({"planner": planner._own_code()})[:16]
+    return job.key({"planner": planner._own_code()})[:16]  # noqa: SLF001
 
 
 def predict(jobs: list[Job]) -> list[Prediction | str]:
@@ -73,8 +77,8 @@ def predict(jobs: list[Job]) -> list[Prediction | str]:
     return [simulated.get(id(job)) or predict_by_formulas(job) for job in jobs]
 
 
-def entry(row: dict[str, Any], job: Job, prediction: Prediction | str) -> dict[str, Any]:
-    """What stands in the file. `reserved`: the allocator's segments alone; `device`: with context and NCCL, as planned."""
+def entry(job: Job, prediction: Prediction | str) -> dict[str, Any]:
+    """What stands in the file. `reserved`: the allocator's segments; `device`: with context and NCCL, as planned."""
     found: dict[str, Any] = {"job": digest(job)}
     if isinstance(prediction, str):
         return found | {"source": "none", "why": prediction}
@@ -84,12 +88,12 @@ def entry(row: dict[str, Any], job: Job, prediction: Prediction | str) -> dict[s
     return found | {
         "source": prediction.source,
         "parameters": prediction.parameters,
+        "trainable": prediction.trainable_parameters,
         "allocated": prediction.allocated_peak_bytes,
         "reserved": low - extras if by_engine else low,
         "device": {"low": low, "high": high},
         "peak_phase": prediction.peak_phase,
         "at_peak": prediction.at_peak,
-        "others": estimators.estimates(row, job, prediction.trainable_parameters),
     }
 
 
