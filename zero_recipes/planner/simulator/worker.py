@@ -119,8 +119,6 @@ def _run(task: dict) -> NoReturn:
 
 
 def _environment(job: Job, rank: int) -> None:
-    if job.world_size == 1 and job.ds_config is None:
-        return _autocast(job)  # with a launcher's names accelerate would take one process for a distributed one
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(job.world_size),
@@ -131,12 +129,7 @@ def _environment(job: Job, rank: int) -> None:
     )
     if job.ds_config is not None:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    else:
-        _autocast(job)
-
-
-def _autocast(job: Job) -> None:
-    if job.device == "gpu" and (job.settings.bf16 or job.settings.fp16):
+    elif job.device == "gpu" and (job.settings.bf16 or job.settings.fp16):
         import torch
 
         from zero_recipes.planner.simulator import autocast
