@@ -40,10 +40,9 @@ def write_recipe(folder: Path, model: Path, keys: dict) -> Path:
     return path
 
 
-def job_of(path: Path, model: Path, strategy: str) -> Job:
+def job_of(path: Path, model: Path, strategy: str, ranks: int = 2) -> Job:
     recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
     plain = {key: getattr(value, "value", value) for key, value in recipe.settings.as_dict().items()}
-    ds_config = json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
-    return Job(
-        str(model), json.loads((model / "config.json").read_text()), Settings(plain), strategy, ds_config, 2, 2, "cpu"
-    )
+    ds_config = None if strategy == "single" else json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text())
+    config = json.loads((model / "config.json").read_text())
+    return Job(str(model), config, Settings(plain), strategy, ds_config, ranks, ranks, "cpu")

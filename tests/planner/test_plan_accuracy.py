@@ -1,4 +1,4 @@
-"""The plan's bytes are those of real runs: the same recipe simulated and trained on two processes over gloo."""
+"""The plan's bytes are those of real runs: the same recipe simulated and trained, on two processes over gloo or one."""
 
 from __future__ import annotations
 
@@ -33,6 +33,18 @@ CASES = {
     "stage 2, best model": ("zero2", BEST),
     "stage 3, best model": ("zero3", BEST),
 }
+ALONE = {
+    "alone": ("single", {}),
+    "alone, accumulation 2": ("single", {"gradient_accumulation_steps": 2}),
+    "alone, checkpointing": ("single", {"activation_checkpointing": True}),
+    "alone, LoRA": ("single", LORA),
+    "alone, stage 0": ("zero0", {}),
+    "alone, stage 1": ("zero1", {}),
+    "alone, stage 2": ("zero2", {}),
+    "alone, stage 3": ("zero3", {}),
+    "alone, stage 2, offload": ("zero2_offload", {}),
+    "alone, stage 3, offload": ("zero3_offload", {}),
+}
 
 
 def write_llama(folder: Path) -> Path:
@@ -43,11 +55,11 @@ def write_llama(folder: Path) -> Path:
 
 
 BOUND = 0.001  # of the peak
-IN_EVERY_RUN = ("stage 0", "stage 3", "stage 3, checkpointing", "stage 3, LoRA")
+IN_EVERY_RUN = ("stage 0", "stage 3", "stage 3, checkpointing", "stage 3, LoRA", "alone")
 PAIRS = [
     pytest.param(model, case, marks=[] if model == "neox" or case in IN_EVERY_RUN else pytest.mark.grid)
     for model in ("neox", "llama")
-    for case in CASES
+    for case in CASES | ALONE
 ]
 
 
@@ -61,9 +73,9 @@ def planned(request, tmp_path_factory) -> dict:
     for model, case in [(one["model"], one["case"]) for one in wanted if "case" in one]:
         folder = root / f"{model} {case}"
         folder.mkdir()
-        strategy, keys = CASES[case]
+        strategy, keys = (CASES | ALONE)[case]
         path = write_recipe(folder, models[model], keys)
-        asked[model, case] = path, job_of(path, models[model], strategy)
+        asked[model, case] = path, job_of(path, models[model], strategy, 1 if case in ALONE else 2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_EXTENSIONS_DIR", str(root / "kernels"))
         predictions = simulation.simulate([job for _, job in asked.values()])
@@ -72,11 +84,13 @@ def planned(request, tmp_path_factory) -> dict:
 
 
 @pytest.mark.parametrize("model, case", PAIRS)
-def test_the_plan_is_what_a_run_takes(model, case, planned, two, tmp_path):
+def test_the_plan_is_what_a_run_takes(model, case, planned, request, tmp_path):
     recipe, predicted = planned[model, case]
-    ds_config = str(ROOT / "ds_configs" / f"{CASES[case][0]}.json")
-    argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--deepspeed", ds_config]
-    ranks = two.run("plan_cases.train_profiled", argv=argv)
+    strategy = (CASES | ALONE)[case][0]
+    argv = [str(recipe), "--output_dir", str(tmp_path / "out")]
+    argv += [] if strategy == "single" else ["--deepspeed", str(ROOT / "ds_configs" / f"{strategy}.json")]
+    group = request.getfixturevalue("one" if case in ALONE else "two")
+    ranks = group.run("plan_cases.train_profiled", argv=argv)
     metrics = ranks[0]["metrics"]
 
     states = predicted.model_state_bytes.model_dump()

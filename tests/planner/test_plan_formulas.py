@@ -55,8 +55,12 @@ def test_offload_leaves_the_gpu_and_lands_in_the_host():
         "params": 2 * PSI, "grads": 0, "optimizer": 0, "offloaded_host": 6 * PSI, "offloaded_disk": 0
     }  # fmt: skip
     assert three.model_state_bytes.params == 0 and three.model_state_bytes.offloaded_host == 7 * PSI
-    # both ranks of the node: their optimizer parts, and one fp32 gradient beside each
-    assert two.host_bytes.training == 2 * (6 + 2) * PSI
+    # both ranks of the node: optimizer parts, an fp32 gradient beside each, the weights in 16 bits on their way back,
+    # and the gradients of two micro steps (the engine's simulation: 20.1 bytes a parameter with what Python holds)
+    assert two.host_bytes.training == 2 * (6 + 2 + 1 + 1) * PSI
+    once = predict_by_formulas(job("zero2_offload", gradient_accumulation_steps=1))
+    assert once.host_bytes.training == 2 * (6 + 2 + 1) * PSI
+    assert three.host_bytes.training == 2 * (7 + 2 + 1) * PSI
 
 
 def test_activations_are_korthikantis_without_dropout():

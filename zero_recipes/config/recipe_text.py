@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from zero_recipes.core.errors import Refusal
+from zero_recipes.core.pinned_memory import limit_rounding
 
 LARGEST_FILE = 1 << 20  # bytes; the recipes here have 2,000
 MOST_VALUES = 10_000  # keys, values and entries, each alias counted as what it stands for
@@ -54,6 +55,7 @@ def read_recipe_file(path: Path) -> RecipeFile:
         _refuse_variable(path, name, value)
     for name, value in env.items():
         os.environ[name] = str(value)
+    limit_rounding(os.environ)
     return mapping
 
 

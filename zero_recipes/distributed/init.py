@@ -66,6 +66,10 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
     `ops`: DeepSpeed's kernels that the run loads (kernels.ops_of), compiled first where missing.
     """
     if strategy.world_size == 1 and not strategy.is_deepspeed:
+        if not strategy.is_fsdp:
+            # accelerate 1.15 (state.py `_prepare_backend`) takes any process with LOCAL_RANK, which torchrun sets for a
+            # single one too, for one of several and wraps the model in DDP: buckets hold every gradient once more
+            os.environ.pop("LOCAL_RANK", None)
         return
     # DeepSpeed compiles with ninja, which stands beside the interpreter: a venv need not be activated
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

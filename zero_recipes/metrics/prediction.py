@@ -14,8 +14,8 @@ PARTS = ("params", "grads", "optimizer", "activations", "buckets", "loss_head", 
 class ReservedRange(Part):
     """What the process will take of one GPU."""
 
-    low: int = known("the caching allocator's segments", "bytes")
-    high: int = known("with the CUDA context and NCCL's buffers", "bytes")
+    low: int = known("the caching allocator's segments, the CUDA context and NCCL's buffers", "bytes")
+    high: int = known("the same with fragmentation by rows of other lengths", "bytes")
 
 
 class HostBytes(Part):
@@ -79,6 +79,7 @@ class Prediction(BaseModel):
     peaks: dict[str, int] | None = _engine_only("the peak of each phase", "bytes")
     model_state_bytes: ModelStateBytes = known("as in metrics.json")
     memory_phases: PhaseBytes = known("allocated after each phase")
+    segment_bytes: int | None = _engine_only("the caching allocator's segments at their peak, replayed", "bytes")
     reserved_bytes: ReservedRange = known("of one GPU")
     host_bytes: HostBytes = known("of one machine")
     checkpoint_bytes: CheckpointBytes = known("on disk")

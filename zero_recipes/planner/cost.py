@@ -16,6 +16,7 @@ from zero_recipes.core.errors import Refusal
 from zero_recipes.metrics.parts import Part, StepSeconds, TokensPerSecond
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.metrics.schema import LARGEST, ContractError, parse_as, read_as, validate
+from zero_recipes.planner import overlap
 from zero_recipes.planner.formulas import family
 from zero_recipes.planner.hardware import Gpu
 from zero_recipes.planner.job import Job
@@ -27,7 +28,7 @@ Range = tuple[float, float]  # low, high
 FP32_SHARE = 1 / 16  # of the bf16 figure: A100 19.5 of 312, H100 67 of 989 TFLOP/s, without TF32 (torch's default)
 LINK_SHARE = (0.5, 0.85)  # of a link's figure that NCCL's rings reach with large messages (NCCL tests' bus bandwidth)
 HOST_SHARE = (0.5, 0.8)
-HIDDEN = (1 / 3, 2 / 3)  # of the computation, behind which communication can go on (backward is two thirds of it)
+HIDDEN = (1 / 2, 1)  # of the computation that a collective may go on behind: NCCL's kernels take cores and memory, too
 ADAM_BYTES = 30  # read and written per parameter: master, moments, gradient in; master, moments, 16-bit weight out
 MEMORY_SHARE = 0.8
 # parameters per second and node; low: 3.1e9 in 2.4 to 3.1 s on 128 cores (github.com/deepspeedai/DeepSpeed/pull/7474),
@@ -94,7 +95,7 @@ def _updated_on_gpu(prediction: Prediction) -> float:
 
 
 def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range) -> Range:
-    """Seconds that collectives stand still for: ring algorithms, over the slowest link between the ranks."""
+    """Seconds that the computation waits for collectives: ring algorithms, over the slowest link between the ranks."""
     ranks, moved = job.world_size, prediction.communication_bytes_per_step
     one_node = ranks <= job.gpus_per_node
     bandwidth = 1e9 * (gpu.link_gb_s if one_node else min(gpu.network_gb_s, gpu.link_gb_s))
@@ -104,12 +105,11 @@ def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range)
     if not one_node and "all_gather" in around:  # hpZ: the others take the link within the node
         outside = family.gathers_between_nodes(job)
         around["all_gather"] *= outside + (1 - outside) * bandwidth / (1e9 * gpu.link_gb_s)
-    # stages 1 and 2 gather the updated weights after the step, when there is nothing to hide behind
-    bare = sum(size for name, size in around.items() if name.startswith("all_gather") and job.zero_stage in (1, 2))
-    rest = sum(around.values()) - bare
+    beside = sum(size for name, size in around.items() if overlap.overlaps(job, name))
+    bare, window = sum(around.values()) - beside, overlap.window(job)
     ends = zip(computing, reversed(LINK_SHARE), reversed(HIDDEN), strict=True)
     low, high = (
-        bare / bandwidth / share + max(0.0, rest / bandwidth / share - hidden * seconds)
+        bare / bandwidth / share + max(0.0, beside / bandwidth / share - window * hidden * seconds)
         for seconds, share, hidden in ends
     )
     return min(low, high), high

@@ -47,6 +47,11 @@ class Job:
         return self.ds_config is None and self.strategy.startswith(FSDP)
 
     @property
+    def is_alone(self) -> bool:
+        """One process without a process group: nothing is wrapped, neither by DeepSpeed nor by DDP or FSDP2."""
+        return self.world_size == 1 and self.ds_config is None and not self.is_fsdp
+
+    @property
     def on_nvme(self) -> bool:
         """Whether the optimizer's states lie on NVMe."""
         return self.zero.offload_optimizer == "nvme"

@@ -118,7 +118,8 @@ def _of_chosen(advice: Recommendation) -> Iterator[str]:
     elif len(advice.as_fast) == 1:
         yield f"{message}; the fastest of them."
     else:
-        yield f"{message}; {_names(advice.as_fast)} are equally fast by estimate, and it leaves most room."
+        why = "is the lowest stage of them that leaves room" if advice.has_room else "leaves most room"
+        yield f"{message}; {_names(advice.as_fast)} are equally fast within the estimate's error, and it {why}."
     if chosen.offloads:
         yield (
             f"It keeps states in {host_memory(chosen.prediction.host_bytes.training)}; that takes "

@@ -99,8 +99,9 @@ def _by_formulas(job: Job, reason: str | None) -> Prediction:
 
 @functools.cache
 def _own_code() -> str:
-    """A hash of this folder: other code, other answers."""
+    """A hash of this folder: other code or other overheads, other answers."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    folder = Path(__file__).parent
+    for path in (*sorted(folder.rglob("*.py")), folder / "overheads.yaml"):
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -1,4 +1,5 @@
-"""What to run: the fastest strategy that fits, or the mildest change; and what the common rule by parameters names."""
+"""What to run: of the fastest strategies that fit the lowest stage with room, or the mildest change; and what the
+common rule by parameters names."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from zero_recipes.planner.hardware import Gpu
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.rows import Row
 
-AS_FAST = 1.05  # within it two strategies count as equally fast: the estimate is no better
+ROOM = 0.25  # of the GPU's memory, to be left: for larger batches and evaluations, and for what the plan does not know
+# Stages from low to high, None without DeepSpeed. Stage 2 goes before stage 1, which holds whole gradients for longer
+# and is no faster; where accumulation makes stage 2 slower, it is not among the fastest.
+STAGES = (None, 0, 2, 1, 3)
 # (below so many parameters, the strategy that is commonly named for them)
 RULES = ((10e9, "ddp"), (50e9, "zero2"), (float("inf"), "zero3"))
 
@@ -24,7 +28,7 @@ class Recommendation:
     rows: Sequence[Row]
     gpu: Gpu
     chosen: Row | None = None  # fits as the recipe stands
-    as_fast: Sequence[Row] = ()  # by estimate as fast as `chosen`, itself included
+    as_fast: Sequence[Row] = ()  # as fast as the fastest, within the estimate's own error; `chosen` is one of them
     offloading: Row | None = None  # the fastest other row that fits by offload
     smaller_gpus: Sequence[str] = ()  # the least that would take `chosen` too
     changed: Row | None = None  # where no row fits: the one with the mildest change
@@ -32,6 +36,11 @@ class Recommendation:
     @property
     def fitting(self) -> list[Row]:
         return [row for row in self.rows if row.fit.status == "fits"]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether `chosen` leaves ROOM."""
+        return self.chosen is not None and _has_room(self.chosen)
 
     @property
     def change(self) -> Change | None:
@@ -44,9 +53,11 @@ class Recommendation:
 
 
 def recommend(rows: Sequence[Row], gpu: Gpu, known: Mapping[str, Gpu]) -> Recommendation:
-    """The fastest row that fits, and of equally fast ones that with most headroom; else the mildest change of all rows.
+    """Of the rows that fit and are as fast as any, the lowest stage that leaves ROOM; else the mildest change of all.
 
-    `rows`: of one machine. `known`: all GPUs, to name a smaller one.
+    As fast: on average no slower than the slow end of the fastest row's range, for the estimate is no better than its
+    range. Where none of them leaves ROOM, the one that leaves most. `rows`: of one machine. `known`: all GPUs, to
+    name a smaller one.
     """
     fitting = [row for row in rows if row.fit.status == "fits"]
     if not fitting:
@@ -54,12 +65,22 @@ def recommend(rows: Sequence[Row], gpu: Gpu, known: Mapping[str, Gpu]) -> Recomm
         return Recommendation(
             rows, gpu, changed=min(changed, key=lambda row: _harshness(row.change, gpu), default=None)
         )
-    fastest = min(row.speed.middle for row in fitting)
-    as_fast = [row for row in fitting if row.speed.middle <= AS_FAST * fastest]
-    chosen = max(as_fast, key=lambda row: row.fit.margin)
+    fastest = min(fitting, key=lambda row: row.speed.middle)
+    as_fast = [row for row in fitting if row.speed.middle <= fastest.speed.step_seconds[1]]
+    roomy = [row for row in as_fast if _has_room(row)]
+    chosen = min(roomy, key=_simplest) if roomy else max(as_fast, key=lambda row: row.fit.margin)
     offloading = [row for row in fitting if row.offloads and row is not chosen]
     slower = min(offloading, key=lambda row: row.speed.middle, default=None)
     return Recommendation(rows, gpu, chosen, as_fast, slower, _smaller_gpus(chosen, gpu, known))
+
+
+def _has_room(row: Row) -> bool:
+    return row.fit.margin >= ROOM * row.fit.capacity
+
+
+def _simplest(row: Row) -> tuple[bool, int, int]:
+    """For min(): without offload, of the lowest stage, with the most room."""
+    return row.offloads, STAGES.index(row.job.zero_stage), -row.fit.margin
 
 
 def _harshness(change: Change, gpu: Gpu) -> tuple[int, float]:

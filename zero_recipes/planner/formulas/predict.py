@@ -13,16 +13,14 @@ import time
 
 from zero_recipes.config.ds_view import number_in
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
-from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction, ReservedRange
+from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction
 from zero_recipes.planner.formulas import family
 from zero_recipes.planner.formulas.shape import Shape, layer_bytes, shape_of, tokens_of
 from zero_recipes.planner.job import Job
+from zero_recipes.planner.overheads import overheads
 from zero_recipes.theory.lower_bounds import DTYPE_BYTES, read_at_resume, resumable_bytes, swap_buffers
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
-CUDA_CONTEXT = 600 * 10**6  # bytes: kernels of torch, cuBLAS and its workspace; 0.5 to 0.7 GB are usual on Hopper
-NCCL_BUFFERS = 10**9  # bytes: 0.3 to 1 GB, by the number of communicators and channels
-FRAGMENTATION = 1.10  # reserved over allocated; without a replay of the allocator this is a guess
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`
 DEFAULT_LIVE = 1_000_000_000  # elements; `max_live_parameters`
 NOTES = [
@@ -61,7 +59,7 @@ def predict_by_formulas(job: Job) -> Prediction:
     phase, at_peak = max(phases, key=lambda found: sum(found[1].values()))
     at_peak = {part: int(size) for part, size in at_peak.items()}
     peak = sum(at_peak.values())
-    resting, nccl = states.params + states.optimizer, NCCL_BUFFERS if job.world_size > 1 else 0
+    resting = states.params + states.optimizer
     return Prediction(
         source="formulas",
         strategy=job.strategy,
@@ -89,7 +87,7 @@ def predict_by_formulas(job: Job) -> Prediction:
             backward=int(resting + states.grads + backward["buckets"]),
             step=int(resting),
         ),
-        reserved_bytes=ReservedRange(low=peak, high=int(FRAGMENTATION * peak) + CUDA_CONTEXT + nccl),
+        reserved_bytes=overheads().reserved_range(peak, job.world_size),
         host_bytes=host_bytes(job, shape),
         checkpoint_bytes=checkpoint_sizes(job, shape),
         communication_bytes_per_step=communication_bytes(job, shape),
@@ -195,15 +193,11 @@ def _autocast_copies(job: Job, shape: Shape) -> float:
 
 
 def host_bytes(job: Job, shape: Shape) -> HostBytes:
-    """Per node: weights while loading (below stage 3, unless the file is mapped as it is), and what is offloaded.
-
-    DeepSpeed keeps an fp32 gradient beside the offloaded optimizer (stage_1_and_2.py `initialize_optimizer_states`).
-    """
+    """Per node: weights while loading (below stage 3, unless the file is mapped as it is), and what is offloaded."""
     here, each = job.ranks_per_node, _loaded(job, shape)
     mapped = not job.settings.random_weights and each == DTYPE_BYTES.get(shape.dtype, 4)
     load = 0 if mapped or job.zero_stage == 3 else here * each * shape.parameters
-    gradients = 4 * shape.trainable / job.world_size if job.zero.offload_optimizer else 0
-    held = _offloaded(job, shape) + gradients
+    held = _offloaded(job, shape) + family.beside_offloaded_optimizer(job, shape, _width(job))
     if job.on_nvme:
         largest = shape.vocabulary * shape.hidden / job.world_size
         held = sum(swap_buffers(job.zero, shape.trainable / job.world_size, largest).values())

@@ -229,7 +229,7 @@ def _deepspeed_accelerator() -> None:
             return True
 
         def pin_memory(self, tensor, align_bytes=1, **_):
-            return tensor
+            return tensor.pin_memory()
 
     Accelerator.Stream, Accelerator.Event = Stream, Event
     real_accelerator.set_accelerator(Accelerator())

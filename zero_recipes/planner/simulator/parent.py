@@ -18,20 +18,14 @@ from zero_recipes.compat import versions
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
-from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, Prediction, ReservedRange
+from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, Prediction
 from zero_recipes.planner.job import Job
+from zero_recipes.planner.overheads import overheads
 from zero_recipes.theory.lower_bounds import read_at_resume, resumable_bytes
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "trl", "accelerate")  # that patches.py takes parts of
 WORKER = "zero_recipes.planner.simulator.worker"  # the module that the child runs; benchmarks/planners/ has its own
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
-
-# Beside the caching allocator's segments, per GPU. Assumptions, not measured by this project: a CUDA context with its
-# loaded kernels (some 0.5 GB on recent GPUs), cuBLAS workspaces (32 MiB a stream on Hopper), and the channels of a
-# NCCL communicator (some 0.3 GB among 8 GPUs of one node).
-CONTEXT = 600 * 10**6
-COMMUNICATOR = 400 * 10**6
-FRAGMENTATION = 1.05  # what a replay of other row lengths than these would add
 
 
 def unknown_versions() -> list[str]:
@@ -184,8 +178,7 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
     """The rank that needs most, with what the ranks need together."""
     most = max(ranks, key=lambda rank: rank["allocated_peak_bytes"])
     settings = job.settings
-    here, reserved = job.ranks_per_node, most["reserved_peak_bytes"]
-    extras = CONTEXT + (COMMUNICATOR if job.world_size > 1 else 0)
+    here, segments = job.ranks_per_node, most["reserved_peak_bytes"]
     as_found = ("parameters", "trainable_parameters", "gradient_accumulation_steps", "allocated_peak_bytes")
     as_found += ("peak_phase", "peak_operator", "at_peak", "peaks", "communication_bytes_per_step", "flops_per_step")
     return Prediction(
@@ -201,7 +194,8 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
             **{part: max(rank["model_state_bytes"][part] for rank in ranks) for part in most["model_state_bytes"]}
         ),
         memory_phases=PhaseBytes(**most["memory_phases"]),
-        reserved_bytes=ReservedRange(low=reserved + extras, high=int(reserved * FRAGMENTATION) + extras),
+        segment_bytes=segments,
+        reserved_bytes=overheads().reserved_range(segments, job.world_size),
         host_bytes=HostBytes(
             load=here * (most["host_load"] + most["imports"]),
             training=here * (most["host_training"] + most["imports"]),

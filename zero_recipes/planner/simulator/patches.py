@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -46,9 +48,19 @@ def no_kernels() -> None:
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 
-def no_pinned_memory() -> None:
-    """torch 2.13: `pin_memory()` of a fake tensor raises; DeepSpeed pins what it offloads."""
-    torch.Tensor.pin_memory = lambda tensor, *_, **__: tensor
+def no_pinned_memory(pinning: Callable[[], AbstractContextManager] | None = None) -> None:
+    """torch 2.13: `pin_memory()` of a fake tensor raises; DeepSpeed pins what it offloads.
+
+    `pinning`: in force where the copy is made that a GPU run pins; on CPUs, None, DeepSpeed makes no copy.
+    """
+
+    def pin_memory(tensor, *_, **__):
+        if pinning is None:
+            return tensor
+        with pinning():
+            return tensor.clone()
+
+    torch.Tensor.pin_memory = pin_memory
     torch.Tensor.is_pinned = lambda tensor, *_, **__: True
 
 
@@ -210,10 +222,12 @@ def attention_as_on_cuda() -> None:
     functional.scaled_dot_product_attention = attention
 
 
-def replace_parts_of_libraries(on_gpu: bool, full_rows: bool, packing: bool) -> None:
+def replace_parts_of_libraries(
+    on_gpu: bool, full_rows: bool, packing: bool, pinning: Callable[[], AbstractContextManager]
+) -> None:
     """All of them, for a simulated CPU rank or one on the device that stands for a GPU."""
     no_addresses()
-    no_pinned_memory()
+    no_pinned_memory(pinning if on_gpu else None)
     conversions_by_hand()
     no_other_ranks()
     masks_by_shape(full_rows, packing)

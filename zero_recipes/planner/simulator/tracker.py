@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -12,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from zero_recipes.core.pinned_memory import pinned_bytes
 from zero_recipes.metrics.prediction import PARTS
 from zero_recipes.planner.simulator.fast_path import PURE, SHORTCUTS, Remembered
 from zero_recipes.planner.simulator.patches import ASKED_FOR, answer_for_number
@@ -90,6 +93,7 @@ class LiveStorages:
         self.events: list[tuple] | None = [] if stream else None
         self._known: dict[int, list] = {}  # storage: [bytes, part, its weak reference, number]
         self._made = 0
+        self._size_of = self._in_blocks
 
     def enter(self, phase: str) -> None:
         """Name what comes now: "build", "forward", "backward", "step", "between", "evaluation" or "best model"."""
@@ -97,6 +101,18 @@ class LiveStorages:
         if self.events is not None:
             self.events.append(("phase", phase))
         self._look("")
+
+    @contextlib.contextmanager
+    def pinning(self) -> Iterator[None]:
+        """What is made within is page-locked memory of the host."""
+        self._size_of = lambda size: pinned_bytes(size, os.environ)
+        try:
+            yield
+        finally:
+            self._size_of = self._in_blocks
+
+    def _in_blocks(self, size: int) -> int:
+        return -(-size // self.block) * self.block
 
     def forget_peaks(self) -> None:
         """Start the peaks again from what lives now."""
@@ -118,7 +134,7 @@ class LiveStorages:
         key = storage._cdata
         if key in self._known:
             return
-        size = -(-storage.nbytes() // self.block) * self.block
+        size = self._size_of(storage.nbytes())
         part = self._part()
         self._made += 1
         self._known[key] = [size, part, weakref.ref(storage, lambda _, key=key: self._drop(key)), self._made]

@@ -119,6 +119,11 @@ def _run(task: dict) -> NoReturn:
 
 
 def _environment(job: Job, rank: int) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # of the run that is being planned
+        os.environ.pop(name, None)
+    if job.is_alone:
+        _set_up_autocast(job)
+        return
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(job.world_size),
@@ -129,7 +134,13 @@ def _environment(job: Job, rank: int) -> None:
     )
     if job.ds_config is not None:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    elif job.device == "gpu" and (job.settings.bf16 or job.settings.fp16):
+    else:
+        _set_up_autocast(job)
+
+
+def _set_up_autocast(job: Job) -> None:
+    """Without DeepSpeed the model computes in 16 bits by torch.autocast."""
+    if job.device == "gpu" and (job.settings.bf16 or job.settings.fp16):
         import torch
 
         from zero_recipes.planner.simulator import autocast
@@ -142,7 +153,7 @@ def _start_group(job: Job, rank: int) -> None:
     import torch
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    if job.world_size == 1 and job.ds_config is None:
+    if job.is_alone:
         return
     backend = "cpu:fake,gpu:fake" if job.device == "gpu" else "fake"
     torch.distributed.init_process_group(backend, store=FakeStore(), rank=rank, world_size=job.world_size)
@@ -189,11 +200,11 @@ def train_two_steps(job: Job, folder: str) -> dict:
     _, training_args, model_args, _, _ = recipes.instances(settings.replace(**decided), Path("plan.yaml"))
     _train_on(device, training_args)
 
+    host = LiveStorages("cpu")
     full_rows = training_args.per_device_train_batch_size == 1 or training_args.packing
-    patches.replace_parts_of_libraries(on_gpu, full_rows, training_args.packing)
+    patches.replace_parts_of_libraries(on_gpu, full_rows, training_args.packing, host.pinning)
     imports = psutil.Process().memory_info().rss
     tracker = LiveStorages(device.type, kMinBlockSize if on_gpu else 1, fake_device.stream if on_gpu else None)
-    host = LiveStorages("cpu")
     observed = Observed(tracker, host) if on_gpu else Observed(tracker)
     with FakeTensorMode(allow_non_fake_inputs=True), observed:
         watch = Watch(strategy, observed, tracker, host, accumulation)
