@@ -13,6 +13,7 @@ os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "DS_ACCELERATO
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -71,6 +72,7 @@ def main() -> None:
         "masks_by_shape": outcome(seen_as_a_compiler),
         "data_parallel_in_python": outcome(lambda: torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))),
         "adam_on_the_host": outcome(host_adam),
+        "adam_over_all_tensors": outcome(lambda: type(torch.empty(1)) in optimizer._foreach_supported_types),
     }
     print(json.dumps(found), flush=True)
     os._exit(0)

@@ -23,6 +23,8 @@ ASKED = {
     "stage 1, two micro steps, fp32 sums": ("zero1", {"gradient_accumulation_steps": 2}, FP32_SUMS),
 }
 
+PLAIN = ("adamw_torch", "adamw_torch_fused")
+
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory) -> dict[str, Prediction]:
@@ -34,7 +36,17 @@ def planned(tmp_path_factory) -> dict[str, Prediction]:
         folder.mkdir()
         job = job_of(write_recipe(folder, model, keys), model, strategy)
         jobs.append(replace(job, device="gpu", ds_config=job.ds_config | ds_keys))
-    return dict(zip(ASKED, simulation.simulate(jobs), strict=True))
+    jobs += [one_gpu(root, model, optim) for optim in PLAIN]
+    return dict(zip((*ASKED, *PLAIN), simulation.simulate(jobs), strict=True))
+
+
+def one_gpu(root, model, optim: str):
+    """Full fine-tuning in pure bf16, without DeepSpeed."""
+    folder = root / optim
+    folder.mkdir()
+    keys = {"optim": optim, "bf16": False, "dtype": "bfloat16", "activation_checkpointing": True, "max_length": 16}
+    job = job_of(write_recipe(folder, model, keys), model, "zero0")
+    return replace(job, device="gpu", strategy="single", ds_config=None, world_size=1, gpus_per_node=1)
 
 
 def test_stage_0_in_16_bits_takes_20_bytes_a_parameter(planned):
@@ -62,3 +74,9 @@ def test_fp16_takes_what_bf16_takes(stage, planned):
     for key in ("allocated_peak_bytes", "model_state_bytes"):
         assert getattr(planned[f"{stage}, fp16"], key) == getattr(planned[stage], key)
     assert planned[f"{stage}, fp16"].precision == "fp16"
+
+
+def test_plain_adam_holds_a_list_as_large_as_the_weights_on_one_gpu(planned):
+    """torch/optim/adam.py `_multi_tensor_adam`, the default on CUDA; fused Adam holds none. No DDP buckets either."""
+    peaks = {optim: planned[optim].peaks["step"] / planned[optim].parameters for optim in PLAIN}
+    assert peaks == pytest.approx({"adamw_torch": 10, "adamw_torch_fused": 8}, rel=0.03)

@@ -26,7 +26,7 @@ from zero_recipes.planner.simulator.time_limit import TimeLimit
 from zero_recipes.theory.lower_bounds import read_at_resume, resumable_bytes
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "trl", "accelerate")  # that patches.py takes parts of
-WORKER = ("-m", "zero_recipes.planner.simulator.worker")
+WORKER = ("-m", "zero_recipes.planner.simulator.worker")  # what the child runs; benchmarks/planners/ has its own
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
 
 

@@ -171,6 +171,20 @@ def adam_on_the_host() -> None:
         module.DeepSpeedCPUAdam = DeepSpeedCPUAdam
 
 
+def adam_over_all_tensors() -> None:
+    """torch 2.13, optim/optimizer.py `_default_to_fused_or_foreach`: on CUDA plain Adam takes all tensors at once.
+
+    Its intermediate list is as large as the weights that it trains. A fake tensor's class is not among those it takes
+    (utils/_foreach_utils.py), and its step count, by which adam.py divides, has no number.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.optim import adam, optimizer
+
+    if FakeTensor not in optimizer._foreach_supported_types:
+        optimizer._foreach_supported_types.append(FakeTensor)
+    adam._get_value = lambda value: 1.0 if isinstance(value, FakeTensor) else value
+
+
 def fused_head_without_temporaries() -> None:
     """TRL 1.16, kernels/chunked_logprob.py: on a GPU Triton kernels fold each tile of logits in place.
 
@@ -220,5 +234,6 @@ def replace_parts_of_libraries(
     data_parallel_in_python()
     adam_on_the_host()
     if on_gpu:
+        adam_over_all_tensors()
         fused_head_without_temporaries()
         attention_as_on_cuda()

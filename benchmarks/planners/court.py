@@ -1,0 +1,64 @@
+"""The rows of rows.yaml, and the jobs that reproduce them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zero_recipes.planner.job import Job
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+UNITS = {"B": 1, "GB": 10**9, "GiB": 2**30, "MiB": 2**20}
+READINGS = ("allocated", "reserved", "nvidia-smi", "not stated")
+METHODS = ("full", "lora", "qlora")
+REQUIRED = ("id", "source", "lab", "gpu", "gpus", "model", "method", "strategy", "measured", "unit", "read", "exact")
+REQUIRED += ("head", "recipe")
+OPTIONAL = ("unknown", "ds", "per_node")  # what is not known of the row; changes of the ds_config; GPUs of a machine
+
+
+def read_rows(path: Path = FOLDER / "rows.yaml") -> list[dict[str, Any]]:
+    """Every row with what its groups say of it; recipe keys of a row go over those of its group."""
+    return [row for group in yaml.safe_load(path.read_text()) for row in _flat(group)]
+
+
+def _flat(group: dict[str, Any]) -> list[dict[str, Any]]:
+    shared = {key: value for key, value in group.items() if key != "rows"}
+    rows = []
+    for row in group["rows"]:
+        own = shared | row | {"recipe": shared.get("recipe", {}) | row.get("recipe", {})}
+        rows += _flat(own) if "rows" in row else [own]
+    return rows
+
+
+def measured_bytes(row: dict[str, Any]) -> float:
+    return row["measured"] * UNITS[row["unit"]]
+
+
+def config_of(name: str) -> dict[str, Any]:
+    from zero_recipes.planner import jobs
+
+    known = jobs.known_models()
+    own = yaml.safe_load((FOLDER / "models.yaml").read_text())
+    return dict(own[name] if name in own else known[name]["config"])
+
+
+def job_of_row(row: dict[str, Any]) -> Job:
+    """Raises Refusal where the planner does not take the recipe."""
+    from benchmarks.planners.other_trainers import KEY
+    from zero_recipes.config import recipe as recipes
+    from zero_recipes.planner import jobs
+
+    given = {"model_name_or_path": row["model"], "dataset_name": "rows", "output_dir": "output"} | row["recipe"]
+    given |= {"max_steps": 2, "use_peft": row["method"] != "full", "load_in_4bit": row["method"] == "qlora"}
+    recipe = recipes.parse_recipe(FOLDER / "rows.yaml", given, [])
+    ds_config = None
+    if row["strategy"] not in ("single", "fsdp2"):
+        strategies = jobs.read_strategies(recipe, [row["strategy"]], ROOT / "accelerate_configs")
+        ds_config = strategies[row["strategy"]]
+    if ds_config is not None:
+        ds_config = ds_config | {"zero_optimization": ds_config["zero_optimization"] | row.get("ds", {})}
+    config = config_of(row["model"]) | {KEY: row["head"]}
+    return jobs.job_of(recipe, config, row["strategy"], ds_config, row["gpus"], row.get("per_node", 8))

@@ -1,0 +1,59 @@
+"""The simulation's worker with other programs' loss heads: python -m benchmarks.planners.other_trainers AT_ONCE
+
+TRL 1.16 computes the loss in chunks and never holds the logits whole. The programs behind most published numbers did
+hold them. Which of these a program did stands in its rows as `head`, from the source of the version that was used:
+
+- upcast: logits in fp32 beside those in 16 bits: transformers from 4.50 (loss/loss_utils.py)
+- upcast_shifted: a contiguous copy without the last position beside both: transformers 4.46 to 4.49
+- early_shifted: logits in fp32 instead of those in 16 bits, and such a copy: transformers up to 4.45 (modeling_*.py)
+- shifted: a copy in 16 bits, without the upcast: Qwen's own model code of 2023
+"""
+
+from __future__ import annotations
+
+import sys
+
+from zero_recipes.planner.simulator import patches, worker
+
+KEY = "loss_head_of_row"  # in the job's model config, where model classes ignore it
+HEADS = ("fused", "upcast", "upcast_shifted", "early_shifted", "shifted")
+
+
+def main() -> None:
+    replace = patches.replace_parts_of_libraries  # rows of the court are of full length: their batches have no mask
+    patches.replace_parts_of_libraries = lambda on_gpu, full_rows, packing: replace(on_gpu, True, packing)
+    build = worker._trainer  # noqa: SLF001 (the one place where a simulated trainer is built)
+    worker._trainer = lambda job, *rest: with_head(build, job, *rest)  # noqa: SLF001
+    worker.main(int(sys.argv[1]))
+
+
+def with_head(build, job, *rest):
+    """The trainer with the row's loss head. Each task has a process of its own: what is replaced stays replaced."""
+    head = job.config.get(KEY, "fused")
+    if head != "fused":
+        from trl.trainer import sft_trainer
+
+        sft_trainer.add_fused_lm_head = lambda *_, **__: None
+        sft_trainer.SFTTrainer.compute_loss = lambda _, *arguments, **keywords: full_loss(head, *arguments, **keywords)
+    return build(job, *rest)
+
+
+def full_loss(head, model, inputs, return_outputs=False, num_items_in_batch=None):
+    """What stays named stays alive, as in the function that each branch stands for."""
+    import torch
+
+    labels = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[..., 1:]
+    outputs = model(**{key: value for key, value in inputs.items() if key != "labels"}, use_cache=False)
+    logits = outputs["logits"]
+    if head.startswith("early"):
+        outputs["logits"] = logits = logits.float()
+    full = logits.float() if head.startswith("upcast") else logits
+    taken = full
+    if head.endswith("shifted"):
+        taken, labels = full[..., :-1, :].contiguous(), labels[..., :-1].contiguous()
+    loss = torch.nn.functional.cross_entropy(taken.view(-1, taken.shape[-1]), labels.view(-1))
+    return (loss, outputs) if return_outputs else loss
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Our predictions of the rows, written down before they are scored: python benchmarks/planners/predict.py
+
+The engine is simulated where the planner can, as `zero-recipes plan` does; the formulas answer elsewhere. A row that
+stands in predictions.json already with the same job and the same planner is left alone; `--rows a,b` takes some only.
+What was measured is not read here. docs/planners.md is made from the file by score.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.planners import court, estimators  # noqa: E402
+from zero_recipes.core import environment  # noqa: E402
+from zero_recipes.core.errors import Refusal  # noqa: E402
+from zero_recipes.core.files import write_json  # noqa: E402
+from zero_recipes.metrics.prediction import Prediction  # noqa: E402
+from zero_recipes.planner import predict as planner  # noqa: E402
+from zero_recipes.planner.formulas.predict import predict_by_formulas  # noqa: E402
+from zero_recipes.planner.job import Job  # noqa: E402
+from zero_recipes.planner.simulator import parent as simulation  # noqa: E402
+
+FILE = court.FOLDER / "predictions.json"
+AT_ONCE = 4  # rows of one child process
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", help="ids by comma; all without it")
+    wanted = parser.parse_args().rows
+    simulation.WORKER = ("-m", "benchmarks.planners.other_trainers")
+    written = json.loads(FILE.read_text()) if FILE.is_file() else {"rows": {}}
+    rows = [row for row in court.read_rows() if wanted is None or row["id"] in wanted.split(",")]
+    jobs = {row["id"]: court.job_of_row(row) for row in rows}
+    todo = [row for row in rows if written["rows"].get(row["id"], {}).get("job") != digest(jobs[row["id"]])]
+    for start in range(0, len(todo), AT_ONCE):
+        some = todo[start : start + AT_ONCE]
+        predictions = predict([jobs[row["id"]] for row in some])
+        for row, prediction in zip(some, predictions, strict=True):
+            written["rows"][row["id"]] = entry(jobs[row["id"]], prediction)
+        save(written, jobs)
+        print(f"{start + len(some)} of {len(todo)}: {', '.join(row['id'] for row in some)}", flush=True)
+    save(written, jobs)
+
+
+def save(written: dict[str, Any], jobs: dict[str, Job]) -> None:
+    kept = {}
+    for row in court.read_rows():
+        found = written["rows"].get(row["id"])
+        if found is not None and row["id"] in jobs and found["source"] != "none":
+            found["others"] = estimators.estimates(row, jobs[row["id"]], found["trainable"])
+        if found is not None:
+            kept[row["id"]] = found
+    write_json(FILE, {"versions": environment.versions(), "rows": kept})
+
+
+def digest(job: Job) -> str:
+    """Of the job and the planner's code: another planner answers anew."""
+    return job.key({"planner": planner._own_code()})[:16]  # noqa: SLF001
+
+
+def predict(jobs: list[Job]) -> list[Prediction | str]:
+    """A prediction for each, or why there is none."""
+    by_engine = [job for job in jobs if simulation.not_simulated(job) is None]
+    try:
+        simulated = dict(zip(map(id, by_engine), simulation.simulate(by_engine), strict=True)) if by_engine else {}
+    except Refusal as refusal:
+        if len(jobs) == 1:
+            return [f"{refusal.what}: {refusal.why}"]
+        return [predict([job])[0] for job in jobs]
+    return [simulated.get(id(job)) or predict_by_formulas(job) for job in jobs]
+
+
+def entry(job: Job, prediction: Prediction | str) -> dict[str, Any]:
+    """What stands in the file. `reserved`: the allocator's segments; `device`: with context and NCCL, as planned."""
+    found: dict[str, Any] = {"job": digest(job)}
+    if isinstance(prediction, str):
+        return found | {"source": "none", "why": prediction}
+    extras = simulation.CONTEXT + (simulation.COMMUNICATOR if job.world_size > 1 else 0)
+    low, high = prediction.reserved_bytes.low, prediction.reserved_bytes.high
+    by_engine = prediction.source == "engine"
+    return found | {
+        "source": prediction.source,
+        "parameters": prediction.parameters,
+        "trainable": prediction.trainable_parameters,
+        "allocated": prediction.allocated_peak_bytes,
+        "reserved": low - extras if by_engine else low,
+        "device": {"low": low, "high": high},
+        "peak_phase": prediction.peak_phase,
+        "at_peak": prediction.at_peak,
+    }
+
+
+if __name__ == "__main__":
+    main()
