@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from tests.helpers.tiny import ROOT
 from tests.unit.test_machine import machine, said
 from zero_recipes.checks import driver
 
@@ -103,6 +108,42 @@ def test_torch_itself_is_asked_why():
     else:
         said_by_torch = driver.refusal_of_cuda()
         assert "Torch not compiled with CUDA" in said_by_torch or "driver" in said_by_torch
+
+
+# libcuda.so.1 of another driver: its version and the answer of cuInit come from the environment
+LIBCUDA = """#include <stdlib.h>
+int cuDriverGetVersion(int *version) { *version = atoi(getenv("FAKE_CUDA")); return 0; }
+int cuInit(unsigned flags) { return atoi(getenv("FAKE_CUINIT")); }
+int cuDeviceGetCount(int *count) { *count = 1; return 0; }
+"""
+ASK = """import sys
+from pathlib import Path
+from zero_recipes.checks.driver import driver_findings
+from zero_recipes.core.host_limits import Host
+print(*driver_findings(False, Host(Path(sys.argv[1]), {})))
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None or not shutil.which("gcc"), reason="torch is no CUDA build")
+def test_a_cuda_build_of_torch_under_other_drivers(tmp_path):
+    """torch's real words: a library stands in for the driver's, and torch asks it in a process of its own."""
+    (tmp_path / "fake.c").write_text(LIBCUDA)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "libcuda.so.1", "fake.c"], cwd=tmp_path, check=True)
+    too_old, current = (
+        str((int(torch.version.cuda.split(".")[0]) - 1) * 1000),
+        torch.version.cuda.replace(".", "0") + "0",
+    )
+    for version, answer, code, words in (
+        (too_old, "0", "ZR650", "driver on your system is too old"),
+        (current, "802", "ZR651", "fabric manager"),
+        (current, "999", "ZR651", "CUDA unknown error"),
+    ):
+        root = pod(tmp_path / answer, "999.1").root  # the kernel module says nothing here
+        fake = {"LD_LIBRARY_PATH": str(tmp_path), "FAKE_CUDA": version, "FAKE_CUINIT": answer, "PYTHONPATH": str(ROOT)}
+        asked = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", ASK, root], env=os.environ | fake, capture_output=True, text=True
+        )
+        assert f"[{code}]" in asked.stdout and words in asked.stdout, asked.stdout + asked.stderr
 
 
 def test_a_run_on_such_a_pod_is_refused_and_use_cpu_trains(cuda_build, tmp_path, monkeypatch):
