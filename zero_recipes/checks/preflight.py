@@ -17,6 +17,7 @@ from zero_recipes.checkpoint.resume import checkpoint_to_resume
 from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
 from zero_recipes.checks.cache import on_hub
 from zero_recipes.checks.data_at_hand import data_at_hand_findings
+from zero_recipes.checks.driver import driver_findings
 from zero_recipes.checks.ds_parser import fill_auto, parser_findings
 from zero_recipes.checks.hub import offline_where_unreachable
 from zero_recipes.checks.refused_late import late_findings
@@ -68,6 +69,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     ignored = codes.requested(recipe.settings.ignore)
     findings += offline_where_unreachable(recipe.settings)
     device = run_config.choose_device(recipe.settings.use_cpu)
+    findings += driver_findings(recipe.settings.use_cpu, Host())
     findings += launcher_findings(environment)
     strategy = _attempt(findings, strategies.resolve_strategy, recipe.settings, environment, sizes_of)
     accumulation = None

@@ -42,7 +42,10 @@ class RunConfig:
 
 
 def choose_device(use_cpu: bool) -> str:
-    """ "cpu" or "cuda": the CPU where the recipe says so or no accelerator is found."""
+    """ "cpu" or "cuda": the CPU where the recipe says so or no accelerator is found.
+
+    A GPU that is there and that torch cannot use is refused by checks.driver.
+    """
     import torch
 
     if use_cpu or not torch.cuda.is_available():
