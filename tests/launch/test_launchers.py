@@ -44,10 +44,11 @@ def start(command: list[str], output_dir: Path) -> tuple[str, dict]:
 
 def test_accelerate(tmp_path):
     command = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/zero3.yaml"]
-    _, metrics = start([*command, "run_sft.py", "recipes/tiny.yaml"], tmp_path)
+    recipe, out = write_recipe(tmp_path, save_model=True), tmp_path / "out"
+    _, metrics = start([*command, "run_sft.py", str(recipe)], out)
     assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", "zero3", 2)
-    assert (tmp_path / "samples.jsonl").read_text().count("\n") == 2
-    assert (tmp_path / "model.safetensors").is_file()
+    assert (out / "samples.jsonl").read_text().count("\n") == 2
+    assert (out / "model.safetensors").is_file()
 
 
 @pytest.mark.grid  # what the launch sets: unit/test_ds_parser.py; a run with that: engine/test_ds_configs.py
@@ -97,6 +98,7 @@ def test_deepspeed_launcher(tmp_path):
     assert (metrics["strategy"], metrics["world_size"]) == ("zero1", 2)
 
 
+@pytest.mark.grid  # the same start: upstream/test_trl_recipes.py, the fetched model
 def test_plain_python(tmp_path):
     _, metrics = start([sys.executable, "run_sft.py", str(write_recipe(tmp_path))], tmp_path / "out")
     assert (metrics["strategy"], metrics["world_size"]) == ("single", 1)
