@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import trl
 
+from tests.helpers.grid import grid
 from tests.helpers.known_bad import found_in
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint.verify import verify
@@ -104,20 +105,22 @@ def test_plain_python(tmp_path):
     assert (metrics["strategy"], metrics["world_size"]) == ("single", 1)
 
 
-def test_refusals_end_as_each_launcher_ends(tmp_path):
+@pytest.mark.parametrize("launcher", ["accelerate", grid("deepspeed")])
+def test_refusals_end_as_each_launcher_ends(tmp_path, launcher):
     """accelerate returns 1 and prints our message last, in its closing table; deepspeed returns 2."""
     out = tmp_path / "out"
     wrong = ["run_sft.py", "recipes/tiny.yaml", "--max_step", "2", "--output_dir", str(out)]
-    accelerate = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/zero1.yaml"]
-    deepspeed = [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "29513"]
-    for command, code in ((accelerate, 1), (deepspeed, 2)):
-        ended = subprocess.run([*command, *wrong], cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == code, ended.stderr[-2000:]
-        assert "refused: unknown key `max_step`" in ended.stderr
-        assert "Loading weights" not in ended.stderr and not out.exists()
-        if command is accelerate:
-            table = ended.stderr[ended.stderr.rindex("Root Cause") :]
-            assert "refused: unknown key `max_step`" in table and "`max_steps`" in table
+    command, code = {
+        "accelerate": ([str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/zero1.yaml"], 1),
+        "deepspeed": ([str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "29513"], 2),
+    }[launcher]
+    ended = subprocess.run([*command, *wrong], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == code, ended.stderr[-2000:]
+    assert "refused: unknown key `max_step`" in ended.stderr
+    assert "Loading weights" not in ended.stderr and not out.exists()
+    if launcher == "accelerate":
+        table = ended.stderr[ended.stderr.rindex("Root Cause") :]
+        assert "refused: unknown key `max_step`" in table and "`max_steps`" in table
 
 
 def test_multi_cpu_starts_one_process(tmp_path):
