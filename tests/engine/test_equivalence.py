@@ -25,7 +25,8 @@ from zero_recipes.core.files import write_json
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "equivalence.json"
 NAMES = {1: "one", 2: "two", 4: "four"}
-# (strategy, world size, accumulation): each strategy, each world size, each accumulation
+# (strategy, world size, accumulation): each strategy but one and each accumulation in every run, four processes in the
+# grid; tests/engine/test_reshard.py and test_ulysses.py compare losses on four in every run
 PART = [
     *((strategy, 2, 2) for strategy in STRATEGIES if strategy != "zero3_offload"),
     ("zero2", 1, 4),
