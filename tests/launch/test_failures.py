@@ -86,6 +86,7 @@ def test_out_of_memory_on_rank_1(recipe, tmp_path):
     assert len(row["loss_history"]) == 2 and all(row["loss_history"]), "the losses up to the crash were lost"
 
 
+@pytest.mark.grid  # which cause is named: below and unit/test_endings.py; a run that ends on rank 1: above
 def test_a_crash_on_rank_1_is_named_and_not_what_rank_0_says_of_it(recipe, tmp_path):
     """Without a sweep, which reads all files: what the run itself leaves."""
     config = ROOT / "accelerate_configs" / "ddp.yaml"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import trl
 
+from tests.helpers.grid import grid
 from tests.helpers.known_bad import found_in
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint.verify import verify
@@ -44,10 +45,11 @@ def start(command: list[str], output_dir: Path) -> tuple[str, dict]:
 
 def test_accelerate(tmp_path):
     command = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/zero3.yaml"]
-    _, metrics = start([*command, "run_sft.py", "recipes/tiny.yaml"], tmp_path)
+    recipe, out = write_recipe(tmp_path, save_model=True), tmp_path / "out"
+    _, metrics = start([*command, "run_sft.py", str(recipe)], out)
     assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", "zero3", 2)
-    assert (tmp_path / "samples.jsonl").read_text().count("\n") == 2
-    assert (tmp_path / "model.safetensors").is_file()
+    assert (out / "samples.jsonl").read_text().count("\n") == 2
+    assert (out / "model.safetensors").is_file()
 
 
 @pytest.mark.grid  # what the launch sets: unit/test_ds_parser.py; a run with that: engine/test_ds_configs.py
@@ -97,25 +99,28 @@ def test_deepspeed_launcher(tmp_path):
     assert (metrics["strategy"], metrics["world_size"]) == ("zero1", 2)
 
 
+@pytest.mark.grid  # the same start: upstream/test_trl_recipes.py, the fetched model
 def test_plain_python(tmp_path):
     _, metrics = start([sys.executable, "run_sft.py", str(write_recipe(tmp_path))], tmp_path / "out")
     assert (metrics["strategy"], metrics["world_size"]) == ("single", 1)
 
 
-def test_refusals_end_as_each_launcher_ends(tmp_path):
+@pytest.mark.parametrize("launcher", ["accelerate", grid("deepspeed")])
+def test_refusals_end_as_each_launcher_ends(tmp_path, launcher):
     """accelerate returns 1 and prints our message last, in its closing table; deepspeed returns 2."""
     out = tmp_path / "out"
     wrong = ["run_sft.py", "recipes/tiny.yaml", "--max_step", "2", "--output_dir", str(out)]
-    accelerate = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/zero1.yaml"]
-    deepspeed = [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "29513"]
-    for command, code in ((accelerate, 1), (deepspeed, 2)):
-        ended = subprocess.run([*command, *wrong], cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == code, ended.stderr[-2000:]
-        assert "refused: unknown key `max_step`" in ended.stderr
-        assert "Loading weights" not in ended.stderr and not out.exists()
-        if command is accelerate:
-            table = ended.stderr[ended.stderr.rindex("Root Cause") :]
-            assert "refused: unknown key `max_step`" in table and "`max_steps`" in table
+    command, code = {
+        "accelerate": ([str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/zero1.yaml"], 1),
+        "deepspeed": ([str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", "29513"], 2),
+    }[launcher]
+    ended = subprocess.run([*command, *wrong], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == code, ended.stderr[-2000:]
+    assert "refused: unknown key `max_step`" in ended.stderr
+    assert "Loading weights" not in ended.stderr and not out.exists()
+    if launcher == "accelerate":
+        table = ended.stderr[ended.stderr.rindex("Root Cause") :]
+        assert "refused: unknown key `max_step`" in table and "`max_steps`" in table
 
 
 def test_multi_cpu_starts_one_process(tmp_path):

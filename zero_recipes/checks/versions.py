@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 
 from packaging.version import Version
 
@@ -41,7 +40,7 @@ FLOORS = {
 
 def installed_versions() -> dict[str, str]:
     """{package of FLOORS: its installed version}; nothing is imported."""
-    return {package: metadata.version(package) for package in FLOORS}
+    return {package: versions.installed(package) for package in FLOORS}
 
 
 def version_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
