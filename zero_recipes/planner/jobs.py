@@ -59,7 +59,8 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
             "A run under these strategies would be refused: two places would say how to shard.",
             "Leave out --strategies, or remove `deepspeed:` from the recipe.",
         )
-    return {name: _ds_config_of(folder / f"{name}.yaml") for name in names or ALL}
+    without = ("zero0",) if recipe.settings.precision == "fp16" else ()  # refused (ZR271)
+    return {name: _ds_config_of(folder / f"{name}.yaml") for name in names or ALL if names or name not in without}
 
 
 def strategies_here(folder: Path = CONFIGS) -> Strategies:
