@@ -137,6 +137,8 @@ def test_a_card_without_bf16_is_planned_in_fp16_alone(capsys):
     for one, other in zip(in_fp16, in_bf16, strict=True):
         states = [row["prediction"]["model_state_bytes"] for row in (one, other)]
         assert states[0] == states[1] and one["prediction"]["precision"] == "fp16"
+    rows = json.loads(plan(capsys, "--json", name="recipes/pythia-410m-fp16.yaml", gpu="v100-32gb"))["rows"]
+    assert "zero0" not in {row["strategy"] for row in rows}, "it is refused in fp16"
 
 
 def test_several_machines_are_launched_as_such(capsys):

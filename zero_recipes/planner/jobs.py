@@ -59,7 +59,8 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
             "A run under these strategies would be refused: two places would say how to shard.",
             "Leave out --strategies, or remove `deepspeed:` from the recipe.",
         )
-    return {name: _ds_config_of(folder / f"{name}.yaml") for name in names or ALL}
+    without = ("zero0",) if recipe.settings.precision == "fp16" else ()  # refused (ZR271)
+    return {name: _ds_config_of(folder / f"{name}.yaml") for name in names or ALL if names or name not in without}
 
 
 def strategies_here(folder: Path = CONFIGS) -> Strategies:
@@ -187,15 +188,13 @@ def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanReq
     known = gpus(arguments.hardware)
     gpu = gpu_named(arguments.gpu, known)
     recipe = read_recipe(arguments.recipe, overrides)
-    if recipe.settings.precision == "bf16":
-        if not gpu.bf16:
-            raise Refusal(
-                "ZR273",
-                f"bf16 on {gpu.name}",
-                "The card has none (compute capability below 8.0); torch would emulate it, much slower than fp16.",
-                "Set bf16: false and fp16: true, as recipes/pythia-410m-fp16.yaml does, or plan for another GPU.",
-            )
-        known = {name: each for name, each in known.items() if each.bf16}  # none else is recommended
+    if recipe.settings.precision == "bf16" and not gpu.bf16:
+        raise Refusal(
+            "ZR273",
+            f"bf16 on {gpu.name}",
+            "The card has none (compute capability below 8.0); torch would emulate it, much slower than fp16.",
+            "Set bf16: false and fp16: true, as recipes/pythia-410m-fp16.yaml does, or plan for another GPU.",
+        )
     names = None if arguments.strategies is None else [n.strip() for n in arguments.strategies.split(",") if n.strip()]
     counts = _counts(arguments.gpus, arguments.gpus_per_node)
     strategies = read_strategies(recipe, names)

@@ -89,7 +89,8 @@ def _harshness(change: Change, gpu: Gpu) -> tuple[int, float]:
 
 def _smaller_gpus(chosen: Row, gpu: Gpu, known: Mapping[str, Gpu]) -> list[str]:
     """The smallest GPUs that would do as well: memory does not depend on the class."""
-    enough = [other for other in known.values() if fit_of(chosen.prediction, other.memory_bytes).status == "fits"]
+    able = [other for other in known.values() if other.bf16 or chosen.prediction.precision != "bf16"]
+    enough = [other for other in able if fit_of(chosen.prediction, other.memory_bytes).status == "fits"]
     least = min((other.memory_bytes for other in enough), default=gpu.memory_bytes)
     return [other.name for other in enough if other.memory_bytes == least < gpu.memory_bytes]
 
