@@ -25,6 +25,7 @@ from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.planner import gate
 from zero_recipes.planner.cards import Card
 from zero_recipes.planner.formulas.predict import predict_by_formulas
+from zero_recipes.planner.overheads import FILE, overheads, read_overheads, write_fitted
 from zero_recipes.planner.predict import Predictor
 from zero_recipes.planner.simulator import parent as simulation
 from zero_recipes.report import read_runs, write_report
@@ -104,6 +105,19 @@ def test_a_plan_that_was_never_compared_with_a_gpu_warns(ask, capsys):
     assert "no plan has been compared with a GPU yet" in said and "--activation_checkpointing true" in said
     (finding,) = ask(lambda job: 90, rehearse=True, compared=False)
     assert (finding.code, finding.level) == ("ZR816", "warning")
+
+
+def test_committed_comparisons_make_it_a_refusal(ask, tmp_path):
+    path = tmp_path / "overheads.yaml"
+    path.write_text(FILE.read_text())
+    levels = []
+    for fitted in ({}, {"context": (7e8, "a GPU")}, {"fragmentation": (1.1, "a GPU")}):
+        write_fitted(fitted, path)
+        measured = read_overheads(path).measured
+        (finding,) = ask(lambda job: 90, rehearse=True, compared=measured)
+        levels.append(finding.level)
+    shipped = "error" if overheads().measured else "warning"  # a GPU's context and fragmentation: both are needed
+    assert levels == [shipped, shipped, "error"]
 
 
 def test_model_states_larger_than_the_card_are_refused_whatever_was_compared(ask):
