@@ -21,7 +21,7 @@ HEADS = ("fused", "upcast", "upcast_shifted", "early_shifted", "shifted")
 
 def main() -> None:
     replace = patches.replace_parts_of_libraries  # rows of the court are of full length: their batches have no mask
-    patches.replace_parts_of_libraries = lambda on_gpu, full_rows, packing: replace(on_gpu, True, packing)
+    patches.replace_parts_of_libraries = lambda on_gpu, _, *rest: replace(on_gpu, True, *rest)
     build = worker._trainer  # noqa: SLF001 (the one place where a simulated trainer is built)
     worker._trainer = lambda job, *rest: with_head(build, job, *rest)  # noqa: SLF001
     worker.main(int(sys.argv[1]))

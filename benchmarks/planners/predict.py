@@ -82,15 +82,14 @@ def entry(job: Job, prediction: Prediction | str) -> dict[str, Any]:
     found: dict[str, Any] = {"job": digest(job)}
     if isinstance(prediction, str):
         return found | {"source": "none", "why": prediction}
-    extras = simulation.CONTEXT + (simulation.COMMUNICATOR if job.world_size > 1 else 0)
     low, high = prediction.reserved_bytes.low, prediction.reserved_bytes.high
-    by_engine = prediction.source == "engine"
+    segments = prediction.segment_bytes
     return found | {
         "source": prediction.source,
         "parameters": prediction.parameters,
         "trainable": prediction.trainable_parameters,
         "allocated": prediction.allocated_peak_bytes,
-        "reserved": low - extras if by_engine else low,
+        "reserved": prediction.allocated_peak_bytes if segments is None else segments,
         "device": {"low": low, "high": high},
         "peak_phase": prediction.peak_phase,
         "at_peak": prediction.at_peak,
