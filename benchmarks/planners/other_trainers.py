@@ -17,6 +17,8 @@ from zero_recipes.planner.simulator import patches, worker
 
 KEY = "loss_head_of_row"  # in the job's model config, where model classes ignore it
 HEADS = ("fused", "upcast", "upcast_shifted", "early_shifted", "shifted")
+# What is alive for each logit at the end of forward, log-softmax included; for rows that only formulas answer.
+BYTES_PER_LOGIT = {"upcast": 10, "upcast_shifted": 14, "early_shifted": 12, "shifted": 12}
 
 
 def main() -> None:
