@@ -17,11 +17,13 @@ from zero_recipes.planner.simulator import patches, worker
 
 KEY = "loss_head_of_row"  # in the job's model config, where model classes ignore it
 HEADS = ("fused", "upcast", "upcast_shifted", "early_shifted", "shifted")
+# What is alive for each logit at the end of forward, log-softmax included; for rows that only formulas answer.
+BYTES_PER_LOGIT = {"upcast": 10, "upcast_shifted": 14, "early_shifted": 12, "shifted": 12}
 
 
 def main() -> None:
     replace = patches.replace_parts_of_libraries  # rows of the court are of full length: their batches have no mask
-    patches.replace_parts_of_libraries = lambda on_gpu, full_rows, packing: replace(on_gpu, True, packing)
+    patches.replace_parts_of_libraries = lambda on_gpu, _, *rest: replace(on_gpu, True, *rest)
     build = worker._trainer  # noqa: SLF001 (the one place where a simulated trainer is built)
     worker._trainer = lambda job, *rest: with_head(build, job, *rest)  # noqa: SLF001
     worker.main(int(sys.argv[1]))

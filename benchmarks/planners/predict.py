@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.planners import court, estimators  # noqa: E402
+from benchmarks.planners import court, estimators, other_trainers  # noqa: E402
 from zero_recipes.core import environment  # noqa: E402
 from zero_recipes.core.errors import Refusal  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
@@ -24,6 +24,7 @@ from zero_recipes.metrics.prediction import Prediction  # noqa: E402
 from zero_recipes.planner import predict as planner  # noqa: E402
 from zero_recipes.planner.formulas.predict import predict_by_formulas  # noqa: E402
 from zero_recipes.planner.job import Job  # noqa: E402
+from zero_recipes.planner.overheads import overheads  # noqa: E402
 from zero_recipes.planner.simulator import parent as simulation  # noqa: E402
 
 FILE = court.FOLDER / "predictions.json"
@@ -74,7 +75,25 @@ def predict(jobs: list[Job]) -> list[Prediction | str]:
         if len(jobs) == 1:
             return [f"{refusal.what}: {refusal.why}"]
         return [predict([job])[0] for job in jobs]
-    return [simulated.get(id(job)) or predict_by_formulas(job) for job in jobs]
+    return [simulated.get(id(job)) or with_logits(job, predict_by_formulas(job)) for job in jobs]
+
+
+def with_logits(job: Job, prediction: Prediction) -> Prediction:
+    """The formulas know TRL's fused head only; at the end of forward others hold logits beside what backward needs."""
+    head = job.config[other_trainers.KEY]
+    if head == "fused":
+        return prediction
+    tokens = job.settings.per_device_train_batch_size * prediction.max_length
+    logits = tokens * job.config["vocab_size"] * other_trainers.BYTES_PER_LOGIT[head]
+    inputs = 2 * tokens * job.config["num_hidden_layers"] * job.config["hidden_size"]  # of recomputed layers
+    states = prediction.model_state_bytes
+    at_peak = dict.fromkeys(prediction.at_peak, 0) | {"params": states.params, "optimizer": states.optimizer}
+    at_peak |= {"activations": inputs, "loss_head": logits}
+    peak = sum(at_peak.values())
+    if not job.recomputes or peak <= prediction.allocated_peak_bytes:
+        return prediction
+    changed = {"allocated_peak_bytes": peak, "peak_phase": "forward", "at_peak": at_peak}
+    return prediction.model_copy(update=changed | {"reserved_bytes": overheads().reserved_range(peak, job.world_size)})
 
 
 def entry(job: Job, prediction: Prediction | str) -> dict[str, Any]:
@@ -82,15 +101,14 @@ def entry(job: Job, prediction: Prediction | str) -> dict[str, Any]:
     found: dict[str, Any] = {"job": digest(job)}
     if isinstance(prediction, str):
         return found | {"source": "none", "why": prediction}
-    extras = simulation.CONTEXT + (simulation.COMMUNICATOR if job.world_size > 1 else 0)
     low, high = prediction.reserved_bytes.low, prediction.reserved_bytes.high
-    by_engine = prediction.source == "engine"
+    segments = prediction.segment_bytes
     return found | {
         "source": prediction.source,
         "parameters": prediction.parameters,
         "trainable": prediction.trainable_parameters,
         "allocated": prediction.allocated_peak_bytes,
-        "reserved": low - extras if by_engine else low,
+        "reserved": prediction.allocated_peak_bytes if segments is None else segments,
         "device": {"low": low, "high": high},
         "peak_phase": prediction.peak_phase,
         "at_peak": prediction.at_peak,

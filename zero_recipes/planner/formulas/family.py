@@ -34,7 +34,7 @@ def fsdp_states(job: Job, shape: Shape, each: int, width: int) -> ModelState:
     """
     trained = each * shape.trainable / job.world_size
     whole = width * shape.trainable if job.settings.gradient_accumulation_steps > 1 else 0
-    return ModelState(each * shape.parameters / job.world_size, trained + whole, 2 * trained)
+    return ModelState(packed_bytes(job, shape, each) / job.world_size, trained + whole, 2 * trained)
 
 
 def fsdp_gathered(shape: Shape, width: int) -> float:

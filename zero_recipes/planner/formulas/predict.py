@@ -130,11 +130,16 @@ def _offloaded(job: Job, shape: Shape) -> float:
 
 
 def step_copies(job: Job, shape: Shape) -> float:
-    """Bytes that DeepSpeed adds inside its optimizer step in 16 bits: fp32 gradients, and stages 1 and 2 flatten too.
+    """Bytes added inside the optimizer step: DeepSpeed's fp32 gradients in 16 bits, and stages 1 and 2 flatten too.
+
+    Plain Adam without DeepSpeed takes all tensors at once (torch/optim/adam.py `_multi_tensor_adam`), with a list of
+    intermediates as large as its weights.
 
     Terms and source lines: zero_recipes/theory/deepspeed_memory.py; `flatten` in zero/stage_1_and_2.py `step`.
     """
     trainable, ranks = shape.trainable, job.world_size
+    if job.ds_config is None and job.settings.optim == "adamw_torch":
+        return _loaded(job, shape) * trainable / (ranks if job.is_fsdp else 1)
     if job.ds_config is None or job.settings.precision == "fp32" or job.zero.offload_optimizer:
         return 0
     if job.zero_stage == 0:
@@ -261,13 +266,20 @@ def _pairs(job: Job, shape: Shape) -> int:
 
 
 def _width(job: Job) -> int:
-    return 4 if job.settings.precision == "fp32" else 2
+    """Bytes of an element that is computed with; without autocast and DeepSpeed the weights' own dtype decides."""
+    if job.settings.precision != "fp32":
+        return 2
+    return 4 if job.ds_config is not None else DTYPE_BYTES.get(_requested(job, job.config.get("dtype")), 4)
 
 
 def _loaded(job: Job, shape: Shape) -> int:
     """Bytes per parameter of the dtype that the weights are loaded in."""
+    return DTYPE_BYTES.get(_requested(job, shape.dtype), 4)
+
+
+def _requested(job: Job, of_model: str | None) -> str:
     requested = (job.settings.model_init_kwargs or {}).get("dtype") or job.settings.dtype
-    return DTYPE_BYTES.get(shape.dtype if requested in ("auto", None) else str(requested).removeprefix("torch."), 4)
+    return str(of_model if requested in ("auto", None) else requested).removeprefix("torch.")
 
 
 def _notes(job: Job, shape: Shape) -> list[str]:
