@@ -1,7 +1,8 @@
 """Time and memory that planning takes: python benchmarks/plan.py -> benchmarks/results/plan.json
 
 recipes/pythia.yaml under every strategy on 2 GPUs, side by side as `zero-recipes plan` does, Pythia-410M on one GPU,
-and a Llama of 70 billion parameters on 64 GPUs under stage 3. Nothing is taken from or left in the cache of predictions.
+and a Llama of 70 billion parameters on 64 GPUs under stage 3. Nothing is taken from the cache of predictions, or left
+there.
 """
 
 from __future__ import annotations
