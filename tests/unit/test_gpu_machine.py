@@ -16,7 +16,7 @@ import torch
 
 from tests.helpers.tiny import ROOT
 from tests.unit.test_machine import ADAM, build, ds_config, machine, run_of, said, settings, without  # noqa: F401
-from zero_recipes.checks import driver, gpus
+from zero_recipes.checks import driver, gpus, infiniband
 from zero_recipes.checks.nvme import nvme_findings
 from zero_recipes.checks.triton import cache_folder, triton_findings
 from zero_recipes.config.strategy import Strategy
@@ -310,3 +310,34 @@ def test_swap_buffers_that_may_not_be_locked_are_refused(settings, tmp_path):  #
             findings = list(nvme_findings(swapping, [10**7], 2, host))
             errors = [f for f in findings if f.level == "error"]
             assert [f.code for f in errors] == codes and all("memlock=-1" in f.fix for f in errors)
+
+
+# InfiniBand
+
+
+def test_infiniband_that_a_container_only_sees_is_named(tmp_path, monkeypatch):
+    """Warnings in the order in which they are cured: the device's file, the library, locked memory."""
+    monkeypatch.setattr(infiniband, "has_libibverbs", lambda: False)
+    shown = {"/sys/class/infiniband/mlx5_0/node_type": "1: CA", "/sys/class/infiniband_verbs/uverbs3/ibdev": "mlx5_0\n"}
+
+    def found(host, several=True, device="cuda", **environment):
+        return said(infiniband.infiniband_findings(device, several, environment, host))
+
+    closed = machine(tmp_path, shown)
+    assert found(closed).startswith("warning: this machine has InfiniBand or RoCE (mlx5_0), and this user")
+    assert found(machine(tmp_path / "none")) == found(closed, several=False) == found(closed, device="cpu") == ""
+    assert found(closed, NCCL_IB_DISABLE="1") == found(closed, NCCL_NET="Socket") == ""
+    little = {"/proc/self/limits": LIMITS.format(8_388_608), "/proc/self/status": "CapEff:\t0\n"}
+    opened = machine(tmp_path, shown | {"/dev/infiniband/uverbs3": ""} | little)
+    assert "libibverbs.so.1 is not found" in found(opened)
+    monkeypatch.setattr(infiniband, "has_libibverbs", lambda: True)
+    assert found(opened) == ("warning: InfiniBand or RoCE (mlx5_0), and each process may lock 8.39 MB [ZR658]")
+    assert found(machine(tmp_path, {"/proc/self/limits": LIMITS.format("unlimited")})) == ""
+    for flag in ("--device /dev/infiniband", "--cap-add IPC_LOCK", "--ulimit memlock=-1", "--network host"):
+        assert flag in infiniband.FLAGS and flag in (ROOT / "docs" / "multi_node.md").read_text()
+
+
+def test_the_network_is_measured_with_more_bytes_on_gpus():
+    from zero_recipes.distributed.bandwidth import ALL_REDUCE_BYTES
+
+    assert ALL_REDUCE_BYTES["cuda"] == 256 * 2**20 > ALL_REDUCE_BYTES["cpu"]

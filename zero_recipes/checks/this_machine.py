@@ -15,6 +15,7 @@ from zero_recipes.checks.capacity import (
     shared_memory_findings,
 )
 from zero_recipes.checks.gpus import capability_findings, count_findings, peer_findings
+from zero_recipes.checks.infiniband import infiniband_findings
 from zero_recipes.checks.nvme import nvme_findings
 from zero_recipes.checks.triton import triton_findings
 from zero_recipes.checks.zero_options import quantized_weight_findings
@@ -41,6 +42,7 @@ def machine_findings(
     findings = [
         *build_findings(run.strategy, run.device, settings, host),
         *triton_findings(run.device, host),
+        *infiniband_findings(run.device, run.strategy.world_size > here, environment, host),
         *shared_memory_findings(run, here, host),
         *volume_findings(settings, run.output_dir, host),
         *_sized(run, here, host),
