@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.helpers.tiny import write_model, write_recipe
+from tests.helpers.tiny import ROOT, write_model, write_recipe
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed import nvme
@@ -167,3 +172,32 @@ def test_adam_takes_the_threads_and_computes_the_same(one):
     """One OpenMP serves torch and DeepSpeed's kernel: what torch is told holds for both."""
     found = one.run("thread_cases.adam_with_four_threads")[0]
     assert found["set"] == 4 and found["started"] >= 3 and found["same"]  # OpenMP adds three to the one there was
+
+
+LOCK = """import sys, torch
+from deepspeed.ops.op_builder import PinMemoryBuilder
+from zero_recipes.core.host_limits import Host
+print(Host().lockable(), flush=True)
+pins = PinMemoryBuilder().load(verbose=False).pin_handle()
+pins.new_cpu_locked_tensor(int(sys.argv[1]), torch.zeros(1, dtype=torch.uint8))
+"""
+
+
+@pytest.mark.skipif(os.getuid() == 0 and not shutil.which("setpriv"), reason="nothing takes CAP_IPC_LOCK away")
+def test_deepspeed_still_aborts_where_it_may_not_lock(tmp_path):
+    """DeepSpeed 0.19.8, ops/csrc/pin_memory/page_alloc.cpp: a page over the limit ends the process (ZR655)."""
+    (tmp_path / "lock.py").write_text(LOCK)
+    bare = ["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock"] if os.getuid() == 0 else []
+    limit, page = 16 * resource.getpagesize(), resource.getpagesize()
+    codes = []
+    for size in (limit, limit + page):
+        ended = subprocess.run(
+            [*bare, sys.executable, str(tmp_path / "lock.py"), str(size)],
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit)),
+            env=os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
+            capture_output=True,
+            text=True,
+        )
+        assert str(limit) in ended.stdout.splitlines(), ended.stderr
+        codes.append(ended.returncode)
+    assert codes == [0, -signal.SIGABRT]

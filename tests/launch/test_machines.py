@@ -20,6 +20,7 @@ from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.run import refuse_shared_gpus
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal
+from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port, local_world_size
 from zero_recipes.distributed import bandwidth
 from zero_recipes.distributed.wait_for_hosts import JOINED, wait_for_hosts
@@ -190,11 +191,21 @@ def test_processes_of_this_machine_by_each_launcher(monkeypatch):
         refuse_shared_gpus(sixteen, "cuda", {})
 
 
-def test_the_transport_is_what_nccl_would_take(tmp_path):
-    devices = tmp_path / "infiniband"
-    assert bandwidth.transport("nccl", {}, devices) == "TCP"
-    (devices / "mlx5_0").mkdir(parents=True)
-    assert bandwidth.transport("nccl", {}, devices) == "InfiniBand or RoCE (mlx5_0)"
-    assert bandwidth.transport("nccl", {"NCCL_IB_DISABLE": "1"}, devices) == "TCP"
-    assert bandwidth.transport("nccl", {"NCCL_NET": "Socket"}, devices) == "Socket (NCCL_NET)"
-    assert bandwidth.transport("gloo", {}, devices) == "TCP"
+def test_the_transport_is_what_nccl_would_take(tmp_path, monkeypatch):
+    monkeypatch.setattr(bandwidth, "has_libibverbs", lambda: True)
+    host, verbs = Host(tmp_path), tmp_path / "sys/class/infiniband_verbs/uverbs0"
+    assert bandwidth.transport("nccl", {}, host) == "TCP"
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    verbs.mkdir(parents=True)
+    (verbs / "ibdev").write_text("mlx5_0\n")
+    assert bandwidth.transport("nccl", {}, host) == "TCP"  # as in a container without /dev/infiniband
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    (tmp_path / "dev/infiniband/uverbs1").write_text("")  # another device's
+    assert bandwidth.transport("nccl", {}, host) == "TCP"
+    (tmp_path / "dev/infiniband/uverbs0").write_text("")
+    assert bandwidth.transport("nccl", {}, host) == "InfiniBand or RoCE (mlx5_0)"
+    assert bandwidth.transport("nccl", {"NCCL_IB_DISABLE": "1"}, host) == "TCP"
+    assert bandwidth.transport("nccl", {"NCCL_NET": "Socket"}, host) == "Socket (NCCL_NET)"
+    assert bandwidth.transport("gloo", {}, host) == "TCP"
+    monkeypatch.setattr(bandwidth, "has_libibverbs", lambda: False)
+    assert bandwidth.transport("nccl", {}, host) == "TCP"

@@ -233,6 +233,12 @@ def test_no_registry_is_named():
     assert not re.search(r"\b[\w-]+\.(?:io|com|org|net|dev)\b", text)
 
 
+def test_nccl_finds_infiniband_and_triton_its_compiler():
+    """NCCL loads libibverbs and a provider; Triton compiles with gcc (of g++) and Python.h."""
+    (installed,) = [command for command in values("RUN") if "apt-get install" in command]
+    assert {"libibverbs1", "ibverbs-providers", "g++", "python3-dev"} <= set(installed.split())
+
+
 def test_apt_asks_nothing():
     for command in values("RUN"):
         if "apt-get install" in command:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
+from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Finding
 
 BF16_FROM = (8, 0)  # NVIDIA's CUDA programming guide, compute capabilities: arithmetic by data type
+BUSY_MIB = 1024  # more than a driver and a display take
 
 
 def capability_findings(device: str) -> Iterator[Finding]:
@@ -99,6 +102,49 @@ def peer_findings(device: str, here: int, environment: Mapping[str, str]) -> Ite
             "a virtual machine, PCIe ACS or an IOMMU can be the cause (NCCL's documentation, troubleshooting).",
             level="warning",
         )
+
+
+def count_findings(strategy: Strategy, device: str, here: int, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """GPUs of this machine that no process of the run takes: `here` processes run on it, one on each."""
+    import torch
+
+    visible = torch.cuda.device_count() if device == "cuda" else here
+    if visible <= here:
+        return
+    machines = -(-strategy.world_size // here)
+    launch = f"--num_processes {visible * machines}"
+    config = strategy.ds_config
+    if config is not None and config.stage == 3 and config.quantizes_gradients and strategy.world_size > here:
+        yield Finding(
+            "ZR268",
+            f"zero_quantized_gradients with {here} processes on a machine that shows {visible} GPUs",
+            "DeepSpeed 0.19.8 (utils/groups.py, _get_local_all_to_all_group; runtime/comm/coalesced_collectives.py, "
+            "all_to_all_quant_reduce) takes the GPUs that a machine shows for its processes: gradients go unquantized, "
+            "its groups span machines, or it stops on an assertion.",
+            f"Make {here} GPUs visible on each machine (CUDA_VISIBLE_DEVICES), or start with {launch}.",
+        )
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return
+    idle = visible - here - _busy_gpus()
+    if idle > 0:
+        yield Finding(
+            "ZR354",
+            f"{idle} of {visible} GPUs stay idle: {here} process{'es' if here > 1 else ''} on this machine",
+            "Each process takes one GPU.",
+            f"accelerate launch --config_file FILE {launch} run_sft.py RECIPE.yaml takes all; CUDA_VISIBLE_DEVICES "
+            "says that fewer are meant.",
+            level="warning",
+        )
+
+
+def _busy_gpus() -> int:
+    """GPUs with memory in use by others, as nvidia-smi has it; 0 where it cannot be asked."""
+    ask = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(used.strip().isdigit() and int(used) > BUSY_MIB for used in said.splitlines())
 
 
 def _accelerate_stops(environment: Mapping[str, str]) -> bool:

@@ -13,6 +13,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.core import units
 from zero_recipes.core.errors import Finding
 from zero_recipes.core.host_limits import Host
+from zero_recipes.theory.lower_bounds import swap_buffers
 
 LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
 DEFAULT_MAX_IN_CPU, DEFAULT_BUFFER = 10**9, 10**8  # elements: zero/offload_config.py
@@ -39,6 +40,7 @@ def nvme_findings(run: RunConfig, sizes: Sequence[int], here: int, host: Host) -
                 "Nothing, for a trial; a model of this size needs no NVMe.",
                 level="warning",
             )
+    yield from _locked(run, sum(parts), host)
     needed = sum(swapped) * each if strategy.offload_param == "nvme" else 0
     needed += sum(swapped) * 12 if strategy.offload_optimizer == "nvme" else 0
     path = config.offload_block(config.on_nvme[0]).get("nvme_path")
@@ -50,6 +52,23 @@ def nvme_findings(run: RunConfig, sizes: Sequence[int], here: int, host: Host) -
             f"{here} processes with {units.size(needed)} each: parameters and their fp32 master, momentum and "
             "variance, written while the engine is built and again at every step.",
             "Another --nvme_path, more machines, or offload_param on the CPU.",
+        )
+
+
+def _locked(run: RunConfig, part: int, host: Host) -> Iterator[Finding]:
+    """`part`: elements of one process's part of the model."""
+    trained = 0 if run.settings.use_peft else part / 2  # of the Trainer's two groups one has half of them or more
+    needed, limit = sum(swap_buffers(run.strategy.ds_config, trained).values()), host.lockable()
+    if needed > limit:
+        yield Finding(
+            "ZR655",
+            f"each process locks at least {units.size(int(needed))} of swap buffers in memory, and may lock "
+            f"{units.size(int(limit))}",
+            "ulimit -l (RLIMIT_MEMLOCK) is too small, and CAP_IPC_LOCK is not there. DeepSpeed "
+            '(ops/csrc/pin_memory/page_alloc.cpp) writes "mlock failed" and aborts (SIGABRT), once the model has been '
+            "loaded.",
+            "docker run --ulimit memlock=-1 (or --cap-add IPC_LOCK); elsewhere ulimit -l unlimited, or memlock in "
+            "/etc/security/limits.conf; a pod that allows neither takes offload to the CPU.",
         )
 
 

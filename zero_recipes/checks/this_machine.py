@@ -14,8 +14,10 @@ from zero_recipes.checks.capacity import (
     resume_findings,
     shared_memory_findings,
 )
-from zero_recipes.checks.gpus import bf16_findings, capability_findings, peer_findings
+from zero_recipes.checks.gpus import bf16_findings, capability_findings, count_findings, peer_findings
+from zero_recipes.checks.infiniband import infiniband_findings
 from zero_recipes.checks.nvme import nvme_findings
+from zero_recipes.checks.triton import triton_findings
 from zero_recipes.checks.zero_options import quantized_weight_findings
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core.errors import Finding
@@ -39,6 +41,8 @@ def machine_findings(
     settings, here = run.settings, local_world_size(environment, run.strategy.world_size)
     findings = [
         *build_findings(run.strategy, run.device, settings, host),
+        *triton_findings(run.device, host),
+        *infiniband_findings(run.device, run.strategy.world_size > here, environment, host),
         *shared_memory_findings(run, here, host),
         *volume_findings(settings, run.output_dir, host),
         *_sized(run, here, host),
@@ -47,6 +51,7 @@ def machine_findings(
     if int(environment.get("LOCAL_RANK", 0)) == 0:
         findings += [*capability_findings(run.device), *bf16_findings(run.device, settings.precision)]
         findings += peer_findings(run.device, here, environment)
+        findings += count_findings(run.strategy, run.device, here, environment)
     if rehearsal:
         findings += _locks(host)  # a run deletes them itself and says so
     if rehearsal == "elsewhere":

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+CAP_IPC_LOCK = 14  # linux/capability.h
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,15 @@ class Host:
         """Free bytes of /dev/shm; None where there is none."""
         path = self.at("/dev/shm")
         return self.free_disk("/dev/shm") if path.is_dir() else None
+
+    def lockable(self) -> float:
+        """Bytes that each process may lock in memory (mlock): RLIMIT_MEMLOCK; infinite with CAP_IPC_LOCK, mlock(2)."""
+        status, limits = (self._read(self.at(f"/proc/self/{name}")) or "" for name in ("status", "limits"))
+        effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+        soft = re.search(r"^Max locked memory\s+(\d+)", limits, re.MULTILINE)  # not where it is "unlimited"
+        if soft is None or (effective and int(effective[1], 16) >> CAP_IPC_LOCK & 1):
+            return math.inf
+        return int(soft[1])
 
     def is_mount(self, folder: str) -> bool:
         mounts = (self._read(self.at("/proc/self/mounts")) or "").splitlines()

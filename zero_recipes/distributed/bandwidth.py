@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from torch import distributed
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
+from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed.rendezvous import interface
 
-ALL_REDUCE_BYTES = 16 * 2**20
+# of NCCL smaller ones are held up by latency (nccl-tests reaches the bus's rate from about 128 MiB on); gloo on CPUs
+# is at its rate with less, and slow
+ALL_REDUCE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 REPETITIONS = 3
-INFINIBAND = Path("/sys/class/infiniband")
 PROBE_BYTES = 256 * 2**20
 COPIES = 4
 
@@ -101,22 +103,23 @@ def measure_network(device: str) -> dict[str, Any] | None:
     interfaces = [name for name in found if name is not None]
     if len(interfaces) < 2:
         return None
-    seconds = _all_reduce_seconds(device)
+    size = ALL_REDUCE_BYTES[device]
+    seconds = _all_reduce_seconds(device, size)
     ranks = len(found)
     return {
         "machines": len(interfaces),
         "backend": backend,
-        "transport": transport(backend, os.environ, INFINIBAND),
+        "transport": transport(backend, os.environ, Host()),
         "interfaces": interfaces,
-        "all_reduce_bytes": ALL_REDUCE_BYTES,
+        "all_reduce_bytes": size,
         "all_reduce_seconds": seconds,
-        "bus_bytes_per_second": 2 * (ranks - 1) / ranks * ALL_REDUCE_BYTES / seconds,
+        "bus_bytes_per_second": 2 * (ranks - 1) / ranks * size / seconds,
     }
 
 
-def _all_reduce_seconds(device: str) -> float:
-    """The median of a few, after one that sets the connections up."""
-    tensor = torch.zeros(ALL_REDUCE_BYTES // 4, device=device)
+def _all_reduce_seconds(device: str, size: int) -> float:
+    """The median of a few of `size` bytes, after one that sets the connections up."""
+    tensor = torch.zeros(size // 4, device=device)
     taken = []
     for _ in range(1 + REPETITIONS):
         start = time.perf_counter()
@@ -127,19 +130,44 @@ def _all_reduce_seconds(device: str) -> float:
     return statistics.median(taken[1:])
 
 
-def transport(backend: str, environment: Mapping[str, str], devices: Path) -> str:
+def transport(backend: str, environment: Mapping[str, str], host: Host) -> str:
     """What carries the bytes: of gloo TCP, of NCCL what it takes by its own rules (NCCL_DEBUG=INFO shows the proof).
 
-    NCCL takes InfiniBand or RoCE where the kernel has such a device, unless NCCL_IB_DISABLE or NCCL_NET say otherwise.
+    NCCL takes InfiniBand or RoCE where it can open such a device, unless NCCL_IB_DISABLE or NCCL_NET say otherwise.
     """
     if backend != "nccl":
         return "TCP"
     if environment.get("NCCL_NET"):
         return f"{environment['NCCL_NET']} (NCCL_NET)"
-    names = sorted(path.name for path in devices.iterdir()) if devices.is_dir() else []
-    if names and environment.get("NCCL_IB_DISABLE", "0") != "1":
+    names = [name for name, opens in infiniband_devices(host).items() if opens]
+    if names and environment.get("NCCL_IB_DISABLE", "0") != "1" and has_libibverbs():
         return f"InfiniBand or RoCE ({', '.join(names)})"
     return "TCP"
+
+
+def infiniband_devices(host: Host) -> dict[str, bool]:
+    """{device of the kernel: whether its file can be opened here}.
+
+    /sys shows a machine's devices in all of its containers. libibverbs opens /dev/infiniband/uverbsN, which a container
+    has where it was given it; /sys/class/infiniband_verbs says whose file that is.
+    """
+    shown = host.at("/sys/class/infiniband")
+    found = {path.name: False for path in sorted(shown.iterdir())} if shown.is_dir() else {}
+    for verbs in host.at("/sys/class/infiniband_verbs").glob("uverbs*"):
+        file = host.at(f"/dev/infiniband/{verbs.name}")
+        name = (verbs / "ibdev").read_text().strip() if (verbs / "ibdev").is_file() else ""
+        if name in found and os.access(file, os.R_OK | os.W_OK):
+            found[name] = True
+    return found
+
+
+def has_libibverbs() -> bool:
+    """Whether the library is found that NCCL loads for InfiniBand (src/misc/ibvsymbols.cc); else it takes TCP."""
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def network_header(links: Mapping[str, Any] | None) -> list[str]:

@@ -35,7 +35,9 @@ from zero_recipes.distributed.build_locks import (
 
 BY_OPTIMIZER = {"adam": "adam", "adamw": "adam", "adagrad": "adagrad", "lion": "lion", "lamb": "lamb"}
 # ops whose builder is a CUDAOpBuilder where there is a GPU (deepspeed/ops/op_builder): they need the CUDA toolkit
-ON_CUDA = {"fused_adam", "fused_lamb", "fused_lion", "async_io"}
+ON_CUDA = {"fused_adam", "fused_lamb", "fused_lion", "async_io", "quantizer"}
+
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
 def build_findings(strategy: Strategy, device: str, settings: Settings, host: Host) -> Iterator[Finding]:
@@ -99,6 +101,9 @@ def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
         ops.add(f"fused_{name}")
     if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
         ops.add("async_io")
+    # zero/partition_parameters.py `CUDAQuantizer`, comm/coalesced_collectives.py `all_to_all_quant_reduce`
+    if device == "cuda" and strategy.zero_stage == 3 and any(config["zero_optimization"].get(key) for key in QUANTIZED):
+        ops.add("quantizer")
     return ops
 
 
