@@ -63,7 +63,7 @@ def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2):
     optimizer = torch.optim.AdamW(model.parameters())
     strategy = SimpleNamespace(is_deepspeed=False, offload_optimizer=None, offload_param=None, world_size=1)
     strategy.nvme_path, strategy.ds_config = None, None
-    accelerator = SimpleNamespace(gather=lambda tensor: tensor)
+    accelerator = SimpleNamespace(gather=lambda tensor: tensor, optimizer_step_was_skipped=False)
     trainer = SimpleNamespace(model=model, optimizer=optimizer, model_wrapped=model, accelerator=accelerator)
     run = SimpleNamespace(strategy=strategy, device="cuda")
     cuda.hold(100 * MIB)
@@ -264,7 +264,7 @@ def test_an_all_reduce_is_over_when_the_device_is(cuda, monkeypatch):
     monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: cuda.host)
     taken = iter([9.0, 0.25, 0.5, 1.0])
     monkeypatch.setattr(bandwidth, "distributed", SimpleNamespace(all_reduce=lambda _: cuda.queue(next(taken))))
-    assert bandwidth._all_reduce_seconds("cuda") == 0.5
+    assert bandwidth._all_reduce_seconds("cuda", 256 * MIB) == 0.5
 
 
 # what else asks torch.cuda
