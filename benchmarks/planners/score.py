@@ -41,7 +41,9 @@ GROUPS: dict[str, Callable[[dict[str, Any]], bool]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    text = page(scored(court.read_rows(), json.loads((FOLDER / "predictions.json").read_text())["rows"]))
+    rows = court.read_rows()
+    known = scored(rows, json.loads((FOLDER / "predictions.json").read_text())["rows"])
+    text = page(known, [row["id"] for row in rows if row["id"] not in {found["id"] for found in known}])
     if not parser.parse_args().check:
         PAGE.write_text(text)
     elif PAGE.read_text() != text:
@@ -66,9 +68,11 @@ def errors(row: dict[str, Any]) -> dict[str, float]:
     return {name: value / measured - 1 for name, value in ({OURS: ours(row)} | others).items()}
 
 
-def page(rows: list[dict[str, Any]]) -> str:
+def page(rows: list[dict[str, Any]], unanswered: list[str]) -> str:
     parts = [(FOLDER / "page_head.md").read_text().rstrip(), "## Error by group", _groups(rows)]
     parts += ["## Beside other planners", _planners(rows), "## Every row", _table(rows)]
+    if unanswered:
+        parts.append(f"{len(unanswered)} rows have no prediction yet (`predict.py`): {', '.join(unanswered)}.")
     parts += ["## Misses, explained", _misses(rows), (FOLDER / "page_foot.md").read_text().rstrip()]
     return "\n\n".join(parts) + "\n"
 
