@@ -18,7 +18,7 @@ from zero_recipes.checkpoint.verify import NotWhole
 from zero_recipes.core.errors import Refusal
 from zero_recipes.metrics.failure import RankFailure, cause_of, keep_failure
 from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics
-from zero_recipes.trainer.divergence import StopAtDivergence
+from zero_recipes.trainer.divergence import Diverged, StopAtDivergence
 from zero_recipes.trainer.recorder import UNFINISHED, RunRecorder
 
 
@@ -60,6 +60,24 @@ def test_as_many_steps_in_a_row_as_the_key_says_end_a_run(seed, capsys):
 def test_an_overflow_of_the_loss_scale_in_fp16_is_no_divergence():
     assert run_through(3, [(2.0, math.inf)] * 20, "fp16")[0] == 20
     assert run_through(3, [(2.0, math.inf)] * 20, "fp32")[0] == 3
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_an_overflow_at_the_smallest_scale_is_one(tmp_path, precision):
+    """DeepSpeed's own words; any other error, and those words elsewhere, stay what they were."""
+    metrics = SimpleNamespace(identity=SimpleNamespace(precision=precision))
+    trainer = SimpleNamespace(args=SimpleNamespace(output_dir=tmp_path), state=SimpleNamespace(global_step=4))
+    callback = StopAtDivergence(metrics, 3)
+    text = "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
+    with (
+        pytest.raises(Diverged if precision == "fp16" else Exception) as caught,
+        callback.at_the_smallest_scale(trainer),
+    ):
+        raise Exception(text)  # DeepSpeed raises no other kind
+    named = "the gradients of step 5 overflow fp16" if precision == "fp16" else text
+    assert named in str(caught.value) and isinstance(caught.value, Diverged) == (precision == "fp16")
+    with pytest.raises(ValueError, match="another"), callback.at_the_smallest_scale(trainer):
+        raise ValueError("another")
 
 
 # the numbers of a saved model
