@@ -58,7 +58,8 @@ if [ -d $WHEELS/libaio ] && ! find /usr/include -name libaio.h 2>/dev/null | gre
     cp -r $WHEELS/libaio /tmp/ # a link does not always travel
     ln -sf libaio.so.1 /tmp/libaio/libaio.so
     export CFLAGS="${CFLAGS:-} -I/tmp/libaio" LDFLAGS="${LDFLAGS:-} -L/tmp/libaio"
-    export CPATH="/tmp/libaio${CPATH:+:$CPATH}" LIBRARY_PATH=/tmp/libaio LD_LIBRARY_PATH="/tmp/libaio:${LD_LIBRARY_PATH:-}"
+    export CPATH="/tmp/libaio${CPATH:+:$CPATH}" LIBRARY_PATH="/tmp/libaio${LIBRARY_PATH:+:$LIBRARY_PATH}"
+    export LD_LIBRARY_PATH="/tmp/libaio${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 fi
 # torch takes the folder above `nvcc` for the toolkit; where that is a link or a wrapper in /usr/local/bin, its headers
 # are elsewhere. A toolkit without cusparse.h and the like borrows those that torch's own packages brought.
@@ -68,6 +69,14 @@ done
 if [ -n "${CUDA_HOME:-}" ] && [ ! -e "$CUDA_HOME/include/cusparse.h" ]; then
     borrowed=$($PYTHON -c 'import nvidia; print(*(f"{p}/cu13/include" for p in nvidia.__path__), sep=":")' 2>/dev/null)
     export CPATH="${CPATH:+$CPATH:}$borrowed"
+fi
+# DeepSpeed links async_io with the driver's library, whose name for linkers not every driver's folder has
+if ! echo 'int main(void) { return 0; }' | cc -xc - -lcuda -o /dev/null 2>/dev/null; then
+    driver=$(ldconfig -p 2>/dev/null | awk '/libcuda\.so/ { print $NF; exit }')
+    for each in "$driver" /usr/local/nvidia/lib64/libcuda.so.1 "${CUDA_HOME:-}"/lib64/stubs/libcuda.so; do
+        [ -e "$each" ] && mkdir -p /tmp/libcuda && ln -sf "$each" /tmp/libcuda/libcuda.so &&
+            export LIBRARY_PATH="/tmp/libcuda${LIBRARY_PATH:+:$LIBRARY_PATH}" && break
+    done
 fi
 ulimit -l unlimited 2>/dev/null # ZeRO-Infinity locks its buffers
 # the machine has no hub to ask, and nobody to report to

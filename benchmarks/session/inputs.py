@@ -49,6 +49,7 @@ def write_recipe(case: Case, work: Path, rehearse: bool) -> Path:
     if rehearse:
         recipe |= {"use_cpu": True, "max_steps": min(recipe["max_steps"], 6), "max_length": 64}
         recipe |= {"eval_steps": 3} if case.saves else {}
+        recipe |= {"fp16": False, "bf16": True}  # fp16 is refused on CPUs
     path = work / case.slug / "recipe.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not None}))
