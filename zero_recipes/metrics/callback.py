@@ -16,12 +16,12 @@ from transformers import TrainerCallback
 
 from zero_recipes.compat import deepspeed_tensors
 from zero_recipes.config.run import RunConfig
-from zero_recipes.config.settings import precision_of
 from zero_recipes.core import environment
 from zero_recipes.core.process import rank
 from zero_recipes.distributed import nvme
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.gradient_dtypes import gradient_dtypes
+from zero_recipes.metrics.identity import identity
 from zero_recipes.metrics.memory_probe import MemoryPhases, StateProbe
 from zero_recipes.metrics.parts import (
     Disk,
@@ -41,7 +41,7 @@ from zero_recipes.metrics.parts import (
     Tokens,
 )
 from zero_recipes.metrics.prediction import PredictedMetrics
-from zero_recipes.metrics.schema import FILE, SCHEMA, Measurements, Metrics, RunIdentity, Status, first_nonfinite
+from zero_recipes.metrics.schema import FILE, SCHEMA, Measurements, Metrics, Status, first_nonfinite
 from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
 from zero_recipes.metrics.timers import EngineSeconds, PhaseClock, StepClock
 from zero_recipes.models.load import parameter_counts
@@ -295,27 +295,6 @@ def steps_not_timed(total: int) -> int:
     """How many of `total` optimizer steps are not timed: the first that compiles and allocates, and the second, which
     the probe of the memory slows down; more of a longer run, at most half of it and five."""
     return min(total, max(2, min(MOST_WARMUP_STEPS, total // 2)))
-
-
-def identity(run: RunConfig, training_args, model: torch.nn.Module) -> RunIdentity:
-    """Who this run is: the part of metrics.json that is known before the first step."""
-    recipe, strategy = run.recipe, run.strategy
-    parameters, trainable = parameter_counts(model)
-    return RunIdentity(
-        name=recipe.name,
-        strategy=strategy.name,
-        zero_stage=strategy.zero_stage,
-        world_size=strategy.world_size,
-        device=environment.device_name(run.device),
-        model=recipe.settings.model_name_or_path,
-        parameters=parameters,
-        trainable_parameters=trainable,
-        precision=precision_of(training_args),
-        micro_batch_size=training_args.per_device_train_batch_size,
-        gradient_accumulation_steps=training_args.gradient_accumulation_steps,
-        max_length=training_args.max_length,
-        recipe_sha256=recipe.sha256,
-    )
 
 
 def _tokens(counted: torch.Tensor | None) -> Tokens:
