@@ -22,6 +22,7 @@ from zero_recipes.distributed import nvme
 from zero_recipes.distributed.nvme import SWAPPED, claim_swap_folder, measure
 
 STEPS = 3
+MIXED = "zero3_offload_infinity"
 pytestmark = pytest.mark.skipif(
     not Host().libaio_headers(), reason="libaio-dev is not installed: async_io cannot be compiled"
 )
@@ -58,9 +59,14 @@ def runs(two, recipe, tmp_path_factory) -> dict[str, list[dict]]:
     disk = folder / "disk"
     disk.mkdir()
     found = {}
-    for strategy in ("zero3_offload", "zero3_infinity"):
-        argv = [str(recipe), "--output_dir", str(folder / strategy), "--deepspeed", f"ds_configs/{strategy}.json"]
-        argv += ["--nvme_path", str(disk), "--save_model", "true"] if strategy == "zero3_infinity" else []
+    configs = {name: Path(f"ds_configs/{name}.json") for name in ("zero3_offload", "zero3_infinity", MIXED)}
+    turned = json.loads(configs["zero3_infinity"].read_text())  # no file of its own is shipped
+    turned["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+    configs["optimizer_infinity"] = folder / "turned.json"
+    configs["optimizer_infinity"].write_text(json.dumps(turned))
+    for strategy, config in configs.items():
+        argv = [str(recipe), "--output_dir", str(folder / strategy), "--deepspeed", str(config)]
+        argv += ["--nvme_path", str(disk), "--save_model", "true"] if strategy.endswith("_infinity") else []
         found[strategy] = two.run("family_cases.train_and_look_at_swap_files", argv=argv, disk=str(disk))
     return found
 
@@ -70,6 +76,21 @@ def test_losses_are_those_of_cpu_offload(runs):
     assert on_disk["strategy"] == "zero3_infinity" and in_memory["strategy"] == "zero3_offload"
     assert on_disk["loss_history"] == pytest.approx(in_memory["loss_history"], rel=1e-4)
     assert on_disk["loss_history"][-1] < on_disk["loss_history"][0] - 0.5
+
+
+def test_parameters_on_the_disk_with_the_optimizer_in_host_memory(runs):
+    """Losses of CPU offload; parameters alone are swapped, master and moments are held. And the other way round."""
+    in_memory = runs["zero3_offload"][0]["metrics"]
+    for name, kind, held_bytes in ((MIXED, "bfloat16params", 12), ("optimizer_infinity", "optimizer", 2)):
+        metrics = runs[name][0]["metrics"]
+        assert metrics["strategy"] == MIXED
+        assert metrics["loss_history"] == pytest.approx(in_memory["loss_history"], rel=1e-4)
+        for rank, result in enumerate(runs[name]):
+            mine = {file: size for file, size in result["swapped"].items() if f"/rank{rank}/" in f"/{file}"}
+            assert mine and all(kind in file for file in mine)
+            held = result["metrics"]["model_state_bytes"][rank]
+            assert held["offloaded_disk"] == sum(mine.values())
+            assert held["offloaded_host"] >= held_bytes * metrics["parameters"] // 2
 
 
 def test_states_were_on_the_disk_and_went_there_and_back(runs):

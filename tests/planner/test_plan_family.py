@@ -19,7 +19,15 @@ from zero_recipes.planner.jobs import job_of, model_config, read_recipe, read_st
 from zero_recipes.planner.predict import Predictor
 
 PSI = 6_857_302_016  # EleutherAI/pythia-6.9b
-MEMBERS = ("zero3_infinity", "zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", "fsdp2")
+MEMBERS = (
+    "zero3_infinity",
+    "zero3_offload_infinity",
+    "zero3_hpz",
+    "zero3_qwz",
+    "zero3_qgz",
+    "zero3_plus_plus",
+    "fsdp2",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +101,15 @@ def test_infinity_takes_the_disk_and_not_the_hosts_memory():
     states = predict_by_formulas(member("zero3_infinity"))
     assert states.model_state_bytes.offloaded_disk == 14 * PSI // 4
     assert states.model_state_bytes.offloaded_host == 0 and states.host_bytes.training < 10 * GB
+
+
+def test_parameters_on_the_disk_leave_the_optimizer_in_the_hosts_memory():
+    """12 bytes a parameter and an fp32 gradient in memory, 2 on the disk; swap buffers for parameters alone."""
+    states = predict_by_formulas(member("zero3_offload_infinity"))
+    assert states.model_state_bytes.offloaded_disk == 2 * PSI // 4
+    assert states.model_state_bytes.offloaded_host == 12 * PSI // 4
+    buffers = states.host_bytes.training - 2 * 16 * PSI // 4  # two ranks on each machine
+    assert 0 < buffers < 5 * GB
 
 
 def test_a_recipe_that_asks_for_fsdp_is_planned_so():

@@ -62,6 +62,10 @@ def test_hpz_takes_the_processes_of_one_machine():
     ("zero", "name"),
     [
         ({"stage": 3, "offload_param": {"device": "nvme"}}, "zero3_infinity"),
+        (
+            {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "cpu"}},
+            "zero3_offload_infinity",
+        ),
         ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "zero2_offload"),
         ({"stage": 2, "offload_optimizer": {"device": "none"}}, "zero2"),
         ({"stage": 3, "zero_hpz_partition_size": 1}, "zero3"),

@@ -83,7 +83,7 @@ def test_a_ds_config_says_what_its_name_says(path):
     assert zero["stage"] == int(path.stem[4])
     offloads = "offload_optimizer" in zero or "offload_param" in zero
     assert offloads == path.stem.endswith(("_offload", "_infinity"))
-    assert ("offload_param" in zero) == (path.stem in ("zero3_offload", "zero3_infinity"))
+    assert ("offload_param" in zero) == (path.stem in ("zero3_offload", "zero3_infinity", "zero3_offload_infinity"))
     assert all(config[key] == "auto" for key in OWNED_BY_THE_TRAINER)
     assert config["bf16"]["enabled"] == config["fp16"]["enabled"] == "auto"
     assert zero.get("stage3_gather_16bit_weights_on_model_save", False) == (zero["stage"] == 3)

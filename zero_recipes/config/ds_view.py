@@ -91,9 +91,10 @@ class DsConfig:
 
     @property
     def name(self) -> str:
-        """ "zero0" ... "zero3", then "_infinity" where states lie on NVMe, "_offload" where they lie in host memory,
-        and ZeRO++'s parts: "_hpz", "_qwz", "_qgz", for all three "_plus_plus"."""
-        offloads = "_infinity" if self.on_nvme else "_offload" if self.offloads else ""
+        """ "zero0" ... "zero3", then "_infinity" where states lie on NVMe, "_offload" where they lie in host memory
+        ("_offload_infinity": one each), and ZeRO++'s parts: "_hpz", "_qwz", "_qgz", for all three "_plus_plus"."""
+        offloads = "_offload" if any(self.offload_device(key) == "cpu" for key in OFFLOADS) else ""
+        offloads += "_infinity" if self.on_nvme else ""
         parts = ["_hpz"] if self.hpz_partition_size != 1 else []
         parts += ["_qwz"] if self.quantizes_weights else []
         parts += ["_qgz"] if self.quantizes_gradients else []

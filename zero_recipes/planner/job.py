@@ -53,8 +53,8 @@ class Job:
 
     @property
     def on_nvme(self) -> bool:
-        """Whether the optimizer's states lie on NVMe."""
-        return self.zero.offload_optimizer == "nvme"
+        """Whether the optimizer's states or the parameters lie on NVMe."""
+        return bool(self.zero.on_nvme)
 
     @property
     def offloads_params(self) -> bool:

@@ -40,7 +40,7 @@ def predict_by_formulas(job: Job) -> Prediction:
     """What `job` needs. Raises Refusal where the model's class cannot be built."""
     started = time.perf_counter()
     shape = shape_of(job.config, job.settings)
-    states, copies, offloaded = model_states(job, shape), step_copies(job, shape), int(_offloaded(job, shape))
+    states, copies = model_states(job, shape), step_copies(job, shape)
     backward = {
         "params": states.params,
         "grads": states.grads,
@@ -83,8 +83,8 @@ def predict_by_formulas(job: Job) -> Prediction:
         at_peak=at_peak,
         model_state_bytes=ModelStateBytes(
             **{part: int(size) for part, size in states._asdict().items()},
-            offloaded_host=0 if job.on_nvme else offloaded,
-            offloaded_disk=offloaded if job.on_nvme else 0,
+            offloaded_host=int(_offloaded(job, shape, "cpu")),
+            offloaded_disk=int(_offloaded(job, shape, "nvme")),
         ),
         memory_phases=PhaseBytes(
             model_loaded=int(states.params) if job.zero_stage == 3 else 0,
@@ -127,12 +127,13 @@ def _sharded(job: Job, shape: Shape) -> ModelState:
     return states._replace(params=share * states.params)
 
 
-def _offloaded(job: Job, shape: Shape) -> float:
-    """Bytes of one rank's model states off the GPU."""
+def _offloaded(job: Job, shape: Shape, device: str) -> float:
+    """Bytes of one rank's model states in host memory ("cpu") or on disk ("nvme")."""
     if job.ds_config is None:
         return 0
     states = _sharded(job, shape)
-    return (states.optimizer if job.zero.offload_optimizer else 0) + (states.params if job.offloads_params else 0)
+    params = states.params if job.offloads_params and job.zero.offload_param == device else 0
+    return (states.optimizer if job.zero.offload_optimizer == device else 0) + params
 
 
 def step_copies(job: Job, shape: Shape) -> float:
@@ -209,10 +210,11 @@ def host_bytes(job: Job, shape: Shape) -> HostBytes:
     mapped = not job.settings.random_weights and each == DTYPE_BYTES.get(shape.dtype, 4)
     load = 0 if mapped or job.zero_stage == 3 else here * each * shape.parameters
     share, accumulates = shape.trainable / job.world_size, job.settings.gradient_accumulation_steps > 1
-    held = _offloaded(job, shape) + beside_offloaded_optimizer(job.zero, share, _width(job), accumulates)
-    if job.on_nvme:
-        largest = shape.vocabulary * shape.hidden / job.world_size
-        held = sum(swap_buffers(job.zero, shape.trainable / job.world_size, largest).values())
+    in_memory = job.zero.offload_optimizer == "cpu"
+    beside = beside_offloaded_optimizer(job.zero, share, _width(job), accumulates) if in_memory else 0
+    largest = shape.vocabulary * shape.hidden / job.world_size
+    buffers = sum(swap_buffers(job.zero, share, largest).values())
+    held = _offloaded(job, shape, "cpu") + beside + buffers
     saved, in_16_bits = checkpoint_sizes(job, shape).weights, job.settings.precision != "fp32"
     optimizer = (12 if job.ds_config is not None and in_16_bits else 2 * each) * shape.trainable
     read = read_at_resume(saved, optimizer, job.zero_stage, job.world_size)
