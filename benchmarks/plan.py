@@ -1,7 +1,8 @@
 """Time and memory that planning takes: python benchmarks/plan.py -> benchmarks/results/plan.json
 
-recipes/pythia.yaml under every strategy on 2 GPUs, side by side as `zero-recipes plan` does, and a Llama of 70 billion
-parameters on 64 GPUs under stage 3. Nothing is taken from or left in the cache of predictions.
+recipes/pythia.yaml under every strategy on 2 GPUs, side by side as `zero-recipes plan` does, Pythia-410M on one GPU,
+and a Llama of 70 billion parameters on 64 GPUs under stage 3. Nothing is taken from the cache of predictions, or left
+there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from zero_recipes.planner.simulator import parent as simulation  # noqa: E402
 RECIPE = Path("recipes/pythia.yaml")
 JOBS = {
     "pythia-6.9b, every strategy, 2 GPUs": ("EleutherAI/pythia-6.9b-deduped", plan_jobs.ALL, 2),
+    "pythia-410m, every strategy, 1 GPU": ("EleutherAI/pythia-410m-deduped", plan_jobs.ALL, 1),
     "llama-2-70b, zero3, 64 GPUs": ("meta-llama/Llama-2-70b-hf", ("zero3",), 64),
 }
 

@@ -29,6 +29,7 @@ from zero_recipes.planner.hardware import Gpu, gpu_named, gpus  # noqa: E402
 from zero_recipes.planner.job import Job  # noqa: E402
 from zero_recipes.planner.messages import change_in_words, host_memory  # noqa: E402
 from zero_recipes.planner.predict import Predict, Predictor  # noqa: E402
+from zero_recipes.planner.recommend import recommend  # noqa: E402
 from zero_recipes.planner.rows import make_row  # noqa: E402
 from zero_recipes.theory.zero_paper import model_state_bytes  # noqa: E402
 
@@ -70,6 +71,8 @@ Made by `python scripts/scenarios.py` from `benchmarks/results/scenarios.json`. 
 batches of 4 sequences of 512 tokens, accumulation 2, no recomputation) with another model and other GPUs.
 
 - fits: up to the high end of the estimate; tight: only the low end; no: not even that.
+- Recommended: what the plan would run of these, without offload first: of the fastest within the estimate's error the
+  lowest stage that leaves a quarter of the GPU; where none of them does, the one that leaves most.
 - Takes: allocated peak on one GPU under the strategy that is commonly named, of the memory that it has.
 - With offload: the milder of the two that fits, and the host memory that it takes.
 - Mildest change: to that strategy on the same GPUs, in the order of recomputation, smaller micro batches, higher stage,
@@ -92,7 +95,7 @@ def planned(scenario: Scenario, predict: Predict) -> dict[str, Any]:
 
     predict = hopeless_by_formulas(predict, gpu)
     rows = {name: make_row(job(name), gpu, predict, strategies, with_change=False) for name in strategies}
-    claimed = rows[scenario.strategy]
+    claimed, advised = rows[scenario.strategy], recommend(list(rows.values()), gpu, gpus()).chosen
     psi = claimed.prediction.parameters
     change = None
     if claimed.fit.status != "fits":
@@ -114,6 +117,7 @@ def planned(scenario: Scenario, predict: Predict) -> dict[str, Any]:
             }
             for name, row in rows.items()
         },
+        "recommended": advised and advised.job.strategy,
         "cure": change
         and {
             "words": change_in_words(change),
@@ -150,7 +154,8 @@ def stage_3_from(job: Callable[[int], Job], gpu: Gpu, predict: Predict, psi: int
 
 
 def page(rows: list[dict[str, Any]]) -> str:
-    headers = ["Model", "GPUs", "Commonly said", "ddp", "zero0", "zero1", "zero2", "zero3", "Takes", "With offload"]
+    headers = ["Model", "GPUs", "Commonly said", "ddp", "zero0", "zero1", "zero2", "zero3"]
+    headers += ["Recommended", "Takes", "With offload"]
     headers += ["Mildest change", "Stage 3 from", "By"]
     lines = [headers, ["---"] * len(headers), *map(list, map(_cells, rows))]
     return INTRODUCTION + "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -164,6 +169,7 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
     for name in ("ddp", "zero0", "zero1", "zero2", "zero3"):
         status = found[name]["verdict"]
         yield f"**{status}**" if name == row["strategy"] else status
+    yield row["recommended"] or "no"
     yield f"{size(named['allocated_peak_bytes'])} of {size(row['gpu_memory_bytes'])}"
     fitting = [name for name in OFFLOAD if found[name]["verdict"] == "fits"]
     yield f"{fitting[0]}: {host_memory(found[fitting[0]]['host_bytes']['training'])}" if fitting else "no"

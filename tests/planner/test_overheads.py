@@ -80,3 +80,18 @@ def test_other_overheads_are_another_answer(monkeypatch, tmp_path):
         predict.Path, "read_bytes", lambda path: b"other" if path.name == "overheads.yaml" else real(path)
     )
     assert predict._own_code.__wrapped__() != first
+
+
+def test_the_simulation_counts_page_locked_memory_as_torch_takes_it(monkeypatch):
+    import torch
+
+    from zero_recipes.planner.simulator.tracker import LiveStorages
+
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "pinned_max_cached_size_mb:1")
+    host = LiveStorages("cpu")
+    kept = [torch.empty(size, dtype=torch.uint8) for size in (600_000, 600_000, 1_500_000)]
+    host.see(kept[0], "pageable")
+    with host.pinning():
+        host.see(kept[1], "rounded: below the limit")
+        host.see(kept[2], "as it is: above the limit")
+    assert host.live == 600_000 + 2**20 + 1_500_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoTokenizer
 
 from tests.helpers.compared_jobs import job_of, write_recipe
 from tests.helpers.tiny import ROOT, llama_config, write_model
+from zero_recipes.planner.overheads import overheads
 from zero_recipes.planner.simulator import parent as simulation
 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
@@ -105,3 +107,16 @@ def test_the_plan_is_what_a_run_takes(model, case, planned, request, tmp_path):
     for collective in ("all_reduce", "reduce_scatter"):
         planned_bytes = predicted.communication_bytes_per_step.get(collective, 0)
         assert planned_bytes == metrics["communication_bytes_per_step"].get(collective, 0), collective
+
+
+def test_one_gpu_has_no_buckets_whatever_launched_the_run_that_is_planned(tmp_path, monkeypatch):
+    """accelerate takes a process with LOCAL_RANK for one of several, and wraps the model in DDP."""
+    model = write_model(tmp_path / "neox", hidden=96, intermediate=203)
+    job = replace(job_of(write_recipe(tmp_path, model, {}), model, "single", 1), device="gpu")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (found,) = simulation.simulate([job])
+    assert found.at_peak["buckets"] == 0 and found.communication_bytes_per_step == {}
+    states = found.model_state_bytes
+    assert (states.params, states.grads) == (4 * found.parameters, 4 * found.parameters)
+    assert found.reserved_bytes == overheads().reserved_range(found.segment_bytes, 1)

@@ -148,8 +148,11 @@ def test_cores_are_the_least_of_those_allowed_and_the_quotas(tmp_path, monkeypat
 @pytest.mark.parametrize(
     "run, needs",
     [
-        (dict(stage=2, offload="cpu"), 12 * 7),  # the optimizer of both processes, 12Ψ in all
-        (dict(stage=2, offload="cpu", dtype="bfloat16", random_weights=True, world=8), 16 * 7),  # 8 x 2Ψ while loading
+        # the optimizer of both processes, 12Ψ in all, fp32 gradients, and 16-bit weights on their way back
+        (dict(stage=2, offload="cpu", gradient_accumulation_steps=1), (12 + 4 + 2) * 7),
+        (dict(stage=2, offload="cpu", gradient_accumulation_steps=2), (12 + 4 + 2 + 2) * 7),  # gradients of two passes
+        (dict(stage=3, offload="cpu"), (12 + 4 + 2) * 7),
+        (dict(stage=2, offload="cpu", dtype="bfloat16", random_weights=True, world=16), 32 * 7),  # 16 x 2Ψ: loading
         (dict(stage=None), 2 * 4 * 7),  # float32 made of a float16 file, in both processes
         (dict(stage=None, dtype="float16"), 0),  # the file itself is mapped
         (dict(stage=3), 0),

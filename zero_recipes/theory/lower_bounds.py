@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import os
+
 from zero_recipes.config.ds_view import DsConfig, number_in
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
+from zero_recipes.core.pinned_memory import pinned_bytes
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -80,6 +83,10 @@ def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi:
     else:
         terms = {"offloaded optimizer": states.optimizer} if optimizer == "cpu" else {}
         terms |= {"offloaded parameters": states.params} if params == "cpu" else {}
+        if optimizer == "cpu" and states.optimizer and _in_16_bits(strategy, settings):
+            accumulates = settings.gradient_accumulation_steps > 1
+            beside = beside_offloaded_optimizer(strategy.ds_config, psi / strategy.world_size, 2, accumulates)
+            terms |= {"gradients and copies beside it": beside}
         each = load_bytes_per_parameter(settings, config)
         mapped = not settings.random_weights and each == _bytes_of(config.dtype)
         if strategy.zero_stage != 3 and not mapped:
@@ -89,6 +96,25 @@ def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi:
         group = psi / 2 / strategy.world_size if states.optimizer else 0
         terms |= {what: size for what, size in swap_buffers(strategy.ds_config, group).items() if size}
     return {what: int(here * size) for what, size in terms.items()}
+
+
+def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accumulates: bool) -> float:
+    """Bytes of one process's host memory that DeepSpeed 0.19.8 holds beside the optimizer's states on the CPU.
+
+    An fp32 gradient for each of its `share` of the parameters. Below stage 3 the weights once more as they go back to
+    the GPU (zero/stage_1_and_2.py `param_buffer_of_bit16_for_cpu_offload_groups`) and, where micro steps are
+    accumulated, their gradients; at stage 3 the gradients always (zero/stage3.py `grad_partitions_flat_buffer`). Plus
+    what torch's rounding of page-locked memory adds where it is in force (core/pinned_memory.py). `width`: bytes of an
+    element on the GPU.
+    """
+    if not config.offload_optimizer:
+        return 0
+    copies = 1 if config.stage == 3 or not accumulates else 2
+    held = 4 * share + copies * width * share
+    if not config.offload_block("offload_optimizer").get("pin_memory", True):
+        return held
+    pinned = [width * share] if config.stage == 3 else [4 * share, 4 * share, width * share]  # the first: the weights
+    return held + sum(pinned_bytes(int(size), os.environ) - int(size) for size in pinned)
 
 
 def swap_buffers(config: DsConfig, group: float, tensor: float = 10**8) -> dict[str, float]:

@@ -3,9 +3,6 @@ its steps."""
 
 from __future__ import annotations
 
-import os
-
-from zero_recipes.core.pinned_memory import pinned_bytes
 from zero_recipes.metrics.prediction import PARTS
 from zero_recipes.planner.formulas.shape import Shape, layer_bytes, tokens_of
 from zero_recipes.planner.job import Job
@@ -61,26 +58,6 @@ def compressed(job: Job, moved: dict[str, int]) -> dict[str, int]:
     if job.zero.quantizes_gradients and several_nodes:
         shares["reduce_scatter"] = 1 / 4
     return {name: int(size * shares.get(name, 1)) for name, size in moved.items()}
-
-
-def beside_offloaded_optimizer(job: Job, shape: Shape, width: int) -> float:
-    """Bytes of one rank's host memory that DeepSpeed 0.19.8 holds beside the offloaded optimizer's states.
-
-    An fp32 gradient for each of its parameters. Below stage 3 the weights once more as they go back to the GPU
-    (zero/stage_1_and_2.py `param_buffer_of_bit16_for_cpu_offload_groups`) and, where micro steps are accumulated, their
-    gradients; at stage 3 the gradients always (zero/stage3.py `grad_partitions_flat_buffer`). To this what torch's
-    rounding of page-locked memory adds, where it is in force (core/pinned_memory.py).
-    """
-    if not job.zero.offload_optimizer:
-        return 0
-    share = shape.trainable / job.world_size
-    pinned = [width * share] if job.zero_stage == 3 else [4 * share, 4 * share, width * share]  # the first: the weights
-    if job.zero.offload_block("offload_optimizer").get("pin_memory", True):
-        rounding = sum(pinned_bytes(int(size), os.environ) - int(size) for size in pinned)
-    else:
-        rounding = 0
-    accumulated = job.zero_stage != 3 and job.settings.gradient_accumulation_steps > 1
-    return 4 * share + width * share * (2 if accumulated else 1) + rounding
 
 
 def gathers_between_nodes(job: Job) -> float:

@@ -18,7 +18,13 @@ from zero_recipes.planner.formulas import family
 from zero_recipes.planner.formulas.shape import Shape, layer_bytes, shape_of, tokens_of
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.overheads import overheads
-from zero_recipes.theory.lower_bounds import DTYPE_BYTES, read_at_resume, resumable_bytes, swap_buffers
+from zero_recipes.theory.lower_bounds import (
+    DTYPE_BYTES,
+    beside_offloaded_optimizer,
+    read_at_resume,
+    resumable_bytes,
+    swap_buffers,
+)
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`
@@ -197,7 +203,8 @@ def host_bytes(job: Job, shape: Shape) -> HostBytes:
     here, each = job.ranks_per_node, _loaded(job, shape)
     mapped = not job.settings.random_weights and each == DTYPE_BYTES.get(shape.dtype, 4)
     load = 0 if mapped or job.zero_stage == 3 else here * each * shape.parameters
-    held = _offloaded(job, shape) + family.beside_offloaded_optimizer(job, shape, _width(job))
+    share, accumulates = shape.trainable / job.world_size, job.settings.gradient_accumulation_steps > 1
+    held = _offloaded(job, shape) + beside_offloaded_optimizer(job.zero, share, _width(job), accumulates)
     if job.on_nvme:
         largest = shape.vocabulary * shape.hidden / job.world_size
         held = sum(swap_buffers(job.zero, shape.trainable / job.world_size, largest).values())
