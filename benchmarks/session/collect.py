@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.session.cases import PARTS
+from benchmarks.session.cases import PARTS, rehearsed
 from zero_recipes.core.files import write_json, write_text
 from zero_recipes.planner.hardware import gpus
 
@@ -54,12 +55,16 @@ def keep_rehearsal(folder: Path, results: Path) -> list[str]:
         PARTS[part]: [
             {key: row.get(key) for key in ("case", "status", "seconds", "error")} | _last_words(row)
             for row in rows
-            if row["part"] == part and "machine" not in row
+            if row["part"] == part and "machine" not in row and row["status"] != "skipped"
         ]
         for part in PARTS
     }
-    write_json(results / "gpu_session_rehearsal.json", {"machine": machines[0], "parts": kept})
-    return [f"{part}: {[row['status'] for row in runs]}" for part, runs in kept.items()]
+    ended = {row["case"] for runs in kept.values() for row in runs}
+    missing = sorted({case.slug for part in PARTS for case in rehearsed(part)} - ended)
+    document = {"machine": machines[0], "missing": missing, "parts": kept}
+    write_json(results / "gpu_session_rehearsal.json", document)
+    counts = {part: Counter(row["status"] for row in runs) for part, runs in kept.items()}
+    return [*(f"{part}: {dict(count)}" for part, count in counts.items()), f"missing: {missing}"]
 
 
 def _last_words(row: Row) -> Row:
