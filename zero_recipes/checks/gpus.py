@@ -49,7 +49,7 @@ def bf16_findings(device: str, precision: str) -> Iterator[Finding]:
                 f"bf16 on GPU {number} ({torch.cuda.get_device_name(number)}), of compute capability "
                 f"{'.'.join(map(str, capability))}",
                 "bf16 begins at 8.0 (A100, RTX 30). Below, torch emulates it without tensor cores, many times slower "
-                "than fp16, and Triton's kernels, which TRL's loss is computed by, do not compile.",
+                "than fp16; Triton's kernels, which TRL's loss is computed by, may not compile at all.",
                 "Set bf16: false and fp16: true, as recipes/pythia-410m-fp16.yaml does, or take another GPU.",
             )
             return  # one card is enough: all ranks compute alike
