@@ -104,11 +104,12 @@ def test_infinity_takes_the_disk_and_not_the_hosts_memory():
 
 
 def test_parameters_on_the_disk_leave_the_optimizer_in_the_hosts_memory():
-    """12 bytes a parameter and an fp32 gradient in memory, 2 on the disk; swap buffers for parameters alone."""
+    """12 bytes a parameter and a gradient in fp32 and in 16 bits in memory, 2 on the disk; swap buffers for parameters
+    alone."""
     states = predict_by_formulas(member("zero3_offload_infinity"))
     assert states.model_state_bytes.offloaded_disk == 2 * PSI // 4
     assert states.model_state_bytes.offloaded_host == 12 * PSI // 4
-    buffers = states.host_bytes.training - 2 * 16 * PSI // 4  # two ranks on each machine
+    buffers = states.host_bytes.training - 2 * 18 * PSI // 4  # two ranks on each machine
     assert 0 < buffers < 5 * GB
 
 
