@@ -57,10 +57,14 @@ def write_llama(folder: Path) -> Path:
 
 
 BOUND = 0.001  # of the peak
-IN_EVERY_RUN = ("stage 0", "stage 3", "stage 3, checkpointing", "stage 3, LoRA", "alone")
+IN_EVERY_RUN = {
+    "neox": (*(f"stage {stage}" for stage in range(4)), *(case for case in CASES if case.startswith("stage 3,")))
+    + ("stage 2, offload", "alone", "alone, stage 3"),
+    "llama": ("stage 3", "alone"),
+}
 PAIRS = [
-    pytest.param(model, case, marks=[] if model == "neox" or case in IN_EVERY_RUN else pytest.mark.grid)
-    for model in ("neox", "llama")
+    pytest.param(model, case, marks=[] if case in IN_EVERY_RUN[model] else pytest.mark.grid)
+    for model in IN_EVERY_RUN
     for case in CASES | ALONE
 ]
 
