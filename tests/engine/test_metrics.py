@@ -20,6 +20,8 @@ CONTRACT = {
     *("tokens_per_second", "step_seconds", "phase_seconds", "loss_history", "grad_norm_history", "eval_history"),
     *(
         "first_nonfinite_step",
+        "gradient_dtypes",
+        "skipped_steps",
         "first_step",
         "resumed_at",
         "network",
@@ -49,6 +51,7 @@ def test_the_keys_are_the_contracts(epoch):
     for metrics in epoch[0].values():
         assert set(metrics) == CONTRACT
         assert metrics["predicted"] is metrics["network"] is None and metrics["memory_phases"] is None
+        assert metrics["skipped_steps"] is None and set(metrics["gradient_dtypes"]) == {"added_up", "reduced"}
         assert [set(rank) for rank in metrics["peak_memory_bytes"]] == [{"allocated", "reserved", "rss"}] * 2
         assert metrics["peak_memory_bytes"][0]["allocated"] is None and metrics["peak_memory_bytes"][0]["rss"] > 2**27
         phases = ["imports", "data", "model", "samples_before", "train", "samples_after", "save"]
