@@ -13,7 +13,6 @@ import pytest
 from pydantic import BaseModel
 
 from zero_recipes.core import files
-from zero_recipes.metrics.callback import steps_not_timed
 from zero_recipes.metrics.failure import RankFailure, failed_row
 from zero_recipes.metrics.parts import (
     Disk,
@@ -30,6 +29,7 @@ from zero_recipes.metrics.parts import (
 from zero_recipes.metrics.read_runs import SampleRow, read_runs
 from zero_recipes.metrics.schema import SCHEMA, ContractError, Measurements, Metrics
 from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
+from zero_recipes.metrics.timers import steps_not_timed
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "docs" / "demo"

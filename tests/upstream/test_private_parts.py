@@ -19,6 +19,7 @@ from zero_recipes.checks.preflight import preflight
 from zero_recipes.compat import (
     deepspeed_tensors,
     huggingface,
+    parts_of_accelerate,
     parts_of_deepspeed,
     parts_of_huggingface,
     private_part,
@@ -295,7 +296,7 @@ def test_the_tested_versions_are_those_of_pyproject_and_of_the_lock():
 
 def test_every_part_names_a_library_and_has_a_name_of_its_own():
     assert len({part.name for part in PARTS}) == len(PARTS)
-    modules = (parts_of_deepspeed, parts_of_huggingface, registry.pt)
+    modules = (parts_of_accelerate, parts_of_deepspeed, parts_of_huggingface, registry.pt)
     written = {id(v) for m in modules for v in vars(m).values() if isinstance(v, private_part.PrivatePart)}
     assert written == set(map(id, PARTS))
     for part in PARTS:

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from pathlib import Path
 
-from zero_recipes.compat import parts_of_huggingface as parts
+from zero_recipes.compat import parts_of_accelerate as parts
 from zero_recipes.config.ds_schema import quiet
 from zero_recipes.core.errors import Finding, first_line
 

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Iterator
 
-from zero_recipes.compat import parts_of_huggingface as parts
+from zero_recipes.compat import parts_of_accelerate as parts
 from zero_recipes.compat.huggingface import without_deepspeed_announcement
 
 # what launchers put into the environment, by its beginnings

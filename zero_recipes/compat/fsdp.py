@@ -11,7 +11,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from zero_recipes.compat import parts_of_huggingface, parts_of_torch
+from zero_recipes.compat import parts_of_accelerate, parts_of_huggingface, parts_of_torch
 from zero_recipes.distributed import fsdp
 
 
@@ -34,7 +34,7 @@ def let_it_shard_on_cpu() -> None:
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
-    parts_of_huggingface.SHARDING_ON_CPU.require()
+    parts_of_accelerate.SHARDING_ON_CPU.require()
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
+from zero_recipes.compat import parts_of_accelerate as ac
 from zero_recipes.compat import parts_of_deepspeed as ds
 from zero_recipes.compat import parts_of_huggingface as hf
 from zero_recipes.compat import parts_of_torch as pt
@@ -22,17 +23,17 @@ from zero_recipes.core.errors import Finding
 EVERY_RUN = (
     *(hf.DEEPSPEED_ANNOUNCEMENT, hf.TOKEN_WEIGHTS, hf.EPOCH, hf.CHECKPOINTS, hf.TIED_WEIGHTS, hf.RESUMING, hf.WEIGHTS),
     *(hf.ROWS_LEFT_OVER, hf.ROW_ORDER),
-    *(hf.GRADIENT_NORM, hf.ATTENTION, hf.ATTENTION_KERNELS, hf.KEPT_IN_FP32, hf.ROWS, hf.FINGERPRINT, hf.SHARED_STATE),
-    *(hf.WRAPPED_OPTIMIZER, pt.STORAGES, pt.PARAMETERS),
+    *(hf.GRADIENT_NORM, hf.ATTENTION, hf.ATTENTION_KERNELS, hf.KEPT_IN_FP32, hf.ROWS, hf.FINGERPRINT, ac.SHARED_STATE),
+    *(ac.WRAPPED_OPTIMIZER, pt.STORAGES, pt.PARAMETERS),
 )
 DEEPSPEED = (ds.MODEL_STATES, ds.RESHARDED_STATES, ds.BACKEND, ds.TIMERS, ds.GROUP_TIMEOUT)
 STAGE_0 = (ds.FRESH_ADAM,)
 STAGE_3 = (ds.PARTITIONS, ds.TRACE)
 QUANTIZED_GRADIENTS = (ds.QUANTIZED_GRADIENTS,)
 FSDP2 = (hf.NAMES_OF_THE_FILE, hf.FSDP_POLICY, pt.WHOLE_GRADIENTS, pt.OPERATORS)
-FSDP2_ON_CPU = (hf.SHARDING_ON_CPU,)
+FSDP2_ON_CPU = (ac.SHARDING_ON_CPU,)
 DATA_PARALLEL = (pt.BUCKETS,)
-CHECK = (hf.LAUNCH,)
+CHECK = (ac.LAUNCH,)
 FOUR_BIT = (pt.PACKED_WEIGHTS, pt.LAYOUT)
 
 PARTS: dict[str, tuple[PrivatePart, ...]] = {

@@ -43,10 +43,8 @@ from zero_recipes.metrics.parts import (
 from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.metrics.schema import FILE, SCHEMA, Measurements, Metrics, Status, first_nonfinite
 from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
-from zero_recipes.metrics.timers import EngineSeconds, PhaseClock, StepClock
+from zero_recipes.metrics.timers import EngineSeconds, PhaseClock, StepClock, steps_not_timed
 from zero_recipes.models.load import parameter_counts
-
-MOST_WARMUP_STEPS = 5
 
 
 class StageMetricsCallback(TrainerCallback):
@@ -289,12 +287,6 @@ class StageMetricsCallback(TrainerCallback):
             **({} if failure is None else {"failure": failure}),
         )
         row.write(output_dir / FILE)
-
-
-def steps_not_timed(total: int) -> int:
-    """How many of `total` optimizer steps are not timed: the first that compiles and allocates, and the second, which
-    the probe of the memory slows down; more of a longer run, at most half of it and five."""
-    return min(total, max(2, min(MOST_WARMUP_STEPS, total // 2)))
 
 
 def _tokens(counted: torch.Tensor | None) -> Tokens:

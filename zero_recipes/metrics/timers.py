@@ -17,6 +17,7 @@ from zero_recipes.compat.deepspeed_engine import read_timers_before_reset
 from zero_recipes.metrics.parts import PhaseSeconds
 
 PHASES = tuple(PhaseSeconds.model_fields)
+MOST_WARMUP_STEPS = 5
 
 
 class PhaseClock:
@@ -90,3 +91,9 @@ class EngineSeconds:
         if not timed:
             return None
         return {name: statistics.median(step.get(name, 0.0) for step in timed) for name in timed[0]}
+
+
+def steps_not_timed(total: int) -> int:
+    """How many of `total` optimizer steps are not timed: the first that compiles and allocates, and the second, which
+    the probe of the memory slows down; more of a longer run, at most half of it and five."""
+    return min(total, max(2, min(MOST_WARMUP_STEPS, total // 2)))
