@@ -118,4 +118,7 @@ def install(monkeypatch) -> FakeCuda:
     for name in dir(cuda):
         if hasattr(torch.cuda, name) and not name.startswith("_"):
             monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    # torch's CUDA build asks it in every optimizer step
+    stream = SimpleNamespace(is_capturing=lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: stream)
     return cuda
