@@ -25,13 +25,14 @@ ops: setup
 test-fast: setup
 	python -m pytest tests/unit
 
-# All of them, in three parts at once: the ranks of a small job wait for each other and leave half of two cores idle.
-# What the other parts print is shown at the end.
+# All of them, in three queues at once: the ranks of a small job wait for each other and leave half of two cores idle.
+# What the other queues print is shown at the end.
 test: ops
 	@mkdir -p build
-	@python -m pytest tests/launch >build/launch.log 2>&1 & launch=$$!; \
+	@( python -m pytest tests/launch; launch=$$?; python -m pytest tests/engine/test_[m-z]*.py || exit $$?; \
+		exit $$launch ) >build/launch.log 2>&1 & launch=$$!; \
 	python -m pytest tests/unit tests/planner tests/upstream >build/unit.log 2>&1 & unit=$$!; \
-	python -m pytest tests/engine; code=$$?; \
+	python -m pytest tests/engine/test_[a-l]*.py; code=$$?; \
 	wait $$launch || code=$$?; wait $$unit || code=$$?; \
 	cat build/launch.log build/unit.log; exit $$code
 
