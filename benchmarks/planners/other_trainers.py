@@ -44,7 +44,7 @@ def full_loss(head, model, inputs, return_outputs=False, num_items_in_batch=None
     """What stays named stays alive, as in the function that each branch stands for."""
     import torch
 
-    labels = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[..., 1:]
+    labels = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[..., 1:].contiguous()
     outputs = model(**{key: value for key, value in inputs.items() if key != "labels"}, use_cache=False)
     logits = outputs["logits"]
     if head.startswith("early"):
