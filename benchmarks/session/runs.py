@@ -5,7 +5,6 @@ A row is written as soon as its run has ended, whatever became of it. Nothing he
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ import psutil
 from benchmarks.session.cases import Case
 from benchmarks.session.inputs import ROOT, write_recipe
 from zero_recipes.core.files import without_nan
-from zero_recipes.core.process import free_port
+from zero_recipes.core.process import free_port, kill_with_children
 from zero_recipes.metrics.failure import failed_row
 from zero_recipes.metrics.schema import FILE, Metrics
 
@@ -135,10 +134,7 @@ class Session:
     def _too_long(self, one: Running) -> bool:
         if time.time() < min(self.deadline, one.started + PATIENCE * one.case.seconds):
             return False
-        launcher = psutil.Process(one.child.pid)
-        for process in [*launcher.children(recursive=True), launcher]:  # torchrun's workers lead groups of their own
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        kill_with_children(psutil.Process(one.child.pid))  # torchrun's workers lead groups of their own
         one.child.wait()
         return True
 

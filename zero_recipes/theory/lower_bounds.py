@@ -99,7 +99,8 @@ def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi:
 
 
 def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accumulates: bool) -> float:
-    """Bytes of one process's host memory that DeepSpeed 0.19.8 holds beside the optimizer's states on the CPU.
+    """Bytes of one process's host memory that DeepSpeed 0.19.8 holds beside the optimizer's states on the CPU; 0 where
+    they lie elsewhere.
 
     An fp32 gradient for each of its `share` of the parameters. Below stage 3 the weights once more as they go back to
     the GPU (zero/stage_1_and_2.py `param_buffer_of_bit16_for_cpu_offload_groups`) and, where micro steps are
@@ -107,7 +108,7 @@ def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accum
     what torch's rounding of page-locked memory adds where it is in force (core/pinned_memory.py). `width`: bytes of an
     element on the GPU.
     """
-    if not config.offload_optimizer:
+    if config.offload_optimizer != "cpu":
         return 0
     copies = 1 if config.stage == 3 or not accumulates else 2
     held = 4 * share + copies * width * share

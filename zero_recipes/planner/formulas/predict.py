@@ -210,8 +210,7 @@ def host_bytes(job: Job, shape: Shape) -> HostBytes:
     mapped = not job.settings.random_weights and each == DTYPE_BYTES.get(shape.dtype, 4)
     load = 0 if mapped or job.zero_stage == 3 else here * each * shape.parameters
     share, accumulates = shape.trainable / job.world_size, job.settings.gradient_accumulation_steps > 1
-    in_memory = job.zero.offload_optimizer == "cpu"
-    beside = beside_offloaded_optimizer(job.zero, share, _width(job), accumulates) if in_memory else 0
+    beside = beside_offloaded_optimizer(job.zero, share, _width(job), accumulates)
     largest = shape.vocabulary * shape.hidden / job.world_size
     buffers = sum(swap_buffers(job.zero, share, largest).values())
     held = _offloaded(job, shape, "cpu") + beside + buffers
