@@ -421,6 +421,20 @@ def report(tmp_path_factory):
     return folder, page, printed
 
 
+def test_tick_labels_are_plain_text(tmp_path, monkeypatch):
+    """Names may hold dollar signs, so that mathtext is not read: a log axis would show it as it is written."""
+    written_out, labels = plots.Figure.savefig, []
+
+    def listed(figure, *arguments, **keywords):
+        written_out(figure, *arguments, **keywords)
+        labels.extend(text.get_text() for axes in figure.axes for text in axes.get_yticklabels())
+
+    monkeypatch.setattr(plots.Figure, "savefig", listed)
+    losses = {"ddp": {"loss_history": [2.0, 1.0]}, "zero2": {"loss_history": [2.001, 1.01]}}
+    plots.draw_comparison(sweep(tmp_path, losses, strategies=("ddp", "zero2")), tmp_path)
+    assert "0.001" in labels and not [label for label in labels if "$" in label]
+
+
 def test_the_pictures_have_their_size(report):
     folder, _, _ = report
     bars = tuple(round(inches * plot_style.DPI) for inches in plots.BARS_INCHES)

@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from zero_recipes.core import units
 from zero_recipes.core.plot_style import ALARM, DPI, ELSEWHERE, FAINT, INK, PART_COLOURS, STYLE
@@ -188,6 +188,8 @@ def _differences(axes: Axes, base: MeasuredRun | None, trained: list[tuple[Measu
     axes.set_ylabel(f"|loss - {base.label}|" if base else "")
     if drawn:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")  # the scale's own writes mathtext, which STYLE does not read
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.set_ylim(10 ** math.floor(math.log10(min(drawn))), 10 ** math.ceil(math.log10(max(drawn) * 1.01)))
         axes.grid(axis="y", color=FAINT, lw=0.8)
     else:
