@@ -1,6 +1,7 @@
 """A group of processes that stays up: imports and process group once, then one case after another.
 
-A launch of its own costs 6 s and more on two cores, a further run in the same processes half a second.
+A launch of its own costs 6 s and more on two cores, a further run in the same processes half a second. The libraries
+are imported by one server for all groups (tests/helpers/preloaded.py), from which each rank is forked.
 """
 
 from __future__ import annotations
@@ -8,17 +9,20 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from contextlib import suppress
-from multiprocessing import Pipe
+from multiprocessing import forkserver, get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from tests.helpers import worker
 from zero_recipes.core.process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+SERVER = get_context("forkserver")
+SERVER.set_forkserver_preload(["pytest", "tests.helpers.preloaded"])
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 HANG_SECONDS = 300  # a guard only: a hanging case is killed, and the message holds the rank's log
 
 
@@ -35,34 +39,28 @@ class Group:
     def __init__(self, world_size: int):
         self.world_size = world_size
         self.folder = Path(tempfile.mkdtemp(prefix=f"group{world_size}-"))
-        self.process: subprocess.Popen | None = None
+        self.processes: list = []
         self.cases = 0
 
     def start(self) -> None:
-        self.ranks, theirs = zip(*(Pipe() for _ in range(self.world_size)), strict=True)
-        descriptors = [connection.fileno() for connection in theirs]
-        arguments = [self.world_size, free_port(), str(self.folder), descriptors]
-        environment = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
-        with open(self.folder / "start.log", "w") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "tests" / "helpers" / "worker.py"), json.dumps(arguments)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env=os.environ | environment,
-                pass_fds=descriptors,
-                start_new_session=True,  # its ranks are killed with it
-            )
-        for connection in theirs:
-            connection.close()
+        start_server()
+        port, environment = free_port(), os.environ | ENVIRONMENT
+        self.ranks = []
+        for rank in range(self.world_size):
+            ours, theirs = SERVER.Pipe()
+            arguments = (rank, self.world_size, port, self.folder / f"rank{rank}.log", environment, theirs)
+            process = SERVER.Process(target=worker.be_rank, args=arguments)
+            process.start()
+            theirs.close()
+            self.ranks.append(ours)
+            self.processes.append(process)
 
     def run(self, case: str, **arguments: Any) -> list[Any]:
         """Run `tests.helpers.cases.<case>(**arguments)` on every rank; the results, by rank. All of it is JSON.
 
         A case of another file is named with it: "reshard_cases.train_and_keep_states".
         """
-        if self.process is None:
+        if not self.processes:
             self.start()
         self.cases += 1
         for rank in self.ranks:
@@ -87,25 +85,32 @@ class Group:
         return outcome["value"]
 
     def log(self, rank: int, last: int = 3000) -> str:
-        logs = (self.folder / "start.log", self.folder / f"rank{rank}.log")
-        return "".join(path.read_text()[-last:] for path in logs if path.is_file())
+        path = self.folder / f"rank{rank}.log"
+        return path.read_text()[-last:] if path.is_file() else ""
 
     def close(self) -> None:
         """Let the ranks end after their last case."""
-        if self.process is None:
+        if not self.processes:
             return
         for rank in self.ranks:
             rank.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(20)
+        for process in self.processes:
+            process.join(20)
         self.kill()
 
     def kill(self) -> None:
-        if self.process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for rank in self.ranks:
+        for process in self.processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for rank in self.ranks if self.processes else ():
             rank.close()
-        self.process = None
+        self.processes = []
+
+
+def start_server() -> None:
+    """Let the libraries be imported, once, with one thread for each process."""
+    with patch.dict(os.environ, ENVIRONMENT | {"PYTHONPATH": str(ROOT)}):
+        forkserver.ensure_running()
