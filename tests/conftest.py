@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.group import Group
-from tests.helpers.installed import remember_metadata
+from tests.helpers.remembered import remember
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT.parent / "shared" / "fixtures"
@@ -19,7 +19,7 @@ FIXTURES = ROOT.parent / "shared" / "fixtures"
 ORDER = ("unit", "planner", "engine", "upstream", "launch")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never ask the hub
-remember_metadata()
+remember()
 CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # rows made by tests are not kept
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 

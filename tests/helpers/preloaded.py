@@ -8,7 +8,7 @@ from zero_recipes.compat.warnings import quieten
 quieten()
 import tests.helpers.cases  # noqa: E402
 import tests.helpers.forget  # noqa: E402, F401
-from tests.helpers.installed import remember_metadata  # noqa: E402
+from tests.helpers.remembered import remember  # noqa: E402
 
 for name in (  # what a run imports later
     "deepspeed.module_inject.auto_ep_layer",
@@ -19,5 +19,5 @@ for name in (  # what a run imports later
     "zero_recipes.trainer.trainer",
 ):
     importlib.import_module(name)
-remember_metadata()
+remember()
 gc.freeze()  # what is imported stays: collecting after a case need not go through it, which takes half a second

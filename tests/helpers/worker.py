@@ -16,7 +16,7 @@ from pathlib import Path
 def be_rank(rank: int, world_size: int, port: int, log: Path, environment: dict, group: Connection) -> None:
     """Run the cases that come, and answer each, until the group closes the connection."""
     os.setsid()  # what it starts is killed with it
-    enter(log, environment | _place(rank, world_size, port))
+    enter(log, log, environment | _place(rank, world_size, port))
     import deepspeed
     import torch
     from deepspeed.utils import numa
@@ -40,13 +40,12 @@ def be_rank(rank: int, world_size: int, port: int, log: Path, environment: dict,
     torch.distributed.destroy_process_group()
 
 
-def enter(log: Path, environment: dict[str, str]) -> None:
-    """Take over an environment, and write to `log`."""
+def enter(out: Path, err: Path, environment: dict[str, str]) -> None:
+    """Take over an environment, and write to these files, which may be one."""
     os.environ.clear()
     os.environ.update(environment)
-    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(written, stream)
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
 
 
 def _place(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -1,0 +1,19 @@
+"""What tiny runs would work out again and again, kept for the rest of a process: a sixth of such a run."""
+
+from __future__ import annotations
+
+import functools
+import re
+from importlib import metadata
+
+
+def remember() -> None:
+    """Installed packages' metadata, which each question for a version parses anew, and compiled patterns.
+
+    A package folder that a test makes has a path of its own. Of patterns Python keeps 512, and transformers' and
+    datasets' are more than that.
+    """
+    parse = metadata.PathDistribution.metadata.fget
+    parsed = functools.cache(lambda path: parse(metadata.PathDistribution(path)))
+    metadata.PathDistribution.metadata = property(lambda self: parsed(self._path))
+    re._MAXCACHE = 2**14
