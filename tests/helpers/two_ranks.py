@@ -1,4 +1,4 @@
-"""run_sft.py as two processes without a launcher between them and the test, forked with the libraries imported."""
+"""A script as processes without a launcher between them and the test, forked with the libraries imported."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from zero_recipes.core.process import free_port
 
 
 def two_ranks(
-    argv: list[str], tmp_path: Path, extra: dict[str, str] | None = None, by_rank: dict[int, dict] | None = None
+    argv: list[str],
+    tmp_path: Path,
+    extra: dict[str, str] | None = None,
+    by_rank: dict[int, dict] | None = None,
+    script: str = "run_sft.py",
 ) -> list[subprocess.CompletedProcess]:
-    start_server()
     port = free_port()
-    running = []
-    for rank in range(2):
-        environment = os.environ | ENVIRONMENT
-        environment |= {
+    environments = [
+        {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",
@@ -34,21 +35,35 @@ def two_ranks(
             **(extra or {}),
             **(by_rank or {}).get(rank, {}),
         }
-        written = [tmp_path / f"{stream}{rank}.txt" for stream in ("out", "err")]
-        running.append((SERVER.Process(target=_run, args=(argv, environment, *written)), written))
+        for rank in range(2)
+    ]
+    return forked(script, argv, environments, tmp_path)
+
+
+def forked(
+    script: str, argv: list[str], environments: list[dict[str, str]], folder: Path
+) -> list[subprocess.CompletedProcess]:
+    """How the script has ended in one process for each of `environments`; what they print goes through `folder`."""
+    start_server()
+    running = []
+    for number, environment in enumerate(environments):
+        written = [folder / f"{stream}{number}.txt" for stream in ("stdout", "stderr")]
+        arguments = (script, argv, os.environ | ENVIRONMENT | environment, *written)
+        running.append((SERVER.Process(target=_run, args=arguments), written))
         running[-1][0].start()
     ended = []
     for process, written in running:
         process.join(240)
         assert process.exitcode is not None, "it hangs"
-        ended.append(subprocess.CompletedProcess(argv, process.exitcode, *(path.read_text() for path in written)))
+        texts = [path.read_text() for path in written]
+        ended.append(subprocess.CompletedProcess([script, *argv], process.exitcode, *texts))
     return ended
 
 
-def _run(argv: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
+def _run(script: str, argv: list[str], environment: dict[str, str], out: Path, err: Path) -> None:
     enter(out, err, environment)
-    sys.argv = ["run_sft.py", *argv]
+    sys.argv = [script, *argv]
     try:
-        runpy.run_path(str(ROOT / "run_sft.py"), run_name="__main__")
+        runpy.run_path(str(ROOT / script), run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # as at an interpreter's end; a forked process has none

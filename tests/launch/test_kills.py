@@ -16,6 +16,7 @@ import pytest
 from tests.helpers.group import CaseFailed
 from tests.helpers.killed import PLACES, RANK_0_ONLY
 from tests.helpers.resuming import RESULT, arguments, resume_recipe
+from tests.helpers.two_ranks import forked, two_ranks
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.lock import LOCK
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
@@ -49,8 +50,10 @@ def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
     whole = two.run("train", argv=arguments(recipe, "zero3", tmp_path / "whole"))[0]["metrics"]
     out = tmp_path / "out"
 
-    code, said = launch("zero3", recipe, out, "optimizer:1:4")
-    assert code and "starting fresh" in said, said[-3000:]
+    argv, killed = arguments(recipe, "zero3", out, *RESUME), {"KILL": "optimizer:1:4"}
+    ranks = two_ranks(argv, tmp_path, killed, script="tests/helpers/killed.py")
+    assert "starting fresh" in ranks[0].stdout, ranks[0].stderr[-3000:]
+    assert ranks[0].returncode > 0 and ranks[1].returncode == -signal.SIGKILL
     assert [path.name for path in numbered(out)] == ["checkpoint-2", "checkpoint-4"]
     assert manifest.is_unfinished(out / "checkpoint-4") and manifest.damage(out / "checkpoint-2") is None
     optimizer = sorted((out / "checkpoint-4").rglob("*rank_1*optim*"))
@@ -75,8 +78,8 @@ def test_killed_before_its_first_step_nothing_is_lost_and_the_same_command_goes_
         name: (out / name).read_bytes() for name in ("model.safetensors", "metrics.json", "checkpoint-2/manifest.json")
     }
     again = [str(recipe), "--output_dir", str(out), "--overwrite", "true", "--seed", "5"]
-    command = [sys.executable, "tests/helpers/killed.py", *again]
-    assert subprocess.run(command, cwd=ROOT, env=os.environ | {"KILL": "step:0:1"}).returncode == -signal.SIGKILL
+    (killed,) = forked("tests/helpers/killed.py", again, [{"KILL": "step:0:1"}], tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
     assert {name: (out / "overwritten-1" / name).read_bytes() for name in old} == old
     assert "ZR749" in one.run("refusal_of", argv=[*again[:3], *RESUME])[0]
     one.run("train", argv=again)
