@@ -99,7 +99,7 @@ def prepare_dataset(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_
     sft_trainer.global_then_local_main_first = contextlib.nullcontext
     try:
         return sft_trainer.SFTTrainer._prepare_dataset(
-            stand_in, rows, tokenizer, training_args, packing, formatting_func=None, dataset_name=""
+            stand_in, rows, tokenizer, training_args, packing, formatting_func=None, dataset_name="the"
         )
     finally:
         sft_trainer.global_then_local_main_first = turns

@@ -256,3 +256,15 @@ FINGERPRINT = PrivatePart(
     otherwise="Rows of other data would be taken from the cache.",
     relies_on=(Mentions("datasets.arrow_dataset:Dataset", ("_fingerprint",)),),
 )
+
+BARS = PrivatePart(
+    name="progress_of_rows",
+    library="datasets",
+    used_by="compat/progress.py, plain_progress",
+    why="says in plain lines how far tokenising is, where stderr is no terminal",
+    otherwise="Nothing would be said while rows are prepared, for minutes where they are many.",
+    relies_on=(
+        Exists("datasets.arrow_dataset", ("hf_tqdm",)),
+        Mentions("datasets.arrow_dataset:Dataset.map", ("hf_tqdm",)),
+    ),
+)
