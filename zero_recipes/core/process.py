@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from sys import _current_frames  # Python documents it, and there is no other way to another thread's frames
 from types import FrameType
 from typing import NoReturn
@@ -22,6 +22,7 @@ import psutil
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 IDLE_SECONDS = 3.0  # a worker without work for so long is not waited for any more
 _leaves_with: list[int] = []  # the exit code, once `leave` was called
+_forks_end: list[bool] = []  # not empty inside `forks_end_with_parent`
 
 
 def rank() -> int:
@@ -65,6 +66,20 @@ def end_with_parent() -> None:
     """From now on this process is killed when its parent ends, however that ends. On Linux; nothing elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def forks_end_with_parent() -> Iterator[None]:
+    """Processes that the main thread forks inside end when this one does, however it ends: workers of the datasets
+    library would keep its connections open, and other ranks waiting."""
+    _forks_end.append(True)
+    try:
+        yield
+    finally:
+        _forks_end.pop()
+
+
+os.register_at_fork(after_in_child=lambda: _forks_end and end_with_parent())
 
 
 def wait_for_rank_0(seconds: float) -> None:

@@ -19,12 +19,12 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.compat import huggingface
-from zero_recipes.compat.forked_workers import forked_workers
 from zero_recipes.compat.huggingface import fingerprint
 from zero_recipes.compat.progress import plain_progress
 from zero_recipes.core import codes
 from zero_recipes.core.errors import Finding, Refusal, downgraded
 from zero_recipes.core.files import write_json
+from zero_recipes.core.process import forks_end_with_parent
 from zero_recipes.data.audit import Audit, padding_of
 from zero_recipes.data.load import load_rows
 from zero_recipes.data.row_hash import data_sha256
@@ -136,7 +136,7 @@ def _cached(
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "zero-recipes" / key
     note = folder / "audit.json"
     if not note.is_file():
-        with plain_progress(), forked_workers():
+        with plain_progress(), forks_end_with_parent():
             prepared, findings = prepare_splits(rows, evaluation, tokenizer, training_args, skips, sources)
         found, ready = prepared[0].audit, prepared[0].ready
         splits = datasets.DatasetDict(train=ready)
