@@ -104,6 +104,18 @@ CHECKPOINTS = PrivatePart(
     ),
 )
 
+BETWEEN_STEPS = PrivatePart(
+    name="between_steps",
+    library="transformers",
+    used_by="trainer/trainer.py, _maybe_log_save_evaluate",
+    why="tells the seconds of logging from those of steps",
+    otherwise="Seconds of logging would count as seconds of steps.",
+    relies_on=(
+        Exists(TRAINER, ("_maybe_log_save_evaluate",)),
+        Mentions(f"{TRAINER}._run_epoch", ("_maybe_log_save_evaluate",)),
+    ),
+)
+
 TIED_WEIGHTS = PrivatePart(
     name="tied_weights",
     library="transformers",

@@ -22,7 +22,7 @@ from zero_recipes.core.errors import Finding
 # by the runs that use them
 EVERY_RUN = (
     *(hf.DEEPSPEED_ANNOUNCEMENT, hf.TOKEN_WEIGHTS, hf.EPOCH, hf.CHECKPOINTS, hf.TIED_WEIGHTS, hf.RESUMING, hf.WEIGHTS),
-    *(hf.ROWS_LEFT_OVER, hf.ROW_ORDER),
+    *(hf.ROWS_LEFT_OVER, hf.ROW_ORDER, hf.BETWEEN_STEPS),
     *(hf.GRADIENT_NORM, hf.ATTENTION, hf.ATTENTION_KERNELS, hf.KEPT_IN_FP32, hf.ROWS, hf.FINGERPRINT, hf.BARS),
     *(ac.SHARED_STATE, ac.WRAPPED_OPTIMIZER, pt.STORAGES, pt.PARAMETERS),
 )

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from sys import _current_frames  # Python documents it, and there is no other way to another thread's frames
 from types import FrameType
 from typing import NoReturn
@@ -34,6 +35,14 @@ def local_world_size(environment: Mapping[str, str], world_size: int) -> int:
     """Processes of this job on this machine. torchrun says it in LOCAL_WORLD_SIZE, the deepspeed launcher in LOCAL_SIZE
     (DeepSpeed 0.19.8, launcher/launch.py); without either all are here."""
     return int(environment.get("LOCAL_WORLD_SIZE") or environment.get("LOCAL_SIZE") or world_size)
+
+
+def age() -> float:
+    """Seconds since this process was started, to a hundredth (proc(5): starttime counts from boot); 0 off Linux."""
+    if sys.platform != "linux":
+        return 0.0
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
 
 
 def free_port() -> int:
