@@ -14,7 +14,7 @@ import sys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.errors import Refusal, RunFailed, print_ending, raise_errors
 from zero_recipes.core.phases import CLOCK
-from zero_recipes.core.process import leave, rank
+from zero_recipes.core.process import imported_for_good, leave, rank
 
 
 def main(argv: list[str]) -> None:
@@ -35,7 +35,8 @@ def prepare(argv: list[str]):
     from zero_recipes.compat.warnings import quieten, quieten_loggers
 
     quieten_loggers()
-    from zero_recipes.checks.preflight import preflight
+    with imported_for_good():
+        from zero_recipes.checks.preflight import preflight
 
     quieten()
     with CLOCK.phase("checks"):

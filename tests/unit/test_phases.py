@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -15,6 +18,8 @@ from zero_recipes.core.process import age
 from zero_recipes.metrics.parts import PhaseSeconds
 from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.report import phases_plot
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -103,3 +108,22 @@ def test_one_bar_a_run_and_the_names_of_earlier_versions(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     none = new.model_copy(update={"phase_seconds": None})
     assert phases_plot.draw([none], "a setting", tmp_path / "none.png") is None
+
+
+IMPORTS = """
+import gc
+from zero_recipes.core.process import imported_for_good
+collections = lambda: sum(generation["collections"] for generation in gc.get_stats())
+before = collections()
+with imported_for_good():
+    import email.message, http.client, xml.dom.minidom
+    kept = [[number] for number in range(100_000)]
+during, frozen = collections() - before, gc.get_freeze_count()
+again = [[number] for number in range(100_000)]
+print(during, frozen > 100_000, gc.isenabled(), collections() > before)
+"""
+
+
+def test_imports_are_not_searched_for_garbage_and_all_else_is():
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["0", "True", "True", "True"], done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -43,6 +44,23 @@ def age() -> float:
         return 0.0
     started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+
+
+@contextlib.contextmanager
+def imported_for_good() -> Iterator[None]:
+    """What is imported inside stays: Python's garbage collector goes through none of it, now or later.
+
+    It begins anew with every so many objects that are made, and modules are made of nothing else: it takes a quarter
+    of the time that torch, transformers, TRL and DeepSpeed take to import, and 0.1 s and more of a step later on.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def free_port() -> int:
