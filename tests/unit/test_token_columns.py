@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from trl import ScriptArguments, SFTConfig
 from trl.scripts.utils import DatasetMixtureConfig
 
 from zero_recipes.checkpoint.compatibility import refuse_other_data
-from zero_recipes.compat import progress
+from zero_recipes.compat import huggingface, progress
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.data import prepare, row_hash, splits, token_columns
@@ -269,6 +270,17 @@ def test_two_workers_make_the_rows_that_one_makes(tokenizer, tmp_path, monkeypat
         tokenised = splits.tokenise(given, tokenizer, training_args)
         found.append(splits.finish(tokenised, tokenizer, training_args, training_args.packing))
     assert found[0].to_dict() == found[1].to_dict() and data_sha256(found[0]) == data_sha256(found[1])
+
+
+def test_workers_leave_the_environment_as_it_was(monkeypatch):
+    """The first half fails when datasets no longer needs it."""
+    before = os.environ
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    kept = huggingface.environment_kept()
+    with kept:
+        Dataset.from_dict({"a": [1, 2]}).map(lambda row: row, num_proc=2)
+        assert os.environ is not before and before["TOKENIZERS_PARALLELISM"] == "false"
+    assert os.environ is before and "TOKENIZERS_PARALLELISM" not in os.environ
 
 
 def test_progress_is_said_in_lines_where_there_is_no_terminal(monkeypatch, capsys):
