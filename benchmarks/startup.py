@@ -1,16 +1,17 @@
 """Seconds from the start of a process to the end of its first step, beside importing the stack and building an engine.
 
-    python benchmarks/startup.py [--repeats 5]
+    python benchmarks/startup.py [--repeats 5] [--earlier FOLDER]
 
 Writes benchmarks/results/startup.json. In turn, in fresh processes under `accelerate launch` with two processes:
 
   bare   imports torch, transformers, trl, deepspeed, accelerate and datasets, loads the model of recipes/tiny.yaml and
          builds a DeepSpeed engine around it (stage 2, bf16, AdamW): nothing of this repository, and no step;
   ours   run_sft.py recipes/tiny.yaml from its start to the end of its first optimizer step: the recipe's checks, its
-         rows (from the cache of the run before), its questions before training, the engine, the step.
+         rows (from the cache of the run before), its questions before training, the engine, the step;
+  earlier  the same of another version of this repository, checked out in FOLDER.
 
 Seconds are those of rank 0, from the start of its process as the kernel has it: what the launcher takes before is in
-neither. `ours_by_phase`: where they went (zero_recipes/core/phases.py).
+neither. CPU seconds beside them, of all threads, depend less on what else the machine does. `ours_by_phase`: where they went (zero_recipes/core/phases.py).
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ def bare(note: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
     deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if os.environ["RANK"] == "0":
-        note.write_text(json.dumps({"imports": imported, "all": age()}))
+        note.write_text(json.dumps({"imports": imported, "all": age(), "cpu": time.process_time()}))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 def ours(note: Path, arguments: list[str]) -> None:
-    """run_sft.py as it is, with a look at the clock after its first step."""
-    sys.path.insert(0, str(ROOT))
+    """run_sft.py of the working directory as it is, with a look at the clock after its first step."""
+    sys.path.insert(0, os.getcwd())
     import run_sft
 
     run = run_sft.prepare(arguments)
@@ -78,7 +79,7 @@ def ours(note: Path, arguments: list[str]) -> None:
     def on_step_end(self, *args, **kwargs):
         ends_step(self, *args, **kwargs)
         if self.done == 1 and os.environ["RANK"] == "0":
-            note.write_text(json.dumps({"all": age()}))
+            note.write_text(json.dumps({"all": age(), "cpu": time.process_time()}))
 
     StageMetricsCallback.on_step_end = on_step_end
     with process_group(run):
@@ -87,14 +88,14 @@ def ours(note: Path, arguments: list[str]) -> None:
         trainer.end()
 
 
-def launched(what: str, folder: Path) -> dict[str, float]:
-    """One launch of two processes; what rank 0 noted."""
+def launched(what: str, folder: Path, root: Path) -> dict[str, float]:
+    """One launch of two processes from the folder `root`; what rank 0 noted."""
     note, output = folder / f"{what}.json", folder / "output"
     arguments = [RECIPE, "--max_steps", "1", "--eval_strategy", "no", "--save_model", "false"]
     arguments += ["--output_dir", str(output), "--overwrite", "true"]
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", ACCELERATE]
-    command += [__file__, "--process", what, str(note), *(arguments if what == "ours" else [])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command += [__file__, "--process", what, str(note), *([] if what == "bare" else arguments)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
     found = json.loads(note.read_text())
@@ -106,12 +107,15 @@ def launched(what: str, folder: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--earlier", type=Path)
     arguments = parser.parse_args()
-    found: dict[str, list[dict]] = {"bare": [], "ours": []}
+    roots = {"bare": ROOT, "ours": ROOT} | ({"earlier": arguments.earlier} if arguments.earlier else {})
+    found: dict[str, list[dict]] = {what: [] for what in roots}
     folder = Path(tempfile.mkdtemp())
     try:
         for number in range(-1, arguments.repeats):  # the first pair fills the page cache and the cache of rows
-            pair = {what: launched(what, folder) for what in (("bare", "ours") if number % 2 else ("ours", "bare"))}
+            order = list(roots) if number % 2 else list(roots)[::-1]
+            pair = {what: launched(what, folder, roots[what]) for what in order}
             print({what: round(seen["all"], 2) for what, seen in pair.items()}, flush=True)
             if number >= 0:
                 for what, seen in pair.items():
@@ -126,6 +130,8 @@ def main() -> None:
         "bare": round(statistics.median(seen["all"] for seen in found["bare"]), 3),
         "bare_imports": round(statistics.median(seen["imports"] for seen in found["bare"]), 3),
         "ours": round(statistics.median(seen["all"] for seen in found["ours"]), 3),
+        "earlier": round(statistics.median(seen["all"] for seen in found["earlier"]), 3) if arguments.earlier else None,
+        "cpu": {what: round(statistics.median(run["cpu"] for run in runs), 3) for what, runs in found.items()},
         "ours_by_phase": {
             name: round(statistics.median(seen["phases"][name] or 0 for seen in found["ours"]), 3) for name in phases
         },
@@ -142,6 +148,7 @@ def main() -> None:
         ROOT / "benchmarks" / "results" / "startup.json",
         document | {"hardware": hardware, "versions": environment.versions()},
     )
+    print({what: document["cpu"][what] for what in roots}, "CPU seconds")
     print(f"start to first step {document['ours']:.2f} s, bare {document['bare']:.2f} s: {document['ratio']:.2f}")
 
 

@@ -20,7 +20,7 @@ COLOURS = {
     "tokenising": "#8e5ea2", "model": "#5a8f9c", "first_step": "#a8d0a2", "steps": "#4f9d69", "logging": "#d9d27a",
     "evaluation": "#e0a030", "sampling": "#dd7a3a", "saving": "#b8574e", "other": "#d8dce1",
 }  # fmt: skip
-INCHES, INCHES_OF_A_BAR = (8.0, 1.75), 0.36
+INCHES, INCHES_OF_A_BAR = (8.0, 1.95), 0.36
 SHOWN = 0.06  # of the longest bar: a phase's number is written into its part where that is so wide
 
 
@@ -57,7 +57,7 @@ def draw(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path | None:
         axes.grid(axis="x", color=FAINT, lw=0.8)
         for name in (name for name in PHASES if any(name in seconds for _, seconds in timed)):
             axes.barh(0, 0, color=COLOURS[name], label=name.replace("_", " "))
-        figure.legend(loc="outside lower center", ncols=7)
+        figure.legend(loc="outside lower center", ncols=5, handlelength=1.4)
         figure.savefig(path)
     return path
 
