@@ -11,7 +11,8 @@ Writes benchmarks/results/startup.json. In turn, in fresh processes under `accel
   earlier  the same of another version of this repository, checked out in FOLDER.
 
 Seconds are those of rank 0, from the start of its process as the kernel has it: what the launcher takes before is in
-neither. CPU seconds beside them, of all threads, depend less on what else the machine does. `ours_by_phase`: where they went (zero_recipes/core/phases.py).
+none. CPU seconds beside them, of all threads, depend less on what else the machine does. `ours_by_phase`: where they
+went (zero_recipes/core/phases.py).
 """
 
 from __future__ import annotations
