@@ -22,17 +22,17 @@ from zero_recipes.data.samples import Sample
 from zero_recipes.data.source import Source
 
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
-ROWS_OF_A_WORKER = 4000  # at least: 2 s of tokenising; workers start once for each of TRL's steps, 0.1 to 0.3 s each
+ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps
 
 
-def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
+def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, parallel: bool = True) -> Dataset:
     """input_ids and labels of each row, before truncation, dropping, packing and shuffling.
 
     By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied.
     """
     whole = copy.copy(training_args)
     whole.max_length, whole.shuffle_dataset = None, False
-    whole.dataset_num_proc = workers(len(rows), training_args.dataset_num_proc)
+    whole.dataset_num_proc = workers(len(rows), training_args.dataset_num_proc) if parallel else None
     return prepare_dataset(rows, tokenizer, whole, packing=False)
 
 
@@ -145,9 +145,7 @@ def _tokenised(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args,
     except (Refusal, MemoryError):
         raise
     except Exception as error:
-        alone = copy.copy(training_args)
-        alone.dataset_num_proc = None
-        number, cause = _first_failing(rows, lambda part: tokenise(part, tokenizer, alone))
+        number, cause = _first_failing(rows, lambda part: tokenise(part, tokenizer, training_args, parallel=False))
         which = source.split if number is None else source.row(number)
         raise Refusal(
             "ZR528",
