@@ -10,13 +10,11 @@ Exit codes: 0 done; 2 refused before training, with one message; 1 anything else
 
 import os
 import sys
-import time
 
-STARTED = time.perf_counter()
-
-from zero_recipes.config import recipe as recipes  # noqa: E402
-from zero_recipes.core.errors import Refusal, RunFailed, print_ending, raise_errors  # noqa: E402
-from zero_recipes.core.process import leave, rank  # noqa: E402
+from zero_recipes.config import recipe as recipes
+from zero_recipes.core.errors import Refusal, RunFailed, print_ending, raise_errors
+from zero_recipes.core.phases import CLOCK
+from zero_recipes.core.process import imported_for_good, leave, rank
 
 
 def main(argv: list[str]) -> None:
@@ -37,10 +35,12 @@ def prepare(argv: list[str]):
     from zero_recipes.compat.warnings import quieten, quieten_loggers
 
     quieten_loggers()
-    from zero_recipes.checks.preflight import preflight
+    with imported_for_good():
+        from zero_recipes.checks.preflight import preflight
 
     quieten()
-    run, findings = preflight(path, mapping, overrides, os.environ)
+    with CLOCK.phase("checks"):
+        run, findings = preflight(path, mapping, overrides, os.environ)
     raise_errors(findings)
     if rank() == 0:
         print(*findings, sep="\n", end="\n" if findings else "", flush=True)
@@ -63,7 +63,7 @@ def train(run):
     from zero_recipes.trainer.trainer import RecipeTrainer, prepare_libraries
 
     run = settle_checkpoint(run)
-    recorder = RunRecorder(run, STARTED)
+    recorder = RunRecorder(run)
     with nvme.swap_space(run.strategy) as recorder.disks, recorder.on_failure():
         # 1. What may still refuse: nothing on disk is touched.
         script_args, args, model_args, dataset_args, ours = run.trl_arguments()
@@ -75,7 +75,7 @@ def train(run):
             tokenizer = load_tokenizer(model_args, args)
             rows = prepare_rows(script_args, args, dataset_args, ours, tokenizer)
             recorder.predicted = planned()
-        refuse_other_data(run.checkpoint, rows.data_sha256)
+        refuse_other_data(run.checkpoint, rows.data_sha256, rows.train)
         with recorder.loading():
             model = load_model(config, model_args, args, ours)  # the last that can refuse
 

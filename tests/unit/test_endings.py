@@ -153,7 +153,7 @@ def recorder(folder, checkpoint=None, monkeypatch=None) -> RunRecorder:
     recipe = SimpleNamespace(name="r.yaml", sha256="ab", settings=settings)
     strategy = SimpleNamespace(name="zero2", zero_stage=2, world_size=2)
     run = SimpleNamespace(output_dir=folder, checkpoint=checkpoint, recipe=recipe, strategy=strategy, device="cpu")
-    return RunRecorder(run, 0.0)
+    return RunRecorder(run)
 
 
 def finished(folder, **changes):

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
+
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.inputs import dispatch_findings, input_findings, missing_state_findings
 from zero_recipes.checkpoint.reshard.load import is_resharded, read_index
@@ -17,6 +19,7 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import environment
 from zero_recipes.core.errors import Finding, Refusal
+from zero_recipes.data.row_hash import same_rows
 
 
 def resharded_findings(settings: Settings, strategy: Strategy) -> Iterator[Finding]:
@@ -256,10 +259,14 @@ def _versions(checkpoint: str, written: Mapping) -> Iterator[Finding]:
         )
 
 
-def refuse_other_data(checkpoint: str | None, data_sha256: str | None) -> None:
-    """Refuse rows that are not those of the checkpoint. `data_sha256`: preparation.Prepared's; None for a stream."""
+def refuse_other_data(checkpoint: str | None, data_sha256: str | None, rows: Dataset | None = None) -> None:
+    """Refuse rows that are not those of the checkpoint. `data_sha256`: data.prepare.Prepared's; None for a stream.
+
+    `rows`: the same rows, for a checkpoint with a hash of the first version.
+    """
     written = manifest.read(Path(checkpoint)) if checkpoint else None
-    if written is not None and written.get("data_sha256", data_sha256) != data_sha256:
+    then = data_sha256 if written is None else written.get("data_sha256", data_sha256)
+    if then != data_sha256 and not (then and data_sha256 and rows is not None and same_rows(then, data_sha256, rows)):
         raise Refusal(
             "ZR727",
             f"{checkpoint} was trained on other rows",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from zero_recipes.compat import parts_of_huggingface as parts
 
 if TYPE_CHECKING:
     from datasets import Dataset  # a look at a recipe needs it not
+
+PARALLEL = "TOKENIZERS_PARALLELISM"
 
 
 @contextlib.contextmanager
@@ -77,6 +80,23 @@ def fingerprint(rows: Dataset) -> str:
     return parts.FINGERPRINT.of(rows, "_fingerprint")
 
 
+@contextlib.contextmanager
+def environment_kept() -> Iterator[None]:
+    """os.environ is the same object afterwards, and tokenizers may use all cores again.
+
+    datasets 5.2 (arrow_dataset.py, `map` with num_proc) leaves a copy in its place, and TOKENIZERS_PARALLELISM=false in
+    the environment that tokenizers read.
+    """
+    kept, before = os.environ, os.environ.get(PARALLEL)
+    try:
+        yield
+    finally:
+        os.environ = kept  # noqa: B003 - the very object
+        os.environ.pop(PARALLEL, None)
+        if before is not None:
+            os.environ[PARALLEL] = before
+
+
 def prepare_dataset(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
     """Rows as SFTTrainer's `_prepare_dataset` makes them; it needs three attributes of a trainer, and no model.
 
@@ -98,8 +118,9 @@ def prepare_dataset(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_
     turns = sft_trainer.global_then_local_main_first
     sft_trainer.global_then_local_main_first = contextlib.nullcontext
     try:
-        return sft_trainer.SFTTrainer._prepare_dataset(
-            stand_in, rows, tokenizer, training_args, packing, formatting_func=None, dataset_name=""
-        )
+        with environment_kept():
+            return sft_trainer.SFTTrainer._prepare_dataset(
+                stand_in, rows, tokenizer, training_args, packing, formatting_func=None, dataset_name="the"
+            )
     finally:
         sft_trainer.global_then_local_main_first = turns

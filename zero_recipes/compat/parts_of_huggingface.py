@@ -104,6 +104,18 @@ CHECKPOINTS = PrivatePart(
     ),
 )
 
+BETWEEN_STEPS = PrivatePart(
+    name="between_steps",
+    library="transformers",
+    used_by="trainer/trainer.py, _maybe_log_save_evaluate",
+    why="tells the seconds of logging from those of steps",
+    otherwise="Seconds of logging would count as seconds of steps.",
+    relies_on=(
+        Exists(TRAINER, ("_maybe_log_save_evaluate",)),
+        Mentions(f"{TRAINER}._run_epoch", ("_maybe_log_save_evaluate",)),
+    ),
+)
+
 TIED_WEIGHTS = PrivatePart(
     name="tied_weights",
     library="transformers",
@@ -255,4 +267,16 @@ FINGERPRINT = PrivatePart(
     why="names the rows in the key under which prepared ones are kept",
     otherwise="Rows of other data would be taken from the cache.",
     relies_on=(Mentions("datasets.arrow_dataset:Dataset", ("_fingerprint",)),),
+)
+
+BARS = PrivatePart(
+    name="progress_of_rows",
+    library="datasets",
+    used_by="compat/progress.py, plain_progress",
+    why="says in plain lines how far tokenising is, where stderr is no terminal",
+    otherwise="Nothing would be said while rows are prepared, for minutes where they are many.",
+    relies_on=(
+        Exists("datasets.arrow_dataset", ("hf_tqdm",)),
+        Mentions("datasets.arrow_dataset:Dataset.map", ("hf_tqdm",)),
+    ),
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +17,16 @@ from zero_recipes.core.errors import Finding
 from zero_recipes.core.tables import Column, plain, print_columns, terminal
 from zero_recipes.data.answers import NO_ANSWER, answer_lengths, roles_in
 from zero_recipes.data.source import Source
+from zero_recipes.data.token_columns import (
+    BATCH,
+    TokenBatch,
+    last_positions,
+    padding_share,
+    row_lengths,
+    sums,
+    tables,
+    token_batches,
+)
 
 SLIPS = 0.01  # tatsu-lab/alpaca has 28 empty answers in 52,002 rows
 THE_DATA = Source("the data")
@@ -54,31 +64,28 @@ def audit(
     rows: Dataset, tokenised: Dataset, ready: Dataset, tokenizer: PreTrainedTokenizerBase, training_args
 ) -> Audit:
     """Count one split: `rows` as loaded, `tokenised` whole, `ready` as trained on (truncated, packed, dropped)."""
-    longest = training_args.max_length
-    lengths, without_supervision, unsupervised_ends = [], [], 0
-    for number, (ids, labels) in enumerate(_ids_and_labels(tokenised)):
-        lengths.append(len(ids))
-        if not (labels != -100).any():
-            without_supervision.append(number)
-        if longest is None or len(ids) <= longest:
-            ends = np.flatnonzero(ids == tokenizer.eos_token_id)
-            unsupervised_ends += not len(ends) or labels[ends[-1]] == -100
-    kept_lengths = [len(ids) for ids, _ in _ids_and_labels(ready)]
+    longest, lengths, supervised, ended = training_args.max_length, [], [], []
+    for batch in token_batches(tokenised):
+        lengths.append(batch.lengths)
+        supervised.append(sums(batch.labels != -100, batch.starts, batch.ends))
+        ended.append(_learns_to_end(batch, tokenizer.eos_token_id))
+    whole, supervised, ended = map(np.concatenate, (lengths, supervised, ended))
+    fits = np.full(len(whole), True) if longest is None else whole <= longest
+    kept = row_lengths(ready)
     packed = training_args.packing
-    pads = not (packed or training_args.padding_free)
     answers = answer_lengths(rows, training_args.dataset_text_field)
     return Audit(
-        rows=len(lengths),
-        truncated=0 if longest is None else sum(length > longest for length in lengths),
-        dropped=0 if packed else len(lengths) - len(kept_lengths),
-        without_supervision=without_supervision,
-        tokens=sum(kept_lengths),
-        supervised=_supervised(ready, packed and training_args.packing_strategy != "wrapped"),
-        longest=max(lengths),
-        unsupervised_ends=int(unsupervised_ends),
+        rows=len(whole),
+        truncated=int((~fits).sum()),
+        dropped=0 if packed else len(whole) - len(kept),
+        without_supervision=np.flatnonzero(supervised == 0).tolist(),
+        tokens=int(kept.sum()),
+        supervised=_supervised(ready, packed and "seq_lengths" in ready.column_names),
+        longest=int(whole.max()),
+        unsupervised_ends=int((fits & ~ended).sum()),
         shifted_prompts=_shifted_prompts(rows, tokenised, tokenizer),
-        padding_share=_padding_share(kept_lengths, training_args) if pads and kept_lengths else 0.0,
-        packing_share=sum(kept_lengths) / (len(kept_lengths) * longest) if packed and kept_lengths else None,
+        padding_share=padding_of(kept, training_args),
+        packing_share=int(kept.sum()) / (len(kept) * longest) if packed and len(kept) else None,
         empty=[] if answers is None else np.flatnonzero(answers == 0).tolist(),
         unanswered=[] if answers is None else np.flatnonzero(answers == NO_ANSWER).tolist(),
         answers=answers is not None and not {"completion", "messages", "conversations"}.isdisjoint(rows.column_names),
@@ -217,28 +224,37 @@ def show_audit(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerB
         console.print(text)
 
 
-def _ids_and_labels(rows: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """input_ids and labels of one row after the other, a thousand in memory at a time."""
-    columns = [name for name in ("input_ids", "labels") if name in rows.column_names]
-    for batch in rows.select_columns(columns).with_format("numpy").iter(1000):
-        yield from zip(batch["input_ids"], batch.get("labels", batch["input_ids"]), strict=True)
+def padding_of(lengths: np.ndarray, training_args) -> float:
+    """Of the tokens computed, the share that is padding. `lengths`: of the rows as trained on, shape (rows,)."""
+    if training_args.packing or training_args.padding_free:
+        return 0.0
+    return padding_share(lengths, training_args.per_device_train_batch_size, training_args.seed)
+
+
+def _learns_to_end(batch: TokenBatch, eos_token_id: int | None) -> np.ndarray:
+    """For each row whether its last end of text carries loss; False where it has none."""
+    last = last_positions(np.flatnonzero(batch.ids == eos_token_id), batch.ends)
+    found = last >= 0
+    found[found] = batch.labels[last[found]] != -100
+    return found
 
 
 def _ids_as_bytes(rows: Dataset) -> Iterator[bytes]:
-    for batch in rows.select_columns(["input_ids"]).with_format("arrow").iter(1000):
-        column = batch["input_ids"].combine_chunks()
-        flat = np.asarray(column.flatten()).astype(np.int64)
-        ends = np.cumsum([0, *np.asarray(column.value_lengths())])
-        yield from (flat[start:end].tobytes() for start, end in pairwise(ends))
+    for batch in token_batches(rows.select_columns(["input_ids"])):
+        flat = batch.ids.astype(np.int64)
+        yield from (flat[start:end].tobytes() for start, end in zip(batch.starts, batch.ends, strict=True))
 
 
 def _supervised(ready: Dataset, separated: bool) -> int:
     """Tokens that a loss is computed for: the first token of a row, or of each packed row, is never predicted."""
     total = 0
-    starts = iter(ready["seq_lengths"]) if separated else None
-    for _, labels in _ids_and_labels(ready):
-        carries = labels != -100
-        firsts = [0] if starts is None else np.cumsum([0, *next(starts)])[:-1]
+    parts = tables(ready, ["seq_lengths"]) if separated else None
+    for batch in token_batches(ready):
+        carries = batch.labels != -100
+        lengths = batch.lengths
+        if parts is not None:  # of the packed rows, one after the other as the tokens are
+            lengths = np.asarray(pc.list_flatten(next(parts)["seq_lengths"].combine_chunks()))
+        firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
         total += int(carries.sum() - carries[firsts].sum())
     return total
 
@@ -246,22 +262,20 @@ def _supervised(ready: Dataset, separated: bool) -> int:
 def _shifted_prompts(rows: Dataset, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
     if "prompt" not in rows.column_names:
         return 0
-    shifted, whole = 0, _ids_and_labels(tokenised)
-    for batch in rows.select_columns(["prompt"]).iter(1000):
-        for prompt in _prompt_ids(batch["prompt"], tokenizer):
-            ids, _ = next(whole)
-            shifted += ids[: len(prompt)].tolist() != prompt
+    shifted, whole = 0, token_batches(tokenised.select_columns(["input_ids"]))
+    for texts in rows.select_columns(["prompt"]).iter(BATCH):
+        prompts, batch = _prompt_ids(texts["prompt"], tokenizer), next(whole)
+        lengths = np.fromiter(map(len, prompts), dtype=np.int64, count=len(prompts))
+        flat = np.fromiter(chain.from_iterable(prompts), dtype=np.int64, count=lengths.sum())
+        ends = np.cumsum(lengths)
+        shift = np.repeat(batch.starts - (ends - lengths), lengths)  # from a prompt's place to that in the whole row
+        ids = np.append(batch.ids, -1)  # for a prompt that is longer than the last row
+        other = flat != ids[np.minimum(np.arange(len(flat)) + shift, len(batch.ids))]
+        shifted += int(((sums(other, ends - lengths, ends) > 0) | (lengths > batch.lengths)).sum())
     return shifted
 
 
 def _prompt_ids(prompts: list[Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     if isinstance(prompts[0], str):
-        return tokenizer(prompts)["input_ids"]
+        return tokenizer(prompts, return_attention_mask=False, return_token_type_ids=False)["input_ids"]
     return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
-def _padding_share(lengths: list[int], training_args) -> float:
-    shuffled = random.Random(training_args.seed).sample(lengths, len(lengths))
-    size = training_args.per_device_train_batch_size
-    batches = [shuffled[i : i + size] for i in range(0, len(shuffled), size)]
-    return 1 - sum(shuffled) / sum(len(batch) * max(batch) for batch in batches)

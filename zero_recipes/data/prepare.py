@@ -20,26 +20,30 @@ from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.compat import huggingface
 from zero_recipes.compat.huggingface import fingerprint
+from zero_recipes.compat.progress import plain_progress
 from zero_recipes.core import codes
 from zero_recipes.core.errors import Finding, Refusal, downgraded
 from zero_recipes.core.files import write_json
-from zero_recipes.data.audit import Audit
+from zero_recipes.core.process import forks_end_with_parent
+from zero_recipes.data.audit import Audit, padding_of
 from zero_recipes.data.load import load_rows
+from zero_recipes.data.row_hash import data_sha256
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask
 from zero_recipes.data.source import Source, both_sources
 from zero_recipes.data.splits import finish, prepare_splits, tokenise, with_tokens
 from zero_recipes.data.template import apply_chat_template_file, refuse_bad_template
+from zero_recipes.data.token_columns import row_lengths
 from zero_recipes.distributed.once_per_node import once_per_node
 
-__all__ = ["Prepared", "apply_chat_template_file", "finish", "prepare_rows", "tokenise"]
+__all__ = ["Prepared", "apply_chat_template_file", "data_sha256", "finish", "prepare_rows", "tokenise"]
 
 # what TRL's preparation reads of the arguments (trl/trainer/sft_trainer.py, `_prepare_dataset` and before it)
 _READ_BY_TRL = ("max_length", "truncation_mode", "packing", "packing_strategy", "eval_packing", "shuffle_dataset")
-_READ_BY_TRL += ("seed", "completion_only_loss", "assistant_only_loss", "dataset_text_field")
+_READ_BY_TRL += ("completion_only_loss", "assistant_only_loss", "dataset_text_field")
 _VERSIONS = ("trl", "transformers", "datasets")
-_OUR_PARTS = ("answers.py", "audit.py", "columns.py", "load.py", "prepare.py", "splits.py", "template.py")
+_OUR_PARTS = ("answers.py", "audit.py", "columns.py", "load.py", "prepare.py", "row_hash.py", "splits.py")
+_OUR_PARTS += ("template.py", "token_columns.py")
 _TRLS_PART = Path(huggingface.__file__)  # calls TRL's preparation
-HASHED_ROWS = 1000  # at once; the batches' boundaries are part of the hash
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,12 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
         samples = choose_samples(ours.sample_prompts, asked, ours.dataset_format, templated, split)
         ignored = codes.requested(ours.ignore)
         if isinstance(rows, IterableDataset):
-            folder, data_sha256 = None, None
+            folder, rows_sha256 = None, None
             splits, findings = prepare_splits(rows, evaluation, templated, training_args, skips, sources)
             found, findings = splits[0].audit, downgraded(findings, ignored)
         else:
             arguments = (rows, evaluation, templated, training_args, skips, sources, ignored)
-            folder, found, findings, data_sha256 = _cached(*arguments)
+            folder, found, findings, rows_sha256 = _cached(*arguments)
         if any(finding.level == "error" for finding in findings):
             raise Refusal.of(findings)
         samples = with_tokens(samples, templated, training_args)
@@ -91,7 +95,7 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
             "samples": [asdict(sample) for sample in samples],
             "audit": asdict(found),
             "findings": [asdict(finding) for finding in findings],
-            "data_sha256": data_sha256,
+            "data_sha256": rows_sha256,
         }
 
     shared = once_per_node(work)
@@ -128,17 +132,19 @@ def _cached(
 ) -> tuple[Path, Audit, list[Finding], str | None]:
     """(folder with the splits, audit, findings, hash of the training rows), made now or by an earlier run of the same
     data and arguments; no hash where a finding is an error."""
-    key = _key(rows, evaluation, tokenizer, training_args, ignored)
+    key = _key(rows, evaluation, tokenizer, training_args)
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "zero-recipes" / key
     note = folder / "audit.json"
     if not note.is_file():
-        prepared, findings = prepare_splits(rows, evaluation, tokenizer, training_args, skips, sources)
-        findings, (found, ready) = downgraded(findings, ignored), (prepared[0].audit, prepared[0].ready)
+        with plain_progress(), forks_end_with_parent():
+            prepared, findings = prepare_splits(rows, evaluation, tokenizer, training_args, skips, sources)
+        found, ready = prepared[0].audit, prepared[0].ready
         splits = datasets.DatasetDict(train=ready)
         if evaluation is not None:
             splits["eval"] = prepared[1].ready
-        if any(finding.level == "error" for finding in findings):
-            return folder, found, findings, None
+        judged = downgraded(findings, ignored)
+        if any(finding.level == "error" for finding in judged):
+            return folder, found, judged, None
         written = {"audit": asdict(found), "findings": [asdict(finding) for finding in findings]}
         written["data_sha256"] = data_sha256(ready)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -150,20 +156,10 @@ def _cached(
         except OSError:  # another run was faster
             shutil.rmtree(part)
     written = json.loads(note.read_text())
-    findings = [Finding(**finding) for finding in written["findings"]]
-    return folder, Audit(**written["audit"]), findings, written["data_sha256"]
-
-
-def data_sha256(rows: Dataset) -> str:
-    """A hash of the rows themselves, in their order.
-
-    Not `_key`: that one also changes with TRL's version, with our own code and with the micro batch, none of which
-    makes other rows.
-    """
-    digest = hashlib.sha256()
-    for batch in rows.with_format(None).iter(HASHED_ROWS):
-        digest.update(repr(sorted(batch.items())).encode())
-    return digest.hexdigest()
+    findings = downgraded([Finding(**finding) for finding in written["findings"]], ignored)
+    lengths = row_lengths(datasets.load_from_disk(folder)["train"])  # padding is of this run's micro batch
+    found = Audit(**written["audit"] | {"padding_share": padding_of(lengths, training_args)})
+    return folder, found, findings, written["data_sha256"]
 
 
 def _key(
@@ -171,14 +167,13 @@ def _key(
     evaluation: Dataset | None,
     tokenizer: PreTrainedTokenizerBase,
     training_args,
-    ignored: frozenset[str],
 ) -> str:
-    """A hash over data, tokenizer, arguments, versions and our own code that makes rows."""
+    """A hash over data, tokenizer, versions, our own code that makes rows, and those arguments that do."""
     known = {name: getattr(training_args, name) for name in _READ_BY_TRL}
+    known["seed"] = training_args.seed if training_args.shuffle_dataset else None
     known |= {name: importlib.metadata.version(name) for name in _VERSIONS}
     known |= {"train": fingerprint(rows), "eval": evaluation and fingerprint(evaluation)}
-    known |= {"kwargs": training_args.dataset_kwargs, "batch": training_args.per_device_train_batch_size}
-    known |= {"ignored": sorted(ignored)}  # the findings are kept with the rows
+    known |= {"kwargs": training_args.dataset_kwargs}
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode())
     for path in (*(Path(__file__).with_name(name) for name in _OUR_PARTS), _TRLS_PART):
         digest.update(path.read_bytes())

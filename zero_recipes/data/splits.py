@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.compat.huggingface import prepare_dataset
 from zero_recipes.core.errors import Finding, Refusal, raise_errors
+from zero_recipes.core.host_limits import Host
 from zero_recipes.data.answers import LONG, longest_row
 from zero_recipes.data.audit import THE_DATA, Audit, audit, audit_findings, overlap_findings
 from zero_recipes.data.columns import foreign_ids
@@ -21,21 +22,38 @@ from zero_recipes.data.samples import Sample
 from zero_recipes.data.source import Source
 
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
+ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps
 
 
-def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
+def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, parallel: bool = True) -> Dataset:
     """input_ids and labels of each row, before truncation, dropping, packing and shuffling.
 
     By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied.
     """
     whole = copy.copy(training_args)
     whole.max_length, whole.shuffle_dataset = None, False
+    whole.dataset_num_proc = workers(len(rows), training_args.dataset_num_proc) if parallel else None
     return prepare_dataset(rows, tokenizer, whole, packing=False)
 
 
 def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
-    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does."""
-    return prepare_dataset(tokenised, tokenizer, training_args, packing)
+    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does.
+
+    Packed by one process, whatever dataset_num_proc says: TRL 1.16 packs a thousand rows of one worker's share at a
+    time (data_utils.py, `pack_dataset`), so that the packed rows would depend on the number of workers.
+    """
+    alone = copy.copy(training_args)
+    alone.dataset_num_proc = None if packing else workers(len(tokenised), training_args.dataset_num_proc)
+    return prepare_dataset(tokenised, tokenizer, alone, packing)
+
+
+def workers(rows: int, requested: int | None, host: Host | None = None) -> int | None:
+    """How many processes prepare so many rows: what the recipe says, else one for each core that this process really
+    has, as far as each has enough rows to be worth its start; None for this process alone."""
+    if requested is not None:
+        return requested
+    found = min((host or Host()).cores(), rows // ROWS_OF_A_WORKER)
+    return found if found > 1 else None
 
 
 def with_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, training_args) -> list[Sample]:
@@ -127,9 +145,7 @@ def _tokenised(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args,
     except (Refusal, MemoryError):
         raise
     except Exception as error:
-        alone = copy.copy(training_args)
-        alone.dataset_num_proc = None
-        number, cause = _first_failing(rows, lambda part: tokenise(part, tokenizer, alone))
+        number, cause = _first_failing(rows, lambda part: tokenise(part, tokenizer, training_args, parallel=False))
         which = source.split if number is None else source.row(number)
         raise Refusal(
             "ZR528",

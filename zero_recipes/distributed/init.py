@@ -15,6 +15,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.errors import Refusal, RunFailed
 from zero_recipes.core.host_limits import Host
+from zero_recipes.core.phases import CLOCK
 from zero_recipes.core.process import free_port, local_world_size
 from zero_recipes.distributed.build_locks import COMPILE_SECONDS, remove_stale_build_locks, wait_for_builds
 from zero_recipes.distributed.kernels import build, missing, ops_of
@@ -84,13 +85,15 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
     remove_stale_build_locks()
     to_compile = missing(ops, device)
     if int(os.environ["LOCAL_RANK"]) == 0:
-        wait_for_builds(ops)
-        build(missing(to_compile, device))  # others may have compiled them meanwhile
-    rendezvous(backend, timeout, JOIN_SECONDS + COMPILE_SECONDS * len(to_compile))
-    if strategy.is_deepspeed:
-        import deepspeed
+        with CLOCK.phase("kernels"):
+            wait_for_builds(ops)
+            build(missing(to_compile, device))  # others may have compiled them meanwhile
+    with CLOCK.phase("meeting"):
+        rendezvous(backend, timeout, JOIN_SECONDS + COMPILE_SECONDS * len(to_compile))
+        if strategy.is_deepspeed:
+            import deepspeed
 
-        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
+            deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
 def end_process_group() -> None:

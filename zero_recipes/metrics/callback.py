@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from zero_recipes.compat import deepspeed_tensors
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
+from zero_recipes.core.phases import PhaseClock
 from zero_recipes.core.process import rank
 from zero_recipes.distributed import nvme
 from zero_recipes.metrics.communication import CommunicationCounter
@@ -43,7 +44,7 @@ from zero_recipes.metrics.parts import (
 from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.metrics.schema import FILE, SCHEMA, Measurements, Metrics, Status, first_nonfinite
 from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
-from zero_recipes.metrics.timers import EngineSeconds, PhaseClock, StepClock, steps_not_timed
+from zero_recipes.metrics.timers import EngineSeconds, StepClock, steps_not_timed
 from zero_recipes.models.load import parameter_counts
 
 
@@ -178,6 +179,8 @@ class StageMetricsCallback(TrainerCallback):
         if self.done < max(1, self.warmup):
             self.communication.end_step()
         self.done += 1
+        if self.done == 1:
+            self.clock.switch("steps")
         self.skipped += bool(self.trainer.accelerator.optimizer_step_was_skipped)
         self._bring_losses_together()
         if self.probe.attached:
@@ -263,6 +266,7 @@ class StageMetricsCallback(TrainerCallback):
             return
         if not self.summary.loss_history:
             self.summary = self.summary.model_copy(update={"loss_history": self.losses_so_far()})
+        self.clock.book()
         row = Metrics(
             schema=SCHEMA,
             status=status,

@@ -53,7 +53,7 @@ class RankFailure(Part):
     status: Literal["oom", "diverged", "failed"] = known(
         "oom: memory was short, on the accelerator or on the host; diverged: loss or weights were not finite any more"
     )
-    phase: str = known("the innermost phase that the error left, a key of phase_seconds")
+    phase: str = known("the innermost phase that the error left: a key of phase_seconds, or of its earlier versions")
     error: str = known("type and message of the exception")
     largest_memory: list[Holding] = known("what held memory on this rank, the largest first")
     traceback: str = measured("as Python prints it", default="")

@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 NO_ACCELERATOR = "without an accelerator"
 ENDED_BEFORE = "where the run ended before"
 EARLIER = "in files of earlier versions"
+LATER = "in files of this version"
 NOT_TIMED = "where no step was timed: a run of one or two steps"
 
 
@@ -116,15 +117,29 @@ class SecondsInStep(Part):
 
 
 class PhaseSeconds(Part):
-    """Seconds of each phase of the run; a phase inside another does not count in the outer one."""
+    """Seconds of rank 0 by its host's clock since its process was started: the phases sum up to them.
+
+    A phase inside another does not count in the outer one."""
 
     imports: float | None = measured("starting Python and importing", "seconds", EARLIER)
-    data: float | None = measured("loading and preparing the rows, and waiting for the plan", "seconds", EARLIER)
-    model: float | None = measured("loading the weights", "seconds", EARLIER)
-    samples_before: float | None = measured("answers before training", "seconds", EARLIER)
-    train: float | None = measured("training", "seconds", EARLIER)
-    samples_after: float | None = measured("answers after training", "seconds", EARLIER)
-    save: float | None = measured("saving the model and checking it", "seconds", EARLIER)
+    checks: float | None = measured("checking the recipe before there is a process group", "seconds", EARLIER)
+    kernels: float | None = measured("compiling DeepSpeed's kernels, or waiting for who does", "seconds", EARLIER)
+    meeting: float | None = measured("the ranks finding each other, and measuring their links", "seconds", EARLIER)
+    plan: float | None = measured("waiting for the plan", "seconds", EARLIER)
+    tokenising: float | None = measured("loading, tokenising, counting and packing the rows", "seconds", EARLIER)
+    model: float | None = measured("loading the weights, building trainer and engine", "seconds", EARLIER)
+    first_step: float | None = measured("the first optimizer step and what comes before it", "seconds", EARLIER)
+    steps: float | None = measured("all other optimizer steps, data loading included", "seconds", EARLIER)
+    logging: float | None = measured("between steps: logging", "seconds", EARLIER)
+    evaluation: float | None = measured("evaluations", "seconds", EARLIER)
+    sampling: float | None = measured("answers to the sample prompts, before and after training", "seconds", EARLIER)
+    saving: float | None = measured("saving checkpoints and the model, and checking it", "seconds", EARLIER)
+    other: float | None = measured("the remainder", "seconds", EARLIER)
+    data: float | None = measured("tokenising and plan, in files of earlier versions", "seconds", LATER)
+    samples_before: float | None = measured("answers before training, in files of earlier versions", "seconds", LATER)
+    train: float | None = measured("all of training, in files of earlier versions", "seconds", LATER)
+    samples_after: float | None = measured("answers after training, in files of earlier versions", "seconds", LATER)
+    save: float | None = measured("saving the model, in files of earlier versions", "seconds", LATER)
 
 
 class Evaluation(Part):

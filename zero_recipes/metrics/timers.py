@@ -1,46 +1,19 @@
-"""Seconds: of the phases of a run, and of its optimizer steps.
+"""Seconds of optimizer steps.
 
 Seconds of forward, backward, reduction and optimizer in a step, by DeepSpeed's own timers (wall_clock_breakdown).
 """
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from zero_recipes.compat.deepspeed_engine import read_timers_before_reset
-from zero_recipes.metrics.parts import PhaseSeconds
 
-PHASES = tuple(PhaseSeconds.model_fields)
 MOST_WARMUP_STEPS = 5
-
-
-class PhaseClock:
-    """Seconds per phase. Phases inside another (samples inside train) are taken out of the outer one."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        self.current = "imports"
-        self.failed: str | None = None  # the innermost phase that an error has left
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        outer, self.current = self.current, name
-        start, others = time.perf_counter(), sum(self.seconds.values())
-        try:
-            yield
-        except BaseException:
-            self.failed = self.failed or name
-            raise
-        finally:
-            inside = sum(self.seconds.values()) - others
-            self.seconds[name] += time.perf_counter() - start - inside
-            self.current = outer
 
 
 class StepClock:

@@ -15,6 +15,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.core import codes
 from zero_recipes.core.errors import Finding, Refusal, downgraded, first_line, raise_errors
 from zero_recipes.core.host_limits import Host
+from zero_recipes.core.phases import CLOCK
 from zero_recipes.core.process import local_world_size, rank
 from zero_recipes.core.units import size
 from zero_recipes.distributed.agree import agree
@@ -50,13 +51,16 @@ def planning(run: RunConfig) -> Iterator[Callable[[], PredictedMetrics | None]]:
     if not wanted(run):
         yield lambda: None
         return
-    found = agree(cards.card) if _is_held_against_gpus(run) else []
+    with CLOCK.phase("plan"):
+        found = agree(cards.card) if _is_held_against_gpus(run) else []
     with ThreadPoolExecutor(1) as background, closing(_Plan(run, os.environ, found)) as plan:
-        once(plan.refuse_what_is_certain, DOING)
+        with CLOCK.phase("plan"):
+            once(plan.refuse_what_is_certain, DOING)
         made = background.submit(plan.make) if rank() == 0 else None
 
         def result() -> PredictedMetrics | None:
-            told = once(lambda: plan.told(made.result), DOING)
+            with CLOCK.phase("plan"):
+                told = once(lambda: plan.told(made.result), DOING)
             if rank() == 0:
                 print(*told["lines"], sep="\n", flush=True)
             return None if told["predicted"] is None else PredictedMetrics.model_validate(told["predicted"])

@@ -21,6 +21,7 @@ ALT = {
     "staircase": "Bars: bytes of parameters, gradients and optimizer on one rank, for each strategy",
     "throughput": "Bars: tokens per second of each strategy",
     "plan": "Bars: planned memory of each strategy by parts, beside the measured peak, and the GPU's memory",
+    "phases": "Bars: seconds of each phase of each run",
     "loss": "Lines: training loss of each strategy, and its distance to the baseline",
 }
 

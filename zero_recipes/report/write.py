@@ -12,7 +12,7 @@ from zero_recipes.core.files import without_nan
 from zero_recipes.core.tables import plain, terminal
 from zero_recipes.metrics.read_runs import MeasuredRun, UnreadableRun, read_what_can_be_read
 from zero_recipes.metrics.schema import ContractError
-from zero_recipes.report import plan_plot, plots, rows, table
+from zero_recipes.report import phases_plot, plan_plot, plots, rows, table
 from zero_recipes.report.judgement import Judgement, judge_runs
 from zero_recipes.report.page import devices_note, render_page
 
@@ -44,7 +44,7 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
 
 def _write_all(runs: Sequence[MeasuredRun], folder: Path, console: Console) -> Path:
     judgements = judge_runs(runs)
-    pictures = plots.draw_comparison(runs, folder) | _plan_picture(runs, folder)
+    pictures = plots.draw_comparison(runs, folder) | _plan_picture(runs, folder) | _phases_picture(runs, folder)
     drawn = {run.folder.name: plots.draw_single(run, folder) for run in rows.single_runs(runs)}
     single_pictures = {name: path for name, path in drawn.items() if path}
     _write(folder / "report.json", _as_json(runs, judgements))
@@ -63,6 +63,12 @@ def _plan_picture(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
     memory = [run.hardware.gpu_memory_bytes for run in planned if run.hardware and run.hardware.gpu_memory_bytes]
     title, setting = "Planned memory, and the measured peak", rows.setting(planned)
     return {"plan": plan_plot.draw(bars, min(memory, default=None), title, setting, folder / "plan.png")}
+
+
+def _phases_picture(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
+    """phases.png: where the seconds of every run went."""
+    drawn = phases_plot.draw(runs, rows.setting(rows.comparison(runs) or runs), folder / "phases.png")
+    return {} if drawn is None else {"phases": drawn}
 
 
 def _has_bars(run: MeasuredRun) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from zero_recipes.config.recipe import write_resolved
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
 from zero_recipes.core.errors import Refusal
+from zero_recipes.core.phases import CLOCK
 from zero_recipes.core.process import rank
 from zero_recipes.distributed import bandwidth, init, nvme
 from zero_recipes.distributed.agree import agree
@@ -28,21 +28,17 @@ from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import if_the_disk_takes_it, keep_failure, write_failure
 from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.metrics.schema import FILE, SCHEMA, ContractError, Metrics, Status
-from zero_recipes.metrics.timers import PhaseClock
 
 UNFINISHED = "the run has not finished"
 
 
 class RunRecorder:
-    """Of one run, on every rank; rank 0 writes and prints.
+    """Of one run, on every rank; rank 0 writes and prints."""
 
-    `started`: time.perf_counter() when the program began to import.
-    """
-
-    def __init__(self, run: RunConfig, started: float):
+    def __init__(self, run: RunConfig):
         self.run = run
-        self.clock = PhaseClock()
-        self.clock.seconds["imports"] = time.perf_counter() - started
+        self.clock = CLOCK
+        self.clock.begin_run()
         self.disks: list[dict[str, Any]] = []  # what nvme.swap_space has measured
         self.predicted: PredictedMetrics | None = None
         self.host_link: dict[str, Any] | None = None
@@ -60,8 +56,9 @@ class RunRecorder:
         as it is in force, None without DeepSpeed.
         """
         run = self.run
-        self.network = bandwidth.measure_network(run.device)
-        self.host_link = bandwidth.measure_host_link(run.strategy, run.device)
+        with self.clock.phase("meeting"):
+            self.network = bandwidth.measure_network(run.device)
+            self.host_link = bandwidth.measure_host_link(run.strategy, run.device)
         agree(self._claim)
         if rank() == 0:
             header = [*run.strategy.described(run.device, args), *bandwidth.network_header(self.network)]

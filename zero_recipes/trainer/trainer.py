@@ -54,7 +54,7 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
         sharded = [fsdp.RefuseUnsharded()] if run.strategy.is_fsdp else []
         if sharded:
             compat_fsdp.keep_names_of_the_file(model)
-        with self.clock.phase("data"):
+        with self.clock.phase("model"):
             super().__init__(
                 model=model,
                 args=args,
@@ -131,7 +131,19 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
         self.stage_metrics.add_loss(loss)
         return loss
 
+    def _maybe_log_save_evaluate(self, *arguments, **keywords):
+        with self.clock.phase("logging", failing="train"):
+            super()._maybe_log_save_evaluate(*arguments, **keywords)
+
+    def evaluate(self, *arguments, **keywords):
+        with self.clock.phase("evaluation", failing="train"):
+            return super().evaluate(*arguments, **keywords)
+
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        with self.clock.phase("model", failing="train"):
+            return self._build_engine(max_steps, train_dataloader, resume_from_checkpoint)
+
+    def _build_engine(self, max_steps, train_dataloader, resume_from_checkpoint):
         """A resharded checkpoint has no files of DeepSpeed's: the engine is built fresh, then filled by parameter."""
         if resume_from_checkpoint is None or not reshard_load.is_resharded(resume_from_checkpoint):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -154,7 +166,8 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
             if self.args.process_index == 0:
                 print(f"no checkpoint is saved at step {self.state.global_step}: it is not finite", flush=True)
             return
-        super()._save_checkpoint(model, trial)
+        with self.clock.phase("saving", failing="train"):
+            super()._save_checkpoint(model, trial)
 
     def _load_best_model(self):
         by_names_of_the_file = not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
