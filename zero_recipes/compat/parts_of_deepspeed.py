@@ -76,6 +76,19 @@ TRACE = PrivatePart(
     ),
 )
 
+NUMA_CORES = PrivatePart(
+    name="numa_cores",
+    library="deepspeed",
+    used_by="compat/patches.py, remember_numa_cores",
+    why="remembers the machine's NUMA nodes: on CPUs DeepSpeed starts numactl for each bucket that stage 3 reduces",
+    otherwise="A step at stage 3 on CPUs would start some dozens of processes again.",
+    relies_on=(
+        Takes("deepspeed.utils.numa:get_numa_cores", ()),
+        # the fault itself: where DeepSpeed has fixed it, the patch must go
+        Line("deepspeed", "deepspeed/accelerator/cpu_accelerator.py", "numa_core_lists = get_numa_cores()"),
+    ),
+)
+
 QUANTIZED_GRADIENTS = PrivatePart(
     name="quantized_gradients",
     library="deepspeed",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -10,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 
 from zero_recipes.compat.deepspeed_tensors import base_optimizer
-from zero_recipes.compat.parts_of_deepspeed import FRESH_ADAM, GROUP_TIMEOUT, QUANTIZED_GRADIENTS
+from zero_recipes.compat.parts_of_deepspeed import FRESH_ADAM, GROUP_TIMEOUT, NUMA_CORES, QUANTIZED_GRADIENTS
 from zero_recipes.compat.parts_of_torch import LAYOUT
 from zero_recipes.config.strategy import Strategy
 
@@ -19,6 +20,7 @@ def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
     """What must be in place before DeepSpeed builds its engine. `ddp_timeout`: seconds. Raises Refusal."""
     if strategy.is_deepspeed:
         patch_timeouts(ddp_timeout)
+        remember_numa_cores()
     if strategy.is_deepspeed and strategy.ds_config.quantizes_gradients:
         patch_quantized_gradients()
 
@@ -114,6 +116,20 @@ def patch_timeouts(seconds: int) -> None:
 
     new_group.unpatched = faulty
     TorchBackend.new_group = new_group
+
+
+def remember_numa_cores() -> None:
+    """Ask the machine for its NUMA nodes once. Called again, it does nothing more.
+
+    DeepSpeed 0.19.8, accelerator/cpu_accelerator.py `device_count` starts `numactl --hardware` at every call (it takes
+    one device where there is no such program), and stage 3 calls it for every bucket of gradients
+    (zero/stage3.py `__avg_scatter_grads`): on CPUs each bucket forks this process.
+    """
+    from deepspeed.utils import numa
+
+    NUMA_CORES.require()
+    if not hasattr(numa.get_numa_cores, "cache_info"):
+        numa.get_numa_cores = functools.cache(numa.get_numa_cores)
 
 
 def patch_quantized_gradients() -> None:
