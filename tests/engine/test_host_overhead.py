@@ -24,8 +24,8 @@ def test_a_step_has_two_gathers_of_ours_however_many_micro_batches(two, tmp_path
         argv = [str(path), "--output_dir", str(tmp_path / when), "--token_metrics", when, *named(strategy)]
         counted[when] = two.run("overhead_cases.host_work", argv=argv)[0][3:]  # after what is measured once
     ours, trl = counted["logging_steps"], counted["micro_batch"]
-    assert [step["allgather_"] for step in ours] == [2 + 2 * (number % 3 == 0) for number in range(6)]
-    assert [step["allgather_"] for step in trl] == [2 + 4 * 3 + (number % 3 == 0) for number in range(6)]
+    assert [step["allgather_"] for step in ours] == [2 + 3 * (number % 3 == 0) for number in range(6)]
+    assert [step["allgather_"] for step in trl] == [2 + 4 * 3 + 2 * (number % 3 == 0) for number in range(6)]
     # TRL reads three numbers of a micro batch and compares one with 0 twice; ours reads them with the log
     fewer = [other["read"] - step["read"] for step, other in zip(ours, trl, strict=True)]
     assert fewer == [5 * 3 - (number % 3 == 0) for number in range(6)]
