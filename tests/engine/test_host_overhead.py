@@ -9,6 +9,9 @@ import pytest
 from tests.helpers.grid import grid
 from tests.helpers.tiny import named, write_recipe, write_rows
 
+# a step of three micro batches, all that the libraries and we read of tensors: AdamW's counters (DDP and stage 0), the
+# Trainer's look at each loss for NaN, the norm, our losses
+READS = {"ddp": 41, "zero0": 46, "zero2": 18, "zero3": 15}
 TIMES = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
 
@@ -26,15 +29,12 @@ def test_a_step_has_two_gathers_of_ours_however_many_micro_batches(two, tmp_path
     ours, trl = counted["logging_steps"], counted["micro_batch"]
     assert [step["allgather_"] for step in ours] == [2 + 3 * (number % 3 == 0) for number in range(6)]
     assert [step["allgather_"] for step in trl] == [2 + 4 * 3 + 2 * (number % 3 == 0) for number in range(6)]
-    # TRL reads three numbers of a micro batch and compares one with 0 twice; ours reads them with the log
+    assert [step["read"] for step in ours if step["allgather_"] == 2] == [READS[strategy]] * 4
+    # TRL reads three numbers of a micro batch and compares one with 0 twice; ours come with the log, in one read
     fewer = [other["read"] - step["read"] for step, other in zip(ours, trl, strict=True)]
     assert fewer == [5 * 3 - (number % 3 == 0) for number in range(6)]
-    assert not [step for step in ours if "num_parameters" in step]
-    names = {"ddp": {"allreduce_": 1}}.get(strategy, ours[1])
-    for step, other in zip(ours, trl, strict=True):
-        for name in set(step) | set(other) - {"allgather_", "read"}:
-            if name not in ("allgather_", "read"):
-                assert step.get(name) == other.get(name) == names.get(name), name
+    engines = [{name: step[name] for name in step if name not in ("allgather_", "read")} for step in (*ours, *trl)]
+    assert engines == [engines[0]] * len(engines) and "num_parameters" not in engines[0]
 
 
 @pytest.mark.parametrize(
