@@ -24,7 +24,6 @@ import torch.distributed as dist
 from accelerate.scheduler import AcceleratedScheduler
 from deepspeed.utils import numa
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
-from transformers.trainer_callback import CallbackHandler
 
 from tests.helpers.group import Group
 from zero_recipes.core import environment
@@ -59,34 +58,47 @@ def main(steps: int = STEPS) -> None:
 
 
 def summary(ranks: list[list]) -> dict:
-    """Of the records of all ranks, [what, step, wall ms, main thread's CPU ms]: medians, spreads and differences."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for what, _, wall, cpu in (record for records in ranks for record in records):
-        found.setdefault(what, []).append((wall, cpu))
-    table = {what: _figures(values) for what, values in found.items()}
-    steps = {what: figures for what, figures in table.items() if what in (*SWITCHES, *BARE)}
-    ours, bare = steps["ours"], steps["bare, TRL's LM head"]
+    """Of the records of all ranks, [what, step, wall ms, main thread's CPU ms]: medians and spreads.
 
-    def more(a: dict, b: dict) -> dict:
-        return {kind: round(a[kind] - b[kind], 2) for kind in ("wall_ms", "cpu_ms")}
+    A difference is the median over steps and ranks of what a step took more than the bare one on the same batch.
+    """
+    found: dict[str, dict[tuple[int, int], list[float]]] = {}
+    for rank, records in enumerate(ranks):
+        for what, step, *spent in records:
+            found.setdefault(what, {})[rank, step] = spent
+    table = {what: _figures(list(values.values())) for what, values in found.items()}
+    fused, own = BARE
+    over = {what: _over(found[what], found[fused]) for what in SWITCHES}
+    ours = over["ours"]
 
-    off = more(ours, steps["our callbacks off"])
+    def less(a: dict, b: dict) -> dict:
+        return {kind: round(a[kind] - b[kind], 2) for kind in a}
+
+    off = less(ours, over["our callbacks off"])
     return {
-        "ms_per_step": steps,
-        "over_the_bare_loop": more(ours, bare),
-        "over_the_bare_loop_with_the_models_own_loss": more(ours, steps["bare, the model's own loss"]),
-        "switched_off": {
-            "TRL's gathers and reads of token metrics in each micro batch": more(steps["token metrics as TRL"], ours),
-            "TRL's fused LM head, against the model's own loss": more(bare, steps["bare, the model's own loss"]),
+        "ms_per_step": {what: table[what] for what in (*BARE, *SWITCHES)},
+        "over_the_bare_loop": ours,
+        "over_the_bare_loop_with_the_models_own_loss": _over(found["ours"], found[own]),
+        "by_switching": {
+            "TRL's gathers and reads of token metrics in each micro batch": less(over["token metrics as TRL"], ours),
+            "DeepSpeed's numactl for every bucket": less(over["NUMA nodes asked anew"], ours),
+            "TRL's fused LM head, against the model's own loss": _over(found[fused], found[own]),
             "our callbacks": off,
-            "DeepSpeed's numactl for every bucket": more(steps["NUMA nodes asked anew"], ours),
         },
-        "our_callbacks_percent_of_the_step": {k: round(100 * v / ours[k], 2) for k, v in off.items()},
-        "timed_calls": {what: figures for what, figures in table.items() if what not in steps},
+        "our_callbacks_percent_of_the_step": {kind: round(100 * off[kind] / table["ours"][kind], 2) for kind in off},
+        "by_timing_calls": {what: table[what] for what in table if what not in (*BARE, *SWITCHES)},
     }
 
 
-def _figures(values: list[tuple[float, float]]) -> dict[str, float]:
+def _over(ours: dict, bare: dict) -> dict[str, float]:
+    pairs = [(ours[at], bare[at]) for at in ours]
+    return {
+        kind: round(statistics.median(one[n] - other[n] for one, other in pairs), 2)
+        for n, kind in enumerate(("wall_ms", "cpu_ms"))
+    }
+
+
+def _figures(values: list[list[float]]) -> dict:
     wall, cpu = ([each[n] for each in values] for n in (0, 1))
     tenths = statistics.quantiles(wall, n=10)
     return {
@@ -132,14 +144,16 @@ class Interleaved(TrainerCallback):
     def timing(self):
         """Time the calls of named parts while a step of ours is at work."""
         from zero_recipes.metrics.callback import StageMetricsCallback
+        from zero_recipes.trainer.divergence import StopAtDivergence
         from zero_recipes.trainer.trainer import RecipeTrainer
 
         parts = [
             ("data loader and the count of the step's tokens", RecipeTrainer, "get_batch_samples"),
             ("of it transformers' gather of the count", Trainer, "_get_num_items_in_batch"),
             ("our count of a micro batch's tokens", StageMetricsCallback, "count_tokens"),
-            ("our gather of losses and norms", StageMetricsCallback, "_bring_losses_together"),
-            ("all callbacks", CallbackHandler, "call_event"),
+            ("of it our gather of losses and norms", StageMetricsCallback, "_bring_losses_together"),
+            ("our callback at the end of a step, its gather included", StageMetricsCallback, "on_step_end"),
+            ("our look for divergence", StopAtDivergence, "on_step_end"),
             ("FLOPs of a micro batch", RecipeTrainer, "floating_point_ops"),
             ("learning rate schedule", AcceleratedScheduler, "step"),
             ("gradient norm", RecipeTrainer, "_get_grad_norm"),
