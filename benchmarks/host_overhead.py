@@ -204,13 +204,13 @@ class Interleaved(TrainerCallback):
 
     def on_step_end(self, *arguments, **keywords):
         self.close(SWITCHES[self.step % len(SWITCHES)])
-        self.step += 1
         self._switch("ours")
         order = list(self.bare.items())
         for name, bare in order if self.step % 2 else reversed(order):
             self.open()
             bare.take_step(self.batch)
             self.close(name)
+        self.step += 1
         self._switch(SWITCHES[self.step % len(SWITCHES)])
         self.open()
 
