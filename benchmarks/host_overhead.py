@@ -206,7 +206,7 @@ class Interleaved(TrainerCallback):
         self.close(SWITCHES[self.step % len(SWITCHES)])
         self._switch("ours")
         order = list(self.bare.items())
-        for name, bare in order if self.step % 2 else reversed(order):
+        for name, bare in order if self.step // len(SWITCHES) % 2 else reversed(order):
             self.open()
             bare.take_step(self.batch)
             self.close(name)
