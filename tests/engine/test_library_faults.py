@@ -167,6 +167,20 @@ def test_ligers_kernels_leave_the_loss_to_trl_at_stage_3(two, llamas, tmp_path):
     assert found["loss_history"] == plain
 
 
+# DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: releases of the trace of generation
+
+
+def test_samples_before_training_make_no_step_gather_twice(two, tmp_path):
+    """Fails without the patch no more when DeepSpeed has fixed it: forget_releases_with_the_trace may go."""
+    recipe = write_recipe(tmp_path, max_steps=10)
+    argv = [str(recipe), *named("zero3"), "--overwrite", "true", "--output_dir", str(tmp_path / "out")]
+    asked = [*argv, "--sample_prompts", "3", "--sample_max_new_tokens", "6"]
+    plain = two.run("fault_cases.sent_a_step", argv=argv, patched=True)[0]
+    faulty = two.run("fault_cases.sent_a_step", argv=asked, patched=False)[0]
+    assert two.run("fault_cases.sent_a_step", argv=asked, patched=True)[0] == plain
+    assert faulty["all_gather"] > 1.5 * plain["all_gather"] and faulty["reduce_scatter"] == plain["reduce_scatter"]
+
+
 # deepspeedai/DeepSpeed#7533: the other ranks' time is over while one saves
 
 

@@ -286,3 +286,18 @@ def train_with_a_writer_that_fails(argv: list[str]) -> str:
             return "saved"
         except (OSError, RuntimeError) as error:
             return f"{type(error).__name__}: {error}"
+
+
+def sent_a_step(argv: list[str], patched: bool) -> dict[str, int]:
+    """Bytes of one optimizer step by collective. Unpatched: stage 3 keeps its answers when the trace is dropped."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    from tests.helpers.cases import train
+    from zero_recipes.compat import patches
+
+    with contextlib.ExitStack() as stack:
+        if not patched:
+            faulty = getattr(Coordinator._invalidate_trace, "unpatched", Coordinator._invalidate_trace)
+            stack.enter_context(mock.patch.object(Coordinator, "_invalidate_trace", faulty))
+            stack.enter_context(mock.patch.object(patches, "forget_releases_with_the_trace", lambda: None))
+        return train(argv)["metrics"]["communication_bytes_per_step"]

@@ -76,6 +76,39 @@ TRACE = PrivatePart(
     ),
 )
 
+RELEASES = PrivatePart(
+    name="releases_of_another_trace",
+    library="deepspeed",
+    used_by="compat/patches.py, forget_releases_with_the_trace",
+    why="empties stage 3's memory of which parameters to release when the order of modules that it was for is dropped",
+    otherwise="After samples, each training step would gather its parameters twice: half as many bytes again are sent.",
+    relies_on=(
+        Exists(
+            "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator",
+            ("_invalidate_trace", "_PartitionedParameterCoordinator__params_to_release"),
+        ),
+        # the fault itself: where DeepSpeed has fixed it, the patch must go
+        Line(
+            "deepspeed",
+            "deepspeed/runtime/zero/partitioned_param_coordinator.py",
+            "    @instrument_w_nvtx\n    @functools.lru_cache(maxsize=None)\n    def __params_to_release(",
+        ),
+    ),
+)
+
+NUMA_CORES = PrivatePart(
+    name="numa_cores",
+    library="deepspeed",
+    used_by="compat/patches.py, remember_numa_cores",
+    why="remembers the machine's NUMA nodes: on CPUs DeepSpeed starts numactl for each bucket that stage 3 reduces",
+    otherwise="A step at stage 3 on CPUs would start some dozens of processes again.",
+    relies_on=(
+        Takes("deepspeed.utils.numa:get_numa_cores", ()),
+        # the fault itself: where DeepSpeed has fixed it, the patch must go
+        Line("deepspeed", "deepspeed/accelerator/cpu_accelerator.py", "numa_core_lists = get_numa_cores()"),
+    ),
+)
+
 QUANTIZED_GRADIENTS = PrivatePart(
     name="quantized_gradients",
     library="deepspeed",

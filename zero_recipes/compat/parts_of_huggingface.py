@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zero_recipes.compat.private_part import Exists, Mentions, PrivatePart, Takes
+from zero_recipes.compat.private_part import Exists, Line, Mentions, PrivatePart, Takes
 
 TRAINER = "transformers.trainer:Trainer"
 SFT_TRAINER = "trl.trainer.sft_trainer:SFTTrainer"
@@ -155,6 +155,31 @@ WEIGHTS = PrivatePart(
         Mentions(f"{TRAINER}.train", ("_load_from_checkpoint",)),
         Takes(f"{TRAINER}._load_best_model", ("self",)),
         Mentions(f"{TRAINER}._finalize_training", ("_load_best_model",)),
+    ),
+)
+
+TOKEN_METRICS = PrivatePart(
+    name="token_metrics",
+    library="trl",
+    used_by="trainer/token_metrics.py",
+    why="computes SFTTrainer's cross-entropy without its gathers, and hands it entropy, accuracy and tokens at the log",
+    otherwise="The loss would be another one than TRL's, or the log lack these numbers.",
+    relies_on=(
+        Takes(f"{SFT_TRAINER}.compute_loss", ("self", "model", "inputs", "return_outputs", "num_items_in_batch")),
+        Mentions(
+            f"{SFT_TRAINER}.__init__", ("_metrics", "_tp_size", "_total_train_tokens", "aux_loss_enabled", "_is_vlm")
+        ),
+        Mentions(f"{SFT_TRAINER}.log", ("_metrics",)),
+        *(
+            Line("trl", "trl/trainer/sft_trainer.py", text)
+            for text in (
+                "num_tokens = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch",
+                "loss = per_token_loss.sum() / torch.as_tensor(num_tokens).clamp(min=1)",
+                "loss = loss * (self.accelerator.num_processes // self.get_tp_size())",
+                # what is avoided: where TRL no longer does it, the override must go
+                "entropy_sum = self.accelerator.gather_for_metrics(outputs.entropy.detach().sum()).sum()",
+            )
+        ),
     ),
 )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -10,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 
 from zero_recipes.compat.deepspeed_tensors import base_optimizer
-from zero_recipes.compat.parts_of_deepspeed import FRESH_ADAM, GROUP_TIMEOUT, QUANTIZED_GRADIENTS
+from zero_recipes.compat.parts_of_deepspeed import FRESH_ADAM, GROUP_TIMEOUT, NUMA_CORES, QUANTIZED_GRADIENTS, RELEASES
 from zero_recipes.compat.parts_of_torch import LAYOUT
 from zero_recipes.config.strategy import Strategy
 
@@ -19,6 +21,9 @@ def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
     """What must be in place before DeepSpeed builds its engine. `ddp_timeout`: seconds. Raises Refusal."""
     if strategy.is_deepspeed:
         patch_timeouts(ddp_timeout)
+        remember_numa_cores()
+    if strategy.is_deepspeed and strategy.zero_stage == 3:
+        forget_releases_with_the_trace()
     if strategy.is_deepspeed and strategy.ds_config.quantizes_gradients:
         patch_quantized_gradients()
 
@@ -114,6 +119,47 @@ def patch_timeouts(seconds: int) -> None:
 
     new_group.unpatched = faulty
     TorchBackend.new_group = new_group
+
+
+def remember_numa_cores() -> None:
+    """Ask the machine for its NUMA nodes once. Called again, it does nothing more.
+
+    DeepSpeed 0.19.8, accelerator/cpu_accelerator.py `device_count` starts `numactl --hardware` at every call (it takes
+    one device where there is no such program), and stage 3 calls it for every bucket of gradients
+    (zero/stage3.py `__avg_scatter_grads`): on CPUs each bucket forks this process.
+    """
+    from deepspeed.utils import numa
+
+    NUMA_CORES.require()
+    if not hasattr(numa.get_numa_cores, "cache_info"):
+        numa.get_numa_cores = functools.cache(numa.get_numa_cores)
+
+
+def forget_releases_with_the_trace() -> None:
+    """ZeRO stage 3: what is released after a module follows from the order of modules that is in force. Called again,
+    it does nothing more.
+
+    DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py `__params_to_release` looks ahead in the recorded
+    order for another use of a parameter, and keeps its answers by module and number for good (lru_cache), also when
+    the order is recorded anew. Generation and evaluation have no backward pass: after samples before training, every
+    training step released its parameters in forward and gathered them again for backward, whatever
+    stage3_max_reuse_distance says.
+    """
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    RELEASES.require()
+    faulty = Coordinator._invalidate_trace
+    if hasattr(faulty, "unpatched"):
+        return
+    remembered = inspect.getclosurevars(Coordinator._PartitionedParameterCoordinator__params_to_release).nonlocals
+
+    @functools.wraps(faulty)
+    def _invalidate_trace(self):
+        faulty(self)
+        remembered["func"].cache_clear()
+
+    _invalidate_trace.unpatched = faulty
+    Coordinator._invalidate_trace = _invalidate_trace
 
 
 def patch_quantized_gradients() -> None:

@@ -69,6 +69,15 @@ class RecipeArguments:
             "`diverged`, without a model. In fp16 the loss alone counts: its loss scaling skips steps."
         },
     )
+    token_metrics: str = field(
+        default="logging_steps",
+        metadata={
+            "help": "When entropy, token accuracy and tokens are brought together from all processes: `logging_steps`, "
+            "once a log line; `micro_batch`, as TRL does, which waits for the others and for the device four times in "
+            "every micro batch. The log is the same.",
+            "choices": ["logging_steps", "micro_batch"],
+        },
+    )
     nvme_path: str | None = field(
         default=None,
         metadata={

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import distributed
 
 from zero_recipes.core.errors import Refusal
@@ -24,3 +25,13 @@ def agree(work: Callable[[], Any]) -> list[Any]:
     if refused is not None:
         raise Refusal.of(refused)
     return [value for value, _ in outcomes]
+
+
+def gather_rows(own: torch.Tensor) -> torch.Tensor:
+    """All ranks' tensors of shape (1, n), as (world size, n), on their device. Collective; torch's own call, since
+    accelerate's takes several times as long on the host, which is felt in every step."""
+    if not distributed.is_initialized():
+        return own
+    everyone = own.new_empty(distributed.get_world_size(), own.shape[1])
+    distributed.all_gather(list(everyone.split(1)), own)
+    return everyone

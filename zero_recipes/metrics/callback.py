@@ -20,6 +20,7 @@ from zero_recipes.core import environment
 from zero_recipes.core.phases import PhaseClock
 from zero_recipes.core.process import rank
 from zero_recipes.distributed import nvme
+from zero_recipes.distributed.agree import gather_rows
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.gradient_dtypes import gradient_dtypes
 from zero_recipes.metrics.identity import identity
@@ -196,7 +197,7 @@ class StageMetricsCallback(TrainerCallback):
         loss, norm = self.losses[-1].double(), self.norm
         own = torch.stack([loss, loss.new_zeros(()) if norm is None else norm.to(loss)]).reshape(1, 2)
         with self.communication.not_counted():
-            everyone = self.trainer.accelerator.gather(own).tolist()
+            everyone = gather_rows(own).tolist()
         losses, norms = zip(*everyone, strict=True)
         self.step_losses.append(sum(losses) / len(losses))
         self.last_step = self.step_losses[-1], next((norm for norm in norms if not math.isfinite(norm)), norms[0])

@@ -25,6 +25,7 @@ from zero_recipes.trainer.divergence import StopAtDivergence
 from zero_recipes.trainer.recorder import DeleteOverwritten, RunRecorder
 from zero_recipes.trainer.row_order import SeededOrderSFTTrainer
 from zero_recipes.trainer.samples import AnswersBeforeTraining, answer, show_samples, write_samples
+from zero_recipes.trainer.token_metrics import TokenMetricsSFTTrainer
 from zero_recipes.trainer.token_weighting import TokenWeightedSFTTrainer
 
 
@@ -41,12 +42,15 @@ def prepare_libraries(run: RunConfig, args) -> int | None:
     return set_host_threads(run.strategy, run.device, os.environ)
 
 
-class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrderSFTTrainer):
+class RecipeTrainer(TokenWeightedSFTTrainer, TokenMetricsSFTTrainer, CheckpointingSFTTrainer, SeededOrderSFTTrainer):
     """TRL's SFTTrainer for one run: it asks the sample prompts, tells the metrics of each micro batch and gradient norm
     (which no callback event carries), and goes on from the run's checkpoint."""
 
+    _flops_per_token: int | None = None
+
     def __init__(self, model, tokenizer, args, rows: Prepared, run: RunConfig, recorder: RunRecorder, peft_config=None):
         self.run_config, self.samples = run, rows.samples
+        self.token_metrics = run.settings.token_metrics
         self.clock = recorder.clock
         self.stage_metrics = recorder.measure(model, args)
         self.answers_before = AnswersBeforeTraining(self.samples, run.settings.sample_max_new_tokens, self.clock)
@@ -138,6 +142,13 @@ class RecipeTrainer(TokenWeightedSFTTrainer, CheckpointingSFTTrainer, SeededOrde
     def evaluate(self, *arguments, **keywords):
         with self.clock.phase("evaluation", failing="train"):
             return super().evaluate(*arguments, **keywords)
+
+    def floating_point_ops(self, inputs):
+        """transformers 5.23 counts the parameters anew in every micro batch, through all modules."""
+        tokens = inputs["input_ids"].numel()
+        if self._flops_per_token is None:
+            self._flops_per_token = super().floating_point_ops(inputs) // max(1, tokens)
+        return self._flops_per_token * tokens
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         with self.clock.phase("model", failing="train"):

@@ -1,0 +1,73 @@
+"""What a step costs beside the engine: collectives and reads are counted, and the log is TRL's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.helpers.grid import grid
+from tests.helpers.tiny import named, write_recipe, write_rows
+
+# a step of three micro batches, all that the libraries and we read of tensors: AdamW's counters (DDP and stage 0), the
+# Trainer's look at each loss for NaN, the norm, our losses
+READS = {"ddp": 41, "zero0": 46, "zero2": 18, "zero3": 15}
+TIMES = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", grid("zero0"), grid("zero3")])
+def test_a_step_has_two_gathers_of_ours_however_many_micro_batches(two, tmp_path, strategy):
+    """The tokens of the step before it, its losses and norms after it; one gather more for each log line.
+
+    What the engine does itself is subtracted: it is the same with TRL's own gathers, four a micro batch.
+    """
+    path = write_recipe(tmp_path, max_steps=9, logging_steps=3, gradient_accumulation_steps=3)
+    counted = {}
+    for when in ("logging_steps", "micro_batch"):
+        argv = [str(path), "--output_dir", str(tmp_path / when), "--token_metrics", when, *named(strategy)]
+        counted[when] = two.run("overhead_cases.host_work", argv=argv)[0][3:]  # after what is measured once
+    ours, trl = counted["logging_steps"], counted["micro_batch"]
+    assert [step["allgather_"] for step in ours] == [2 + 3 * (number % 3 == 0) for number in range(6)]
+    assert [step["allgather_"] for step in trl] == [2 + 4 * 3 + 2 * (number % 3 == 0) for number in range(6)]
+    assert [step["read"] for step in ours if step["allgather_"] == 2] == [READS[strategy]] * 4
+    # TRL reads three numbers of a micro batch and compares one with 0 twice; ours come with the log, in one read
+    fewer = [other["read"] - step["read"] for step, other in zip(ours, trl, strict=True)]
+    assert fewer == [5 * 3 - (number % 3 == 0) for number in range(6)]
+    engines = [{name: step[name] for name in step if name not in ("allgather_", "read")} for step in (*ours, *trl)]
+    assert engines == [engines[0]] * len(engines) and "num_parameters" not in engines[0]
+
+
+@pytest.mark.parametrize(
+    "strategy, keys",
+    [
+        ("ddp", {}),
+        ("zero2", {"bf16": False, "max_grad_norm": 1.0}),
+        ("zero3", {}),
+        ("zero2", {"loss_type": "dft"}),  # TRL's own compute_loss, as for any loss but cross-entropy
+        grid("ddp", {"label_smoothing_factor": 0.1}),
+        grid("fsdp2", {}),
+    ],
+)
+def test_the_log_is_that_of_trls_own_compute_loss(two, tmp_path, strategy, keys):
+    """And losses and gradient norms are the same bit for bit; over the end of an epoch, evaluations between logs."""
+    draw = random.Random(f"{strategy}{keys}")
+    rows = write_rows(tmp_path / "rows", count=6 * draw.randint(5, 8) + draw.randint(2, 5), seed=draw.randint(0, 99))
+    path = write_recipe(
+        tmp_path, dataset_name=str(rows), per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=8,
+        logging_steps=3, eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=20, **keys,
+    )  # fmt: skip
+    found = {}
+    for when, most_kept in (("micro_batch", None), ("logging_steps", None), ("logging_steps", 4)):
+        argv = [str(path), "--output_dir", str(tmp_path / f"{when}{most_kept}"), "--token_metrics", when]
+        argv += named(strategy)
+        found[when, most_kept] = two.run("overhead_cases.log_of", argv=argv, most_kept=most_kept)
+    trl = found.pop(("micro_batch", None))
+    for ours in found.values():
+        for rank, wanted in zip(ours, trl, strict=True):
+            assert (rank["losses"], rank["norms"], rank["flos"]) == (wanted["losses"], wanted["norms"], wanted["flos"])
+            for entry, other in zip(rank["log"], wanted["log"], strict=True):
+                times = [key for key in other if key in TIMES]
+                assert {*entry} == {*other} and ("entropy" in other or "eval_entropy" in other)
+                kept = {key: value for key, value in other.items() if key not in times}
+                assert {key: entry[key] for key in kept} == pytest.approx(kept, rel=1e-6)
+    assert len(trl[0]["log"]) == 2 + 2

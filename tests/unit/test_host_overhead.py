@@ -1,0 +1,77 @@
+"""What the libraries do in every step that need be done once."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from deepspeed.utils import numa
+from transformers import AutoTokenizer, LlamaForCausalLM
+from trl import SFTConfig
+
+from tests.helpers.tiny import llama_config
+from zero_recipes.compat import patches
+from zero_recipes.trainer.token_metrics import TokenMetricsSFTTrainer
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.private
+def test_the_machine_is_asked_once_for_its_numa_nodes(monkeypatch):
+    """Fails where DeepSpeed asks once itself: patches.remember_numa_cores may go."""
+    asked = []
+
+    def check_output(command):
+        asked.append(command[0])
+        raise FileNotFoundError
+
+    monkeypatch.delenv("LOCAL_SIZE", raising=False)
+    monkeypatch.setattr(numa.subprocess, "check_output", check_output)
+    monkeypatch.setattr(numa, "get_numa_cores", getattr(numa.get_numa_cores, "__wrapped__", numa.get_numa_cores))
+    assert [CPU_Accelerator().device_count() for _ in range(3)] == [1] * 3 and asked == ["numactl"] * 3
+    patches.remember_numa_cores()
+    patches.remember_numa_cores()
+    assert [CPU_Accelerator().device_count() for _ in range(3)] == [1] * 3 and len(asked) == 4
+
+
+@pytest.mark.parametrize("packed, loss_type", [(False, "nll"), (True, "nll"), (False, "dft")])
+def test_the_loss_and_the_log_are_trls_without_a_gather_a_micro_batch(tmp_path, monkeypatch, packed, loss_type):
+    draw = random.Random(f"{packed}{loss_type}")
+    torch.manual_seed(draw.randint(0, 999))
+    model = LlamaForCausalLM(llama_config(num_hidden_layers=1))
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], loss_type=loss_type)
+    rows = Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[5, 6, 7]]})
+    trainer = TokenMetricsSFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+    gathered, gather = [], trainer.accelerator.gather
+    monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: gathered.append(1) or gather(tensor))
+    batches = [batch(draw, packed) for _ in range(5)]
+    model.train()
+    found = {}
+    for when in ("micro_batch", "logging_steps"):
+        trainer.token_metrics, trainer._total_train_tokens, before = when, 0, len(gathered)
+        losses = [trainer.compute_loss(model, dict(each), num_items_in_batch=torch.tensor(11)) for each in batches]
+        losses.append(trainer.compute_loss(model, dict(batches[0])))  # without a count: the mean of its own tokens
+        waited = len(gathered) - before
+        trainer.log({})
+        log = {key: value for key, value in trainer.state.log_history[-1].items() if key != "epoch"}
+        found[when] = [loss.item() for loss in losses], log, waited
+    trl, ours = found["micro_batch"], found["logging_steps"]
+    assert ours[0] == trl[0] and ours[1] == pytest.approx(trl[1], rel=1e-6)
+    assert {"entropy", "mean_token_accuracy", "num_tokens"} <= set(ours[1])
+    assert (trl[2], ours[2]) == (24, 24 if loss_type == "dft" else 0)
+
+
+def batch(draw: random.Random, packed: bool) -> dict[str, torch.Tensor]:
+    """Rows of any length with padding, or one line without a mask; in one of five no token has a loss."""
+    shape = (1, draw.randint(5, 30)) if packed else (draw.randint(1, 4), draw.randint(5, 30))
+    ids = torch.randint(5, 1000, shape)
+    labels = ids.masked_fill(torch.rand(shape) < draw.choice([0.3, 0.5, 0.7, 0.9, 1.0]), -100)
+    if packed:
+        return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(shape[1]).unsqueeze(0)}
+    mask = torch.arange(shape[1]) < torch.randint(3, shape[1] + 1, (shape[0], 1))
+    return {"input_ids": ids, "labels": labels.masked_fill(~mask, -100), "attention_mask": mask.long()}
