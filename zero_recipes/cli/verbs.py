@@ -39,7 +39,7 @@ def add_plan(verbs) -> None:
     )
     verb.add_argument("recipe", type=Path)
     verb.add_argument("--gpus", required=True, help="how many; several by comma: the smallest machine is looked for")
-    verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb (zero_recipes/planner/hardware.yaml)")
+    verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb (zero_recipes/core/hardware.yaml)")
     verb.add_argument("--strategies", help="names of accelerate_configs/*.yaml, by comma; default: all")
     verb.add_argument(
         "--gpus_per_node", type=number("--gpus_per_node", int, 1), default=8, help="at most; default: %(default)s"

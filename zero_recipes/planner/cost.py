@@ -18,14 +18,13 @@ from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.metrics.schema import LARGEST, ContractError, parse_as, read_as, validate
 from zero_recipes.planner import overlap
 from zero_recipes.planner.formulas import family
-from zero_recipes.planner.hardware import Gpu
+from zero_recipes.core.hardware import Gpu
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.jobs import PlanRequest, job_of
 from zero_recipes.planner.predict import Predict
 
 Range = tuple[float, float]  # low, high
 
-FP32_SHARE = 1 / 16  # of the bf16 figure: A100 19.5 of 312, H100 67 of 989 TFLOP/s, without TF32 (torch's default)
 LINK_SHARE = (0.5, 0.85)  # of a link's figure that NCCL's rings reach with large messages (NCCL tests' bus bandwidth)
 HOST_SHARE = (0.5, 0.8)
 HIDDEN = (1 / 2, 1)  # of the computation that a collective may go on behind: NCCL's kernels take cores and memory, too
@@ -81,7 +80,7 @@ def estimate(job: Job, prediction: Prediction, gpu: Gpu, factor: float | None = 
 
 
 def _computing(prediction: Prediction, gpu: Gpu) -> Range:
-    peak = gpu.bf16_tflops * 1e12 * (FP32_SHARE if prediction.precision == "fp32" else 1)
+    peak = gpu.peak_flops(prediction.precision)
     low, high = gpu.achievable
     updated = _updated_on_gpu(prediction) * ADAM_BYTES / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
     return prediction.flops_per_step / (peak * high) + updated, prediction.flops_per_step / (peak * low) + updated

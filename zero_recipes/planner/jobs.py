@@ -22,7 +22,7 @@ from zero_recipes.config.recipe import Recipe, steps_by_epochs
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import read_ds_config
 from zero_recipes.core.errors import Refusal
-from zero_recipes.planner.hardware import Gpu, gpu_named, gpus
+from zero_recipes.core.hardware import Gpu, gpu_named, gpus
 from zero_recipes.planner.job import FSDP, Job
 
 MODELS = Path(__file__).with_name("models")

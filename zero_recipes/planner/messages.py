@@ -8,7 +8,7 @@ from zero_recipes.core.units import parameters, significant, size
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner.advice import Change
 from zero_recipes.planner.fit import Fit
-from zero_recipes.planner.hardware import Gpu
+from zero_recipes.core.hardware import Gpu
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.recommend import Recommendation, RuleOfThumb
 from zero_recipes.planner.rows import Row

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from zero_recipes.planner.advice import Change
 from zero_recipes.planner.cost import estimate
 from zero_recipes.planner.fit import fit_of
-from zero_recipes.planner.hardware import Gpu
+from zero_recipes.core.hardware import Gpu
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.rows import Row
 

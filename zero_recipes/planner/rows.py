@@ -10,7 +10,7 @@ from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner.advice import Change, Limits, limits_of, smallest_change
 from zero_recipes.planner.cost import Speed, estimate
 from zero_recipes.planner.fit import Fit, fit_of
-from zero_recipes.planner.hardware import Gpu
+from zero_recipes.core.hardware import Gpu
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.jobs import PlanRequest, Strategies
 from zero_recipes.planner.predict import Predict
