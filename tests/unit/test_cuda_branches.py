@@ -22,8 +22,10 @@ from zero_recipes.distributed.build_locks import extension_folder
 from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure
+from zero_recipes.metrics.model_flops import UsedFlops
 from zero_recipes.metrics.schema import Metrics, RunIdentity
 from zero_recipes.metrics.timers import PhaseClock, StepClock
+from zero_recipes.theory.flops import ModelFlops
 
 MIB = 2**20
 
@@ -150,6 +152,8 @@ def test_counting_tokens_and_losses_reads_nothing_back(repeated):
     found = StageMetricsCallback.__new__(StageMetricsCallback)
     found.tokens = found.tokens_timed = None
     found.losses, found.done, found.warmup = [], 0, 0
+    found.used = UsedFlops.__new__(UsedFlops)
+    found.used.model = ModelFlops(10, 10, {None: 4, 5: 2})
     for _ in range(3):
         ids = torch.ones(2, 8, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}

@@ -42,7 +42,7 @@ class ModelFlops:
         looked_at = zip(self.attention.values(), squares, strict=True)
         return (4 * self.weights + 2 * self.trained) * tokens + 3 * sum(width * square for width, square in looked_at)
 
-    def of_rows(self, lengths: Iterable[int]) -> float:
+    def of_rows(self, lengths: Iterable[float]) -> float:
         """FLOPs of forward and backward of rows of these lengths, in tokens; packed rows each by itself."""
         rows = list(lengths)
         return self.of_step(sum(rows), [sum(squares(row, window) for row in rows) for window in self.attention])
@@ -52,7 +52,7 @@ class ModelFlops:
         return self.of_rows([length]) / length
 
 
-def squares(length: int, window: int | None) -> int:
+def squares(length: float, window: int | None) -> float:
     """Twice the pairs of tokens of one causal row that look at each other: the square of its length, less what lies
     beyond a sliding window."""
     seen = length if window is None else min(length, window)
@@ -84,7 +84,9 @@ def model_flops(
 
 def _active_share(config) -> float:
     """Of a mixture's experts, how many of all a token goes to; 1 without one."""
-    experts, active = (next(filter(None, (getattr(config, n, None) for n in names)), None) for names in (EXPERTS, ACTIVE))
+    experts, active = (
+        next(filter(None, (getattr(config, n, None) for n in names)), None) for names in (EXPERTS, ACTIVE)
+    )
     return active / experts if experts and active else 1.0
 
 
