@@ -127,6 +127,12 @@ def test_mfu_counts_no_recomputation():
     assert again.middle > 1.2 * plain.middle and again.mfu[1] < plain.mfu[1] / 1.2
 
 
+def test_tf32_has_its_own_peak():
+    plain, fast = (job("zero3", bf16=False, tf32=tf32) for tf32 in (None, True))
+    slow, quick = estimated(plain), estimated(fast)
+    assert slow.computing[0] / quick.computing[0] == pytest.approx(494 / 67, rel=0.05)  # Adam takes the same
+
+
 def test_shared_sequences_are_counted_once():
     asked = job("zero3", 8, sequence_parallel_size=4)
     assert estimated(asked).tokens_per_step == 4 * 2 * 512 * 8 // 4

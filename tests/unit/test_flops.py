@@ -149,7 +149,7 @@ def test_squares_are_twice_the_pairs_less_the_diagonal(seed):
 
 def used(model: ModelFlops | None) -> UsedFlops:
     identity = RunIdentity(name="r", strategy="ddp", device="cpu", precision="bf16")
-    found = UsedFlops(identity, SimpleNamespace(tf32=None))
+    found = UsedFlops(identity)
     found.model = model
     return found
 
@@ -196,6 +196,15 @@ def test_every_card_of_the_table_is_known_by_the_name_that_torch_gives_it():
             assert peak_flops_of(name, "fp32") <= peak_flops_of(name, "tf32") <= peak_flops_of(name, "bf16")
     assert peak_flops_of("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
     assert peak_flops_of("Tesla V100-SXM2-16GB", "tf32") == peak_flops_of("Tesla V100-SXM2-16GB", "fp32") == 15.7e12
+
+
+def test_fp32_is_held_against_tf32_where_torch_takes_it(monkeypatch):
+    in_fp32 = RunIdentity(name="r", strategy="ddp", device="NVIDIA A100-SXM4-80GB", precision="fp32")
+    monkeypatch.setattr(torch.backends, "fp32_precision", torch.backends.fp32_precision)  # put back afterwards
+    assert UsedFlops(in_fp32).peak == 19.5e12
+    torch.backends.fp32_precision = "tf32"  # what transformers' `tf32: true` sets
+    assert UsedFlops(in_fp32).peak == 156e12
+    assert UsedFlops(in_fp32.model_copy(update={"precision": "bf16"})).peak == 312e12
 
 
 @pytest.mark.parametrize("name", ["cpu", None, "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 NVL"])

@@ -67,7 +67,7 @@ class StageMetricsCallback(TrainerCallback):
         self.link = None if link is None else HostLink(**link)
         self.network = None if links is None else Network(**links)
         self.identity = identity(run, training_args, model)
-        self.used = UsedFlops(self.identity, training_args)
+        self.used = UsedFlops(self.identity)
         self.trainer: Any = None  # trainer.trainer.RecipeTrainer
         self.phases = MemoryPhases(run.device)
         self.phases.record("model_loaded")

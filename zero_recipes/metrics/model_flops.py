@@ -16,8 +16,8 @@ class UsedFlops:
     """Of one run, on every rank. `peak`: dense FLOP/s of this run's card in its precision; None on CPUs and for a card
     that hardware.yaml has not."""
 
-    def __init__(self, identity: RunIdentity, training_args):
-        tf32 = identity.precision == "fp32" and training_args.tf32
+    def __init__(self, identity: RunIdentity):
+        tf32 = identity.precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32"
         self.peak = peak_flops_of(identity.device, "tf32" if tf32 else identity.precision)
         self.model: ModelFlops | None = None
         self.logged: torch.Tensor | int = 0  # what this rank had counted at the last log

@@ -76,7 +76,7 @@ def estimate(
     """`factor`: measured over estimated seconds, from `calibrated`; None without a measured run. `rows`: how long they
     are; None where every sequence is taken to be as long as it may be."""
     each = sequence_of(job, prediction.max_length, rows)
-    computing = _computing(prediction, gpu, each.computed)
+    computing = _computing(job, prediction, gpu, each.computed)
     communicating = _communicating(job, prediction, gpu, computing)
     offloading = _offloading(job, prediction, gpu)
     step = _sum(computing, communicating, offloading)
@@ -84,14 +84,19 @@ def estimate(
         middle = factor * sum(step) / 2
         step = (middle * (1 - CALIBRATED), middle * (1 + CALIBRATED))
     sequences = prediction.micro_batch_size * prediction.gradient_accumulation_steps / job.sequence_parallel
-    share = sequences * each.flops / gpu.peak_flops(prediction.precision)
+    share = sequences * each.flops / _peak(job, prediction, gpu)
     tokens = sequences * prediction.world_size * each.tokens
     return Speed(step, computing, communicating, offloading, round(tokens), (share / step[1], share / step[0]))
 
 
-def _computing(prediction: Prediction, gpu: Gpu, computed: float) -> Range:
+def _peak(job: Job, prediction: Prediction, gpu: Gpu) -> float:
+    """Dense FLOP/s of the GPU in this run."""
+    return gpu.peak_flops("tf32" if prediction.precision == "fp32" and job.settings.tf32 else prediction.precision)
+
+
+def _computing(job: Job, prediction: Prediction, gpu: Gpu, computed: float) -> Range:
     """`computed`: of what sequences as long as they may be would take."""
-    peak = gpu.peak_flops(prediction.precision)
+    peak = _peak(job, prediction, gpu)
     low, high = gpu.achievable
     updated = _updated_on_gpu(prediction) * ADAM_BYTES / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
     flops = computed * prediction.flops_per_step
