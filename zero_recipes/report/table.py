@@ -26,7 +26,10 @@ NOTES = {
 
 
 def report_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], list[Column]]:
-    """Columns naming the row, about memory, and about speed and loss; columns nobody has a value for are left out."""
+    """Columns naming the row, about memory, and about speed and loss; columns nobody has a value for are left out.
+
+    Committed rows of earlier versions have no "mfu" and no shares of tokens.
+    """
     reference = next((row["label"] for row in rows if row["relative_speed"] == 1), "baseline")
     named = [
         Column("Run", lambda row: row["label"]),
@@ -47,9 +50,9 @@ def report_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], lis
     speed = [
         Column("Tokens/s", lambda row: units.count(row["tokens_per_second"])),
         Column(f"of {reference}", lambda row: units.percent(row["relative_speed"])),
-        Column("MFU", lambda row: units.percent(row["mfu"])),
-        Column("Not\npadding", lambda row: units.percent(row["non_padding_share"])),
-        Column("With\nloss", lambda row: units.percent(row["supervised_share"])),
+        Column("MFU", lambda row: units.percent(row.get("mfu"))),
+        Column("Not\npadding", lambda row: units.percent(row.get("non_padding_share"))),
+        Column("With\nloss", lambda row: units.percent(row.get("supervised_share"))),
         Column("Step\nmedian", lambda row: _seconds(row["step_seconds_median"])),
         Column("Comm.\nper step", lambda row: units.size(row["communication_bytes"])),
         Column("in Φ", lambda row: units.fixed(row["communication_in_phi"], 2)),
