@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from zero_recipes.core.files import write_json  # noqa: E402
+from zero_recipes.core.hardware import Gpu, gpu_named, gpus  # noqa: E402
 from zero_recipes.core.units import parameters, size  # noqa: E402
 from zero_recipes.metrics.prediction import Prediction  # noqa: E402
 from zero_recipes.planner import jobs  # noqa: E402
 from zero_recipes.planner.advice import smallest_change  # noqa: E402
 from zero_recipes.planner.fit import fit_of  # noqa: E402
 from zero_recipes.planner.formulas.predict import predict_by_formulas  # noqa: E402
-from zero_recipes.planner.hardware import Gpu, gpu_named, gpus  # noqa: E402
 from zero_recipes.planner.job import Job  # noqa: E402
 from zero_recipes.planner.messages import change_in_words, host_memory  # noqa: E402
 from zero_recipes.planner.predict import Predict, Predictor  # noqa: E402

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.session.cases import PARTS, rehearsed
 from zero_recipes.core.files import write_json, write_text
-from zero_recipes.planner.hardware import gpus
+from zero_recipes.core.hardware import gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.tiny import write_recipe
 from zero_recipes.core.phases import PHASES
@@ -17,6 +19,7 @@ CONTRACT = {
     *("peak_memory_bytes", "memory_phases", "host_memory_phases", "model_state_bytes", "tokens", "nvme"),
     *("communication_bytes_per_step", "communication_bytes_between_nodes", "engine_seconds"),
     *("host_device_bytes_per_second", "host_threads"),
+    *("model_flops_per_token", "model_flops_per_second", "mfu"),
     *("tokens_per_second", "step_seconds", "phase_seconds", "loss_history", "grad_norm_history", "eval_history"),
     *(
         "first_nonfinite_step",
@@ -71,6 +74,22 @@ def test_tokens_equal_an_independent_count(epoch):
         assert metrics["tokens"]["supervised"] == sum(supervised)
         assert sum(lengths) < metrics["tokens"]["all"] <= 240 * 96
         assert metrics["step_seconds"]["warmup_steps_excluded"] == 5 and len(metrics["loss_history"]) == 12
+
+
+def test_model_flops_are_the_models_and_the_rows(epoch):
+    """By torch's own counter, whose attention computes the whole square, on the same model."""
+    found, _, tokenizer = epoch
+    config = AutoConfig.from_pretrained(tokenizer.name_or_path)
+    model, flops = AutoModelForCausalLM.from_config(config, attn_implementation="eager"), []
+    for length in (2, 96):
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=torch.ones(1, length, dtype=torch.long), use_cache=False).logits.sum().backward()
+        flops.append(counter.get_total_flops() / length)
+    for metrics in found.values():
+        assert metrics["mfu"] is None, "a CPU has no peak in the table"
+        assert flops[0] < metrics["model_flops_per_token"] < sum(flops) / 2, "rows of 4 to 96 tokens, half the square"
+        spent = metrics["model_flops_per_token"] * metrics["tokens_per_second"]["non_padding"]
+        assert metrics["model_flops_per_second"] == pytest.approx(spent / 2), "of each of two processes"
 
 
 def test_gradients_are_16_bit_under_deepspeed_and_fp32_under_ddp(epoch):

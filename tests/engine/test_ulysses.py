@@ -58,6 +58,7 @@ def test_shared_sequences_train_as_whole_ones(two, recipe, alone, tmp_path, stra
     assert speed["supervised"] / speed["all"] == pytest.approx(
         wanted["tokens_per_second"]["supervised"] / wanted["tokens_per_second"]["all"]
     )
+    assert found["model_flops_per_token"] == pytest.approx(wanted["model_flops_per_token"]), "a row is looked at whole"
     assert found["communication_bytes_per_step"]["all_to_all"] > 0
 
 
@@ -67,6 +68,7 @@ def test_two_groups_share_out_the_rows(four, recipe, alone, tmp_path):
     found, _ = run(four, recipe, tmp_path / "out", *more)
     wanted = alone[0]
     assert apart(found["loss_history"], wanted["loss_history"]) < 1e-5 and found["tokens"] == wanted["tokens"]
+    assert found["model_flops_per_token"] == pytest.approx(wanted["model_flops_per_token"])
 
 
 def test_a_mean_for_each_micro_batch_is_noticed(two, recipe, alone, tmp_path):

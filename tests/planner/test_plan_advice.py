@@ -12,11 +12,11 @@ from hypothesis import strategies as draw
 
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe, strategies
 from zero_recipes.core.errors import Refusal
+from zero_recipes.core.hardware import gpu_named, gpus
 from zero_recipes.metrics.prediction import HostBytes
 from zero_recipes.planner.advice import MILDNESS, _largest, largest_micro_batch, longest_sequence, smallest_change
 from zero_recipes.planner.fit import fit_of
 from zero_recipes.planner.formulas.predict import predict_by_formulas
-from zero_recipes.planner.hardware import gpu_named, gpus
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.jobs import model_config, read_recipe, read_strategies, run_command
 from zero_recipes.planner.messages import change_in_words, resume_too_large

@@ -12,11 +12,11 @@ import pytest
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe, strategies
 from zero_recipes.cli import main as cli
 from zero_recipes.compat import versions
+from zero_recipes.core.hardware import gpu_named, gpus
 from zero_recipes.planner import cli as command
 from zero_recipes.planner import cost, messages, overlap
 from zero_recipes.planner import rows as planning
 from zero_recipes.planner.formulas.predict import predict_by_formulas
-from zero_recipes.planner.hardware import gpu_named, gpus
 from zero_recipes.planner.jobs import run_command
 from zero_recipes.planner.predict import Predictor
 from zero_recipes.planner.recommend import Recommendation, recommend, rule_of_thumb

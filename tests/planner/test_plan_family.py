@@ -9,11 +9,11 @@ import pytest
 
 from tests.helpers.plan_jobs import GB, ROOT, recipe
 from zero_recipes.config.settings import Settings
+from zero_recipes.core.hardware import gpu_named, gpus
 from zero_recipes.planner import cost
 from zero_recipes.planner.formulas import predict as formulas
 from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.formulas.shape import shape_of
-from zero_recipes.planner.hardware import gpu_named, gpus
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.jobs import job_of, model_config, read_recipe, read_strategies
 from zero_recipes.planner.predict import Predictor

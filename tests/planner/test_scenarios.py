@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up
+from zero_recipes.core.hardware import gpu_named, gpus
 from zero_recipes.planner.formulas.predict import predict_by_formulas
-from zero_recipes.planner.hardware import gpu_named, gpus
 
 FOUND = json.loads((ROOT / "benchmarks" / "results" / "scenarios.json").read_text())["scenarios"]
 

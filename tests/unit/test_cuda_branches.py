@@ -23,8 +23,10 @@ from zero_recipes.distributed.build_locks import extension_folder
 from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure
+from zero_recipes.metrics.model_flops import UsedFlops
 from zero_recipes.metrics.schema import Metrics, RunIdentity
 from zero_recipes.metrics.timers import StepClock
+from zero_recipes.theory.flops import ModelFlops
 
 MIB = 2**20
 
@@ -53,18 +55,21 @@ def test_steps_are_timed_on_the_device_and_read_once_it_is_done(cuda):
 # a whole training
 
 
-def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2):
+def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2, device=None, log_every: int = 10**9):
     """The callback through `steps` optimizer steps of a model of one layer, of which step n takes n seconds.
 
-    (metrics.json, calls of torch.cuda by step).
+    (metrics.json, calls of torch.cuda before, by step, after; what is logged).
     """
     monkeypatch.setattr(callbacks, "gather_object", list)
-    monkeypatch.setattr(callbacks, "identity", lambda *_: IDENTITY)
+    identity = IDENTITY if device is None else IDENTITY.model_copy(update={"device": device})
+    monkeypatch.setattr(callbacks, "identity", lambda *_: identity)
     model = torch.nn.Linear(4, 4)
+    config = SimpleNamespace(num_attention_heads=2, hidden_size=4, num_hidden_layers=1)
+    model.config = SimpleNamespace(get_text_config=lambda: config)
     optimizer = torch.optim.AdamW(model.parameters())
     strategy = SimpleNamespace(is_deepspeed=False, offload_optimizer=None, offload_param=None, world_size=1)
     strategy.nvme_path, strategy.ds_config = None, None
-    accelerator = SimpleNamespace(optimizer_step_was_skipped=False)
+    accelerator = SimpleNamespace(gather=lambda tensor: tensor, optimizer_step_was_skipped=False, num_processes=1)
     trainer = SimpleNamespace(model=model, optimizer=optimizer, model_wrapped=model, accelerator=accelerator)
     run = SimpleNamespace(strategy=strategy, device="cuda")
     cuda.hold(100 * MIB)
@@ -74,7 +79,7 @@ def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2):
     cuda.hold(150 * MIB)
     state = SimpleNamespace(max_steps=steps, global_step=0)
     found.on_train_begin(None, state, None)
-    before, by_step = list(cuda.calls), []
+    before, by_step, logs = list(cuda.calls), [], []
     ids = torch.ones(2, 8, dtype=torch.long)
     for step in range(1, steps + 1):
         cuda.calls.clear()
@@ -92,10 +97,14 @@ def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2):
         cuda.hold(180 * MIB)
         found.on_step_end(None, state, None)
         by_step.append(list(cuda.calls))
+        if step % log_every == 0:
+            logs.append(found.since_last_log())
+            cuda.queue(100.0)  # an evaluation
+            found.on_evaluate(None, state, None)
     cuda.calls.clear()
     found.end_steps()
     found.write(folder)
-    return Metrics.read(folder / "metrics.json"), before, by_step, list(cuda.calls)
+    return Metrics.read(folder / "metrics.json"), before, by_step, list(cuda.calls), logs
 
 
 IDENTITY = RunIdentity(
@@ -106,7 +115,7 @@ IDENTITY = RunIdentity(
 
 @pytest.mark.parametrize("steps", [3, 4, 12])
 def test_a_training_on_a_gpu(cuda, monkeypatch, tmp_path, steps):
-    row, before, by_step, after = training(cuda, steps, tmp_path, monkeypatch)
+    row, before, by_step, after, _ = training(cuda, steps, tmp_path, monkeypatch)
     assert before == ["empty_cache", "reset_peak_memory_stats"]
     assert by_step == [[]] * steps and after == ["synchronize"], "a step waits for nothing but its two numbers"
     (peak,) = row.peak_memory_bytes
@@ -121,6 +130,25 @@ def test_a_training_on_a_gpu(cuda, monkeypatch, tmp_path, steps):
     assert row.loss_history == list(range(1, steps + 1))
     assert row.grad_norm_history == [0.5 * step for step in range(1, steps + 1)]
     assert (row.hardware.gpu, row.hardware.gpu_memory_bytes) == ("NVIDIA Stand-in", 80 * fake_cuda.GIB)
+
+
+def test_mfu_is_of_the_timed_steps_and_of_the_card(cuda, monkeypatch, tmp_path):
+    """Weights of 4 x 4, attention of 2 heads x (2 + 2); a step of 4 rows of 8 tokens, step n in n seconds."""
+    row, *_, logs = training(cuda, 12, tmp_path, monkeypatch, device="NVIDIA H100 80GB HBM3", log_every=4)
+    flops = 6 * 16 * 32 + 3 * 8 * 4 * 8**2
+    timed = range(1 + row.step_seconds.warmup_steps_excluded, 13)
+    assert row.model_flops_per_token == pytest.approx(flops / 32)
+    assert row.model_flops_per_second == pytest.approx(len(timed) * flops / sum(timed))
+    assert row.mfu == pytest.approx(row.model_flops_per_second / 989e12)
+    for log, steps in zip(logs, (range(1, 5), range(5, 9), range(9, 13)), strict=True):
+        assert log["tokens_per_second"] == pytest.approx(4 * 32 / sum(steps)), "evaluations are no part of it"
+        assert log["mfu"] == pytest.approx(4 * flops / sum(steps) / 989e12)
+
+
+def test_a_card_that_the_table_has_not_has_no_mfu(cuda, monkeypatch, tmp_path):
+    row, *_, logs = training(cuda, 4, tmp_path, monkeypatch, log_every=2)
+    assert row.status == "ok" and row.mfu is None and row.model_flops_per_second > 0
+    assert all(set(log) == {"tokens_per_second"} for log in logs)
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -151,6 +179,8 @@ def test_counting_tokens_and_losses_reads_nothing_back(repeated):
     found = StageMetricsCallback.__new__(StageMetricsCallback)
     found.tokens = found.tokens_timed = None
     found.losses, found.done, found.warmup = [], 0, 0
+    found.used = UsedFlops.__new__(UsedFlops)
+    found.used.model = ModelFlops(10, 10, {None: 4, 5: 2})
     for _ in range(3):
         ids = torch.ones(2, 8, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,18 @@ def test_ranks_are_brought_together():
     assert found.tokens_per_second == TokensPerSecond(all=10.0, non_padding=5.0, supervised=2.5)
     assert found.step_seconds == StepSeconds(median=2.0, p90=3.0, warmup_steps_excluded=1)
     assert found.loss_history == [2.0, 4.0, 6.0]
+
+
+def test_mfu_is_of_all_ranks_tokens_however_unevenly_they_lie(tmp_path):
+    ranks = [replace(figures(1), timed_flops=7e9), replace(figures(3), timed_flops=1e9)]
+    found = summarise(ranks, [9.0, 1.0, 3.0], 1, 1e10)
+    assert (found.model_flops_per_token, found.model_flops_per_second) == (8e9 / 20, 8e9 / 4 / 2)
+    assert found.mfu == pytest.approx(0.1)
+    unknown = summarise(ranks, [9.0, 1.0, 3.0], 1)
+    assert unknown.mfu is None and unknown.model_flops_per_second == found.model_flops_per_second
+    kept = {"tokens_per_second", "step_seconds", "model_flops_per_token", "model_flops_per_second", "mfu"}
+    row(**unknown.model_dump(include=kept)).write(tmp_path / "metrics.json")
+    assert Metrics.read(tmp_path / "metrics.json").mfu is None, "a row of a CPU is whole"
 
 
 def test_where_no_step_was_timed_times_and_rates_are_null_and_the_row_is_whole(tmp_path):

@@ -552,3 +552,20 @@ def test_the_report_loads_no_model_library():
     code = "import sys, zero_recipes.report; print({'torch', 'transformers', 'deepspeed'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+# ---------------------------------------------------------------- useful tokens
+
+
+def test_mfu_and_useful_tokens_have_their_columns_where_they_are_known(tmp_path):
+    sweep(tmp_path / "gpu", {"zero2": {"mfu": 0.4321}, "zero3": {"tokens": None, "status": "failed", "error": "e"}})
+    found = {row["strategy"]: row for row in rows.table_rows(read_runs(tmp_path / "gpu"))}
+    assert (found["zero2"]["mfu"], found["zero1"]["mfu"]) == (0.4321, None)
+    shares = [(row["non_padding_share"], row["supervised_share"]) for row in found.values()]
+    assert shares == [pytest.approx((6000 / 9000, 3000 / 9000))] * 4 + [(None, None)]
+    shown = table.markdown_table(list(found.values()))
+    assert "43.2 %" in shown and "66.7 %" in shown and "33.3 %" in shown
+    assert any(note.startswith("MFU") for note in table.notes(list(found.values())))
+    sweep(tmp_path / "cpu", make=on_cpu)  # files of before: no mfu
+    of_before = rows.table_rows(read_runs(tmp_path / "cpu"))
+    assert "MFU" not in table.markdown_table(of_before) and "66.7 %" in table.markdown_table(of_before)

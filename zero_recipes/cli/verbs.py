@@ -39,7 +39,7 @@ def add_plan(verbs) -> None:
     )
     verb.add_argument("recipe", type=Path)
     verb.add_argument("--gpus", required=True, help="how many; several by comma: the smallest machine is looked for")
-    verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb (zero_recipes/planner/hardware.yaml)")
+    verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb (zero_recipes/core/hardware.yaml)")
     verb.add_argument("--strategies", help="names of accelerate_configs/*.yaml, by comma; default: all")
     verb.add_argument(
         "--gpus_per_node", type=number("--gpus_per_node", int, 1), default=8, help="at most; default: %(default)s"
@@ -52,6 +52,11 @@ def add_plan(verbs) -> None:
     verb.add_argument("--quick", action="store_true", help="textbook formulas instead of the engine")
     verb.add_argument("--max", action="store_true", help="the largest micro batch and the longest sequences that fit")
     verb.add_argument("--price", type=number("--price", float, 0), help="of one GPU for one hour: what a run costs")
+    verb.add_argument(
+        "--mean_tokens",
+        type=number("--mean_tokens", float, 1),
+        help="of a training row, where data or tokenizer are not at hand: time and price count them",
+    )
     verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU: its speed")
     verb.add_argument("--hardware", type=Path, help="a YAML file with further GPUs")
     verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.md and plan.png there")

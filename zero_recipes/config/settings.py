@@ -59,6 +59,7 @@ class Settings:
     label_smoothing_factor: float
     bf16: bool | None
     fp16: bool
+    tf32: bool | None
     activation_checkpointing: bool
     use_liger_kernel: bool
     torch_compile: bool

@@ -25,6 +25,7 @@ from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.gradient_dtypes import gradient_dtypes
 from zero_recipes.metrics.identity import identity
 from zero_recipes.metrics.memory_probe import MemoryPhases, StateProbe
+from zero_recipes.metrics.model_flops import UsedFlops
 from zero_recipes.metrics.parts import (
     Disk,
     DiskTraffic,
@@ -40,11 +41,10 @@ from zero_recipes.metrics.parts import (
     PhaseBytes,
     PhaseSeconds,
     SecondsInStep,
-    Tokens,
 )
 from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.metrics.schema import FILE, SCHEMA, Measurements, Metrics, Status, first_nonfinite
-from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
+from zero_recipes.metrics.summary import History, RankFigures, continued, summarise, tokens_of
 from zero_recipes.metrics.timers import EngineSeconds, StepClock, steps_not_timed
 from zero_recipes.models.load import parameter_counts
 
@@ -69,6 +69,7 @@ class StageMetricsCallback(TrainerCallback):
         self.link = None if link is None else HostLink(**link)
         self.network = None if links is None else Network(**links)
         self.identity = identity(run, training_args, model)
+        self.used = UsedFlops(self.identity)
         self.trainer: Any = None  # trainer.trainer.RecipeTrainer
         self.phases = MemoryPhases(run.device)
         self.phases.record("model_loaded")
@@ -80,7 +81,7 @@ class StageMetricsCallback(TrainerCallback):
         self.skipped = 0  # steps, by the loss scale of fp16
         self.evaluations: list[Evaluation] = []
         self.norm: torch.Tensor | None = None  # of the step at work, not read back yet
-        self.tokens: torch.Tensor | None = None  # all, non-padding, supervised; of this rank, over the whole run
+        self.tokens: torch.Tensor | None = None  # all, non-padding, supervised, squares; of this rank and run
         self.tokens_timed: torch.Tensor | None = None  # the same over the timed steps
         self.states = dict.fromkeys((*deepspeed_tensors.STATE_PARTS, "offloaded_host", "offloaded_disk"), 0)
         self.probe: StateProbe | None = None
@@ -121,6 +122,7 @@ class StageMetricsCallback(TrainerCallback):
         parameters, trainable = parameter_counts(trainer.model)
         counted = {"parameters": parameters, "trainable_parameters": trainable}
         self.identity = self.identity.model_copy(update=counted)
+        self.used.count(trainer.model)
 
     # called by RecipeTrainer
 
@@ -135,10 +137,16 @@ class StageMetricsCallback(TrainerCallback):
         first = torch.ones_like(ids, dtype=torch.bool) if repeated is None else ~repeated
         mask = inputs.get("attention_mask")
         non_padding = first if mask is None else first & (mask != 0)
-        counted = torch.stack([first.sum(), non_padding.sum(), (supervised != -100).sum()])
+        squares = self.used.squares(inputs, non_padding)
+        counted = torch.stack([first.sum(), non_padding.sum(), (supervised != -100).sum(), *squares])
         self.tokens = counted if self.tokens is None else self.tokens + counted
         if self.done >= self.warmup:
             self.tokens_timed = counted if self.tokens_timed is None else self.tokens_timed + counted
+
+    def since_last_log(self) -> dict[str, float]:
+        """For the progress line, of all ranks. Every rank calls it (a collective)."""
+        with self.communication.not_counted():
+            return self.used.since_last_log(self.tokens, self.steps, self.trainer.accelerator)
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Add one micro batch's share of the step's loss (the Trainer has scaled it already)."""
@@ -227,8 +235,9 @@ class StageMetricsCallback(TrainerCallback):
             peak=PeakMemory(**environment.peak_memory(self.device)),
             states=ModelStateBytes(**self.states),
             losses=losses.cpu().tolist(),
-            tokens=_tokens(self.tokens),
-            timed_tokens=_tokens(self.tokens_timed),
+            tokens=tokens_of(self.tokens),
+            timed_tokens=tokens_of(self.tokens_timed),
+            timed_flops=self.used.of(self.tokens_timed),
             traffic=DiskTraffic(**self.traffic.per_step(self.done)) if self.disks else None,
         )
         ranks = gather_object([own])
@@ -241,6 +250,7 @@ class StageMetricsCallback(TrainerCallback):
             ranks,
             seconds,
             min(self.warmup, len(seconds)),
+            self.used.peak,
             nvme=Nvme(disks=self.disks, bytes_per_step=[rank.traffic for rank in ranks]) if self.disks else None,
             engine_seconds=None if within is None else SecondsInStep(**within),
             communication_bytes_per_step=self.communication.median(),
@@ -292,9 +302,3 @@ class StageMetricsCallback(TrainerCallback):
             **({} if failure is None else {"failure": failure}),
         )
         row.write(output_dir / FILE)
-
-
-def _tokens(counted: torch.Tensor | None) -> Tokens:
-    """A tensor of shape (3,) as `count_tokens` makes it."""
-    numbers = [0, 0, 0] if counted is None else counted.tolist()
-    return Tokens(**dict(zip(Tokens.model_fields, numbers, strict=True)))

@@ -49,6 +49,8 @@ LONGEST_TEXT = 20_000  # characters
 MAY_BE_ANY_FLOAT = ("loss_history", "grad_norm_history", "eval_history", "samples")
 ORDER = ("ddp", "zero0", "zero1", "zero2", "zero3")
 
+NOT_COUNTED = f"{NOT_TIMED}, where the model's config does not say how wide attention is, and {EARLIER}"
+
 Status = Literal["ok", "oom", "diverged", "failed", "refused"]
 Precision = Literal["bf16", "fp16", "fp32"]
 
@@ -112,6 +114,18 @@ class Measurements(Part):
     )
     tokens: Tokens | None = measured("over the whole run and all ranks")
     tokens_per_second: TokensPerSecond | None = measured("over the timed steps and all ranks", null=NOT_TIMED)
+    model_flops_per_token: float | None = measured(
+        "forward and backward of the model's matrix products and of attention within the rows of the timed steps, for "
+        "each token that is no padding; nothing that activation checkpointing computes again",
+        "FLOP",
+        NOT_COUNTED,
+    )
+    model_flops_per_second: float | None = measured("of one process, over the timed steps", "FLOP/s", NOT_COUNTED)
+    mfu: float | None = measured(
+        "model FLOPs utilization: model_flops_per_second as a share of the dense peak of the GPU in the run's "
+        "precision (zero_recipes/core/hardware.yaml)",
+        null="on CPUs, on a GPU that the table has not, and wherever model_flops_per_second is",
+    )
     step_seconds: StepSeconds | None = measured("optimizer steps")
     engine_seconds: SecondsInStep | None = measured(
         "one optimizer step by DeepSpeed's timers", null='without "wall_clock_breakdown": true in the ds_config'

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Self
 
+import torch
 from pydantic import Field, ValidationError, model_validator
 
 from zero_recipes.checkpoint.documents import HISTORY, cannot_be_read, first_fault, read_json
+from zero_recipes.metrics.model_flops import utilisation
 from zero_recipes.metrics.parts import (
     DiskTraffic,
     Evaluation,
@@ -35,6 +37,7 @@ class RankFigures:
     tokens: Tokens  # over all its steps
     timed_tokens: Tokens  # over the timed ones
     traffic: DiskTraffic | None  # None where nothing is swapped
+    timed_flops: float = 0.0  # the model's, over the timed steps; 0 where they are not counted
 
 
 class AnswersBefore(Part):
@@ -76,11 +79,16 @@ def history_fault(checkpoint: Path) -> str | None:
     return None
 
 
-def summarise(ranks: Sequence[RankFigures], seconds: Sequence[float], warmup: int, **more: Any) -> Measurements:
+def summarise(
+    ranks: Sequence[RankFigures], seconds: Sequence[float], warmup: int, peak_flops: float | None = None, **more: Any
+) -> Measurements:
     """The figures of all ranks over at least one step. `seconds`: of each step; `warmup`: how many are not timed;
-    `more`: what rank 0 alone knows (fields of Measurements). Where none is timed, times and rates are null."""
+    `peak_flops`: FLOP/s of a card, None where it is not known; `more`: what rank 0 alone knows (fields of
+    Measurements). Where none is timed, times and rates are null."""
     timed = seconds[warmup:]
     speed = _sum([rank.timed_tokens for rank in ranks])
+    flops = sum(rank.timed_flops for rank in ranks)
+    used = utilisation(flops, speed.non_padding, sum(timed), len(ranks), peak_flops) if timed else {}
     return Measurements(
         peak_memory_bytes=[rank.peak for rank in ranks],
         model_state_bytes=[rank.states for rank in ranks],
@@ -91,6 +99,7 @@ def summarise(ranks: Sequence[RankFigures], seconds: Sequence[float], warmup: in
             p90=sorted(timed)[min(len(timed) - 1, int(0.9 * len(timed)))] if timed else None,
             warmup_steps_excluded=warmup,
         ),
+        **used,
         loss_history=[sum(step) / len(ranks) for step in zip(*(rank.losses for rank in ranks), strict=True)],
         **more,
     )
@@ -105,6 +114,12 @@ def continued(earlier: Measurements, now: Measurements) -> Measurements:
     if now.skipped_steps is not None:
         more["skipped_steps"] = (earlier.skipped_steps or 0) + now.skipped_steps
     return now.model_copy(update=more)
+
+
+def tokens_of(counted: torch.Tensor | None) -> Tokens:
+    """The first three of what StageMetricsCallback counts."""
+    numbers = [0, 0, 0] if counted is None else counted[:3].tolist()
+    return Tokens(**dict(zip(Tokens.model_fields, numbers, strict=True)))
 
 
 def _sum(counts: Sequence[Tokens]) -> Tokens:

@@ -33,12 +33,12 @@ class StepClock:
         self.steps.append((self.start_mark, self._mark()))
         self.open()
 
-    def seconds(self) -> list[float]:
-        """One duration per closed step."""
+    def seconds(self, first: int = 0) -> list[float]:
+        """One duration per closed step, from the `first` on."""
         if self.on_cuda:
             torch.cuda.synchronize()
-            return [start.elapsed_time(end) / 1000 for start, end in self.steps]
-        return [end - start for start, end in self.steps]
+            return [start.elapsed_time(end) / 1000 for start, end in self.steps[first:]]
+        return [end - start for start, end in self.steps[first:]]
 
     def _mark(self):
         if not self.on_cuda:

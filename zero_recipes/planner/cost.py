@@ -12,20 +12,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from zero_recipes.config.recipe import steps_by_epochs
 from zero_recipes.core.errors import Refusal
-from zero_recipes.metrics.parts import Part, StepSeconds, TokensPerSecond
+from zero_recipes.core.hardware import Gpu
+from zero_recipes.data.lengths import RowLengths
+from zero_recipes.metrics.parts import Number, Part, StepSeconds, Tokens, TokensPerSecond
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.metrics.schema import LARGEST, ContractError, parse_as, read_as, validate
 from zero_recipes.planner import overlap
 from zero_recipes.planner.formulas import family
-from zero_recipes.planner.hardware import Gpu
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.jobs import PlanRequest, job_of
 from zero_recipes.planner.predict import Predict
+from zero_recipes.planner.sequences import sequence_of
 
 Range = tuple[float, float]  # low, high
 
-FP32_SHARE = 1 / 16  # of the bf16 figure: A100 19.5 of 312, H100 67 of 989 TFLOP/s, without TF32 (torch's default)
 LINK_SHARE = (0.5, 0.85)  # of a link's figure that NCCL's rings reach with large messages (NCCL tests' bus bandwidth)
 HOST_SHARE = (0.5, 0.8)
 HIDDEN = (1 / 2, 1)  # of the computation that a collective may go on behind: NCCL's kernels take cores and memory, too
@@ -45,7 +47,8 @@ class Speed:
     computing: Range
     communicating: Range  # what is not hidden behind the computation
     offloading: Range
-    tokens_per_step: int  # of all ranks, if every sequence is as long as it may be
+    tokens_per_step: int  # of all ranks, without padding
+    mfu: Range
 
     @property
     def middle(self) -> float:
@@ -67,24 +70,37 @@ class Cost:
     run: Range | None
 
 
-def estimate(job: Job, prediction: Prediction, gpu: Gpu, factor: float | None = None) -> Speed:
-    """`factor`: measured over estimated seconds, from `calibrated`; None without a measured run."""
-    computing = _computing(prediction, gpu)
+def estimate(
+    job: Job, prediction: Prediction, gpu: Gpu, factor: float | None = None, rows: RowLengths | None = None
+) -> Speed:
+    """`factor`: measured over estimated seconds, from `calibrated`; None without a measured run. `rows`: how long they
+    are; None where every sequence is taken to be as long as it may be."""
+    each = sequence_of(job, prediction.max_length, rows)
+    computing = _computing(job, prediction, gpu, each.computed)
     communicating = _communicating(job, prediction, gpu, computing)
     offloading = _offloading(job, prediction, gpu)
     step = _sum(computing, communicating, offloading)
     if factor is not None:
         middle = factor * sum(step) / 2
         step = (middle * (1 - CALIBRATED), middle * (1 + CALIBRATED))
-    sequences = prediction.micro_batch_size * prediction.gradient_accumulation_steps * prediction.world_size
-    return Speed(step, computing, communicating, offloading, sequences * prediction.max_length)
+    sequences = prediction.micro_batch_size * prediction.gradient_accumulation_steps / job.sequence_parallel
+    share = sequences * each.flops / _peak(job, prediction, gpu)
+    tokens = sequences * prediction.world_size * each.tokens
+    return Speed(step, computing, communicating, offloading, round(tokens), (share / step[1], share / step[0]))
 
 
-def _computing(prediction: Prediction, gpu: Gpu) -> Range:
-    peak = gpu.bf16_tflops * 1e12 * (FP32_SHARE if prediction.precision == "fp32" else 1)
+def _peak(job: Job, prediction: Prediction, gpu: Gpu) -> float:
+    """Dense FLOP/s of the GPU in this run."""
+    return gpu.peak_flops("tf32" if prediction.precision == "fp32" and job.settings.tf32 else prediction.precision)
+
+
+def _computing(job: Job, prediction: Prediction, gpu: Gpu, computed: float) -> Range:
+    """`computed`: of what sequences as long as they may be would take."""
+    peak = _peak(job, prediction, gpu)
     low, high = gpu.achievable
     updated = _updated_on_gpu(prediction) * ADAM_BYTES / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
-    return prediction.flops_per_step / (peak * high) + updated, prediction.flops_per_step / (peak * low) + updated
+    flops = computed * prediction.flops_per_step
+    return flops / (peak * high) + updated, flops / (peak * low) + updated
 
 
 def _updated_on_gpu(prediction: Prediction) -> float:
@@ -129,11 +145,14 @@ def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> Range:
     return low + updated / CPU_ADAM[1], high + updated / CPU_ADAM[0]
 
 
-def cost(job: Job, speed: Speed, price: float) -> Cost:
-    """`price`: of one GPU for one hour. The run's steps are known from max_steps, or epochs of data at hand."""
+def cost(job: Job, speed: Speed, price: float, rows: RowLengths | None = None) -> Cost:
+    """`price`: of one GPU for one hour. The run's steps are known from max_steps, or epochs of data at hand; of packed
+    rows from `rows`."""
     per_second = price * job.world_size / 3600
     per_step = _times(speed.step_seconds, per_second)
     steps = job.settings.max_steps
+    if rows is not None and rows.epoch and not (steps and steps > 0):
+        steps = steps_by_epochs(rows.epoch, job.settings, job.world_size // job.sequence_parallel)
     known = steps is not None and steps > 0
     return Cost(
         per_step,
@@ -155,6 +174,8 @@ class Calibration(Part):
     max_length: int | None
     step_seconds: StepSeconds | None
     tokens_per_second: TokensPerSecond | None = None
+    tokens: Tokens | None = None
+    loss_history: list[Number] | None = None
 
 
 def read_measured(path: Path) -> dict[str, Any]:
@@ -231,11 +252,16 @@ def _measured_job(measured: Mapping[str, Any], job: Job) -> Job:
 def _calibration(measured: Mapping[str, Any], job: Job, prediction: Prediction, gpu: Gpu) -> float:
     """Measured over estimated seconds of a step. `job`, `prediction`: of the measured run (`_measured_job`).
 
-    Rows shorter than max_length leave less to compute than the estimate has; the measured tokens say how much less.
+    The estimate is of sequences as long as the measured ones were, padding included; where the file does not say how
+    many tokens its steps had, as long as they may be.
     """
-    estimated = estimate(job, prediction, gpu)
-    rate = measured["tokens_per_second"]["all"]
-    return estimated.tokens_per_step / rate / estimated.middle
+    tokens, steps = (measured.get("tokens") or {}).get("all"), len(measured.get("loss_history") or [])
+    rows = None
+    if tokens and steps:
+        sequences = estimate(job, prediction, gpu).tokens_per_step / prediction.max_length
+        rows = RowLengths((tokens / steps / sequences,), 1, None, "measured")
+    estimated = estimate(job, prediction, gpu, rows=rows)
+    return estimated.tokens_per_step / measured["tokens_per_second"]["all"] / estimated.middle
 
 
 def _sum(*ranges: Range) -> Range:

@@ -22,7 +22,8 @@ from zero_recipes.config.recipe import Recipe, steps_by_epochs
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import read_ds_config
 from zero_recipes.core.errors import Refusal
-from zero_recipes.planner.hardware import Gpu, gpu_named, gpus
+from zero_recipes.core.hardware import Gpu, gpu_named, gpus
+from zero_recipes.data.lengths import RowLengths, rows_at_hand, stated
 from zero_recipes.planner.job import FSDP, Job
 
 MODELS = Path(__file__).with_name("models")
@@ -171,6 +172,8 @@ class PlanRequest:
     known: dict[str, Gpu]
     host: int | None  # bytes of each machine's memory, where it was given
     rows: int | None = None  # of the data, where a run by epochs has it at hand
+    lengths: RowLengths | None = None  # of the rows, where they are at hand or stated
+    no_lengths: str | None = None  # why they are not known
 
     def job(self, strategy: str, count: int) -> Job:
         ds_config = self.strategies[strategy]
@@ -201,7 +204,15 @@ def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanReq
     config = model_config(recipe.settings)
     host = None if arguments.host_memory is None else int(arguments.host_memory * 1e9)
     requested = (recipe, overrides, config, strategies, counts, arguments.gpus_per_node, gpu, known, host)
-    return PlanRequest(*requested, _rows_by_epochs(recipe))
+    return PlanRequest(*requested, _rows_by_epochs(recipe), *_lengths(recipe, arguments.mean_tokens))
+
+
+def _lengths(recipe: Recipe, mean: float | None) -> tuple[RowLengths | None, str | None]:
+    """(lengths of the rows, why they are not known). `mean`: tokens of a row, where the command line says it."""
+    if mean is not None:
+        return stated(mean, recipe.settings, _rows_by_epochs(recipe)), None
+    found = rows_at_hand(recipe.settings, recipe.path)
+    return (None, found) if isinstance(found, str) else (found, None)
 
 
 def _rows_by_epochs(recipe: Recipe) -> int | None:

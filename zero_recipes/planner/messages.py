@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from zero_recipes.core.hardware import Gpu
 from zero_recipes.core.units import parameters, significant, size
+from zero_recipes.data.lengths import RowLengths
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner.advice import Change
 from zero_recipes.planner.fit import Fit
-from zero_recipes.planner.hardware import Gpu
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.recommend import Recommendation, RuleOfThumb
 from zero_recipes.planner.rows import Row
+from zero_recipes.planner.sequences import padded_together, pads, sequence_of
 
 LARGE_HOST = 2 * 1024**4  # bytes; servers of eight GPUs are mostly rented with 1 to 2 TiB
 SOURCES = {"engine": "the engine, simulated", "formulas": "textbook formulas"}
@@ -32,14 +34,32 @@ COLUMNS = [
     "--host_memory holds it against what there is.",
     "Disk: the model / a checkpoint to go on from.",
     "Comm.: bytes through collectives in one step, an all-reduce counted twice.",
-    "Times are estimates, 20 to 30 % to either side, more with offload or without NVLink; all sequences are taken as "
-    "long as they may be.",
+    "Times are estimates, 20 to 30 % to either side, more with offload or without NVLink; Step and Tokens/s are for "
+    "sequences as long as they may be.",
+    "MFU: model FLOPs of the tokens that are no padding, as a share of the GPU's dense peak.",
 ]
 CANNOT_KNOW = [
     "Fragmentation beyond the range given; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps it small.",
     "torch.compile, mixtures of experts (which tokens go where) and quantised weights.",
     "Answers to sample prompts; other programs on the same GPU.",
 ]
+
+
+def row_lengths(row: Row, lengths: RowLengths | None, unknown: str | None) -> str:
+    """Which rows time and price are for. `unknown`: why their lengths are not known."""
+    longest = row.prediction.max_length
+    if lengths is None:
+        return (
+            f"Rows: their lengths are not at hand ({unknown}): each is taken to have {longest:,} tokens; --mean_tokens "
+            "says how many they have."
+        )
+    each = sequence_of(row.job, longest, lengths)
+    said = f"Rows: {lengths.source}: {lengths.mean:,.0f} tokens on average, of {longest:,} that they may have"
+    if row.job.settings.packing:
+        said += f", packed {each.tokens / each.places:.0%} full"
+    elif len(lengths.lengths) > 1 and pads(row.job):
+        said += f", {each.places:,.0f} with the padding to the longest of {padded_together(row.job)}"
+    return f"{said}. MFU, run and costs are for them."
 
 
 def heading(rows: Sequence[Row], gpu: Gpu) -> str:
@@ -112,7 +132,7 @@ def reasons(advice: Recommendation) -> list[str]:
 def _of_chosen(advice: Recommendation) -> Iterator[str]:
     fitting, chosen = advice.fitting, advice.chosen
     yield f"{_names(fitting)} {'fits' if len(fitting) == 1 else 'fit'} on {_machine(advice.rows[0].job, advice.gpu)}."
-    message = f"{chosen.job.strategy}: {_seconds(chosen.speed.step_seconds)} a step, {size(chosen.fit.margin)} left"
+    message = f"{chosen.job.strategy}: {_seconds(chosen.expected.step_seconds)} a step, {size(chosen.fit.margin)} left"
     if len(fitting) == 1:
         yield f"{message}."
     elif len(advice.as_fast) == 1:
@@ -123,13 +143,13 @@ def _of_chosen(advice: Recommendation) -> Iterator[str]:
     if chosen.offloads:
         yield (
             f"It keeps states in {host_memory(chosen.prediction.host_bytes.training)}; that takes "
-            f"{_seconds(chosen.speed.offloading)} of each step. More GPUs would be faster."
+            f"{_seconds(chosen.expected.offloading)} of each step. More GPUs would be faster."
         )
     elif advice.offloading:
         row = advice.offloading
         yield (
             f"Offload ({row.job.strategy}) would leave {size(row.fit.margin)}, for a step about "
-            f"{significant(row.speed.middle / chosen.speed.middle)} times as long and "
+            f"{significant(row.expected.middle / chosen.expected.middle)} times as long and "
             f"{host_memory(row.prediction.host_bytes.training)}: for larger batches or models."
         )
     yield from _network(chosen.job, advice.gpu)

@@ -47,6 +47,10 @@ def document(answer: Answer) -> dict[str, Any]:
         "overrides": request.overrides,
         "model": rows[0].job.model,
         "gpu": request.gpu.model_dump() | {"memory_bytes": request.gpu.memory_bytes},
+        "row_lengths": {
+            "mean_tokens": request.lengths and request.lengths.mean,
+            "source": request.lengths.source if request.lengths else request.no_lengths,
+        },
         "rows": [_row(row, answer) for row in rows],
         "refused": {str(count): why for count, why in answer.refused.items()},
         "smallest_machine": fewest_gpus(rows, with_offload=True),
@@ -70,9 +74,23 @@ def _row(row: Row, answer: Answer) -> dict[str, Any]:
         "step_seconds": list(row.speed.step_seconds),
         "tokens_per_step": row.speed.tokens_per_step,
         "tokens_per_second": list(row.speed.tokens_per_second),
+        "mfu": list(row.speed.mfu),
         "cost": None if answer.price is None else asdict(cost(row.job, row.speed, answer.price)),
+        "real_rows": None if row.real is None else _of_real_rows(row, answer),
         "cure": None if row.change is None else _change(row.change, answer.request),
         "max": row.limits and asdict(row.limits),
+    }
+
+
+def _of_real_rows(row: Row, answer: Answer) -> dict[str, Any]:
+    """What depends on how long the rows are, as in `_row`, where it is for sequences as long as they may be."""
+    real, lengths = row.real, answer.request.lengths
+    return {
+        "step_seconds": list(real.step_seconds),
+        "tokens_per_step": real.tokens_per_step,
+        "tokens_per_second": list(real.tokens_per_second),
+        "mfu": list(real.mfu),
+        "cost": None if answer.price is None else asdict(cost(row.job, real, answer.price, lengths)),
     }
 
 
@@ -102,7 +120,8 @@ def write_answer(answer: Answer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "plan.json", document(answer))
     chosen, heading = answer.chosen, messages.heading(answer.chosen, answer.request.gpu)
-    lines = [heading, "", table.markdown(chosen, answer.price), *(f"- {line}" for line in _notes(chosen))]
+    lines = [heading, "", table.markdown(chosen, answer.price, answer.request.lengths)]
+    lines += [f"- {line}" for line in _notes(answer)]
     (folder / "plan.md").write_text("\n".join(lines) + "\n")
     bars = [_bar(row.job.strategy, row.prediction) for row in chosen]
     plan_plot.draw(bars, answer.request.gpu.memory_bytes, "Planned memory", heading, folder / "plan.png")
@@ -113,9 +132,11 @@ def _bar(name: str, prediction: Prediction) -> plan_plot.Bar:
     return plan_plot.Bar(name, prediction.at_peak, (reserved.low, reserved.high))
 
 
-def _notes(rows: Sequence[Row]) -> list[str]:
+def _notes(answer: Answer) -> list[str]:
     """What a reader needs to know of the columns and of these predictions."""
-    return [*messages.COLUMNS, *dict.fromkeys(note for row in rows for note in row.prediction.notes)]
+    rows, request = answer.chosen, answer.request
+    said = messages.row_lengths(rows[0], request.lengths, request.no_lengths)
+    return [*messages.COLUMNS, said, *dict.fromkeys(note for row in rows for note in row.prediction.notes)]
 
 
 def print_answer(answer: Answer, console: Console) -> None:
@@ -124,10 +145,10 @@ def print_answer(answer: Answer, console: Console) -> None:
     if len(request.counts) > 1:
         _show_machines(answer, console)
     console.print(Text(messages.heading(chosen, request.gpu), style="bold"))
-    table.print_rows(chosen, answer.price, console)
+    table.print_rows(chosen, answer.price, request.lengths, console)
     if all(row.limits for row in chosen):
         _show_limits(chosen, console)
-    for line in _notes(chosen):
+    for line in _notes(answer):
         console.print(Text(line, style="dim"))
     for row in chosen:
         if row.fit.status != "fits" and (row.change or len(request.counts) == 1):

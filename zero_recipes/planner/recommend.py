@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from zero_recipes.core.hardware import Gpu
 from zero_recipes.planner.advice import Change
 from zero_recipes.planner.cost import estimate
 from zero_recipes.planner.fit import fit_of
-from zero_recipes.planner.hardware import Gpu
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.rows import Row
 
@@ -65,12 +65,12 @@ def recommend(rows: Sequence[Row], gpu: Gpu, known: Mapping[str, Gpu]) -> Recomm
         return Recommendation(
             rows, gpu, changed=min(changed, key=lambda row: _harshness(row.change, gpu), default=None)
         )
-    fastest = min(fitting, key=lambda row: row.speed.middle)
-    as_fast = [row for row in fitting if row.speed.middle <= fastest.speed.step_seconds[1]]
+    fastest = min(fitting, key=lambda row: row.expected.middle)
+    as_fast = [row for row in fitting if row.expected.middle <= fastest.expected.step_seconds[1]]
     roomy = [row for row in as_fast if _has_room(row)]
     chosen = min(roomy, key=_simplest) if roomy else max(as_fast, key=lambda row: row.fit.margin)
     offloading = [row for row in fitting if row.offloads and row is not chosen]
-    slower = min(offloading, key=lambda row: row.speed.middle, default=None)
+    slower = min(offloading, key=lambda row: row.expected.middle, default=None)
     return Recommendation(rows, gpu, chosen, as_fast, slower, _smaller_gpus(chosen, gpu, known))
 
 

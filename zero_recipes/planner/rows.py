@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zero_recipes.core.errors import Refusal
+from zero_recipes.core.hardware import Gpu
+from zero_recipes.data.lengths import RowLengths
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner.advice import Change, Limits, limits_of, smallest_change
 from zero_recipes.planner.cost import Speed, estimate
 from zero_recipes.planner.fit import Fit, fit_of
-from zero_recipes.planner.hardware import Gpu
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.jobs import PlanRequest, Strategies
 from zero_recipes.planner.predict import Predict
@@ -23,9 +24,15 @@ class Row:
     job: Job
     prediction: Prediction
     fit: Fit
-    speed: Speed
+    speed: Speed  # every sequence as long as it may be
+    real: Speed | None = None  # of the rows, where their lengths are known
     change: Change | None = None  # only where it does not fit, and where there is one
     limits: Limits | None = None  # only where they are requested
+
+    @property
+    def expected(self) -> Speed:
+        """The best that is known of the run's."""
+        return self.real or self.speed
 
     @property
     def offloads(self) -> bool:
@@ -40,17 +47,19 @@ def make_row(
     factor: float | None = None,
     with_change: bool = True,
     host: int | None = None,
+    lengths: RowLengths | None = None,
 ) -> Row:
     """`factor`: measured over estimated seconds (cost.py). `with_change`: look for one where `job` does not fit.
 
-    `host`: bytes of each machine's memory, None where it is not known.
+    `host`: bytes of each machine's memory, `lengths`: of the rows; None where they are not known.
     """
     prediction = predict(job)
     fit = fit_of(prediction, gpu.memory_bytes, host)
     change = None
     if with_change and fit.status != "fits":
         change = smallest_change(job, gpu.memory_bytes, predict, strategies, host)
-    return Row(job, prediction, fit, estimate(job, prediction, gpu, factor), change)
+    real = None if lengths is None else estimate(job, prediction, gpu, factor, lengths)
+    return Row(job, prediction, fit, estimate(job, prediction, gpu, factor), real, change)
 
 
 def rows_of(request: PlanRequest, predict: Predict, factor: float | None) -> tuple[list[Row], dict[int, str]]:
@@ -60,7 +69,8 @@ def rows_of(request: PlanRequest, predict: Predict, factor: float | None) -> tup
     """
 
     def made(job: Job, with_change: bool) -> Row:
-        return make_row(job, request.gpu, predict, request.strategies, factor, with_change, request.host)
+        known = (request.strategies, factor, with_change, request.host, request.lengths)
+        return make_row(job, request.gpu, predict, *known)
 
     rows, refused, last = [], {}, None
     for count in request.counts:

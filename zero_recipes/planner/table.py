@@ -8,6 +8,7 @@ from rich.console import Console
 
 from zero_recipes.core import units
 from zero_recipes.core.tables import Column, markdown_columns, print_columns
+from zero_recipes.data.lengths import RowLengths
 from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, ReservedRange
 from zero_recipes.planner.cost import Cost, cost
 from zero_recipes.planner.rows import Row
@@ -24,8 +25,10 @@ HEADERS = {
 }
 
 
-def plan_columns(rows: Sequence[Row], price: float | None) -> tuple[list[Column], list[Column]]:
-    """(those naming the row, the others)."""
+def plan_columns(
+    rows: Sequence[Row], price: float | None, lengths: RowLengths | None
+) -> tuple[list[Column], list[Column]]:
+    """(those naming the row, the others). `lengths`: of the rows; None where they are not known."""
     mixed = len({row.prediction.source for row in rows}) > 1
     named = [Column("Strategy", lambda row: _name(row, mixed)), Column("Status", status)]
     if len({row.job.world_size for row in rows}) > 1:
@@ -46,12 +49,21 @@ def plan_columns(rows: Sequence[Row], price: float | None) -> tuple[list[Column]
         Column("Step", lambda row: f"{_between(row.speed.step_seconds)} s"),
         Column("Tokens/s", lambda row: _between(row.speed.tokens_per_second, units.count)),
     ]
-    if any(cost(row.job, row.speed, 1.0).hours for row in rows):
-        speed.append(Column("Run\nin hours", lambda row: _between(_cost(row, 1.0).hours)))
+    if any(row.real for row in rows):
+        speed += [
+            Column("Step of\nthe rows", lambda row: f"{_between(row.real.step_seconds)} s"),
+            Column("Real\ntokens/s", lambda row: _between(row.real.tokens_per_second, units.count)),
+        ]
+    speed.append(Column("MFU", lambda row: _between(row.expected.mfu, units.percent)))
+    if any(_cost(row, 1.0, lengths).hours for row in rows):
+        speed.append(Column("Run\nin hours", lambda row: _between(_cost(row, 1.0, lengths).hours)))
     if price is not None:
         speed.append(Column("Cost of\n1M tokens", lambda row: _between(_cost(row, price).per_million_tokens)))
-        if any(_cost(row, price).run for row in rows):
-            speed.append(Column("Cost of\nthe run", lambda row: _between(_cost(row, price).run)))
+        if lengths is not None:
+            real = Column("1M real\ntokens", lambda row: _between(_cost(row, price, lengths).per_million_tokens))
+            speed.append(real)
+        if any(_cost(row, price, lengths).run for row in rows):
+            speed.append(Column("Cost of\nthe run", lambda row: _between(_cost(row, price, lengths).run)))
     shown = [column for column in memory if any(column.cell(row) for row in rows)]
     return named, [*shown, *beside, *speed]
 
@@ -60,14 +72,14 @@ def status(row: Row) -> str:
     return "no (host)" if row.fit.host_lacks else row.fit.status
 
 
-def print_rows(rows: Sequence[Row], price: float | None, console: Console) -> None:
-    named, others = plan_columns(rows, price)
+def print_rows(rows: Sequence[Row], price: float | None, lengths: RowLengths | None, console: Console) -> None:
+    named, others = plan_columns(rows, price, lengths)
     print_columns(named, others, rows, console)
 
 
-def markdown(rows: Sequence[Row], price: float | None) -> str:
+def markdown(rows: Sequence[Row], price: float | None, lengths: RowLengths | None) -> str:
     """The same for a page."""
-    return markdown_columns(*plan_columns(rows, price), rows)
+    return markdown_columns(*plan_columns(rows, price, lengths), rows)
 
 
 def _between(values: tuple[float, float] | None, written=units.significant) -> str:
@@ -79,8 +91,9 @@ def _name(row: Row, mixed: bool) -> str:
     return f"{row.job.strategy} *" if mixed and row.prediction.source == "formulas" else row.job.strategy
 
 
-def _cost(row: Row, price: float) -> Cost:
-    return cost(row.job, row.speed, price)
+def _cost(row: Row, price: float, lengths: RowLengths | None = None) -> Cost:
+    """Of the rows where their lengths are given, else of sequences as long as they may be."""
+    return cost(row.job, row.speed if lengths is None else row.real, price, lengths)
 
 
 def _moved(row: Row) -> int:

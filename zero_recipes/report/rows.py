@@ -82,6 +82,12 @@ def speed(run: MeasuredRun) -> float | None:
     return run.tokens_per_second.non_padding if run.tokens_per_second else None
 
 
+def share_of_tokens(run: MeasuredRun, kind: str) -> float | None:
+    """Of all tokens of the run, padding included, those that are "non_padding" or "supervised"."""
+    count = getattr(run.tokens, kind) if run.tokens else None
+    return count / run.tokens.all if count is not None and run.tokens.all else None
+
+
 def communication_volume(run: MeasuredRun) -> int | None:
     """Bytes per optimizer step as the paper counts them: all-reduce twice, others once."""
     if run.communication_bytes_per_step is None:
@@ -152,6 +158,9 @@ def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
         "resident_bytes": peak_resident(run),
         "tokens_per_second": speed(run),
         "relative_speed": relative_speed(run, reference),
+        "mfu": run.mfu,
+        "non_padding_share": share_of_tokens(run, "non_padding"),
+        "supervised_share": share_of_tokens(run, "supervised"),
         "step_seconds_median": run.step_seconds.median if run.step_seconds else None,
         "communication_bytes": communication_volume(run),
         "communication_in_phi": communication_in_phi(run),

@@ -15,6 +15,8 @@ NOTES = {
     "On": "On host, on disk: model states of that rank in the host's memory, in swap files on NVMe.",
     "Resident": "Resident: memory of the whole process, most of it imported libraries; no accelerator was measured.",
     "Tokens/s": "Tokens/s: without padding, over all ranks.",
+    "MFU": "MFU: model FLOPs of the tokens without padding, as a share of the GPU's dense peak.",
+    "Not": "Not padding, with loss: shares of all tokens that the steps computed.",
     "Comm.": "Comm.: bytes sent through collectives in one step; an all-reduce counts twice, others once.",
     "Between": "Between nodes: the part of it that crosses the network, for one machine.",
     "Paper": "Paper: the volume that the strategy's paper gives; ZeRO++'s is that between nodes.",
@@ -24,7 +26,10 @@ NOTES = {
 
 
 def report_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], list[Column]]:
-    """Columns naming the row, about memory, and about speed and loss; columns nobody has a value for are left out."""
+    """Columns naming the row, about memory, and about speed and loss; columns nobody has a value for are left out.
+
+    Committed rows of earlier versions have no "mfu" and no shares of tokens.
+    """
     reference = next((row["label"] for row in rows if row["relative_speed"] == 1), "baseline")
     named = [
         Column("Run", lambda row: row["label"]),
@@ -45,6 +50,9 @@ def report_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], lis
     speed = [
         Column("Tokens/s", lambda row: units.count(row["tokens_per_second"])),
         Column(f"of {reference}", lambda row: units.percent(row["relative_speed"])),
+        Column("MFU", lambda row: units.percent(row.get("mfu"))),
+        Column("Not\npadding", lambda row: units.percent(row.get("non_padding_share"))),
+        Column("With\nloss", lambda row: units.percent(row.get("supervised_share"))),
         Column("Step\nmedian", lambda row: _seconds(row["step_seconds_median"])),
         Column("Comm.\nper step", lambda row: units.size(row["communication_bytes"])),
         Column("in Φ", lambda row: units.fixed(row["communication_in_phi"], 2)),

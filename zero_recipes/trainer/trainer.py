@@ -187,6 +187,11 @@ class RecipeTrainer(TokenWeightedSFTTrainer, TokenMetricsSFTTrainer, Checkpointi
         else:
             super()._load_best_model()
 
+    def log(self, logs, start_time=None):
+        if "loss" in logs:  # of training; evaluations have their own
+            logs |= self.stage_metrics.since_last_log()
+        super().log(logs, start_time)
+
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:  # DeepSpeed keeps none at stage 0 in fp32 (engine.py `clip_fp32_gradients`)

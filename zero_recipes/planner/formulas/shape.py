@@ -12,6 +12,7 @@ from typing import Any
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Refusal, first_line
 from zero_recipes.planner.job import Job
+from zero_recipes.theory.flops import ModelFlops, model_flops
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Shape:
     vocabulary: int
     positions: int
     dtype: str  # of the weights' file
+    flops: ModelFlops
 
 
 def shape_of(config: Mapping[str, Any], settings: Settings) -> Shape:
@@ -92,6 +94,7 @@ def _counted(config_json: str, model_keys_json: str) -> Shape:
         vocabulary=text.vocab_size,
         positions=getattr(text, "max_position_embeddings", 0),
         dtype=str(config.dtype or "float32").removeprefix("torch."),
+        flops=model_flops(model),
     )
 
 

@@ -1,4 +1,7 @@
-"""The GPUs that a plan knows: hardware.yaml, and a user's file in the same form. Every figure has its source there."""
+"""The GPUs that a plan and a measured MFU know: hardware.yaml, and for a plan a user's file in the same form.
+
+Every figure has its source there.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from zero_recipes.core.errors import Refusal
 
+FP32_SHARE = 1 / 16  # of the bf16 figure: A100 19.5 of 312, without TF32 (torch's default)
 OWN = Path(__file__).with_name("hardware.yaml")
 
 Positive = Annotated[float, Field(gt=0)]
@@ -24,7 +28,10 @@ class Gpu(BaseModel):
 
     name: str
     memory_mib: Annotated[int, Field(gt=0)]
+    names: tuple[str, ...] = ()  # as torch.cuda.get_device_name gives them
     bf16_tflops: Positive
+    fp32_tflops: Positive | None = None  # None: a sixteenth of bf16's, as on an A100
+    tf32_tflops: Positive | None = None  # None: the card has no TF32
     bf16: bool = True
     memory_gb_s: Positive
     link_gb_s: Positive
@@ -37,6 +44,12 @@ class Gpu(BaseModel):
     def memory_bytes(self) -> int:
         """What nvidia-smi shows, in bytes."""
         return self.memory_mib * 1024**2
+
+    def peak_flops(self, precision: str) -> float:
+        """Dense FLOP/s of matrix products in "bf16", "fp16", "fp32" or "tf32" (fp32's where the card has none)."""
+        fp32 = self.fp32_tflops or self.bf16_tflops * FP32_SHARE
+        tflops = {"fp32": fp32, "tf32": self.tf32_tflops or fp32}.get(precision, self.bf16_tflops)
+        return tflops * 1e12
 
     @model_validator(mode="after")
     def _low_before_high(self) -> Gpu:
@@ -60,8 +73,14 @@ def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
         "ZR807",
         f"--gpu {name}: " + (f"{' and '.join(found)} begin so" if found else "no such GPU is known"),
         "Memory and speed of the GPU are what the plan is held against.",
-        f"One of {', '.join(known)}; --hardware FILE.yaml adds others (form: zero_recipes/planner/hardware.yaml).",
+        f"One of {', '.join(known)}; --hardware FILE.yaml adds others (form: zero_recipes/core/hardware.yaml).",
     )
+
+
+def peak_flops_of(device_name: str | None, precision: str) -> float | None:
+    """Dense FLOP/s of the card that torch.cuda.get_device_name names; None where hardware.yaml does not have it."""
+    card = next((gpu for gpu in gpus().values() if device_name in gpu.names), None)
+    return None if card is None else card.peak_flops(precision)
 
 
 def _read(path: Path) -> dict[str, Gpu]:
@@ -70,7 +89,7 @@ def _read(path: Path) -> dict[str, Gpu]:
             "ZR808",
             f"there is no hardware file {path}",
             f"Paths are relative to the working directory, {Path.cwd()}.",
-            "Its form is that of zero_recipes/planner/hardware.yaml.",
+            "Its form is that of zero_recipes/core/hardware.yaml.",
         )
     try:
         content = yaml.safe_load(path.read_text())
@@ -83,7 +102,7 @@ def _read(path: Path) -> dict[str, Gpu]:
             "ZR810",
             f"{path} is not a mapping of names to GPUs",
             "Every GPU has a name and its figures.",
-            "See zero_recipes/planner/hardware.yaml.",
+            "See zero_recipes/core/hardware.yaml.",
         )
     return {str(name).lower(): _gpu(str(name).lower(), figures, path) for name, figures in content.items()}
 
@@ -102,5 +121,5 @@ def _gpu(name: str, figures: object, path: Path) -> Gpu:
             "ZR811",
             f"{path}: {name}: {key}: {first['msg']}",
             "A wrong figure would make the plan wrong.",
-            "See the comment at the top of zero_recipes/planner/hardware.yaml for units and keys.",
+            "See the comment at the top of zero_recipes/core/hardware.yaml for units and keys.",
         ) from error

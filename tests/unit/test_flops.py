@@ -1,0 +1,213 @@
+"""Model FLOPs and MFU: held against torch's own counter on real models, against papers, and brute force."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.helpers.plan_jobs import job
+from zero_recipes.core.hardware import gpus, peak_flops_of
+from zero_recipes.metrics.model_flops import UsedFlops, utilisation
+from zero_recipes.metrics.schema import RunIdentity
+from zero_recipes.planner.formulas.shape import shape_of
+from zero_recipes.planner.jobs import known_models
+from zero_recipes.theory.flops import ModelFlops, model_flops, squares
+
+WIDE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+WIDE |= {"num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0}
+WIDE |= {"bos_token_id": 1, "eos_token_id": 2}
+GROUPED = WIDE | {"num_key_value_heads": 2}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "bos_token_id": 1}
+GPT2 |= {"eos_token_id": 2, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+SMALL = {
+    "gpt_neox": WIDE | {"tie_word_embeddings": False},
+    "gpt2": GPT2,
+    "llama": GROUPED | {"tie_word_embeddings": False},
+    "qwen2": GROUPED | {"tie_word_embeddings": True},
+    "qwen3": GROUPED | {"head_dim": 16},
+    "mistral": GROUPED | {"sliding_window": 8},
+    "gemma3_text": GROUPED | {"head_dim": 16, "sliding_window": 8},
+    "mixtral": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": GROUPED | EXPERTS | {"head_dim": 8},
+    "deepseek_v3": WIDE
+    | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+    | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+}
+
+
+def small(kind: str):
+    config = AutoConfig.for_model(kind, **SMALL[kind])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    if "experts" in str(model):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def counted(model, rows: int, length: int) -> int:
+    """What torch counts of a forward and a backward pass of rows of one length."""
+    ids = torch.randint(3, 96, (rows, length))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def test_every_architecture_that_a_plan_knows_is_tried_here():
+    assert {entry["config"]["model_type"] for entry in known_models().values()} <= set(SMALL)
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_torch_counts_the_same_but_for_the_half_that_causal_attention_leaves_out(kind):
+    draw = random.Random(kind)
+    rows, length = draw.randint(1, 3), draw.randint(9, 40)
+    model = small(kind)
+    found = model_flops(model)
+    tokens, whole_square = rows * length, 2 * rows * length**2  # eager attention computes all of it
+    assert counted(model, rows, length) == found.of_step(tokens, [whole_square] * len(found.attention))
+    causal = found.of_rows([length] * rows)
+    beyond = sum(w * (whole_square - rows * squares(length, window)) for window, w in found.attention.items())
+    assert causal == counted(model, rows, length) - 3 * beyond
+
+
+def test_frozen_weights_take_four_flops_and_an_adapter_six():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(small("llama"), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    model.enable_input_require_grads()  # else nothing passes back into the first layer's frozen products
+    found, length = model_flops(model), 17
+    assert 0 < found.trained == sum(p.numel() for p in model.parameters() if p.requires_grad) < found.weights
+    assert counted(model, 2, length) == found.of_step(2 * length, [2 * 2 * length**2])
+    assert found.of_step(1, [0]) == 4 * found.weights + 2 * found.trained
+
+
+def test_a_copy_that_peft_trains_stands_for_its_original():
+    from peft import LoraConfig, get_peft_model
+
+    plain = model_flops(small("llama"))
+    model = get_peft_model(small("llama"), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    adapters = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    assert model_flops(model).weights == plain.weights + adapters
+
+
+def test_pythia_by_hand():
+    """L = 32 layers of h = 4,096: 12·L·h² in them, V·h at the head, 6·L·h·T of half the square of attention."""
+    found = shape_of(job("zero3").config, job("zero3").settings).flops
+    inside, head = 12 * 32 * 4096**2, 50432 * 4096
+    assert (found.weights, found.attention) == (inside + head, {None: 32 * 2 * 4096})
+    for length in (512, 2048):
+        assert found.per_token(length) == 6 * (inside + head) + 6 * 32 * 4096 * length
+
+
+def test_llama_by_hand():
+    config = next(entry["config"] for name, entry in known_models().items() if name.endswith("Llama-3-8B"))
+    found = shape_of(config, job("zero3").settings).flops
+    layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336  # q and o, k and v of 8 heads, gated MLP
+    assert found.weights == 32 * layer + 128256 * 4096 == 7_504_658_432
+    assert found.per_token(8192) == 6 * 7_504_658_432 + 6 * 32 * 4096 * 8192
+
+
+def test_the_whole_square_is_megatrons_formula():
+    """arXiv:2104.04473, 96·B·s·l·h²·(1 + s/6h + V/16lh), less the forward pass that it computes again."""
+    config = known_models()["gpt3-175b"]["config"]
+    found = shape_of(config, job("zero3").settings).flops
+    s, layers, h, vocabulary = 2048, 96, 12288, config["vocab_size"]
+    megatron = 96 * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
+    again = 24 * s * layers * h**2 * (1 + s / (6 * h))
+    assert found.of_step(s, [2 * s**2]) == pytest.approx(megatron - again, rel=1e-12)
+
+
+def test_palms_own_mfu():
+    """arXiv:2204.02311, appendix B: 238.3K tokens/s on 6,144 chips of 275 TFLOP/s are 46.2 % with the whole square of
+    attention, 45.7 % without attention."""
+    parameters, width, length = 540.35e9, 118 * 48 * 2 * 256, 2048
+    palm = ModelFlops(parameters, parameters, {None: width})
+
+    def mfu(flops):
+        return utilisation(flops, length, length / 238_300, 6144, 275e12)["mfu"]
+
+    assert mfu(palm.of_step(length, [2 * length**2])) == pytest.approx(0.462, abs=5e-4)
+    assert mfu(palm.of_step(length, [0])) == pytest.approx(0.457, abs=5e-4)
+    assert mfu(palm.of_rows([length])) == pytest.approx((0.462 + 0.457) / 2, abs=1e-3)
+
+
+# the rows of a batch
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_squares_are_twice_the_pairs_less_the_diagonal(seed):
+    draw = random.Random(seed)
+    length, window = draw.randint(1, 60), draw.choice([None, draw.randint(1, 60)])
+    seen = [min(token + 1, window or length) for token in range(length)]
+    assert squares(length, window) == 2 * sum(seen) - min(length, window or length)
+
+
+def used(model: ModelFlops | None) -> UsedFlops:
+    identity = RunIdentity(name="r", strategy="ddp", device="cpu", precision="bf16")
+    found = UsedFlops(identity)
+    found.model = model
+    return found
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packed_rows_look_at_themselves_alone_and_padding_at_nothing(seed):
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 30) for _ in range(draw.randint(1, 6))]
+    model = ModelFlops(7, 3, {None: 5, draw.randint(2, 12): 11})
+    counts, longest = used(model), max(lengths)
+    mask = torch.tensor([[1] * length + [0] * (longest - length) for length in lengths])
+    padded = counts.squares({"input_ids": mask}, mask != 0)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = counts.squares({"position_ids": positions}, torch.ones_like(positions, dtype=torch.bool))
+    halves = [half.squeeze(0) for half in positions.split((positions.shape[1] + 1) // 2, dim=1)]  # of two processes
+    shared = [counts.squares({"position_ids": half}, torch.ones_like(half, dtype=torch.bool)) for half in halves]
+    summed = [sum(parts) for parts in zip(*shared, strict=True)]
+    assert padded == packed == summed
+    tokens = torch.tensor([mask.numel(), sum(lengths), 0, *padded])
+    assert counts.of(tokens) == pytest.approx(model.of_rows(lengths))
+    assert model.of_rows(lengths) == sum(model.of_rows([length]) for length in lengths)
+    if len(lengths) > 1:
+        assert model.of_rows([sum(lengths)]) > model.of_rows(lengths), "one row of all would look at more"
+
+
+def test_a_model_that_does_not_say_its_heads_has_no_mfu_and_a_line_that_says_so(capsys):
+    found = used(None)
+    model = torch.nn.Linear(2, 2)
+    model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_attention_heads=[2, 4]))
+    found.count(model)
+    assert found.model is None and "not counted, no MFU" in capsys.readouterr().out
+    assert found.squares({}, torch.ones(2, 2, dtype=torch.bool)) == [] and found.of(torch.ones(3)) == 0
+    assert utilisation(0.0, 10, 1.0, 2, 1e12) == {}
+
+
+# the card
+
+
+def test_every_card_of_the_table_is_known_by_the_name_that_torch_gives_it():
+    for gpu in gpus().values():
+        assert gpu.names and gpu.source
+        for name in gpu.names:
+            assert peak_flops_of(name, "bf16") == peak_flops_of(name, "fp16") == gpu.bf16_tflops * 1e12
+            assert peak_flops_of(name, "fp32") <= peak_flops_of(name, "tf32") <= peak_flops_of(name, "bf16")
+    assert peak_flops_of("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
+    assert peak_flops_of("Tesla V100-SXM2-16GB", "tf32") == peak_flops_of("Tesla V100-SXM2-16GB", "fp32") == 15.7e12
+
+
+def test_fp32_is_held_against_tf32_where_torch_takes_it(monkeypatch):
+    in_fp32 = RunIdentity(name="r", strategy="ddp", device="NVIDIA A100-SXM4-80GB", precision="fp32")
+    monkeypatch.setattr(torch.backends, "fp32_precision", torch.backends.fp32_precision)  # put back afterwards
+    assert UsedFlops(in_fp32).peak == 19.5e12
+    torch.backends.fp32_precision = "tf32"  # what transformers' `tf32: true` sets
+    assert UsedFlops(in_fp32).peak == 156e12
+    assert UsedFlops(in_fp32.model_copy(update={"precision": "bf16"})).peak == 312e12
+
+
+@pytest.mark.parametrize("name", ["cpu", None, "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 NVL"])
+def test_a_part_of_a_card_or_an_unknown_one_has_no_peak(name):
+    assert peak_flops_of(name, "bf16") is None
+    assert utilisation(1e12, 10, 1.0, 2, None)["mfu"] is None

@@ -1,0 +1,82 @@
+"""Model FLOPs of the steps that a run has taken, and MFU: their share of the card's peak."""
+
+from __future__ import annotations
+
+import torch
+
+from zero_recipes.compat import deepspeed_tensors
+from zero_recipes.core.hardware import peak_flops_of
+from zero_recipes.core.process import rank
+from zero_recipes.metrics.schema import RunIdentity
+from zero_recipes.metrics.timers import StepClock
+from zero_recipes.theory.flops import ModelFlops, model_flops
+
+
+class UsedFlops:
+    """Of one run, on every rank. `peak`: dense FLOP/s of this run's card in its precision; None on CPUs and for a card
+    that hardware.yaml has not."""
+
+    def __init__(self, identity: RunIdentity):
+        tf32 = identity.precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        self.peak = peak_flops_of(identity.device, "tf32" if tf32 else identity.precision)
+        self.model: ModelFlops | None = None
+        self.logged: torch.Tensor | int = 0  # what this rank had counted at the last log
+        self.logged_steps = 0
+
+    def count(self, model: torch.nn.Module) -> None:
+        """Look at the model as it is trained, with its adapter. Where its config does not say how wide attention is,
+        there are no FLOPs and no MFU, and a line in the log that says so."""
+        try:
+            self.model = model_flops(model, deepspeed_tensors.whole_shape)
+        except (AttributeError, TypeError, ZeroDivisionError) as error:  # a config of the model's own making
+            if rank() == 0:
+                print(f"model FLOPs   not counted, no MFU: {error}", flush=True)
+
+    def squares(self, inputs: dict[str, torch.Tensor], non_padding: torch.Tensor) -> list[torch.Tensor]:
+        """theory/flops.py `squares`, summed over the rows of a micro batch, for each window; on its device.
+
+        `non_padding`: which places hold a token, of the shape of input_ids. Rows that stand in one line (packed or
+        padding-free), or in several processes (Ulysses), are told apart by position_ids: the odd numbers up to a row's
+        length add up to its square.
+        """
+        windows = () if self.model is None else tuple(self.model.attention)
+        positions = inputs.get("position_ids")
+        if positions is None:
+            lengths = non_padding.sum(-1)
+            seen = [lengths if window is None else lengths.clamp(max=window) for window in windows]
+            return [(short * (2 * lengths - short)).sum() for short in seen]
+        odd = (2 * positions + 1) * non_padding
+        return [(odd if window is None else odd.clamp(max=2 * window)).sum() for window in windows]
+
+    def of(self, counted: torch.Tensor | None) -> float:
+        """FLOPs of what StageMetricsCallback has counted; 0 where the model's are not known."""
+        if self.model is None or counted is None:
+            return 0.0
+        _, tokens, _, *squares = counted.tolist()
+        return self.model.of_step(tokens, squares)
+
+    def since_last_log(self, counted: torch.Tensor | None, steps: StepClock, accelerator) -> dict[str, float]:
+        """Tokens per second without padding, of all ranks, and MFU where the peak is known; for the progress line.
+
+        Every rank calls it (one gather). `counted`: by this rank over the whole run.
+        """
+        seconds = sum(steps.seconds(self.logged_steps))
+        if counted is None or not seconds:
+            return {}
+        everyone = accelerator.gather((counted - self.logged).reshape(1, -1)).sum(0)
+        self.logged, self.logged_steps = counted, len(steps.steps)
+        tokens = int(everyone[1])
+        used = utilisation(self.of(everyone), tokens, seconds, accelerator.num_processes, self.peak)
+        return {"tokens_per_second": tokens / seconds} | ({"mfu": used["mfu"]} if used.get("mfu") else {})
+
+
+def utilisation(flops: float, tokens: int, seconds: float, ranks: int, peak: float | None) -> dict[str, float | None]:
+    """The fields of Measurements. `flops`, `tokens` (without padding): of all ranks in `seconds`; `peak`: of one."""
+    if not flops or not tokens or not seconds:
+        return {}
+    each = flops / seconds / ranks
+    return {
+        "model_flops_per_token": flops / tokens,
+        "model_flops_per_second": each,
+        "mfu": None if peak is None else each / peak,
+    }

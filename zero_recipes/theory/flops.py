@@ -1,0 +1,120 @@
+"""Model FLOPs: what forward and backward of a model's matrix products and attention take, whatever else is computed.
+
+Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B (model FLOPs utilization): 6 FLOPs for each weight and token and
+12·L·H·Q·T for attention; Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+Megatron-LM", arXiv:2104.04473, appendix, counts the same. Both count the whole square of a row's attention. Here a
+causal row counts half of it, as Dao, "FlashAttention-2", arXiv:2307.08691, section 4.1: what a kernel leaves out is no
+work. Symbols: L layers, H heads, Q their width, T tokens of a row.
+
+Counted: each weight that multiplies tokens, the output layer too (tied or not), of a mixture of experts those that a
+token goes to. Not counted: the embedding (a lookup), norms and biases, the loss, the optimizer, padding, and whatever
+activation checkpointing computes again (PaLM: model FLOPs, not hardware FLOPs). Frozen weights (LoRA) take 4 FLOPs
+instead of 6: backward passes through them, but they get no gradient. The output layer counts for every token, as in
+the papers; on GPUs TRL 1.16 computes it only for those with loss (trl/trainer/utils.py, `_fused_forward`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in configs of transformers
+ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What one model takes. `attention`: {how far a token looks back in some of its layers, None without a limit:
+    those layers' summed width of queries and values, H·(Q + V)}."""
+
+    weights: float  # that multiply one token
+    trained: float  # of them, those that get a gradient
+    attention: dict[int | None, int]
+
+    def of_step(self, tokens: float, squares: Iterable[float]) -> float:
+        """FLOPs of forward and backward. `tokens`: without padding; `squares`: for each key of `attention` in its
+        order, what `squares` sums over the rows."""
+        looked_at = zip(self.attention.values(), squares, strict=True)
+        return (4 * self.weights + 2 * self.trained) * tokens + 3 * sum(width * square for width, square in looked_at)
+
+    def of_rows(self, lengths: Iterable[float]) -> float:
+        """FLOPs of forward and backward of rows of these lengths, in tokens; packed rows each by itself."""
+        rows = list(lengths)
+        return self.of_step(sum(rows), [sum(squares(row, window) for row in rows) for window in self.attention])
+
+    def per_token(self, length: int) -> float:
+        """FLOPs of a token in rows of this length."""
+        return self.of_rows([length]) / length
+
+
+def squares(length: float, window: int | None) -> float:
+    """Twice the pairs of tokens of one causal row that look at each other: the square of its length, less what lies
+    beyond a sliding window."""
+    seen = length if window is None else min(length, window)
+    return 2 * seen * length - seen * seen
+
+
+def model_flops(
+    model: torch.nn.Module, shape_of: Callable[[Any], Iterable[int]] = lambda weight: weight.shape
+) -> ModelFlops:
+    """Count a model's own modules, on whichever device. `shape_of`: a weight's whole shape, where it is partitioned."""
+    import torch
+
+    config = model.config.get_text_config()
+    share = _active_share(config)
+    weights = trained = 0.0
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) or ".original_module" in name:  # PEFT trains a copy of the latter
+            continue
+        for weight_name, weight in module.named_parameters(recurse=False):
+            shape = tuple(shape_of(weight))
+            if isinstance(module, torch.nn.Linear) and weight_name == "weight":
+                shape = (module.in_features, module.out_features)  # whatever it is packed to in 4 bit
+            if len(shape) > 1 and not weight_name.endswith("bias"):
+                times = share if "experts" in name.split(".") else 1
+                weights += times * math.prod(shape)
+                trained += times * math.prod(shape) * weight.requires_grad
+    return ModelFlops(weights, trained, _attention(config))
+
+
+def _active_share(config) -> float:
+    """Of a mixture's experts, how many of all a token goes to; 1 without one."""
+    experts, active = (
+        next(filter(None, (getattr(config, n, None) for n in names)), None) for names in (EXPERTS, ACTIVE)
+    )
+    return active / experts if experts and active else 1.0
+
+
+def _attention(config) -> dict[int | None, int]:
+    """ModelFlops.attention, by the config; layers without a square (state spaces, linear attention) have none."""
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        return {}
+    width, found = heads * sum(_head_widths(config, heads)), {}
+    for kind in _layer_kinds(config):
+        if kind.endswith("attention") and not kind.startswith("linear"):
+            window = _window(config, kind)
+            found[window] = found.get(window, 0) + width
+    return found
+
+
+def _layer_kinds(config) -> list[str]:
+    kinds = getattr(config, "layer_types", None)
+    alike = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return kinds or [alike] * config.num_hidden_layers
+
+
+def _head_widths(config, heads: int) -> tuple[int, int]:
+    """Of queries and of values."""
+    plain = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return getattr(config, "qk_head_dim", None) or plain, getattr(config, "v_head_dim", None) or plain
+
+
+def _window(config, kind: str) -> int | None:
+    key = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
+    return None if key is None else getattr(config, key, None)
