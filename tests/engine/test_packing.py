@@ -1,34 +1,18 @@
-"""Packing: which architectures let packed rows attend to each other."""
+"""Packing: which architectures let packed rows see each other, by their losses and by their gradients."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from tests.helpers import flash_stand_in
 from tests.helpers.known_bad import found_in
+from tests.helpers.packed_models import gradients, seen_of_the_row_before, tiny_model
 from tests.helpers.tiny import ROOT, write_recipe
-from zero_recipes.checks.combinations import LEAKING
+from zero_recipes.checks.packing import APART, APART_IN_FLASH, CONVOLVING, LEAKING, RECURRENT
 
-SIZES = {"vocab_size": 128, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "pad_token_id": 1}
-SMALL = {
-    "llama": {"intermediate_size": 48},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2, "expansion_ratio": 2},
-    "bloom": {"n_layer": 2, "n_head": 2},
-    "falcon": {},
-}
-
-
-def tiny_model(kind: str, attention: str):
-    """Weights of deviation 0.3: attention matters."""
-    config = CONFIG_MAPPING[kind](**(SIZES | SMALL[kind]))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    torch.manual_seed(0)
-    for p in model.parameters():
-        if p.dim() > 1:
-            torch.nn.init.normal_(p, 0.0, 0.3)
-    return model
+FLASH = "kernels-community/flash-attn2"
 
 
 def leak(model, boundaries: bool = True) -> float:
@@ -59,10 +43,67 @@ def test_packed_rows_do_not_leak_in_llama_and_gpt_neox(attention):
         assert leak(model, boundaries=False) > 0.1  # packing_strategy: wrapped
 
 
+def attention_of(kind: str) -> str:
+    """sdpa where the architecture has it."""
+    try:
+        return tiny_model(kind, "sdpa").config._attn_implementation
+    except ValueError:
+        return "eager"
+
+
+@pytest.mark.parametrize("kind", sorted(APART))
+def test_a_packed_row_changes_no_loss_and_no_gradient_of_the_next(kind):
+    assert seen_of_the_row_before(tiny_model(kind, attention_of(kind))) < 1e-4
+
+
+def test_the_measure_sees_rows_that_are_not_kept_apart(monkeypatch):
+    """The same rows as one: what wrapped packing does."""
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
+    assert seen_of_the_row_before(tiny_model("llama", "sdpa")) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma2", *sorted(APART_IN_FLASH)])
+def test_flash_attention_is_given_the_boundaries(kind, monkeypatch):
+    """With a kernel of torch's in its place: no GPU has run the real one here."""
+    flash_stand_in.install(monkeypatch)
+    model = tiny_model(kind, FLASH)
+    assert "flash-attn" in model.config._attn_implementation  # gpt_oss takes another of them
+    assert seen_of_the_row_before(model) < 1e-4
+    if kind in APART:
+        rows = [[5, 6, 7, 8, 9], [10, 11, 12]]
+        plain, found = (gradients(each, rows, [True, True]) for each in (tiny_model(kind, attention_of(kind)), model))
+        assert found[0] == pytest.approx(plain[0], rel=1e-5)
+
+
+@pytest.mark.private
+def test_flex_attention_still_has_no_backward_on_a_cpu(tmp_path):
+    """Fails when torch has one: then remove ZR462."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    heads = torch.zeros(1, 1, 16, 16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        torch.compile(flex_attention, backend="eager")(heads, heads, heads)
+    path = write_recipe(tmp_path)
+    assert ("error", "ZR462") in found_in(path, {"attn_implementation": "flex_attention"})
+    assert ("error", "ZR462") not in found_in(path, {"attn_implementation": "sdpa"})
+
+
+@pytest.mark.parametrize("kind", sorted(CONVOLVING))
+def test_a_convolution_that_needs_a_package_to_keep_rows_apart(kind, tmp_path):
+    model = tiny_model(kind, "eager")
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        seen_of_the_row_before(model)
+    model.config.save_pretrained(tmp_path / kind)
+    path = write_recipe(tmp_path)
+    assert ("error", "ZR461") in found_in(path, {"packing": True, "model_name_or_path": str(tmp_path / kind)})
+
+
 @pytest.mark.parametrize("kind", sorted(LEAKING))
 def test_packed_rows_leak_where_the_architecture_drops_positions(kind, tmp_path):
     model = tiny_model(kind, "eager")
-    assert leak(model) > 0.1, f"{kind} no longer leaks: take it off LEAKING"
+    assert seen_of_the_row_before(model) > 0.1, f"{kind} no longer leaks: take it off LEAKING"
+    if kind not in RECURRENT:
+        assert leak(model) > 0.1
     model.config.save_pretrained(tmp_path / kind)
     path = write_recipe(tmp_path)
     assert ("error", "ZR133") in found_in(path, {"packing": True, "model_name_or_path": str(tmp_path / kind)})
