@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -38,7 +40,7 @@ def gradients(model, rows: list[list[int]], supervised: list[bool]) -> tuple[flo
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     labels = [row if counts else [-100] * len(row) for row, counts in zip(rows, supervised, strict=True)]
-    packed = {"input_ids": sum(rows, []), "labels": sum(labels, []), "seq_lengths": [len(row) for row in rows]}
+    packed = {"input_ids": [*chain(*rows)], "labels": [*chain(*labels)], "seq_lengths": [len(row) for row in rows]}
     batch = DataCollatorForLanguageModeling(pad_token_id=1, padding_free=True)([packed])
     wanted = batch.pop("labels")[0, 1:]
     model.zero_grad()
