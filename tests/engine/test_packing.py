@@ -105,7 +105,11 @@ def test_packed_rows_leak_where_the_architecture_drops_positions(kind, tmp_path)
     assert seen_of_the_row_before(model) > 0.1, f"{kind} no longer leaks: take it off LEAKING"
     if kind not in RECURRENT:
         assert leak(model) > 0.1
-    model.config.save_pretrained(tmp_path / kind)
+    if kind == "recurrent_gemma":  # its configuration cannot be read again as it is saved
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text('{"model_type": "recurrent_gemma"}')
+    else:
+        model.config.save_pretrained(tmp_path / kind)
     path = write_recipe(tmp_path)
     assert ("error", "ZR133") in found_in(path, {"packing": True, "model_name_or_path": str(tmp_path / kind)})
     assert ("error", "ZR133") not in found_in(path, {"packing": False, "model_name_or_path": str(tmp_path / kind)})
