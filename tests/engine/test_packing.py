@@ -1,34 +1,19 @@
-"""Packing: which architectures let packed rows attend to each other."""
+"""Packing: which architectures let packed rows see each other, by their losses and by their gradients."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from tests.helpers import flash_stand_in
 from tests.helpers.known_bad import found_in
-from tests.helpers.tiny import ROOT, write_recipe
-from zero_recipes.checks.combinations import LEAKING
+from tests.helpers.packed_models import gradients, seen_of_the_row_before, tiny_model
+from tests.helpers.tiny import ROOT, write_recipe, write_rows
+from zero_recipes.checks.packing import APART, APART_IN_FLASH, CONVOLVING, LEAKING, RECURRENT
 
-SIZES = {"vocab_size": 128, "hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "pad_token_id": 1}
-SMALL = {
-    "llama": {"intermediate_size": 48},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "mpt": {"d_model": 32, "n_heads": 2, "n_layers": 2, "expansion_ratio": 2},
-    "bloom": {"n_layer": 2, "n_head": 2},
-    "falcon": {},
-}
-
-
-def tiny_model(kind: str, attention: str):
-    """Weights of deviation 0.3: attention matters."""
-    config = CONFIG_MAPPING[kind](**(SIZES | SMALL[kind]))
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    torch.manual_seed(0)
-    for p in model.parameters():
-        if p.dim() > 1:
-            torch.nn.init.normal_(p, 0.0, 0.3)
-    return model
+FLASH = "kernels-community/flash-attn2"
 
 
 def leak(model, boundaries: bool = True) -> float:
@@ -59,12 +44,106 @@ def test_packed_rows_do_not_leak_in_llama_and_gpt_neox(attention):
         assert leak(model, boundaries=False) > 0.1  # packing_strategy: wrapped
 
 
+def attention_of(kind: str) -> str:
+    """sdpa where the architecture has it."""
+    try:
+        return tiny_model(kind, "sdpa").config._attn_implementation
+    except ValueError:
+        return "eager"
+
+
+@pytest.mark.parametrize("kind", sorted(APART))
+def test_a_packed_row_changes_no_loss_and_no_gradient_of_the_next(kind):
+    assert seen_of_the_row_before(tiny_model(kind, attention_of(kind))) < 1e-4
+
+
+def test_the_measure_sees_rows_that_are_not_kept_apart(monkeypatch):
+    """The same rows as one: what wrapped packing does."""
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
+    assert seen_of_the_row_before(tiny_model("llama", "sdpa")) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma2", *sorted(APART_IN_FLASH)])
+def test_flash_attention_is_given_the_boundaries(kind, monkeypatch):
+    """With a kernel of torch's in its place: no GPU has run the real one here."""
+    flash_stand_in.install(monkeypatch)
+    model = tiny_model(kind, FLASH)
+    assert "flash-attn" in model.config._attn_implementation  # gpt_oss takes another of them
+    assert seen_of_the_row_before(model) < 1e-4
+    if kind in APART:
+        rows = [[5, 6, 7, 8, 9], [10, 11, 12]]
+        plain, found = (gradients(each, rows, [True, True]) for each in (tiny_model(kind, attention_of(kind)), model))
+        assert found[0] == pytest.approx(plain[0], rel=1e-5)
+
+
+@pytest.mark.private
+def test_flex_attention_still_has_no_backward_on_a_cpu(tmp_path):
+    """Fails when torch has one: then remove ZR462."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    heads = torch.zeros(1, 1, 16, 16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        torch.compile(flex_attention, backend="eager")(heads, heads, heads)
+    path = write_recipe(tmp_path)
+    assert ("error", "ZR462") in found_in(path, {"attn_implementation": "flex_attention"}, device="cpu")
+    assert ("error", "ZR462") not in found_in(path, {"attn_implementation": "flex_attention"})
+
+
+@pytest.mark.parametrize("kind", sorted(CONVOLVING))
+def test_a_convolution_that_needs_a_package_to_keep_rows_apart(kind, tmp_path):
+    model = tiny_model(kind, "eager")
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        seen_of_the_row_before(model)
+    model.config.save_pretrained(tmp_path / kind)
+    path = write_recipe(tmp_path)
+    assert ("error", "ZR461") in found_in(path, {"packing": True, "model_name_or_path": str(tmp_path / kind)})
+
+
 @pytest.mark.parametrize("kind", sorted(LEAKING))
 def test_packed_rows_leak_where_the_architecture_drops_positions(kind, tmp_path):
     model = tiny_model(kind, "eager")
-    assert leak(model) > 0.1, f"{kind} no longer leaks: take it off LEAKING"
-    model.config.save_pretrained(tmp_path / kind)
+    assert seen_of_the_row_before(model) > 0.1, f"{kind} no longer leaks: take it off LEAKING"
+    if kind not in RECURRENT:
+        assert leak(model) > 0.1
+    if kind == "recurrent_gemma":  # its configuration cannot be read again as it is saved
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text('{"model_type": "recurrent_gemma"}')
+    else:
+        model.config.save_pretrained(tmp_path / kind)
     path = write_recipe(tmp_path)
     assert ("error", "ZR133") in found_in(path, {"packing": True, "model_name_or_path": str(tmp_path / kind)})
     assert ("error", "ZR133") not in found_in(path, {"packing": False, "model_name_or_path": str(tmp_path / kind)})
     assert ("error", "ZR133") not in found_in(path, {"packing": True})  # GPT-NeoX
+
+
+def first_step(group, recipe, out, **keys) -> tuple[dict, dict[str, torch.Tensor]]:
+    """(metrics.json, what each parameter changed) of one step of plain gradient descent over all rows."""
+    argv = [str(recipe), "--output_dir", str(out), *(part for key, v in keys.items() for part in (f"--{key}", str(v)))]
+    metrics = group.run("train", argv=argv)[0]["metrics"]
+    return metrics, load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(ranks, request, tmp_path):
+    """Every row once in a step, of 1 to 60 words: packed with accumulation against padded in one micro batch a rank."""
+    group = request.getfixturevalue(ranks)
+    recipe = write_recipe(
+        tmp_path, dataset_name=str(write_rows(tmp_path / "few", count=48)), bf16=False, max_steps=1, save_model=True,
+        optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=1e9, weight_decay=0.0,
+    )  # fmt: skip
+    padded, plain = first_step(group, recipe, tmp_path / "a", per_device_train_batch_size=48 // group.world_size)
+    packs = -(-padded["tokens"]["non_padding"] // 128)
+    while True:  # the fewest packs that the rows can have, or a few more
+        keys = {"packing": "true", "per_device_train_batch_size": 1}
+        keys |= {"gradient_accumulation_steps": -(-packs // group.world_size)}
+        packed, found = first_step(group, recipe, tmp_path / f"b{packs}", **keys)
+        if packed["tokens"]["non_padding"] == padded["tokens"]["non_padding"]:
+            break
+        packs += 1
+        assert packs < 48, "no number of packs holds every row once"
+    assert packed["tokens"]["supervised"] == padded["tokens"]["supervised"]
+    assert packed["tokens"]["all"] < 0.8 * padded["tokens"]["all"]
+    for key in ("loss_history", "grad_norm_history"):
+        assert packed[key] == pytest.approx(padded[key], rel=1e-5)
+    for name, weights in plain.items():
+        torch.testing.assert_close(found[name], weights, rtol=1e-5, atol=1e-5, msg=name)

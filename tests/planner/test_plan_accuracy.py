@@ -22,6 +22,7 @@ CASES = {
     "stage 1": ("zero1", {}),
     "stage 2": ("zero2", {}),
     "stage 3": ("zero3", {}),
+    "packed": ("zero2", {"packing": True}),
     "stage 2, offload": ("zero2_offload", {}),
     "stage 3, offload": ("zero3_offload", {}),
     "stage 2, accumulation 2": ("zero2", {"gradient_accumulation_steps": 2}),

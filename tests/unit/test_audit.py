@@ -71,3 +71,17 @@ def test_check_data_shows_the_table_and_three_rows(monkeypatch, capsys, tmp_path
     assert cli.main(["check", "recipes/tiny.yaml", "--data", "--output_dir", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "supervised tokens" in said and said.count("### Response:") == 3
+
+
+def test_much_padding_is_said_with_what_it_costs():
+    from types import SimpleNamespace
+
+    from zero_recipes.data.padding import padding_findings
+
+    def codes(share, rows=1000, strategy="random"):
+        arguments = SimpleNamespace(train_sampling_strategy=strategy)
+        return list(padding_findings(SimpleNamespace(padding_share=share, rows=rows), arguments))
+
+    (finding,) = codes(0.36)
+    assert finding.code == "ZR563" and finding.level == "warning" and "1.6 times fewer" in finding.why
+    assert not codes(0.19) and not codes(0.36, rows=999) and not codes(0.36, strategy="group_by_length")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 
 from zero_recipes.checks.chat import chat_findings
+from zero_recipes.checks.packing import packing_findings
 from zero_recipes.checks.quantized import quantized_findings
 from zero_recipes.checks.versions import installed_versions
 from zero_recipes.checks.zero_options import zero_option_findings
@@ -15,9 +16,6 @@ from zero_recipes.core.errors import Finding, Refusal
 from zero_recipes.core.process import local_world_size
 from zero_recipes.theory.lower_bounds import module_classes
 
-# architectures of transformers 5.23 that do not hand position_ids to create_causal_mask (masking_utils.py): the
-# boundaries of packed rows are lost, whatever the attention implementation
-LEAKING = {"bloom", "falcon", "mpt", "opt"}
 TOP_LEVEL = {"lm_head", "embed_out"}  # modules whose name is their whole path
 
 
@@ -29,7 +27,7 @@ def combination_findings(settings: Settings, strategy, device: str, environment:
     found = [
         *quantized_findings(settings, strategy),
         *_lora(settings, strategy.zero_stage, device),
-        *_packing(settings),
+        *packing_findings(settings, _model_config(settings), device),
         *_uneven_ranks(settings, strategy.world_size),
         *_weights(settings, strategy.world_size),
         *_liger(settings),
@@ -82,36 +80,6 @@ def _lora(settings: Settings, zero_stage: int | None, device: str) -> Iterator[F
             "TRL adds its tokens and trains their rows; PEFT 0.21 wraps the tied LM head (TrainableTokensWrapper) "
             "without a bias, and TRL 1.16 (trainer/utils.py, add_fused_lm_head) needs it in the first step.",
             fix,
-        )
-
-
-def _packing(settings: Settings) -> Iterator[Finding]:
-    packing, strategy = settings.packing, settings.packing_strategy
-    model = _model_config(settings) if packing or settings.padding_free else None
-    model_type = getattr(model, "model_type", None)
-    if settings.padding_free and not packing and settings.max_length is not None:
-        yield Finding(
-            "ZR131",
-            "padding_free without packing, with a max_length",
-            "TRL (trainer/sft_trainer.py) stops on it: max_length would not be enforced.",
-            "Set packing: true, or max_length: null with rows that are short enough.",
-        )
-    if packing and strategy == "wrapped":
-        yield Finding(
-            "ZR132",
-            "packing_strategy: wrapped",
-            "Rows stand in one stream without their boundaries (TRL's collator gives no position_ids): each attends to "
-            "those before it, under every attention implementation, and is cut where a block ends.",
-            "Use packing_strategy: bfd, the default, unless this is meant.",
-            level="warning",
-        )
-    elif model_type in LEAKING:
-        yield Finding(
-            "ZR133",
-            f"{'packing' if packing else 'padding_free'} with a model of type {model_type}",
-            f"transformers 5.23 (models/{model_type}) does not hand position_ids to create_causal_mask: packed rows "
-            "attend to each other under every attention implementation, silently.",
-            "Set packing: false and padding_free: false.",
         )
 
 

@@ -27,6 +27,7 @@ from zero_recipes.core.files import write_json
 from zero_recipes.core.process import forks_end_with_parent
 from zero_recipes.data.audit import Audit, padding_of
 from zero_recipes.data.load import load_rows
+from zero_recipes.data.padding import padding_findings
 from zero_recipes.data.row_hash import data_sha256
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask
 from zero_recipes.data.source import Source, both_sources
@@ -109,7 +110,9 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
         training_args.assistant_only_loss = False  # in the labels by now; SFTTrainer would look for conversations
     samples = [Sample(**sample) for sample in shared["samples"]]
     findings = [Finding(**finding) for finding in shared["findings"]]
-    return Prepared(train, evaluation, samples, Audit(**shared["audit"]), findings, shared["data_sha256"])
+    counted = Audit(**shared["audit"])
+    findings += padding_findings(counted, training_args)
+    return Prepared(train, evaluation, samples, counted, findings, shared["data_sha256"])
 
 
 def read_whole(rows: IterableDataset) -> Dataset:

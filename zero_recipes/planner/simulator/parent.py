@@ -235,7 +235,7 @@ def _notes(job: Job) -> list[str]:
         f"Every row is taken for {settings.max_length} tokens long (max_length); shorter rows need less.",
         "Fragmentation is replayed for rows of one length; other lengths fragment more.",
     ]
-    if str(settings.attn_implementation).startswith("flash_attention") or "/" in str(settings.attn_implementation):
+    if settings.attn_implementation not in (None, "sdpa", "eager"):
         notes.append(f"{settings.attn_implementation} is simulated by torch's own flash kernel.")
     if settings.torch_compile:
         notes.append("torch.compile fuses operators and keeps other activations: not simulated.")

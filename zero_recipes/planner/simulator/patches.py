@@ -116,6 +116,26 @@ def masks_by_shape(full_rows: bool, packing: bool) -> None:
     masking_utils.find_packed_sequence_indices = lambda positions: find(positions) if packing else None
 
 
+def collate_with_numbers() -> None:
+    """TRL 1.16, trainer/sft_trainer.py: the padding-free collator looks for rows' boundaries (aten.nonzero).
+
+    A batch is made of real rows on the host; what is made of it afterwards is fake.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+    from trl.trainer import sft_trainer
+
+    plain = sft_trainer.DataCollatorForLanguageModeling.torch_call
+
+    def torch_call(collator, examples):
+        (mode,) = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeTensorMode))
+        with _disable_current_modes():
+            batch = plain(collator, examples)
+        return {key: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for key, v in batch.items()}
+
+    sft_trainer.DataCollatorForLanguageModeling.torch_call = torch_call
+
+
 def data_parallel_in_python() -> None:
     """torch 2.13: DistributedDataParallel's reducer is C++ and reads its parameters' storage."""
     torch.nn.parallel.DistributedDataParallel = BucketedDataParallel
@@ -222,6 +242,31 @@ def attention_as_on_cuda() -> None:
     functional.scaled_dot_product_attention = attention
 
 
+FLASH = "kernel_in_one"  # the name of an attention implementation, for flash and flex attention
+
+
+def flash_attention() -> None:
+    """transformers 5.23: flash attention's kernels read numbers and addresses; torch's own keeps the same tensors.
+
+    No mask is made for it, packed rows or not: the kernel is told of the boundaries.
+    """
+    from transformers import masking_utils, modeling_utils
+
+    def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
+        out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, True, False, scale=scaling)[0]
+        return out.transpose(1, 2), None
+
+    modeling_utils.ALL_ATTENTION_FUNCTIONS.register(FLASH, attention)
+    masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register(FLASH, lambda *_, **__: None)
+
+
+def attention_of(requested: str | None, on_gpu: bool) -> str | None:
+    """The implementation that a simulated model takes for the recipe's; None: what transformers takes by itself."""
+    if requested in (None, "sdpa", "eager"):
+        return requested
+    return FLASH if on_gpu else None
+
+
 def replace_parts_of_libraries(
     on_gpu: bool, full_rows: bool, packing: bool, pinning: Callable[[], AbstractContextManager]
 ) -> None:
@@ -231,9 +276,11 @@ def replace_parts_of_libraries(
     conversions_by_hand()
     no_other_ranks()
     masks_by_shape(full_rows, packing)
+    collate_with_numbers()
     data_parallel_in_python()
     adam_on_the_host()
     if on_gpu:
+        flash_attention()
         adam_over_all_tensors()
         fused_head_without_temporaries()
         attention_as_on_cuda()

@@ -207,8 +207,9 @@ def train_two_steps(job: Job, folder: str) -> dict:
     _train_on(device, training_args)
 
     host = LiveStorages("cpu")
-    full_rows = training_args.per_device_train_batch_size == 1 or training_args.packing
-    patches.replace_parts_of_libraries(on_gpu, full_rows, training_args.packing, host.pinning)
+    in_one = training_args.packing or training_args.padding_free
+    full_rows = training_args.per_device_train_batch_size == 1 or in_one
+    patches.replace_parts_of_libraries(on_gpu, full_rows, in_one, host.pinning)
     imports = psutil.Process().memory_info().rss
     tracker = LiveStorages(device.type, kMinBlockSize if on_gpu else 1, fake_device.stream if on_gpu else None)
     observed = Observed(tracker, host) if on_gpu else Observed(tracker)
@@ -242,12 +243,14 @@ def _trainer(job: Job, strategy, training_args, model_args, watch):
 
     from zero_recipes.compat.patches import FreshAdamAtStage0
     from zero_recipes.planner.simulator.callback import WatchedSFTTrainer
+    from zero_recipes.planner.simulator.patches import attention_of
 
     config = dict(job.config)
     config = AutoConfig.for_model(config.pop("model_type"), **config)
     dtype = model_args.dtype
     dtype = (config.dtype or torch.float32) if dtype in ("auto", None) else getattr(torch, dtype)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    attention = attention_of(job.settings.attn_implementation, job.device == "gpu")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     if job.device == "gpu" and strategy.zero_stage != 3:  # as DeepSpeed does: engine.py `_configure_distributed_model`
         if strategy.is_deepspeed and (training_args.bf16 or training_args.fp16):
             model.to(torch.bfloat16 if training_args.bf16 else torch.float16)
