@@ -267,6 +267,7 @@ CASES = {
         {"deepspeed": ds_config(2, leaf_module={"classes": ["GPTNeoXMLP"]})},
         {"deepspeed": ds_config(3, leaf_module={"classes": ["GPTNeoXMLP"]})},
         "ZR284",
+        {"level": "warning"},
     ),
     "Muon at stage 3": (
         {"deepspeed": ds_config(3) | MUON},
