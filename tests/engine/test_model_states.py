@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from tests.helpers.grid import grid
 from tests.helpers.tiny import write_recipe
 from zero_recipes.compat.deepspeed_tensors import STATE_PARTS
-from zero_recipes.theory.deepspeed_memory import ddp_terms, model_state_terms
+from zero_recipes.theory.deepspeed_memory import AUTOCAST, BF16_STATES, ddp_terms, model_state_terms
 from zero_recipes.theory.zero_paper import model_state_bytes
 
 HIDDEN = 64  # tests/helpers/tiny.py; a reduce_bucket_size of "auto" is its square
@@ -72,6 +75,40 @@ def test_the_first_terms_are_the_papers(stage, world_size):
         first = next(iter(terms[part].values()))
         wanted = 2 * psi / world_size if (stage, part) == (1, "grads") else getattr(paper, part)
         assert first == int(wanted)
+
+
+MODES = {
+    "bf16_states": (BF16_STATES, {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, {}, ()),
+    "autocast": (AUTOCAST, {}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, ("--bf16", "false")),
+}
+
+
+def with_mode(stage: int, bf16: dict, more: dict) -> str:
+    """The shipped ds_config of a stage with what a mode adds, as the command line takes it."""
+    config = json.loads(Path(f"ds_configs/zero{stage}.json").read_text()) | more
+    return json.dumps(config | {"bf16": config["bf16"] | bf16})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "mode", "stage"),
+    [(2, mode, stage) for mode in MODES for stage in (1, 2, 3)]
+    + [(1, "bf16_states", 2), grid(1, "bf16_states", 3), (2, "autocast", 0), grid(1, "autocast", 3)],
+)
+def test_bytes_of_other_precisions(request, recipe, tmp_path, world_size, mode, stage):
+    """bf16 states: 10 bytes a parameter, all told; autocast: fp32 weights with fp32 masters beside them."""
+    widths, bf16, more, options = MODES[mode]
+    group = request.getfixturevalue({1: "one", 2: "two"}[world_size])
+    argv = [str(recipe), "--output_dir", str(tmp_path), "--deepspeed", with_mode(stage, bf16, more), *options]
+    result = group.run("train", argv=argv)[0]
+    metrics = result["metrics"]
+    assert (metrics["strategy"], metrics["precision"]) == (f"zero{stage}_{mode}", "bf16")
+    dtypes = {"added_up": "fp32", "reduced": "bf16 and fp32" if stage else "fp32"}
+    assert metrics["gradient_dtypes"] == ({"added_up": "bf16", "reduced": "bf16"} if mode == "bf16_states" else dtypes)
+    for rank, measured in enumerate(metrics["model_state_bytes"]):
+        terms = model_state_terms(result["groups"], world_size, rank, stage, HIDDEN * HIDDEN, widths=widths)
+        assert {part: measured[part] for part in STATE_PARTS} == {
+            part: sum(terms[part].values()) for part in STATE_PARTS
+        }, terms
 
 
 def test_a_tensor_of_one_mebibyte_breaks_the_match(two, recipe, tmp_path):

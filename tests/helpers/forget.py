@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from deepspeed.runtime import torch_autocast
 from deepspeed.utils import groups
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -19,3 +20,5 @@ def forget_last_run() -> None:
     torch.nn.functional.linear = LINEAR
     # DeepSpeed 0.19.8, utils/groups.py: made once for a process, and hpZ then holds a second copy in every later run
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    # DeepSpeed 0.19.8, torch_autocast.py: set by the first engine that has it, and later ones go by it
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None

@@ -54,6 +54,18 @@ ON_NVME = {"offload_optimizer": NVME}
 NO_PREFETCH = {"stage3_prefetch_bucket_size": 0}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
 FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+BF16_MASTERS = {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}}
+BF16_STATES = {"bf16": BF16_MASTERS["bf16"] | {"bf16_optimizer_states": True}}
+FP16_MASTERS = {"fp16": {"enabled": "auto", "fp16_master_weights_and_grads": True}}
+CPU = {"offload_optimizer": {"device": "cpu"}}
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+
+
+def autocast(stage: int = 2, **block) -> dict:
+    """In a run with bf16: false, whose ds_config leaves the precision to the recipe."""
+    return ds_config(stage) | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"} | block}
+
+
 ZENFLOW = {"topk_ratio": 0.1, "update_interval": 2, "full_warm_up_rounds": 0, "overlap_step": False}
 SHARED = {"sequence_parallel_size": 2, "pad_to_multiple_of": 128, "dataloader_drop_last": True}
 SHARED |= {"max_length": 128, "deepspeed": ds_config(3)}
@@ -192,6 +204,70 @@ CASES = {
         {"deepspeed": ds_config(2) | FP32_GRADIENTS},
         "ZR235",
         {"names": "fp32 at stage 0 with a model in bf16"},
+    ),
+    "bf16 masters in an fp32 run": (
+        {"deepspeed": ds_config(2) | BF16_STATES, "bf16": False},
+        {"deepspeed": ds_config(2) | BF16_STATES},
+        "ZR274",
+    ),
+    "bf16 masters with fp32 states": (
+        {"deepspeed": ds_config(2) | BF16_MASTERS},
+        {"deepspeed": ds_config(2, **CPU) | BF16_MASTERS},
+        "ZR275",
+    ),
+    "bf16 masters of another offloaded optimizer": (
+        {"deepspeed": ds_config(3, **CPU) | BF16_MASTERS, "optim": "adagrad"},
+        {"deepspeed": ds_config(3, **CPU) | BF16_MASTERS | ADAM},
+        "ZR275",
+    ),
+    "bf16 states, offloaded": (
+        {"deepspeed": ds_config(2, **CPU) | BF16_STATES},
+        {"deepspeed": ds_config(2, **CPU) | BF16_STATES | ADAM},
+        "ZR276",
+    ),
+    "bf16 masters on NVMe": (
+        {"deepspeed": ds_config(3, offload_optimizer=NVME) | BF16_STATES | ADAM},
+        {"deepspeed": ds_config(3, offload_optimizer=NVME) | ADAM},
+        "ZR287",
+    ),
+    "fp16 masters": (
+        {"deepspeed": ds_config(2, **CPU) | FP16_MASTERS},
+        {"deepspeed": ds_config(2, **CPU)},
+        "ZR277",
+    ),
+    "autocast of bf16 weights": ({"deepspeed": autocast()}, {"deepspeed": autocast(), "bf16": False}, "ZR278"),
+    "autocast to no dtype": (
+        {"deepspeed": autocast(dtype=None), "bf16": False},
+        {"deepspeed": autocast(), "bf16": False},
+        "ZR279",
+    ),
+    "autocast to fp16": (
+        {"deepspeed": autocast(dtype="fp16"), "bf16": False},
+        {"deepspeed": autocast(dtype="bf16"), "bf16": False},
+        "ZR280",
+    ),
+    "autocast of classes that are not there": (
+        {"deepspeed": autocast(lower_precision_safe_modules=["torch.nn.Liner"]), "bf16": False},
+        {"deepspeed": autocast(lower_precision_safe_modules=["torch.nn.Linear"]), "bf16": False},
+        "ZR281",
+        {"names": "torch.nn.Liner"},
+    ),
+    "autocast with qwZ": (
+        {"deepspeed": autocast() | {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, "bf16": False},
+        {"deepspeed": autocast(3), "bf16": False},
+        "ZR282",
+    ),
+    "leaf modules that are not there": (
+        {"deepspeed": ds_config(3, leaf_module={"classes": ["GPTNeoXMoe"], "name_suffixes": ["mlp"]})},
+        {"deepspeed": ds_config(3, leaf_module={"classes": "GPTNeoXMLP", "name_suffixes": ["mlp"]})},
+        "ZR283",
+        {"names": "GPTNeoXMoe"},
+    ),
+    "leaf modules at stage 2": (
+        {"deepspeed": ds_config(2, leaf_module={"classes": ["GPTNeoXMLP"]})},
+        {"deepspeed": ds_config(3, leaf_module={"classes": ["GPTNeoXMLP"]})},
+        "ZR284",
+        {"level": "warning"},
     ),
     "Muon at stage 3": (
         {"deepspeed": ds_config(3) | MUON},

@@ -58,6 +58,47 @@ def test_a_bad_recipe_is_found_and_its_fixed_twin_is_not(found, name):
     assert code not in beside
 
 
+EXPERTS = """
+from torch import nn
+from transformers import GPTNeoXForCausalLM
+
+class OwnSparseMoeBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+class OwnForCausalLM(GPTNeoXForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.gpt_neox.layers[1].mlp = OwnSparseMoeBlock(config.hidden_size)
+"""
+
+
+def test_experts_that_are_modules_of_their_own(tmp_path):
+    """Hung at stage 3, and at stages 1 and 2 with losses unlike those of stage 0, DDP, and stage 3 with leaf modules:
+    seen where two ranks used other experts."""
+    path = write_recipe(tmp_path, trust_remote_code=True)
+    model = tmp_path / "model"
+    config = json.loads((model / "config.json").read_text())
+    auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (model / "config.json").write_text(json.dumps(config | {"auto_map": auto_map, "num_experts": 4}))
+    (model / "modeling_own.py").write_text(EXPERTS)
+    found = {
+        str(zero): found_in(path, {"deepspeed": ds_config(stage, **zero)})
+        for stage, zero in (
+            (3, {}),
+            (2, {"round_robin_gradients": True}),
+            (3, {"leaf_module": {"classes": ["OwnSparseMoeBlock"]}}),
+            (3, {"leaf_module": {"name_suffixes": ["layers.1.mlp"]}}),
+            (3, {"leaf_module": {"names": ["gpt_neox.layers.0.mlp"]}}),
+        )
+    }
+    assert list(found.values()) == [[("error", "ZR286")], [("error", "ZR285")], [], [], [("error", "ZR286")]]
+    assert found_in(path, {"deepspeed": ds_config(0)}) == []
+    launched = {"WORLD_SIZE": "2", "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "OwnSparseMoeBlock"}
+    assert found_in(path, {"deepspeed": ds_config(3)}, environment=launched) == []
+
+
 def test_sequences_are_shared_by_groups_and_heads(tmp_path):
     with pytest.raises(Refusal, match="sequence_parallel_size 3 with 2 processes") as caught:
         found_in(write_recipe(tmp_path), {"sequence_parallel_size": 3, "deepspeed": SHARED["deepspeed"]})
@@ -81,7 +122,7 @@ def test_quantisation_needs_its_package(found, monkeypatch):
 def test_the_shipped_configurations_have_no_finding(found):
     """On two nodes of two, where ZeRO++ belongs; its quantiser exists for GPUs only."""
     for path in sorted((ROOT / "ds_configs").glob("*.json")):
-        changes = {"deepspeed": str(path), "nvme_path": str(ROOT)}
+        changes = {"deepspeed": str(path), "nvme_path": str(ROOT), "bf16": "autocast" not in path.stem}
         for device in ("cpu", "cuda"):
             given = found(changes, device=device, environment=TWO_NODES)
             quantizes = "_q" in path.stem or "plus_plus" in path.stem

@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 
 from zero_recipes.checks.chat import chat_findings
+from zero_recipes.checks.experts import expert_findings, is_looked_at
+from zero_recipes.checks.low_precision import low_precision_findings
 from zero_recipes.checks.packing import packing_findings
 from zero_recipes.checks.quantized import quantized_findings
 from zero_recipes.checks.versions import installed_versions
@@ -14,7 +16,7 @@ from zero_recipes.config import sequence_parallel
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding, Refusal
 from zero_recipes.core.process import local_world_size
-from zero_recipes.theory.lower_bounds import module_classes
+from zero_recipes.theory.lower_bounds import module_classes, without_memory
 
 TOP_LEVEL = {"lm_head", "embed_out"}  # modules whose name is their whole path
 
@@ -39,7 +41,8 @@ def combination_findings(settings: Settings, strategy, device: str, environment:
     if strategy.is_deepspeed:
         local = local_world_size(environment, strategy.world_size)
         found += _trainer_under_deepspeed(settings, strategy.zero_stage)
-        found += _experts_of_remote_code(settings, strategy, environment)
+        found += _experts(settings, strategy, environment)
+        found += low_precision_findings(strategy.ds_config, settings)
         found += zero_option_findings(
             strategy.ds_config, settings, strategy.world_size, local, device, installed_versions()["deepspeed"]
         )
@@ -191,25 +194,11 @@ def _trainer_under_deepspeed(settings: Settings, zero_stage: int | None) -> Iter
         )
 
 
-def _experts_of_remote_code(settings: Settings, strategy, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """transformers' own mixtures hold a layer's experts in one tensor; other code may have a module for each."""
-    if strategy.zero_stage != 3 or strategy.world_size == 1 or not settings.trust_remote_code:
-        return
-    if strategy.ds_config.zero.get("leaf_module") or environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"):
-        return
+def _experts(settings: Settings, strategy, environment: Mapping[str, str]) -> list[Finding]:
     config = _model_config(settings)
-    own_class = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if own_class and any("expert" in key for key in config.to_dict()):
-        yield Finding(
-            "ZR191",
-            "a mixture of experts by code of its own, at ZeRO stage 3",
-            "Where each expert is a module of its own, a rank whose tokens use none of one does not gather it, and the "
-            "others wait for it forever (modelscope/ms-swift#5875). DeepSpeed 0.19.8 knows Mixtral, Qwen2-MoE and "
-            "Qwen3-MoE (runtime/zero/leaf_module_config.py).",
-            'Name the class of the layer with the experts in the ds_config: "zero_optimization": {"leaf_module": '
-            '{"classes": ["TheSparseMoeBlock"]}}; or use stage 2.',
-            level="warning",
-        )
+    looked_at = config is not None and is_looked_at(strategy, config)
+    model = without_memory(config, settings.trust_remote_code) if looked_at else None
+    return expert_findings(settings, strategy, environment, config, model) if looked_at else []
 
 
 def _model_config(settings: Settings):

@@ -49,7 +49,7 @@ def machine_findings(
         *resume_findings(run, here, host),
     ]
     if int(environment.get("LOCAL_RANK", 0)) == 0:
-        findings += [*capability_findings(run.device), *bf16_findings(run.device, settings.precision)]
+        findings += [*capability_findings(run.device), *bf16_findings(run.device, run.precision)]
         findings += peer_findings(run.device, here, environment)
         findings += count_findings(run.strategy, run.device, here, environment)
     if rehearsal:

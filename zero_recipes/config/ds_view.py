@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 OFFLOADS = ("offload_optimizer", "offload_param")
+AUTOCAST_DTYPES = {name: "bf16" for name in ("bf16", "bfloat16", "torch.bfloat16")}
+AUTOCAST_DTYPES |= {name: "fp16" for name in ("fp16", "half", "float16", "torch.float16")}
 
 
 def number_in(block: Mapping[str, Any], key: str, default: int) -> int:
@@ -90,12 +92,36 @@ class DsConfig:
         return (self.raw.get("data_types") or {}).get("grad_accum_dtype")
 
     @property
+    def bf16_masters(self) -> bool:
+        """Whether the master weights are kept in bf16, and not in fp32."""
+        return bool((self.raw.get("bf16") or {}).get("bf16_master_weights_and_grads"))
+
+    @property
+    def bf16_states(self) -> bool:
+        """Whether the optimizer's states are kept in bf16 too."""
+        return bool((self.raw.get("bf16") or {}).get("bf16_optimizer_states"))
+
+    @property
+    def adam_bytes(self) -> int:
+        """Per trained parameter in 16-bit training: the master weight, and Adam's momentum and variance."""
+        return (2 if self.bf16_masters else 4) + (4 if self.bf16_states else 8)
+
+    @property
+    def autocast(self) -> str | None:
+        """ "bf16" or "fp16", in which torch.autocast computes with fp32 weights; None without torch_autocast."""
+        block = self.raw.get("torch_autocast") or {}
+        return AUTOCAST_DTYPES.get(str(block.get("dtype")).lower(), "bf16") if block.get("enabled") else None
+
+    @property
     def name(self) -> str:
         """ "zero0" ... "zero3", then "_infinity" where states lie on NVMe, "_offload" where they lie in host memory
-        ("_offload_infinity": one each), and ZeRO++'s parts: "_hpz", "_qwz", "_qgz", for all three "_plus_plus"."""
-        offloads = "_offload" if any(self.offload_device(key) == "cpu" for key in OFFLOADS) else ""
-        offloads += "_infinity" if self.on_nvme else ""
+        ("_offload_infinity": one each), "_bf16_states" or "_bf16_masters", "_autocast", and ZeRO++'s parts: "_hpz",
+        "_qwz", "_qgz", for all three "_plus_plus"."""
+        kept = "_offload" if any(self.offload_device(key) == "cpu" for key in OFFLOADS) else ""
+        kept += "_infinity" if self.on_nvme else ""
+        kept += "_bf16_states" if self.bf16_states else "_bf16_masters" if self.bf16_masters else ""
+        kept += "_autocast" if self.autocast else ""
         parts = ["_hpz"] if self.hpz_partition_size != 1 else []
         parts += ["_qwz"] if self.quantizes_weights else []
         parts += ["_qgz"] if self.quantizes_gradients else []
-        return f"zero{self.stage}{offloads}" + ("_plus_plus" if len(parts) == 3 else "".join(parts))
+        return f"zero{self.stage}{kept}" + ("_plus_plus" if len(parts) == 3 else "".join(parts))

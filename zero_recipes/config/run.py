@@ -29,6 +29,11 @@ class RunConfig:
     output_dir: Path
 
     @property
+    def precision(self) -> str:
+        """ "bf16", "fp16" or "fp32", in which it computes; torch_autocast keeps the weights in fp32."""
+        return self.strategy.autocast or self.settings.precision
+
+    @property
     def checkpoint(self) -> str | None:
         """The folder to go on from."""
         return self.settings.resume_from_checkpoint

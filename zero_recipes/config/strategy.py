@@ -46,6 +46,11 @@ class Strategy:
         return None if self.ds_config is None else self.ds_config.offload_param
 
     @property
+    def autocast(self) -> str | None:
+        """ "bf16" or "fp16" where the ds_config has torch_autocast."""
+        return None if self.ds_config is None else self.ds_config.autocast
+
+    @property
     def replicas(self) -> int:
         """Groups of processes that have sequences of their own: the data-parallel size."""
         return self.world_size // self.sequence_parallel
@@ -72,7 +77,8 @@ class Strategy:
             f"global batch  {sequences} sequences{tokens} ({args.per_device_train_batch_size} per device x "
             f"{args.gradient_accumulation_steps} accumulation x {self.replicas} "
             + ("processes)" if self.sequence_parallel == 1 else f"groups of {self.sequence_parallel} processes)"),
-            f"precision     {precision_of(args)}",
+            f"precision     {precision_of(args)}"
+            + (f", computed in {self.autocast} by torch.autocast" if self.autocast else ""),
             f"offloaded     {', '.join(offloaded) or 'nothing'}",
             f"optimizer     {self._from_ds_config('optimizer') or self._recipes_optimizer(args)}",
             f"schedule      {self._from_ds_config('scheduler') or self._recipes_schedule(args)}",

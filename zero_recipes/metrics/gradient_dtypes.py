@@ -14,8 +14,9 @@ def gradient_dtypes(trainer) -> GradientDtypes | None:
     """Read off the engine, once there is one; None where it is another precision than these three.
 
     DeepSpeed 0.19.8, runtime/engine.py: `get_data_types` (data_types.grad_accum_dtype, else the model's) and
-    `communication_data_type`. FSDP2 (torch, _fsdp_param.py `to_accumulated_grad_if_needed`) adds up what is not yet
-    reduced in its reduce_dtype. DDP adds up and reduces the gradients of fp32 weights, whatever autocast computes in.
+    `communication_data_type`; torch_autocast.py gives each its own. FSDP2 (torch,
+    _fsdp_param.py `to_accumulated_grad_if_needed`) adds up what is not yet reduced in its reduce_dtype. DDP adds up
+    and reduces the gradients of fp32 weights, whatever autocast computes in.
     """
     model = trainer.model_wrapped
     if hasattr(model, "get_data_types"):
@@ -24,6 +25,8 @@ def gradient_dtypes(trainer) -> GradientDtypes | None:
         weights = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
         policy = trainer.accelerator.state.fsdp_plugin.mixed_precision_policy if isinstance(model, FSDPModule) else None
         dtypes = ((policy.reduce_dtype if policy else None) or weights,) * 2
+    if hasattr(model, "torch_autocast_enabled") and model.torch_autocast_enabled() and model.zero_optimization():
+        return GradientDtypes(added_up=NAMES[dtypes[0]], reduced="bf16 and fp32")
     if not set(dtypes) <= set(NAMES):
         return None
     return GradientDtypes(added_up=NAMES[dtypes[0]], reduced=NAMES[dtypes[1]])

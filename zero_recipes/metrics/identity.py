@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from zero_recipes.config.run import RunConfig
-from zero_recipes.config.settings import precision_of
 from zero_recipes.core import environment
 from zero_recipes.metrics.schema import RunIdentity
 from zero_recipes.models.load import parameter_counts
@@ -24,7 +23,7 @@ def identity(run: RunConfig, training_args, model: torch.nn.Module) -> RunIdenti
         model=recipe.settings.model_name_or_path,
         parameters=parameters,
         trainable_parameters=trainable,
-        precision=precision_of(training_args),
+        precision=run.precision,
         micro_batch_size=training_args.per_device_train_batch_size,
         gradient_accumulation_steps=training_args.gradient_accumulation_steps,
         max_length=training_args.max_length,

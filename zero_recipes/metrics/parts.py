@@ -232,7 +232,9 @@ class GradientDtypes(Part):
     """The precision of a step's gradients."""
 
     added_up: Literal["bf16", "fp16", "fp32"] = known("over the micro batches of a step")
-    reduced: Literal["bf16", "fp16", "fp32"] = known("over the ranks")
+    reduced: Literal["bf16", "fp16", "fp32", "bf16 and fp32"] = known(
+        "over the ranks; torch_autocast reduces those of linear layers in bf16, the others in fp32"
+    )
 
 
 class Failure(Part):

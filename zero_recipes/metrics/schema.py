@@ -79,7 +79,8 @@ class RunIdentity(Part):
     name: str = known("the recipe's file name")
     strategy: str = known(
         "single, ddp, fsdp2, zero0 to zero3, zero2_offload, zero3_offload, zero3_infinity, zero3_offload_infinity, "
-        "zero3_hpz, zero3_qwz, zero3_qgz, zero3_plus_plus; with _ulysses where sequences are shared"
+        "zero3_hpz, zero3_qwz, zero3_qgz, zero3_plus_plus; with _bf16_states, _bf16_masters or _autocast where the "
+        "ds_config asks for it, with _ulysses where sequences are shared"
     )
     zero_stage: int | None = measured("0 to 3", null="without DeepSpeed (FSDP2 included)")
     world_size: int | None = measured("processes, one a GPU", "ranks")

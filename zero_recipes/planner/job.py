@@ -43,6 +43,11 @@ class Job:
         return DsConfig(self.ds_config or {})
 
     @property
+    def precision(self) -> str:
+        """ "bf16", "fp16" or "fp32", in which it computes; torch_autocast keeps the weights in fp32."""
+        return self.zero.autocast or self.settings.precision
+
+    @property
     def is_fsdp(self) -> bool:
         return self.ds_config is None and self.strategy.startswith(FSDP)
 

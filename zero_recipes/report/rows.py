@@ -42,7 +42,8 @@ def state_total(rank: ModelStateBytes) -> int:
 
 def textbook(run: MeasuredRun) -> zero_paper.ModelState | None:
     """The formula's bytes for this run, or None where no formula covers it (offload, ZeRO++, unknown size)."""
-    if run.strategy not in (*ORDER, "fsdp2") or not run.parameters or not run.world_size or run.precision is None:
+    strategy = run.strategy.removesuffix("_bf16_states")
+    if strategy not in (*ORDER, "fsdp2") or not run.parameters or not run.world_size or run.precision is None:
         return None
     trainable = run.trainable_parameters
     if run.strategy == "ddp":
@@ -51,8 +52,10 @@ def textbook(run: MeasuredRun) -> zero_paper.ModelState | None:
     if run.strategy == "fsdp2":
         # Its fp32 shards are their own master: stage 3's formula, with fp32's bytes.
         return zero_paper.model_state_bytes_fp32(run.parameters, run.world_size, 3, trainable)
-    formula = zero_paper.model_state_bytes_fp32 if run.precision == "fp32" else zero_paper.model_state_bytes
-    return formula(run.parameters, run.world_size, ORDER.index(run.strategy) - 1, trainable)
+    sizes = (run.parameters, run.world_size, ORDER.index(strategy) - 1, trainable)
+    if run.precision == "fp32":
+        return zero_paper.model_state_bytes_fp32(*sizes)
+    return zero_paper.model_state_bytes(*sizes, 12 if strategy == run.strategy else 6)
 
 
 def peak_allocated(run: MeasuredRun) -> int | None:

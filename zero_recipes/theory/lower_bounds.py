@@ -37,17 +37,18 @@ def local_config(settings: Settings):
 def parameter_sizes(config, trust_remote_code: bool) -> list[int] | None:
     """Elements of each tensor of the model that `config` describes, built without memory; None where its class cannot
     be built like that."""
-    model = _without_memory(config, trust_remote_code)
+    model = without_memory(config, trust_remote_code)
     return None if model is None else [p.numel() for p in model.parameters()]
 
 
 def module_classes(config, trust_remote_code: bool) -> set[str] | None:
     """Names of the classes that the model's modules are of; None as for `parameter_sizes`."""
-    model = _without_memory(config, trust_remote_code)
+    model = without_memory(config, trust_remote_code)
     return None if model is None else {type(module).__name__ for module in model.modules()}
 
 
-def _without_memory(config, trust_remote_code: bool):
+def without_memory(config, trust_remote_code: bool):
+    """The model by its class, without memory; None where its code raises."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -147,7 +148,8 @@ def _states(strategy: Strategy, settings: Settings, config, psi: int) -> ModelSt
     )
     trainable = psi if adam and not settings.use_peft else 0
     if _in_16_bits(strategy, settings):
-        states = model_state_bytes(psi, strategy.world_size, strategy.zero_stage or 0, trainable)
+        each = strategy.ds_config.adam_bytes
+        states = model_state_bytes(psi, strategy.world_size, strategy.zero_stage or 0, trainable, each)
         packed = 4 if settings.load_in_4bit else 2 if settings.load_in_8bit else 1
         return states._replace(params=states.params / packed)
     states = model_state_bytes_fp32(psi, strategy.world_size, strategy.zero_stage or 0, trainable)

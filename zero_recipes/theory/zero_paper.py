@@ -35,15 +35,18 @@ class ModelState(NamedTuple):
         return self.params + self.grads + self.optimizer
 
 
-def model_state_bytes(parameters: int, world_size: int, zero_stage: int, trainable: int | None = None) -> ModelState:
+def model_state_bytes(
+    parameters: int, world_size: int, zero_stage: int, trainable: int | None = None, optimizer: int = 12
+) -> ModelState:
     """Bytes per GPU of mixed-precision Adam: stage 0 16Ψ, 1 4Ψ+12Ψ/N, 2 2Ψ+14Ψ/N, 3 16Ψ/N.
 
     Per parameter: 2 bytes of 16-bit weight, 2 of 16-bit gradient and 12 of optimizer (fp32 master, momentum
     and variance, 4 each). arXiv:1910.02054, section 3.1 for the bytes, sections 5.1 to 5.3 for the stages.
     `trainable` (default: all parameters) is for runs with frozen weights, which own no gradient and no
-    optimizer state; the paper has no such case.
+    optimizer state; the paper has no such case. Nor has it another `optimizer` than these 12 bytes: 6 where master,
+    momentum and variance are kept in 16 bits.
     """
-    return _sharded(parameters, world_size, zero_stage, trainable, bytes_each=ModelState(2, 2, 12))
+    return _sharded(parameters, world_size, zero_stage, trainable, bytes_each=ModelState(2, 2, optimizer))
 
 
 def model_state_bytes_fp32(

@@ -23,6 +23,7 @@ import torch
 from zero_recipes.checkpoint.documents import LATEST, document_fault
 from zero_recipes.checkpoint.trust import code_in, refuse_code
 from zero_recipes.compat.safe_loading import load_without_code
+from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.core.errors import Refusal, first_line
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
@@ -212,6 +213,14 @@ def _refuse_unreadable(checkpoint: Path, folder: Path, model: dict[str, Any]) ->
             f"{checkpoint} is of an fp16 run",
             "Its loss scale would restart, and the first steps would be skipped or overflow.",
             "Reshard runs in bf16 or fp32.",
+        )
+    if DsConfig(config).bf16_masters:
+        raise Refusal(
+            "ZR288",
+            f"{checkpoint} was written with bf16_master_weights_and_grads",
+            "Its masters and Adam's states are in bf16, and a resharded checkpoint holds fp32: what is loaded from it "
+            "was seen to differ from what was saved.",
+            "Go on with --resume_from_checkpoint on as many processes, at the same stage: that is exact.",
         )
     if zero.get("mics_shard_size", -1) > 0:
         raise Refusal(

@@ -73,7 +73,7 @@ def predict_by_formulas(job: Job) -> Prediction:
         world_size=job.world_size,
         parameters=shape.parameters,
         trainable_parameters=shape.trainable,
-        precision=job.settings.precision,
+        precision=job.precision,
         micro_batch_size=job.settings.per_device_train_batch_size,
         gradient_accumulation_steps=job.settings.gradient_accumulation_steps,
         max_length=tokens_of(job, shape),
@@ -121,8 +121,11 @@ def model_states(job: Job, shape: Shape) -> ModelState:
 
 
 def _sharded(job: Job, shape: Shape) -> ModelState:
-    formula = model_state_bytes_fp32 if job.settings.precision == "fp32" else model_state_bytes
-    states = formula(shape.parameters, job.world_size, job.zero_stage, shape.trainable)
+    sizes = (shape.parameters, job.world_size, job.zero_stage, shape.trainable)
+    if job.settings.precision == "fp32":
+        states = model_state_bytes_fp32(*sizes)
+    else:
+        states = model_state_bytes(*sizes, job.zero.adam_bytes)
     share = family.packed_bytes(job, shape, _width(job)) / (_width(job) * shape.parameters)
     return states._replace(params=share * states.params)
 
@@ -151,9 +154,10 @@ def step_copies(job: Job, shape: Shape) -> float:
         return 0
     if job.zero_stage == 0:
         return 4 * trainable
+    master = 2 if job.zero.bf16_masters else 4
     if job.zero_stage == 3:
-        return 4 * min(trainable / ranks, number_in(job.zero.zero, "sub_group_size", 10**9))
-    return (4 + 2) * trainable / ranks
+        return master * min(trainable / ranks, number_in(job.zero.zero, "sub_group_size", 10**9))
+    return (master + 2) * trainable / ranks
 
 
 def activation_bytes(job: Job, shape: Shape) -> float:
@@ -215,7 +219,7 @@ def host_bytes(job: Job, shape: Shape) -> HostBytes:
     buffers = sum(swap_buffers(job.zero, share, largest).values())
     held = _offloaded(job, shape, "cpu") + beside + buffers
     saved, in_16_bits = checkpoint_sizes(job, shape).weights, job.settings.precision != "fp32"
-    optimizer = (12 if job.ds_config is not None and in_16_bits else 2 * each) * shape.trainable
+    optimizer = (job.zero.adam_bytes if job.ds_config is not None and in_16_bits else 2 * each) * shape.trainable
     read = read_at_resume(saved, optimizer, job.zero_stage, job.world_size)
     return HostBytes(load=int(load), training=int(here * held), resume=int(here * (held + read)))
 
@@ -225,7 +229,7 @@ def checkpoint_sizes(job: Job, shape: Shape) -> CheckpointBytes:
     in_16_bits = job.ds_config is not None and job.settings.precision != "fp32"
     each = 2 if in_16_bits else _loaded(job, shape)
     saved = each * (shape.trainable if job.settings.use_peft else shape.parameters)
-    optimizer = (12 if in_16_bits else 2 * each) * shape.trainable
+    optimizer = (job.zero.adam_bytes if in_16_bits else 2 * each) * shape.trainable
     return CheckpointBytes(weights=saved, resumable=resumable_bytes(saved, optimizer, job.zero_stage))
 
 
@@ -298,6 +302,8 @@ def _notes(job: Job, shape: Shape) -> list[str]:
         )
     if any("experts" in key for key in job.config):
         notes.append("A mixture of experts: every expert is counted as if it took every token.")
+    if job.zero.autocast:
+        notes.append("torch_autocast: activations are counted in fp32, more than autocast keeps.")
     if job.settings.torch_compile:
         notes.append("torch_compile: fused kernels keep other tensors than these; they are not known.")
     if job.settings.load_in_4bit or job.settings.load_in_8bit:

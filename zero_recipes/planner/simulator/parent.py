@@ -191,7 +191,7 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
         strategy=job.strategy,
         zero_stage=job.zero_stage,
         world_size=job.world_size,
-        precision=settings.precision,
+        precision=job.precision,
         micro_batch_size=settings.per_device_train_batch_size,
         max_length=settings.max_length,
         **{key: most[key] for key in as_found},
@@ -219,13 +219,13 @@ def _checkpoint_bytes(job: Job, found: dict[str, Any]) -> CheckpointBytes:
     lora = trainable < found["parameters"]
     each = 2 if job.ds_config is not None and job.settings.precision != "fp32" else 4
     weights = each * (trainable if lora else found["parameters"])
-    optimizer = (8 if job.ds_config is None else 12) * trainable
+    optimizer = (8 if job.ds_config is None else job.zero.adam_bytes) * trainable
     return CheckpointBytes(weights=weights, resumable=resumable_bytes(weights, optimizer, job.zero_stage))
 
 
 def _read_at_resume(job: Job, found: dict[str, Any]) -> int:
     saved = _checkpoint_bytes(job, found).weights
-    optimizer = (8 if job.ds_config is None else 12) * found["trainable_parameters"]
+    optimizer = (8 if job.ds_config is None else job.zero.adam_bytes) * found["trainable_parameters"]
     return read_at_resume(saved, optimizer, job.zero_stage, job.world_size)
 
 

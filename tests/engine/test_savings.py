@@ -1,0 +1,100 @@
+"""DeepSpeed's newer savings train as what they are compared with: bf16 states, torch_autocast, leaf modules."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.helpers.known_bad import ds_config
+from tests.helpers.tiny import named, write_recipe
+from zero_recipes.checkpoint.reshard.read import open_checkpoint
+from zero_recipes.checkpoint.verify import verify
+from zero_recipes.core.errors import Refusal
+
+LEAF = {"leaf_module": {"classes": ["OwnSparseMoeBlock"]}}
+# each rank calls half of the experts: what a router does where there are many and few tokens
+EXPERTS = """
+import torch
+from torch import distributed, nn
+from transformers import GPTNeoXForCausalLM
+
+class OwnSparseMoeBlock(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, hidden):
+        weights = self.gate(hidden).softmax(-1)
+        mine = range(distributed.get_rank(), 4, distributed.get_world_size())
+        return sum(weights[..., i : i + 1] * self.experts[i](hidden) for i in mine)
+
+class OwnForCausalLM(GPTNeoXForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.gpt_neox.layers:
+            layer.mlp = OwnSparseMoeBlock(config.hidden_size)
+        self.post_init()
+"""
+
+
+def losses(group, recipe, folder, *options: str, case: str = "train") -> list[float]:
+    argv = [str(recipe), "--output_dir", str(folder), "--overwrite", "true", *options]
+    return group.run(case, argv=argv)[0]["metrics"]["loss_history"]
+
+
+def gap(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
+
+
+def test_autocast_trains_as_ddp_does(two, tmp_path):
+    """fp32 weights, computed in bf16: closer to DDP than bf16 weights are."""
+    recipe = write_recipe(tmp_path, max_steps=8)
+    ddp = losses(two, recipe, tmp_path / "out")
+    bf16 = losses(two, recipe, tmp_path / "out", *named("zero2"))
+    autocast = losses(two, recipe, tmp_path / "out", *named("zero2_autocast"), "--bf16", "false")
+    assert gap(ddp, autocast) < 3e-4
+    assert abs(ddp[0] - autocast[0]) < 1e-5 < abs(ddp[0] - bf16[0])
+
+
+def test_bf16_states_begin_as_fp32_states_and_resume_bit_for_bit(two, tmp_path):
+    saves = ("--save_strategy", "steps", "--save_steps", "4", "--save_model", "true")
+    recipe = write_recipe(tmp_path, max_steps=8)
+    plain = losses(two, recipe, tmp_path / "out", *named("zero2"))
+    for stage in (2, 3):
+        mode, out = named(f"zero{stage}_bf16_states"), tmp_path / f"whole{stage}"
+        whole = losses(two, recipe, out, *mode, *saves)
+        assert whole[0] == plain[0]  # before any update
+        assert gap(plain, whole) < 2e-2
+        assert verify(out)
+        with pytest.raises(Refusal, match="bf16_master_weights_and_grads"):
+            open_checkpoint(out / "checkpoint-4")
+        again = tmp_path / f"again{stage}"
+        assert (
+            losses(two, recipe, again, *mode, *saves, "--resume_from_checkpoint", str(out / "checkpoint-4"))[-4:]
+            == (whole[-4:])
+        )
+
+
+def test_leaf_modules_change_no_number(two, tmp_path):
+    recipe = write_recipe(tmp_path)
+    leaf = ds_config(3, leaf_module={"classes": ["GPTNeoXMLP"]})
+    one = losses(two, recipe, tmp_path / "out", "--deepspeed", json.dumps(leaf))
+    assert one == losses(two, recipe, tmp_path / "out", *named("zero3"))
+
+
+@pytest.mark.private
+def test_experts_of_their_own_need_leaf_modules(two, tmp_path):
+    """Stage 2's gradients are wrong (ZR285): fails when DeepSpeed no longer mixes them up, then drop that refusal."""
+    recipe = write_recipe(tmp_path, trust_remote_code=True, bf16=False)
+    model = tmp_path / "model"
+    config = json.loads((model / "config.json").read_text())
+    auto_map = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (model / "config.json").write_text(json.dumps(config | {"auto_map": auto_map, "num_experts": 4}))
+    (model / "modeling_own.py").write_text(EXPERTS)
+    right = losses(two, recipe, tmp_path / "out", *named("zero0"))
+    stage_3 = losses(two, recipe, tmp_path / "out", "--deepspeed", json.dumps(ds_config(3, **LEAF)))
+    stage_2 = losses(two, recipe, tmp_path / "out", *named("zero2"), case="train_unchecked")
+    assert gap(right, stage_3) < 1e-5
+    assert gap(right, stage_2) > 1e-4
