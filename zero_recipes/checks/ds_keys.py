@@ -48,7 +48,6 @@ def unknown_key_findings(path: tuple[str, ...]) -> list[Finding]:
     A block that DeepSpeed does not look into while it parses (an optimizer's params) may hold any name here: the
     checks of the whole configuration know those.
     """
-    written = ".".join(path)
     for depth, name in enumerate(path):
         above = path[:depth]
         known = _names_in(above)
@@ -58,7 +57,7 @@ def unknown_key_findings(path: tuple[str, ...]) -> list[Finding]:
             return [
                 Finding(
                     "ZR356",
-                    f"{written} is no key of DeepSpeed's configuration",
+                    f"{'.'.join(path)} is no key of DeepSpeed's configuration",
                     f"Its parser knows no {name!r} {'in ' + '.'.join(above) if above else 'at the top'}: it would stop "
                     "on it, or ignore it.",
                     f"Did you mean {' or '.join(dotted)}?" if dotted else "Check its spelling.",

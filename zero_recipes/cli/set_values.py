@@ -130,7 +130,7 @@ def _split(text: str, whole: str) -> list[str]:
     for character in text:
         if quote:
             quote = "" if character == quote else quote
-        elif character in "'\"" and not parts[-1].strip(" [{,:"):
+        elif character in "'\"" and parts[-1].rstrip()[-1:] in ("", *"[{,:"):  # elsewhere it is an apostrophe
             quote = character
         elif character in BRACKETS:
             closing.append(BRACKETS[character])

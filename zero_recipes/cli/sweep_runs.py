@@ -17,6 +17,7 @@ from zero_recipes.compat.warnings import quieten
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import AMBIGUOUS, INLINE, launched_environment
 from zero_recipes.config.ds_schema import schema_findings
+from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.recipe_keys import key_choices, key_types
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import launched_ds_config
@@ -25,7 +26,7 @@ from zero_recipes.core.errors import Finding, Refusal, raise_errors
 from zero_recipes.core.files import write_json, write_text
 
 DS_CONFIG, ACCELERATE_CONFIG = "ds_config.json", "accelerate.yaml"
-SOURCE = "the ds_config with --set"
+SOURCE = "--set"
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ class SweepRun:
         block = launched["deepspeed_config"]
         if not block.get("deepspeed_config_file"):  # accelerate takes no value of it beside a file
             launched.pop("mixed_precision", None)
-            block = {key: value for key, value in block.items() if key not in {*AMBIGUOUS, *INLINE} - {"zero3_init_flag"}}
-        if "zero_optimization.stage" in self.values:
-            block["zero3_init_flag"] = self.values["zero_optimization.stage"] == 3
+            in_file = {*AMBIGUOUS, *INLINE} - {"zero3_init_flag"}
+            block = {key: value for key, value in block.items() if key not in in_file}
+        if {"zero_optimization", "zero_optimization.stage"} & set(self.values):
+            block["zero3_init_flag"] = DsConfig(self.ds_config).stage == 3
         launched["deepspeed_config"] = block | {"deepspeed_config_file": str(ds_config)}
         write_text(config, yaml.safe_dump(launched, sort_keys=False))
         return config
@@ -88,13 +90,15 @@ def _prepared(recipe: Path, mapping, overrides, sets: list[SetKey], values: dict
     own = {each.key: values[each.key] for each in sets if not each.is_ds}
     in_ds_config = {each.path: values[each.key] for each in sets if each.is_ds}
     words = [word for key, value in own.items() for word in option_words(key, value)]
-    config = None
+    config, world_size = None, int(environment.get("WORLD_SIZE", 1))
     try:
         raise_errors(recipe_findings("--set", own, {}, key_types(), key_choices()))
-        settings = recipes.parse_recipe(recipe, mapping, [*overrides, *words]).settings
+        parsed = recipes.parse_recipe(recipe, mapping, [*overrides, *words])
+        settings = parsed.settings
+        recipes.derive_accumulation(settings, parsed.given, world_size // settings.sequence_parallel_size or 1)
         if in_ds_config:
             config = with_values(launched_ds_config(environment, settings.precision)[0], in_ds_config)
-            raise_errors(_ds_findings(config, settings, int(environment.get("WORLD_SIZE", 1))))
+            raise_errors(_ds_findings(config, settings, world_size))
     except Refusal as refusal:
         return words, config, refusal
     return words, config, None

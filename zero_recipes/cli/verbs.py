@@ -73,7 +73,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def add_sweep(verbs) -> None:
-    verb = verbs.add_parser("sweep", help="one strategy or value after another, measured; unknown options go to run_sft.py")
+    verb = verbs.add_parser(
+        "sweep", help="one strategy or value after another, measured; unknown options go to run_sft.py"
+    )
     verb.add_argument("recipe", type=Path)
     verb.add_argument(
         "--strategies", default=DEFAULT_STRATEGIES, help="names of accelerate_configs/*.yaml, by comma; or: all"
