@@ -52,7 +52,7 @@ class Knobs(NamedTuple):
     strategies: tuple[str, ...]
     sets: tuple[str, ...]
     options: tuple[str, ...] = ()  # the same for all its runs
-    zero: dict[str, Any] = {}  # keys of zero_optimization, likewise
+    zero: dict[str, Any] | None = None  # keys of zero_optimization, likewise
 
 
 GROUPS = {
@@ -146,7 +146,7 @@ def _measure(group: Group, recipe: Path, name: str, folder: Path) -> dict[str, A
         "strategies": list(knobs.strategies),
         "sets": list(knobs.sets),
         "options": list(knobs.options),
-        "zero_optimization": knobs.zero,
+        "zero_optimization": knobs.zero or {},
         "parameters": next(run.parameters for run in read_runs(folder) if run.parameters),
         "rows": found,
     }
@@ -159,7 +159,7 @@ def _ds_config(knobs: Knobs, run: SweepRun) -> dict[str, Any]:
     else:
         config = json.loads(json.dumps(run.ds_config))
     swept = {key.rpartition(".")[2] for key in run.values}
-    config[ZERO] |= {key: value for key, value in knobs.zero.items() if key not in swept}
+    config[ZERO] |= {key: value for key, value in (knobs.zero or {}).items() if key not in swept}
     return config
 
 

@@ -380,3 +380,36 @@ def test_the_axis_is_logarithmic_where_numbers_span_decades(values, decades):
 )
 def test_ticks_are_short(value, text):
     assert sweep_plot._tick(value) == text
+
+
+# ---------------------------------------------------------------- docs/knobs.md
+
+
+def test_the_page_of_the_knobs_says_what_was_measured():
+    """Every group that the benchmark sweeps has its table and its picture."""
+    from benchmarks.knobs import GROUPS
+    from scripts import knobs_page
+
+    assert knobs_page.main(["--check"]) == 0, "python scripts/knobs_page.py"
+    measured = json.loads(knobs_page.RESULT.read_text())["groups"]
+    assert set(measured) == set(GROUPS) == set(knobs_page.TEXTS)
+    for name, group in measured.items():
+        assert (knobs_page.PICTURES / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert list(GROUPS[name].sets) == group["sets"] and list(GROUPS[name].strategies) == group["strategies"]
+
+
+def knob_row(value, **changes):
+    return {
+        "strategy": "zero2", "swept": {BUCKET: value}, "state_bytes": 10**6, "simulated_peak_bytes": 2 * 10**6,
+        "communication_bytes": 100, "step_seconds_median": 1.0, "step_seconds_of_both": [1.0, 1.1],
+    } | changes  # fmt: skip
+
+
+def test_what_is_within_the_noise_is_no_effect():
+    from scripts import knobs_page
+
+    said = knobs_page.effects([knob_row(5), knob_row(50, step_seconds_median=1.09, simulated_peak_bytes=3 * 10**6)])
+    assert "peak on a GPU (simulated): zero2: 2.00 MB at 5, 3.00 MB at 50" in said
+    assert "no effect on: model states, bytes sent, step\n" in said and "noise of the step's time: 10.0 %" in said
+    said = knobs_page.effects([knob_row(5), knob_row(50, step_seconds_median=1.2)])
+    assert "- step: zero2: 1.00 s at 5, 1.20 s at 50" in said

@@ -27,9 +27,10 @@ Row = Mapping[str, Any]  # of rows.table_rows
 Points = dict[Any, float]  # by the value's place on the axis
 
 
-def draw(swept: Sequence[Row], setting: str, path: Path, dpi: int = DPI) -> Path:
+def draw(swept: Sequence[Row], setting: str, path: Path, dpi: int = DPI, peak: tuple[str, str] | None = None) -> Path:
     """Write a PNG of the rows of one sweep: a line for each combination of the other keys and the strategy.
 
+    `peak`: (title, key of the rows) of another peak of memory than the one that was measured.
     The axis of the values is logarithmic where they are numbers of several magnitudes, else one place for each value.
     """
     keys = list(swept[0]["swept"])
@@ -43,7 +44,7 @@ def draw(swept: Sequence[Row], setting: str, path: Path, dpi: int = DPI) -> Path
         figure = Figure(figsize=INCHES, dpi=dpi, layout="constrained")
         FigureCanvasAgg(figure)
         figure.suptitle(f"{', '.join(keys)}\n{setting}", x=0.01, ha="left", fontsize=10.5)
-        for axes, (name, measure, is_bytes) in zip(figure.subplots(2, 2).flat, _panels(swept), strict=True):
+        for axes, (name, measure, is_bytes) in zip(figure.subplots(2, 2).flat, _panels(swept, peak), strict=True):
             axes.set_title(name, loc="left", fontweight="bold", fontsize=10.5)
             _panel(axes, lines, lambda row: places[value_text(row["swept"][keys[0]])], measure, is_bytes)
             _value_axis(axes, list(places.values()), values, logarithmic, short_names(keys)[keys[0]])
@@ -53,14 +54,16 @@ def draw(swept: Sequence[Row], setting: str, path: Path, dpi: int = DPI) -> Path
     return path
 
 
-def _panels(swept: Sequence[Row]) -> list[tuple[str, Callable[[Row], float | None], bool]]:
+def _panels(
+    swept: Sequence[Row], peak: tuple[str, str] | None
+) -> list[tuple[str, Callable[[Row], float | None], bool]]:
     """(title, what is drawn of a row, whether it is bytes)"""
-    peak = ("Peak allocated on a rank", lambda row: row["peak_allocated_bytes"], True)
-    if all(row["peak_allocated_bytes"] is None for row in swept):
-        peak = ("Resident memory of a process", lambda row: row["resident_bytes"], True)
+    if peak is None and all(row["peak_allocated_bytes"] is None for row in swept):
+        peak = ("Resident memory of a process", "resident_bytes")
+    title, key = peak or ("Peak allocated on a rank", "peak_allocated_bytes")
     return [
         ("Model states on the fullest rank", lambda row: row["state_bytes"], True),
-        peak,
+        (title, lambda row: row[key], True),
         ("Sent in a step (an all-reduce twice)", lambda row: row["communication_bytes"], True),
         ("Step, median in seconds", lambda row: row["step_seconds_median"], False),
     ]
