@@ -131,6 +131,7 @@ def effects(rows: Sequence[Mapping[str, Any]]) -> str:
         ("peak on a GPU (simulated)", "simulated_peak_bytes", units.size, SAME),
         ("bytes sent", "communication_bytes", units.size, SAME),
         ("step", "step_seconds_median", _seconds, max(noise, SAME)),
+        ("final loss", "final_loss", lambda loss: units.fixed(loss, 4), SAME),
     ]
     changed, unchanged = [], []
     for name, key, written, least in measures:
@@ -180,7 +181,7 @@ def written(found: Mapping[str, Any]) -> str:
     parts = [
         HEAD.format(
             count=found["processes"], parameters=parameters, command=found["command"],
-            cores=found["hardware"].get("cpu_count") or "few",
+            cores=found["hardware"].get("cpu_cores", "few"),
         )
     ]  # fmt: skip
     for name, group in groups.items():

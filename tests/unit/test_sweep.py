@@ -401,7 +401,7 @@ def test_the_page_of_the_knobs_says_what_was_measured():
 def knob_row(value, **changes):
     return {
         "strategy": "zero2", "swept": {BUCKET: value}, "state_bytes": 10**6, "simulated_peak_bytes": 2 * 10**6,
-        "communication_bytes": 100, "step_seconds_median": 1.0, "step_seconds_of_both": [1.0, 1.1],
+        "communication_bytes": 100, "step_seconds_median": 1.0, "step_seconds_of_both": [1.0, 1.1], "final_loss": 2.0,
     } | changes  # fmt: skip
 
 
@@ -410,6 +410,9 @@ def test_what_is_within_the_noise_is_no_effect():
 
     said = knobs_page.effects([knob_row(5), knob_row(50, step_seconds_median=1.09, simulated_peak_bytes=3 * 10**6)])
     assert "peak on a GPU (simulated): zero2: 2.00 MB at 5, 3.00 MB at 50" in said
-    assert "no effect on: model states, bytes sent, step\n" in said and "noise of the step's time: 10.0 %" in said
+    assert (
+        "no effect on: model states, bytes sent, step, final loss\n" in said
+        and "noise of the step's time: 10.0 %" in said
+    )
     said = knobs_page.effects([knob_row(5), knob_row(50, step_seconds_median=1.2)])
     assert "- step: zero2: 1.00 s at 5, 1.20 s at 50" in said
