@@ -1,13 +1,16 @@
-"""One strategy after another through the real launcher, each into OUT/<strategy>/; a failure is a row, not a crash."""
+"""One strategy or value after another through the real launcher, each into a folder of its own below OUT/; a failure is
+a row, not a crash."""
 
 from __future__ import annotations
 
 import collections
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,22 +19,25 @@ from rich.console import Console
 
 from zero_recipes.checkpoint.lock import refuse_in_use
 from zero_recipes.checkpoint.output_dir import saved_in
+from zero_recipes.cli.earlier_results import EarlierResults
+from zero_recipes.cli.sweep_runs import SweepRun, runs_of
 from zero_recipes.config.ds_auto import NVME_PATH
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port
 from zero_recipes.core.tables import plain, terminal
 from zero_recipes.metrics.failure import failed_row
-from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, Metrics
+from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, ContractError, Metrics
+from zero_recipes.metrics.sweep_file import SWEEP_FILE, SweptRun, read_sweep_file
 
 MEASURES_ONLY = ["--save_model", "false", "--save_strategy", "no"]
 
 
 @dataclass
 class Outcome:
-    """How one strategy ended."""
+    """How one run ended."""
 
-    strategy: str
+    name: str
     status: str
     seconds: float
     folder: Path
@@ -45,14 +51,20 @@ def sweep(
     overrides: list[str],
     script: Path = Path("run_sft.py"),
     config_folder: Path = Path("accelerate_configs"),
+    sets: Sequence[str] = (),
 ) -> list[Outcome]:
-    """Run `recipe` under each strategy. Saves no weights unless the overrides ask for them.
+    """Run `recipe` under each strategy, and each combination of the values in `sets` (KEY=a,b,c).
 
-    Raises Refusal before the first run where a file is missing or a folder holds an earlier run's results.
+    Saves no weights unless the overrides ask for them. Raises Refusal before the first run where a file is missing, a
+    key is unknown, or a folder holds an earlier run's results.
     """
     configs = {name: config_folder / f"{name}.yaml" for name in strategies}
-    _refuse_early(recipe, script, configs, output_dir, overrides)
+    _refuse_absent(recipe, script, configs)
     console = terminal()
+    runs = runs_of(recipe, configs, sets, overrides, num_processes)
+    _refuse_occupied([output_dir / run.name for run in runs], overrides)
+    if sets:
+        _announce(runs, output_dir, console)
     swap = output_dir / "swap"
     swaps_here = [name for name in configs if name.endswith("_infinity")] and "--nvme_path" not in overrides
     if swaps_here and NVME_PATH not in os.environ:
@@ -60,22 +72,60 @@ def sweep(
         swap.mkdir(parents=True, exist_ok=True)
         overrides = [*overrides, "--nvme_path", str(swap)]
     outcomes = []
-    for number, (strategy, config) in enumerate(configs.items(), 1):
-        folder = output_dir / strategy
-        label = f"[{number}/{len(configs)}] {strategy}"
-        command = launch_of_strategy(recipe, config, num_processes, folder, overrides, script)
-        for stale in (folder / FILE, *folder.glob("failure.rank*.json")):
-            stale.unlink(missing_ok=True)  # an earlier run's numbers must not become this run's row
+    for number, run in enumerate(runs, 1):
+        folder = output_dir / run.name
+        label = f"[{number}/{len(runs)}] {run.name}"
+        earlier = EarlierResults(folder)
         start = time.perf_counter()
-        exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
-        row = _row(folder, strategy, exit_code, log)
+        if run.refusal is not None:
+            earlier.move_aside()
+            row = _refused_row(folder, recipe.stem, run)
+        else:
+            config = run.config_in(folder)
+            words = [*overrides, *run.words]
+            command = launch_of_strategy(recipe, config, num_processes, folder, words, script)
+            exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
+            earlier.move_aside()
+            row = _row(folder, run.strategy, exit_code, log)
         seconds = time.perf_counter() - start
-        outcomes.append(Outcome(strategy, row.status, seconds, folder))
-        ending = f"{label}: {row.status} after {seconds:.0f} s" + (f", see {folder / 'log.txt'}" if exit_code else "")
+        outcomes.append(Outcome(run.name, row.status, seconds, folder))
+        ending = f"{label}: {row.status} after {seconds:.0f} s"
+        ending += f", see {folder / 'log.txt'}" if row.status != "ok" and run.refusal is None else ""
         if row.status == "refused":
             ending += f": {row.error.removeprefix('refused: ').partition(' why: ')[0]}"
+        ending += f"; the results that were there are in {earlier.kept_in}" if earlier.kept_in else ""
         console.print(ending, markup=False, highlight=False, soft_wrap=True)
     return outcomes
+
+
+def _announce(runs: list[SweepRun], output_dir: Path, console: Console) -> None:
+    """Write sweep.json, and say how many runs there will be."""
+    try:
+        listed = read_sweep_file(output_dir)
+    except ContractError as error:
+        raise Refusal(
+            "ZR361",
+            f"{output_dir / SWEEP_FILE} cannot be read",
+            f"{error}. It says which values the runs that lie there were given.",
+            "Choose another --output_dir, or delete the file: those runs stay, without their values.",
+        ) from error
+    own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
+    listed.with_runs(own).write(output_dir)
+    strategies = len({run.strategy for run in runs})
+    keys = {key: len({json.dumps(run.values[key]) for run in runs}) for key in runs[0].values}
+    counts = [f"{strategies} strateg{'y' if strategies == 1 else 'ies'}"]
+    counts += [f"{count} value{'' if count == 1 else 's'} of {key}" for key, count in keys.items()]
+    refused = sum(run.refusal is not None for run in runs)
+    said = f"{len(runs)} runs: {' x '.join(counts)}" + (f"; {refused} refused before the start" if refused else "")
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+
+
+def _refused_row(folder: Path, name: str, run: SweepRun) -> Metrics:
+    """The row of values that were refused without a launch, in the words of a run that refuses them."""
+    error = " ".join(line.strip() for line in str(run.refusal.findings[0]).splitlines())
+    row = Metrics(schema=SCHEMA, name=name, strategy=run.strategy, status="refused", error=error)
+    row.write(folder / FILE)
+    return row
 
 
 def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
@@ -113,7 +163,7 @@ def launch_of_strategy(
     ]
 
 
-def _refuse_early(recipe: Path, script: Path, configs: dict, output_dir: Path, overrides: list[str]) -> None:
+def _refuse_absent(recipe: Path, script: Path, configs: dict[str, Path]) -> None:
     for path in (recipe, script, *configs.values()):
         if not path.is_file():
             known = all_strategies()
@@ -123,9 +173,12 @@ def _refuse_early(recipe: Path, script: Path, configs: dict, output_dir: Path, o
                 f"Paths are relative to the working directory, {Path.cwd()}.",
                 f"Start from the repository's folder; the strategies there are {', '.join(known) or 'none'}.",
             )
-    for name in configs:
-        refuse_in_use(output_dir / name)
-    occupied = [output_dir / name for name in configs if saved_in(output_dir / name)]
+
+
+def _refuse_occupied(folders: list[Path], overrides: list[str]) -> None:
+    for folder in folders:
+        refuse_in_use(folder)
+    occupied = [folder for folder in folders if saved_in(folder)]
     overwrites = "--overwrite" in overrides and overrides[overrides.index("--overwrite") + 1 :][:1] != ["false"]
     if occupied and not overwrites:
         raise Refusal(

@@ -144,7 +144,7 @@ def _in_force(
     settings: Settings, environment: Mapping[str, str], fill: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> tuple[dict[str, Any] | None, str]:
     """(the DeepSpeed configuration, where it comes from); (None, "none") without DeepSpeed."""
-    launched, launched_from = _from_launcher(environment, settings.precision)
+    launched, launched_from = launched_ds_config(environment, settings.precision)
     named = settings.deepspeed
     if named is None:
         return launched, launched_from
@@ -198,7 +198,11 @@ def _loads(text: str, place: str) -> dict[str, Any]:
     return config
 
 
-def _from_launcher(env: Mapping[str, str], precision: str) -> tuple[dict[str, Any] | None, str]:
+def launched_ds_config(env: Mapping[str, str], precision: str) -> tuple[dict[str, Any] | None, str]:
+    """(the DeepSpeed configuration that the launcher's environment names, where it comes from); (None, "none") without.
+
+    Raises Refusal.
+    """
     if env.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None, "none"
     path = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")

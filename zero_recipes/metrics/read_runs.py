@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from zero_recipes.metrics.parts import Part, known, measured
 from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, ContractError, Metrics, parse_as, read_as, validate
+from zero_recipes.metrics.sweep_file import read_sweep_file
 
 
 class SampleRow(Part):
@@ -35,6 +36,7 @@ class MeasuredRun(Metrics):
     folder: Path
     samples: list[SampleRow] = Field([])
     samples_fault: str | None = measured("why samples.jsonl cannot be read", null="where it can")
+    swept: dict[str, Any] | None = measured("what a sweep set in it, by key", null="unless a sweep.json says so")
 
     @property
     def compared(self) -> bool:
@@ -55,7 +57,8 @@ class UnreadableRun(MeasuredRun):
 
 
 def read_runs(folder: Path) -> list[MeasuredRun]:
-    """Every run in `folder` and one level below: ddp and zero0 to zero3 first, then the others by name.
+    """Every run in `folder` and one level below: ddp and zero0 to zero3 first, then the others by name, at last those
+    of a sweep of values in its order.
 
     Raises ContractError, which names file and key.
     """
@@ -63,7 +66,7 @@ def read_runs(folder: Path) -> list[MeasuredRun]:
         MeasuredRun.read(file, folder=file.parent, samples=read_samples(file.with_name("samples.jsonl")))
         for file in metrics_files(folder)
     ]
-    return sorted(runs, key=_rank_in_report)
+    return _in_order(runs, folder)
 
 
 def read_what_can_be_read(folder: Path) -> list[MeasuredRun]:
@@ -74,7 +77,7 @@ def read_what_can_be_read(folder: Path) -> list[MeasuredRun]:
     runs = [read_run(file) for file in metrics_files(folder)]
     if all(isinstance(run, UnreadableRun) for run in runs):
         raise ContractError("; ".join(run.error for run in runs[:3]))
-    return sorted(runs, key=_rank_in_report)
+    return _in_order(runs, folder)
 
 
 def read_run(file: Path) -> MeasuredRun:
@@ -103,6 +106,21 @@ def metrics_files(folder: Path) -> list[Path]:
     if not files:
         raise ContractError(f"no {FILE} in {folder} or one level below it")
     return files
+
+
+def _in_order(runs: list[MeasuredRun], folder: Path) -> list[MeasuredRun]:
+    """In the report's order, each with what sweep.json says of it. Raises ContractError where that cannot be read."""
+    listed = [run.folder for run in read_sweep_file(folder).runs]
+    values = {run.folder: run.values for run in read_sweep_file(folder).runs}
+    below = Path(folder).resolve()
+    known = [
+        run.model_copy(update={"swept": values[run.folder.name]})
+        if run.folder.name in values and run.folder.parent == below
+        else run
+        for run in runs
+    ]
+    swept = sorted((run for run in known if run.swept is not None), key=lambda run: listed.index(run.folder.name))
+    return [*sorted((run for run in known if run.swept is None), key=_rank_in_report), *swept]
 
 
 def _rank_in_report(run: MeasuredRun) -> tuple[int, str]:

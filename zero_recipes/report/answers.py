@@ -12,7 +12,7 @@ JUDGED = ("exact_match", "token_f1", "reference_loss")
 def sampled_run(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
     """The run whose answers are shown: a full run where there is one, otherwise the last that has samples."""
     with_samples = [run for run in runs if run.samples]
-    full = [run for run in with_samples if not run.compared]
+    full = [run for run in with_samples if not run.compared and run.swept is None]
     return (full or with_samples or [None])[-1]
 
 

@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from zero_recipes.core import units
 from zero_recipes.metrics.parts import PhaseSeconds
 from zero_recipes.metrics.read_runs import MeasuredRun, SampleRow
-from zero_recipes.report import rows, table
+from zero_recipes.report import rows, swept, table
 from zero_recipes.report.answers import mean_scores, sampled_run
 from zero_recipes.report.judgement import Judgement
 
@@ -31,8 +31,10 @@ def render_page(
     judgements: Sequence[Judgement],
     pictures: dict[str, Path],
     single_pictures: dict[str, Path],
+    sweep_pictures: Sequence[Path] = (),
 ) -> str:
-    """The whole page as text. `pictures` by name, `single_pictures` by the folder name of the single run."""
+    """The whole page as text. `pictures` by name, `single_pictures` by the folder name of the single run,
+    `sweep_pictures` by swept.groups."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -47,7 +49,8 @@ def render_page(
         devices=devices_note(runs),
         judgements=judgements,
         comparison=_tables(rows.table_rows(compared)),
-        notes=table.notes(rows.table_rows(runs)),
+        notes=notes(runs),
+        sweeps=[_sweep(group, path) for group, path in zip(swept.groups(runs), sweep_pictures, strict=True)],
         pictures=[{"alt": ALT[name], "data": _embedded(path)} for name, path in pictures.items()],
         singles=[_single(run, single_pictures.get(run.folder.name)) for run in rows.single_runs(runs)],
         failures=[_failure(run) for run in runs if run.status != "ok" or run.samples_fault],
@@ -56,12 +59,20 @@ def render_page(
     )
 
 
+def notes(runs: Sequence[MeasuredRun]) -> list[str]:
+    """What a reader needs to know about the columns of all tables."""
+    others = rows.table_rows([run for run in runs if run.swept is None])
+    lines = table.notes(others) if others else []
+    lines += [line for group in swept.groups(runs) for line in swept.notes(rows.table_rows(group))]
+    return list(dict.fromkeys(lines))
+
+
 def devices_note(runs: Sequence[MeasuredRun]) -> str | None:
     """A sentence on the rows that no GPU produced; None where all of them ran on one."""
     on_cpu = [run.label for run in runs if run.device == "cpu"]
     if not on_cpu:
         return None
-    if len(on_cpu) == len(runs):
+    if len(on_cpu) == sum(run.device is not None for run in runs):
         which = "No number on this page was measured on a GPU: all runs used CPU processes."
     else:
         which = f"These rows were not measured on a GPU but on CPU processes: {', '.join(on_cpu)}."
@@ -80,6 +91,20 @@ def _tables(chosen: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for part in ([part for part in (memory, speed) if part] or [[]])
     ]
+
+
+def _sweep(group: Sequence[MeasuredRun], picture: Path) -> dict[str, Any]:
+    chosen = rows.table_rows(group)
+    named, others = swept.columns(chosen)
+    return {
+        "title": swept.title(group),
+        "named": len(named),
+        "table": {
+            "headers": [column.header.replace("\n", " ") for column in named + others],
+            "rows": [[column.cell(row) for column in named + others] for row in chosen],
+        },
+        "picture": _embedded(picture),
+    }
 
 
 def _single(run: MeasuredRun, picture: Path | None) -> dict[str, Any]:

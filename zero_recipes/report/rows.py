@@ -1,5 +1,6 @@
 """From what a run recorded to the numbers that the report shows: one plain dict per run."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,8 @@ def comparison(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
 
 
 def single_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
-    """Everything else, such as a full training run beside the sweep."""
-    return [run for run in runs if not run.compared]
+    """Everything else, such as a full training run beside the sweep; no run of a sweep of values."""
+    return [run for run in runs if not run.compared and run.swept is None]
 
 
 def baseline(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
@@ -135,6 +136,7 @@ def table_rows(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
 def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
     rank, expected = largest_rank(run), textbook(run)
     total = state_total(rank) if rank else None
+    code, reason = why_ended(run)
     return {
         "folder": run.folder.name,
         "label": run.label,
@@ -171,7 +173,21 @@ def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
         "paper_in_phi": paper_in_phi(run),
         "steps": len(run.loss_history or []),
         "final_loss": final_loss(run),
+        "swept": run.swept,
+        "code": code,
+        "reason": reason,
     }
+
+
+def why_ended(run: MeasuredRun) -> tuple[str | None, str | None]:
+    """(code, reason in one line) of a run that did not end well; a code only where it was refused."""
+    if run.status == "ok" or not run.error:
+        return None, None
+    what = run.error.removeprefix("refused: ").partition(" why: ")[0].strip()
+    code = re.search(r" \[(ZR\d{3})\]", what)
+    if code is None:
+        return None, what.split("\n")[0]
+    return code[1], what.replace(code[0], "")
 
 
 def relative_speed(run: MeasuredRun, reference: MeasuredRun | None) -> float | None:

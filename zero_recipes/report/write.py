@@ -9,12 +9,13 @@ from rich.text import Text
 
 from zero_recipes.core.errors import Refusal, first_line
 from zero_recipes.core.files import without_nan
-from zero_recipes.core.tables import plain, terminal
+from zero_recipes.core.tables import Column, Row, markdown_columns, plain, print_columns, terminal
 from zero_recipes.metrics.read_runs import MeasuredRun, UnreadableRun, read_what_can_be_read
 from zero_recipes.metrics.schema import ContractError
-from zero_recipes.report import phases_plot, plan_plot, plots, rows, table
+from zero_recipes.metrics.sweep_file import SWEEP_FILE, read_sweep_file
+from zero_recipes.report import phases_plot, plan_plot, plots, rows, sweep_plot, swept, table
 from zero_recipes.report.judgement import Judgement, judge_runs
-from zero_recipes.report.page import devices_note, render_page
+from zero_recipes.report.page import devices_note, notes, render_page
 
 VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
 
@@ -26,6 +27,15 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     is none that can be read, and where nothing can be written.
     """
     folder = Path(folder)
+    try:
+        read_sweep_file(folder)
+    except ContractError as error:
+        raise Refusal(
+            "ZR362",
+            f"{folder / SWEEP_FILE} cannot be read",
+            str(error),
+            "Delete it: its runs are then read without the values that they were given.",
+        ) from error
     try:
         runs = read_what_can_be_read(folder)
     except ContractError as error:
@@ -47,11 +57,21 @@ def _write_all(runs: Sequence[MeasuredRun], folder: Path, console: Console) -> P
     pictures = plots.draw_comparison(runs, folder) | _plan_picture(runs, folder) | _phases_picture(runs, folder)
     drawn = {run.folder.name: plots.draw_single(run, folder) for run in rows.single_runs(runs)}
     single_pictures = {name: path for name, path in drawn.items() if path}
+    sweep_pictures = _sweep_pictures(runs, folder)
     _write(folder / "report.json", _as_json(runs, judgements))
     _write(folder / "report.md", _as_markdown(runs))
-    page = _write(folder / "report.html", render_page(runs, judgements, pictures, single_pictures))
+    page = _write(folder / "report.html", render_page(runs, judgements, pictures, single_pictures, sweep_pictures))
     print_report(runs, judgements, console)
     return page
+
+
+def _sweep_pictures(runs: Sequence[MeasuredRun], folder: Path) -> list[Path]:
+    """sweep.png, and sweep_2.png and so on where the runs of several sweeps lie in the folder."""
+    paths = []
+    for number, group in enumerate(swept.groups(runs), 1):
+        path = folder / ("sweep.png" if number == 1 else f"sweep_{number}.png")
+        paths.append(sweep_plot.draw(rows.table_rows(group), rows.setting(group), path))
+    return paths
 
 
 def _plan_picture(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
@@ -82,10 +102,10 @@ def _bar(run: MeasuredRun) -> plan_plot.Bar:
 
 def print_report(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console: Console) -> None:
     """The tables and the judgements for the terminal."""
-    for title, chosen in _tables(runs):
+    for title, named, others, chosen in _tables(runs):
         console.print(Text(title, style="bold"))
-        table.print_table(chosen, console)
-    for line in table.notes(rows.table_rows(runs)):
+        print_columns(named, others, chosen, console)
+    for line in notes(runs):
         console.print(Text(line, style="dim"))
     if note := devices_note(runs):
         console.print(Text(note, style="yellow"))
@@ -102,10 +122,19 @@ def print_report(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], c
                 console.print(plain(f"  may help: {fix}"))
 
 
-def _tables(runs: Sequence[MeasuredRun]) -> list[tuple[str, list[dict]]]:
-    """Comparison and single runs apart, each with a title; empty ones are left out."""
-    groups = (("Comparison", rows.comparison(runs)), ("Single runs", rows.single_runs(runs)))
-    return [(f"{title}: {rows.setting(group)}", rows.table_rows(group)) for title, group in groups if group]
+def _tables(runs: Sequence[MeasuredRun]) -> list[tuple[str, list[Column], list[Column], list[Row]]]:
+    """(title, columns that name the row, others, rows) of comparison, sweeps and single runs; empty ones are left
+    out."""
+    tables = []
+    for title, group in (("Comparison", rows.comparison(runs)), ("Single runs", rows.single_runs(runs))):
+        if group:
+            chosen = rows.table_rows(group)
+            named, memory, speed = table.report_columns(chosen)
+            tables.append((f"{title}: {rows.setting(group)}", named, memory + speed, chosen))
+    for group in swept.groups(runs):
+        chosen = rows.table_rows(group)
+        tables.append((swept.title(group), *swept.columns(chosen), chosen))
+    return tables
 
 
 def _as_json(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement]) -> str:
@@ -122,8 +151,8 @@ def _as_json(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement]) -> st
 
 def _as_markdown(runs: Sequence[MeasuredRun]) -> str:
     """The tables for a README, each below the setting that it was measured in."""
-    blocks = [f"{title}\n\n{table.markdown_table(chosen)}" for title, chosen in _tables(runs)]
-    lines = table.notes(rows.table_rows(runs)) + [note for note in [devices_note(runs)] if note]
+    blocks = [f"{title}\n\n{markdown_columns(named, others, chosen)}" for title, named, others, chosen in _tables(runs)]
+    lines = notes(runs) + [note for note in [devices_note(runs)] if note]
     lines += [f"{run.label}: {run.status}. {run.error}" for run in runs if isinstance(run, UnreadableRun)]
     return "\n".join([*blocks, *(f"- {line}" for line in lines)]) + "\n"
 

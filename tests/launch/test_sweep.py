@@ -1,0 +1,39 @@
+"""A sweep of two values through the real launcher, one of which is refused; and its report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers.tiny import write_recipe
+from zero_recipes.cli import main as cli
+from zero_recipes.report import read_runs, rows
+
+ROOT = Path(__file__).resolve().parents[2]
+BUCKET = "zero_optimization.reduce_bucket_size"
+
+pytestmark = pytest.mark.launch
+
+
+def test_one_value_runs_and_the_other_is_a_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    files = [ROOT / "accelerate_configs" / "zero2.yaml", ROOT / "ds_configs" / "zero2.json"]
+    before = [path.read_bytes() for path in files]
+    argv = ["sweep", str(write_recipe(tmp_path, max_steps=4)), "--strategies", "zero2", "--output_dir"]
+    argv += [str(tmp_path / "out"), "--set", f"{BUCKET}=7e3,few", "--set", "max_length=64"]
+    assert cli.main(argv) == 0
+    assert "2 runs: 1 strategy x 2 values" in capsys.readouterr().out
+    ran, refused = read_runs(tmp_path / "out")
+    assert (ran.status, refused.status) == ("ok", "refused")
+    assert ran.max_length == 64 and ran.swept == {BUCKET: 7000, "max_length": 64} and len(ran.loss_history) == 4
+    resolved = yaml.safe_load((ran.folder / "recipe.resolved.yaml").read_text())
+    assert resolved["deepspeed"]["zero_optimization"]["reduce_bucket_size"] == 7000, "the run had another ds_config"
+    assert before == [path.read_bytes() for path in files]
+    assert not (refused.folder / "log.txt").exists(), "it was launched"
+    assert cli.main(["report", str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
+    assert [row["swept"][BUCKET] for row in found] == [7000, "few"] and found[0]["communication_bytes"] > 0
+    assert rows.table_rows([refused])[0]["code"] == found[1]["code"] == "ZR211"

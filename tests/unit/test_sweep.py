@@ -1,0 +1,418 @@
+"""`sweep --set`: what it reads, refuses and calls its runs, without a launch; and the report on such runs."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers.report_runs import metrics, on_cpu, save
+from tests.helpers.tiny import write_recipe
+from zero_recipes.checks.ds_keys import ds_key_names, unknown_key_findings
+from zero_recipes.cli import main as cli
+from zero_recipes.cli import sweep as sweeping
+from zero_recipes.cli.earlier_results import EarlierResults
+from zero_recipes.cli.set_values import combinations, option_words, parse_sets, run_names
+from zero_recipes.cli.sweep_runs import runs_of, with_values
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.recipe_keys import key_types
+from zero_recipes.core.errors import Refusal
+from zero_recipes.metrics.sweep_file import SweptRun, read_sweep_file
+from zero_recipes.report import read_runs, rows, sweep_plot, swept, write_report
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = {name: ROOT / "accelerate_configs" / f"{name}.yaml" for name in ("ddp", "zero2", "zero3", "fsdp2")}
+BUCKET = "zero_optimization.reduce_bucket_size"
+
+
+@pytest.fixture(scope="module")
+def types():
+    return key_types()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return write_recipe(tmp_path_factory.mktemp("sweep"))
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def planned(recipe, *sets, strategies=("zero2",), overrides=()):
+    return runs_of(recipe, {name: CONFIGS[name] for name in strategies}, sets, list(overrides), 2)
+
+
+# ---------------------------------------------------------------- reading --set
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("seed=1,2", (1, 2)),
+        (" seed = 1 , 2 ", (1, 2)),
+        (f"{BUCKET}=5e5,5E7,auto", (500_000, 50_000_000, "auto")),
+        ("learning_rate=1e-5,2.5e-1,0.1", (1e-5, 0.25, 0.1)),
+        ("packing=true,no,null", (True, False, None)),
+        ('save_strategy="no",steps', ("no", "steps")),
+        ("lora_target_modules=[a, b],[c],all-linear", (["a", "b"], ["c"], "all-linear")),
+        ("dataset_name=\"a,b\",'c,d'", ("a,b", "c,d")),
+        ("model_init_kwargs={a: 1, b: [2, 3e2]},{}", ({"a": 1, "b": [2, 300]}, {})),
+        ("run_name=it's,fine", ("it's", "fine")),
+        ("run_name=a=b", ("a=b",)),
+    ],
+)
+def test_values_are_yaml_by_comma(text, values, types):
+    (found,) = parse_sets([text], types, [])
+    assert [(type(value), value) for value in found.values] == [(type(value), value) for value in values]
+
+
+def test_what_is_listed_is_what_json_would_list(types):
+    """Drawn values, written as JSON, which is YAML."""
+    draw = random.Random(7)
+    leaves = [0, 1, -3, 10**9, 0.5, True, False, None, "a", "a,b", "[", "}", "a b", ""]
+    for _ in range(200):
+        values = []
+        for _ in range(draw.randint(1, 5)):
+            some = [draw.choice(leaves) for _ in range(draw.randint(0, 3))]
+            value = draw.choice([draw.choice(leaves), some, {f"k{n}": leaf for n, leaf in enumerate(some)}])
+            values += [value] if json.dumps(value) not in map(json.dumps, values) else []
+        (found,) = parse_sets(["run_name=" + ",".join(map(json.dumps, values))], types, [])
+        assert json.dumps(found.values) == json.dumps(values)
+
+
+@pytest.mark.parametrize(
+    ("sets", "code", "said"),
+    [
+        (["seed"], "ZR355", "by comma"),
+        (["seed="], "ZR355", "by comma"),
+        (["=1"], "ZR355", "by comma"),
+        (["seed=1,,2"], "ZR355", "empty"),
+        (["seed=1,2,1"], "ZR355", "twice"),
+        ([f"{BUCKET}=5e5,500000"], "ZR355", "twice"),
+        (["lora_target_modules=[a,b],[c"], "ZR355", "] is missing"),
+        (["run_name='a"], "ZR355", "' is missing"),
+        (["max_grad_norm=1,.inf"], "ZR355", "JSON"),
+        (["run_name=2024-01-01"], "ZR355", "JSON"),
+        (["per_device_train_batch_sise=2"], "ZR103", "`per_device_train_batch_size`"),
+        (["torch_dtype=bfloat16"], "ZR101", "`dtype`"),
+        (["num_processes=2,4"], "ZR102", "launcher"),
+        (["reduce_bucket_size=5e5"], "ZR356", "zero_optimization.reduce_bucket_size?"),
+        (["zero_optimization.overlap_com=true"], "ZR356", "zero_optimization.overlap_comm?"),
+        (["zero_optimization.offload_optimizer.devise=cpu"], "ZR356", "offload_optimizer.device?"),
+        (["aio.blok_size=1"], "ZR356", "aio.block_size?"),
+        (["zero_optimisation.stage=1"], "ZR356", "zero_optimization?"),
+        (["seed=1", "seed=2"], "ZR357", "seed is given twice"),
+        (["max_steps=1,2"], "ZR357", "max_steps is given twice"),
+        (["output_dir=a,b"], "ZR358", "--output_dir"),
+        (["overwrite=true"], "ZR358", "--overwrite"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_swept_is_refused_by_name(sets, code, said, types):
+    with pytest.raises(Refusal) as refused:
+        parse_sets(sets, types, ["--max_steps", "3"])
+    assert refused.value.codes == [code] and said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["gradient_clipping", "zero_optimization.stage3_prefetch_bucket_size", "zero_optimization.offload_param.device",
+     "optimizer.params.lr", "scheduler.params.warmup_type", "aio.queue_depth", "fp16.loss_scale_window",
+     "data_types.grad_accum_dtype", "torch_autocast.enabled", "wall_clock_breakdown", "comms_logger.enabled",
+     "flops_profiler.enabled", "checkpoint.tag_validation"],
+)  # fmt: skip
+def test_keys_of_deepspeed_are_known_by_its_parser(key):
+    assert unknown_key_findings(tuple(key.split("."))) == []
+
+
+def test_every_key_of_our_ds_configs_is_known():
+    def paths(block, above=()):
+        for name, value in block.items():
+            yield (*above, name)
+            yield from paths(value, (*above, name)) if isinstance(value, dict) else ()
+
+    seen = {path for file in (ROOT / "ds_configs").glob("*.json") for path in paths(json.loads(file.read_text()))}
+    assert len(seen) > 30 and [found for path in seen for found in unknown_key_findings(path)] == []
+    assert {"zero_optimization", "optimizer", "gradient_clipping"} <= ds_key_names()
+
+
+# ---------------------------------------------------------------- combinations and names
+
+
+def test_several_keys_make_all_combinations_the_last_changing_fastest(types):
+    found = combinations(parse_sets(["seed=1,2,3", "packing=true,false", f"{BUCKET}=5e5"], types, []))
+    assert len(found) == 6 and len({json.dumps(values) for values in found}) == 6
+    assert [values["packing"] for values in found] == [True, False] * 3
+    assert all(list(values) == ["seed", "packing", BUCKET] for values in found)
+
+
+def test_names_say_the_values_and_are_safe_and_unique(types):
+    texts = ["run_name=a/b,a_b,a b,../../c,A_B,é," + "x" * 300 + "," + "x" * 301 + ",[a],null,a=b"]
+    runs = [(name, values) for name in ("zero2", "zero3") for values in combinations(parse_sets(texts, types, []))]
+    names = run_names(runs)
+    assert len({name.casefold() for name in names}) == len(runs) == 22
+    assert all(re.fullmatch(r"[A-Za-z0-9._+,=-]{1,160}", name) and ".." not in Path(name).parts for name in names)
+    assert names == run_names(runs), "another sweep would call them otherwise"
+    (plain,) = run_names([("zero2", {BUCKET: 500_000, "packing": True, "learning_rate": 1e-5})])
+    assert plain == "zero2,reduce_bucket_size=500000,packing=true,learning_rate=1e-05"
+    (both,) = run_names([("zero2", {"fp16.enabled": False, "bf16.enabled": True})])
+    assert both == "zero2,fp16.enabled=false,bf16.enabled=true"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("packing", True), ("max_length", None), ("learning_rate", 1e-5), ("seed", 7), ("run_name", "--x y"),
+     ("lora_target_modules", ["a", "b"]), ("model_init_kwargs", {"revision": "x"}), ("max_steps", -1)],
+)  # fmt: skip
+def test_the_run_gets_the_value_that_was_meant(key, value, recipe):
+    mapping = recipes.read_recipe_file(recipe)
+    parsed = recipes.parse_recipe(recipe, mapping, ["--save_steps", "7", *option_words(key, value)])
+    assert parsed.given[key] == value and type(parsed.given[key]) is type(value)
+
+
+# ---------------------------------------------------------------- the runs
+
+
+def test_values_of_the_ds_config_come_in_files_of_the_run(recipe, tmp_path):
+    before = {path: path.read_bytes() for path in [*CONFIGS.values(), *(ROOT / "ds_configs").glob("*.json")]}
+    sets = (f"{BUCKET}=5e5", "zero_optimization.offload_optimizer.device=cpu", "packing=true")
+    for run in planned(recipe, *sets, strategies=("zero2", "zero3")):
+        launched = yaml.safe_load(run.config_in(tmp_path / run.name).read_text())
+        named = Path(launched["deepspeed_config"]["deepspeed_config_file"])
+        plain = yaml.safe_load(CONFIGS[run.strategy].read_text())
+        written, original = (
+            json.loads(Path(path).read_text()) for path in (named, plain["deepspeed_config"]["deepspeed_config_file"])
+        )
+        assert named.parent == tmp_path / run.name and run.words == ("--packing=true",) and run.refusal is None
+        assert written["zero_optimization"].pop("reduce_bucket_size") == 500_000
+        assert written["zero_optimization"].pop("offload_optimizer") == {"device": "cpu"}
+        original["zero_optimization"].pop("reduce_bucket_size")
+        assert written == original
+        launched["deepspeed_config"]["deepspeed_config_file"] = plain["deepspeed_config"]["deepspeed_config_file"]
+        assert launched == plain
+    assert before == {path: path.read_bytes() for path in before}
+
+
+def test_an_accelerate_file_without_a_ds_config_gets_one(recipe, tmp_path):
+    inline = {"distributed_type": "DEEPSPEED", "num_processes": 2, "mixed_precision": "bf16",
+              "deepspeed_config": {"zero_stage": 1, "gradient_clipping": 1.0, "zero3_init_flag": False}}  # fmt: skip
+    path = tmp_path / "inline.yaml"
+    path.write_text(yaml.safe_dump(inline))
+    (run,) = runs_of(recipe, {"inline": path}, ["zero_optimization.stage=3"], [], 2)
+    assert run.refusal is None and run.ds_config["zero_optimization"]["stage"] == 3
+    launched = yaml.safe_load(run.config_in(tmp_path / "run").read_text())
+    assert set(launched["deepspeed_config"]) == {"deepspeed_config_file", "zero3_init_flag"}
+    assert launched["deepspeed_config"]["zero3_init_flag"] is True and "mixed_precision" not in launched
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_key_of_deepspeed_is_refused_where_there_is_none(strategy, recipe):
+    with pytest.raises(Refusal, match=f"{BUCKET} with {strategy} .ZR359") as refused:
+        planned(recipe, f"{BUCKET}=5e5", strategies=("zero2", strategy))
+    assert "--strategies zero2" in refused.value.fix
+    assert len(planned(recipe, "seed=1,2", strategies=("zero2", strategy))) == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (f"{BUCKET}=many", "ZR211"),
+        ("zero_optimization.offload_optimizer.device=tape", "ZR211"),
+        ("zero_optimization.stage.deeper=1", "ZR360"),
+        ("optimizer.type=1", "ZR207"),
+        ("fp16.loss_scale=low", "ZR260"),
+        ("per_device_train_batch_size=0", "ZR113"),
+        ("per_device_train_batch_size=two", "ZR112"),
+        ("save_strategy=no", "ZR106"),
+        ("max_steps=[1]", "ZR109"),
+        ("global_batch_size=7", "ZR121"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_in_its_run_alone(text, code, recipe):
+    runs = planned(recipe, text, "seed=1")
+    assert [run.refusal.codes for run in runs] == [[code]]
+
+
+def test_a_recipe_that_no_run_can_be_made_of_is_refused_at_once(recipe):
+    with pytest.raises(Refusal, match="ZR103"):
+        planned(recipe, "seed=1,2", overrides=("--no_such_key", "1"))
+
+
+def test_a_ds_config_is_copied_before_it_is_changed():
+    config = {"zero_optimization": {"stage": 2, "offload_optimizer": None}}
+    changed = with_values(config, {("zero_optimization", "offload_optimizer", "device"): "cpu", ("a", "b"): 1})
+    assert changed == {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "a": {"b": 1}}
+    assert config == {"zero_optimization": {"stage": 2, "offload_optimizer": None}}
+
+
+# ---------------------------------------------------------------- the sweep, where nothing can be launched
+
+
+def test_refused_values_are_rows_without_a_launch(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sweeping.subprocess, "Popen", None)
+    argv = ["sweep", str(recipe), "--strategies", "zero2", "--output_dir", str(tmp_path / "out")]
+    argv += ["--set", "per_device_train_batch_size=0,-1", "--set", f"{BUCKET}=5e5,many"]
+    assert cli.main(argv) == 1, "no run at all has succeeded"
+    said = capsys.readouterr().out
+    assert f"4 runs: 1 strategy x 2 values of per_device_train_batch_size x 2 values of {BUCKET}" in said
+    assert "[4/4] zero2,per_device_train_batch_size=-1,reduce_bucket_size=many: refused" in said
+    runs = read_runs(tmp_path / "out")
+    assert [run.swept[BUCKET] for run in runs] == [500_000, "many"] * 2
+    assert all(row["status"] == "refused" and row["code"] == "ZR113" for row in rows.table_rows(runs))
+
+
+def test_a_sweep_into_the_folder_of_another_keeps_its_runs(tmp_path):
+    first = [SweptRun(folder=name, strategy="zero2", values={"seed": name}) for name in "ab"]
+    listed = read_sweep_file(tmp_path).with_runs(first)
+    listed.write(tmp_path)
+    again = SweptRun(folder="b", strategy="zero3", values={"seed": 1})
+    read_sweep_file(tmp_path).with_runs([again]).write(tmp_path)
+    assert read_sweep_file(tmp_path).runs == [first[0], again]
+
+
+def test_a_damaged_list_of_values_is_refused_and_kept(recipe, tmp_path, capsys):
+    (tmp_path / "sweep.json").write_text('{"schema": 2')
+    sets = ["--set", "per_device_train_batch_size=0", "--output_dir", str(tmp_path), "--strategies", "zero2"]
+    assert cli.main(["sweep", str(recipe), *sets]) == 2 and "ZR361" in capsys.readouterr().err
+    save(tmp_path / "zero1", metrics("zero1"))
+    assert cli.main(["report", str(tmp_path)]) == 2 and "ZR362" in capsys.readouterr().err
+    assert (tmp_path / "sweep.json").read_text() == '{"schema": 2'
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_what_an_earlier_run_left_is_no_row_and_is_not_lost(finished, tmp_path):
+    save(tmp_path / "zero1", metrics("zero1") if finished else {"status": "failed"})
+    (tmp_path / "zero1" / "failure.rank1.json").write_text("{}")
+    old = (tmp_path / "zero1" / "metrics.json").read_text()
+    earlier = EarlierResults(tmp_path / "zero1")
+    assert (tmp_path / "zero1" / "metrics.json").read_text() == old, "it was taken away before the run began"
+    earlier.move_aside()
+    assert not (tmp_path / "zero1" / "metrics.json").exists()
+    assert not (tmp_path / "zero1" / "failure.rank1.json").exists()
+    assert (earlier.kept_in is not None) == finished
+    if finished:
+        assert (tmp_path / "zero1" / "earlier-1" / "metrics.json").read_text() == old
+
+
+def test_what_the_new_run_wrote_is_its_row(tmp_path):
+    save(tmp_path / "zero1", metrics("zero1"))
+    earlier = EarlierResults(tmp_path / "zero1")
+    for run in read_runs(tmp_path):
+        run.model_copy(update={"parameters": 7}).write(tmp_path / "zero1" / "metrics.json")
+    earlier.move_aside()
+    assert json.loads((tmp_path / "zero1" / "metrics.json").read_text())["parameters"] == 7
+    assert earlier.kept_in is None and not (tmp_path / "zero1" / "earlier-1").exists()
+
+
+# ---------------------------------------------------------------- the report
+
+
+def made_sweep(folder, values, make=on_cpu, second=("seed", [1, 2])):
+    """Made-up runs for each value of the bucket size and of a second key; the last value is refused."""
+    listed = []
+    for value in values:
+        for other in second[1]:
+            name = f"zero2,reduce_bucket_size={value},{second[0]}={other}"
+            run = make("zero2")
+            if value == values[-1]:
+                error = "refused: a bucket [ZR211] why: too large fix: a smaller one"
+                run = {"schema": 1, "status": "refused", "error": error, "name": "made", "strategy": "zero2"}
+            save(folder / name, run)
+            listed.append(SweptRun(folder=name, strategy="zero2", values={BUCKET: value, second[0]: other}))
+    read_sweep_file(folder).with_runs(listed).write(folder)
+    return read_runs(folder)
+
+
+def test_the_table_begins_with_the_values_and_ends_with_why(tmp_path):
+    runs = made_sweep(tmp_path, [500_000, 50_000_000, 5 * 10**18])
+    chosen = rows.table_rows(runs)
+    named, measured = swept.columns(chosen)
+    assert [column.header for column in named] == ["reduce_bucket_size", "seed"]
+    assert [column.cell(chosen[2]) for column in named] == ["50,000,000", "1"]
+    headers = [column.header.replace("\n", " ") for column in measured]
+    assert headers == ["Model states", "Resident (mostly imports)", "Comm. per step", "Step median", "Tokens/s",
+                       "Final loss", "Status", "Reason"]  # fmt: skip
+    assert [column.cell(chosen[-1]) for column in measured][-2:] == ["refused", "ZR211 a bucket"]
+    assert not any(column.cell(chosen[-1]) for column in measured[:-2])
+
+
+def test_files_of_the_report_carry_the_values(tmp_path, capsys):
+    made_sweep(tmp_path, [500_000, 50_000_000, 5 * 10**18])
+    save(tmp_path / "zero1", metrics("zero1"))
+    save(tmp_path / "full", metrics("zero2"))
+    page = write_report(tmp_path).read_text()
+    found = json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert [row["swept"] for row in found[2:4]] == [{BUCKET: 500_000, "seed": 1}, {BUCKET: 500_000, "seed": 2}]
+    assert [row["swept"] for row in found[:2]] == [None, None]
+    assert f"Sweep of {BUCKET}, seed" in page and page.count("<h2>Run ") == 0 and "<h2>Full run</h2>" in page
+    markdown = (tmp_path / "report.md").read_text()
+    assert "| reduce_bucket_size | seed |" in markdown and "| ZR211 a bucket |" in markdown
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "sweep_2.png").exists()
+    assert "not measured on a GPU" in capsys.readouterr().out
+
+
+def test_sweeps_of_other_keys_in_one_folder_have_their_own_table_and_picture(tmp_path):
+    made_sweep(tmp_path, [500_000, 5])
+    made_sweep(tmp_path, ["auto", 7], make=metrics, second=("packing", [True, False]))
+    write_report(tmp_path)
+    assert [len(group) for group in swept.groups(read_runs(tmp_path))] == [4, 4]
+    assert (tmp_path / "sweep_2.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("values", "decades"),
+    [([1, 10], True), ([5e5, 5e6, 5e7], True), ([1, 9], False), ([0, 10, 100], False), ([True, False], False),
+     (["auto", 5, 500], False), ([1e-5, 1e-3], True), ([-1, -100], False), ([7], False)],
+)  # fmt: skip
+def test_the_axis_is_logarithmic_where_numbers_span_decades(values, decades):
+    assert sweep_plot._spans_decades(values) == decades
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2, "2"), (2048, "2048"), (50_000, "50k"), (5_000_000, "5M"), (10**9, "1G"), (True, "true"), (0.5, "0.5")],
+)
+def test_ticks_are_short(value, text):
+    assert sweep_plot._tick(value) == text
+
+
+# ---------------------------------------------------------------- docs/knobs.md
+
+
+def test_the_page_of_the_knobs_says_what_was_measured():
+    """Every group that the benchmark sweeps has its table and its picture."""
+    from benchmarks.knobs import GROUPS
+    from scripts import knobs_page
+
+    assert knobs_page.main(["--check"]) == 0, "python scripts/knobs_page.py"
+    measured = json.loads(knobs_page.RESULT.read_text())["groups"]
+    assert set(measured) == set(GROUPS) == set(knobs_page.TEXTS)
+    for name, group in measured.items():
+        assert (knobs_page.PICTURES / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert list(GROUPS[name].sets) == group["sets"] and list(GROUPS[name].strategies) == group["strategies"]
+
+
+def knob_row(value, **changes):
+    return {
+        "strategy": "zero2", "swept": {BUCKET: value}, "state_bytes": 10**6, "simulated_peak_bytes": 2 * 10**6,
+        "communication_bytes": 100, "step_seconds_median": 1.0, "step_seconds_of_both": [1.0, 1.1], "final_loss": 2.0,
+    } | changes  # fmt: skip
+
+
+def test_what_is_within_the_noise_is_no_effect():
+    from scripts import knobs_page
+
+    said = knobs_page.effects([knob_row(5), knob_row(50, step_seconds_median=1.09, simulated_peak_bytes=3 * 10**6)])
+    assert "peak on a GPU (simulated): zero2: 2.00 MB at 5, 3.00 MB at 50" in said
+    assert (
+        "no effect on: model states, bytes sent, step, final loss\n" in said
+        and "noise of the step's time: 10.0 %" in said
+    )
+    said = knobs_page.effects([knob_row(5), knob_row(50, step_seconds_median=1.2)])
+    assert "- step: zero2: 1.00 s at 5, 1.20 s at 50" in said

@@ -1,0 +1,191 @@
+"""`--set KEY=a,b,c` of a sweep: its values, their combinations, and what each run is called."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from zero_recipes.checks.ds_keys import ZERO, ds_key_names, unknown_key_findings
+from zero_recipes.config.command_line import named_on
+from zero_recipes.config.validation import LAUNCH_KEYS, RENAMED, key_findings
+from zero_recipes.core.errors import Refusal, first_line
+
+LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
+# what each run of a sweep has of its own, or all of them alike
+NOT_SWEPT = ("output_dir", "overwrite", "resume_from_checkpoint")
+EXAMPLE = "--set per_device_train_batch_size=2,4,8"
+# YAML 1.1 takes these for text: 5e8, 1e-5
+EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+SAFE = re.compile(r"[^A-Za-z0-9._+-]")
+BRACKETS = {"[": "]", "{": "}"}
+
+
+@dataclass(frozen=True)
+class SetKey:
+    """One `--set`: a key and the values that it takes in turn."""
+
+    key: str  # as it was written
+    values: tuple[Any, ...]  # as YAML reads them
+    is_ds: bool  # of the ds_config; else the recipe's
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """From the top of the ds_config to the key."""
+        return tuple(self.key.split("."))
+
+
+def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[str]) -> list[SetKey]:
+    """The `--set` options of a command line. `types`: of every key that a recipe may have.
+
+    Raises Refusal for a key that neither a recipe nor a ds_config has, for values that cannot be read, and for a key
+    that is given twice (`overrides`: the other options).
+    """
+    sets = [_parsed(text, types) for text in texts]
+    keys = [each.key for each in sets]
+    twice = {key for key in keys if keys.count(key) > 1} | ({each.key for each in sets} & named_on(overrides, types))
+    if twice:
+        raise Refusal(
+            "ZR357",
+            f"{', '.join(sorted(twice))} is given twice",
+            "A sweep sets one value in each run.",
+            f"Name it in one --set, with all values by comma: {EXAMPLE}",
+        )
+    return sets
+
+
+def combinations(sets: Sequence[SetKey]) -> list[dict[str, Any]]:
+    """{key: value} of each run; the values of the last key change fastest."""
+    keys = [each.key for each in sets]
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(each.values for each in sets))]
+
+
+def run_names(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """A folder's name for each (strategy, values): safe on any file system, unique, and the same in every sweep."""
+    names = [_name(strategy, values) for strategy, values in runs]
+    folded = [name.casefold() for name in names]
+    return [
+        f"{name},{_digest(*run)}" if folded.count(name.casefold()) > 1 else name
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def shown(value: Any) -> str:
+    """A value as it is written in YAML, on one line."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def option_words(key: str, value: Any) -> list[str]:
+    """How run_sft.py's command line gives a key of the recipe that value."""
+    if isinstance(value, list):
+        return [f"--{key}", *map(shown, value)]
+    return [f"--{key}={shown(value)}"]
+
+
+def _parsed(text: str, types: Mapping[str, Any]) -> SetKey:
+    key, equals, values = text.partition("=")
+    key = key.strip()
+    if not equals or not key or not values.strip():
+        raise _unreadable(text, "It names a key and its values by comma.")
+    is_ds = _is_ds_key(key, types)
+    read = tuple(_value(part, text) for part in _split(values, text))
+    written = [json.dumps(value, sort_keys=True) for value in read]
+    if len(set(written)) < len(written):
+        raise _unreadable(text, "A value stands there twice: its run would be the same.")
+    return SetKey(key, read, is_ds)
+
+
+def _is_ds_key(key: str, types: Mapping[str, Any]) -> bool:
+    """Whether a key is the ds_config's; the recipe's first, where both have it. Raises Refusal for neither's."""
+    if key in NOT_SWEPT:
+        raise Refusal(
+            "ZR358",
+            f"--set {key}",
+            "Each run of a sweep has a folder of its own in --output_dir; overwrite holds for all of them.",
+            "Leave it out, or give it to all runs: --output_dir FOLDER, --overwrite true.",
+        )
+    if key in types:
+        return False
+    path = tuple(key.split("."))
+    findings = unknown_key_findings(path)
+    if not findings:
+        return True
+    if len(path) == 1 and not unknown_key_findings((ZERO, key)):
+        raise Refusal.of(findings)  # it names the block
+    if len(path) == 1 or key in LAUNCH_KEYS | set(RENAMED):
+        raise Refusal.of(list(key_findings("--set", [key], {*types, *ds_key_names()})))
+    raise Refusal.of(findings)
+
+
+def _split(text: str, whole: str) -> list[str]:
+    """The parts between the commas that stand in no brackets and no quotes."""
+    parts, closing, quote = [""], [], ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"" and parts[-1].rstrip()[-1:] in ("", *"[{,:"):  # elsewhere it is an apostrophe
+            quote = character
+        elif character in BRACKETS:
+            closing.append(BRACKETS[character])
+        elif closing and character == closing[-1]:
+            closing.pop()
+        elif character == "," and not closing:
+            parts.append("")
+            continue
+        parts[-1] += character
+    if closing or quote:
+        raise _unreadable(whole, f"A {closing[-1] if closing else quote} is missing.")
+    if any(not part.strip() for part in parts):
+        raise _unreadable(whole, "A value is empty.")
+    return [part.strip() for part in parts]
+
+
+def _value(text: str, whole: str) -> Any:
+    try:
+        value = _numbers(yaml.safe_load(text))
+        json.dumps(value, allow_nan=False)
+        return value
+    except yaml.YAMLError as error:
+        raise _unreadable(whole, f"{text} is not YAML: {first_line(error)}.") from None
+    except (TypeError, ValueError):
+        raise _unreadable(whole, f"YAML makes of {text} what JSON cannot hold.") from None
+
+
+def _numbers(value: Any) -> Any:
+    """5e8 as the number that it is: PyYAML wants 5.0e+8."""
+    if isinstance(value, list):
+        return [_numbers(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _numbers(each) for key, each in value.items()}
+    if not isinstance(value, str) or not EXPONENT.fullmatch(value):
+        return value
+    number = float(value)
+    return int(number) if math.isfinite(number) and number.is_integer() and abs(number) < 2**53 else number
+
+
+def _unreadable(text: str, why: str) -> Refusal:
+    return Refusal(
+        "ZR355", f"--set {text[:80]} cannot be read", why, f"{EXAMPLE}; a list in brackets: --set KEY=[a,b],[c]"
+    )
+
+
+def _name(strategy: str, values: Mapping[str, Any]) -> str:
+    last = [key.rpartition(".")[2] for key in values]
+    keys = [name if last.count(name) == 1 else key for key, name in zip(values, last, strict=True)]
+    halves = [(key, shown(value)) for key, value in zip(keys, values.values(), strict=True)]
+    safe = [(key, SAFE.sub("_", text)) for key, text in halves]
+    name = ",".join([strategy, *map("=".join, safe)])
+    if safe == halves and len(name) <= LONGEST_NAME:
+        return name
+    return f"{name[:LONGEST_NAME]},{_digest(strategy, values)}"
+
+
+def _digest(strategy: str, values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([strategy, dict(values)], sort_keys=True).encode()).hexdigest()[:8]

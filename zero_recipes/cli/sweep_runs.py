@@ -1,0 +1,142 @@
+"""The runs of a sweep, put together before the first one starts: strategies by values, each with its launch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zero_recipes.checks.ds_parser import parser_findings
+from zero_recipes.cli.set_values import SetKey, combinations, option_words, parse_sets, run_names
+from zero_recipes.compat.warnings import quieten
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.accelerate import AMBIGUOUS, INLINE, launched_environment
+from zero_recipes.config.ds_schema import schema_findings
+from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.recipe_keys import key_choices, key_types
+from zero_recipes.config.settings import Settings
+from zero_recipes.config.strategy import launched_ds_config
+from zero_recipes.config.validation import recipe_findings
+from zero_recipes.core.errors import Finding, Refusal, raise_errors
+from zero_recipes.core.files import write_json, write_text
+
+DS_CONFIG, ACCELERATE_CONFIG = "ds_config.json", "accelerate.yaml"
+SOURCE = "--set"
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep."""
+
+    name: str  # of its folder
+    strategy: str
+    config: Path  # the strategy's accelerate file
+    values: Mapping[str, Any]  # what the sweep sets, by key
+    words: tuple[str, ...] = ()  # of the command line, for the keys of the recipe among them
+    ds_config: Mapping[str, Any] | None = None  # with the keys of DeepSpeed among them; None without such keys
+    refusal: Refusal | None = None  # why these values cannot be run
+
+    def config_in(self, folder: Path) -> Path:
+        """The accelerate file to launch with: where values of the ds_config are set a new one in `folder`, beside that
+        ds_config. The strategy's own files stay as they are."""
+        if self.ds_config is None:
+            return self.config
+        ds_config, config = folder / DS_CONFIG, folder / ACCELERATE_CONFIG
+        write_json(ds_config, self.ds_config)
+        launched = yaml.safe_load(self.config.read_text())
+        block = launched["deepspeed_config"]
+        if not block.get("deepspeed_config_file"):  # accelerate takes no value of it beside a file
+            launched.pop("mixed_precision", None)
+            in_file = {*AMBIGUOUS, *INLINE} - {"zero3_init_flag"}
+            block = {key: value for key, value in block.items() if key not in in_file}
+        if {"zero_optimization", "zero_optimization.stage"} & set(self.values):
+            block["zero3_init_flag"] = DsConfig(self.ds_config).stage == 3
+        launched["deepspeed_config"] = block | {"deepspeed_config_file": str(ds_config)}
+        write_text(config, yaml.safe_dump(launched, sort_keys=False))
+        return config
+
+
+def runs_of(
+    recipe: Path, configs: Mapping[str, Path], sets: Sequence[str], overrides: list[str], num_processes: int
+) -> list[SweepRun]:
+    """One run a strategy and combination of values. `configs`: {strategy: accelerate file}; `sets`: KEY=a,b,c.
+
+    Raises Refusal for a key that nothing here has, and for a recipe that no run can be made of; values that cannot be
+    are refused each in its run.
+    """
+    if not sets:
+        return [SweepRun(strategy, strategy, config, {}) for strategy, config in configs.items()]
+    quieten()
+    parsed = parse_sets(sets, key_types(), overrides)
+    mapping = recipes.read_recipe_file(recipe)
+    recipes.parse_recipe(recipe, mapping, overrides)  # what it refuses here, it would refuse in every run
+    environments = {name: launched_environment(config, num_processes) for name, config in configs.items()}
+    _refuse_without_deepspeed(parsed, environments)
+    chosen = [(strategy, values) for strategy in configs for values in combinations(parsed)]
+    runs = []
+    for (strategy, values), name in zip(chosen, run_names(chosen), strict=True):
+        words, ds_config, refusal = _prepared(recipe, mapping, overrides, parsed, values, environments[strategy])
+        runs.append(SweepRun(name, strategy, configs[strategy], values, tuple(words), ds_config, refusal))
+    return runs
+
+
+def _prepared(recipe: Path, mapping, overrides, sets: list[SetKey], values: dict[str, Any], environment):
+    """(words of the command line, ds_config or None, Refusal or None) of one run."""
+    own = {each.key: values[each.key] for each in sets if not each.is_ds}
+    in_ds_config = {each.path: values[each.key] for each in sets if each.is_ds}
+    words = [word for key, value in own.items() for word in option_words(key, value)]
+    config, world_size = None, int(environment.get("WORLD_SIZE", 1))
+    try:
+        raise_errors(recipe_findings("--set", own, {}, key_types(), key_choices()))
+        parsed = recipes.parse_recipe(recipe, mapping, [*overrides, *words])
+        settings = parsed.settings
+        recipes.derive_accumulation(settings, parsed.given, world_size // settings.sequence_parallel_size or 1)
+        if in_ds_config:
+            config = with_values(launched_ds_config(environment, settings.precision)[0], in_ds_config)
+            raise_errors(_ds_findings(config, settings, world_size))
+    except Refusal as refusal:
+        return words, config, refusal
+    return words, config, None
+
+
+def _ds_findings(config: dict[str, Any], settings: Settings, world_size: int) -> list[Finding]:
+    return schema_findings(config, SOURCE) or parser_findings(config, SOURCE, settings, world_size, None)
+
+
+def with_values(config: Mapping[str, Any], values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """A copy of a ds_config with these values, each by its path; blocks that are missing are made. Raises Refusal."""
+    filled = copy.deepcopy(dict(config))
+    for path, value in values.items():
+        block = filled
+        for depth, name in enumerate(path[:-1], 1):
+            if block.get(name) is None:
+                block[name] = {}
+            block = block[name]
+            if not isinstance(block, dict):
+                raise Refusal(
+                    "ZR360",
+                    f"--set {'.'.join(path)}: {'.'.join(path[:depth])} is {json.dumps(block)} in the ds_config",
+                    "That is one value, and nothing lies below it.",
+                    f"Set {'.'.join(path[:depth])} itself.",
+                )
+        block[path[-1]] = value
+    return filled
+
+
+def _refuse_without_deepspeed(sets: list[SetKey], environments: Mapping[str, Mapping[str, str]]) -> None:
+    keys = [each.key for each in sets if each.is_ds]
+    able = [name for name, env in environments.items() if env.get("ACCELERATE_USE_DEEPSPEED") == "true"]
+    without = [name for name in environments if name not in able]
+    if keys and without:
+        raise Refusal(
+            "ZR359",
+            f"--set {', '.join(keys)} with {', '.join(without)}",
+            "It is a key of DeepSpeed's configuration, and no DeepSpeed trains there: every value would give the same "
+            "run.",
+            f"--strategies {','.join(able) or 'zero2'}",
+        )
