@@ -37,8 +37,13 @@ class Workload:
     rows: str  # "own" or "alpaca"
     steps: int
     learning_rate: float
-    accumulation: int = 1  # packs of a process in a step
+    packs: int = 1  # of a process in a step
+    at_once: int = 1  # of them in a micro batch
     recipe: dict[str, Any] = field(default_factory=dict)  # keys laid over the fast recipe
+
+    @property
+    def accumulation(self) -> int:
+        return self.packs // self.at_once
 
 
 def missing(workload: Workload) -> str | None:
@@ -56,13 +61,13 @@ def job_of(workload: Workload, folder: Path) -> dict[str, Any]:
     rows = [row for row in all_rows(workload.rows) if len(tokens_of(row, tokenizer)["input_ids"]) <= LONGEST]
     held_out, rows = rows[:HELD_OUT], rows[HELD_OUT:]
     lengths = [len(tokens_of(row, tokenizer)["input_ids"]) for row in rows]
-    pack, chosen = pack_length(lengths, workload.steps, workload.accumulation)
+    pack, chosen = pack_length(lengths, workload.steps, workload.packs)
     _write_lines(folder / "rows" / "train.jsonl", rows[:chosen])
     (folder / "held_out.json").write_text(json.dumps([tokens_of(row, tokenizer) for row in held_out]))
     same = {"model_name_or_path": str(model), "dataset_name": str(folder / "rows"), "use_cpu": True}
     same |= {"learning_rate": workload.learning_rate, "num_train_epochs": 1, "report_to": "none"}
     same |= {"save_strategy": "no"}
-    fast = {"bf16": True, "packing": True, "max_length": pack, "per_device_train_batch_size": 1}
+    fast = {"bf16": True, "packing": True, "max_length": pack, "per_device_train_batch_size": workload.at_once}
     fast |= {"gradient_accumulation_steps": workload.accumulation, "activation_checkpointing": False}
     fast |= {"save_model": False, "overwrite": True, "skip_plan": True, "logging_steps": 10}
     fast |= workload.recipe
@@ -79,6 +84,7 @@ def job_of(workload: Workload, folder: Path) -> dict[str, Any]:
         "recipe": {},
         "max_length": pack,
         "rows": chosen,
+        "longest_row": max(lengths[:chosen]),
     }
 
 
@@ -111,18 +117,18 @@ def tokens_of(row: dict[str, str], tokenizer) -> dict[str, list[int]]:
     return {"input_ids": ids, "labels": [-100] * len(prompt) + ids[len(prompt) :]}
 
 
-def pack_length(lengths: list[int], steps: int, accumulation: int) -> tuple[int, int]:
+def pack_length(lengths: list[int], steps: int, packs: int) -> tuple[int, int]:
     """(tokens of a pack, rows): so many rows that TRL's micro batches fill `steps` steps exactly, and the shortest pack
-    at which the same rows fill as many steps of `accumulation` packs a process. Raises ValueError where none is."""
+    at which the same rows fill as many steps of `packs` packs a process. Raises ValueError where none is."""
     rows = steps * RANKS * MICRO_BATCH
     if rows > len(lengths):
         raise ValueError(f"{steps} steps need {rows} rows, {len(lengths)} are there")
-    wanted = steps * RANKS * accumulation
+    wanted = steps * RANKS * packs
     for length in range(max(max(lengths[:rows]), sum(lengths[:rows]) // wanted), sum(lengths[:rows])):
-        packs = packs_of(lengths[:rows], length)
-        if packs == wanted:
+        made = packs_of(lengths[:rows], length)
+        if made == wanted:
             return length, rows
-        if packs < wanted:
+        if made < wanted:
             break
     raise ValueError(f"{rows} rows do not fill {wanted} packs of any length; take fewer packs a step")
 

@@ -239,7 +239,7 @@ def held_out_loss(seen: Seen, rows: list[dict[str, list[int]]]) -> float:
 class Kept:
     """What the recipe leaves for the programs after it, in this process."""
 
-    batches: list[Batch] = field(default_factory=list)
+    seen: Seen | None = None
     config: dict | None = None
 
 
@@ -255,16 +255,18 @@ def run(program: str, job: dict) -> dict:
         trl(job, seen)
     elif program == "recipe":
         KEPT.config = recipe(job, seen)
-        KEPT.batches = seen.batches
+        KEPT.seen = seen
     elif program == "engine":
-        engine(job, seen, KEPT.batches, KEPT.config)
+        engine(job, seen, KEPT.seen.batches, KEPT.config)
     else:
-        plain(job, seen, KEPT.batches)
+        plain(job, seen, KEPT.seen.batches)
+    fed = seen if seen.lengths else KEPT.seen
     found = {
         "step_seconds": [later - earlier for earlier, later in zip(seen.marks, seen.marks[1:], strict=False)],
-        "lengths": seen.lengths,
-        "elements": seen.elements,
-        "supervised": seen.supervised,
+        "tokens": [sum(lengths) for lengths in fed.lengths],
+        "elements": fed.elements,
+        "supervised": fed.supervised,
+        "row_lengths": sorted(length for lengths in fed.lengths for length in lengths),
         "held_out_loss": held_out_loss(seen, json.loads(Path(job["held_out"]).read_text())),
     }
     if seen.trainer is not None:
