@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.throughput_inputs import Workload, job_of, missing  # noqa: E402
+from benchmarks.throughput_table import COLUMNS, NAMED  # noqa: E402
 from tests.helpers.group import Group  # noqa: E402
 from zero_recipes.core import environment, tables  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
@@ -33,9 +34,9 @@ RESULT = ROOT / "benchmarks" / "results" / "throughput.json"
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3")
 WORKLOADS = (
     Workload("1M, own rows", "own", "own", steps=24, learning_rate=1e-4, packs=2, at_once=2),
-    Workload("1M, Alpaca", "gpt_neox-1m", "alpaca", steps=6, learning_rate=1e-3, packs=2),
-    Workload("12M, Alpaca", "gpt_neox-12m", "alpaca", steps=5, learning_rate=1e-3, packs=2),
-    Workload("45M, Alpaca", "llama-45m", "alpaca", steps=4, learning_rate=5e-4, packs=2),
+    Workload("1M, Alpaca", "gpt_neox-1m", "alpaca", steps=6, learning_rate=5e-4, packs=2),
+    Workload("12M, Alpaca", "gpt_neox-12m", "alpaca", steps=5, learning_rate=5e-4, packs=2),
+    Workload("45M, Alpaca", "llama-45m", "alpaca", steps=4, learning_rate=2e-4, packs=2),
 )
 QUICK = replace(WORKLOADS[0], name="quick", steps=4)
 NOT_TIMED = 2  # steps: buffers are made, and the recipe's probe looks into the second one
@@ -197,37 +198,6 @@ def _in_a_line(turn: dict[str, Row]) -> str:
     speeds = " ".join(f"{name} {tokens_per_second(program):,.0f}" for name, program in turn.items())
     losses = " ".join(f"{program['held_out_loss']:.4f}" for program in turn.values())
     return f"{speeds} tokens/s; losses {losses}"
-
-
-def ratio_text(ratio: Row) -> str:
-    """ "2.41 (2.35 to 2.50)": median, smallest and largest of the rounds."""
-    return f"{ratio['median']:.2f} ({min(ratio['by_round']):.2f} to {max(ratio['by_round']):.2f})"
-
-
-def worst_gap(found: Row) -> float:
-    """The largest relative difference of any program's held-out loss from the recipe's, over all rounds."""
-    losses = {name: program["held_out_loss"] for name, program in found["programs"].items()}
-    return max(
-        abs(one / mine - 1) for each in losses.values() for one, mine in zip(each, losses["recipe"], strict=True)
-    )
-
-
-def _speed(name: str):
-    return lambda row: f"{statistics.median(row[1]['programs'][name]['tokens_per_second']):,.0f}"
-
-
-NAMED = [tables.Column("strategy", lambda row: row[0])]
-COLUMNS = [
-    tables.Column("trl sft\ntokens/s", _speed("trl")),
-    tables.Column("recipe\ntokens/s", _speed("recipe")),
-    tables.Column("bare loop\ntokens/s", _speed("engine")),
-    tables.Column("PyTorch\ntokens/s", _speed("plain")),
-    tables.Column("recipe /\ntrl sft", lambda row: ratio_text(row[1]["ratios"]["recipe/trl"])),
-    tables.Column("recipe /\nbare loop", lambda row: ratio_text(row[1]["ratios"]["recipe/engine"])),
-    tables.Column("bare loop /\nPyTorch", lambda row: ratio_text(row[1]["ratios"]["engine/plain"])),
-    tables.Column("over the bare\nloop, ms a step", lambda row: f"{row[1]['overhead_ms']:.1f}"),
-    tables.Column("losses\napart", lambda row: f"{worst_gap(row[1]):.2%}"),
-]
 
 
 def show(measured: Row) -> None:
