@@ -162,7 +162,7 @@ def summary(turns: list[dict[str, Row]]) -> Row:
     programs = {
         name: {
             "tokens_per_second": [tokens_per_second(turn[name]) for turn in turns],
-            "step_seconds": [turn[name]["seconds"] for turn in turns],
+            "step_seconds": [[round(each, 4) for each in turn[name]["seconds"]] for turn in turns],
             "tokens_per_step": turns[0][name]["tokens"],
             "padding": 1 - sum(turns[0][name]["tokens"]) / sum(turns[0][name]["elements"]),
             "held_out_loss": [turn[name]["held_out_loss"] for turn in turns],
