@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.throughput_inputs import Workload, job_of, missing  # noqa: E402
-from benchmarks.throughput_table import COLUMNS, NAMED  # noqa: E402
+from benchmarks.throughput_table import COLUMNS, NAMED, NOT_TIMED, together, tokens_per_second  # noqa: E402
 from tests.helpers.group import Group  # noqa: E402
 from zero_recipes.core import environment, tables  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
@@ -39,7 +39,6 @@ WORKLOADS = (
     Workload("45M, Alpaca", "llama-45m", "alpaca", steps=4, learning_rate=2e-4, packs=2),
 )
 QUICK = replace(WORKLOADS[0], name="quick", steps=4)
-NOT_TIMED = 2  # steps: buffers are made, and the recipe's probe looks into the second one
 TOLERANCE = 0.01  # of the loss per supervised token
 RATIOS = {"recipe/trl": ("recipe", "trl"), "recipe/engine": ("recipe", "engine"), "engine/plain": ("engine", "plain")}
 Row = dict[str, Any]
@@ -115,24 +114,6 @@ def measure(group: Group, workload: Workload, strategies: list[str], rounds: int
 def _run(group: Group, program: str, job: Row, workload: Workload) -> Row:
     ranks = group.run("throughput_cases.run", program=program, job=job)
     return together(ranks, 1 if program == "trl" else workload.accumulation)
-
-
-def together(ranks: list[Row], accumulation: int) -> Row:
-    """What both ranks have seen of one training, by optimizer step: real and supervised tokens, elements of the
-    batches, seconds (of the slower rank: a step ends where both have ended it)."""
-    each = range(0, len(ranks[0]["tokens"]), accumulation)
-    by_step = {
-        key: [sum(sum(rank[key][first : first + accumulation]) for rank in ranks) for first in each]
-        for key in ("tokens", "elements", "supervised")
-    }
-    seconds = [max(pair) for pair in zip(*(rank["step_seconds"] for rank in ranks), strict=True)]
-    lengths = sorted(length for rank in ranks for length in rank["row_lengths"])
-    return by_step | {"seconds": seconds, "row_lengths": lengths, "held_out_loss": ranks[0]["held_out_loss"]}
-
-
-def tokens_per_second(program: Row) -> float:
-    """Real tokens of the timed steps by their seconds."""
-    return sum(program["tokens"][NOT_TIMED:]) / sum(program["seconds"][NOT_TIMED:])
 
 
 def check(turn: dict[str, Row], where: str) -> None:

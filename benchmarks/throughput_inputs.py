@@ -117,13 +117,13 @@ def tokens_of(row: dict[str, str], tokenizer) -> dict[str, list[int]]:
     return {"input_ids": ids, "labels": [-100] * len(prompt) + ids[len(prompt) :]}
 
 
-def pack_length(lengths: list[int], steps: int, packs: int) -> tuple[int, int]:
+def pack_length(lengths: list[int], steps: int, packs: int, ranks: int = RANKS) -> tuple[int, int]:
     """(tokens of a pack, rows): so many rows that TRL's micro batches fill `steps` steps exactly, and the shortest pack
     at which the same rows fill as many steps of `packs` packs a process. Raises ValueError where none is."""
-    rows = steps * RANKS * MICRO_BATCH
+    rows = steps * ranks * MICRO_BATCH
     if rows > len(lengths):
         raise ValueError(f"{steps} steps need {rows} rows, {len(lengths)} are there")
-    wanted = steps * RANKS * packs
+    wanted = steps * ranks * packs
     for length in range(max(max(lengths[:rows]), sum(lengths[:rows]) // wanted), sum(lengths[:rows])):
         made = packs_of(lengths[:rows], length)
         if made == wanted:

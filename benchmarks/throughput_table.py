@@ -1,4 +1,4 @@
-"""The table of benchmarks/throughput.py, for the terminal and docs/throughput.md: one row a strategy."""
+"""Figures of benchmarks/throughput.py, and their table for the terminal and docs/throughput.md: one row a strategy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,26 @@ from typing import Any
 
 from zero_recipes.core import tables
 
+NOT_TIMED = 2  # steps: buffers are made, and the recipe's probe looks into the second one
 Row = dict[str, Any]  # of throughput.json: a strategy of a workload
+
+
+def together(ranks: list[Row], accumulation: int) -> Row:
+    """What both ranks have seen of one training, by optimizer step: real and supervised tokens, elements of the
+    batches, seconds (of the slower rank: a step ends where both have ended it)."""
+    each = range(0, len(ranks[0]["tokens"]), accumulation)
+    by_step = {
+        key: [sum(sum(rank[key][first : first + accumulation]) for rank in ranks) for first in each]
+        for key in ("tokens", "elements", "supervised")
+    }
+    seconds = [max(pair) for pair in zip(*(rank["step_seconds"] for rank in ranks), strict=True)]
+    lengths = sorted(length for rank in ranks for length in rank["row_lengths"])
+    return by_step | {"seconds": seconds, "row_lengths": lengths, "held_out_loss": ranks[0]["held_out_loss"]}
+
+
+def tokens_per_second(program: Row) -> float:
+    """Real tokens of the timed steps by their seconds."""
+    return sum(program["tokens"][NOT_TIMED:]) / sum(program["seconds"][NOT_TIMED:])
 
 
 def ratio_text(ratio: Row) -> str:
