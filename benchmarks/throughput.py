@@ -36,7 +36,7 @@ WORKLOADS = (
     Workload("1M, own rows", "own", "own", steps=24, learning_rate=1e-4, packs=2, at_once=2),
     Workload("1M, Alpaca", "gpt_neox-1m", "alpaca", steps=6, learning_rate=5e-4, packs=2),
     Workload("12M, Alpaca", "gpt_neox-12m", "alpaca", steps=5, learning_rate=5e-4, packs=2),
-    Workload("45M, Alpaca", "llama-45m", "alpaca", steps=4, learning_rate=2e-4, packs=2),
+    Workload("45M, Alpaca", "llama-45m", "alpaca", steps=4, learning_rate=5e-5, packs=2),
 )
 QUICK = replace(WORKLOADS[0], name="quick", steps=4)
 TOLERANCE = 0.01  # of the loss per supervised token
