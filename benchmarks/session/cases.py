@@ -17,6 +17,7 @@ PARTS = {
     4: "CPU offload and ZeRO-Infinity",
     5: "the quantizer kernels against the stand-in of the tests",
     6: "fp16 and its loss scaling",
+    7: "tokens per second and MFU beside `trl sft` with its defaults and a bare loop",
 }
 
 
@@ -43,12 +44,12 @@ class Case:
 
 def cases(part: int) -> list[Case]:
     """The runs of a part; part 5 trains nothing and has none."""
-    return {1: _tiny, 2: _plans, 3: _speed, 4: _offload, 5: list, 6: _fp16}[part]()
+    return {1: _tiny, 2: _plans, 3: _speed, 4: _offload, 5: list, 6: _fp16, 7: _side_by_side}[part]()
 
 
 def rehearsed(part: int) -> list[Case]:
     """Those that differ where every shape has two layers; what is compiled for minutes comes last."""
-    shape = re.compile(r"^pythia-[\d.]+b?m?$")
+    shape = re.compile(r"^(pythia|llama)-[\d.]+b?m?$")
     distinct = {}
     for case in cases(part):
         model = "shape" if shape.match(case.model) else case.model
@@ -122,3 +123,31 @@ def _fp16() -> list[Case]:
         Case(6, "tiny single fp16", "tiny", "single", half, 40),
         Case(6, "pythia-410m zero2 fp16", "pythia-410m", "zero2", half, 50),
     ]
+
+
+def _side_by_side() -> list[Case]:
+    """Micro batches of `micro` rows or packs of 2,048 tokens, 8 a step, as many tokens as a step of `trl sft` has.
+    More than one call: the best guesses come first, a further call with the same OUT goes on."""
+
+    def case(model: str, strategy: str, micro: int, words: str = "", **keys: Any) -> Case:
+        seconds = {"pythia-410m": 60, "llama-1b": 90, "pythia-1.4b": 100, "pythia-2.8b": 150}[model]
+        keys |= {"max_length": 2048, "per_device_train_batch_size": micro, "max_steps": 6}
+        keys.setdefault("gradient_accumulation_steps", 8 // micro)
+        return Case(7, f"{model} {strategy} {words}".strip(), model, strategy, keys, seconds, ("--side_by_side",))
+
+    uneven = {"packing": True, "gradient_accumulation_steps": 1}  # rows of Alpaca's spread; two packs a step
+    best = [
+        case("pythia-1.4b", "zero2", 4),
+        case("pythia-1.4b", "zero2", 2, "uneven rows, flex_attention", attn_implementation="flex_attention", **uneven),
+        case("pythia-1.4b", "zero2", 2, "uneven rows, sdpa", **uneven),
+        case("pythia-1.4b", "zero2", 8, "checkpointing", **CHECKPOINTING),
+    ]
+    stages = [case("pythia-1.4b", name, 4) for name in ("ddp", "zero0", "zero1", "zero3")]
+    shapes = [
+        *(case("pythia-410m", name, 8) for name in ("zero2", "zero3", "ddp")),
+        *(case("llama-1b", name, 4) for name in ("zero2", "zero3")),
+        *(case("pythia-2.8b", name, 2) for name in ("zero2", "zero3")),
+    ]
+    offload = [case("pythia-1.4b", "zero2_offload", 4), case("pythia-2.8b", "zero3_offload", 4)]
+    rest = [case(model, name, 4) for model in ("pythia-410m", "llama-1b") for name in ("zero0", "zero1")]
+    return [*best, *stages, *shapes, *offload, *rest]

@@ -10,13 +10,22 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.session.cases import PARTS, rehearsed
+from benchmarks.throughput_table import together, tokens_per_second
 from zero_recipes.core.files import write_json, write_text
 from zero_recipes.core.hardware import gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
-FILES = {1: "gpu_tiny", 2: "gpu_plan", 3: "gpu_speed", 4: "gpu_offload", 5: "gpu_quantizer", 6: "gpu_fp16"}
+FILES = {
+    1: "gpu_tiny",
+    2: "gpu_plan",
+    3: "gpu_speed",
+    4: "gpu_offload",
+    5: "gpu_quantizer",
+    6: "gpu_fp16",
+    7: "gpu_throughput",
+}
 NOTHING = "No GPU has been measured yet: `benchmarks/gpu_session.sh` does it in an hour on one card, without a network."
 Row = dict[str, Any]
 
@@ -97,7 +106,7 @@ def _with_derived(part: int, row: Row, machine: Row | None) -> Row:
     kept = {key: value for key, value in row.items() if key not in ("part", "rehearsal")}
     if row.get("status") != "ok":
         return kept
-    derive = {2: _against_plan, 3: _speed}.get(part)
+    derive = {2: _against_plan, 3: _speed, 7: _side_by_side}.get(part)
     return kept if derive is None else kept | {"derived": derive(row, machine)}
 
 
@@ -140,6 +149,18 @@ def _speed(row: Row, machine: Row | None) -> Row:
     found = {"step_seconds": step, "flops_per_second": row["planned"]["flops_per_step"] / step}
     peak = peak_flops(machine)
     return found if peak is None else found | {"share_of_peak": found["flops_per_second"] / peak}
+
+
+def _side_by_side(row: Row, machine: Row | None) -> Row:
+    """{"tokens_per_second", "mfu", "held_out_loss"} by program, "recipe/trl" and "recipe/engine", of the programs that
+    went well; MFU by the FLOPs a token of the recipe's metrics.json, which all three have in common."""
+    good = {name: each for name, each in row["beside"]["programs"].items() if "error" not in each}
+    speeds = {name: tokens_per_second(together([each], each["accumulation"])) for name, each in good.items()}
+    flops, peak = row["metrics"].get("model_flops_per_token"), peak_flops(machine)
+    mfu = {} if flops is None or peak is None else {name: flops * speed / peak for name, speed in speeds.items()}
+    ratios = {f"recipe/{name}": speeds["recipe"] / speeds[name] for name in ("trl", "engine") if name in speeds}
+    losses = {name: each["held_out_loss"] for name, each in good.items()}
+    return {"tokens_per_second": speeds, "mfu": mfu, "held_out_loss": losses} | ratios
 
 
 def peak_flops(machine: Row | None) -> float | None:
@@ -213,4 +234,9 @@ def _in_short(part: int, rows: list[Row]) -> str:
         return f"; planned over measured allocated peak {min(ratios):.3f} to {max(ratios):.3f}"
     if part == 3 and shares:
         return f"; up to {max(shares):.1%} of the card's bf16 peak"
+    faster = [each["recipe/trl"] for each in derived if "recipe/trl" in each]
+    if part == 7 and faster:
+        mfu = [each["mfu"]["recipe"] for each in derived if each["mfu"]]
+        best = f", MFU up to {max(mfu):.1%}" if mfu else ""
+        return f"; {min(faster):.2f} to {max(faster):.2f} times as fast as `trl sft` with its defaults{best}"
     return ""

@@ -13,6 +13,21 @@ from benchmarks.session.cases import LENGTH, Case
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "zero_recipes" / "planner" / "models"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+SHAPES = {  # that the planner has no file of
+    "llama-1b": {  # TinyLlama-1.1B, arXiv:2401.02385, table 2
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+        "dtype": "bfloat16",
+    }
+}
 SMALLER = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROWS = 512
 BASE = {
@@ -50,6 +65,7 @@ def write_recipe(case: Case, work: Path, rehearse: bool) -> Path:
         recipe |= {"use_cpu": True, "max_steps": min(recipe["max_steps"], 6), "max_length": 64}
         recipe |= {"eval_steps": 3} if case.saves else {}
         recipe |= {"fp16": False, "bf16": True}  # fp16 is refused on CPUs
+        recipe |= {"attn_implementation": "sdpa"}  # torch's flex_attention has no backward pass on CPUs
     path = work / case.slug / "recipe.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not None}))
@@ -69,8 +85,8 @@ def _shaped(model: str, work: Path, rehearse: bool) -> dict[str, Any]:
 
 
 def model_folder(name: str, work: Path, rehearse: bool) -> Path:
-    """A folder with the config of zero_recipes/planner/models/ and the tiny world's tokenizer, and no weights."""
-    config = json.loads((MODELS / f"{name}.json").read_text())["config"]
+    """A folder with a shape's config (planner/models/ or `SHAPES`) and the tiny world's tokenizer, and no weights."""
+    config = SHAPES.get(name) or json.loads((MODELS / f"{name}.json").read_text())["config"]
     folder = work / "models" / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | (SMALLER if rehearse else {})))

@@ -27,6 +27,7 @@ from zero_recipes.metrics.failure import failed_row
 from zero_recipes.metrics.schema import FILE, Metrics
 
 SCRIPT = "benchmarks/session/run.py"
+SIDE_BY_SIDE = "benchmarks/session/side_by_side.py"
 PATIENCE = 3  # times the expected duration, then the run is ended
 LAST_LINES = 60
 KEPT_TRACE = "trace.json.gz"
@@ -161,6 +162,8 @@ class Session:
 
 def command_of(case: Case, recipe: Path, folder: Path) -> list[str]:
     """The command line of one run."""
+    if "--side_by_side" in case.options:
+        return [sys.executable, SIDE_BY_SIDE, case.strategy, str(recipe), str(folder)]
     script = [SCRIPT, *case.options, str(recipe), "--output_dir", str(folder)]
     if case.strategy == "single":
         return [sys.executable, *script]

@@ -251,3 +251,45 @@ def test_the_rehearsal_went_through_its_runs():
     rehearsed = {case.slug for part in cases.PARTS for case in cases.rehearsed(part)}
     assert set(kept["missing"]) == rehearsed - set(ended) and "quantizer" in ended
     assert {case: status for case, status in ended.items() if status != "ok"} == {}
+
+
+# Side by side with trl sft and a bare loop
+
+
+def test_rows_of_any_length_fill_the_packs_of_a_side_by_side_run():
+    from transformers import AutoTokenizer
+
+    from benchmarks.session.side_by_side import texts_of, tokens_per_word
+    from benchmarks.throughput_inputs import pack_length
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
+    per_word = tokens_per_word(tokenizer)
+
+    def tokens(texts: list[str]) -> list[int]:
+        return [len(ids) + 1 for ids in tokenizer(texts)["input_ids"]]
+
+    for longest in (2048, 64):
+        even = tokens(texts_of(48, longest, None, per_word))
+        assert len(even) == 48 and min(even) > longest
+        lengths = tokens(texts_of(48, longest, 12, per_word))
+        pack, rows = pack_length(lengths, 6, 2, ranks=1)
+        assert rows == 48 and 0.9 * longest < pack <= longest and max(lengths) > 2 * sum(lengths) / 48
+
+
+def test_the_speeds_of_a_side_by_side_run(tmp_path):
+    def program(step: float, accumulation: int) -> dict:
+        each = [1000 // accumulation] * (4 * accumulation)
+        ran = {"step_seconds": [9.0, 9.0, step, step], "tokens": each, "elements": each, "supervised": each}
+        return ran | {"row_lengths": [1000] * 4, "held_out_loss": 2.0, "accumulation": accumulation}
+
+    row = row_of("7-a", 1, 2) | {"part": 7}
+    row["metrics"] |= {"model_flops_per_token": 1e9}
+    programs = {"trl": program(0.5, 1), "recipe": program(0.25, 2), "engine": {"error": "out of memory"}}
+    row["beside"] = {"programs": programs}
+    machine = {"case": "machine", "part": 7, "rehearsal": False}
+    machine["machine"] = {"torch": json.dumps({"name": "NVIDIA H100 80GB HBM3"})}
+    found = collect.document(7, [machine, row])["rows"][0]["derived"]
+    assert found["tokens_per_second"] == {"trl": 2000, "recipe": 4000} and found["recipe/trl"] == 2
+    assert found["mfu"]["recipe"] == pytest.approx(4e12 / collect.peak_flops(machine["machine"]))
+    assert "recipe/engine" not in found
+    assert "2.00 to 2.00 times" in collect._in_short(7, [{"derived": found}])

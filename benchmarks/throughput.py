@@ -1,0 +1,190 @@
+"""Real tokens per second of four programs side by side: python -m benchmarks.throughput [--workloads NAME ...]
+
+(a) `trl sft` with its defaults, (b) run_sft.py with a fast recipe, (c) a bare loop around deepspeed.initialize (around
+torch's DDP for ddp) on the very batches of (b), (d) a plain PyTorch loop on the same. They take turns in one pair of
+processes, so that whatever else the machine does hits all alike. Before anything is said about speed, all have trained
+on the same rows in as many steps, and their losses on held-out rows agree; otherwise this ends with exit code 1.
+
+Writes benchmarks/results/throughput.json (each workload takes the place of its earlier measurement), from which
+scripts/throughput_page.py makes docs/throughput.md. --quick: a minute, one strategy, writes nothing without --result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.throughput_inputs import Workload, job_of, missing  # noqa: E402
+from benchmarks.throughput_table import COLUMNS, NAMED, NOT_TIMED, together, tokens_per_second  # noqa: E402
+from tests.helpers.group import Group  # noqa: E402
+from zero_recipes.core import environment, tables  # noqa: E402
+from zero_recipes.core.files import write_json  # noqa: E402
+
+RESULT = ROOT / "benchmarks" / "results" / "throughput.json"
+STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3")
+WORKLOADS = (
+    Workload("1M, own rows", "own", "own", steps=24, learning_rate=1e-4, packs=2, at_once=2),
+    Workload("1M, Alpaca", "gpt_neox-1m", "alpaca", steps=6, learning_rate=5e-4, packs=2),
+    Workload("12M, Alpaca", "gpt_neox-12m", "alpaca", steps=5, learning_rate=5e-4, packs=2),
+    Workload("45M, Alpaca", "llama-45m", "alpaca", steps=4, learning_rate=5e-5, packs=2),
+)
+BY_DEFAULT = [each.name for each in WORKLOADS[:3]]  # ten minutes; the last alone takes as long
+QUICK = replace(WORKLOADS[0], name="quick", steps=4)
+TOLERANCE = 0.01  # of the loss per supervised token
+RATIOS = {"recipe/trl": ("recipe", "trl"), "recipe/engine": ("recipe", "engine"), "engine/plain": ("engine", "plain")}
+Row = dict[str, Any]
+
+
+class Disagreement(Exception):
+    """The programs did not train the same: their speeds cannot be compared."""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=[each.name for each in WORKLOADS])
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--result", type=Path)
+    given = parser.parse_args(argv)
+    wanted = [QUICK] if given.quick else [w for w in WORKLOADS if w.name in (given.workloads or BY_DEFAULT)]
+    strategies = given.strategies or (["zero2"] if given.quick else STRATEGIES)
+    result = given.result or (None if given.quick else RESULT)
+    group = Group(2)
+    try:
+        for workload in wanted:
+            reason = missing(workload)
+            if reason:
+                print(f"{workload.name}: skipped, {reason}")
+                continue
+            measured = measure(group, workload, strategies, 1 if given.quick else given.rounds)
+            show(measured)
+            if result is not None:
+                keep(result, measured)
+    except Disagreement as error:
+        print(f"no result: {error}", file=sys.stderr)
+        return 1
+    finally:
+        group.close()
+    return 0
+
+
+def measure(group: Group, workload: Workload, strategies: list[str], rounds: int) -> Row:
+    """All programs under all strategies, `rounds` times. Raises Disagreement."""
+    started = time.time()
+    with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
+        job = job_of(workload, Path(folder))
+        rows: dict[str, list[dict[str, Row]]] = {strategy: [] for strategy in strategies}
+        for number in range(rounds):
+            plain = None
+            for strategy in strategies:
+                named = job | {"strategy": strategy}
+                turn = {p: _run(group, p, named, workload) for p in ("trl", "recipe", "engine")}
+                plain = plain or _run(group, "plain", named, workload)  # it knows no strategy: one a round
+                check(turn | {"plain": plain}, f"{workload.name}, {strategy}")
+                rows[strategy].append(turn | {"plain": plain})
+                print(f"{workload.name}, round {number + 1}, {strategy}: {_in_a_line(rows[strategy][-1])}", flush=True)
+    return {
+        "name": workload.name,
+        "model": workload.model,
+        "rows": workload.rows,
+        "steps": workload.steps,
+        "steps_not_timed": NOT_TIMED,
+        "rows_seen": job["rows"],
+        "longest_row": job["longest_row"],
+        "pack_length": job["max_length"],
+        "packs_per_step": 2 * workload.packs,
+        "learning_rate": workload.learning_rate,
+        "strategies": {strategy: summary(turns) for strategy, turns in rows.items()},
+        "seconds": round(time.time() - started),
+        "versions": environment.versions(),
+        "hardware": environment.hardware("cpu"),
+    }
+
+
+def _run(group: Group, program: str, job: Row, workload: Workload) -> Row:
+    ranks = group.run("throughput_cases.run", program=program, job=job)
+    return together(ranks, 1 if program == "trl" else workload.accumulation)
+
+
+def check(turn: dict[str, Row], where: str) -> None:
+    """Raises Disagreement unless all programs saw the same rows in as many steps, and ended with the same loss."""
+    recipe = turn["recipe"]
+    for name, program in turn.items():
+        for key, what in (("row_lengths", "rows"), ("seconds", "steps")):
+            mine, other = (len(each[key]) for each in (recipe, program))
+            if mine != other:
+                raise Disagreement(f"{where}: {name} saw {other} {what}, recipe {mine}")
+        if program["row_lengths"] != recipe["row_lengths"]:
+            raise Disagreement(f"{where}: the rows of {name} have other lengths than those of recipe")
+        if sum(program["supervised"]) != sum(recipe["supervised"]):
+            raise Disagreement(
+                f"{where}: {name} supervised {sum(program['supervised'])} tokens, recipe {sum(recipe['supervised'])}"
+            )
+        gap = abs(program["held_out_loss"] / recipe["held_out_loss"] - 1)
+        if not gap <= TOLERANCE:  # NaN is none
+            raise Disagreement(
+                f"{where}: the loss of {name} on held-out rows is {program['held_out_loss']:.4f}, that of recipe "
+                f"{recipe['held_out_loss']:.4f}: {gap:.1%} apart, {TOLERANCE:.0%} is allowed"
+            )
+
+
+def summary(turns: list[dict[str, Row]]) -> Row:
+    """Of one strategy: each program's figures by round, and the ratios, with the median over the rounds."""
+    programs = {
+        name: {
+            "tokens_per_second": [tokens_per_second(turn[name]) for turn in turns],
+            "step_seconds": [[round(each, 4) for each in turn[name]["seconds"]] for turn in turns],
+            "tokens_per_step": turns[0][name]["tokens"],
+            "padding": 1 - sum(turns[0][name]["tokens"]) / sum(turns[0][name]["elements"]),
+            "held_out_loss": [turn[name]["held_out_loss"] for turn in turns],
+        }
+        for name in turns[0]
+    }
+    ratios = {}
+    for ratio, (one, other) in RATIOS.items():
+        by_round = [tokens_per_second(turn[one]) / tokens_per_second(turn[other]) for turn in turns]
+        ratios[ratio] = {"median": statistics.median(by_round), "by_round": by_round}
+    return {"programs": programs, "ratios": ratios, "overhead_ms": overhead_ms(turns)}
+
+
+def overhead_ms(turns: list[dict[str, Row]]) -> float:
+    """Milliseconds of a step that the recipe takes more than the bare loop: the median over all timed steps, each
+    against the same step of the loop, which has the same batch."""
+    pairs = (
+        zip(turn["recipe"]["seconds"][NOT_TIMED:], turn["engine"]["seconds"][NOT_TIMED:], strict=True) for turn in turns
+    )
+    return 1000 * statistics.median(mine - bare for turn in pairs for mine, bare in turn)
+
+
+def keep(path: Path, measured: Row) -> None:
+    """Put a workload's measurement into the file, in the place of its earlier one."""
+    known = json.loads(path.read_text())["workloads"] if path.is_file() else {}
+    known[measured["name"]] = measured
+    order = [each.name for each in WORKLOADS]
+    names = sorted(known, key=lambda name: order.index(name) if name in order else len(order))
+    write_json(path, {"command": "python -m benchmarks.throughput", "workloads": {name: known[name] for name in names}})
+
+
+def _in_a_line(turn: dict[str, Row]) -> str:
+    speeds = " ".join(f"{name} {tokens_per_second(program):,.0f}" for name, program in turn.items())
+    losses = " ".join(f"{program['held_out_loss']:.4f}" for program in turn.values())
+    return f"{speeds} tokens/s; losses {losses}"
+
+
+def show(measured: Row) -> None:
+    tables.print_columns(NAMED, COLUMNS, list(measured["strategies"].items()), tables.terminal())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

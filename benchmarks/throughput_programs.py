@@ -1,0 +1,280 @@
+"""The four programs that benchmarks/throughput.py alternates, as every rank of a process group runs them.
+
+trl: `trl sft` (trl/scripts/sft.py, main) with its defaults; recipe: run_sft.py; engine: a bare loop around
+deepspeed.initialize, or around torch's DDP; plain: PyTorch alone. The last two train on the very batches that the
+recipe's data loader made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import SFTTrainer
+
+from zero_recipes.compat.patches import FreshAdamAtStage0
+
+Batch = dict[str, torch.Tensor]
+READ_BY_A_MODEL = ("input_ids", "attention_mask", "position_ids")
+MAX_NORM = 1.0  # TrainingArguments' default, which trl and recipe take
+
+
+@dataclass
+class Seen:
+    """What a program leaves of its training, on one rank."""
+
+    device: str
+    marks: list[float] = field(default_factory=list)  # seconds: before the first step, and after each
+    lengths: list[list[int]] = field(default_factory=list)  # tokens of each row, by micro batch
+    elements: list[int] = field(default_factory=list)  # elements of each micro batch, padding included
+    supervised: list[int] = field(default_factory=list)  # by micro batch
+    batches: list[Batch] = field(default_factory=list)
+    model: Any = None  # what is called: an engine, DDP, or the model itself
+    trainer: Any = None
+
+    def mark(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        self.marks.append(time.perf_counter())
+
+    def add(self, batch: Batch, lengths: list[int]) -> None:
+        self.lengths.append(lengths)
+        self.elements.append(batch["input_ids"].numel())
+        self.supervised.append(int((batch["labels"][:, 1:] != -100).sum()))
+
+
+class Clock(TrainerCallback):
+    def __init__(self, seen: Seen):
+        self.seen = seen
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if not self.seen.marks:
+            self.seen.mark()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.seen.mark()
+
+
+@contextlib.contextmanager
+def watched(seen: Seen, *callbacks: TrainerCallback, keep_batches: bool = False) -> Iterator[None]:
+    """Whatever SFTTrainer trains within is timed; it neither saves its model nor takes the process group down."""
+    train = SFTTrainer.train
+
+    def watched_train(self, *arguments, **keywords):
+        seen.trainer = self
+        for callback in (*callbacks, Clock(seen)):
+            self.add_callback(callback)
+        self.data_collator = counting(self.data_collator, seen, keep_batches)
+        return train(self, *arguments, **keywords)
+
+    with (
+        mock.patch.object(SFTTrainer, "train", watched_train),
+        mock.patch.object(SFTTrainer, "save_model", lambda *arguments, **keywords: None),
+        mock.patch.object(SFTTrainer, "end", lambda *arguments: None),
+    ):
+        yield
+    seen.model = seen.trainer.model_wrapped
+
+
+def counting(collate: Callable[[list[dict]], Batch], seen: Seen, keep_batches: bool) -> Callable:
+    def counted(rows: list[dict]) -> Batch:
+        batch = collate(rows)
+        seen.add(batch, [length for row in rows for length in row.get("seq_lengths") or [len(row["input_ids"])]])
+        if keep_batches:
+            seen.batches.append({k: v.clone() for k, v in batch.items() if k in (*READ_BY_A_MODEL, "labels")})
+        return batch
+
+    return counted
+
+
+def trl(job: dict, seen: Seen) -> None:
+    """`trl sft` with its defaults: `job["trl"]` names the task (model, rows, learning rate)."""
+    from trl.scripts import sft
+
+    # DeepSpeed's stage 0 counts a step too many (compat/patches.py); left in, the loss would be another
+    with watched(seen, FreshAdamAtStage0(resumes=False)):
+        sft.main(*sft.make_parser().parse_args_and_config(arguments_of(job, "trl"), fail_with_unknown_args=False))
+
+
+def recipe(job: dict, seen: Seen) -> dict | None:
+    """run_sft.py with the recipe; keeps its batches. Returns the configuration that its engine was given."""
+    import run_sft
+
+    path = Path(job["folder"]) / "recipe.yaml"
+    run = run_sft.prepare([str(path), *arguments_of(job, "recipe")])
+    with watched(seen, keep_batches=True):
+        trainer = run_sft.train(run)
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    return None if plugin is None else copy.deepcopy(plugin.deepspeed_config)
+
+
+def arguments_of(job: dict, program: str) -> list[str]:
+    """The command line after the script's name."""
+    ds_config = [] if job["strategy"] in ("ddp", "single") else ["--deepspeed", f"ds_configs/{job['strategy']}.json"]
+    keys = job[program] | {"output_dir": f"{job['folder']}/{program}"}
+    return [*ds_config, *(word for key, value in keys.items() for word in (f"--{key}", str(value)))]
+
+
+def engine(job: dict, seen: Seen, batches: list[Batch], config: dict | None) -> None:
+    """A bare loop around the engine of the strategy, on `batches`. `config`: what the recipe's engine was given."""
+    if config is None:
+        plain(job, seen, batches, wrap=dist.get_world_size() > 1)
+        return
+    import deepspeed
+
+    model = load(job)
+    known = {key: value for key, value in config.items() if key != "train_batch_size"}  # follows from the others
+    optimizer = adam(model, config, job)
+    seen.model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=known)
+    if job["strategy"] == "zero0":  # DeepSpeed 0.19.8 has taken a step without gradients (compat/patches.py)
+        for state in optimizer.state.values():
+            state["step"].zero_()
+    ranks, each = dist.get_world_size(), job["accumulation"]
+    seen.model.train()
+    for rate, micro in steps_of(job, batches, seen):
+        for group in seen.model.optimizer.param_groups:
+            group["lr"] = rate
+        tokens = supervised_of_all(micro, seen.device)
+        for batch in micro:
+            loss = summed_loss(seen.model, batch, seen.device) / tokens
+            seen.model.backward(loss * (ranks * each))  # it divides by both
+            seen.model.step()
+
+
+def plain(job: dict, seen: Seen, batches: list[Batch], wrap: bool = False) -> None:
+    """A plain PyTorch loop on `batches`: bf16 autocast over fp32 weights. `wrap`: torch's DDP brings the gradients
+    together; otherwise one all-reduce a step does."""
+    model = load(job).to(seen.device)
+    seen.model = torch.nn.parallel.DistributedDataParallel(model) if wrap else model
+    optimizer = adam(model, None, job)
+    ranks, each = (dist.get_world_size() if dist.is_initialized() else 1), job["accumulation"]
+    seen.model.train()
+    for rate, micro in steps_of(job, batches, seen):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        tokens = supervised_of_all(micro, seen.device)
+        for number, batch in enumerate(micro, 1):
+            waits = wrap and number < each
+            with seen.model.no_sync() if waits else contextlib.nullcontext():
+                with torch.autocast(seen.device, torch.bfloat16):
+                    loss = summed_loss(seen.model, batch, seen.device) / tokens
+                (loss * ranks if wrap else loss).backward()  # DDP divides by them
+        if not wrap and ranks > 1:
+            add_up([p.grad for p in model.parameters()])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def load(job: dict):
+    return AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, attn_implementation=job["attention"])
+
+
+def adam(model, config: dict | None, job: dict) -> torch.optim.Optimizer:
+    """AdamW with TrainingArguments' defaults; DeepSpeed's own where it lies on the host."""
+    known = {"lr": job["learning_rate"], "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    if "offload_optimizer" in (config or {}).get("zero_optimization", {}):
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return DeepSpeedCPUAdam(model.parameters(), **known)
+    return torch.optim.AdamW(model.parameters(), **known, fused=True)
+
+
+def steps_of(job: dict, batches: list[Batch], seen: Seen) -> Iterator[tuple[float, list[Batch]]]:
+    """(learning rate, micro batches) of each step, timed; the rate falls to 0 as TrainingArguments' default does."""
+    each = job["accumulation"]
+    steps = len(batches) // each
+    seen.mark()
+    for step in range(steps):
+        yield job["learning_rate"] * (1 - step / steps), batches[step * each : (step + 1) * each]
+        seen.mark()
+
+
+def summed_loss(model, batch: Batch, device: str) -> torch.Tensor:
+    read = {key: batch[key].to(device) for key in READ_BY_A_MODEL if key in batch}
+    logits = model(**read, use_cache=False).logits[:, :-1]
+    labels = batch["labels"][:, 1:].to(device)
+    return cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def supervised_of_all(batches: list[Batch], device: str) -> torch.Tensor:
+    """Tokens with a loss in these batches, over all ranks."""
+    tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches).to(device)
+    if dist.is_initialized():
+        dist.all_reduce(tokens)
+    return tokens
+
+
+def add_up(gradients: list[torch.Tensor]) -> None:
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat)
+    for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
+
+
+def held_out_loss(seen: Seen, rows: list[dict[str, list[int]]]) -> float:
+    """The loss per supervised token of the trained model on rows that no program has trained on. Collective."""
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    seen.model.eval()
+    found = torch.zeros(2, dtype=torch.float64, device=seen.device)
+    with torch.no_grad(), torch.autocast(seen.device, torch.bfloat16):
+        for row in rows[rank::ranks]:  # as many on every rank: stage 3 gathers each layer on all of them
+            batch = {key: torch.tensor([value]) for key, value in row.items()}
+            tokens = (batch["labels"][:, 1:] != -100).sum()
+            found += torch.stack([summed_loss(seen.model, batch, seen.device).double(), tokens.to(found)])
+    if dist.is_initialized():
+        dist.all_reduce(found)
+    return float(found[0] / found[1])
+
+
+@dataclass
+class Kept:
+    """What the recipe leaves for the programs after it, in this process."""
+
+    seen: Seen | None = None
+    config: dict | None = None
+
+
+KEPT = Kept()
+PROGRAMS = ("trl", "recipe", "engine", "plain")
+
+
+def run(program: str, job: dict) -> dict:
+    """Train once; what was seen of it on this rank. `job`: benchmarks/throughput.py, job_of."""
+    torch.manual_seed(0)
+    seen = Seen(job["device"])
+    if program == "trl":
+        trl(job, seen)
+    elif program == "recipe":
+        KEPT.config = recipe(job, seen)
+        KEPT.seen = seen
+    elif program == "engine":
+        engine(job, seen, KEPT.seen.batches, KEPT.config)
+    else:
+        plain(job, seen, KEPT.seen.batches)
+    fed = seen if seen.lengths else KEPT.seen
+    found = {
+        "step_seconds": [later - earlier for earlier, later in zip(seen.marks, seen.marks[1:], strict=False)],
+        "tokens": [sum(lengths) for lengths in fed.lengths],
+        "elements": fed.elements,
+        "supervised": fed.supervised,
+        "row_lengths": sorted(length for lengths in fed.lengths for length in lengths),
+        "held_out_loss": held_out_loss(seen, json.loads(Path(job["held_out"]).read_text())),
+    }
+    if seen.trainer is not None:
+        seen.trainer.model_wrapped = seen.trainer.model = None
+    seen.model = None
+    gc.collect()
+    return found

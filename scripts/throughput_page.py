@@ -1,0 +1,90 @@
+"""Write docs/throughput.md and the README's sentence from benchmarks/results/throughput.json: [--check]
+
+The file is written by python -m benchmarks.throughput. --check: exits 1 if page or sentence are others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.throughput_table import COLUMNS, NAMED, worst_gap  # noqa: E402
+from zero_recipes.core import tables  # noqa: E402
+
+PAGE, README = ROOT / "docs" / "throughput.md", ROOT / "README.md"
+RESULT = ROOT / "benchmarks" / "results" / "throughput.json"
+QUOTED = "12M, Alpaca"  # the workload of the README's sentence: there, computing takes most of the time
+MODELS = {"own": "tiny_world/base", "gpt_neox": "GPT-NeoX, random weights", "llama": "Llama, random weights"}
+
+
+def workload_part(found: dict[str, Any]) -> str:
+    programs = next(iter(found["strategies"].values()))["programs"]
+    tokens = statistics.mean(programs["recipe"]["tokens_per_step"])
+    model = MODELS[found["model"].partition("-")[0]]
+    rows = "Alpaca" if found["rows"] == "alpaca" else "the tiny world"
+    rounds = len(programs["recipe"]["tokens_per_second"])
+    trl, recipe = programs["trl"], programs["recipe"]
+    said = (
+        f"{model}. {found['rows_seen']} rows of {rows}, at most {found['longest_row']} tokens long, in "
+        f"{found['steps']} steps of {tokens:,.0f} real tokens on average on both sides: 16 rows a step for `trl sft` "
+        f"({trl['padding']:.0%} padding), {found['packs_per_step']} packs of {found['pack_length']} tokens for the "
+        f"recipe ({recipe['padding']:.0%}). Learning rate {found['learning_rate']:g}, "
+        f"{rounds} round{'s' * (rounds > 1)}, the first {found['steps_not_timed']} steps of each not timed."
+    )
+    table = tables.markdown_columns(NAMED, COLUMNS, list(found["strategies"].items()))
+    return f"## {found['name']}\n\n{textwrap.fill(said, 120)}\n\n{table.strip()}\n"
+
+
+def written(page: str, document: dict[str, Any]) -> str:
+    parts = [workload_part(found) for found in document["workloads"].values()]
+    last = list(document["workloads"].values())[-1]
+    machine = ", ".join(f"{name} {last['versions'][name]}" for name in ("torch", "deepspeed", "transformers", "trl"))
+    parts.append(f"Measured on: {last['hardware']['cpu']}, {last['hardware']['cpu_cores']} cores; {machine}.\n")
+    body = "\n".join(parts)
+    return re.sub(r"(<!-- begin[^\n]*-->\n).*?(<!-- end -->)", lambda m: f"{m[1]}\n{body}\n{m[2]}", page, flags=re.S)
+
+
+def sentence(document: dict[str, Any]) -> str:
+    """The README's."""
+    strategies = document["workloads"][QUOTED]["strategies"]
+    faster, of_bare = (
+        _range([each["ratios"][name]["median"] for each in strategies.values()])
+        for name in ("recipe/trl", "recipe/engine")
+    )
+    gap = max(worst_gap(each) for each in strategies.values())
+    return textwrap.fill(
+        f"Throughput: on rows of Alpaca (12M parameters, two CPU processes, {', '.join(strategies)}) packed rows train "
+        f"{faster} times as fast as `trl sft` with its defaults and at {of_bare} of a bare loop's speed, the losses "
+        f"within {gap:.1%}: [docs/throughput.md](docs/throughput.md).",
+        120,
+    )
+
+
+def _range(values: list[float]) -> str:
+    low, high = f"{min(values):.2f}", f"{max(values):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def with_sentence(readme: str, document: dict[str, Any]) -> str:
+    return re.sub(r"^Throughput: .*?(?=\n\n)", lambda _: sentence(document), readme, flags=re.S | re.M)
+
+
+def main(arguments: list[str]) -> int:
+    document, page, readme = json.loads(RESULT.read_text()), PAGE.read_text(), README.read_text()
+    if "--check" in arguments:
+        return int(written(page, document) != page or sentence(document) not in readme)
+    PAGE.write_text(written(page, document))
+    README.write_text(with_sentence(readme, document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
