@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.tiny import write_recipe
+from zero_recipes.checks.preflight import preflight
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import strategy
 from zero_recipes.core.errors import Refusal
@@ -127,14 +129,15 @@ def test_ds_configs_that_cannot_be_read(good, tmp_path):
     assert unknown.codes == ["ZR211"] and "is 5" in unknown.what
 
 
-def test_stage_3_that_would_save_nothing(good):
-    config = '{"zero_optimization": {"stage": 3}}'
-    refusal = refused([str(good), "--deepspeed", config, "--save_model", "true"])
-    assert refusal.codes == ["ZR206"] and "stage3_gather_16bit_weights_on_model_save" in refusal.fix
-    recipe = recipes.parse_recipe(
-        good, recipes.read_recipe_file(good), ["--deepspeed", config]
-    )  # saves nothing: nothing to refuse
-    assert strategy.resolve_strategy(recipe.settings, {}, sizes_of).zero_stage == 3
+def test_stage_3_that_would_save_nothing_hides_nothing_else(good):
+    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3, "offload_param": {"device": "nvme"}}}
+    launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    alone, hidden = ["--deepspeed", json.dumps(config)], {}
+    for saves in ("true", "false"):
+        _, findings = preflight(good, recipes.read_recipe_file(good), [*alone, "--save_model", saves], launched, "here")
+        hidden[saves] = [finding.code for finding in findings if finding.level == "error"]
+    assert hidden["true"].count("ZR206") == 1 and "ZR206" not in hidden["false"]
+    assert len(hidden["false"]) > 3 and set(hidden["false"]) < set(hidden["true"])
 
 
 def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):

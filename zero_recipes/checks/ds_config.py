@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero_recipes.checks.ds_parser import REMOVED, fill_auto
+from zero_recipes.config.ds_schema import parsed_zero
+from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding
 from zero_recipes.core.host_limits import Host
@@ -27,6 +29,7 @@ def ds_config_findings(
 ) -> list[Finding]:
     """All findings about one DeepSpeed configuration. `settings`: the recipe's keys in force."""
     return [
+        *_unsaved(config, source, settings),
         *_missing(config, source, settings),
         *_mismatches(config, source, settings, world_size),
         *_half_precision(config, source, settings, device),
@@ -35,6 +38,29 @@ def ds_config_findings(
         *_data_routing(config, source),
         *_without_effect(config, source),
     ]
+
+
+def _unsaved(config: dict, source: str, settings: Settings) -> Iterator[Finding]:
+    """A stage 3 that would end without a model."""
+    zero = config.get("zero_optimization", {})
+    saves = settings.save_model or settings.saves_checkpoints
+    if DsConfig(config).stage != 3 or not saves or parsed_zero(zero).gather_16bit_weights_on_model_save:
+        return
+    if zero.get("stage3_gather_16bit_weights_on_model_save") == "auto":
+        yield Finding(
+            "ZR259",
+            f'{source} has "stage3_gather_16bit_weights_on_model_save": "auto", and the run saves a model',
+            "transformers has no value for it, and accelerate (accelerator.py, _prepare_deepspeed) fills in false: the "
+            "run would end without a model.",
+            "Write true, or run with --save_model false --save_strategy no.",
+        )
+        return
+    yield Finding(
+        "ZR206",
+        f"{source} is ZeRO stage 3 without stage3_gather_16bit_weights_on_model_save, and the run saves a model",
+        "Each rank holds a part of every weight; without the gather there is no model.safetensors at the end.",
+        'Set "stage3_gather_16bit_weights_on_model_save": true, or run with --save_model false --save_strategy no.',
+    )
 
 
 def _missing(config: dict, source: str, settings: Settings) -> Iterator[Finding]:

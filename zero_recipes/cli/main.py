@@ -7,6 +7,7 @@ import sys
 
 from zero_recipes.cli import verbs
 from zero_recipes.cli.check import add_check
+from zero_recipes.cli.env import add_env
 from zero_recipes.cli.explain import add_explain
 from zero_recipes.compat.warnings import quieten_loggers
 from zero_recipes.core.errors import Refusal, print_refusal
@@ -22,6 +23,7 @@ VERBS = (
     verbs.add_reshard,
     verbs.add_meet,
     add_explain,
+    add_env,
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from zero_recipes.config import fsdp, sequence_parallel
 from zero_recipes.config.accelerate import inline_ds_config
 from zero_recipes.config.ds_auto import fill_own_autos, needs_sizes
-from zero_recipes.config.ds_schema import parsed_zero, schema_findings
+from zero_recipes.config.ds_schema import schema_findings
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.settings import Settings, precision_of
 from zero_recipes.core.errors import Refusal
@@ -133,7 +133,6 @@ def resolve_strategy(
         raise Refusal.of(findings)
     name = DsConfig(config).name
     filled = DsConfig(fill(config))
-    _refuse_unsaved(settings, filled, source)
     shared = settings.sequence_parallel_size
     sequence_parallel.refuse_uneven_groups(shared, world_size)
     name += "_ulysses" if shared > 1 else ""
@@ -209,26 +208,6 @@ def launched_ds_config(env: Mapping[str, str], precision: str) -> tuple[dict[str
     if path.lower() in ("none", ""):
         return inline_ds_config(env, precision), INLINE_SOURCE
     return read_ds_config(path), path
-
-
-def _refuse_unsaved(settings: Settings, config: DsConfig, source: str) -> None:
-    saves = settings.save_model or settings.saves_checkpoints
-    if config.stage != 3 or not saves or parsed_zero(config.zero).gather_16bit_weights_on_model_save:
-        return
-    if config.zero.get("stage3_gather_16bit_weights_on_model_save") == "auto":
-        raise Refusal(
-            "ZR259",
-            f'{source} has "stage3_gather_16bit_weights_on_model_save": "auto", and the run saves a model',
-            "transformers has no value for it, and accelerate (accelerator.py, _prepare_deepspeed) fills in false: the "
-            "run would end without a model.",
-            "Write true, or run with --save_model false --save_strategy no.",
-        )
-    raise Refusal(
-        "ZR206",
-        f"{source} is ZeRO stage 3 without stage3_gather_16bit_weights_on_model_save, and the run saves a model",
-        "Each rank holds a part of every weight; without the gather there is no model.safetensors at the end.",
-        'Set "stage3_gather_16bit_weights_on_model_save": true, or run with --save_model false --save_strategy no.',
-    )
 
 
 def _shown(named: Any) -> str:

@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
 def hardware(device: str) -> dict[str, Any]:
     """What a reader needs to place the numbers: processor, cores, memory, and the accelerator if one trains."""
     found: dict[str, Any] = {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "ram_bytes": psutil.virtual_memory().total,
     }
@@ -57,7 +57,8 @@ def peak_memory(device: str) -> dict[str, int | None]:
     return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved(), "rss": rss}
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """As the kernel names it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -1,0 +1,230 @@
+"""`zero-recipes env`: the machine as a run finds it, on one page to look at and to paste into an issue."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from zero_recipes.core import environment, units
+from zero_recipes.core.host_limits import Host
+from zero_recipes.core.tables import plain, terminal
+
+OPTIONAL = ("bitsandbytes", "kernels")
+# of the variables that are set, those that change a run
+VARIABLES = re.compile(
+    r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|HF|ACCELERATE|DS|TRITON|ZERO_RECIPES|NVIDIA)_.*"
+    r"|LD_PRELOAD|RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|CXX|CFLAGS|CPATH"
+)
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL", re.IGNORECASE)
+
+
+def add_env(verbs) -> None:
+    verb = verbs.add_parser("env", help="GPUs, driver, links, memory, disks and versions of this machine, on one page")
+    verb.add_argument("--json", action="store_true", help="print JSON alone")
+    verb.set_defaults(func=_env)
+
+
+def _env(arguments: argparse.Namespace) -> int:
+    from zero_recipes.compat.warnings import quieten
+
+    quieten()
+    found = machine(Host())
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    console = terminal()
+    for title, lines in page(found).items():
+        console.print(plain(title, style="bold"), *(plain(f"  {line}") for line in lines), sep="\n", soft_wrap=True)
+    return 0
+
+
+def machine(host: Host) -> dict[str, Any]:
+    """All that `page` shows, as JSON can hold it. Sizes in bytes; null where there is no limit or no such thing."""
+    memory, limit = host.memory()
+    locked, cuda = host.lockable(), _cuda(host)
+    return {
+        "gpus": [] if cuda["refusal"] else _gpus(),
+        "cuda": cuda,
+        "links": _links(host),
+        "cpu": {
+            "name": environment.cpu_name(),
+            "cores_of_machine": os.cpu_count(),
+            "cores": host.cores(),
+        },
+        "memory": {
+            "machine_bytes": psutil.virtual_memory().total,
+            "free_bytes": memory,
+            "limited_by": limit,
+            "shared_memory_free_bytes": host.shared_memory(),
+            "lockable_bytes": None if math.isinf(locked) else locked,
+        },
+        "disks": _disks(host),
+        "build": {
+            "cxx": host.compiler(),
+            "python_headers": host.python_headers(),
+            "libaio_headers": host.libaio_headers(),
+            "cuda_toolkit": host.cuda_release(),
+        },
+        "infiniband": _infiniband(host),
+        "versions": _versions(),
+        "variables": variables(host.environment),
+    }
+
+
+def page(found: Mapping[str, Any]) -> dict[str, list[str]]:
+    """{title: lines} of what `machine` found."""
+    cuda, memory, build = found["cuda"], found["memory"], found["build"]
+    gpus = [_gpu_line(number, gpu) for number, gpu in enumerate(found["gpus"])]
+    gpus += [f"none that torch can use: {cuda['refusal']}" if cuda["refusal"] else "none"] if not gpus else []
+    gpus.append(f"driver {cuda['driver'] or 'not loaded'}, torch built for {_built_for(cuda)}")
+    gpus += found["links"] or []
+    shared = memory["shared_memory_free_bytes"]
+    return {
+        "GPUs": gpus,
+        "Processor": [f"{found['cpu']['name']}: {found['cpu']['cores']} of {found['cpu']['cores_of_machine']} cores"],
+        "Memory": [
+            f"{units.size(memory['free_bytes'])} may still be taken ({memory['limited_by']}), "
+            f"{units.size(memory['machine_bytes'])} in the machine",
+            f"/dev/shm: {'none' if shared is None else f'{units.size(shared)} free'}",
+            f"may be locked (ulimit -l): {_or_unlimited(memory['lockable_bytes'])}",
+        ],
+        "Disks": [f"{units.size(disk['free_bytes'])} free: {disk['path']} ({disk['for']})" for disk in found["disks"]],
+        "For compiling": [
+            f"C++ compiler {build['cxx'] or 'missing'}, Python.h {_here(build['python_headers'])}, "
+            f"libaio.h {_here(build['libaio_headers'])}, CUDA toolkit {build['cuda_toolkit'] or 'missing'}",
+        ],
+        "InfiniBand": [f"{name}: {'opens' if opens else 'closed'}" for name, opens in found["infiniband"].items()]
+        or ["none"],
+        "Versions": [_version_line(name, version) for name, version in found["versions"].items()],
+        "Variables": [f"{name}={value}" for name, value in found["variables"].items()] or ["none of those that matter"],
+    }
+
+
+def variables(of: Mapping[str, str]) -> dict[str, str]:
+    """Those that change a run; of those that may be a secret only that they are set."""
+    named = sorted(name for name in of if VARIABLES.fullmatch(name))
+    return {name: "(set, not shown)" if SECRET.search(name) else of[name] for name in named}
+
+
+def _gpus() -> list[dict[str, Any]]:
+    import torch
+
+    found = []
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        found.append(
+            {
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+                "free_bytes": torch.cuda.mem_get_info(number)[0],
+                "capability": f"{properties.major}.{properties.minor}",
+            }
+        )
+    return found
+
+
+def _cuda(host: Host) -> dict[str, Any]:
+    """`refusal`: torch's own words where this build of it could use a GPU and cannot."""
+    import torch
+
+    from zero_recipes.checks import driver
+
+    built = torch.version.cuda
+    return {
+        "driver": driver.driver_version(host),
+        "built_for": built,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if built else None,
+        "refusal": driver.refusal_of_cuda() if built else "",
+    }
+
+
+def _links(host: Host) -> list[str] | None:
+    """The table of `nvidia-smi topo -m`: how GPUs and network cards are linked; None where there is no such program."""
+    program = host.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        said = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, timeout=30).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return [re.sub(r"\x1b\[\d*m", "", line).expandtabs(8).rstrip() for line in said.splitlines() if line.strip()]
+
+
+def _disks(host: Host) -> list[dict[str, Any]]:
+    import datasets
+    from huggingface_hub import constants
+
+    from zero_recipes.distributed.build_locks import build_root
+
+    folders = {
+        "this folder, output/": Path.cwd(),
+        "models": Path(constants.HF_HUB_CACHE),
+        "prepared rows": Path(datasets.config.HF_DATASETS_CACHE),
+        "compiled kernels": build_root(host.environment),
+    }
+    if swap := host.environment.get("ZERO_RECIPES_NVME_PATH"):
+        folders["ZeRO-Infinity"] = Path(swap)
+    return [{"for": what, "path": str(path), "free_bytes": host.free_disk(path)} for what, path in folders.items()]
+
+
+def _infiniband(host: Host) -> dict[str, bool]:
+    from zero_recipes.distributed.bandwidth import infiniband_devices
+
+    return infiniband_devices(host)
+
+
+def _versions() -> dict[str, dict[str, Any]]:
+    """{package: its version, the range that was tested, whether it lies in it}; null where none is stated."""
+    from importlib import metadata
+
+    from zero_recipes.compat import versions
+
+    found = environment.versions() | {"zero-recipes": metadata.version("zero-recipes")}
+    for name in OPTIONAL:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    tested = versions.TESTED
+    return {
+        name: {
+            "installed": version,
+            "tested": tested.get(name),
+            "is_tested": versions.is_tested(name) if name in tested and version else None,
+        }
+        for name, version in found.items()
+    }
+
+
+def _gpu_line(number: int, gpu: Mapping[str, Any]) -> str:
+    memory = f"{units.size(gpu['free_bytes'])} of {units.size(gpu['memory_bytes'])} free"
+    return f"{number}: {gpu['name']}, {memory}, compute capability {gpu['capability']}"
+
+
+def _built_for(cuda: Mapping[str, Any]) -> str:
+    nccl = f", NCCL {cuda['nccl']}" if cuda["nccl"] else ""
+    return f"CUDA {cuda['built_for']}{nccl}" if cuda["built_for"] else "CPUs alone"
+
+
+def _version_line(name: str, version: Mapping[str, Any]) -> str:
+    if version["installed"] is None:
+        return f"{name}: not installed"
+    outside = "   NOT TESTED" if version["is_tested"] is False else ""
+    return f"{name} {version['installed']}" + (f" (tested: {version['tested']})" if version["tested"] else "") + outside
+
+
+def _here(is_here: bool) -> str:
+    return "found" if is_here else "missing"
+
+
+def _or_unlimited(size: float | None) -> str:
+    return "unlimited" if size is None else units.size(size)
