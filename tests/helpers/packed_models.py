@@ -24,7 +24,8 @@ def tiny_model(kind: str, attention: str):
     names = {*usual.to_dict(), *getattr(usual, "attribute_map", {})}
     keys = {key: value for key, value in (SIZES | OTHERS).items() if key in names}
     for key in ("layer_types", "mlp_layer_types"):
-        if getattr(usual, key, None) and not isinstance(getattr(type(usual), key, None), property):
+        stored = getattr(usual, "attribute_map", {}).get(key, key)
+        if getattr(usual, key, None) and not isinstance(getattr(type(usual), stored, None), property):
             keys[key] = (list(dict.fromkeys(getattr(usual, key)))[:2] * 2)[:2]
     config = CONFIG_MAPPING[kind](**keys)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32).eval()
