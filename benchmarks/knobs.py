@@ -3,7 +3,7 @@
 Each group is a `zero-recipes sweep --set`, whose runs go one after another through one pair of processes, twice: once
 forth and once back, the faster one counts. Beside them stands the peak of the same job on a GPU, which the engine's
 simulation (zero-recipes plan) finds without one. Writes benchmarks/results/knobs.json, from which scripts/knobs_page.py
-makes docs/knobs.md. Six minutes on two quiet cores; with names of groups, the others stay as they are.
+makes docs/knobs.md. About eight minutes on two cores; with names of groups, the others stay as they are.
 """
 
 from __future__ import annotations
@@ -141,6 +141,7 @@ def _measure(group: Group, recipe: Path, name: str, folder: Path) -> dict[str, A
         row = {key: row[key] for key in KEPT} | {
             "step_seconds_median": min(seconds, default=None),
             "step_seconds_of_both": seconds,
+            "tokens_per_second": max((each["tokens"] for each in both if each["tokens"]), default=None),
             "grown_bytes": max((each["grown_bytes"] for each in both if each["grown_bytes"]), default=None),
             "simulated": planned.get(measured.folder.name),
         }
@@ -167,7 +168,7 @@ def _ds_config(knobs: Knobs, run: SweepRun) -> dict[str, Any]:
 
 
 def _run(group: Group, recipe: Path, knobs: Knobs, run: SweepRun, folder: Path) -> dict[str, Any]:
-    """{"seconds", "grown_bytes"} of one run, None where it was refused; its metrics.json lies in folder/name."""
+    """{"seconds", "tokens", "grown_bytes"} of one run, None where it was refused; its metrics.json lies in folder/name."""
     output_dir = folder / run.name
     argv = [str(recipe), "--output_dir", str(output_dir), "--overwrite", "true", *knobs.options, *run.words]
     if run.refusal is None:
@@ -178,7 +179,8 @@ def _run(group: Group, recipe: Path, knobs: Knobs, run: SweepRun, folder: Path) 
             ranks = group.run("knob_cases.train_and_watch", argv=argv)
             print(run.name, ranks[0]["metrics"]["step_seconds"], flush=True)
             seconds = ranks[0]["metrics"]["step_seconds"]["median"]
-            return {"seconds": seconds, "grown_bytes": max(rank["grown_bytes"] for rank in ranks)}
+            tokens = ranks[0]["metrics"]["tokens_per_second"]["non_padding"]
+            return {"seconds": seconds, "tokens": tokens, "grown_bytes": max(rank["grown_bytes"] for rank in ranks)}
         except AssertionError as error:  # CaseFailed
             found = [line for line in str(error).splitlines() if "refused: " in line or "[ZR" in line]
             if not found:
@@ -189,7 +191,7 @@ def _run(group: Group, recipe: Path, knobs: Knobs, run: SweepRun, folder: Path) 
     print(run.name, "refused", message, flush=True)
     row = {"schema": 1, "status": "refused", "error": f"refused: {message}", "name": "knobs", "strategy": run.strategy}
     write_json(output_dir / "metrics.json", row)
-    return {"seconds": None, "grown_bytes": None}
+    return {"seconds": None, "tokens": None, "grown_bytes": None}
 
 
 def _planned_peaks(recipe: Path, knobs: Knobs, runs: list[SweepRun]) -> dict[str, dict[str, int]]:

@@ -402,6 +402,7 @@ def knob_row(value, **changes):
     return {
         "strategy": "zero2", "swept": {BUCKET: value}, "state_bytes": 10**6, "simulated_peak_bytes": 2 * 10**6,
         "communication_bytes": 100, "step_seconds_median": 1.0, "step_seconds_of_both": [1.0, 1.1], "final_loss": 2.0,
+        "tokens_per_second": None,
     } | changes  # fmt: skip
 
 
