@@ -168,7 +168,7 @@ def _ds_config(knobs: Knobs, run: SweepRun) -> dict[str, Any]:
 
 
 def _run(group: Group, recipe: Path, knobs: Knobs, run: SweepRun, folder: Path) -> dict[str, Any]:
-    """{"seconds", "tokens", "grown_bytes"} of a run, None where it was refused; its metrics.json lies in folder/name."""
+    """{"seconds", "tokens", "grown_bytes"} of a run, None where it was refused; its metrics.json is in folder/name."""
     output_dir = folder / run.name
     argv = [str(recipe), "--output_dir", str(output_dir), "--overwrite", "true", *knobs.options, *run.words]
     if run.refusal is None:

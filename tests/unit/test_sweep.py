@@ -368,7 +368,8 @@ def test_sweeps_of_other_keys_in_one_folder_have_their_own_table_and_picture(tmp
 @pytest.mark.parametrize(
     ("values", "decades"),
     [([1, 10], True), ([5e5, 5e6, 5e7], True), ([1, 9], False), ([0, 10, 100], False), ([True, False], False),
-     (["auto", 5, 500], False), ([1e-5, 1e-3], True), ([50_000, 50_001, 5e8], False), ([5e8, 5e6, 5e4], True), ([-1, -100], False), ([7], False)],
+     (["auto", 5, 500], False), ([1e-5, 1e-3], True), ([50_000, 50_001, 5e8], False), ([5e8, 5e6, 5e4], True),
+     ([-1, -100], False), ([7], False)],
 )  # fmt: skip
 def test_the_axis_is_logarithmic_where_numbers_span_decades(values, decades):
     assert sweep_plot._spans_decades(values) == decades
