@@ -3,7 +3,7 @@
 Each group is a `zero-recipes sweep --set`, whose runs go one after another through one pair of processes, twice: once
 forth and once back, the faster one counts. Beside them stands the peak of the same job on a GPU, which the engine's
 simulation (zero-recipes plan) finds without one. Writes benchmarks/results/knobs.json, from which scripts/knobs_page.py
-makes docs/knobs.md. Six minutes on two quiet cores; with names of groups, the others stay as they are.
+makes docs/knobs.md. About eight minutes on two cores; with names of groups, the others stay as they are.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from zero_recipes.cli.sweep_runs import SweepRun, runs_of
 from zero_recipes.compat.warnings import quieten
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core import environment
+from zero_recipes.core.errors import Refusal
 from zero_recipes.core.files import write_json
+from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.metrics.read_runs import read_runs
 from zero_recipes.metrics.sweep_file import SweptRun, read_sweep_file
 from zero_recipes.planner import jobs as plan_jobs
+from zero_recipes.planner.job import Job
 from zero_recipes.planner.simulator import parent as simulation
 from zero_recipes.report import rows
 from zero_recipes.theory.zero_paper import paper_volume
@@ -86,7 +89,7 @@ def main(names: list[str]) -> None:
     os.chdir(ROOT)
     folder = Path(tempfile.mkdtemp(prefix="knobs-"))
     recipe = write_recipe(folder, model_name_or_path=str(_model(folder / "neox")), dataset_name="./tiny_world",
-                          max_length=128, max_steps=8, per_device_train_batch_size=4, attn_implementation="sdpa",
+                          max_length=128, max_steps=10, per_device_train_batch_size=4, attn_implementation="sdpa",
                           sample_prompts=None)  # fmt: skip
     document = json.loads(RESULT.read_text()) if names and RESULT.is_file() else {"groups": {}}
     two = Group(PROCESSES)
@@ -126,8 +129,8 @@ def _measure(group: Group, recipe: Path, name: str, folder: Path) -> dict[str, A
     knobs = GROUPS[name]
     configs = {strategy: plan_jobs.CONFIGS / f"{strategy}.yaml" for strategy in knobs.strategies}
     runs = runs_of(recipe, configs, knobs.sets, list(knobs.options), PROCESSES)
-    planned = _planned_peaks(recipe, knobs, [run for run in runs if run.refusal is None])
     passes = [{run.name: _run(group, recipe, knobs, run, folder) for run in order} for order in (runs, runs[::-1])]
+    planned = _planned_peaks(recipe, knobs, [run for run in runs if passes[0][run.name]["seconds"]])
     listed = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
     read_sweep_file(folder).with_runs(listed).write(folder)
     found = []
@@ -138,6 +141,7 @@ def _measure(group: Group, recipe: Path, name: str, folder: Path) -> dict[str, A
         row = {key: row[key] for key in KEPT} | {
             "step_seconds_median": min(seconds, default=None),
             "step_seconds_of_both": seconds,
+            "tokens_per_second": max((each["tokens"] for each in both if each["tokens"]), default=None),
             "grown_bytes": max((each["grown_bytes"] for each in both if each["grown_bytes"]), default=None),
             "simulated": planned.get(measured.folder.name),
         }
@@ -164,27 +168,30 @@ def _ds_config(knobs: Knobs, run: SweepRun) -> dict[str, Any]:
 
 
 def _run(group: Group, recipe: Path, knobs: Knobs, run: SweepRun, folder: Path) -> dict[str, Any]:
-    """{"seconds", "grown_bytes"} of one run, None where it was refused; its metrics.json lies in folder/name."""
+    """{"seconds", "tokens", "grown_bytes"} of a run, None where it was refused; its metrics.json is in folder/name."""
     output_dir = folder / run.name
     argv = [str(recipe), "--output_dir", str(output_dir), "--overwrite", "true", *knobs.options, *run.words]
     if run.refusal is None:
         try:
-            argv += ["--deepspeed", json.dumps(_ds_config(knobs, run))]
+            config = folder / f"{run.name}.json"
+            write_json(config, _ds_config(knobs, run))
+            argv += ["--deepspeed", str(config)]
             ranks = group.run("knob_cases.train_and_watch", argv=argv)
             print(run.name, ranks[0]["metrics"]["step_seconds"], flush=True)
             seconds = ranks[0]["metrics"]["step_seconds"]["median"]
-            return {"seconds": seconds, "grown_bytes": max(rank["grown_bytes"] for rank in ranks)}
+            tokens = ranks[0]["metrics"]["tokens_per_second"]["non_padding"]
+            return {"seconds": seconds, "tokens": tokens, "grown_bytes": max(rank["grown_bytes"] for rank in ranks)}
         except AssertionError as error:  # CaseFailed
             found = [line for line in str(error).splitlines() if "refused: " in line or "[ZR" in line]
             if not found:
                 raise
-            message = found[0].rpartition("refused: ")[2]
+            message = found[0].rpartition("refused: ")[2].replace(str(config), "the ds_config")
     else:
         message = str(run.refusal).splitlines()[0].removeprefix("refused: ")
     print(run.name, "refused", message, flush=True)
     row = {"schema": 1, "status": "refused", "error": f"refused: {message}", "name": "knobs", "strategy": run.strategy}
     write_json(output_dir / "metrics.json", row)
-    return {"seconds": None, "grown_bytes": None}
+    return {"seconds": None, "tokens": None, "grown_bytes": None}
 
 
 def _planned_peaks(recipe: Path, knobs: Knobs, runs: list[SweepRun]) -> dict[str, dict[str, int]]:
@@ -197,13 +204,25 @@ def _planned_peaks(recipe: Path, knobs: Knobs, runs: list[SweepRun]) -> dict[str
         job = plan_jobs.job_of(parsed, config, run.strategy, _ds_config(knobs, run), PROCESSES)
         if simulation.not_simulated(job) is None:
             jobs[run.name] = job
+    try:
+        found = dict(zip(jobs, simulation.simulate(list(jobs.values())), strict=True))
+    except Refusal:  # of one of them, which stops them all
+        found = {name: prediction for name, job in jobs.items() if (prediction := _simulated(name, job)) is not None}
     return {
         name: {
-            "allocated_peak_bytes": found.allocated_peak_bytes,
-            "communication_bytes": paper_volume(found.communication_bytes_per_step),
+            "allocated_peak_bytes": prediction.allocated_peak_bytes,
+            "communication_bytes": paper_volume(prediction.communication_bytes_per_step),
         }
-        for name, found in zip(jobs, simulation.simulate(list(jobs.values())), strict=True)
+        for name, prediction in found.items()
     }
+
+
+def _simulated(name: str, job: Job) -> Prediction | None:
+    try:
+        return simulation.simulate([job])[0]
+    except Refusal as refusal:
+        print(name, "is not simulated:", refusal.why, flush=True)
+        return None
 
 
 if __name__ == "__main__":

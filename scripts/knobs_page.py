@@ -131,15 +131,19 @@ def effects(rows: Sequence[Mapping[str, Any]]) -> str:
         ("peak on a GPU (simulated)", "simulated_peak_bytes", units.size, SAME),
         ("bytes sent", "communication_bytes", units.size, SAME),
         ("step", "step_seconds_median", _seconds, max(noise, SAME)),
+        ("real tokens a second", "tokens_per_second", units.count, max(noise, SAME)),
         ("final loss", "final_loss", lambda loss: units.fixed(loss, 4), SAME),
     ]
-    changed, unchanged = [], []
+    changed, unchanged, unknown = [], [], []
     for name, key, written, least in measures:
         found = [text for line in _lines(rows) if (text := _change(line, key, written, least))]
-        if not any(row[key] is not None for row in rows):
-            continue
-        (changed if found else unchanged).append(f"- {name}: {'; '.join(found)}" if found else name)
+        compared = any(sum(row[key] is not None for row in line) > 1 for line in _lines(rows))
+        if found:
+            changed.append(f"- {name}: {'; '.join(found)}")
+        else:
+            (unchanged if compared else unknown).append(name)
     lines = changed + ([f"- no effect on: {', '.join(unchanged)}"] if unchanged else [])
+    lines += [f"- not known: {', '.join(unknown)}"] if unknown else []
     return "\n".join([*lines, f"- noise of the step's time: {units.percent(noise)}"]) + "\n"
 
 

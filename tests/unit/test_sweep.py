@@ -368,7 +368,8 @@ def test_sweeps_of_other_keys_in_one_folder_have_their_own_table_and_picture(tmp
 @pytest.mark.parametrize(
     ("values", "decades"),
     [([1, 10], True), ([5e5, 5e6, 5e7], True), ([1, 9], False), ([0, 10, 100], False), ([True, False], False),
-     (["auto", 5, 500], False), ([1e-5, 1e-3], True), ([-1, -100], False), ([7], False)],
+     (["auto", 5, 500], False), ([1e-5, 1e-3], True), ([50_000, 50_001, 5e8], False), ([5e8, 5e6, 5e4], True),
+     ([-1, -100], False), ([7], False)],
 )  # fmt: skip
 def test_the_axis_is_logarithmic_where_numbers_span_decades(values, decades):
     assert sweep_plot._spans_decades(values) == decades
@@ -402,6 +403,7 @@ def knob_row(value, **changes):
     return {
         "strategy": "zero2", "swept": {BUCKET: value}, "state_bytes": 10**6, "simulated_peak_bytes": 2 * 10**6,
         "communication_bytes": 100, "step_seconds_median": 1.0, "step_seconds_of_both": [1.0, 1.1], "final_loss": 2.0,
+        "tokens_per_second": None,
     } | changes  # fmt: skip
 
 

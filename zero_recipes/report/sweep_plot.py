@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ INCHES = (9.0, 6.2)
 COLOURS = ("#33608c", "#cc4b58", "#2a9d8f", "#e0a030", "#8e5ea2", "#a0642e", "#7fa653", "#7a7a7a")
 MARKERS, DASHES = "os^Dvph", ("-", "--", ":", "-.")  # lines that lie on each other can all be seen
 PREFIXES = (("G", 10**9), ("M", 10**6), ("k", 10**3))
+NEAREST = 0.05  # share of the axis between two labels
 ENDED = {"oom": "out of memory", "ok": "not measured"}
 
 Row = Mapping[str, Any]  # of rows.table_rows
@@ -82,6 +84,7 @@ def _panel(
         points = {place(row): value / one if (value := measure(row)) is not None else math.nan for row in rows}
         style = {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
         style["linestyle"] = DASHES[number % len(DASHES)]
+        points = dict(sorted(points.items()))  # of a line from left to right
         axes.plot(list(points), list(points.values()), label=label, lw=1.6, ms=5, clip_on=False, **style)
     ended = {place(row): ENDED.get(row["status"], row["status"]) for rows in lines.values() for row in rows
              if measure(row) is None}  # fmt: skip
@@ -118,10 +121,13 @@ def _tick(value: Any) -> str:
 
 
 def _spans_decades(values: Sequence[Any]) -> bool:
-    """Whether they are numbers above zero, the largest at least ten times the smallest."""
+    """Whether they are numbers above zero, the largest at least ten times the smallest, none too near to another for
+    both to have their labels."""
     if not all(isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0 for value in values):
         return False
-    return max(values) >= 10 * min(values)
+    tens = sorted(math.log10(value) for value in values)
+    span = tens[-1] - tens[0]
+    return span >= 1 and all(higher - lower >= NEAREST * span for lower, higher in pairwise(tens))
 
 
 def _line_name(row: Row, keys: Sequence[str], swept: Sequence[Row]) -> str:
