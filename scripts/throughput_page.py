@@ -1,6 +1,7 @@
-"""Write docs/throughput.md and the README's sentence from benchmarks/results/throughput.json: [--check]
+"""Write docs/throughput.md, the README's sentence and the ratio that the packed recipes and docs/fast.md quote: [--check]
 
-The file is written by python -m benchmarks.throughput. --check: exits 1 if page or sentence are others.
+All from benchmarks/results/throughput.json, which python -m benchmarks.throughput writes. --check: exits 1 if any of
+them is another.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from benchmarks.throughput_table import COLUMNS, NAMED, worst_gap  # noqa: E402
 from zero_recipes.core import tables  # noqa: E402
 
 PAGE, README = ROOT / "docs" / "throughput.md", ROOT / "README.md"
+QUOTING = (*sorted((ROOT / "recipes").glob("*.yaml")), ROOT / "docs" / "fast.md")
 RESULT = ROOT / "benchmarks" / "results" / "throughput.json"
 QUOTED = "12M, Alpaca"  # the workload of the README's sentence: there, computing takes most of the time
 MODELS = {"own": "tiny_world/base", "gpt_neox": "GPT-NeoX, random weights", "llama": "Llama, random weights"}
@@ -68,6 +70,16 @@ def sentence(document: dict[str, Any]) -> str:
     )
 
 
+def ratio(document: dict[str, Any]) -> str:
+    """What the recipes quote: all fast settings together against `trl sft` with its defaults."""
+    strategies = document["workloads"][QUOTED]["strategies"].values()
+    return f"{_range([each['ratios']['recipe/trl']['median'] for each in strategies])} times trl sft"
+
+
+def with_ratio(text: str, document: dict[str, Any]) -> str:
+    return re.sub(r"[\d.]+( to [\d.]+)? times trl sft", lambda _: ratio(document), text)
+
+
 def _range(values: list[float]) -> str:
     low, high = f"{min(values):.2f}", f"{max(values):.2f}"
     return low if low == high else f"{low} to {high}"
@@ -79,8 +91,12 @@ def with_sentence(readme: str, document: dict[str, Any]) -> str:
 
 def main(arguments: list[str]) -> int:
     document, page, readme = json.loads(RESULT.read_text()), PAGE.read_text(), README.read_text()
+    quoting = {path: path.read_text() for path in QUOTING}
     if "--check" in arguments:
-        return int(written(page, document) != page or sentence(document) not in readme)
+        others = [path for path, text in quoting.items() if with_ratio(text, document) != text]
+        return int(written(page, document) != page or sentence(document) not in readme or bool(others))
+    for path, text in quoting.items():
+        path.write_text(with_ratio(text, document))
     PAGE.write_text(written(page, document))
     README.write_text(with_sentence(readme, document))
     return 0
