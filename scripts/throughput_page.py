@@ -1,7 +1,7 @@
-"""Write docs/throughput.md, the README's sentence and the ratio that the packed recipes and docs/fast.md quote: [--check]
+"""Write docs/throughput.md, the README's sentence and the ratio that packed recipes and docs/fast.md quote: [--check]
 
-All from benchmarks/results/throughput.json, which python -m benchmarks.throughput writes. --check: exits 1 if any of
-them is another.
+From benchmarks/results/throughput.json (python -m benchmarks.throughput) and host_overhead.json (python -m
+benchmarks.host_overhead). --check: exits 1 if any of them is another.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from zero_recipes.core import tables  # noqa: E402
 PAGE, README = ROOT / "docs" / "throughput.md", ROOT / "README.md"
 QUOTING = (*sorted((ROOT / "recipes").glob("*.yaml")), ROOT / "docs" / "fast.md")
 RESULT = ROOT / "benchmarks" / "results" / "throughput.json"
+OVERHEAD = ROOT / "benchmarks" / "results" / "host_overhead.json"
+BARE, LM_HEAD = "bare, TRL's LM head", "TRL's fused LM head, against the model's own loss"
+GATHERS = "TRL's gathers and reads of token metrics in each micro batch"
 QUOTED = "12M, Alpaca"  # the workload of the README's sentence: there, computing takes most of the time
 MODELS = {"own": "tiny_world/base", "gpt_neox": "GPT-NeoX, random weights", "llama": "Llama, random weights"}
 
@@ -45,11 +48,45 @@ def workload_part(found: dict[str, Any]) -> str:
     return f"## {found['name']}\n\n{textwrap.fill(said, 120)}\n\n{table.strip()}\n"
 
 
+def overhead_part(found: dict[str, Any]) -> str:
+    """What a step of the 1M model takes beside the bare loop, and to what."""
+
+    def over(stage: dict[str, Any], which: str) -> str:
+        return f"{stage[which]['wall_ms']:.1f} / {stage[which]['cpu_ms']:.1f}"
+
+    def switched(stage: dict[str, Any], which: str) -> str:
+        return f"{stage['by_switching'][which]['wall_ms']:.1f} / {stage['by_switching'][which]['cpu_ms']:.1f}"
+
+    columns = [
+        tables.Column("bare loop", lambda row: f"{row[1]['ms_per_step'][BARE]['wall_ms']:.1f}"),
+        tables.Column("over it, TRL's LM head in both", lambda row: over(row[1], "over_the_bare_loop")),
+        tables.Column(
+            "over it, the model's own loss there",
+            lambda row: over(row[1], "over_the_bare_loop_with_the_models_own_loss"),
+        ),
+        tables.Column("of it TRL's LM head", lambda row: switched(row[1], LM_HEAD)),
+        tables.Column("saved by token_metrics: logging_steps", lambda row: switched(row[1], GATHERS)),
+        tables.Column("our callbacks on against off", lambda row: switched(row[1], "our callbacks")),
+    ]
+    table = tables.markdown_columns(
+        [tables.Column("stage", lambda row: row[0])], columns, list(found["stages"].items())
+    )
+    said = (
+        f"Milliseconds of a step of `{found['recipe']}` (1M parameters, {found['steps']} steps), wall clock / "
+        "processor time of the main thread, each step beside one of the bare loop on the same batch. Waiting for the "
+        "other process is in the wall clock, so that small differences of it are noise; "
+        f"{found['hardware']['cpu']}, {found['hardware']['cpu_cores']} cores. What each named part takes: "
+        "`benchmarks/results/host_overhead.json` (`python -m benchmarks.host_overhead`)."
+    )
+    return f"## Host overhead of a small step\n\n{textwrap.fill(said, 120)}\n\n{table.strip()}\n"
+
+
 def written(page: str, document: dict[str, Any]) -> str:
     parts = [workload_part(found) for found in document["workloads"].values()]
     last = list(document["workloads"].values())[-1]
     machine = ", ".join(f"{name} {last['versions'][name]}" for name in ("torch", "deepspeed", "transformers", "trl"))
     parts.append(f"Measured on: {last['hardware']['cpu']}, {last['hardware']['cpu_cores']} cores; {machine}.\n")
+    parts.append(overhead_part(json.loads(OVERHEAD.read_text())))
     body = "\n".join(parts)
     return re.sub(r"(<!-- begin[^\n]*-->\n).*?(<!-- end -->)", lambda m: f"{m[1]}\n{body}\n{m[2]}", page, flags=re.S)
 
