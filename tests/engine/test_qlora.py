@@ -43,7 +43,7 @@ def argv(model: Path, out: Path, strategy: str, *more: str) -> list[str]:
     argv = [RECIPE, "--model_name_or_path", str(model / "model"), "--dataset_name", str(model / "rows")]
     argv += ["--max_steps", "4", "--max_length", "64", "--activation_checkpointing", "false", "--warmup_steps", "0"]
     argv += ["--lr_scheduler_type", "constant", "--learning_rate", "1e-2", "--lora_dropout", "0"]
-    argv += ["--sample_max_new_tokens", "3", "--output_dir", str(out)]
+    argv += ["--per_device_train_batch_size", "4", "--sample_max_new_tokens", "3", "--output_dir", str(out)]
     return [*argv, *named(strategy), *more]
 
 

@@ -142,8 +142,10 @@ def train_by(argv: list[str], mended: bool, accepts_loss_kwargs: bool = True) ->
         if not accepts_loss_kwargs:
             stack.enter_context(replaced(GPTNeoXForCausalLM, "accepts_loss_kwargs", False))
         if not mended:
-            for name in ("__init__", "get_batch_samples", "evaluation_loop", "prediction_step"):
-                stack.enter_context(replaced(token_weighting.TokenWeightedSFTTrainer, name, getattr(SFTTrainer, name)))
+            ours = token_weighting.TokenWeightedSFTTrainer
+            for name in ("get_batch_samples", "evaluation_loop", "prediction_step"):
+                stack.enter_context(replaced(ours, name, getattr(SFTTrainer, name)))
+            stack.enter_context(replaced(ours, "__init__", lambda self, *a, **k: super(ours, self).__init__(*a, **k)))
         found = train(argv)["metrics"]
     return {"losses": found["loss_history"], "evaluations": [entry["loss"] for entry in found["eval_history"]]}
 
