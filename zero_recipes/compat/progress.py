@@ -16,25 +16,31 @@ SAY_SECONDS = 10.0  # between two lines; what takes less time says nothing
 
 
 class PlainBar(tqdm):
-    """A bar that prints a line every SAY_SECONDS."""
+    """A bar that prints a line every SAY_SECONDS, and where it ends if it has printed any."""
 
     monitor_interval = 0  # no thread of its own: workers are forked
 
     def __init__(self, *arguments, **keywords):
-        self.said = time.monotonic()
+        self.said, self.shown = time.monotonic(), -1
         super().__init__(*arguments, **keywords | {"mininterval": SAY_SECONDS / 10, "disable": False})
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         if time.monotonic() - self.said >= SAY_SECONDS:
-            self.said = time.monotonic()
+            self._say()
+        return True
+
+    def _say(self) -> None:
+        if self.n != self.shown:
+            self.said, self.shown = time.monotonic(), self.n
             what = " ".join((self.desc or "").split()).rstrip(":")
             print(f"data          {what}: {self.n:,} of {self.total or 0:,}{self.unit}", flush=True)
-        return True
 
     def clear(self, nolock: bool = False) -> None:
         """Nothing: a printed line stays."""
 
     def close(self) -> None:
+        if self.shown >= 0 and not self.disable:
+            self._say()
         self.disable = True  # tqdm would end a bar with an empty line
 
 
