@@ -79,10 +79,10 @@ def _separate_experts(settings: Settings, strategy, environment: Mapping[str, st
         yield from _unknown(settings, strategy, environment, config)
         return
     layers = _with_separate_experts(model)
-    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-    quoted = ", ".join(f'"{kind}"' for kind in sorted({type(layer).__name__ for layer in layers}))
     if not layers:
         return
+    classes = sorted({type(layer).__name__ for layer in layers})
+    kinds, quoted = ", ".join(classes), ", ".join(f'"{name}"' for name in classes)
     if stage < 3:
         yield Finding(
             "ZR285",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from zero_recipes.config import recipe as recipes
@@ -66,6 +67,7 @@ def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
 
 def _counted(settings: Settings, path: Path) -> RowLengths:
     from zero_recipes.data import load, splits, template
+    from zero_recipes.data.token_columns import row_lengths
 
     alike = {"deepspeed": None, "fsdp": None, "use_cpu": True, "bf16": False, "fp16": False, "ddp_backend": None}
     here = settings.replace(**alike, eval_strategy="no", dataset_num_proc=None, load_best_model_at_end=False)
@@ -79,17 +81,10 @@ def _counted(settings: Settings, path: Path) -> RowLengths:
     else:
         chosen_ready = chosen
     packed = "seq_lengths" in chosen_ready.column_names  # TRL's bfd; "wrapped" makes rows of its own, all full
-    column = chosen_ready.with_format("arrow")["seq_lengths" if packed else "input_ids"]
-    lengths = [length for pack in column.to_pylist() for length in pack] if packed else _lengths(column)
+    lengths = chain.from_iterable(chosen_ready["seq_lengths"]) if packed else row_lengths(chosen_ready).tolist()
     epoch = round(len(chosen_ready) * len(rows) / len(chosen))
     whole = f"all {len(rows):,} rows" if len(chosen) == len(rows) else f"{len(chosen):,} of {len(rows):,} rows"
     return RowLengths(tuple(lengths), len(chosen_ready), epoch, f"{whole} tokenised")
-
-
-def _lengths(column) -> list[int]:
-    import pyarrow.compute
-
-    return pyarrow.compute.list_value_length(column).to_pylist()
 
 
 @contextlib.contextmanager
