@@ -70,6 +70,7 @@ def job_of(workload: Workload, folder: Path) -> dict[str, Any]:
     fast = {"bf16": True, "packing": True, "max_length": pack, "per_device_train_batch_size": workload.at_once}
     fast |= {"gradient_accumulation_steps": workload.accumulation, "activation_checkpointing": False}
     fast |= {"ddp_find_unused_parameters": False}  # the Trainer would look for some after each backward pass
+    fast |= {"supervised_logits_only": True}
     fast |= {"save_model": False, "overwrite": True, "skip_plan": True, "logging_steps": 10}
     fast |= workload.recipe
     (folder / "recipe.yaml").write_text(json.dumps(same | fast, indent=2))  # JSON is YAML

@@ -13,6 +13,7 @@ from zero_recipes.compat import parts_of_accelerate as ac
 from zero_recipes.compat import parts_of_deepspeed as ds
 from zero_recipes.compat import parts_of_huggingface as hf
 from zero_recipes.compat import parts_of_torch as pt
+from zero_recipes.compat import parts_of_trl as trl
 from zero_recipes.compat import versions
 from zero_recipes.compat.private_part import PrivatePart
 from zero_recipes.config.settings import Settings
@@ -34,6 +35,7 @@ FSDP2 = (hf.NAMES_OF_THE_FILE, hf.FSDP_POLICY, pt.WHOLE_GRADIENTS, pt.OPERATORS)
 FSDP2_ON_CPU = (ac.SHARDING_ON_CPU,)
 DATA_PARALLEL = (pt.BUCKETS,)
 CHECK = (ac.LAUNCH,)
+SUPERVISED_LOGITS = (trl.LM_HEAD,)
 FOUR_BIT = (pt.PACKED_WEIGHTS, pt.LAYOUT)
 
 PARTS: dict[str, tuple[PrivatePart, ...]] = {
@@ -46,6 +48,7 @@ PARTS: dict[str, tuple[PrivatePart, ...]] = {
     "FSDP2 on CPUs": FSDP2_ON_CPU,
     "neither DeepSpeed nor FSDP2": DATA_PARALLEL,
     "4-bit weights": FOUR_BIT,
+    "supervised_logits_only": SUPERVISED_LOGITS,
     "check --config_file": CHECK,
 }
 
@@ -61,6 +64,7 @@ def parts_in_use(strategy: Strategy, settings: Settings, device: str) -> list[Pr
         "FSDP2": strategy.is_fsdp,
         "FSDP2 on CPUs": strategy.is_fsdp and device == "cpu",
         "neither DeepSpeed nor FSDP2": not (strategy.is_deepspeed or strategy.is_fsdp),
+        "supervised_logits_only": settings.supervised_logits_only,
         "check --config_file": False,  # it looks at the part itself
         # without bitsandbytes checks/quantized.py refuses
         "4-bit weights": settings.load_in_4bit and importlib.util.find_spec("bitsandbytes") is not None,

@@ -78,6 +78,13 @@ class RecipeArguments:
             "choices": ["logging_steps", "micro_batch"],
         },
     )
+    supervised_logits_only: bool = field(
+        default=False,
+        metadata={
+            "help": "On CPUs too, as TRL does on GPUs, compute logits only where a token has a loss, not for prompts "
+            "and padding. The loss is the same; gradients may differ in their last digits, for sums are of other rows."
+        },
+    )
     nvme_path: str | None = field(
         default=None,
         metadata={

@@ -56,6 +56,7 @@ class Settings:
     auto_find_batch_size: bool
     max_grad_norm: float
     loss_type: str
+    supervised_logits_only: bool
     label_smoothing_factor: float
     bf16: bool | None
     fp16: bool

@@ -14,6 +14,7 @@ from zero_recipes.checkpoint.verify import NotWhole, verify
 from zero_recipes.compat import attention, patches
 from zero_recipes.compat import fsdp as compat_fsdp
 from zero_recipes.compat.huggingface import without_deepspeed_announcement
+from zero_recipes.compat.lm_head import score_supervised_positions_only
 from zero_recipes.compat.patches import FreshAdamAtStage0, adapter_dtypes_kept, load_weights_by_class
 from zero_recipes.config.run import RunConfig
 from zero_recipes.data.prepare import Prepared
@@ -35,6 +36,7 @@ def prepare_libraries(run: RunConfig, args) -> int | None:
     Returns the threads that each process's optimizer on the host was given; None where nothing was changed.
     """
     patches.patch_libraries(run.strategy, run.settings.ddp_timeout)
+    score_supervised_positions_only(run.settings.supervised_logits_only)
     if run.strategy.is_fsdp:
         compat_fsdp.fix_arguments(args, run.device)
     attn_implementation = attention.name_in_force(run.settings.attn_implementation)
