@@ -81,6 +81,7 @@ GROUPS = {
         ("zero2",), ("per_device_train_batch_size=2,8,16", "activation_checkpointing=false,true")
     ),
     "packing": Knobs(("zero2",), ("packing=false,true", "max_length=128,256")),
+    "supervised_logits": Knobs(("ddp", "zero2", "zero3"), ("supervised_logits_only=false,true",)),
 }  # fmt: skip
 
 

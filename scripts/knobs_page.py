@@ -30,6 +30,11 @@ TEXTS = {
         "Packing puts whole rows one after another into sequences of max_length, so that hardly any token is padding. "
         "A step then trains on more real tokens: compare tokens per second, not steps.",
     ),
+    "supervised_logits": (
+        "supervised_logits_only",
+        "TRL's LM head leaves prompts and padding out on GPUs, and on CPUs with this key. A GPU's peak and time are the "
+        "same either way.",
+    ),
     "reduce_bucket": (
         "reduce_bucket_size",
         "Gradients are collected in a buffer of so many elements, and reduced whenever it is full. A larger one means "

@@ -96,6 +96,7 @@ DECIDES += ("bnb_4bit_quant_storage", "bnb_4bit_quant_type", "use_bnb_nested_qua
 DECIDES += ("use_rslora", "lora_alpha", "lora_dropout", "lora_modules_to_save", "lora_r", "lora_target_modules")
 DECIDES += ("lora_target_parameters", "lora_task_type", "seed", "data_seed", "train_sampling_strategy")
 DECIDES += ("dataloader_drop_last", "ignore_data_skip", "average_tokens_across_devices", "loss_type")
+DECIDES += ("supervised_logits_only",)
 DECIDES += ("neftune_noise_alpha", "label_smoothing_factor", "optim", "optim_args", "optim_target_modules")
 DECIDES += ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
 DECIDES += ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
