@@ -96,7 +96,6 @@ DECIDES += ("bnb_4bit_quant_storage", "bnb_4bit_quant_type", "use_bnb_nested_qua
 DECIDES += ("use_rslora", "lora_alpha", "lora_dropout", "lora_modules_to_save", "lora_r", "lora_target_modules")
 DECIDES += ("lora_target_parameters", "lora_task_type", "seed", "data_seed", "train_sampling_strategy")
 DECIDES += ("dataloader_drop_last", "ignore_data_skip", "average_tokens_across_devices", "loss_type")
-DECIDES += ("supervised_logits_only",)
 DECIDES += ("neftune_noise_alpha", "label_smoothing_factor", "optim", "optim_args", "optim_target_modules")
 DECIDES += ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
 DECIDES += ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
@@ -104,7 +103,7 @@ DECIDES += ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
 LENGTH = ("max_steps", "num_train_epochs")
 # shown in a warning where they differ: speed or rounding, not what is trained
 TOLD = ("attn_implementation", "activation_checkpointing", "gradient_checkpointing", "padding_free", "use_liger_kernel")
-TOLD += ("torch_compile", "tf32", "full_determinism", "per_device_train_batch_size")
+TOLD += ("torch_compile", "tf32", "full_determinism", "per_device_train_batch_size", "supervised_logits_only")
 
 
 def recipe_facts(settings: Settings) -> dict[str, Any]:
