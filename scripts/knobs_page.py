@@ -32,8 +32,8 @@ TEXTS = {
     ),
     "supervised_logits": (
         "supervised_logits_only",
-        "TRL's LM head leaves prompts and padding out on GPUs, and on CPUs with this key. A GPU's peak and time are the "
-        "same either way.",
+        "TRL's LM head leaves prompts and padding out on GPUs, and on CPUs with this key. A GPU's peak and time are "
+        "the same either way.",
     ),
     "reduce_bucket": (
         "reduce_bucket_size",
