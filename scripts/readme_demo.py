@@ -45,8 +45,8 @@ def short_part() -> str:
     ]
     table = tables.markdown_columns([tables.Column("Strategy", lambda row: row["label"])], columns, rows).strip()
     said = (
-        f"{units.parameters(parameters).capitalize()} parameters in {precision}, {rows[0]['steps']} steps on {processes} "
-        f"processes ({machine()}). Bytes carry over to GPUs; times do not:"
+        f"{units.parameters(parameters)} parameters in {precision}, {rows[0]['steps']} steps on {processes} processes "
+        f"({machine()}). Bytes carry over to GPUs; times do not:"
     )
     return f"\n{textwrap.fill(said, 120)}\n\n{table}\n\n"
 
@@ -103,7 +103,7 @@ def question(prompt: str) -> str:
 
 
 def with_part(text: str, name: str, part: str) -> str:
-    """A page with what stands between the markers of `name` replaced. Raises ValueError where it has no such markers."""
+    """A page with the part between the markers of `name` replaced. Raises ValueError where it has none."""
     pattern = rf"(<!-- {name}: begin[^\n]*-->\n).*?(<!-- {name}: end -->)"
     text, found = re.subn(pattern, lambda match: match[1] + part + match[2], text, flags=re.DOTALL)
     if not found:

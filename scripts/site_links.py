@@ -1,8 +1,9 @@
 """A hook of mkdocs (mkdocs.yml): the site has every file that its pages link to, and no link of it is dead.
 
-Pages link to files beside docs/ as on GitHub (`../recipes/pythia.yaml`). Such a file is copied to files/ of the site and
-the link points there. After the build every href and src is followed: it must end at a file of the site and its #part at
-an id there, and no page may load anything from elsewhere. What is wrong is a warning, which --strict makes an error.
+Pages link to files beside docs/ as on GitHub (`../recipes/pythia.yaml`). Such a file is copied to files/ of the site,
+and the link points there. After the build every href and src is followed: it must end at a file of the site and its
+#part at an id there, and no page may load anything from elsewhere. What is wrong is a warning, an error with --strict
+(--quiet makes mkdocs count none).
 """
 
 from __future__ import annotations
