@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: setup ops demo test-fast test grid canary cuda-build lint clean
+.PHONY: setup ops demo docs test-fast test grid canary cuda-build lint clean
 
 setup: $(VENV)/.ready
 
@@ -16,6 +16,16 @@ $(VENV)/.ready: requirements.lock pyproject.toml scripts/check_machine.sh
 
 demo: setup
 	@sh scripts/demo.sh
+
+# The site, to be read from the disk: build/site/index.html. A dead link, or a page that would load something from a
+# network, fails it (scripts/site_links.py).
+docs: $(VENV)/.docs
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+	@echo "the site: build/site/index.html"
+
+$(VENV)/.docs: $(VENV)/.ready requirements-docs.lock
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-docs.lock
+	@touch $@
 
 # DeepSpeed's kernels that the tests load, compiled once: async_io takes minutes, and only where libaio-dev is installed
 ops: setup

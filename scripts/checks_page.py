@@ -35,7 +35,7 @@ before any weight is loaded, with exit code 2; warnings are printed once, and th
 `zero-recipes explain ZR104` prints its cause, fix and an example.
 
 `--ignore ZR608` (in a recipe: `ignore: [ZR608]`) turns an error into a warning where that is safe: the codes marked *.
-Any other code under `ignore` is refused. Codes marked (w) are warnings. \\<Angle brackets> stand for what the program
+Any other code under `ignore` is refused. Codes marked (w) are warnings. &lt;Angle brackets> stand for what the program
 fills in. This page is generated: `python scripts/checks_page.py`.
 """
 
@@ -216,7 +216,7 @@ def _cell(text: str) -> str:
     text = " ".join(text.split()).replace("|", "\\|")
     text = text if len(text) <= WIDEST else text[:WIDEST].rsplit(" ", 1)[0] + " ..."
     parts = text.split("`")  # every second one is code, where Markdown leaves "<" alone
-    return "`".join(part if number % 2 else part.replace("<", "\\<") for number, part in enumerate(parts))
+    return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
 
 
 def main(argv: list[str]) -> int:

@@ -1,6 +1,6 @@
-"""Copy a demo's results into docs/demo and the README: python scripts/readme_demo.py [output/demo]
+"""Write what README and the pages show of the demo, and the table of our own recipe keys: python scripts/readme_demo.py
 
-Also writes the README's table of our own recipe keys. --check: exits 1 if the README is not what it would be.
+A folder (output/demo) given: its results are copied into docs/demo first. --check: exits 1 if a part is another.
 """
 
 from __future__ import annotations
@@ -10,18 +10,51 @@ import json
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ("report.json", "report.md", "staircase.png", "throughput.png", "loss.png")
 DEMO = ROOT / "docs" / "demo"
+README = ROOT / "README.md"
+DEMO_PAGE = ROOT / "docs" / "demo.md"
+RECIPE_PAGE = ROOT / "docs" / "recipe.md"
+sys.path.insert(0, str(ROOT))
+
+
+def machine() -> str:
+    hardware = json.loads((DEMO / "full" / "metrics.json").read_text())["hardware"]
+    return f"{hardware['cpu']}, {hardware['cpu_cores']} cores, no GPU"
+
+
+def short_part() -> str:
+    """README's table: of every strategy what a reader compares first."""
+    from zero_recipes.core import tables, units
+
+    rows = [row for row in json.loads((DEMO / "report.json").read_text())["rows"] if row["compared"]]
+    sizes = {(row["parameters"], row["world_size"], row["precision"]) for row in rows}
+    ((parameters, processes, precision),) = sizes
+    columns = [
+        tables.Column(
+            "Model states of a process",
+            lambda row: f"{units.size(row['state_bytes'])}, {row['state_bytes'] / parameters:.0f} bytes a parameter",
+        ),
+        tables.Column("Tokens/s", lambda row: units.count(row["tokens_per_second"])),
+        tables.Column("Sent in a step", lambda row: units.size(row["communication_bytes"])),
+        tables.Column("Final loss", lambda row: units.fixed(row["final_loss"], 4)),
+    ]
+    table = tables.markdown_columns([tables.Column("Strategy", lambda row: row["label"])], columns, rows).strip()
+    said = (
+        f"{units.parameters(parameters)} parameters in {precision}, {rows[0]['steps']} steps on {processes} processes "
+        f"({machine()}). Bytes carry over to GPUs; times do not:"
+    )
+    return f"\n{textwrap.fill(said, 120)}\n\n{table}\n\n"
 
 
 def demo_part() -> str:
-    """The README's section on the demo, from docs/demo alone."""
+    """The page's section on the demo, from docs/demo alone."""
     rows = json.loads((DEMO / "full" / "metrics.json").read_text())
     samples = [json.loads(line) for line in (DEMO / "full" / "samples.jsonl").read_text().splitlines()]
-    machine = f"{rows['hardware']['cpu']}, {rows['hardware']['cpu_cores']} cores, no GPU"
     names = list(samples[0]["scores_after"])
     before, after = (
         {name: sum(sample[key][name] for sample in samples) / len(samples) for name in names}
@@ -33,15 +66,15 @@ def demo_part() -> str:
         f"| {question(sample['prompt'])} | {sample['before']} | {sample['after']} |" for sample in samples[:4]
     )
     return f"""
-Two processes on CPUs ({machine}), 40 steps for each strategy. Model-state bytes carry over to GPUs; times do not.
+Two processes on CPUs ({machine()}), 40 steps for each strategy. Model-state bytes carry over to GPUs; times do not.
 
 {table}
 
-![model states](docs/demo/staircase.png)
+![Memory of the model states under each strategy, part by part](demo/staircase.png)
 
-![loss](docs/demo/loss.png)
+![Loss over the steps of each strategy](demo/loss.png)
 
-![throughput](docs/demo/throughput.png)
+![Tokens a second under each strategy](demo/throughput.png)
 
 The full run (ZeRO-2, {len(rows["loss_history"])} steps): over {len(samples)} held-out prompts {scores}.
 
@@ -54,7 +87,6 @@ The full run (ZeRO-2, {len(rows["loss_history"])} steps): over {len(samples)} he
 
 def keys_part() -> str:
     """The table of the recipe keys that TRL does not have."""
-    sys.path.insert(0, str(ROOT))
     from zero_recipes.config.recipe_keys import RecipeArguments
 
     lines = ["", "| key | default | meaning |", "|---|---|---|"]
@@ -70,19 +102,26 @@ def question(prompt: str) -> str:
     return inside.replace("\n\n### Input:\n", " ")
 
 
-def written(readme: str) -> str:
-    """The README with both parts filled in."""
-    for name, part in (("demo", demo_part()), ("keys", keys_part())):
-        pattern = rf"(<!-- {name}: begin[^\n]*-->\n).*?(<!-- {name}: end -->)"
-        readme = re.sub(pattern, lambda found, part=part: found[1] + part + found[2], readme, flags=re.DOTALL)
-    return readme
+def with_part(text: str, name: str, part: str) -> str:
+    """A page with the part between the markers of `name` replaced. Raises ValueError where it has none."""
+    pattern = rf"(<!-- {name}: begin[^\n]*-->\n).*?(<!-- {name}: end -->)"
+    text, found = re.subn(pattern, lambda match: match[1] + part + match[2], text, flags=re.DOTALL)
+    if not found:
+        raise ValueError(f"no part {name!r} in the page")
+    return text
 
 
-def main(arguments: list[str]) -> int:
-    readme = ROOT / "README.md"
-    if "--check" in arguments:
-        return int(written(readme.read_text()) != readme.read_text())
-    source = Path(arguments[0]) if arguments else ROOT / "output" / "demo"
+def written() -> dict[Path, str]:
+    """README and the two pages as they should be."""
+    return {
+        README: with_part(README.read_text(), "demo", short_part()),
+        DEMO_PAGE: with_part(DEMO_PAGE.read_text(), "demo", demo_part()),
+        RECIPE_PAGE: with_part(RECIPE_PAGE.read_text(), "keys", keys_part()),
+    }
+
+
+def copy_results(source: Path) -> None:
+    """What the pages are made from, out of a demo's folder."""
     (DEMO / "full").mkdir(parents=True, exist_ok=True)
     for name in KEPT:
         shutil.copy(source / name, DEMO / name)
@@ -90,7 +129,15 @@ def main(arguments: list[str]) -> int:
         (DEMO / run.name).mkdir(exist_ok=True)
         shutil.copy(run / "metrics.json", DEMO / run.name / "metrics.json")
     shutil.copy(source / "full" / "samples.jsonl", DEMO / "full" / "samples.jsonl")
-    readme.write_text(written(readme.read_text()))
+
+
+def main(arguments: list[str]) -> int:
+    if "--check" in arguments:
+        return int(any(path.read_text() != text for path, text in written().items()))
+    if arguments:
+        copy_results(Path(arguments[0]))
+    for path, text in written().items():
+        path.write_text(text)
     return 0
 
 

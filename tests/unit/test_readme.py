@@ -1,4 +1,4 @@
-"""The README tells the truth: its files exist, its commands are the tools' own, its tables are made from JSON."""
+"""README and pages tell the truth: their files exist, their commands are the tools' own, their tables made from JSON."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ from zero_recipes.config import recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    shlex.split(line, comments=True)
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-    if line.strip()
-]
+PAGES = "\n".join([README, *(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))])
 
 
-def test_named_files_exist():
-    named = set(
-        re.findall(r"(?:recipes|ds_configs|accelerate_configs|docs|scripts|tests|zero_recipes)/[\w./-]+\.\w+", README)
-    )
+def commands(text: str) -> list[list[str]]:
+    """The lines of its bash blocks, each once, comments dropped and continued lines joined."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    split = [shlex.split(line, comments=True) for line in dict.fromkeys(lines) if line.strip()]
+    return [command for command in split if command]
+
+
+COMMANDS = commands(PAGES)
+
+
+@pytest.mark.parametrize("text", [README, PAGES], ids=["README", "pages"])
+def test_named_files_exist(text):
+    folders = "recipes|ds_configs|accelerate_configs|docs|scripts|tests|zero_recipes"
+    named = set(re.findall(rf"(?<![\w/])(?:{folders})/[\w./-]+\.\w+", text))  # trl/scripts/utils.py is TRL's
     assert len(named) > 10
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
@@ -40,7 +46,7 @@ def test_the_page_of_checks_is_what_the_checks_say():
 
 def test_the_two_commands_are_targets_of_the_makefile():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {command[1] for command in COMMANDS if command[0] == "make"} == {"demo", "test"} <= targets
+    assert {command[1] for command in commands(README) if command[0] == "make"} == {"demo", "test"} <= targets
     assert "make test" in (ROOT / ".ci" / "run").read_text()
 
 
@@ -62,6 +68,20 @@ def test_tool_commands_are_verbs(command):
 
 def test_tables_are_made_from_committed_json():
     assert subprocess.run([sys.executable, "scripts/readme_demo.py", "--check"], cwd=ROOT, timeout=120).returncode == 0
+
+
+def test_what_the_readme_says_of_a_plan_is_what_was_planned():
+    """Of the committed answers the one for its command: two H100 of 80 GB."""
+    said = "ddp and stages 0 to 2 do not fit, stage 3 does"
+    assert said in " ".join(README.split())
+    answers = json.loads((ROOT / "benchmarks" / "results" / "scenarios.json").read_text())["scenarios"]
+    (found,) = (
+        answer["strategies"]
+        for answer in answers
+        if (answer["model"], answer["count"], answer["gpu"]) == ("EleutherAI/pythia-6.9b-deduped", 2, "h100-80gb")
+    )
+    verdicts = {name: found[name]["verdict"] for name in ("ddp", "zero0", "zero1", "zero2", "zero3")}
+    assert verdicts == dict.fromkeys(("ddp", "zero0", "zero1", "zero2"), "no") | {"zero3": "fits"}
 
 
 def test_the_time_of_a_plan_is_the_measured_one():

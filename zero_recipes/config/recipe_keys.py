@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class RecipeArguments:
-    """The keys that TRL does not have. The README's table is made from this class."""
+    """The keys that TRL does not have. The table in docs/recipe.md is made from this class."""
 
     dataset_format: str | None = field(
         default=None,

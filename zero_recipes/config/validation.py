@@ -113,7 +113,7 @@ def key_findings(
                 "Neither TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) nor zero-recipes has it.",
                 f"Did you mean {' or '.join(f'`{name}`' for name in near)}?"
                 if near
-                else "Remove it, or see the README's table of keys.",
+                else "Remove it, or see the table of keys in docs/recipe.md.",
                 key=key,
             )
     if len(unknown) > MOST_UNKNOWN:
@@ -121,7 +121,7 @@ def key_findings(
             "ZR154",
             f"{len(unknown) - MOST_UNKNOWN:,} more unknown keys in {place}",
             f"The first {MOST_UNKNOWN} are named above.",
-            "Is it a recipe? README's table has the keys.",
+            "Is it a recipe? docs/recipe.md has the keys.",
         )
 
 
