@@ -3,7 +3,7 @@
 
 The same under `accelerate launch`, `torchrun`, `deepspeed` and plain `python`:
 
-    accelerate launch --config_file accelerate_configs/zero3.yaml run_sft.py recipes/tiny.yaml
+    accelerate launch --config_file zero3.yaml run_sft.py recipes/tiny.yaml
 
 Exit codes: 0 done; 2 refused before training, with one message; 1 anything else (accelerate and torchrun make 1 of 2).
 """

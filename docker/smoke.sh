@@ -130,7 +130,7 @@ test -s "$volume/output/smoke/metrics.json"
 
 if ((processes == 2)); then
     log "two processes under ZeRO-2, into a relative output folder"
-    inside env OMP_NUM_THREADS=1 accelerate launch --config_file accelerate_configs/zero2.yaml \
+    inside env OMP_NUM_THREADS=1 accelerate launch --config_file zero2.yaml \
         run_sft.py recipes/tiny.yaml "${short[@]}" --output_dir output/smoke2
     test -s "$volume/output/smoke2/metrics.json"
     kernels=$volume/cache/torch_extensions

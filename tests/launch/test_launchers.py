@@ -6,6 +6,7 @@ import collections
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from functools import partial
@@ -16,40 +17,113 @@ import trl
 
 from tests.helpers.grid import grid
 from tests.helpers.known_bad import found_in
-from tests.helpers.tiny import write_recipe
+from tests.helpers.tiny import write_model, write_recipe, write_rows
 from zero_recipes.checkpoint.verify import verify
+from zero_recipes.cli.sweep import all_strategies
 from zero_recipes.config.accelerate import launched_environment
+from zero_recipes.core.process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 QUICK = ["--max_steps", "2", "--sample_prompts", "2", "--sample_max_new_tokens", "4", "--eval_strategy", "no"]
 QUICK += ["--sample_prompts", "tests/helpers/prompts.jsonl", "--logging_steps", "1"]
+FIRST_OURS = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # commands are written as a user writes them
+LINE = "accelerate launch --config_file {}.yaml run_sft.py recipes/pythia.yaml"
+GPUS_ONLY = ("zero3_qwz", "zero3_qgz", "zero3_plus_plus")  # DeepSpeed's quantizer is a CUDA op
 
 pytestmark = pytest.mark.launch
 
 
-def start(command: list[str], output_dir: Path) -> tuple[str, dict]:
-    """(everything printed, metrics.json) of one command that must succeed."""
-    ended = subprocess.run(
+def launched(command: list[str], output_dir: Path) -> subprocess.CompletedProcess:
+    """One command from the repository's folder, to its end; its output is stdout and stderr together."""
+    return subprocess.run(
         [*command, *QUICK, "--output_dir", str(output_dir)],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},  # the deepspeed launcher and plain python set none
+        # the deepspeed launcher and plain python set no threads; torchrun's port is 29500, where others may be
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PET_MASTER_PORT": str(free_port())} | FIRST_OURS,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         timeout=400,
     )
+
+
+def start(command: list[str], output_dir: Path) -> tuple[str, dict]:
+    """(everything printed, metrics.json) of one command that must succeed."""
+    ended = launched(command, output_dir)
     assert ended.returncode == 0, ended.stdout[-4000:]
     return ended.stdout, json.loads((output_dir / "metrics.json").read_text())
 
 
-def test_accelerate(tmp_path):
-    command = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/zero3.yaml"]
-    recipe, out = write_recipe(tmp_path, save_model=True), tmp_path / "out"
-    _, metrics = start([*command, "run_sft.py", str(recipe)], out)
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> list[str]:
+    """What makes any recipe of recipes/ a job of two tiny steps: another model, other rows."""
+    folder = tmp_path_factory.mktemp("small")
+    words = ["--model_name_or_path", str(write_model(folder / "model")), "--random_weights", "true"]
+    words += ["--dataset_name", str(write_rows(folder / "rows")), "--max_length", "128"]
+    return [*words, "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--warmup_steps", "0"]
+
+
+@pytest.fixture(scope="module")
+def used_by(small, tmp_path_factory) -> tuple[Path, dict]:
+    """(output_dir, metrics.json) of the line as it is written everywhere."""
+    out = tmp_path_factory.mktemp("used_by") / "out"
+    return out, start([*shlex.split(LINE.format("zero3")), *small], out)[1]
+
+
+def test_accelerate(used_by):
+    out, metrics = used_by
     assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", "zero3", 2)
     assert (out / "samples.jsonl").read_text().count("\n") == 2
     assert (out / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("recipe", "line"), [("zero3", None), grid("zero2", LINE.format("zero2"))])
+def test_torchrun_with_the_recipes_ds_config_trains_as_accelerate(used_by, small, tmp_path, recipe, line):
+    command = shlex.split(f"torchrun --nproc_per_node 2 run_sft.py recipes/pythia-{recipe}.yaml")
+    _, metrics = start([*command, *small], tmp_path / "torchrun")
+    assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", recipe, 2)
+    by_accelerate = used_by[1] if line is None else start([*shlex.split(line), *small], tmp_path / "accelerate")[1]
+    for key in ("loss_history", "grad_norm_history"):
+        assert len(metrics[key]) == 2 and metrics[key] == by_accelerate[key]
+
+
+@pytest.mark.grid
+def test_accelerate_takes_the_recipe_that_names_the_same_ds_config(used_by, small, tmp_path):
+    command = shlex.split("accelerate launch --config_file zero3.yaml run_sft.py recipes/pythia-zero3.yaml")
+    _, metrics = start([*command, *small], tmp_path / "same")
+    assert metrics["strategy"] == "zero3" and metrics["loss_history"] == used_by[1]["loss_history"]
+    command[3] = "zero2.yaml"
+    other = launched([*command, *small], tmp_path / "other")
+    assert other.returncode == 1 and "[ZR201]" in other.stdout and not (tmp_path / "other").exists()
+    _, metrics = start([*command, *small, "--deepspeed", "null"], tmp_path / "null")
+    assert metrics["strategy"] == "zero2"
+
+
+ON_CPUS = [name for name in all_strategies(ROOT / "accelerate_configs") if name not in ("zero3", *GPUS_ONLY)]
+
+
+@pytest.mark.grid  # what each launch sets: unit/test_used_by.py
+@pytest.mark.parametrize("strategy", ON_CPUS)
+def test_the_used_by_line_trains_under_every_strategy(used_by, small, tmp_path, strategy):
+    more = ["--nvme_path", str(tmp_path)] if strategy.endswith("infinity") else []
+    _, metrics = start([*shlex.split(LINE.format(strategy)), *small, *more], tmp_path / "out")
+    assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", strategy, 2)
+    assert metrics["loss_history"] == pytest.approx(used_by[1]["loss_history"], rel=2e-2)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("strategy", GPUS_ONLY)
+def test_the_used_by_line_is_refused_on_cpus_where_deepspeed_needs_gpus(small, tmp_path, strategy):
+    ended = launched([*shlex.split(LINE.format(strategy)), *small], tmp_path / "out")
+    assert ended.returncode == 1 and "[ZR227]" in ended.stdout and not (tmp_path / "out").exists()
+
+
+@pytest.mark.grid  # the refusal itself: unit/test_half_precision.py; a run in fp16 all the same: engine/test_fp16.py
+def test_the_fp16_recipe_is_refused_on_cpus(small, tmp_path):
+    command = shlex.split("torchrun --nproc_per_node 2 run_sft.py recipes/pythia-410m-zero2-fp16.yaml")
+    ended = launched([*command, *small], tmp_path / "out")
+    assert ended.returncode == 1 and "[ZR215]" in ended.stdout and not (tmp_path / "out").exists()
 
 
 @pytest.mark.grid  # what the launch sets: unit/test_ds_parser.py; a run with that: engine/test_ds_configs.py
@@ -72,9 +146,9 @@ def test_accelerate_ddp(tmp_path):
 def test_torchrun_and_calm(tmp_path):
     """torchrun's own log folder keeps the ranks apart: no line from below may repeat within one."""
     command = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", "29511"]
-    command += ["--log-dir", str(tmp_path / "logs"), "--redirects", "3"]
-    ds_config = ["--deepspeed", "ds_configs/zero2.json"]
-    _, metrics = start([*command, "run_sft.py", "recipes/tiny.yaml", *ds_config], tmp_path / "out")
+    command += ["--log-dir", str(tmp_path / "logs"), "--redirects", "3", "run_sft.py", "recipes/pythia-zero2.yaml"]
+    world = ["--model_name_or_path", "tiny_world/base", "--dataset_name", "tiny_world", "--max_length", "256"]
+    _, metrics = start([*command, *world], tmp_path / "out")
     assert (metrics["strategy"], metrics["world_size"]) == ("zero2", 2)
     logs = sorted((tmp_path / "logs").rglob("std*.log"))
     assert len(logs) == 4, logs

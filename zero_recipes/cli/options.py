@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from zero_recipes.config.accelerate_file import FOLDER, read_accelerate_file
 from zero_recipes.core.errors import Refusal
 
 
@@ -44,6 +45,29 @@ def names(text: str, option: str, each: bool = False) -> list[str]:
             f"{option} NAME, or several by comma.",
         )
     return found
+
+
+def strategies_asked(strategies: str | None, config_file: Path | None) -> list[str] | None:
+    """The strategies that `--strategies` lists, or the one of `--config_file`; None without both. Raises Refusal."""
+    if config_file is None:
+        return None if strategies is None else names(strategies, "--strategies")
+    if strategies is not None:
+        raise Refusal(
+            "ZR364",
+            f"--config_file {config_file} beside --strategies {strategies}",
+            "Both say which strategies are meant.",
+            "Leave out one of them.",
+        )
+    read_accelerate_file(config_file)
+    own = FOLDER / f"{config_file.stem}.yaml"
+    if not own.is_file() or not own.samefile(config_file):
+        raise Refusal(
+            "ZR365",
+            f"--config_file {config_file} is no file of {FOLDER}/",
+            f"A strategy is known by the name of its file there, from the working directory, {Path.cwd()}.",
+            "Copy it there under a name of its own; zero-recipes check --config_file takes any file.",
+        )
+    return [config_file.stem]
 
 
 def refuse_no_folder(path: Path, option: str, is_written: bool = True) -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from zero_recipes.checkpoint.lock import refuse_in_use
 from zero_recipes.checkpoint.output_dir import saved_in
 from zero_recipes.cli.earlier_results import EarlierResults
-from zero_recipes.cli.sweep_runs import SweepRun, runs_of
+from zero_recipes.cli.sweep_runs import SweepRun, refuse_own_ds_config, runs_of
 from zero_recipes.config.ds_auto import NVME_PATH
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
@@ -56,12 +56,13 @@ def sweep(
     """Run `recipe` under each strategy, and each combination of the values in `sets` (KEY=a,b,c).
 
     Saves no weights unless the overrides ask for them. Raises Refusal before the first run where a file is missing, a
-    key is unknown, or a folder holds an earlier run's results.
+    key is unknown, the recipe names a ds_config itself, or a folder holds an earlier run's results.
     """
     configs = {name: config_folder / f"{name}.yaml" for name in strategies}
     _refuse_absent(recipe, script, configs)
     console = terminal()
     runs = runs_of(recipe, configs, sets, overrides, num_processes)
+    refuse_own_ds_config(recipe, runs, overrides, num_processes)
     _refuse_occupied([output_dir / run.name for run in runs], overrides)
     if sets:
         _announce(runs, output_dir, console)

@@ -20,7 +20,7 @@ from zero_recipes.config.ds_schema import schema_findings
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.recipe_keys import key_choices, key_types
 from zero_recipes.config.settings import Settings
-from zero_recipes.config.strategy import launched_ds_config
+from zero_recipes.config.strategy import launched_ds_config, read_ds_config
 from zero_recipes.config.validation import recipe_findings
 from zero_recipes.core.errors import Finding, Refusal, raise_errors
 from zero_recipes.core.files import write_json, write_text
@@ -83,6 +83,32 @@ def runs_of(
         words, ds_config, refusal = _prepared(recipe, mapping, overrides, parsed, values, environments[strategy])
         runs.append(SweepRun(name, strategy, configs[strategy], values, tuple(words), ds_config, refusal))
     return runs
+
+
+def refuse_own_ds_config(recipe: Path, runs: Sequence[SweepRun], overrides: list[str], num_processes: int) -> None:
+    """Refuse a recipe or command line whose `deepspeed:` is not the ds_config of every run. Raises Refusal.
+
+    Under a launch without DeepSpeed it would train by its own ds_config, in a row that is called ddp.
+    """
+    mapping = recipes.read_recipe_file(recipe)
+    if "deepspeed" not in mapping and not any(word.partition("=")[0] == "--deepspeed" for word in overrides):
+        return
+    quieten()
+    settings = recipes.parse_recipe(recipe, mapping, overrides).settings
+    if settings.deepspeed is None:
+        return
+    own, others = read_ds_config(settings.deepspeed), set()
+    for run in runs:
+        launched = launched_ds_config(launched_environment(run.config, num_processes), settings.precision)[0]
+        others |= {run.strategy} if launched != own or run.ds_config is not None else set()
+    if others:
+        named = "an inline mapping" if isinstance(settings.deepspeed, dict) else settings.deepspeed
+        raise Refusal(
+            "ZR366",
+            f"a sweep over {', '.join(sorted(others))}, but `deepspeed:` of {recipe} is {named}",
+            "Each run would be refused for two DeepSpeed configurations, or under ddp train by the recipe's.",
+            "Add --deepspeed null: the strategies' own files then say how to shard.",
+        )
 
 
 def _prepared(recipe: Path, mapping, overrides, sets: list[SetKey], values: dict[str, Any], environment):

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from zero_recipes.cli.options import names, number, refuse_no_folder
+from zero_recipes.cli.options import names, number, refuse_no_folder, strategies_asked
 
 DAY = 86_400.0  # seconds
 DEFAULT_STRATEGIES = "ddp,zero0,zero1,zero2,zero3"
@@ -41,6 +41,7 @@ def add_plan(verbs) -> None:
     verb.add_argument("--gpus", required=True, help="how many; several by comma: the smallest machine is looked for")
     verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb (zero_recipes/core/hardware.yaml)")
     verb.add_argument("--strategies", help="names of accelerate_configs/*.yaml, by comma; default: all")
+    verb.add_argument("--config_file", type=Path, help="one of them by its file, as for accelerate launch")
     verb.add_argument(
         "--gpus_per_node", type=number("--gpus_per_node", int, 1), default=8, help="at most; default: %(default)s"
     )
@@ -72,8 +73,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     if arguments.output_dir is not None:
         refuse_no_folder(arguments.output_dir, "--output_dir")
-    if arguments.strategies is not None:
-        names(arguments.strategies, "--strategies")
+    asked = strategies_asked(arguments.strategies, arguments.config_file)
+    arguments.strategies = asked and ",".join(asked)
     return command.run(arguments, arguments.overrides)
 
 
@@ -83,8 +84,9 @@ def add_sweep(verbs) -> None:
     )
     verb.add_argument("recipe", type=Path)
     verb.add_argument(
-        "--strategies", default=DEFAULT_STRATEGIES, help="names of accelerate_configs/*.yaml, by comma; or: all"
+        "--strategies", help=f"names of accelerate_configs/*.yaml, by comma; or: all; default: {DEFAULT_STRATEGIES}"
     )
+    verb.add_argument("--config_file", type=Path, help="one of them by its file, as for accelerate launch")
     verb.add_argument("--num_processes", type=number("--num_processes", int, 1), default=2)
     verb.add_argument("--output_dir", type=Path, help="default: output/<recipe>-sweep")
     verb.add_argument(
@@ -104,7 +106,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
 
     output_dir = arguments.output_dir or Path("output") / f"{arguments.recipe.stem}-sweep"
     refuse_no_folder(output_dir, "--output_dir")
-    strategies = names(arguments.strategies, "--strategies")
+    strategies = strategies_asked(arguments.strategies, arguments.config_file) or names(DEFAULT_STRATEGIES, "")
     everything = strategies == ["all"]
     strategies = all_strategies() if everything else strategies
     asked = (arguments.recipe, strategies, arguments.num_processes, output_dir, arguments.overrides)

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from zero_recipes.config.accelerate_file import UNNAMED, read_accelerate_file
 from zero_recipes.core.errors import Finding, Refusal, first_line
 
 if TYPE_CHECKING:
@@ -36,7 +35,6 @@ INLINE = {
     "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
     "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
-UNNAMED = -1  # accelerate's own value where a file has no num_processes
 DS_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 
 
@@ -44,7 +42,7 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
     """The variables that `accelerate launch` sets and a run is put together from. Raises Refusal for a broken file."""
     if config_file is None:
         return {} if num_processes in (None, 1) else {"WORLD_SIZE": str(num_processes)}
-    config = _read(config_file)
+    config = read_accelerate_file(config_file)
     refuse_what_no_launch_takes(config, config_file, num_processes)
     count = num_processes or config.num_processes
     environment = {"WORLD_SIZE": str(count)}
@@ -238,48 +236,3 @@ def _refuse_unreachable_machines(config: ClusterConfig, path: Path) -> None:
             "Each machine would wait for the others at its own address, until its time is over.",
             "Write the address of the machine with machine_rank 0, or num_machines: 1.",
         )
-
-
-def _read(path: Path) -> ClusterConfig:
-    """The file as accelerate reads it, its blocks as mappings and num_processes at least 1. Raises Refusal."""
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    if not path.is_file():
-        raise Refusal(
-            "ZR304",
-            f"there is no accelerate file {path}",
-            f"Paths are relative to the working directory, {Path.cwd()}.",
-            "See accelerate_configs/.",
-        )
-    try:
-        config = load_config_from_file(str(path))
-        if not hasattr(config, "deepspeed_config"):
-            raise TypeError("it is for Amazon SageMaker, which starts its own machines: no run of this repository")
-        for name in ("deepspeed_config", "fsdp_config", "parallelism_config"):
-            if not isinstance(getattr(config, name), dict):  # by hand: accelerate does not check types
-                raise TypeError(f"{name} is no mapping")
-    except yaml.YAMLError as error:
-        raise Refusal(
-            "ZR305", f"{path} is not YAML", str(error).replace("\n", " "), "Correct the line that it names."
-        ) from None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise Refusal(
-            "ZR306",
-            f"{path} is not an accelerate file",
-            f"{first_line(error).rstrip('.')}.",
-            "See those in accelerate_configs/.",
-        ) from error
-    config.num_processes = UNNAMED if config.num_processes in (None, -1) else config.num_processes
-    config.num_machines = 1 if config.num_machines is None else config.num_machines
-    for name in ("num_processes", "num_machines"):
-        value = getattr(config, name)
-        if value is UNNAMED:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise Refusal(
-                "ZR307",
-                f"{name} in {path} is {value!r}",
-                "It must be a whole number of at least 1.",
-                "Write a whole number.",
-            )
-    return config

@@ -156,7 +156,8 @@ def _in_force(
             f"two DeepSpeed configurations: the recipe names {_shown(named)}, the launcher {launched_from}",
             "transformers (training_args.py, `if self.deepspeed`) would take the recipe's and drop the launcher's "
             "silently.",
-            "Remove `deepspeed:` from the recipe or the command line, or launch with torchrun.",
+            "Remove `deepspeed:` from the recipe or the command line, or add --deepspeed null: the launcher's counts "
+            "then. Or launch with torchrun.",
         )
     return config, launched_from
 

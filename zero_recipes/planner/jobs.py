@@ -58,7 +58,7 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
             "ZR801",
             f"--strategies {','.join(names)}, but the recipe names a DeepSpeed configuration itself",
             "A run under these strategies would be refused: two places would say how to shard.",
-            "Leave out --strategies, or remove `deepspeed:` from the recipe.",
+            "Leave out --strategies, or add --deepspeed null.",
         )
     without = ("zero0",) if recipe.settings.precision == "fp16" else ()  # refused (ZR271)
     return {name: _ds_config_of(folder / f"{name}.yaml") for name in names or ALL if names or name not in without}
