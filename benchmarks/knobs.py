@@ -88,7 +88,7 @@ GROUPS = {
         ("zero2",),
         ("train_sampling_strategy=random,group_by_length", "per_device_train_batch_size=4,8"),
         ("--max_length", "512", "--max_steps", "-1", "--num_train_epochs", "1"),
-        alpaca=600,
+        alpaca=200,
     ),
 }  # fmt: skip
 
