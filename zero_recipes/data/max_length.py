@@ -18,8 +18,9 @@ def holding(tokens: int) -> int:
 
 
 def max_length_findings(found: Audit, training_args, source: Source) -> Iterator[Finding]:
-    """At most one finding: more rows are cut than could be slips."""
-    if found.truncated <= SLIPS * found.rows or (training_args.packing and training_args.packing_strategy in PARTING):
+    """At most one finding: more rows are cut than could be slips. Where most are dropped, the audit says it."""
+    parted = training_args.packing and training_args.packing_strategy in PARTING
+    if found.truncated <= max(1, SLIPS * found.rows) or found.dropped > found.rows / 2 or parted:
         return
     most = holding(found.most)
     fewer = f"; {most:,} holds 99 % of them" if training_args.max_length < most < holding(found.longest) else ""
