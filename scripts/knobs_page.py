@@ -84,8 +84,8 @@ TEXTS = {
 HEAD = """# What the knobs do
 
 Every knob below was swept as `zero-recipes sweep --set` does, on {count} CPU processes over gloo: a GPT-NeoX of
-{parameters} parameters with random weights on the tiny world's rows, or Alpaca's where that is said, in bf16. Written by
-`scripts/knobs_page.py` from `benchmarks/results/knobs.json` (`{command}`).
+{parameters} parameters with random weights on the tiny world's rows, or Alpaca's where that is said, in bf16. Written
+by `scripts/knobs_page.py` from `benchmarks/results/knobs.json` (`{command}`).
 
 **None of this was measured on a GPU.** Carried over to GPUs can be the model states, the bytes through collectives and
 the losses. Times are those of CPU processes that share {cores} cores: streams, NVLink and kernels are missing, and with
