@@ -74,7 +74,7 @@ def train(run):
         with gate.planning(run) as planned, recorder.clock.phase("data"):
             tokenizer = load_tokenizer(model_args, args)
             rows = prepare_rows(script_args, args, dataset_args, ours, tokenizer)
-            recorder.predicted = planned()
+            recorder.predicted = planned(rows)
         refuse_other_data(run.checkpoint, rows.data_sha256, rows.train)
         with recorder.loading():
             model = load_model(config, model_args, args, ours)  # the last that can refuse

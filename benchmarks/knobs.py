@@ -3,13 +3,14 @@
 Each group is a `zero-recipes sweep --set`, whose runs go one after another through one pair of processes, twice: once
 forth and once back, the faster one counts. Beside them stands the peak of the same job on a GPU, which the engine's
 simulation (zero-recipes plan) finds without one. Writes benchmarks/results/knobs.json, from which scripts/knobs_page.py
-makes docs/knobs.md. About eight minutes on two cores; with names of groups, the others stay as they are.
+makes docs/knobs.md. About ten minutes on two cores; with names of groups, the others stay as they are.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import tempfile
 from pathlib import Path
@@ -36,10 +37,11 @@ from zero_recipes.theory.zero_paper import paper_volume
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "knobs.json"
+ALPACA = ROOT.parent / "shared" / "fixtures" / "alpaca_2k.jsonl"
 PROCESSES = 2
 KEPT = ("strategy", "status", "code", "reason", "swept", "state_bytes", "params_bytes", "grads_bytes",
         "optimizer_bytes", "peak_allocated_bytes", "communication_bytes", "step_seconds_median", "tokens_per_second",
-        "final_loss")  # fmt: skip
+        "non_padding_share", "final_loss")  # fmt: skip
 ZERO = "zero_optimization"
 RELEASED = {  # stage 3 lets go of each parameter after its use, as it must with large models
     "stage3_max_reuse_distance": 0,
@@ -56,6 +58,7 @@ class Knobs(NamedTuple):
     sets: tuple[str, ...]
     options: tuple[str, ...] = ()  # the same for all its runs
     zero: dict[str, Any] | None = None  # keys of zero_optimization, likewise
+    alpaca: int = 0  # so many rows of Alpaca instead of the tiny world's
 
 
 GROUPS = {
@@ -82,6 +85,12 @@ GROUPS = {
     ),
     "packing": Knobs(("zero2",), ("packing=false,true", "max_length=128,256")),
     "supervised_logits": Knobs(("ddp", "zero2", "zero3"), ("supervised_logits_only=false,true",)),
+    "group_by_length": Knobs(  # an epoch, for the sampler begins with the longest rows
+        ("zero2",),
+        ("train_sampling_strategy=random,group_by_length", "per_device_train_batch_size=4,8"),
+        ("--max_length", "512", "--max_steps", "-1", "--num_train_epochs", "1"),
+        alpaca=200,
+    ),
 }  # fmt: skip
 
 
@@ -96,6 +105,9 @@ def main(names: list[str]) -> None:
     two = Group(PROCESSES)
     try:
         for name in names or GROUPS:
+            if GROUPS[name].alpaca and not ALPACA.is_file():
+                print(f"{name} is left out: {ALPACA.name} (CC BY-NC 4.0) is not part of this repository", flush=True)
+                continue
             document["groups"][name] = _measure(two, recipe, name, folder / name)
             _write(document)
             print(name, "done", flush=True)
@@ -126,8 +138,20 @@ def _model(folder: Path) -> Path:
     return folder
 
 
+def _with_alpaca(recipe: Path, folder: Path, count: int) -> Path:
+    """The recipe with so many rows of Alpaca, drawn with a seed."""
+    rows = ALPACA.read_text().splitlines()
+    (folder / "rows").mkdir(parents=True)
+    (folder / "rows" / "train.jsonl").write_text("\n".join(random.Random(0).sample(rows, count)) + "\n")
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipes.read_recipe_file(recipe) | {"dataset_name": str(folder / "rows")}))
+    return path
+
+
 def _measure(group: Group, recipe: Path, name: str, folder: Path) -> dict[str, Any]:
     knobs = GROUPS[name]
+    if knobs.alpaca:
+        recipe = _with_alpaca(recipe, folder, knobs.alpaca)
     configs = {strategy: plan_jobs.CONFIGS / f"{strategy}.yaml" for strategy in knobs.strategies}
     runs = runs_of(recipe, configs, knobs.sets, list(knobs.options), PROCESSES)
     passes = [{run.name: _run(group, recipe, knobs, run, folder) for run in order} for order in (runs, runs[::-1])]

@@ -75,6 +75,11 @@ TEXTS = {
         "The same 16 sequences of an optimizer step are computed in passes of 2, 4 or 8 a process. More passes need "
         "less memory for activations; from stage 2 on each of them reduces the gradients again.",
     ),
+    "group_by_length": (
+        "Rows of like length in a batch",
+        "train_sampling_strategy: group_by_length draws rows at random, and sorts each 50 micro batches' worth of them "
+        "by length: a row is padded to its likes. An epoch of rows of Alpaca, of at most 512 tokens.",
+    ),
     "checkpointing": (
         "Micro batch against activation checkpointing",
         "With activation_checkpointing the backward pass computes each layer's activations again instead of keeping "
@@ -84,8 +89,8 @@ TEXTS = {
 HEAD = """# What the knobs do
 
 Every knob below was swept as `zero-recipes sweep --set` does, on {count} CPU processes over gloo: a GPT-NeoX of
-{parameters} parameters with random weights on the tiny world's rows, in bf16. Written by `scripts/knobs_page.py` from
-`benchmarks/results/knobs.json` (`{command}`).
+{parameters} parameters with random weights on the tiny world's rows, or Alpaca's where that is said, in bf16. Written
+by `scripts/knobs_page.py` from `benchmarks/results/knobs.json` (`{command}`).
 
 **None of this was measured on a GPU.** Carried over to GPUs can be the model states, the bytes through collectives and
 the losses. Times are those of CPU processes that share {cores} cores: streams, NVLink and kernels are missing, and with
@@ -125,6 +130,8 @@ def columns(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Column], list[Colum
         Column("Final loss", lambda row: units.fixed(row["final_loss"], 4)),
         Column("Status", _status),
     ]
+    if any("non_padding_share" in row for row in rows):
+        others.insert(-2, Column("Padding", lambda row: units.percent(1 - row["non_padding_share"])))
     return named, others
 
 

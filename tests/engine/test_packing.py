@@ -124,6 +124,43 @@ def first_step(group, recipe, out, **keys) -> tuple[dict, dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
+def test_padding_free_rows_that_max_length_cuts_have_the_loss_and_the_gradient_of_padded_ones(ranks, request, tmp_path):
+    """Rows of 1 to 60 words cut to 70 tokens, every row once in a step; on two processes under eager attention."""
+    group = request.getfixturevalue(ranks)
+    recipe = write_recipe(
+        tmp_path, dataset_name=str(write_rows(tmp_path / "few", count=48)), bf16=False, max_steps=1, save_model=True,
+        optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=1e9, weight_decay=0.0,
+        max_length=70, attn_implementation={"one": "sdpa", "two": "eager"}[ranks],
+        per_device_train_batch_size=24 // group.world_size, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    padded, plain = first_step(group, recipe, tmp_path / "a")
+    free, found = first_step(group, recipe, tmp_path / "b", padding_free="true")
+    whole, _ = first_step(group, recipe, tmp_path / "c", padding_free="true", max_length=128)
+    for key in ("non_padding", "supervised"):
+        assert free["tokens"][key] == padded["tokens"][key] < whole["tokens"][key]
+    assert free["tokens"]["all"] == free["tokens"]["non_padding"] < 0.9 * padded["tokens"]["all"]
+    assert free["max_length"] == padded["max_length"] == 70
+    for key in ("loss_history", "grad_norm_history"):
+        assert free[key] == pytest.approx(padded[key], rel=1e-5)
+    for name, weights in plain.items():
+        torch.testing.assert_close(found[name], weights, rtol=1e-5, atol=1e-5, msg=name)
+
+
+def test_a_padding_free_micro_batch_is_one_of_packed_rows():
+    """What is shown of packed rows above holds for padding_free too: TRL's collator makes the same batch."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    rows = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14]]
+    collate = DataCollatorForLanguageModeling(pad_token_id=1, padding_free=True)
+    apart = collate([{"input_ids": row, "labels": row} for row in rows])
+    flat = [token for row in rows for token in row]
+    packed = collate([{"input_ids": flat, "labels": flat, "seq_lengths": [len(row) for row in rows]}])
+    assert apart.keys() == packed.keys() and "attention_mask" not in apart
+    for key, value in packed.items():
+        assert torch.equal(torch.as_tensor(apart[key]), torch.as_tensor(value)), key
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
 def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(ranks, request, tmp_path):
     """Every row once in a step, of 1 to 60 words: packed with accumulation against padded in one micro batch a rank."""
     group = request.getfixturevalue(ranks)

@@ -346,9 +346,14 @@ CASES = {
         "ZR132",
         {"level": "warning"},
     ),
-    "padding_free with a max_length": (
+    "padding_free with a max_length that nothing cuts rows to": (
+        {"padding_free": True, "dataset_kwargs": {"skip_prepare_dataset": True}},
         {"padding_free": True},
-        {"padding_free": True, "max_length": None},
+        "ZR131",
+    ),
+    "padding_free with a max_length on a stream": (
+        {"padding_free": True, "dataset_streaming": True, "max_steps": 3},
+        {"padding_free": True, "dataset_streaming": True, "max_steps": 3, "max_length": None},
         "ZR131",
     ),
     "parallelism by accelerate": (

@@ -123,6 +123,35 @@ def test_flops_are_six_per_weight_and_token_and_eight_with_recomputation():
 
 
 @pytest.mark.parametrize(
+    ("kind", "sizes", "layers_of_mlp"),
+    [
+        ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}, 2 * 48),
+        (
+            "qwen2_moe",
+            {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "intermediate_size": 48}
+            | {"shared_expert_intermediate_size": 28},
+            3 * 20 + 28,
+        ),
+    ],
+)
+def test_a_token_takes_the_flops_and_the_activations_of_the_experts_that_it_goes_to(kind, sizes, layers_of_mlp):
+    """Against the model's own modules (theory/flops.py), and the same weights with every expert at work."""
+    config = {"model_type": kind, "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
+    asked = replace(job("zero3", max_length=64), config=config | sizes)
+    shape = shape_of(asked.config, asked.settings)
+    tokens = 64 * asked.settings.per_device_train_batch_size * asked.settings.gradient_accumulation_steps
+    attention = 12 * 3 * 64 * 32 * tokens
+    found = predict_by_formulas(asked).flops_per_step - attention
+    assert found == pytest.approx(6 * shape.flops.weights * tokens, rel=0.02)  # norms have no product
+    assert found < 0.8 * 6 * shape.multiplied * tokens
+    assert shape.ffn == layers_of_mlp and shape.gated
+    every = next(key for key in sizes if key.startswith("num_"))
+    busy = replace(asked, config=config | sizes | {"num_experts_per_tok": sizes[every]})
+    assert predict_by_formulas(busy).flops_per_step - attention == 6 * shape.multiplied * tokens
+
+
+@pytest.mark.parametrize(
     ("strategy", "moved"),
     [
         ("ddp", {"all_reduce": 4 * PSI}),

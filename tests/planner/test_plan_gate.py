@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import statistics
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from datasets import Dataset
 
 from tests.helpers.plan_jobs import GB, ROOT, job, recipe
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.hardware import gpu_named, gpus
 from zero_recipes.core.process import kill_with_children, lives
+from zero_recipes.data.lengths import RowLengths
 from zero_recipes.planner import cards, gate
+from zero_recipes.planner.cost import estimate
+from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.overheads import overheads
 from zero_recipes.planner.predict import Predictor
 from zero_recipes.planner.simulator import parent as simulation
@@ -145,6 +154,37 @@ def test_a_plan_that_hangs_costs_a_run_its_time_limit(monkeypatch, tmp_path, cap
     said = capsys.readouterr().out
     assert "by textbook formulas; it took" in said
     assert "plan          single is by formulas: simulations were given 0 s." in said
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_runs_own_plan_says_how_long_a_step_of_its_rows_takes(monkeypatch, capsys, packing):
+    """On a GPU that hardware.yaml has: of the prepared rows' own lengths, as `zero-recipes plan` estimates."""
+    monkeypatch.chdir(ROOT)
+    draw = random.Random(packing)
+    lengths = [[draw.randint(5, 60) for _ in range(8)] if packing else [draw.randint(5, 400)] for _ in range(50)]
+    train = Dataset.from_dict({"input_ids": [[1] * sum(pack) for pack in lengths]})
+    train = train.add_column("seq_lengths", lengths) if packing else train
+    own = run_to_plan()
+    run = replace(own, settings=own.settings.replace(packing=packing), device="cuda")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(cards, "card", lambda index=None: cards.Card(0, "here", 2000 * GB, 0))
+    monkeypatch.setattr(gate, "Predictor", lambda limit: predict_by_formulas)
+    with gate.planning(run) as planned:
+        planned(SimpleNamespace(train=train, rows=len(train)))
+    said = capsys.readouterr().out
+    asked = gate.job_of_run(run, {})
+    flat = tuple(length for pack in lengths for length in pack)
+    speed = estimate(asked, predict_by_formulas(asked), gpu_named("h100-80gb", gpus()),
+                     rows=RowLengths(flat, len(lengths), None, ""))  # fmt: skip
+    low, high = (f"{each:,.0f}" for each in speed.tokens_per_second)
+    assert f"{low} to {high} real tokens/s" in said and f"{statistics.mean(flat):,.0f} tokens on average" in said
+    # a card that is not known, and a stream
+    with gate.planning(run) as planned:
+        planned(SimpleNamespace(train=None, rows=None))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a card of tomorrow")
+    with gate.planning(run) as planned:
+        planned(SimpleNamespace(train=train, rows=len(train)))
+    assert "real tokens/s" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

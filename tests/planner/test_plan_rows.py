@@ -12,9 +12,13 @@ import pytest
 
 from tests.helpers.plan_jobs import ROOT, job, recipe
 from zero_recipes.cli import main as cli
+from zero_recipes.config import recipe as recipes
 from zero_recipes.core.hardware import gpu_named, gpus
 from zero_recipes.data import lengths as data_lengths
 from zero_recipes.data.lengths import RowLengths, rows_at_hand
+from zero_recipes.data.load import load_tokenizer
+from zero_recipes.data.max_length import holding
+from zero_recipes.data.prepare import prepare_rows
 from zero_recipes.planner import cost
 from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.formulas.shape import shape_of
@@ -27,8 +31,9 @@ ALPACA = ROOT.parent / "shared" / "fixtures" / "alpaca_2k.jsonl"
 
 
 @pytest.fixture(autouse=True)
-def at_home(monkeypatch):
+def at_home(monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))  # no rows of other tests' runs
     monkeypatch.setenv("COLUMNS", "200")
 
 
@@ -179,6 +184,21 @@ def test_the_rows_of_a_folder_are_tokenised_as_the_run_does_it():
     assert max(cut.lengths) == 40
 
 
+@pytest.mark.parametrize("keys", [{}, {"packing": True}, {"eval_strategy": "no"}])
+def test_rows_that_a_run_has_prepared_are_read_all_of_them(keys):
+    own = recipe("tiny")
+    settings = own.settings.replace(**keys)
+    few = rows_at_hand(settings, own.path)
+    assert few.source.startswith("1,080 of 2,160 rows")
+    script_args, args, model_args, dataset_args, ours = recipes.instances(settings.replace(use_cpu=True), own.path)
+    rows = prepare_rows(script_args, args, dataset_args, ours, load_tokenizer(model_args, args))
+    found = rows_at_hand(settings, own.path)
+    assert found.source == "all 2,160 rows, as a run has prepared them"
+    assert found.epoch == found.sequences == len(rows.train) and sum(found.lengths) == rows.audit.tokens
+    assert len(found.lengths) == 2160 and found.mean == pytest.approx(few.mean, rel=0.02)
+    assert rows_at_hand(settings.replace(max_length=200), own.path).source == few.source  # other rows
+
+
 def test_packed_rows_are_packed_by_trls_own_code(monkeypatch):
     own = recipe("tiny")
     settings = own.settings.replace(packing=True)
@@ -245,6 +265,16 @@ def test_the_plan_prints_the_rows_beside_full_ones(capsys):
         assert shown["cost"]["per_million_tokens"] == pytest.approx(each)
         assert shown["cost"]["hours"] == pytest.approx([120 * end / 3600 for end in shown["step_seconds"]])
     assert real["step_seconds"][1] < row["step_seconds"][1]
+
+
+def test_a_max_length_that_no_row_comes_near_is_said_with_one_that_holds_them(capsys):
+    own = recipe("tiny")
+    longest = max(rows_at_hand(own.settings, own.path).lengths)
+    said = " ".join(plan(capsys, "--strategies", "zero2").split())
+    assert f"None of them has more than {longest} tokens: --max_length {holding(longest)} trains them all" in said
+    assert longest <= holding(longest) < longest + 64 and holding(longest) % 64 == 0
+    for options in (("--max_length", str(holding(longest))), ("--packing", "true"), ("--mean_tokens", "50")):
+        assert "None of them has more" not in plan(capsys, "--strategies", "zero2", *options)
 
 
 def test_an_epoch_of_packed_rows_is_an_epoch_of_packs(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from trl import SFTConfig
 from zero_recipes.cli import main as cli
 from zero_recipes.data.audit import audit, audit_findings
 from zero_recipes.data.prepare import finish, tokenise
+from zero_recipes.data.splits import prepare_split
 
 BASE = Path(__file__).resolve().parents[2] / "tiny_world" / "base"
 
@@ -39,6 +41,25 @@ def test_truncated_and_dropped_rows(tokenizer, tmp_path):
     found, findings = audited(rows, tokenizer, tmp_path, max_length=20)
     assert (found.rows, found.truncated, found.dropped, findings) == (2, 1, 1, [])
     assert audited(rows, tokenizer, tmp_path, max_length=2)[1][0].code == "ZR513"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_max_length_that_cuts_more_than_slips_is_said_with_those_that_hold_the_rows(seed, tokenizer, tmp_path):
+    draw = random.Random(seed)
+    rows = [{"text": "The fish hums. " * draw.choice([1, 5, 20])} for _ in range(100)] + [{"text": "The fish " * 300}]
+    whole = [len(ids) + 1 for ids in tokenizer([row["text"] for row in rows])["input_ids"]]
+    longest, cut = max(whole), sum(length > 40 for length in whole)
+    split = prepare_split(Dataset.from_list(rows), tokenizer, arguments(tmp_path, max_length=40), False, False)
+    (finding,) = [finding for finding in split[3] if finding.code == "ZR553"]
+    assert finding.level == "warning" and f"max_length 40 cuts {cut} of 101 rows" in finding.what
+    held = -(-longest // 64) * 64
+    assert f"max_length: {held} holds every row (the longest has {longest} tokens)" in finding.fix
+    most = -(-sorted(whole)[99] // 64) * 64
+    assert f"; {most} holds 99 % of them" in finding.fix
+    for keys in ({"max_length": held}, {"max_length": None}, {"max_length": max(w for w in whole if w < longest)},
+                 {"max_length": 40, "packing": True, "packing_strategy": "bfd_split"}):  # fmt: skip
+        found = prepare_split(Dataset.from_list(rows), tokenizer, arguments(tmp_path, **keys), "packing" in keys, False)
+        assert "ZR553" not in [finding.code for finding in found[3]], keys
 
 
 def test_rows_without_any_loss_are_an_error_with_their_number(tokenizer, tmp_path):

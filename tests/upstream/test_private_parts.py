@@ -170,10 +170,13 @@ def test_a_run_is_asked_for_the_parts_that_it_uses(stage, config, groups):
         zero_stage=stage,
         ds_config=None if config is None else DsConfig({"zero_optimization": {"stage": stage, **config}}),
     )
-    used = registry.parts_in_use(strategy, SimpleNamespace(load_in_4bit=False), "cpu")
+    plain = {"load_in_4bit": False, "padding_free": False, "packing": False, "max_length": 8}
+    used = registry.parts_in_use(strategy, SimpleNamespace(**plain), "cpu")
     assert used == [p for group, parts in registry.PARTS.items() if group in groups | {"every run"} for p in parts]
-    with_4_bit = registry.parts_in_use(strategy, SimpleNamespace(load_in_4bit=True), "cuda")
+    with_4_bit = registry.parts_in_use(strategy, SimpleNamespace(**plain | {"load_in_4bit": True}), "cuda")
     assert set(registry.FOUR_BIT) <= set(with_4_bit) and not set(registry.FSDP2_ON_CPU) & set(with_4_bit)
+    cut = SimpleNamespace(**plain | {"padding_free": True})
+    assert set(registry.parts_in_use(strategy, cut, "cpu")) == {*used, *registry.PADDING_FREE}
 
 
 # where the parts are applied
@@ -296,7 +299,7 @@ def test_the_tested_versions_are_those_of_pyproject_and_of_the_lock():
 
 def test_every_part_names_a_library_and_has_a_name_of_its_own():
     assert len({part.name for part in PARTS}) == len(PARTS)
-    modules = (parts_of_accelerate, parts_of_deepspeed, parts_of_huggingface, registry.pt)
+    modules = (parts_of_accelerate, parts_of_deepspeed, parts_of_huggingface, registry.pt, registry.trl)
     written = {id(v) for m in modules for v in vars(m).values() if isinstance(v, private_part.PrivatePart)}
     assert written == set(map(id, PARTS))
     for part in PARTS:

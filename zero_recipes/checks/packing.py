@@ -40,12 +40,15 @@ def packing_findings(settings: Settings, model, device: str) -> Iterator[Finding
             "Run with --attn_implementation sdpa.",
         )
     if settings.padding_free and not packing and settings.max_length is not None:
-        yield Finding(
-            "ZR131",
-            "padding_free without packing, with a max_length",
-            "TRL (trainer/sft_trainer.py) stops on it: max_length would not be enforced.",
-            "Set packing: true, or max_length: null with rows that are short enough.",
-        )
+        streamed = settings.dataset_streaming or settings.streaming
+        if streamed or (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            yield Finding(
+                "ZR131",
+                f"padding_free with a max_length, and {'a stream' if streamed else 'skip_prepare_dataset'}",
+                "Rows are cut to max_length where they are prepared before training, and these are not: TRL "
+                "(trainer/sft_trainer.py) would stop on it.",
+                "Set packing: true, or max_length: null with rows that are short enough.",
+            )
     if settings.eval_packing and settings.evaluates and not (packing or settings.padding_free):
         yield Finding(
             "ZR569",
@@ -103,14 +106,16 @@ def _scores_in_vain(settings: Settings) -> Iterator[Finding]:
     rows = settings.per_device_train_batch_size
     if settings.attn_implementation not in (None, "sdpa", "eager") or rows == 1:
         return
-    if settings.packing and rows * (settings.max_length or 0) >= QUADRATIC:
+    if rows * (settings.max_length or 0) >= QUADRATIC:
+        fix = f"Set per_device_train_batch_size: 1 and {rows} times the gradient_accumulation_steps"
+        if not settings.packing:
+            fix = f"Set packing: true, per_device_train_batch_size: 1 and max_length to about {rows} rows"
         yield Finding(
             "ZR464",
-            f"packing with per_device_train_batch_size {rows} and attn_implementation: "
-            f"{settings.attn_implementation or 'sdpa'}",
-            f"The packed rows of a micro batch stand in one sequence of {rows * settings.max_length:,} tokens (TRL's "
+            f"{'packing' if settings.packing else 'padding_free'} with per_device_train_batch_size {rows} and "
+            f"attn_implementation: {settings.attn_implementation or 'sdpa'}",
+            f"The rows of a micro batch stand in one sequence of up to {rows * settings.max_length:,} tokens (TRL's "
             f"padding-free collator): the mask and the scores take {rows} times what they take one by one.",
-            f"Set per_device_train_batch_size: 1 and {rows} times the gradient_accumulation_steps; or, on GPUs, "
-            "attn_implementation: flex_attention or flash_attention_2, which skip what is masked.",
+            f"{fix}; or, on GPUs, attn_implementation: flex_attention or flash_attention_2, which skip what is masked.",
             level="warning",
         )

@@ -119,11 +119,14 @@ def _trainer(args, model, peft_config):
     from transformers import PreTrainedTokenizerFast
     from trl import SFTTrainer
 
+    from zero_recipes.compat.huggingface import rows_are_cut
+
     words = Tokenizer(models.WordLevel({"word": 0, "end": 1, "pad": 2}, unk_token="word"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token="pad")
     rows = Dataset.from_list([{"input_ids": [0, 0, 1], "labels": [0, 0, 1]}] * 2)
     evaluation = None if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no" else rows
-    return SFTTrainer(model, args, None, rows, evaluation, tokenizer, peft_config=peft_config)
+    with rows_are_cut(args):
+        return SFTTrainer(model, args, None, rows, evaluation, tokenizer, peft_config=peft_config)
 
 
 def _optimizer(trainer):

@@ -12,6 +12,7 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from zero_recipes.compat import parts_of_huggingface as parts
+from zero_recipes.compat import parts_of_trl
 
 if TYPE_CHECKING:
     from datasets import Dataset  # a look at a recipe needs it not
@@ -77,7 +78,7 @@ def kept_in_fp32(model: PreTrainedModel) -> set[str]:
 
 def fingerprint(rows: Dataset) -> str:
     """The datasets library's own hash of these rows and of all that has made them."""
-    return parts.FINGERPRINT.of(rows, "_fingerprint")
+    return parts_of_trl.FINGERPRINT.of(rows, "_fingerprint")
 
 
 @contextlib.contextmanager
@@ -105,7 +106,7 @@ def prepare_dataset(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
     from trl.trainer import sft_trainer
 
-    parts.ROWS.require()
+    parts_of_trl.ROWS.require()
     template = None
     if training_args.assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
         template = get_training_chat_template(tokenizer)
@@ -124,3 +125,21 @@ def prepare_dataset(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_
             )
     finally:
         sft_trainer.global_then_local_main_first = turns
+
+
+@contextlib.contextmanager
+def rows_are_cut(training_args) -> Iterator[None]:
+    """SFTTrainer may be built here for padding-free batches of rows that are cut to max_length already.
+
+    TRL 1.16 (trainer/sft_trainer.py, `__init__`) refuses padding_free with a max_length: it "is not enforced". It has
+    been since rows are cut where they are prepared (`_prepare_dataset`), and data/prepare.py does that before there is
+    a trainer.
+    """
+    kept = training_args.max_length
+    if training_args.padding_free and not training_args.packing and kept is not None:
+        parts_of_trl.CUT_ROWS.require()
+        training_args.max_length = None
+    try:
+        yield
+    finally:
+        training_args.max_length = kept

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from tqdm.std import tqdm
 
-from zero_recipes.compat import parts_of_huggingface as parts
+from zero_recipes.compat import parts_of_trl as parts
 
 SAY_SECONDS = 10.0  # between two lines; what takes less time says nothing
 

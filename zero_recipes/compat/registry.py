@@ -23,8 +23,8 @@ from zero_recipes.core.errors import Finding
 # by the runs that use them
 EVERY_RUN = (
     *(hf.DEEPSPEED_ANNOUNCEMENT, hf.TOKEN_WEIGHTS, hf.EPOCH, hf.CHECKPOINTS, hf.TIED_WEIGHTS, hf.RESUMING, hf.WEIGHTS),
-    *(hf.ROWS_LEFT_OVER, hf.ROW_ORDER, hf.BETWEEN_STEPS, hf.TOKEN_METRICS),
-    *(hf.GRADIENT_NORM, hf.ATTENTION, hf.ATTENTION_KERNELS, hf.KEPT_IN_FP32, hf.ROWS, hf.FINGERPRINT, hf.BARS),
+    *(hf.ROWS_LEFT_OVER, hf.ROW_ORDER, hf.BETWEEN_STEPS, trl.TOKEN_METRICS),
+    *(hf.GRADIENT_NORM, hf.ATTENTION, hf.ATTENTION_KERNELS, hf.KEPT_IN_FP32, trl.ROWS, trl.FINGERPRINT, trl.BARS),
     *(ac.SHARED_STATE, ac.WRAPPED_OPTIMIZER, pt.STORAGES, pt.PARAMETERS),
 )
 DEEPSPEED = (ds.MODEL_STATES, ds.RESHARDED_STATES, ds.BACKEND, ds.TIMERS, ds.GROUP_TIMEOUT, ds.NUMA_CORES)
@@ -34,6 +34,7 @@ QUANTIZED_GRADIENTS = (ds.QUANTIZED_GRADIENTS,)
 FSDP2 = (hf.NAMES_OF_THE_FILE, hf.FSDP_POLICY, pt.WHOLE_GRADIENTS, pt.OPERATORS)
 FSDP2_ON_CPU = (ac.SHARDING_ON_CPU,)
 DATA_PARALLEL = (pt.BUCKETS,)
+PADDING_FREE = (trl.CUT_ROWS,)
 CHECK = (ac.LAUNCH,)
 SUPERVISED_LOGITS = (trl.LM_HEAD,)
 FOUR_BIT = (pt.PACKED_WEIGHTS, pt.LAYOUT)
@@ -49,6 +50,7 @@ PARTS: dict[str, tuple[PrivatePart, ...]] = {
     "neither DeepSpeed nor FSDP2": DATA_PARALLEL,
     "4-bit weights": FOUR_BIT,
     "supervised_logits_only": SUPERVISED_LOGITS,
+    "padding_free with a max_length, without packing": PADDING_FREE,
     "check --config_file": CHECK,
 }
 
@@ -65,6 +67,9 @@ def parts_in_use(strategy: Strategy, settings: Settings, device: str) -> list[Pr
         "FSDP2 on CPUs": strategy.is_fsdp and device == "cpu",
         "neither DeepSpeed nor FSDP2": not (strategy.is_deepspeed or strategy.is_fsdp),
         "supervised_logits_only": settings.supervised_logits_only,
+        "padding_free with a max_length, without packing": settings.padding_free
+        and settings.max_length is not None
+        and not settings.packing,
         "check --config_file": False,  # it looks at the part itself
         # without bitsandbytes checks/quantized.py refuses
         "4-bit weights": settings.load_in_4bit and importlib.util.find_spec("bitsandbytes") is not None,

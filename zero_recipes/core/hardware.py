@@ -79,8 +79,13 @@ def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
 
 def peak_flops_of(device_name: str | None, precision: str) -> float | None:
     """Dense FLOP/s of the card that torch.cuda.get_device_name names; None where hardware.yaml does not have it."""
-    card = next((gpu for gpu in gpus().values() if device_name in gpu.names), None)
+    card = gpu_of_device(device_name)
     return None if card is None else card.peak_flops(precision)
+
+
+def gpu_of_device(device_name: str | None) -> Gpu | None:
+    """The card that torch.cuda.get_device_name names; None where hardware.yaml does not have it."""
+    return next((gpu for gpu in gpus().values() if device_name in gpu.names), None)
 
 
 def _read(path: Path) -> dict[str, Gpu]:

@@ -43,6 +43,7 @@ class Audit:
     tokens: int
     supervised: int
     longest: int  # of a row, before truncation
+    most: int  # tokens that 99 % of the rows have at most, before truncation
     unsupervised_ends: int  # rows short enough whose end of text is absent or carries no loss
     shifted_prompts: int  # rows in which the tokenized prompt is no prefix of the tokenised whole
     padding_share: float  # of the tokens computed, in shuffled batches of per_device_train_batch_size
@@ -82,6 +83,7 @@ def audit(
         tokens=int(kept.sum()),
         supervised=_supervised(ready, packed and "seq_lengths" in ready.column_names),
         longest=int(whole.max()),
+        most=int(np.quantile(whole, 0.99, method="higher")),
         unsupervised_ends=int((fits & ~ended).sum()),
         shifted_prompts=_shifted_prompts(rows, tokenised, tokenizer),
         padding_share=padding_of(kept, training_args),
@@ -209,7 +211,7 @@ def show_audit(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerB
         "dropped, no answer within max_length": f"{found.dropped:,}",
         "tokens": f"{found.tokens:,}",
         "supervised tokens": f"{found.supervised:,} ({found.supervised / max(1, found.rows):.1f} a row)",
-        "longest row, in tokens": f"{found.longest:,}",
+        "longest row, in tokens": f"{found.longest:,}; 99 % have at most {found.most:,}",
         "padding": f"{100 * found.padding_share:.1f} % of the tokens computed",
     }
     if found.packing_share is not None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Refusal, first_line
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 MOST = 2000  # rows that are tokenised, spread over all: the mean of Alpaca's is then known to 2 %
 
@@ -46,7 +49,8 @@ def stated(mean: float, settings: Settings, epoch: int | None) -> RowLengths:
 
 
 def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
-    """The rows of a recipe, at most MOST of them tokenised and packed as a run does it; or why they are not known.
+    """The rows of a recipe: all as a run of it has prepared them, where one has, else at most MOST of them tokenised
+    and packed as a run does it; or why they are not known.
 
     `path`: the recipe's.
     """
@@ -66,25 +70,38 @@ def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
 
 
 def _counted(settings: Settings, path: Path) -> RowLengths:
-    from zero_recipes.data import load, splits, template
-    from zero_recipes.data.token_columns import row_lengths
+    from zero_recipes.data import load, prepare, splits, template
 
     alike = {"deepspeed": None, "fsdp": None, "use_cpu": True, "bf16": False, "fp16": False, "ddp_backend": None}
-    here = settings.replace(**alike, eval_strategy="no", dataset_num_proc=None, load_best_model_at_end=False)
+    here = settings.replace(**alike, dataset_num_proc=None, load_best_model_at_end=False)
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(here, path)
     tokenizer = template.apply_chat_template_file(load.load_tokenizer(model_args, training_args), training_args)
-    rows, _ = load.load_rows(script_args, training_args, dataset_args, ours.dataset_format, checked=False)
+    try:
+        rows, evaluation = load.load_rows(script_args, training_args, dataset_args, ours.dataset_format, checked=False)
+        ready = prepare.prepared_earlier(rows, evaluation, tokenizer, training_args)
+        if ready is not None:
+            return of_prepared(ready, f"all {len(rows):,} rows, as a run has prepared them")
+    except Refusal:  # of the evaluation rows, which a plan can do without
+        training_args.eval_strategy = "no"
+        rows, _ = load.load_rows(script_args, training_args, dataset_args, ours.dataset_format, checked=False)
     chosen = rows.select(range(0, len(rows), -(-len(rows) // MOST)))
     if not (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
         tokenised = splits.tokenise(chosen, tokenizer, training_args)
         chosen_ready = splits.finish(tokenised, tokenizer, training_args, training_args.packing)
     else:
         chosen_ready = chosen
-    packed = "seq_lengths" in chosen_ready.column_names  # TRL's bfd; "wrapped" makes rows of its own, all full
-    lengths = chain.from_iterable(chosen_ready["seq_lengths"]) if packed else row_lengths(chosen_ready).tolist()
     epoch = round(len(chosen_ready) * len(rows) / len(chosen))
     whole = f"all {len(rows):,} rows" if len(chosen) == len(rows) else f"{len(chosen):,} of {len(rows):,} rows"
-    return RowLengths(tuple(lengths), len(chosen_ready), epoch, f"{whole} tokenised")
+    return replace(of_prepared(chosen_ready, f"{whole} tokenised"), epoch=epoch)
+
+
+def of_prepared(ready: Dataset, source: str) -> RowLengths:
+    """Of rows as they are trained on, truncated and packed. Reads Arrow's buffers, no token."""
+    from zero_recipes.data.token_columns import row_lengths, values
+
+    packed = "seq_lengths" in ready.column_names  # TRL's bfd; "wrapped" makes rows of its own, all full
+    lengths = values(ready, "seq_lengths") if packed else row_lengths(ready)
+    return RowLengths(tuple(lengths.tolist()), len(ready), len(ready), source)
 
 
 @contextlib.contextmanager

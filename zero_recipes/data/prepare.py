@@ -42,8 +42,8 @@ __all__ = ["Prepared", "apply_chat_template_file", "data_sha256", "finish", "pre
 _READ_BY_TRL = ("max_length", "truncation_mode", "packing", "packing_strategy", "eval_packing", "shuffle_dataset")
 _READ_BY_TRL += ("completion_only_loss", "assistant_only_loss", "dataset_text_field")
 _VERSIONS = ("trl", "transformers", "datasets")
-_OUR_PARTS = ("answers.py", "audit.py", "columns.py", "load.py", "prepare.py", "row_hash.py", "splits.py")
-_OUR_PARTS += ("template.py", "token_columns.py")
+_OUR_PARTS = ("answers.py", "audit.py", "columns.py", "load.py", "max_length.py", "prepare.py", "row_hash.py")
+_OUR_PARTS += ("splits.py", "template.py", "token_columns.py")
 _TRLS_PART = Path(huggingface.__file__)  # calls TRL's preparation
 
 
@@ -135,8 +135,7 @@ def _cached(
 ) -> tuple[Path, Audit, list[Finding], str | None]:
     """(folder with the splits, audit, findings, hash of the training rows), made now or by an earlier run of the same
     data and arguments; no hash where a finding is an error."""
-    key = _key(rows, evaluation, tokenizer, training_args)
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "zero-recipes" / key
+    folder = _folder(rows, evaluation, tokenizer, training_args)
     note = folder / "audit.json"
     if not note.is_file():
         with plain_progress(), forks_end_with_parent():
@@ -163,6 +162,20 @@ def _cached(
     lengths = row_lengths(datasets.load_from_disk(folder)["train"])  # padding is of this run's micro batch
     found = Audit(**written["audit"] | {"padding_share": padding_of(lengths, training_args)})
     return folder, found, findings, written["data_sha256"]
+
+
+def prepared_earlier(
+    rows: Dataset, evaluation: Dataset | None, tokenizer: PreTrainedTokenizerBase, training_args
+) -> Dataset | None:
+    """The training rows as a run of the same data and arguments has prepared them; None where none is kept."""
+    folder = _folder(rows, evaluation, tokenizer, training_args)
+    return datasets.load_from_disk(folder)["train"] if (folder / "audit.json").is_file() else None
+
+
+def _folder(rows: Dataset, evaluation: Dataset | None, tokenizer: PreTrainedTokenizerBase, training_args) -> Path:
+    """Where the prepared rows are kept."""
+    key = _key(rows, evaluation, tokenizer, training_args)
+    return Path(datasets.config.HF_DATASETS_CACHE) / "zero-recipes" / key
 
 
 def _key(

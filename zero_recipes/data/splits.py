@@ -18,6 +18,7 @@ from zero_recipes.data.audit import THE_DATA, Audit, audit, audit_findings, over
 from zero_recipes.data.columns import foreign_ids
 from zero_recipes.data.library_errors import library_errors, root_cause
 from zero_recipes.data.load import reading
+from zero_recipes.data.max_length import max_length_findings
 from zero_recipes.data.samples import Sample
 from zero_recipes.data.source import Source
 
@@ -134,7 +135,8 @@ def prepare_split(
     with library_errors("ZR529", f"{source.split} cannot be cut or packed", "TRL or datasets", "Correct the rows."):
         ready = rows if skips else finish(tokenised, tokenizer, training_args, packing)
         found = audit(rows, tokenised, ready, tokenizer, training_args)
-    return tokenised, ready, found, audit_findings(found, rows, tokenizer, source)
+    cut = [] if skips or training_args.max_length is None else max_length_findings(found, training_args, source)
+    return tokenised, ready, found, [*audit_findings(found, rows, tokenizer, source), *cut]
 
 
 def _tokenised(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, source: Source) -> Dataset:

@@ -53,6 +53,12 @@ def row_lengths(rows: Dataset, column: str = "input_ids") -> np.ndarray:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
+def values(rows: Dataset, column: str) -> np.ndarray:
+    """All entries of a column of lists, row after row, shape (entries,)."""
+    parts = [_flat(table[column])[0] for table in tables(rows, [column])]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+
 def sums(counted: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """For each row how many of its tokens are counted: `counted` of shape (tokens,), bool; the rest of shape (rows,).
 

@@ -131,14 +131,7 @@ class StageMetricsCallback(TrainerCallback):
         `repeated`: likewise, the tokens of rows that the epoch had before. Those are counted once.
 
         The sums stay on the device until the run ends: reading one would wait for the GPU in every micro batch."""
-        ids = inputs["input_ids"]
-        shared = "shift_labels" in inputs  # this process's part of each row (zero_recipes/distributed/ulysses.py)
-        supervised = inputs["shift_labels"] if shared else inputs["labels"][..., 1:]
-        first = torch.ones_like(ids, dtype=torch.bool) if repeated is None else ~repeated
-        mask = inputs.get("attention_mask")
-        non_padding = first if mask is None else first & (mask != 0)
-        squares = self.used.squares(inputs, non_padding)
-        counted = torch.stack([first.sum(), non_padding.sum(), (supervised != -100).sum(), *squares])
+        counted = self.used.counted(inputs, repeated)
         self.tokens = counted if self.tokens is None else self.tokens + counted
         if self.done >= self.warmup:
             self.tokens_timed = counted if self.tokens_timed is None else self.tokens_timed + counted

@@ -1,4 +1,4 @@
-"""Model FLOPs of the steps that a run has taken, and MFU: their share of the card's peak."""
+"""Tokens and model FLOPs of the steps that a run has taken, and MFU: their share of the card's peak."""
 
 from __future__ import annotations
 
@@ -31,6 +31,20 @@ class UsedFlops:
         except (AttributeError, TypeError, ZeroDivisionError) as error:  # a config of the model's own making
             if rank() == 0:
                 print(f"model FLOPs   not counted, no MFU: {error}", flush=True)
+
+    def counted(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None) -> torch.Tensor:
+        """All tokens of a micro batch, those without padding, those with a loss, then `squares`; on its device.
+
+        Arguments: as of StageMetricsCallback.count_tokens.
+        """
+        ids = inputs["input_ids"]
+        shared = "shift_labels" in inputs  # this process's part of each row (zero_recipes/distributed/ulysses.py)
+        supervised = inputs["shift_labels"] if shared else inputs["labels"][..., 1:]
+        first = torch.ones_like(ids, dtype=torch.bool) if repeated is None else ~repeated
+        mask = inputs.get("attention_mask")
+        non_padding = first if mask is None else first & (mask != 0)
+        squares = self.squares(inputs, non_padding)
+        return torch.stack([first.sum(), non_padding.sum(), (supervised != -100).sum(), *squares])
 
     def squares(self, inputs: dict[str, torch.Tensor], non_padding: torch.Tensor) -> list[torch.Tensor]:
         """theory/flops.py `squares`, summed over the rows of a micro batch, for each window; on its device.

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zero_recipes.core.hardware import Gpu, gpu_of_device
 from zero_recipes.core.process import rank
 from zero_recipes.core.units import size
 from zero_recipes.planner.overheads import overheads
@@ -37,6 +38,13 @@ def card(index: int | None = None) -> Card:
     own = torch.cuda.memory_reserved(index) + overheads().beside_segments(ranks)
     others = max(0, total - free - own)
     return Card(rank(), socket.gethostname(), total, others if others >= NAMED else 0)
+
+
+def gpu_here() -> Gpu | None:
+    """The figures of this process's GPU; None where hardware.yaml does not have it."""
+    import torch
+
+    return gpu_of_device(torch.cuda.get_device_name())
 
 
 def cards_here(processes: int) -> list[Card]:

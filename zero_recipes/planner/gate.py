@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import codes
@@ -18,18 +18,23 @@ from zero_recipes.core.host_limits import Host
 from zero_recipes.core.phases import CLOCK
 from zero_recipes.core.process import local_world_size, rank
 from zero_recipes.core.units import size
+from zero_recipes.data.lengths import of_prepared
 from zero_recipes.distributed.agree import agree
 from zero_recipes.distributed.once_per_node import once
 from zero_recipes.metrics.prediction import PredictedMetrics, Prediction
 from zero_recipes.planner import cards, jobs, messages
 from zero_recipes.planner.advice import smallest_change
 from zero_recipes.planner.cards import Card
+from zero_recipes.planner.cost import estimate
 from zero_recipes.planner.fit import Fit, fit_of
 from zero_recipes.planner.formulas.predict import predict_by_formulas
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.overheads import overheads
 from zero_recipes.planner.predict import BY_FORMULAS, Predict, Predictor
 from zero_recipes.planner.simulator.time_limit import TimeLimit
+
+if TYPE_CHECKING:
+    from zero_recipes.data.prepare import Prepared
 
 SECONDS = 90.0  # of simulations, of the run itself and of what would fit
 DOING = "plans the run"
@@ -40,8 +45,10 @@ OTHER_STATES = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "fp16_
 
 
 @contextmanager
-def planning(run: RunConfig) -> Iterator[Callable[[], PredictedMetrics | None]]:
+def planning(run: RunConfig) -> Iterator[Callable[[Prepared | None], PredictedMetrics | None]]:
     """Plan the run in the background; what is yielded waits for it. Every process calls both.
+
+    What is yielded takes the rows as they are prepared, for the time of a step.
 
     On an accelerator, unless the recipe has `skip_plan: true`; on CPUs where it has `predict: true`. Rank 0 plans, for
     the smallest GPU of all ranks. What is yielded returns what metrics.json shows as "predicted", None where there is
@@ -49,7 +56,7 @@ def planning(run: RunConfig) -> Iterator[Callable[[], PredictedMetrics | None]]:
     simulation, there for the rest. However this is left, no simulation goes on.
     """
     if not wanted(run):
-        yield lambda: None
+        yield lambda rows=None: None
         return
     with CLOCK.phase("plan"):
         found = agree(cards.card) if _is_held_against_gpus(run) else []
@@ -58,9 +65,9 @@ def planning(run: RunConfig) -> Iterator[Callable[[], PredictedMetrics | None]]:
             once(plan.refuse_what_is_certain, DOING)
         made = background.submit(plan.make) if rank() == 0 else None
 
-        def result() -> PredictedMetrics | None:
+        def result(rows: Prepared | None = None) -> PredictedMetrics | None:
             with CLOCK.phase("plan"):
-                told = once(lambda: plan.told(made.result), DOING)
+                told = once(lambda: plan.told(made.result, rows), DOING)
             if rank() == 0:
                 print(*told["lines"], sep="\n", flush=True)
             return None if told["predicted"] is None else PredictedMetrics.model_validate(told["predicted"])
@@ -119,10 +126,15 @@ class _Plan:
         job = job_of_run(self.run, self.environment)
         return job, self.predict(job), time.monotonic() - started
 
-    def told(self, make: Callable[[], tuple[Job, Prediction, float]]) -> dict[str, Any]:
-        """{"predicted", "lines"} for all processes, as JSON. Raises Refusal where the run does not fit."""
+    def told(self, make: Callable[[], tuple[Job, Prediction, float]], rows: Prepared | None = None) -> dict[str, Any]:
+        """{"predicted", "lines"} for all processes, as JSON. Raises Refusal where the run does not fit.
+
+        `rows`: as they are prepared, for the time of a step.
+        """
         prediction, lines, findings = self.judged(make)
         raise_errors(findings)
+        if prediction is not None and rows is not None:
+            lines += self._speed(prediction, rows)
         predicted = None if prediction is None else prediction.for_metrics.model_dump(mode="json")
         return {"predicted": predicted, "lines": [*lines, *map(str, findings)]}
 
@@ -138,6 +150,18 @@ class _Plan:
         except Exception as error:  # the engine's own code under simulation may raise anything
             return None, [f"plan          none could be made: {first_line(error)}"], []
         return prediction, [line, *notes], downgraded(found, codes.requested(self.run.settings.ignore))
+
+    def _speed(self, prediction: Prediction, rows: Prepared) -> list[str]:
+        """How long a step of the run's rows takes, in one line; none of a stream, and without the GPU's figures."""
+        gpu = cards.gpu_here() if self.run.device == "cuda" else None
+        if gpu is None or rows.rows is None:
+            return []
+        try:
+            lengths = of_prepared(rows.train, "the run's rows")
+            speed = estimate(job_of_run(self.run, self.environment), prediction, gpu, rows=lengths)
+        except Exception as error:  # it is advice
+            return [f"plan          no time of a step: {first_line(error)}"]
+        return [f"plan          {messages.speed(speed, lengths, gpu)}"]
 
     def _fit(self, prediction: Prediction) -> Fit | None:
         return fit_of(prediction, self._fullest.left) if self.cards else None

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zero_recipes.core.hardware import Gpu
-from zero_recipes.core.units import parameters, significant, size
+from zero_recipes.core.units import count, parameters, percent, significant, size
 from zero_recipes.data.lengths import RowLengths
+from zero_recipes.data.max_length import holding
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.planner.advice import Change
+from zero_recipes.planner.cost import Speed
 from zero_recipes.planner.fit import Fit
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.recommend import Recommendation, RuleOfThumb
@@ -59,7 +61,24 @@ def row_lengths(row: Row, lengths: RowLengths | None, unknown: str | None) -> st
         said += f", packed {each.tokens / each.places:.0%} full"
     elif len(lengths.lengths) > 1 and pads(row.job):
         said += f", {each.places:,.0f} with the padding to the longest of {padded_together(row.job)}"
-    return f"{said}. MFU, run and costs are for them."
+    said += ". MFU, run and costs are for them."
+    needed = holding(round(max(lengths.lengths)))
+    if len(lengths.lengths) > 1 and not row.job.settings.packing and needed < longest:
+        said += (
+            f" None of them has more than {max(lengths.lengths):,.0f} tokens: --max_length {needed} trains them all, "
+            "and plans memory for as many."
+        )
+    return said
+
+
+def speed(found: Speed, lengths: RowLengths, gpu: Gpu) -> str:
+    """What a run's own plan says of its steps."""
+    seconds, mfu = " to ".join(map(significant, found.step_seconds)), " to ".join(map(percent, found.mfu))
+    tokens = " to ".join(map(count, found.tokens_per_second))
+    return (
+        f"{gpu.name}: {seconds} s a step, {tokens} real tokens/s, MFU {mfu}: estimated for {lengths.source}, "
+        f"{lengths.mean:,.0f} tokens on average"
+    )
 
 
 def heading(rows: Sequence[Row], gpu: Gpu) -> str:

@@ -82,12 +82,23 @@ def model_flops(
     return ModelFlops(weights, trained, _attention(config))
 
 
+def idle_weights(model: torch.nn.Module) -> int:
+    """Weights of a mixture's experts that a token does not go to; 0 of a dense model."""
+    share = _active_share(model.config.get_text_config())
+    held = sum(weight.numel() for name, weight in model.named_parameters() if "experts" in name.split("."))
+    return round((1 - share) * held)
+
+
+def active_experts(config) -> tuple[int, int]:
+    """(experts of a layer, those of them that a token goes to); (0, 0) of a dense model."""
+    experts, active = (next(filter(None, (getattr(config, n, None) for n in names)), 0) for names in (EXPERTS, ACTIVE))
+    return (experts, active) if experts and active else (0, 0)
+
+
 def _active_share(config) -> float:
     """Of a mixture's experts, how many of all a token goes to; 1 without one."""
-    experts, active = (
-        next(filter(None, (getattr(config, n, None) for n in names)), None) for names in (EXPERTS, ACTIVE)
-    )
-    return active / experts if experts and active else 1.0
+    experts, active = active_experts(config)
+    return active / experts if experts else 1.0
 
 
 def _attention(config) -> dict[int | None, int]:

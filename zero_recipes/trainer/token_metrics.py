@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from trl import SFTTrainer
 
-from zero_recipes.compat.parts_of_huggingface import TOKEN_METRICS
+from zero_recipes.compat.parts_of_trl import TOKEN_METRICS
 
 MOST_KEPT = 1000  # micro batches: a log that is far away must not fill the device
 

@@ -13,7 +13,7 @@ from zero_recipes.checkpoint.saved_files import write_checksums
 from zero_recipes.checkpoint.verify import NotWhole, verify
 from zero_recipes.compat import attention, patches
 from zero_recipes.compat import fsdp as compat_fsdp
-from zero_recipes.compat.huggingface import without_deepspeed_announcement
+from zero_recipes.compat.huggingface import rows_are_cut, without_deepspeed_announcement
 from zero_recipes.compat.lm_head import score_supervised_positions_only
 from zero_recipes.compat.patches import FreshAdamAtStage0, adapter_dtypes_kept, load_weights_by_class
 from zero_recipes.config.run import RunConfig
@@ -60,7 +60,7 @@ class RecipeTrainer(TokenWeightedSFTTrainer, TokenMetricsSFTTrainer, Checkpointi
         sharded = [fsdp.RefuseUnsharded()] if run.strategy.is_fsdp else []
         if sharded:
             compat_fsdp.keep_names_of_the_file(model)
-        with self.clock.phase("model"):
+        with self.clock.phase("model"), rows_are_cut(args):
             super().__init__(
                 model=model,
                 args=args,

@@ -1,13 +1,6 @@
 """Read a DeepSpeed checkpoint of stage 1, 2 or 3, of any world size, one parameter at a time and without a launch.
 
-Layouts as DeepSpeed 0.19.8 writes them; paths below are relative to deepspeed/runtime. Each rank's file holds, for
-each flat group, its partition of the fp32 master and of Adam's moments.
-
-- Stages 1 and 2 (zero/stage_1_and_2.py, `state_dict`): the parameters of a group lie one after another, padded where
-  `param_alignment_paddings` says, and are cut into equal partitions. The order is that of `param_shapes`
-  (engine.py `_get_zero_param_shapes`), which is right with round_robin_gradients too; `param_slice_mappings` is not.
-- Stage 3 (zero/stage3.py, `_rigid_state_dict`): each parameter is cut into equal partitions, ceil(elements / world)
-  each, and every rank's group holds its partitions of the group's parameters one after another.
+Each rank's file holds, for each flat group, its partition of the fp32 master and of Adam's moments: places.py.
 """
 
 from __future__ import annotations
@@ -16,11 +9,12 @@ import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from zero_recipes.checkpoint.documents import LATEST, document_fault
+from zero_recipes.checkpoint.reshard.places import Place, places_of
 from zero_recipes.checkpoint.trust import code_in, refuse_code
 from zero_recipes.compat.safe_loading import load_without_code
 from zero_recipes.config.ds_view import DsConfig
@@ -29,22 +23,6 @@ from zero_recipes.core.errors import Refusal, first_line
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 HYPERPARAMETERS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-
-
-class Piece(NamedTuple):
-    """Where a part of a parameter lies: elements start to start + count of a rank's flat group."""
-
-    rank: int
-    start: int
-    count: int
-
-
-class Place(NamedTuple):
-    """A parameter: the flat group that holds it, its shape, and its pieces in order."""
-
-    group: int
-    shape: tuple[int, ...]
-    pieces: list[Piece]
 
 
 @dataclass(frozen=True)
@@ -112,7 +90,7 @@ def _opened(checkpoint: Path, trusted: bool) -> Source:
         steps |= _steps(base)
         if not groups:
             groups = _hyperparameters(base, shapes)
-            places = _places(states, stage, len(files), shapes)
+            places = places_of(_flat_groups(states), states, stage, len(files), shapes)
     if len(steps) != 1:
         raise _damaged(checkpoint, f"Adam's step counters differ between groups or ranks: {sorted(steps)}")
     engine = {key: model[key] for key in ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")}
@@ -274,37 +252,3 @@ def _hyperparameters(base: dict[str, Any], shapes: list[dict[str, Any]]) -> list
         | {"names": [name for flat in group["params"] for name in shapes[flat]]}
         for group in base["param_groups"]
     ]
-
-
-def _places(
-    states: dict[str, Any], stage: int, world_size: int, shapes: list[dict[str, tuple[int, ...]]]
-) -> dict[str, Place]:
-    """Where every parameter lies; `states` are rank 0's, whose partitions are never cut short."""
-    places = {}
-    for group, (flat, named) in enumerate(zip(_flat_groups(states), shapes, strict=True)):
-        start = 0
-        aligned = states.get("param_alignment_paddings")  # not at stage 3, nor before DeepSpeed 0.19
-        paddings = aligned[group] if aligned else [0] * len(named)
-        for (name, shape), padding in zip(named.items(), paddings, strict=True):
-            count = torch.Size(shape).numel()
-            if stage == 3:
-                part = -(-count // world_size)
-                left = [max(0, min(part, count - rank * part)) for rank in range(world_size)]
-                pieces = [Piece(rank, start, size) for rank, size in enumerate(left) if size]
-                start += part
-            else:
-                pieces = _cut(start, count, flat.numel())
-                start += count + padding
-            places[name] = Place(group, shape, pieces)
-    return places
-
-
-def _cut(start: int, count: int, partition: int) -> list[Piece]:
-    """Elements start to start + count of the whole group, cut at the borders of the ranks' partitions."""
-    pieces = []
-    while count:
-        rank, inside = divmod(start, partition)
-        size = min(count, partition - inside)
-        pieces.append(Piece(rank, inside, size))
-        start, count = start + size, count - size
-    return pieces

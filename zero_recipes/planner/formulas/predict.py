@@ -15,7 +15,16 @@ from zero_recipes.config.ds_view import number_in
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction
 from zero_recipes.planner.formulas import family
-from zero_recipes.planner.formulas.shape import Shape, layer_bytes, shape_of, tokens_of
+from zero_recipes.planner.formulas.shape import (
+    Shape,
+    batch_tokens,
+    computed_width,
+    layer_bytes,
+    loaded_width,
+    shape_of,
+    tokens_of,
+)
+from zero_recipes.planner.formulas.work import communication_bytes, flops
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.overheads import overheads
 from zero_recipes.theory.lower_bounds import (
@@ -60,7 +69,7 @@ def predict_by_formulas(job: Job) -> Prediction:
     phases = [
         ("backward", backward),
         ("step", step),
-        *family.beside_steps(job, shape, states, _width(job), backward["buckets"]),
+        *family.beside_steps(job, shape, states, computed_width(job), backward["buckets"]),
     ]
     phase, at_peak = max(phases, key=lambda found: sum(found[1].values()))
     at_peak = {part: int(size) for part, size in at_peak.items()}
@@ -106,15 +115,15 @@ def predict_by_formulas(job: Job) -> Prediction:
 def model_states(job: Job, shape: Shape) -> ModelState:
     """Bytes on the GPU of one rank at rest; what the ds_config offloads is not there (`_offloaded`)."""
     if job.is_fsdp:
-        return family.fsdp_states(job, shape, _loaded(job, shape), _width(job))
+        return family.fsdp_states(job, shape, loaded_width(job, shape), computed_width(job))
     if job.ds_config is None:
-        each = _loaded(job, shape)  # under autocast weights, gradients and Adam keep the dtype of loading
+        each = loaded_width(job, shape)  # under autocast weights, gradients and Adam keep the dtype of loading
         held = family.packed_bytes(job, shape, each)
         return ModelState(held, each * shape.trainable, 2 * each * shape.trainable)
     states, optimizer = _sharded(job, shape), job.zero.offload_optimizer
     # ZeRO-Offload moves each gradient to the host as it is reduced: arXiv:2101.06840, section 4.1
     return ModelState(
-        0 if job.offloads_params else states.params + family.second_copy(job, shape, _width(job)),
+        0 if job.offloads_params else states.params + family.second_copy(job, shape, computed_width(job)),
         0 if optimizer else states.grads,
         0 if optimizer else states.optimizer,
     )
@@ -126,7 +135,7 @@ def _sharded(job: Job, shape: Shape) -> ModelState:
         states = model_state_bytes_fp32(*sizes)
     else:
         states = model_state_bytes(*sizes, job.zero.adam_bytes)
-    share = family.packed_bytes(job, shape, _width(job)) / (_width(job) * shape.parameters)
+    share = family.packed_bytes(job, shape, computed_width(job)) / (computed_width(job) * shape.parameters)
     return states._replace(params=share * states.params)
 
 
@@ -149,7 +158,7 @@ def step_copies(job: Job, shape: Shape) -> float:
     """
     trainable, ranks = shape.trainable, job.world_size
     if job.ds_config is None and job.settings.optim == "adamw_torch":
-        return _loaded(job, shape) * trainable / (ranks if job.is_fsdp else 1)
+        return loaded_width(job, shape) * trainable / (ranks if job.is_fsdp else 1)
     if job.ds_config is None or job.settings.precision == "fp32" or job.zero.offload_optimizer:
         return 0
     if job.zero_stage == 0:
@@ -162,7 +171,7 @@ def step_copies(job: Job, shape: Shape) -> float:
 
 def activation_bytes(job: Job, shape: Shape) -> float:
     """Bytes kept for the backward pass: L layers, or with recomputation L inputs and one layer at work (table 2)."""
-    width, tokens = _width(job), _tokens(job, shape)
+    width, tokens = computed_width(job), batch_tokens(job, shape)
     one_input = width * tokens * shape.hidden
     one_layer = layer_bytes(shape, width, tokens, _pairs(job, shape))
     if job.recomputes:
@@ -175,10 +184,10 @@ def bucket_bytes(job: Job, shape: Shape) -> float:
     if job.world_size == 1 and job.ds_config is None:
         return 0
     if job.is_fsdp:
-        return family.fsdp_gathered(shape, _width(job))
+        return family.fsdp_gathered(shape, computed_width(job))
     if job.ds_config is None:  # torch's DDP keeps a second copy of all gradients: gradient_as_bucket_view is False
-        return _loaded(job, shape) * shape.trainable
-    zero, width = {"reduce_bucket_size": DEFAULT_BUCKET} | dict(job.zero.zero), _width(job)
+        return loaded_width(job, shape) * shape.trainable
+    zero, width = {"reduce_bucket_size": DEFAULT_BUCKET} | dict(job.zero.zero), computed_width(job)
     # transformers fills "auto" from the hidden width (integrations/deepspeed.py 232-240)
     bucket = min(number_in(zero, "reduce_bucket_size", shape.hidden**2), shape.trainable)
     if job.zero_stage in (1, 2):
@@ -194,7 +203,7 @@ def bucket_bytes(job: Job, shape: Shape) -> float:
 def loss_head_bytes(job: Job, shape: Shape) -> float:
     """fp32 gradients of the head's weight (V·h, where it is trained) and input (b·s·h): chunked_logprob.py 407-410."""
     trained = shape.vocabulary * shape.hidden if not job.settings.use_peft else 0
-    return 4 * trained + 4 * _tokens(job, shape) * shape.hidden
+    return 4 * trained + 4 * batch_tokens(job, shape) * shape.hidden
 
 
 def _autocast_copies(job: Job, shape: Shape) -> float:
@@ -203,18 +212,18 @@ def _autocast_copies(job: Job, shape: Shape) -> float:
     Backward needs them too; with recomputation only one layer's at a time, but forward ends with all of them.
     """
     sharded = job.ds_config is not None or job.is_fsdp  # 16-bit weights are gathered, not cast
-    if sharded or job.settings.precision == "fp32" or _loaded(job, shape) != 4:
+    if sharded or job.settings.precision == "fp32" or loaded_width(job, shape) != 4:
         return 0
     return 2 * shape.trainable
 
 
 def host_bytes(job: Job, shape: Shape) -> HostBytes:
     """Per node: weights while loading (below stage 3, unless the file is mapped as it is), and what is offloaded."""
-    here, each = job.ranks_per_node, _loaded(job, shape)
+    here, each = job.ranks_per_node, loaded_width(job, shape)
     mapped = not job.settings.random_weights and each == DTYPE_BYTES.get(shape.dtype, 4)
     load = 0 if mapped or job.zero_stage == 3 else here * each * shape.parameters
     share, accumulates = shape.trainable / job.world_size, job.settings.gradient_accumulation_steps > 1
-    beside = beside_offloaded_optimizer(job.zero, share, _width(job), accumulates)
+    beside = beside_offloaded_optimizer(job.zero, share, computed_width(job), accumulates)
     largest = shape.vocabulary * shape.hidden / job.world_size
     buffers = sum(swap_buffers(job.zero, share, largest).values())
     held = _offloaded(job, shape, "cpu") + beside + buffers
@@ -227,71 +236,15 @@ def host_bytes(job: Job, shape: Shape) -> HostBytes:
 def checkpoint_sizes(job: Job, shape: Shape) -> CheckpointBytes:
     """The saved model or adapter, and a checkpoint that a run can go on from: 14Ψ at stage 3, 16Ψ below."""
     in_16_bits = job.ds_config is not None and job.settings.precision != "fp32"
-    each = 2 if in_16_bits else _loaded(job, shape)
+    each = 2 if in_16_bits else loaded_width(job, shape)
     saved = each * (shape.trainable if job.settings.use_peft else shape.parameters)
     optimizer = (job.zero.adam_bytes if in_16_bits else 2 * each) * shape.trainable
     return CheckpointBytes(weights=saved, resumable=resumable_bytes(saved, optimizer, job.zero_stage))
 
 
-def communication_bytes(job: Job, shape: Shape) -> dict[str, int]:
-    """Full tensors through each collective in one optimizer step; DeepSpeed's stages 1 and 2 move 3Φ (docs/demo.md).
-
-    Stages 2 and 3 reduce at every micro step (deepspeed/runtime/engine.py), stage 3 gathers for each pass.
-    """
-    if job.world_size == 1:
-        return {}
-    width, passes = _width(job), job.settings.gradient_accumulation_steps
-    gradients, weights = width * shape.trainable, width * shape.parameters
-    gathered = {"all_gather": 2 * passes * weights, "reduce_scatter": passes * gradients}
-    if job.is_fsdp:
-        return gathered | {"reduce_scatter": gradients}
-    if job.ds_config is None:
-        return {"all_reduce": int(_loaded(job, shape) * shape.trainable)}
-    if job.zero_stage == 0:
-        return {"all_reduce": gradients}
-    if job.zero_stage == 1:
-        return {"all_reduce": gradients, "all_gather": gradients}
-    if job.zero_stage == 2:
-        return {"all_reduce": passes * gradients, "all_gather": gradients}
-    return family.compressed(job, gathered)
-
-
-def flops(job: Job, shape: Shape) -> int:
-    """Of one rank and optimizer step: 2 per weight and token forward, 4 backward (2 where weights are frozen), 2 again
-    with recomputation; attention 4·s·(heads x width) per layer and token and pass (arXiv:2205.05198, appendix A)."""
-    tokens = _tokens(job, shape) * job.settings.gradient_accumulation_steps
-    again = 1 if job.recomputes else 0
-    frozen = job.settings.use_peft
-    products = 2 * shape.multiplied * tokens * ((2 if frozen else 3) + again)
-    attention = 4 * shape.layers * tokens_of(job, shape) * shape.query_width * tokens * (3 + again)
-    return int(products + attention)
-
-
-def _tokens(job: Job, shape: Shape) -> int:
-    """Of one rank's micro batch."""
-    return job.settings.per_device_train_batch_size * tokens_of(job, shape) // job.sequence_parallel
-
-
 def _pairs(job: Job, shape: Shape) -> int:
     eager = job.settings.attn_implementation == "eager"
-    return shape.heads * _tokens(job, shape) * tokens_of(job, shape) if eager else 0
-
-
-def _width(job: Job) -> int:
-    """Bytes of an element that is computed with; without autocast and DeepSpeed the weights' own dtype decides."""
-    if job.settings.precision != "fp32":
-        return 2
-    return 4 if job.ds_config is not None else DTYPE_BYTES.get(_requested(job, job.config.get("dtype")), 4)
-
-
-def _loaded(job: Job, shape: Shape) -> int:
-    """Bytes per parameter of the dtype that the weights are loaded in."""
-    return DTYPE_BYTES.get(_requested(job, shape.dtype), 4)
-
-
-def _requested(job: Job, of_model: str | None) -> str:
-    requested = (job.settings.model_init_kwargs or {}).get("dtype") or job.settings.dtype
-    return str(of_model if requested in ("auto", None) else requested).removeprefix("torch.")
+    return shape.heads * batch_tokens(job, shape) * tokens_of(job, shape) if eager else 0
 
 
 def _notes(job: Job, shape: Shape) -> list[str]:
@@ -301,7 +254,9 @@ def _notes(job: Job, shape: Shape) -> list[str]:
             f"max_length is null: sequences of {shape.positions} tokens, all that the model takes, are assumed."
         )
     if any("experts" in key for key in job.config):
-        notes.append("A mixture of experts: every expert is counted as if it took every token.")
+        notes.append(
+            "A mixture of experts: tokens are taken to go to all experts alike; a rank that gets more needs more."
+        )
     if job.zero.autocast:
         notes.append("torch_autocast: activations are counted in fp32, more than autocast keeps.")
     if job.settings.torch_compile:

@@ -12,7 +12,8 @@ from typing import Any
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Refusal, first_line
 from zero_recipes.planner.job import Job
-from zero_recipes.theory.flops import ModelFlops, model_flops
+from zero_recipes.theory.flops import ModelFlops, active_experts, idle_weights, model_flops
+from zero_recipes.theory.lower_bounds import DTYPE_BYTES
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,13 @@ class Shape:
     parameters: int  # LoRA's included
     trainable: int
     multiplied: int  # parameters that take part in matrix products: all but the embedding's rows
+    idle: int  # of them, those of a mixture's experts that a token does not go to
     layers: int
     hidden: int
     heads: int
     query_width: int  # heads x head_dim
     kv_width: int  # key and value heads x head_dim, of one of the two
-    ffn: int
+    ffn: int  # of a mixture of experts, of all those that a token goes to
     gated: bool  # the MLP multiplies two projections (SwiGLU and the like)
     vocabulary: int
     positions: int
@@ -84,18 +86,30 @@ def _counted(config_json: str, model_keys_json: str) -> Shape:
         parameters=parameters,
         trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
         multiplied=parameters if tied else parameters - embedding,
+        idle=idle_weights(model),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         heads=heads,
         query_width=heads * head_width,
         kv_width=(getattr(text, "num_key_value_heads", None) or heads) * head_width,
-        ffn=getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * text.hidden_size,
-        gated=any("gate_proj" in name for name in names),
+        ffn=_mlp_width(text),
+        gated=any("gate_proj" in name or "gate_up_proj" in name for name in names),
         vocabulary=text.vocab_size,
         positions=getattr(text, "max_position_embeddings", 0),
         dtype=str(config.dtype or "float32").removeprefix("torch."),
         flops=model_flops(model),
     )
+
+
+def _mlp_width(config) -> int:
+    """Of the MLP that one token passes: of a mixture of experts, of all that it goes to together."""
+    dense = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    experts, active = active_experts(config)
+    if not experts:
+        return dense
+    each = getattr(config, "moe_intermediate_size", None) or dense
+    shared = getattr(config, "shared_expert_intermediate_size", None)
+    return active * each + (shared or (getattr(config, "n_shared_experts", None) or 0) * each)
 
 
 def layer_bytes(shape: Shape, width: int, tokens: int, pairs: int) -> float:
@@ -113,3 +127,25 @@ def layer_bytes(shape: Shape, width: int, tokens: int, pairs: int) -> float:
 def tokens_of(job: Job, shape: Shape) -> int:
     """The longest sequence: max_length, or where it is null the positions that the model has."""
     return job.settings.max_length or shape.positions
+
+
+def batch_tokens(job: Job, shape: Shape) -> int:
+    """Of one rank's micro batch."""
+    return job.settings.per_device_train_batch_size * tokens_of(job, shape) // job.sequence_parallel
+
+
+def computed_width(job: Job) -> int:
+    """Bytes of an element that is computed with; without autocast and DeepSpeed the weights' own dtype decides."""
+    if job.settings.precision != "fp32":
+        return 2
+    return 4 if job.ds_config is not None else DTYPE_BYTES.get(_requested(job, job.config.get("dtype")), 4)
+
+
+def loaded_width(job: Job, shape: Shape) -> int:
+    """Bytes per parameter of the dtype that the weights are loaded in."""
+    return DTYPE_BYTES.get(_requested(job, shape.dtype), 4)
+
+
+def _requested(job: Job, of_model: str | None) -> str:
+    requested = (job.settings.model_init_kwargs or {}).get("dtype") or job.settings.dtype
+    return str(of_model if requested in ("auto", None) else requested).removeprefix("torch.")

@@ -241,6 +241,7 @@ def _trainer(job: Job, strategy, training_args, model_args, watch):
     from transformers import AutoConfig, AutoModelForCausalLM
     from trl import get_peft_config
 
+    from zero_recipes.compat.huggingface import rows_are_cut
     from zero_recipes.compat.patches import FreshAdamAtStage0
     from zero_recipes.planner.simulator.callback import WatchedSFTTrainer
     from zero_recipes.planner.simulator.patches import attention_of
@@ -255,14 +256,16 @@ def _trainer(job: Job, strategy, training_args, model_args, watch):
         if strategy.is_deepspeed and (training_args.bf16 or training_args.fp16):
             model.to(torch.bfloat16 if training_args.bf16 else torch.float16)
         model.to(training_args.device)
-    trainer = WatchedSFTTrainer(
-        model=model,
-        args=training_args,
-        train_dataset=_rows(training_args),
-        processing_class=_tokenizer(),
-        peft_config=get_peft_config(model_args),
-        callbacks=[FreshAdamAtStage0(False), watch],
-    )
+    rows = _rows(training_args)
+    with rows_are_cut(training_args):
+        trainer = WatchedSFTTrainer(
+            model=model,
+            args=training_args,
+            train_dataset=rows,
+            processing_class=_tokenizer(),
+            peft_config=get_peft_config(model_args),
+            callbacks=[FreshAdamAtStage0(False), watch],
+        )
     watch.join(trainer)
     return trainer
 
