@@ -8,7 +8,7 @@ from zero_recipes.planner.job import Job
 
 
 def communication_bytes(job: Job, shape: Shape) -> dict[str, int]:
-    """Full tensors through each collective in one optimizer step; DeepSpeed's stages 1 and 2 move 3Φ (README).
+    """Full tensors through each collective in one optimizer step; DeepSpeed's stages 1 and 2 move 3Φ (docs/demo.md).
 
     Stages 2 and 3 reduce at every micro step (deepspeed/runtime/engine.py), stage 3 gathers for each pass.
     """
