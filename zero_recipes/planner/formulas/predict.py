@@ -225,7 +225,7 @@ def host_bytes(job: Job, shape: Shape) -> HostBytes:
 
 
 def checkpoint_sizes(job: Job, shape: Shape) -> CheckpointBytes:
-    """The saved model or adapter, and a checkpoint that a run can go on from: 14Ψ at stage 3, 16Ψ below."""
+    """The saved model or adapter, and a checkpoint that a run can go on from: 14Ψ at stage 3, 16Ψ below (README)."""
     in_16_bits = job.ds_config is not None and job.settings.precision != "fp32"
     each = 2 if in_16_bits else _loaded(job, shape)
     saved = each * (shape.trainable if job.settings.use_peft else shape.parameters)
@@ -234,7 +234,7 @@ def checkpoint_sizes(job: Job, shape: Shape) -> CheckpointBytes:
 
 
 def communication_bytes(job: Job, shape: Shape) -> dict[str, int]:
-    """Full tensors through each collective in one optimizer step; DeepSpeed's stages 1 and 2 move 3Φ (docs/demo.md).
+    """Full tensors through each collective in one optimizer step; DeepSpeed's stages 1 and 2 move 3Φ (README).
 
     Stages 2 and 3 reduce at every micro step (deepspeed/runtime/engine.py), stage 3 gathers for each pass.
     """
