@@ -53,7 +53,8 @@ def short_part() -> str:
 
 def demo_part() -> str:
     """The page's section on the demo, from docs/demo alone."""
-    rows = json.loads((DEMO / "full" / "metrics.json").read_text())
+    full = json.loads((DEMO / "full" / "metrics.json").read_text())
+    row = json.loads((DEMO / "report.json").read_text())["rows"][0]
     samples = [json.loads(line) for line in (DEMO / "full" / "samples.jsonl").read_text().splitlines()]
     names = list(samples[0]["scores_after"])
     before, after = (
@@ -66,7 +67,8 @@ def demo_part() -> str:
         f"| {question(sample['prompt'])} | {sample['before']} | {sample['after']} |" for sample in samples[:4]
     )
     return f"""
-Two processes on CPUs ({machine()}), 40 steps for each strategy. Model-state bytes carry over to GPUs; times do not.
+{row["world_size"]} processes on CPUs ({machine()}), {row["parameters"]:,} parameters, {row["steps"]} steps for each
+strategy. Model-state bytes carry over to GPUs; times do not.
 
 {table}
 
@@ -76,7 +78,7 @@ Two processes on CPUs ({machine()}), 40 steps for each strategy. Model-state byt
 
 ![Tokens a second under each strategy](demo/throughput.png)
 
-The full run (ZeRO-2, {len(rows["loss_history"])} steps): over {len(samples)} held-out prompts {scores}.
+The full run (ZeRO-2, {len(full["loss_history"])} steps): over {len(samples)} held-out prompts {scores}.
 
 | prompt | before | after |
 |---|---|---|

@@ -67,7 +67,8 @@ def shown(value: float | None) -> str:
 
 def page() -> str:
     measured = deltas()
-    lines = ["# The stages agree", "", REFERENCE, ""]
+    lines = ["# The stages agree", "", "Do all strategies train the same model? Each is held to a reference.", ""]
+    lines += [REFERENCE, ""]
     grid = RESULTS / "equivalence.json"
     if grid.is_file():
         lines += [described(json.loads(grid.read_text())), ""]

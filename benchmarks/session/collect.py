@@ -26,7 +26,7 @@ FILES = {
     6: "gpu_fp16",
     7: "gpu_throughput",
 }
-NOTHING = "No GPU has been measured yet: `benchmarks/gpu_session.sh` does it in an hour on one card, without a network."
+NOTHING = "**No GPU has run any of it yet**; `benchmarks/gpu_session.sh` asks one card in an hour, without a network."
 Row = dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""README and pages tell the truth: their files exist, their commands are the tools' own, their tables made from JSON."""
+"""README and pages tell the truth: their files exist, their commands are the tools' own, their tables made of JSON."""
 
 from __future__ import annotations
 
@@ -82,6 +82,25 @@ def test_what_the_readme_says_of_a_plan_is_what_was_planned():
     )
     verdicts = {name: found[name]["verdict"] for name in ("ddp", "zero0", "zero1", "zero2", "zero3")}
     assert verdicts == dict.fromkeys(("ddp", "zero0", "zero1", "zero2"), "no") | {"zero3": "fits"}
+    fit = [name for name, planned in found.items() if planned["verdict"] == "fits"]
+    assert f"\n{', '.join(fit[:-1])} and {fit[-1]} fit on 2 x h100-80gb.\n" in README
+
+
+def test_what_the_readme_shows_of_a_report_is_the_demo_s():
+    judgements = json.loads((ROOT / "docs" / "demo" / "report.json").read_text())["judgements"]
+    found = next(each for each in judgements if "staircase" in each["question"])
+    said = found["measured"].partition(" Measured over")[0]
+    assert f"\n{found['verdict']}  {found['question']}\n{said}\n" in README
+
+
+def test_what_the_demo_says_beside_the_textbook_was_measured():
+    page = " ".join((ROOT / "docs" / "demo.md").read_text().split())
+    rows = {row["label"]: row for row in json.loads((ROOT / "docs" / "demo" / "report.json").read_text())["rows"]}
+    assert "stage 0 holds 20Ψ in bf16" in page
+    assert rows["zero0"]["state_bytes"] / rows["zero0"]["parameters"] == pytest.approx(20, rel=1e-3)
+    assert "stage 2 holds as much as stage 1" in page and rows["zero1"]["state_bytes"] == rows["zero2"]["state_bytes"]
+    assert "stages 1 and 2 move 3Φ a step" in page
+    assert [rows[name]["communication_in_phi"] for name in ("zero1", "zero2")] == pytest.approx([3, 3], rel=1e-3)
 
 
 def test_the_time_of_a_plan_is_the_measured_one():
