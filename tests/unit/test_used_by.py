@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import launch_command_parser
 
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
@@ -18,8 +20,10 @@ from zero_recipes.compat.accelerate_launch import environment_of_launch
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate_file import read_accelerate_file
 from zero_recipes.config.strategy import resolve_strategy
+from zero_recipes.core import codes
 from zero_recipes.core.errors import Refusal
 from zero_recipes.models.load import sizes_of
+from zero_recipes.planner.jobs import read_strategies
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.name for path in (ROOT / "accelerate_configs").glob("*.yaml"))
@@ -99,6 +103,17 @@ def test_both_or_another_file_are_refused(root, tmp_path):
         strategies_asked(None, tmp_path / "zero3.yaml")
 
 
+@pytest.mark.parametrize(
+    "text", ["distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n", "distributed_type: FSDP\n"]
+)
+def test_a_strategy_of_ones_own_without_a_ds_config_is_not_planned_as_ddp(copy, text):
+    recipe = recipes.parse_recipe(Path("recipes/pythia.yaml"), {}, [])
+    Path("accelerate_configs/mine.yaml").write_text(text)
+    with pytest.raises(Refusal, match="ZR367"):
+        read_strategies(recipe, ["ddp", "mine"])
+    assert read_strategies(recipe, ["ddp", "fsdp2"]) == {"ddp": None, "fsdp2": None}
+
+
 @pytest.mark.parametrize("verb", [["check"], ["plan", "--gpus", "2", "--gpu", "h200"], ["sweep"]], ids=lambda v: v[0])
 def test_from_another_folder_the_message_names_both_files_and_the_folder(tmp_path, monkeypatch, capsys, verb):
     monkeypatch.chdir(tmp_path)
@@ -135,6 +150,7 @@ def test_a_link_that_git_wrote_as_text_is_named(copy):
         ("zero3.yaml", [], "ZR201"),
         ("zero3.yaml", ["--deepspeed", "null"], None),
         ("fsdp2.yaml", [], "ZR311"),
+        ("fsdp2.yaml", ["--deepspeed", "null"], None),
         ("ddp.yaml", [], None),
     ],
 )
@@ -145,8 +161,7 @@ def test_a_recipe_with_a_ds_config_under_accelerate(root, launched, overrides, c
     run, findings = preflight(path, mapping, overrides, environment | {"WORLD_SIZE": "2"}, rehearsal=True)
     assert [found.code for found in findings if found.code in ("ZR201", "ZR311")] == ([code] if code else [])
     if code is None:
-        assert run is None or run.strategy.name == ("zero3" if overrides else "zero2")
-        assert run is not None
+        assert run.strategy.name == (Path(launched).stem if overrides else "zero2")
 
 
 @pytest.mark.parametrize(
@@ -170,3 +185,37 @@ def test_a_sweep_of_a_recipe_with_another_ds_config_is_refused_before_a_launch(
     asked = ["sweep", "recipes/pythia-zero2.yaml", "--strategies", strategies, "--output_dir", str(tmp_path / "out")]
     assert cli.main([*asked, *words]) == (2 if refused else 1)
     assert ("ZR366" in capsys.readouterr().err) == refused and bool(launched) != refused
+
+
+PAGE = (ROOT / "docs" / "launching.md").read_text()
+COMMANDS = [
+    shlex.split(line) for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_the_pages_commands_name_files_keys_and_options_that_exist(root, command):
+    assert all(Path(word).is_file() for word in command if word.endswith((".yaml", ".json", ".py")))
+    if command[0] == "zero-recipes":
+        assert cli.parse_arguments(command[1:]).overrides == []
+        return
+    path, overrides = recipes.split_command_line(command[command.index("run_sft.py") + 1 :])
+    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides)
+    if command[0] == "accelerate":
+        launch_command_parser().parse_args(command[2:])
+    elif len(overrides) == 2 or "zero" in path.name:
+        environment = {"WORLD_SIZE": "2"}
+        assert re.fullmatch("zero[123]", resolve_strategy(recipe.settings, environment, sizes_of).name)
+
+
+def test_the_pages_inline_configuration_is_taken(root, tmp_path):
+    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    path = tmp_path / "recipe.yaml"
+    path.write_text((ROOT / "recipes" / "tiny.yaml").read_text() + block)
+    run, findings = preflight(path, recipes.read_recipe_file(path), [], {"WORLD_SIZE": "2"}, rehearsal=True)
+    assert run.strategy.name == "zero2" and [found for found in findings if found.level == "error"] == []
+
+
+def test_the_page_names_codes_that_exist():
+    named = set(re.findall(r"ZR\d{3}", PAGE))
+    assert len(named) > 3 and named <= set(codes.table())

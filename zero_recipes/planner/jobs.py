@@ -80,6 +80,16 @@ def _ds_config_of(path: Path) -> dict[str, Any] | None:
         )
     launched = yaml.safe_load(path.read_text()) or {}
     named = (launched.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    kind = launched.get("distributed_type")
+    if kind in ("DEEPSPEED", "FSDP") and named is None and path.stem != FSDP:
+        raise Refusal(
+            "ZR367",
+            f"{path} asks for distributed_type {kind} and names no ds_config",
+            "A plan knows a strategy by the ds_config that its accelerate file names, and FSDP2 as fsdp2: this one "
+            "would be planned as plain DDP.",
+            "Name a ds_config in it as deepspeed_config_file (zero-recipes check --config_file prints an inline one as "
+            "JSON), or plan fsdp2.",
+        )
     return None if named is None else read_ds_config(named)
 
 
