@@ -312,6 +312,21 @@ CASES = {
         "ZR240",
         {"device": "cpu"},
     ),
+    "SuperOffload on a GPU": (
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu", "super_offload": True})},
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu"})},
+        "ZR293",
+    ),
+    "frozen weights packed by DeepSpeed": (
+        {"deepspeed": ds_config(3, zero_quantized_nontrainable_weights=True)} | PEFT,
+        {"deepspeed": ds_config(3, zero_quantized_nontrainable_weights=False)} | PEFT,
+        "ZR292",
+    ),
+    "frozen weights packed by DeepSpeed at stage 2": (
+        {"deepspeed": ds_config(2, zero_quantized_nontrainable_weights=True)} | PEFT,
+        {"deepspeed": ds_config(2)} | PEFT,
+        "ZR292",
+    ),
     "only the model, and the best one": (
         {"deepspeed": ds_config(2), "save_only_model": True, "load_best_model_at_end": True},
         {"save_only_model": True, "load_best_model_at_end": True},
