@@ -28,12 +28,18 @@ COLUMNS = [
     Column("loss of the last 10 steps", lambda row: _spread(row["final_loss"], "{:.4f}")),
     Column("loss on held-out rows", lambda row: _spread(row["held_out"], "{:.4f}")),
     Column("against fp32 masters", lambda row: row["against"]),
+    Column("of their learning, kept", lambda row: row["kept"]),
     Column("held-out questions right", lambda row: _spread(row["exact_match"], "{:.0%}")),
 ]
 
 
 def baseline(strategy: str) -> str:
     return strategy.removesuffix("_bf16_states") if strategy.endswith("_bf16_states") else "zero2"
+
+
+def fall(run: Row) -> float:
+    """By how much the training loss has fallen, from the first step to the mean of the last ten."""
+    return run["first_loss"] - run["final_loss"]
 
 
 def table(runs: list[Row]) -> list[Row]:
@@ -52,10 +58,12 @@ def table(runs: list[Row]) -> list[Row]:
             "held_out": held_out,
             "exact_match": [run["exact_match"] for run in seeds],
             "against": "-",
+            "kept": "-",
         }
         if strategy not in ("ddp", "zero2", "zero3"):
-            plain = [run["eval_losses"][-1] for run in found[rate, baseline(strategy)]]
-            row["against"] = _spread([a / b - 1 for a, b in zip(held_out, plain, strict=True)], "{:+.1%}")
+            pairs = list(zip(seeds, found[rate, baseline(strategy)], strict=True))
+            row["against"] = _spread([a["eval_losses"][-1] / b["eval_losses"][-1] - 1 for a, b in pairs], "{:+.1%}")
+            row["kept"] = _spread([fall(a) / fall(b) for a, b in pairs], "{:.0%}")
         rows.append(row)
     return rows
 

@@ -312,6 +312,12 @@ CASES = {
         "ZR240",
         {"device": "cpu"},
     ),
+    "bf16 masters at a small learning rate": (
+        {"deepspeed": ds_config(2) | BF16_STATES, "bf16": True, "learning_rate": 2e-5},
+        {"deepspeed": ds_config(2) | BF16_STATES, "bf16": True, "learning_rate": 5e-4},
+        "ZR294",
+        {"level": "warning"},
+    ),
     "SuperOffload on a GPU": (
         {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu", "super_offload": True})},
         {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu"})},
