@@ -82,7 +82,8 @@ class Runs:
         losses, wanted = results[0]["losses"], self.done[source]
         assert len(wanted) == STEPS and losses[:SAVED] == wanted[:SAVED], "the checkpoint carries its history"
         gap = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
-        return {"gap": gap, "different": results[0]["different"], "groups": results[0]["groups"]}
+        kept = {key: results[0][key] for key in ("different", "groups", "dtypes")}
+        return {"gap": gap, "losses": losses[SAVED:]} | kept
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +142,35 @@ def test_bf16_masters_are_kept_and_the_weights_are_theirs(groups, tmp_path, sour
     outcome = Runs(tmp_path, groups, bf16=True).go_on(source, target)
     assert outcome["different"] == []
     assert outcome["gap"] < 1e-3
+
+
+@pytest.fixture(scope="module")
+def bf16_states(groups, tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("bf16_states"), groups, bf16=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (("zero2_bf16_states", 2), ("zero3_bf16_states", 1)),
+        grid(("zero2_bf16_states", 2), ("zero3_bf16_states", 2)),
+        (("zero3_bf16_states", 2), ("zero2_bf16_states", 2)),
+        grid(("zero3_bf16_states", 2), ("zero2_bf16_states", 1)),
+        grid(("zero3_bf16_states", 1), ("zero2_bf16_states", 2)),
+    ],
+    ids=lambda run: "{}-world{}".format(*run),
+)
+def test_states_in_bf16_stay_so_bit_for_bit(bf16_states, source, target):
+    outcome = bf16_states.go_on(source, target)
+    assert outcome["different"] == [] and outcome["dtypes"] == ["torch.bfloat16"]
+    assert outcome["gap"] < 2e-3
+
+
+def test_states_in_bf16_go_on_in_fp32(bf16_states):
+    """Exactly what was saved, in wider tensors; from then on it is another run."""
+    outcome = bf16_states.go_on(("zero2_bf16_states", 2), ("zero1", 2))
+    assert outcome["different"] == [] and outcome["dtypes"] == ["torch.float32"]
+    assert 0 < outcome["gap"] < 1e-2
 
 
 @pytest.mark.parametrize(

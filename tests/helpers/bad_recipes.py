@@ -328,6 +328,13 @@ SECTIONS = {
             names="zero_optimization.stage in ds.json is 5",
         ),
         ds(
+            "MiCS",
+            {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+            {"zero_optimization": {"stage": 3}},
+            "ZR291",
+            names="zero_optimization.mics_shard_size in ds.json: DeepSpeed has removed it",
+        ),
+        ds(
             "an odd bucket",
             {"zero_optimization": {"stage": 2, "allgather_bucket_size": 500_001}},
             {"zero_optimization": {"stage": 2, "allgather_bucket_size": 500_002}},

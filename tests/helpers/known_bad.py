@@ -312,6 +312,27 @@ CASES = {
         "ZR240",
         {"device": "cpu"},
     ),
+    "bf16 masters at a small learning rate": (
+        {"deepspeed": ds_config(2) | BF16_STATES, "bf16": True, "learning_rate": 2e-5},
+        {"deepspeed": ds_config(2) | BF16_STATES, "bf16": True, "learning_rate": 5e-4},
+        "ZR294",
+        {"level": "warning"},
+    ),
+    "SuperOffload on a GPU": (
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu", "super_offload": True})},
+        {"deepspeed": ds_config(3, offload_optimizer={"device": "cpu"})},
+        "ZR293",
+    ),
+    "frozen weights packed by DeepSpeed": (
+        {"deepspeed": ds_config(3, zero_quantized_nontrainable_weights=True)} | PEFT,
+        {"deepspeed": ds_config(3, zero_quantized_nontrainable_weights=False)} | PEFT,
+        "ZR292",
+    ),
+    "frozen weights packed by DeepSpeed at stage 2": (
+        {"deepspeed": ds_config(2, zero_quantized_nontrainable_weights=True)} | PEFT,
+        {"deepspeed": ds_config(2)} | PEFT,
+        "ZR292",
+    ),
     "only the model, and the best one": (
         {"deepspeed": ds_config(2), "save_only_model": True, "load_best_model_at_end": True},
         {"save_only_model": True, "load_best_model_at_end": True},

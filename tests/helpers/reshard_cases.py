@@ -6,7 +6,7 @@ import json
 
 import run_sft
 from tests.helpers.cases import train
-from zero_recipes.compat import deepspeed_tensors
+from zero_recipes.compat import deepspeed_engine, deepspeed_tensors
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 
@@ -34,6 +34,7 @@ def train_and_compare_states(argv: list[str], path: str) -> dict:
     """`train` from a resharded checkpoint; how the states after loading, before any step, differ from those at `path`.
 
     "different": names whose masters, moments or weights for the forward pass are not the same bits.
+    "dtypes": of masters and moments.
     "steps": Adam's counters before and after the run; "counters": how many tensors they are, "groups": of how many.
     """
     import torch
@@ -70,12 +71,16 @@ def train_and_compare_states(argv: list[str], path: str) -> dict:
         "steps": [*seen["steps"], int(steps[0])],
         "counters": len(shared),
         "groups": len(trainer.optimizer.param_groups),
+        "dtypes": state_dtypes(trainer.optimizer.optimizer),
         "losses": json.loads((run.output_dir / "metrics.json").read_text())["loss_history"],
     }
 
 
 def gathered_states(trainer) -> dict:
-    """{name: {"fp32", "exp_avg", "exp_avg_sq", "weight"}} of what is trained, whole, gathered by DeepSpeed."""
+    """{name: {"fp32", "exp_avg", "exp_avg_sq", "weight"}} of what is trained, whole, gathered by DeepSpeed.
+
+    States in bf16 come in fp32 from stages 1 and 2 and in bf16 from stage 3: all are given in fp32, exactly.
+    """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -87,11 +92,19 @@ def gathered_states(trainer) -> dict:
         optimizer._lazy_init_hp_params_optimizer_state()
     for name, p in trainer.model.named_parameters():
         if p.requires_grad:
-            states[name] = {"fp32": safe_get_full_fp32_param(p).clone()}
-            states[name] |= {key: safe_get_full_optimizer_state(p, key).clone() for key in ("exp_avg", "exp_avg_sq")}
+            states[name] = {"fp32": safe_get_full_fp32_param(p).float().clone()}
+            for key in ("exp_avg", "exp_avg_sq"):
+                states[name][key] = safe_get_full_optimizer_state(p, key).float().clone()
             with deepspeed.zero.GatheredParameters([p] if hasattr(p, "ds_id") else []):
                 states[name]["weight"] = p.data.clone()
     return states
+
+
+def state_dtypes(optimizer) -> list[str]:
+    """Of masters and moments together, as this rank holds them."""
+    moments = deepspeed_tensors.base_optimizer(optimizer).state.values()
+    held = [state[key] for state in moments for key in ("exp_avg", "exp_avg_sq")]
+    return sorted({str(tensor.dtype) for tensor in (*held, *deepspeed_engine.flat_masters(optimizer))})
 
 
 def masters_read_through_round_robin() -> list[bool]:

@@ -35,6 +35,9 @@ CASES = {
     "stage 3, evaluation": ("zero3", EVALUATION),
     "stage 2, best model": ("zero2", BEST),
     "stage 3, best model": ("zero3", BEST),
+    "stage 2, bf16 states": ("zero2_bf16_states", {}),
+    "stage 3, bf16 states": ("zero3_bf16_states", {}),
+    "stage 2, autocast": ("zero2_autocast", {"bf16": False}),
 }
 ALONE = {
     "alone": ("single", {}),
@@ -60,7 +63,7 @@ def write_llama(folder: Path) -> Path:
 BOUND = 0.001  # of the peak
 IN_EVERY_RUN = {
     "neox": {case for case in CASES if case.startswith("stage 3") or "," not in case}
-    | {"stage 2, offload", "alone", "alone, stage 3"},
+    | {"stage 2, offload", "stage 2, bf16 states", "stage 2, autocast", "alone", "alone, stage 3"},
     "llama": {"stage 3", "alone"},
 }
 PAIRS = [

@@ -49,6 +49,26 @@ def test_model_states_are_the_textbooks(strategy, params, grads, optimizer):
     assert states.optimizer == optimizer * PSI and states.offloaded_host == 0
 
 
+@pytest.mark.parametrize(
+    ("strategy", "precision", "each", "saved"),
+    [
+        ("zero2_bf16_states", "bf16", (2, 1, 3), 2 + 2 + 6),
+        ("zero3_bf16_states", "bf16", (1, 1, 3), 2 + 6),
+        ("zero2_autocast", "fp32", (4, 2, 6), 4 + 4 + 12),
+        ("zero0", "fp32", (4, 4, 8), 4 + 4 + 8),
+        ("zero1", "fp32", (4, 4, 6), 4 + 4 + 12),
+    ],
+)
+def test_model_states_of_other_precisions_are_deepspeeds(strategy, precision, each, saved):
+    """Per parameter on one of two ranks, by zero_recipes/theory/deepspeed_memory.py, which the engine is held to."""
+    one = job("zero2", bf16=precision == "bf16")
+    one = replace(one, strategy=strategy, ds_config=json.loads((ROOT / "ds_configs" / f"{strategy}.json").read_text()))
+    found = predict_by_formulas(one)
+    states = found.model_state_bytes
+    assert (states.params, states.grads, states.optimizer) == tuple(PSI * width for width in each)
+    assert found.checkpoint_bytes.resumable == saved * PSI
+
+
 def test_offload_leaves_the_gpu_and_lands_in_the_host():
     two, three = predict_by_formulas(job("zero2_offload")), predict_by_formulas(job("zero3_offload"))
     assert two.model_state_bytes.model_dump() == {

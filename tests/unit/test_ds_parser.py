@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
 from pathlib import Path
 
+import accelerate
+import peft
 import pytest
+import transformers
+import trl
 import yaml
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.runtime import config as deepspeed_config
+from deepspeed.runtime.superoffload import superoffload_stage3, superoffload_utils
+from deepspeed.runtime.zero import stage3
 
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import ds_config_findings
 from zero_recipes.checks.ds_parser import REMOVED, parser_findings
 from zero_recipes.cli import main as cli
 from zero_recipes.compat.accelerate_launch import environment_of_launch, launch_findings
-from zero_recipes.config import accelerate, strategy
+from zero_recipes.config import accelerate as accelerate_files
+from zero_recipes.config import ds_schema, strategy
 from zero_recipes.config import recipe as recipes
 from zero_recipes.models.load import load_config, sizes_of
 
@@ -50,6 +58,37 @@ def test_what_deepspeed_has_removed_is_known_by_name(asked):
     assert set(REMOVED) == set(deepspeed_config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
     found = asked({key: {} for key in REMOVED})
     assert sorted(what.partition(" ")[0] for _, what in found) == sorted(REMOVED) and {c for c, _ in found} == {"ZR256"}
+
+
+@pytest.mark.private
+def test_what_deepspeed_has_removed_from_zero_is_known_by_name():
+    """Fails when DeepSpeed removes another key of zero_optimization, or takes one again."""
+    assert set(ds_schema.REMOVED) == set(deepspeed_config._REMOVED_ZERO_CONFIG_KEYS)
+    found = ds_schema.schema_findings({"zero_optimization": dict.fromkeys(ds_schema.REMOVED, 2)}, "c.json")
+    assert {finding.code for finding in found} == {"ZR291"} and len(found) == len(ds_schema.REMOVED)
+
+
+@pytest.mark.private
+def test_why_frozen_weights_packed_by_deepspeed_are_refused():
+    """Fails when a library calls what packs them after they are frozen, or it takes bf16: then look at ZR292 again."""
+    folders = [Path(package.__file__).parent for package in (accelerate, peft, trl)]
+    transformers_own = Path(transformers.__file__).parent
+    for folder in (*folders, transformers_own / "integrations"):
+        for path in folder.rglob("*.py"):
+            assert "quantize_nontrainable_params" not in path.read_text(), path
+    assert "quantize_nontrainable_params" not in (transformers_own / "trainer.py").read_text()
+    assert "tensor.dtype == torch.float16" in inspect.getsource(stage3)
+
+
+@pytest.mark.private
+def test_why_superoffload_is_refused():
+    """Fails when DeepSpeed saves the moments of its other process, or runs on CPUs: then look at ZR293 again."""
+    own = vars(superoffload_stage3.SuperOffloadOptimizer_Stage3)
+    assert not {"state_dict", "_rigid_state_dict", "load_state_dict"} & own.keys()
+    asked = {key for key in vars(superoffload_utils.TaskKeys) if key.isupper()}
+    assert asked == {"PARAM_DATA", "PARAM_GRAD", "PARAM_GROUP_ID", "SUB_GROUP_ID", "ROLLBACK", "LR"}, "or its states?"
+    with pytest.raises(AssertionError, match="only supports NVIDIA CUDA"):
+        superoffload_stage3._validate_superoffload_accelerator()
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(Path("ds_configs").glob("*.json"))])
@@ -112,9 +151,9 @@ def test_an_inline_description_becomes_what_accelerate_makes_of_it(settings, tmp
     """`check` predicts the launch's variables; from either, the run's own included, comes accelerate's ds_config."""
     file = tmp_path / "a.yaml"
     file.write_text(INLINE + text)
-    predicted, real = accelerate.launched_environment(file, None), environment_of_launch(file, None)
+    predicted, real = accelerate_files.launched_environment(file, None), environment_of_launch(file, None)
     of_deepspeed = {name for name in real if name.startswith("ACCELERATE_DEEPSPEED") or "GRADIENT" in name}
-    for name in (*of_deepspeed, "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION", accelerate.DS_FIELDS):
+    for name in (*of_deepspeed, "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_MIXED_PRECISION", accelerate_files.DS_FIELDS):
         assert predicted[name] == real[name], name
     for name, value in predicted.items():
         monkeypatch.setenv(name, value)

@@ -14,10 +14,13 @@ from tests.helpers.checkpoint_files import MODEL, OPTIMIZER, rank_states, write_
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.reshard import write as resharding
+from zero_recipes.checkpoint.reshard.findings import resharded_findings
 from zero_recipes.checkpoint.reshard.load import FOLDER
+from zero_recipes.checkpoint.reshard.read import open_checkpoint
 from zero_recipes.checkpoint.reshard.write import reshard, strategy_of
 from zero_recipes.checks import preflight
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config import strategy as strategies
 from zero_recipes.core.errors import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,6 +127,7 @@ BROKEN = {
     "stage 0": ({"zero_optimization": {"stage": 0}}, None, "ZeRO stage 0", "ZR731"),
     "fp16": ({"fp16": {"enabled": True}}, None, "fp16 run", "ZR733"),
     "MiCS": ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, None, "mics_shard_size", "ZR734"),
+    "masters alone in bf16": ({"bf16": {"bf16_master_weights_and_grads": True}}, None, "states in fp32", "ZR288"),
     "NVMe": ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, None, "on NVMe", "ZR735"),
 }
 
@@ -161,6 +165,32 @@ def test_the_strategy_to_launch_keeps_what_was_offloaded():
     offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     assert [strategy_of(offloaded, stage) for stage in (1, 2, 3)] == ["zero1", "zero2_offload", "zero3_offload"]
     assert strategy_of({"zero_optimization": {"offload_param": {"device": "none"}}}, 3) == "zero3"
+    in_bf16 = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
+    assert [strategy_of(in_bf16, stage) for stage in (1, 2, 3)] == ["zero1", "zero2_bf16_states", "zero3_bf16_states"]
+    assert strategy_of(in_bf16 | offloaded, 2) == "zero2_offload"
+
+
+def test_states_in_bf16_are_never_made_of_wider_ones(tmp_path, monkeypatch):
+    """The other way round every number is kept, and a warning says that the steps to come are another run's."""
+    monkeypatch.chdir(ROOT)
+    folder, _ = reshard(write_checkpoint(tmp_path), 1, 2)
+    (found,) = refused_at_launch(tmp_path, folder, "zero3_bf16_states", "--bf16", "true")
+    assert found.startswith("bf16.bf16_master_weights_and_grads resumes") and found.endswith("in fp32")
+
+    narrow = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    checkpoint = write_checkpoint(tmp_path / "narrow", bf16=narrow)
+    source = open_checkpoint(checkpoint)
+    assert source.state_bytes == 6 * (15 + 7 + 3), "masters and two moments of two bytes each"
+    folder, _ = reshard(checkpoint, 1, 2)
+    assert refused_at_launch(tmp_path, folder, "zero3_bf16_states", "--bf16", "true") == []
+    assert refused_at_launch(tmp_path, folder, "zero1", "--bf16", "true") == []
+    run = recipes.parse_recipe(
+        tmp_path / "recipe.yaml",
+        recipes.read_recipe_file(tmp_path / "recipe.yaml"),
+        ["--resume_from_checkpoint", str(folder), "--deepspeed", "ds_configs/zero1.json"],
+    )
+    warned = resharded_findings(run.settings, strategies.resolve_strategy(run.settings, {}, lambda _: [1]))
+    assert [(one.level, one.code) for one in warned] == [("warning", "ZR290")]
 
 
 def refused_at_launch(folder: Path, checkpoint: Path, strategy: str, *overrides: str) -> list[str]:

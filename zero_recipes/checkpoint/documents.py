@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -79,6 +79,7 @@ class StatesIndexDocument(_Strict):
     source: _Source
     global_batch: Annotated[int, Field(ge=1)]
     adam_step: Count
+    states: Literal["fp32", "bf16"] = "fp32"
     engine: _Engine
     groups: list[_Group]
 

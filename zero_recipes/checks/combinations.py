@@ -12,6 +12,7 @@ from zero_recipes.checks.packing import packing_findings
 from zero_recipes.checks.quantized import quantized_findings
 from zero_recipes.checks.versions import installed_versions
 from zero_recipes.checks.zero_options import zero_option_findings
+from zero_recipes.checks.zero_unsupported import unsupported_findings
 from zero_recipes.config import sequence_parallel
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Finding, Refusal
@@ -43,6 +44,7 @@ def combination_findings(settings: Settings, strategy, device: str, environment:
         found += _trainer_under_deepspeed(settings, strategy.zero_stage)
         found += _experts(settings, strategy, environment)
         found += low_precision_findings(strategy.ds_config, settings)
+        found += unsupported_findings(strategy.ds_config, device)
         found += zero_option_findings(
             strategy.ds_config, settings, strategy.world_size, local, device, installed_versions()["deepspeed"]
         )

@@ -15,6 +15,8 @@ from zero_recipes.core.errors import Finding
 ADAM_BLOCK = '"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}'
 ADAMS = ("adam", "adamw")  # those of a ds_config's optimizer block that become DeepSpeedCPUAdam
 
+MOSTLY_LOST = 1e-4  # learning rates up to here: benchmarks/results/bf16_states.json
+
 
 def low_precision_findings(config: DsConfig, settings: Settings) -> list[Finding]:
     """`settings`: the recipe's keys in force. What DeepSpeed's parser itself refuses is found by ds_parser.py."""
@@ -31,6 +33,17 @@ def _masters(config: DsConfig, settings: Settings) -> Iterator[Finding]:
             "DeepSpeed reads it whether or not bf16 is enabled (runtime/engine.py, bf16_master_weights_and_gradients): "
             f"weights in {settings.precision} would be written over with masters in bf16 after every step.",
             "Set bf16: true in the recipe, or remove it.",
+        )
+    if settings.learning_rate <= MOSTLY_LOST:
+        yield Finding(
+            "ZR294",
+            f"bf16.bf16_master_weights_and_grads with learning_rate {settings.learning_rate:g}",
+            "A weight in bf16 has 8 bits: a step smaller than about 1/256 of it is lost, and Adam's steps are about as "
+            "large as the learning rate. In the demo a fifth of what fp32 masters learn was lost at 1e-4, and most of "
+            "it at 2e-5 (docs/precision.md).",
+            "Keep the masters in fp32 (accelerate_configs/zero3.yaml, zero2_offload.yaml), or compare the losses of a "
+            "short run with theirs first.",
+            level="warning",
         )
     if "nvme" in (config.offload_optimizer, config.offload_param):
         yield Finding(

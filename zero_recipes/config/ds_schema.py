@@ -17,6 +17,12 @@ MAPPINGS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "aio"
 MAPPINGS += ("comms_logger", "flops_profiler", "checkpoint", "tensorboard", "wandb", "csv_monitor", "comet")
 MAPPINGS += ("data_types", "tensor_parallel", "torch_autocast", "compile", "zenflow")
 # not steps_per_print: accelerate (utils/dataclasses.py, DeepSpeedPlugin) writes infinity in its place
+# keys of zero_optimization that runtime/config.py, _reject_removed_config_keys stops on, and what serves instead
+REMOVED = {
+    "mics_shard_size": "zero_hpz_partition_size, the GPUs of a machine, keeps gathering inside of it as MiCS did.",
+    "mics_hierarchical_params_gather": "It went with MiCS.",
+    "zeropp_loco_param": "zero_quantized_gradients works without it.",
+}
 COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -86,8 +92,16 @@ def _zero_optimization(block: Mapping[str, Any], source: str) -> Iterator[Findin
     """By DeepSpeed's own model of the block (runtime/zero/config.py): an unknown key or a wrong value stops it."""
     from pydantic import ValidationError
 
+    for key in REMOVED.keys() & block.keys():
+        yield Finding(
+            "ZR291",
+            f"zero_optimization.{key} in {source}: DeepSpeed has removed it",
+            "runtime/config.py (0.19.8) stops on the key, whatever it holds, with the model loaded: MiCS, which "
+            "partitioned the model within groups of ranks, and LoCo are gone.",
+            f"Remove it. {REMOVED[key]}",
+        )
     try:
-        parsed_zero(block)
+        parsed_zero({key: value for key, value in block.items() if key not in REMOVED})
     except ValidationError as error:
         for fault in error.errors():
             place = ".".join(str(part) for part in fault["loc"])

@@ -1,7 +1,8 @@
 """Go on from a resharded checkpoint: weights and Adam's states, by parameter name, into a fresh engine of any world.
 
-The folder `zero_states` of such a checkpoint holds one safetensors file for each trainable parameter (fp32 master,
-exp_avg, exp_avg_sq, in the parameter's shape) and index.json (groups, Adam's step, the engine's counters).
+The folder `zero_states` of such a checkpoint holds one safetensors file for each trainable parameter (the master, named
+fp32, exp_avg, exp_avg_sq, in the parameter's shape and the dtype that the run kept them in) and index.json (groups,
+Adam's step, the engine's counters).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ def is_resharded(checkpoint: str | Path) -> bool:
 
 def read_index(checkpoint: str | Path) -> dict[str, Any]:
     """{"adam_step", "global_batch" (sequences), "source": {"checkpoint", "stage", "world_size"}, "engine": counters and
-    DeepSpeed's scheduler, "groups": the optimizer's, each with its hyperparameters and names}.
+    DeepSpeed's scheduler, "groups": the optimizer's, each with its hyperparameters and names; "states": "fp32" or
+    "bf16", the dtype of masters and moments, fp32 where an earlier version wrote none}.
     """
     return json.loads((Path(checkpoint) / FOLDER / INDEX).read_text())
 

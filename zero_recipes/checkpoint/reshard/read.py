@@ -15,6 +15,7 @@ import torch
 
 from zero_recipes.checkpoint.documents import LATEST, document_fault
 from zero_recipes.checkpoint.reshard.places import Place, places_of
+from zero_recipes.checkpoint.reshard.unreadable import refuse_unreadable
 from zero_recipes.checkpoint.trust import code_in, refuse_code
 from zero_recipes.compat.safe_loading import load_without_code
 from zero_recipes.config.ds_view import DsConfig
@@ -42,9 +43,9 @@ class Source:
 
     @property
     def state_bytes(self) -> int:
-        """Of fp32 masters and Adam's moments, padding left out."""
+        """Of masters and Adam's moments, padding left out."""
         elements = sum(torch.Size(place.shape).numel() for place in self.places.values())
-        return elements * 4 * (1 + len(ADAM_STATES))
+        return elements * DsConfig(self.ds_config).adam_bytes
 
 
 def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
@@ -66,7 +67,7 @@ def _opened(checkpoint: Path, trusted: bool) -> Source:
     if model_file is None:
         raise _damaged(checkpoint, f"{folder.name} has no *_model_states.pt")
     model = _load(model_file, trusted)
-    _refuse_unreadable(checkpoint, folder, model)
+    refuse_unreadable(checkpoint, folder, model)
     if len(files) != model["dp_world_size"]:
         raise _damaged(
             checkpoint, f"{folder.name} has optimizer states of {len(files)} of {model['dp_world_size']} ranks"
@@ -99,7 +100,8 @@ def _opened(checkpoint: Path, trusted: bool) -> Source:
 
 
 def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
-    """{"fp32", "exp_avg", "exp_avg_sq"} of one parameter, in its shape: the master's and moments' own bits.
+    """{"fp32", "exp_avg", "exp_avg_sq"} of one parameter, in its shape: the master's and moments' own bits and dtype
+    ("fp32", the master, is bf16 under bf16_master_weights_and_grads).
 
     The files are mapped into memory, and anew for each parameter: pages that were read count as resident until the
     mapping goes, so that no more than one parameter is in memory at a time. Raises Refusal where a piece is missing.
@@ -165,55 +167,6 @@ def _optimizer_files(folder: Path) -> list[Path]:
         if match and int(match[2]) == 0:
             found[int(match[1])] = path
     return [found[rank] for rank in range(len(found)) if rank in found]
-
-
-def _refuse_unreadable(checkpoint: Path, folder: Path, model: dict[str, Any]) -> None:
-    config = model["ds_config"]
-    zero = config.get("zero_optimization", {})
-    if zero.get("stage", 0) == 0:
-        raise Refusal(
-            "ZR731",
-            f"{checkpoint} is of ZeRO stage 0",
-            "Its optimizer states are numbered, not named (runtime/engine.py, _common_checkpoint_state writes "
-            "param_shapes from stage 1 on): they cannot be given to parameters with certainty.",
-            "Go on at stage 0 with --resume_from_checkpoint, or run from the start at the stage you want.",
-        )
-    if model["mp_world_size"] != 1 or any(folder.glob("*mp_rank_01*")) or "num_experts" in model:
-        raise Refusal(
-            "ZR732",
-            f"{checkpoint} is of a model-parallel or mixture-of-experts run",
-            "Each rank holds other weights, not parts of the same: cutting by parameter would mix them.",
-            "Convert it with DeepSpeed's own ds_to_universal.",
-        )
-    if config.get("fp16", {}).get("enabled"):
-        raise Refusal(
-            "ZR733",
-            f"{checkpoint} is of an fp16 run",
-            "Its loss scale would restart, and the first steps would be skipped or overflow.",
-            "Reshard runs in bf16 or fp32.",
-        )
-    if DsConfig(config).bf16_masters:
-        raise Refusal(
-            "ZR288",
-            f"{checkpoint} was written with bf16_master_weights_and_grads",
-            "Its masters and Adam's states are in bf16, and a resharded checkpoint holds fp32: what is loaded from it "
-            "was seen to differ from what was saved.",
-            "Go on with --resume_from_checkpoint on as many processes, at the same stage: that is exact.",
-        )
-    if zero.get("mics_shard_size", -1) > 0:
-        raise Refusal(
-            "ZR734",
-            f"{checkpoint} was written with mics_shard_size",
-            "Its groups of ranks hold the same parts several times, in an order that is not read here.",
-            "Run without it.",
-        )
-    if any((zero.get(key) or {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param")):
-        raise Refusal(
-            "ZR735",
-            f"{checkpoint} was written with states on NVMe",
-            "DeepSpeed leaves them there and writes none into the checkpoint (runtime/engine.py, load_checkpoint).",
-            'Offload to the CPU ("device": "cpu") in runs that are to be resumed.',
-        )
 
 
 def _flat_groups(states: dict[str, Any]) -> list[torch.Tensor]:

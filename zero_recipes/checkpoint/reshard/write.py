@@ -26,6 +26,7 @@ from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.documents import STATE
 from zero_recipes.checkpoint.reshard.load import FOLDER, INDEX, is_resharded
 from zero_recipes.checkpoint.reshard.read import Source, open_checkpoint, read_parameter
+from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.core import units
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
@@ -92,10 +93,12 @@ def resume_command(target: Path, batch: Batch, strategy: str) -> str:
 
 
 def strategy_of(source_config: dict[str, Any], stage: int) -> str:
-    """The accelerate file's name; an optimizer that was offloaded stays so (there is none for stage 1)."""
+    """The accelerate file's name; an optimizer that was offloaded stays so, and states in bf16 do (neither has a file
+    for stage 1, nor both together: fp32 takes bf16 states exactly)."""
     zero = source_config.get("zero_optimization", {})
     offloads = any((zero.get(key) or {}).get("device") == "cpu" for key in ("offload_optimizer", "offload_param"))
-    return f"zero{stage}" + ("_offload" if offloads and stage > 1 else "")
+    kept = "_offload" if offloads else "_bf16_states" if DsConfig(source_config).bf16_states else ""
+    return f"zero{stage}" + (kept if stage > 1 else "")
 
 
 def _refuse_early(checkpoint: Path, world_size: int, stage: int, target: Path, skip_checksums: bool) -> None:
@@ -185,6 +188,7 @@ def _write_states(source: Source, batch: Batch, folder: Path) -> None:
         "source": {"checkpoint": source.checkpoint.name, "stage": source.stage, "world_size": source.world_size},
         "global_batch": batch.total,
         "adam_step": source.adam_step,
+        "states": "bf16" if DsConfig(source.ds_config).bf16_states else "fp32",
         "engine": source.engine,
         "groups": source.groups,
     }

@@ -133,6 +133,8 @@ def _sharded(job: Job, shape: Shape) -> ModelState:
     sizes = (shape.parameters, job.world_size, job.zero_stage, shape.trainable)
     if job.settings.precision == "fp32":
         states = model_state_bytes_fp32(*sizes)
+        if job.zero_stage:  # DeepSpeed keeps masters beside weights that are fp32 themselves (deepspeed_memory.py)
+            states = states._replace(optimizer=1.5 * states.optimizer)
     else:
         states = model_state_bytes(*sizes, job.zero.adam_bytes)
     share = family.packed_bytes(job, shape, computed_width(job)) / (computed_width(job) * shape.parameters)
@@ -159,14 +161,14 @@ def step_copies(job: Job, shape: Shape) -> float:
     trainable, ranks = shape.trainable, job.world_size
     if job.ds_config is None and job.settings.optim == "adamw_torch":
         return loaded_width(job, shape) * trainable / (ranks if job.is_fsdp else 1)
-    if job.ds_config is None or job.settings.precision == "fp32" or job.zero.offload_optimizer:
+    if job.ds_config is None or job.zero.offload_optimizer:
         return 0
+    weight, master = computed_width(job), 2 if job.zero.bf16_masters else 4
     if job.zero_stage == 0:
-        return 4 * trainable
-    master = 2 if job.zero.bf16_masters else 4
+        return 0 if weight == 4 else 4 * trainable
     if job.zero_stage == 3:
         return master * min(trainable / ranks, number_in(job.zero.zero, "sub_group_size", 10**9))
-    return (master + 2) * trainable / ranks
+    return (master if master == weight else master + weight) * trainable / ranks  # torch's `to` makes no second one
 
 
 def activation_bytes(job: Job, shape: Shape) -> float:
@@ -227,8 +229,7 @@ def host_bytes(job: Job, shape: Shape) -> HostBytes:
     largest = shape.vocabulary * shape.hidden / job.world_size
     buffers = sum(swap_buffers(job.zero, share, largest).values())
     held = _offloaded(job, shape, "cpu") + beside + buffers
-    saved, in_16_bits = checkpoint_sizes(job, shape).weights, job.settings.precision != "fp32"
-    optimizer = (job.zero.adam_bytes if job.ds_config is not None and in_16_bits else 2 * each) * shape.trainable
+    saved, optimizer = checkpoint_sizes(job, shape).weights, _saved_by_optimizer(job, shape)
     read = read_at_resume(saved, optimizer, job.zero_stage, job.world_size)
     return HostBytes(load=int(load), training=int(here * held), resume=int(here * (held + read)))
 
@@ -238,8 +239,15 @@ def checkpoint_sizes(job: Job, shape: Shape) -> CheckpointBytes:
     in_16_bits = job.ds_config is not None and job.settings.precision != "fp32"
     each = 2 if in_16_bits else loaded_width(job, shape)
     saved = each * (shape.trainable if job.settings.use_peft else shape.parameters)
-    optimizer = (job.zero.adam_bytes if in_16_bits else 2 * each) * shape.trainable
-    return CheckpointBytes(weights=saved, resumable=resumable_bytes(saved, optimizer, job.zero_stage))
+    resumable = resumable_bytes(saved, _saved_by_optimizer(job, shape), job.zero_stage)
+    return CheckpointBytes(weights=saved, resumable=resumable)
+
+
+def _saved_by_optimizer(job: Job, shape: Shape) -> int:
+    """Bytes of moments, and of the masters that DeepSpeed keeps: at stage 0 in fp32 the weights are their own."""
+    if job.ds_config is None or (job.settings.precision == "fp32" and job.zero_stage == 0):
+        return 2 * loaded_width(job, shape) * shape.trainable
+    return job.zero.adam_bytes * shape.trainable
 
 
 def _pairs(job: Job, shape: Shape) -> int:
