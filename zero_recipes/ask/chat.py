@@ -33,27 +33,23 @@ def wording(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None) -> W
     if tokenizer.chat_template:
 
         def write(turns: list[dict[str, str]]) -> str:
-            return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            try:
+                return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # a template is a program, and says what it likes
+                raise Refusal(
+                    "ZR573",
+                    "the model's chat template cannot write the conversation",
+                    f"{type(error).__name__}: {first_line(error)}.",
+                    "--chat_template_path FILE.jinja names another; or ask rows with --prompts.",
+                ) from error
 
-        _try_template(write)
+        write([{"role": "user", "content": "a"}])
         return Wording("The model's chat template writes the conversation.", True, True, write)
     if dataset_format == "alpaca":
         said = "No chat template: each message is asked alone, as an instruction in Alpaca's words."
         return Wording(said, False, False, lambda turns: alpaca_prompt(turns[-1]["content"]))
     said = "No chat template and no dataset_format: the model goes on with the plain text of what was written so far."
     return Wording(said, True, False, lambda turns: "".join(turn["content"] for turn in turns))
-
-
-def _try_template(write: Callable[[list[dict[str, str]]], str]) -> None:
-    try:
-        write([{"role": "user", "content": "a"}])
-    except Exception as error:  # a template is a program, and says what it likes
-        raise Refusal(
-            "ZR573",
-            "the model's chat template cannot write a conversation",
-            f"{type(error).__name__}: {first_line(error)}.",
-            "--chat_template_path FILE.jinja names another; or ask rows with --prompts.",
-        ) from error
 
 
 @dataclass
@@ -130,16 +126,7 @@ def _turn(side: Side, text: str, words: Wording, max_new_tokens: int) -> None:
 
 def _ids(side: Side, words: Wording) -> list[int]:
     turns = side.turns if words.keeps_turns else side.turns[-1:]
-    try:
-        text = words.write(turns)
-    except Exception as error:
-        raise Refusal(
-            "ZR573",
-            "the model's chat template cannot write this conversation",
-            f"{type(error).__name__}: {first_line(error)}.",
-            "--chat_template_path FILE.jinja names another.",
-        ) from error
-    return side.loaded.tokenizer(text, add_special_tokens=not words.templated)["input_ids"]
+    return side.loaded.tokenizer(words.write(turns), add_special_tokens=not words.templated)["input_ids"]
 
 
 def _generate(loaded: Loaded, ids: list[int], max_new_tokens: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from zero_recipes.ask.answers import answer_all, compare
@@ -32,12 +33,12 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             "ZR574",
             "--chat and --prompts together",
             "A conversation takes its prompts from the terminal.",
-            "Leave one of them out; `zero-recipes ask MODEL --chat < FILE` asks line by line.",
+            "Leave one of them out: a conversation reads a pipe too, line by line.",
         )
     device = choose_device(use_cpu=False)
     target = find_target(arguments.model, arguments.base, overrides, arguments.trust_remote_code)
     tokenizer = load_tokenizer(target)
-    if "chat_template_path" in target.recipe.given:
+    if any(word.startswith("--chat_template_path") for word in overrides):  # the recipe's own is saved with the model
         tokenizer = apply_chat_template_file(tokenizer, target.settings)
     if arguments.chat:
         return _chat(target, tokenizer, device, arguments)
@@ -45,9 +46,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     most = arguments.max_new_tokens or target.settings.sample_max_new_tokens
     samples = read_questions(target, arguments.prompts, tokenizer, _config(target))
     refuse_what_does_not_load(target, tokenizer, device)
-    _describe(
-        target, device, f"{len(samples)}, {_source(samples, arguments.prompts)}; at most {most} new tokens, greedy"
-    )
+    source = samples[0].source if arguments.prompts is None else arguments.prompts
+    _describe(target, device, f"{len(samples)}, from {source}; at most {most} new tokens, greedy")
     base, tuned = _answers(target, tokenizer, device, samples, most)
     asked = compare(samples, base, tuned)
     write_rows(out / SAMPLES, asked.rows)
@@ -81,6 +81,8 @@ def _chat(target: Target, tokenizer, device: str, arguments: argparse.Namespace)
     words = wording(tokenizer, target.settings.dataset_format)
     beside = arguments.base not in (None, NO_BASE)
     both = beside and not target.is_adapter
+    if not beside and not target.is_adapter:
+        target = replace(target, base=None)
     refuse_what_does_not_load(target, tokenizer, device, 2 if both else 1)
     _describe(target, device, "from the terminal", beside)
     model = load_tuned(target, tokenizer, device)
@@ -93,7 +95,7 @@ def _chat(target: Target, tokenizer, device: str, arguments: argparse.Namespace)
 
 
 def _output_dir(requested: Path | None, target: Target) -> Path:
-    """Where samples.jsonl goes: the folder named, else the first of output/ask-NAME, output/ask-NAME-2, ... without one.
+    """Where samples.jsonl goes: the folder named, else the first of output/ask-NAME, ask-NAME-2, ... without one.
 
     Raises Refusal where one lies there.
     """
@@ -113,30 +115,20 @@ def _output_dir(requested: Path | None, target: Target) -> Path:
 
 
 def _config(target: Target):
-    from types import SimpleNamespace
-
     name = target.base if target.is_adapter else str(target.folder)
-    args = SimpleNamespace(
-        model_name_or_path=name, model_revision="main", trust_remote_code=target.settings.trust_remote_code
-    )
+    args = target.settings.replace(model_name_or_path=name, model_revision="main")
     return load_config(args, args)
-
-
-def _source(samples: list[Sample], prompts: Path | None) -> str:
-    return f"from {samples[0].source}" if prompts is None else f"from {prompts}"
 
 
 def _describe(target: Target, device: str, prompts: str, shows_base: bool = True) -> None:
     kind = "adapter" if target.is_adapter else "model"
     computed = target.dtype + (f", computed in {target.autocast}" if target.autocast else "")
     lines = {"model": f"{target.folder} ({kind}, {computed})"}
-    if target.base is None:
+    if target.base is None or not shows_base:
         lines["base"] = "none: the model answers alone (--base NAME puts one beside it)"
-    elif shows_base:
-        off = (
-            ", the adapter switched off" if target.is_adapter else ", with random weights" if target.draws_base else ""
-        )
-        lines["base"] = f"{target.base}{off}"
+    else:
+        how = ", the adapter switched off" if target.is_adapter else ""
+        lines["base"] = target.base + (", with random weights" if target.draws_base else how)
     if target.recipe.settings.load_in_4bit or target.recipe.settings.load_in_8bit:
         lines["note"] = "trained on a quantized base; both are asked with the base's own weights"
     lines |= {"prompts": prompts, "device": device}

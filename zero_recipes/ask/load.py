@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -28,7 +27,7 @@ _BYTES = {"float64": 8, "float32": 4}
 
 
 class Loaded(NamedTuple):
-    """A model to be asked; `base_of_adapter`: with its adapter switched off."""
+    """A model to be asked."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -52,20 +51,12 @@ def load_tokenizer(target: Target) -> PreTrainedTokenizerBase:
     place = str(target.folder) if own else target.base
     if place is None:
         raise Refusal(
-            "ZR791",
+            "ZR575",
             f"no tokenizer lies in {target.folder}",
             "Without one no prompt becomes tokens.",
             "Copy the tokenizer's files there, or name the base that has them: --base FOLDER_OR_NAME.",
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=target.settings.trust_remote_code)
-    except Exception as error:  # the library's parsers raise what they like
-        raise Refusal(
-            "ZR791",
-            f"the tokenizer of {place} cannot be read",
-            first_line(error),
-            "Copy the tokenizer's files again.",
-        ) from error
+    tokenizer = _read_tokenizer(place, target.settings.trust_remote_code)
     if tokenizer.pad_token is None:  # masked, whatever it is
         known = tokenizer.get_vocab()
         tokenizer.pad_token = next((token for token in PADDING_TOKENS if token in known), tokenizer.eos_token)
@@ -83,7 +74,7 @@ def refuse_what_does_not_load(
     config = None if target.is_adapter else load_config(*_arguments(target, str(target.folder))[:2])
     if target.base is not None:
         arguments = _arguments(target, target.base)
-        base = load_config(*arguments[:2])
+        base = _config_of_base(arguments, target)
         refuse_other_keys(base, *arguments)
         if config is not None:
             _refuse_other_shape(config, base, target)
@@ -128,10 +119,22 @@ def forget(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def _config_of_base(arguments: tuple, target: Target) -> PretrainedConfig:
+    try:
+        return load_config(*arguments[:2])
+    except Refusal as refusal:
+        raise Refusal(
+            "ZR794",
+            f"the base {target.base} cannot be found",
+            refusal.why,
+            "--base FOLDER_OR_NAME says where it lies"
+            + (": an adapter needs it." if target.is_adapter else ", --base none asks the model alone."),
+        ) from refusal
+
+
 def _load(target: Target, name: str, is_saved: bool = False) -> PreTrainedModel:
     arguments = _arguments(target, name, is_saved)
-    with _plain_names(name):
-        return load_model(load_config(*arguments[:2]), *arguments)
+    return load_model(load_config(*arguments[:2]), *arguments)
 
 
 def _ready(model, target: Target, tokenizer: PreTrainedTokenizerBase, device: str) -> Loaded:
@@ -153,20 +156,6 @@ def _arguments(target: Target, name: str, is_saved: bool = False) -> tuple:
     return values, values, values
 
 
-@contextmanager
-def _plain_names(name: str) -> Iterator[None]:
-    """What a load raises that no check before it could know."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise Refusal(
-            "ZR792",
-            f"{name} does not fit in the GPU's memory",
-            first_line(error),
-            "CUDA_VISIBLE_DEVICES= zero-recipes ask ... asks it on the CPU; or free the GPU of other programs.",
-        ) from error
-
-
 def _refuse_other_shape(config: PretrainedConfig, base: PretrainedConfig, target: Target) -> None:
     ours, theirs = config.get_text_config(), base.get_text_config()
     for key in _SHAPE:
@@ -184,15 +173,7 @@ def _refuse_other_tokens(tokenizer: PreTrainedTokenizerBase, target: Target) -> 
     """Prompts are written with the model's tokenizer: every token that the base knows has the same id there."""
     if not any((Path(target.base) / name).is_file() for name in _TOKENIZER) and Path(target.base).is_dir():
         return
-    try:
-        base = AutoTokenizer.from_pretrained(target.base, trust_remote_code=target.settings.trust_remote_code)
-    except Exception as error:
-        raise Refusal(
-            "ZR791",
-            f"the tokenizer of {target.base} cannot be read",
-            first_line(error),
-            "zero-recipes fetch RECIPE.yaml downloads it; or --base none.",
-        ) from error
+    base = _read_tokenizer(target.base, target.settings.trust_remote_code)
     known = tokenizer.get_vocab()
     other = sorted(token for token, number in base.get_vocab().items() if known.get(token) != number)
     if other:
@@ -203,6 +184,18 @@ def _refuse_other_tokens(tokenizer: PreTrainedTokenizerBase, target: Target) -> 
             "Both are asked with the model's tokenizer, as the run asks before and after; the base would read others.",
             "--base FOLDER_OR_NAME of the model that it was trained from, or --base none.",
         )
+
+
+def _read_tokenizer(place: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
+    except Exception as error:  # the library's parsers raise what they like
+        raise Refusal(
+            "ZR791",
+            f"the tokenizer of {place} cannot be read",
+            first_line(error),
+            "Copy its files again; of a model of the hub, zero-recipes fetch RECIPE.yaml downloads them.",
+        ) from error
 
 
 def _refuse_no_memory(config: PretrainedConfig, target: Target, device: str, at_once: int) -> None:

@@ -123,7 +123,7 @@ def _refuse_no_model(folder: Path) -> bool:
             "its zero_to_fp32.py lies in the checkpoint, and config.json and tokenizer belong beside what it writes.",
         )
     raise Refusal(
-        "ZR784",
+        "ZR795",
         f"{folder} holds no model",
         f"Neither {SINGLE} nor {INDEX} nor {ADAPTER} lies in it.",
         f"Ask {below[-1]}." if below else "Name the output_dir of a run that has saved its model (save_model: true).",
@@ -176,7 +176,7 @@ def _whole(folder: Path, is_adapter: bool, base: str | None, trust_remote_code: 
             verify(folder, skip_checksums=_is_checkpoint(folder), trust_remote_code=trust_remote_code)
             entries = entries_of(folder)
     except NotWhole as error:
-        if "trust_remote_code" in str(error):
+        if "custom code" in str(error) or "trust_remote_code" in str(error):
             fix = "If you trust that code: --trust_remote_code."
         elif is_adapter:
             fix = "Name its own base with --base, or save the adapter again."
