@@ -141,6 +141,16 @@ def test_rows_without_a_score_on_one_side_count_on_neither():
     assert alone.means["exact_match"] == (None, 1.0) and alone.rows[0].before is None
 
 
+def test_the_pages_output_is_made_from_the_demos_answers():
+    """And its scores are those that the demo itself states."""
+    from scripts import ask_page
+
+    assert ask_page.main(["--check"]) == 0
+    asked = ask_page.asked_again(read_samples(ask_page.ROWS))
+    for row, known in zip(asked.rows, read_samples(ask_page.ROWS), strict=True):
+        assert {name: row.scores_after[name] for name in known.scores_after} == pytest.approx(known.scores_after)
+
+
 # reading
 
 

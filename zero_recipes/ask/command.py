@@ -122,8 +122,9 @@ def _config(target: Target):
 
 def _describe(target: Target, device: str, prompts: str, shows_base: bool = True) -> None:
     kind = "adapter" if target.is_adapter else "model"
-    computed = target.dtype + (f", computed in {target.autocast}" if target.autocast else "")
-    lines = {"model": f"{target.folder} ({kind}, {computed})"}
+    computed = "" if target.dtype == "auto" else f", {target.dtype}"
+    computed += f", computed in {target.autocast}" if target.autocast else ""
+    lines = {"model": f"{target.folder} ({kind}{computed})"}
     if target.base is None or not shows_base:
         lines["base"] = "none: the model answers alone (--base NAME puts one beside it)"
     else:
