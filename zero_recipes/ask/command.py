@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
+
+import datasets
+import transformers
 
 from zero_recipes.ask.answers import answer_all, compare
 from zero_recipes.ask.chat import Side, chat, wording
@@ -35,6 +39,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
             "A conversation takes its prompts from the terminal.",
             "Leave one of them out: a conversation reads a pipe too, line by line.",
         )
+    datasets.disable_progress_bars()  # of the checks: they take a moment
+    transformers.utils.logging.disable_progress_bar()
     device = choose_device(use_cpu=False)
     target = find_target(arguments.model, arguments.base, overrides, arguments.trust_remote_code)
     tokenizer = load_tokenizer(target)
@@ -136,3 +142,5 @@ def _describe(target: Target, device: str, prompts: str, shows_base: bool = True
     console = terminal()
     for name, text in lines.items():
         console.print(plain(f"{name:8}{text}"), soft_wrap=True)
+    if sys.stderr.isatty():  # loading may take minutes
+        transformers.utils.logging.enable_progress_bar()
