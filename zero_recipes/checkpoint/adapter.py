@@ -10,10 +10,12 @@ from zero_recipes.checkpoint.weights import Entry, NotWhole
 from zero_recipes.core.errors import first_line
 
 
-def compare_with_adapter(folder: Path, entries: dict[str, Entry], trust_remote_code: bool) -> None:
+def compare_with_adapter(
+    folder: Path, entries: dict[str, Entry], trust_remote_code: bool, base: str | None = None
+) -> None:
     """Every matrix that PEFT would make for this base and no other; without the base, each lora_A has its lora_B.
 
-    Raises NotWhole.
+    `base`: another than adapter_config.json names. Raises NotWhole.
     """
     from peft import PeftConfig
     from transformers import AutoConfig
@@ -24,7 +26,7 @@ def compare_with_adapter(folder: Path, entries: dict[str, Entry], trust_remote_c
         raise NotWhole(f"{folder} has an adapter, but its adapter_config.json cannot be read: {error}") from error
     try:
         base = AutoConfig.from_pretrained(
-            config.base_model_name_or_path, local_files_only=True, trust_remote_code=trust_remote_code
+            base or config.base_model_name_or_path, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, TypeError):
         _say_first(folder, {"missing": _without_partner(entries)})
@@ -46,7 +48,7 @@ def _made(config, base, entries: dict[str, Entry], trust_remote_code: bool) -> t
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(base, trust_remote_code=trust_remote_code)
-        rows = _rows(entries, model)
+        rows = embedding_rows(entries, model)
         if rows is not None:
             model.resize_token_embeddings(rows, mean_resizing=False)  # for a chat template's tokens
         tuned = get_peft_model(model, config)
@@ -54,7 +56,7 @@ def _made(config, base, entries: dict[str, Entry], trust_remote_code: bool) -> t
     return get_peft_model_state_dict(tuned, save_embedding_layers=False), set(optional)
 
 
-def _rows(entries: dict[str, Entry], model) -> int | None:
+def embedding_rows(entries: dict[str, Entry], model) -> int | None:
     """Of the embeddings that stand in the adapter's file; None where none does. TRL 1.16 gives the base more rows where
     its chat template comes from another model (`clone_chat_template`), and says so nowhere but in the shapes."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from zero_recipes.cli import verbs
+from zero_recipes.cli.ask import add_ask
 from zero_recipes.cli.check import add_check
 from zero_recipes.cli.env import add_env
 from zero_recipes.cli.explain import add_explain
@@ -19,6 +20,7 @@ VERBS = (
     verbs.add_plan,
     verbs.add_sweep,
     verbs.add_report,
+    add_ask,
     verbs.add_verify,
     verbs.add_reshard,
     verbs.add_meet,

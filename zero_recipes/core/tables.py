@@ -22,7 +22,12 @@ def plain(text: str, style: str = "") -> Text:
     rich takes "[/INST]" for a closing tag, a terminal takes an escape sequence for an order, and a lone surrogate
     cannot be written at all: control characters other than tab and line break are shown as Python writes them.
     """
-    return Text("".join(_shown(c) for c in text), style=style)
+    return Text(shown(text), style=style)
+
+
+def shown(text: str) -> str:
+    """The same for what is printed without rich."""
+    return "".join(_shown(c) for c in text)
 
 
 def _shown(character: str) -> str:

@@ -14,15 +14,17 @@ from zero_recipes.metrics.sweep_file import read_sweep_file
 
 
 class SampleRow(Part):
-    """One line of samples.jsonl: a prompt, the answers before and after training, and their scores by metric."""
+    """One line of samples.jsonl: a prompt, the answers before and after training, and their scores by metric. In that
+    of `zero-recipes ask`, before is the base and after the model."""
 
     prompt: str = known("as the model was asked, the template included")
-    before: str = known("the answer before the first step")
+    before: str | None = measured("the answer before the first step", null="where no base was asked")
     after: str | None = measured("the answer after the last step", null="where it was not asked for")
     reference: str | None = measured("the answer in the data", null="where there is none")
     scores_before: dict[str, float | None] = known(
         "by metric: exact_match, token_f1 (0 to 1) and reference_loss (nats/token, over the reference's tokens as "
-        "training has them; null where `unscored` says why); empty without a reference"
+        "training has them; null where `unscored` says why); of `zero-recipes ask` also rouge1, rouge2, rougeL (0 "
+        "to 1) and perplexity (exp of the loss); empty without a reference"
     )
     scores_after: dict[str, float | None] = measured("the same after training", default={})
     unscored: str | None = measured(

@@ -154,7 +154,7 @@ def _sample(sample: SampleRow) -> dict[str, Any]:
     names = dict.fromkeys((*sample.scores_before, *sample.scores_after))
     return {
         "prompt": sample.prompt,
-        "before": sample.before,
+        "before": sample.before if sample.before is not None else "(no answer)",
         "after": sample.after if sample.after is not None else "(no answer)",
         "reference": sample.reference or "",
         "scores": [

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 from trl import SFTTrainer
@@ -21,8 +19,10 @@ from zero_recipes.core.tables import plain, print_texts, terminal
 from zero_recipes.data.samples import Sample
 from zero_recipes.distributed import fsdp
 from zero_recipes.metrics.read_runs import SampleRow
+from zero_recipes.trainer.generation import generate_texts, prompts_cut, reference_losses
 
 SCORES = Path(__file__).with_name("scores")
+TEXT_SCORES = ("exact_match", "token_f1")
 
 
 @dataclass
@@ -45,14 +45,16 @@ def answer(trainer: SFTTrainer, samples: list[Sample], max_new_tokens: int) -> A
     share = -(-len(samples) // world)
     mine = [(i % len(samples)) for i in range(rank * share, (rank + 1) * share)]  # the last share wraps around
     model, batch = trainer.model, trainer.args.per_device_eval_batch_size
+    tokenizer, device = trainer.processing_class, trainer.accelerator.device
     was_training = model.training
     model.eval()
     found = []
     for start in range(0, share, batch):
         chosen = mine[start : start + batch]
         part = [samples[i] for i in chosen]
-        texts = _generate(trainer, part, max_new_tokens)
-        found += list(zip(chosen, texts, _reference_losses(trainer, part), strict=True))
+        texts = generate_texts(model, tokenizer, part, max_new_tokens, device)
+        losses = reference_losses(model, tokenizer, part, device)
+        found += list(zip(chosen, texts, losses, strict=True))
     model.train(was_training)
     forget_trace_of_generation(trainer.model_wrapped)
     fsdp.reshard_model(trainer.model)
@@ -85,32 +87,34 @@ class AnswersBeforeTraining(TrainerCallback):
             return
         if state.global_step and self.samples and args.process_index == 0:
             print(f"sample prompts: `before` is what the model says after step {state.global_step}", flush=True)
-        longer = prompts_cut(self.trainer, self.samples, self.max_new_tokens)
-        if longer and args.process_index == 0:
-            room, _ = _places(self.trainer, self.max_new_tokens)
-            print(
-                f"sample prompts: of {longer} the last {room:,} tokens are asked, more the model does not take with "
-                "its answer",
-                flush=True,
-            )
+        asked = (self.trainer.model, self.trainer.processing_class, self.samples, self.max_new_tokens)
+        if args.process_index == 0 and (cut := prompts_cut(*asked)) is not None:
+            print(cut, flush=True)
         with self.clock.phase("samples_before"):
             self.answers = answer(self.trainer, self.samples, self.max_new_tokens)
 
 
-def score(samples: list[Sample], answers: Answers) -> list[dict[str, float | None]]:
-    """{metric: value} for each sample; empty where there is no reference. `why_unscored` has the reason of a None."""
+def score(
+    samples: list[Sample], answers: Answers, modules: Sequence[str] = TEXT_SCORES
+) -> list[dict[str, float | None]]:
+    """{metric: value} for each sample; empty where there is no reference. `why_unscored` has the reason of a None.
+
+    `modules`: of trainer/scores/, those that compare texts. A module gives one value for each row as `each`, or
+    several by name.
+    """
     import evaluate
 
     scored = [i for i, sample in enumerate(samples) if sample.reference is not None]
     result: list[dict[str, float | None]] = [{} for _ in samples]
     if not scored:
         return result
-    for name in ("exact_match", "token_f1"):
-        values = evaluate.load(str(SCORES / name)).compute(
+    for name in modules:
+        each = evaluate.load(str(SCORES / name)).compute(
             predictions=[answers.texts[i] for i in scored], references=[samples[i].reference for i in scored]
         )["each"]
-        for i, value in zip(scored, values, strict=True):
-            result[i][name] = value
+        for metric, values in (each if isinstance(each, dict) else {name: each}).items():
+            for i, value in zip(scored, values, strict=True):
+                result[i][metric] = value
     for i in scored:
         loss = answers.reference_losses[i]
         result[i]["reference_loss"] = loss if loss is not None and math.isfinite(loss) else None
@@ -148,15 +152,20 @@ def write_samples(path: Path, samples: list[Sample], before: Answers, after: Ans
             strict=True,
         )
     ]
+    write_rows(path, rows)
+    return rows
+
+
+def write_rows(path: Path, rows: list[SampleRow]) -> None:
+    """Those of samples.jsonl, whole or not at all."""
     documents = [row.model_dump(exclude=None if row.unscored else {"unscored"}) for row in rows]
     write_text(path, json_lines(documents))
-    return rows
 
 
 def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:
     """Print the first rows and the mean scores as tables. `source`: where the prompts come from."""
     console = terminal()
-    texts = [[question(row.prompt), *map(_short, (row.before, row.after, row.reference))] for row in rows[:most]]
+    texts = [[question(row.prompt), *map(short, (row.before, row.after, row.reference))] for row in rows[:most]]
     title = f"Before and after ({len(texts)} of {len(rows)} prompts, {source})"
     print_texts(title, ("prompt", "before", "after", "reference"), texts, console)
     for name in next((row.scores_after for row in rows if row.scores_after), {}):
@@ -174,79 +183,9 @@ def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:
 def question(prompt: str) -> str:
     """A prompt without Alpaca's wrapper, for reading."""
     inside = prompt.partition("### Instruction:\n")[2].removesuffix("### Response:\n").strip()
-    return _short(inside.replace("\n\n### Input:\n", "\n") or prompt)
+    return short(inside.replace("\n\n### Input:\n", "\n") or prompt)
 
 
-@torch.no_grad()
-def _generate(trainer: SFTTrainer, samples: list[Sample], max_new_tokens: int) -> list[str]:
-    tokenizer, device = trainer.processing_class, trainer.accelerator.device
-    room, max_new_tokens = _places(trainer, max_new_tokens)
-    rows = [(_prompt(tokenizer, s) or _start(tokenizer))[-room:] for s in samples]
-    ids, mask = _pad(rows, tokenizer.pad_token_id, left=True)
-    answered = trainer.model.generate(
-        input_ids=ids.to(device),
-        attention_mask=mask.to(device),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
-        synced_gpus=None,  # transformers turns it on where ranks must move together (ZeRO stage 3, FSDP)
-    )
-    return [text.strip() for text in tokenizer.batch_decode(answered[:, ids.shape[1] :], skip_special_tokens=True)]
-
-
-@torch.no_grad()
-def _reference_losses(trainer: SFTTrainer, samples: list[Sample]) -> list[float | None]:
-    """Mean negative log-likelihood per reference token, in nats; None where a row has none. A forward pass runs even
-    where no row has any, for the other ranks need it under stage 3."""
-    tokenizer, device = trainer.processing_class, trainer.accelerator.device
-    ids, mask = _pad([s.ids or _start(tokenizer) for s in samples], tokenizer.pad_token_id, left=False)
-    logits = trainer.model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
-    losses: list[float | None] = []
-    for sample, line in zip(samples, logits, strict=True):
-        target = torch.tensor(sample.labels[1:], device=device)  # a row's first token is never predicted
-        if not (target != -100).any():
-            losses.append(None)
-            continue
-        losses.append(torch.nn.functional.cross_entropy(line[: len(target)].float(), target).item())
-    return losses
-
-
-def prompts_cut(trainer: SFTTrainer, samples: list[Sample], max_new_tokens: int) -> int:
-    """How many prompts are longer than what the model takes beside its answer."""
-    room, _ = _places(trainer, max_new_tokens)
-    return sum(len(_prompt(trainer.processing_class, sample)) > room for sample in samples)
-
-
-def _places(trainer: SFTTrainer, max_new_tokens: int) -> tuple[int, int]:
-    """(tokens of a prompt, tokens of its answer) that the model has places for. At least half of them are the
-    prompt's: one that is longer loses its beginning."""
-    places = getattr(trainer.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    room = max(places - max_new_tokens, places // 2, 1)
-    return room, max(1, min(max_new_tokens, places - room))
-
-
-def _prompt(tokenizer, sample: Sample) -> list[int]:
-    return tokenizer(sample.prompt, add_special_tokens=not sample.templated)["input_ids"]
-
-
-def _start(tokenizer) -> list[int]:
-    """What a model is asked that is asked nothing."""
-    return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
-
-
-def _pad(rows: Sequence[Sequence[int]], pad: int, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, mask), both (rows, longest row)."""
-    width = max(map(len, rows))
-    fill = [[pad] * (width - len(row)) for row in rows]
-    gap = [[0] * len(f) for f in fill]
-    ones = [[1] * len(row) for row in rows]
-    rows = [list(row) for row in rows]
-    join = (lambda a, b: b + a) if left else (lambda a, b: a + b)
-    ids = [join(row, f) for row, f in zip(rows, fill, strict=True)]
-    mask = [join(one, g) for one, g in zip(ones, gap, strict=True)]
-    return torch.tensor(ids), torch.tensor(mask)
-
-
-def _short(text: str | None, most: int = 220) -> str:
+def short(text: str | None, most: int = 220) -> str:
     text = "" if text is None else text
     return text if len(text) <= most else "... " + text[-most:]

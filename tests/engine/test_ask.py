@@ -1,0 +1,91 @@
+"""`zero-recipes ask` says of a run's model and base what the run said itself, token for token and loss for loss."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.tiny import ROOT, named, write_recipe
+from zero_recipes.cli import main as cli
+from zero_recipes.metrics.read_runs import read_samples
+
+BASE = str(ROOT / "tiny_world" / "base")
+WORLD = {"model_name_or_path": BASE, "dataset_name": str(ROOT / "tiny_world"), "random_weights": False}
+WORLD |= {"max_length": 96, "sample_prompts": 7, "sample_max_new_tokens": 9, "per_device_eval_batch_size": 3}
+WORLD |= {"save_model": True, "max_steps": 3, "learning_rate": 2e-3, "per_device_train_batch_size": 4}
+LORA = {"use_peft": True, "lora_r": 4, "lora_alpha": 64, "lora_target_modules": "all-linear"}
+MORE = {"rouge1", "rouge2", "rougeL", "perplexity"}
+
+
+def asked_again(folder: Path, out: Path, *words: str) -> list:
+    assert cli.main(["ask", str(folder), "--output_dir", str(out), *words]) == 0
+    return read_samples(out / "samples.jsonl")
+
+
+def same(rows, expected, losses: float = 0):
+    """The same texts; scores of texts are equal, losses within `losses`."""
+    assert len(rows) == len(expected) > 0
+    for row, known in zip(rows, expected, strict=True):
+        assert (row.prompt, row.reference) == (known.prompt, known.reference)
+        assert (row.before, row.after) == (known.before, known.after)
+        for mine, theirs in ((row.scores_before, known.scores_before), (row.scores_after, known.scores_after)):
+            assert set(mine) == set(theirs) | MORE
+            assert {name: mine[name] for name in theirs} == pytest.approx(theirs, abs=losses)
+
+
+CASES = {
+    "ddp in bf16, float32 weights": ("ddp", {}),
+    "zero2 in bf16": ("zero2", {}),
+    "fp32": ("ddp", {"bf16": False}),
+    "LoRA, ddp": ("ddp", LORA),
+    "LoRA, zero2": ("zero2", LORA),
+    "random weights": ("zero3", {"random_weights": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_before_and_after_of_a_run_are_base_and_model(one, tmp_path, case):
+    strategy, keys = CASES[case]
+    path = write_recipe(tmp_path, **WORLD | keys)
+    out = tmp_path / "out"
+    one.run("train", argv=[str(path), "--output_dir", str(out), *named(strategy)])
+    expected = read_samples(out / "samples.jsonl")
+    assert any(row.before != row.after for row in expected) or "random" in case
+    same(asked_again(out, tmp_path / "asked"), expected)
+
+
+def test_a_checkpoint_of_two_ranks_is_asked_too(two, tmp_path, capsys):
+    """By its run's recipe; DeepSpeed's states without a model are refused."""
+    path = write_recipe(tmp_path, **WORLD | {"save_strategy": "steps", "save_steps": 3})
+    out = tmp_path / "out"
+    two.run("train", argv=[str(path), "--output_dir", str(out), *named("zero2")])
+    rows = asked_again(out / "checkpoint-3", tmp_path / "asked")
+    same(rows, read_samples(out / "samples.jsonl"), losses=2e-2)
+    capsys.readouterr()
+    bare = tmp_path / "bare" / "checkpoint-3"
+    shutil.copytree(out / "checkpoint-3", bare)
+    (bare / "model.safetensors").unlink()
+    assert cli.main(["ask", str(bare), "--prompts", str(tmp_path / "x")]) == 2
+    said = capsys.readouterr().err
+    assert "[ZR785]" in said and "global_step3" in said and (bare / "zero_to_fp32.py").is_file()
+
+
+def test_the_chat_template_of_a_run_is_asked_with(one, tmp_path):
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}"
+        "{% else %}\n{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    rows = tmp_path / "chats"
+    rows.mkdir()
+    chat = [{"role": "user", "content": "What is red?"}, {"role": "assistant", "content": "The kozob."}]
+    for split in ("train", "test"):
+        (rows / f"{split}.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 8)
+    keys = {"dataset_name": str(rows), "dataset_format": None, "chat_template_path": str(template), "sample_prompts": 2}
+    out = tmp_path / "out"
+    one.run("train", argv=[str(write_recipe(tmp_path, **WORLD | keys)), "--output_dir", str(out)])
+    template.unlink()  # it is saved with the model
+    same(asked_again(out, tmp_path / "asked"), read_samples(out / "samples.jsonl"))

@@ -1,0 +1,63 @@
+"""The prompts: of the recipe, or of a file, read as a recipe's `sample_prompts` are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from zero_recipes.ask.target import Target
+from zero_recipes.config import recipe as recipes
+from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, takes_rows
+from zero_recipes.data.splits import with_tokens
+
+
+def read_questions(
+    target: Target, prompts: Path | None, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+) -> list[Sample]:
+    """What both models are asked, with the tokens of the answers wanted as a training row has them. Raises Refusal."""
+    requested = target.settings.sample_prompts if prompts is None else _of_file(prompts)
+    if requested is None or str(requested) == "0":
+        raise Refusal(
+            "ZR570",
+            f"no prompts: {target.folder} was trained without sample_prompts"
+            if target.is_ours
+            else f"no prompts: no recipe lies beside {target.folder}",
+            "There is nothing to ask.",
+            "--prompts FILE (rows as JSON Lines, or one prompt a line), or --chat.",
+        )
+    settings = target.settings
+    if not target.is_ours and "max_length" not in target.recipe.given:
+        places = getattr(config.get_text_config(), "max_position_embeddings", None)
+        settings = settings.replace(max_length=places)
+    script_args, args, _, dataset_args, ours = recipes.instances(settings, target.recipe.path)
+    rows = None
+    if takes_rows(requested):
+        rows = rows_to_ask(requested, None, script_args, args, dataset_args, ours.dataset_format)
+    samples = choose_samples(requested, rows, ours.dataset_format, tokenizer, script_args.dataset_test_split)
+    if not samples:
+        raise Refusal(
+            "ZR571",
+            f"there is no prompt in {prompts or requested}",
+            "It has no row and no line that is not empty.",
+            "Write a row as JSON or a prompt a line.",
+        )
+    return with_tokens(samples, tokenizer, args)
+
+
+def _of_file(path: Path) -> str | list[str]:
+    """The path of JSON Lines, or the lines of a plain text: one whose first line is no JSON object or whose name says
+    so."""
+    if not path.is_file() or path.suffix == ".jsonl":
+        return str(path)
+    try:
+        lines = [line.strip("\r") for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise Refusal(
+            "ZR572",
+            f"the file of prompts {path} cannot be read",
+            first_line(error),
+            "It must be text in UTF-8 that this user may read.",
+        ) from error
+    return str(path) if path.suffix != ".txt" and lines and lines[0].lstrip().startswith("{") else lines
