@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zero_recipes.core.hardware import Gpu
 from zero_recipes.core.units import parameters, significant, size
@@ -32,7 +32,8 @@ COLUMNS = [
     "Reserved: what the process takes of the GPU, allocator, CUDA and NCCL included; the status is about this range.",
     "Host: host memory a machine, while loading / in training / while a checkpoint is read to go on from it; "
     "--host_memory holds it against what there is.",
-    "Disk: the model / a checkpoint to go on from.",
+    "Disk: the model / a checkpoint to go on from. NVMe: swap files while it trains; --nvme holds them against what "
+    "there is.",
     "Comm.: bytes through collectives in one step, an all-reduce counted twice.",
     "Times are estimates, 20 to 30 % to either side, more with offload or without NVLink; Step and Tokens/s are for "
     "sequences as long as they may be.",
@@ -43,6 +44,14 @@ CANNOT_KNOW = [
     "torch.compile, mixtures of experts (which tokens go where) and quantised weights.",
     "Answers to sample prompts; other programs on the same GPU.",
 ]
+
+
+def not_planned(excluded: Mapping[str, str]) -> list[str]:
+    """`excluded`: {strategy: why}; a line for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in excluded.items():
+        reasons.setdefault(why, []).append(name)
+    return [f"Not planned: {', '.join(names)}: {why}." for why, names in reasons.items()]
 
 
 def row_lengths(row: Row, lengths: RowLengths | None, unknown: str | None) -> str:

@@ -24,6 +24,7 @@ from zero_recipes.theory.lower_bounds import (
     read_at_resume,
     resumable_bytes,
     swap_buffers,
+    swapped_bytes,
 )
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
@@ -95,6 +96,7 @@ def predict_by_formulas(job: Job) -> Prediction:
         ),
         reserved_bytes=overheads().reserved_range(peak, job.world_size),
         host_bytes=host_bytes(job, shape),
+        nvme_bytes=int(job.ranks_per_node * _offloaded(job, shape, "nvme")),
         checkpoint_bytes=checkpoint_sizes(job, shape),
         communication_bytes_per_step=communication_bytes(job, shape),
         flops_per_step=flops(job, shape),
@@ -134,6 +136,8 @@ def _offloaded(job: Job, shape: Shape, device: str) -> float:
     """Bytes of one rank's model states in host memory ("cpu") or on disk ("nvme")."""
     if job.ds_config is None:
         return 0
+    if device == "nvme":
+        return swapped_bytes(job.zero, shape.tensors, job.world_size, _width(job))
     states = _sharded(job, shape)
     params = states.params if job.offloads_params and job.zero.offload_param == device else 0
     return (states.optimizer if job.zero.offload_optimizer == device else 0) + params
@@ -216,7 +220,7 @@ def host_bytes(job: Job, shape: Shape) -> HostBytes:
     share, accumulates = shape.trainable / job.world_size, job.settings.gradient_accumulation_steps > 1
     beside = beside_offloaded_optimizer(job.zero, share, _width(job), accumulates)
     largest = shape.vocabulary * shape.hidden / job.world_size
-    buffers = sum(swap_buffers(job.zero, share, largest).values())
+    buffers = sum(swap_buffers(job.zero, share, largest, job.world_size).values())
     held = _offloaded(job, shape, "cpu") + beside + buffers
     saved, in_16_bits = checkpoint_sizes(job, shape).weights, job.settings.precision != "fp32"
     optimizer = (job.zero.adam_bytes if job.ds_config is not None and in_16_bits else 2 * each) * shape.trainable
