@@ -98,16 +98,20 @@ def test_quantised_collectives_move_what_the_paper_says():
 
 
 def test_infinity_takes_the_disk_and_not_the_hosts_memory():
+    """18 bytes a parameter, but for parts below 1 MiB: fp32 master, moments and gradient, and the weight in 16 bits. In
+    memory are the gradients in 16 bits and the buffers."""
     states = predict_by_formulas(member("zero3_infinity"))
-    assert states.model_state_bytes.offloaded_disk == 14 * PSI // 4
-    assert states.model_state_bytes.offloaded_host == 0 and states.host_bytes.training < 10 * GB
+    assert states.model_state_bytes.offloaded_disk == pytest.approx(18 * PSI / 4, rel=2e-4)
+    assert states.nvme_bytes == 2 * states.model_state_bytes.offloaded_disk  # two ranks on each machine
+    buffers = states.host_bytes.training - 2 * 2 * PSI // 4
+    assert states.model_state_bytes.offloaded_host == 0 and 0 < buffers < 10 * GB
 
 
 def test_parameters_on_the_disk_leave_the_optimizer_in_the_hosts_memory():
     """12 bytes a parameter and a gradient in fp32 and in 16 bits in memory, 2 on the disk; swap buffers for parameters
     alone."""
     states = predict_by_formulas(member("zero3_offload_infinity"))
-    assert states.model_state_bytes.offloaded_disk == 2 * PSI // 4
+    assert states.model_state_bytes.offloaded_disk == pytest.approx(2 * PSI / 4, rel=1e-3)
     assert states.model_state_bytes.offloaded_host == 12 * PSI // 4
     buffers = states.host_bytes.training - 2 * 18 * PSI // 4  # two ranks on each machine
     assert 0 < buffers < 5 * GB
