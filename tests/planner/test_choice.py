@@ -35,13 +35,18 @@ def in_the_repository(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-@pytest.fixture(scope="module")
-def chart():
+def loaded_chart():
+    """scripts/choice_chart.py as a module."""
     spec = importlib.util.spec_from_file_location("choice_chart", ROOT / "scripts" / "choice_chart.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["choice_chart"] = module
     spec.loader.exec_module(module)
-    yield module
+    return module
+
+
+@pytest.fixture(scope="module")
+def chart():
+    yield loaded_chart()
     del sys.modules["choice_chart"]
 
 
