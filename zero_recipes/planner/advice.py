@@ -73,11 +73,15 @@ def _eligible(job: Job, strategies: Strategies, nvme: int | None) -> Strategies:
     found = {}
     for name, config in strategies.items():
         changed = _under(job, name, strategies)
-        alike = (changed.zero.adam_bytes, changed.zero.autocast) == (job.zero.adam_bytes, job.zero.autocast)
+        alike = _arithmetic(changed.zero) == _arithmetic(job.zero)
         on_disk = changed.on_nvme and nvme is None and not job.on_nvme
         if name == job.strategy or (alike and not on_disk and why_not(changed) is None):
             found[name] = config
     return found
+
+
+def _arithmetic(zero: DsConfig) -> tuple:
+    return zero.adam_bytes, zero.autocast, zero.quantizes_weights, zero.quantizes_gradients
 
 
 def _settings(job: Job, strategies: Strategies) -> Iterator[tuple[str, Job]]:

@@ -195,8 +195,10 @@ class PlanRequest:
 
     def excluded(self, strategy: str, job: Job) -> str | None:
         """Why `strategy` is not planned, as `job`; None where it is."""
-        if strategy == FSDP and job.is_alone and len(self.strategies) > 1:
-            return "one GPU has no other to share with"
+        written = DsConfig(self.strategies[strategy] or {})
+        compressed = written.hpz_partition_size != 1 or written.quantizes_weights or written.quantizes_gradients
+        if job.world_size == 1 and (compressed or (strategy == FSDP and len(self.strategies) > 1)):
+            return "one GPU has no other to share with or to send to"
         if job.on_nvme and self.nvme is None and len(self.strategies) == len(EVERY):
             return "--nvme says how much of it each machine has"
         return why_not(job)
