@@ -197,6 +197,10 @@ def _of_change(advice: Recommendation) -> Iterator[str]:
     change = advice.change
     if change is None:
         yield "No change that was tried makes one fit."
+        yield (
+            "What is left: larger GPUs, weights in 4 bits with LoRA (recipes/pythia-qlora.yaml), or Infinity where "
+            "there is NVMe (--strategies all --nvme GB)."
+        )
         return
     left = size(change.fit.margin)
     yield f"The mildest change: {change_in_words(change)} (from {change.start.strategy}); {left} are then left."

@@ -51,8 +51,9 @@ def _is_faster(row: Row, others: Sequence[Row]) -> bool:
     return row in fastest_of(parts) and all(slowest < other.expected.middle for other in exact)
 
 
+# as fast, faster: beyond the error of the estimates
 ROOMY = "Does {} leave a quarter of each GPU, as fast as any?"
-FASTER = "Several nodes: is {} faster than all that are exact?"
+FASTER = "Several nodes: is {} faster than all without ZeRO++?"
 
 # Lower stages communicate less. Stage 2 goes before stage 1, which holds whole gradients for longer and is no faster;
 # where accumulation makes stage 2 slower, it is not among the fastest. ZeRO++ is asked about once a stage below 3 is
