@@ -154,7 +154,7 @@ WORDS = {
     "zero2": ("weights fit whole on each GPU", "long accumulation on a slow network: it reduces in each micro step"),
     "zero3": ("the weights do not fit whole", "a lower stage fits with room: it communicates less"),
     "zero2_offload": ("weights fit, the optimizer does not; host memory is there", "steps count: Adam runs on the CPU"),
-    "zero3_offload": ("not even shares fit on the GPUs", "steps count; host memory below 18 bytes a parameter"),
+    "zero3_offload": ("not even shares fit on the GPUs", "steps count; host memory below 20 bytes a parameter"),
     "zero3_hpz": ("several nodes, slow network, room for a second copy", "one node (refused); with offload (refused)"),
     "zero3_qwz": ("several nodes, slow network, no room for the second copy", "weights must be gathered exactly"),
     "zero3_qgz": ("several nodes, gradients are what is slow", "one node; gradients must be summed exactly"),
