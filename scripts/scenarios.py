@@ -1,6 +1,7 @@
 """Write docs/scenarios.md and benchmarks/results/scenarios.json: known models on known machines, planned.
 
     python scripts/scenarios.py [--quick]    # plans all of them; --quick: by formulas
+    python scripts/scenarios.py --new        # only those that the JSON does not have; with --quick by formulas
     python scripts/scenarios.py --check      # exits 1 if the page is not what the JSON says
 
 Every scenario is the job of recipes/pythia.yaml (full fine-tuning in bf16, micro batches of 4 sequences of 512 tokens,
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from scripts import scenario_claims as claims  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
 from zero_recipes.core.hardware import Gpu, gpu_named, gpus  # noqa: E402
 from zero_recipes.core.units import parameters, size  # noqa: E402
@@ -63,6 +65,10 @@ SCENARIOS = [
     Scenario("gpt3-175b", 4, "h100-80gb", "526 GB a GPU at stage 3 (8 bytes of optimizer counted)", "zero3"),
     Scenario("gpt3-175b", 8, "h100-80gb", "263 GB a GPU at stage 3 (8 bytes of optimizer counted)", "zero3"),
     Scenario("megatron-1t", 16, "h100-80gb", "20 GB of GPU, 400 GB of host memory, 2 TB of NVMe", "zero3_offload"),
+    Scenario("megatron-7.5b", 8, "a100-80gb", "120 GB do not fit; stage 1 and above do", "zero1"),
+    Scenario("meta-llama/Llama-2-7b-hf", 8, "a100-80gb", "38.5, 26.25 or 14 GB at stage 1, 2 or 3", "zero2"),
+    Scenario("meta-llama/Llama-2-7b-hf", 4, "a100-80gb", "ZeRO-1 or ZeRO-2", "zero2"),
+    Scenario("gpt3-175b", 16, "h100-80gb", "131 GB a GPU at stage 3 (8 bytes of optimizer counted)", "zero3"),
 ]
 INTRODUCTION = """# Known models on known machines
 
@@ -153,12 +159,16 @@ def stage_3_from(job: Callable[[int], Job], gpu: Gpu, predict: Predict, psi: int
     return None
 
 
-def page(rows: list[dict[str, Any]]) -> str:
+def page(content: dict[str, Any]) -> str:
+    return INTRODUCTION + "\n" + scenario_table(content["scenarios"]) + "".join(claims.pages(content))
+
+
+def scenario_table(rows: list[dict[str, Any]]) -> str:
     headers = ["Model", "GPUs", "Commonly said", "ddp", "zero0", "zero1", "zero2", "zero3"]
     headers += ["Recommended", "Takes", "With offload"]
     headers += ["Mildest change", "Stage 3 from", "By"]
     lines = [headers, ["---"] * len(headers), *map(list, map(_cells, rows))]
-    return INTRODUCTION + "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _cells(row: dict[str, Any]) -> Iterator[str]:
@@ -183,14 +193,19 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
 
 def main(arguments: list[str]) -> int:
     if "--check" in arguments:
-        return int(PAGE.read_text() != page(json.loads(RESULT.read_text())["scenarios"]))
-    rows = []
+        return int(PAGE.read_text() != page(json.loads(RESULT.read_text())))
+    rows, kept = [], json.loads(RESULT.read_text())["scenarios"] if "--new" in arguments else []
     for scenario in SCENARIOS:
+        known = next((row for row in kept if scenario._asdict().items() <= row.items()), None)
+        if known:
+            rows.append(known)
+            continue
         large = jobs.known_models()[scenario.model]["parameters"] > ENGINE_UP_TO
         rows.append(planned(scenario, Predictor(quick=large or "--quick" in arguments)))
         print(" | ".join(_cells(rows[-1])), flush=True)
-    write_json(RESULT, {"measured": False, "recipe": str(RECIPE), "scenarios": rows})
-    PAGE.write_text(page(rows))
+    content = {"measured": False, "recipe": str(RECIPE), "scenarios": rows, **claims.sections(RECIPE)}
+    write_json(RESULT, content)
+    PAGE.write_text(page(json.loads(RESULT.read_text())))
     return 0
 
 

@@ -20,6 +20,8 @@ from zero_recipes.core.errors import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed import nvme
 from zero_recipes.distributed.nvme import SWAPPED, claim_swap_folder, measure
+from zero_recipes.planner.formulas.predict import predict_by_formulas
+from zero_recipes.planner.jobs import job_of, model_config, read_recipe
 
 STEPS = 3
 MIXED = "zero3_offload_infinity"
@@ -107,6 +109,21 @@ def test_states_were_on_the_disk_and_went_there_and_back(runs):
         assert held["offloaded_disk"] == sum(optimizer.values()) + sum(parameters.values())
         moved = metrics["nvme"]["bytes_per_step"][rank]
         assert moved["read"] > states and moved["written"] > states
+
+
+def test_the_plan_knows_the_swap_files_to_the_byte(runs, recipe):
+    """Masters, moments and gradients in fp32 and weights in 16 bits, less what is below 1 MiB; and the buffer that
+    takes all ranks' weights of the largest sub-group (here the whole model)."""
+    own = read_recipe(recipe, [])
+    for name in ("zero3_offload", "zero3_infinity", MIXED):
+        ds_config = json.loads(Path(f"ds_configs/{name}.json").read_text())
+        planned = predict_by_formulas(job_of(own, model_config(own.settings), name, ds_config, 2))
+        held = [result["metrics"]["model_state_bytes"][rank] for rank, result in enumerate(runs[name])]
+        assert [states["offloaded_disk"] for states in held] == [planned.model_state_bytes.offloaded_disk] * 2
+        assert planned.nvme_bytes == sum(states["offloaded_disk"] for states in held)
+        reserved = [size for result in runs[name] for size in result["reserved"]]
+        expected = 0 if name == "zero3_offload" else 2 * 2 * 2 * planned.parameters // 2
+        assert sum(reserved) == pytest.approx(expected, rel=0.02)
 
 
 def test_cpu_offload_swaps_nothing(runs):

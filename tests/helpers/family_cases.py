@@ -11,19 +11,27 @@ from zero_recipes.metrics.callback import StageMetricsCallback
 
 
 def train_and_look_at_swap_files(argv: list[str], disk: str) -> dict:
-    """`train`, with {file below DeepSpeed's swap folder: bytes} when the last step had ended, and the output folder."""
-    original, seen = StageMetricsCallback.end_steps, {}
+    """`train`, with {file below DeepSpeed's swap folder: bytes} when the last step had ended, the bytes that are
+    reserved to write parameters, and the output folder."""
+    from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper as Swapper
+
+    original, reserve, seen, reserved = StageMetricsCallback.end_steps, Swapper.reserve_partitioned_swap_space, {}, []
 
     def look(self):
         root = Path(disk) / SWAPPED
         seen.update({str(path.relative_to(root)): path.stat().st_size for path in root.rglob("*") if path.is_file()})
         return original(self)
 
-    StageMetricsCallback.end_steps = look
+    def see(self, sizes):
+        reserve(self, sizes)
+        reserved.append(self.partitioned_swap_buffer.nbytes)
+
+    StageMetricsCallback.end_steps, Swapper.reserve_partitioned_swap_space = look, see
     try:
-        return train(argv) | {"swapped": seen, "output_dir": argv[argv.index("--output_dir") + 1]}
+        found = {"swapped": seen, "reserved": reserved, "output_dir": argv[argv.index("--output_dir") + 1]}
+        return train(argv) | found
     finally:
-        StageMetricsCallback.end_steps = original
+        StageMetricsCallback.end_steps, Swapper.reserve_partitioned_swap_space = original, reserve
 
 
 def failure_of(argv: list[str]) -> str:

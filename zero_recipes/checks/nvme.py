@@ -13,9 +13,8 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.core import units
 from zero_recipes.core.errors import Finding
 from zero_recipes.core.host_limits import Host
-from zero_recipes.theory.lower_bounds import swap_buffers
+from zero_recipes.theory.lower_bounds import LEAST_SWAPPED, swap_buffers
 
-LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
 DEFAULT_MAX_IN_CPU, DEFAULT_BUFFER = 10**9, 10**8  # elements: zero/offload_config.py
 
 
@@ -42,15 +41,15 @@ def nvme_findings(run: RunConfig, sizes: Sequence[int], here: int, host: Host) -
             )
     yield from _locked(run, sum(parts), host)
     needed = sum(swapped) * each if strategy.offload_param == "nvme" else 0
-    needed += sum(swapped) * 12 if strategy.offload_optimizer == "nvme" else 0
+    needed += sum(swapped) * 16 if strategy.offload_optimizer == "nvme" else 0
     path = config.offload_block(config.on_nvme[0]).get("nvme_path")
     free = host.free_disk(path) if path and Path(path).is_dir() else None
     if free is not None and here * needed > free:
         yield Finding(
             "ZR619",
             f"the run swaps at least {units.size(here * needed)} to {path}, which has {units.size(free)} free",
-            f"{here} processes with {units.size(needed)} each: parameters and their fp32 master, momentum and "
-            "variance, written while the engine is built and again at every step.",
+            f"{here} processes with {units.size(needed)} each: parameters and their fp32 master, momentum, "
+            "variance and gradient, written while the engine is built and again at every step.",
             "Another --nvme_path, more machines, or offload_param on the CPU.",
         )
 
@@ -58,7 +57,10 @@ def nvme_findings(run: RunConfig, sizes: Sequence[int], here: int, host: Host) -
 def _locked(run: RunConfig, part: int, host: Host) -> Iterator[Finding]:
     """`part`: elements of one process's part of the model."""
     trained = 0 if run.settings.use_peft else part / 2  # of the Trainer's two groups one has half of them or more
-    needed, limit = sum(swap_buffers(run.strategy.ds_config, trained).values()), host.lockable()
+    needed, limit = (
+        sum(swap_buffers(run.strategy.ds_config, trained).values()),
+        host.lockable(),
+    )
     if needed > limit:
         yield Finding(
             "ZR655",

@@ -40,7 +40,11 @@ def add_plan(verbs) -> None:
     verb.add_argument("recipe", type=Path)
     verb.add_argument("--gpus", required=True, help="how many; several by comma: the smallest machine is looked for")
     verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb (zero_recipes/core/hardware.yaml)")
-    verb.add_argument("--strategies", help="names of accelerate_configs/*.yaml, by comma; default: all")
+    verb.add_argument(
+        "--strategies",
+        help="names of accelerate_configs/*.yaml, by comma, or all: FSDP2, Infinity, ZeRO++ and 16-bit states too; "
+        "default: the stages and CPU offload",
+    )
     verb.add_argument("--config_file", type=Path, help="one of them by its file, as for accelerate launch")
     verb.add_argument(
         "--gpus_per_node", type=number("--gpus_per_node", int, 1), default=8, help="at most; default: %(default)s"
@@ -49,6 +53,12 @@ def add_plan(verbs) -> None:
         "--host_memory",
         type=number("--host_memory", float, 0),
         help="of each machine in GB: what needs more does not fit",
+    )
+    verb.add_argument("--nvme", type=number("--nvme", float, 0), help="of each machine in GB: where Infinity swaps to")
+    verb.add_argument(
+        "--network",
+        type=number("--network", float, 0),
+        help="between machines, GB/s for each GPU (400 Gb/s are 50); default: of the hardware table",
     )
     verb.add_argument("--quick", action="store_true", help="textbook formulas instead of the engine")
     verb.add_argument("--max", action="store_true", help="the largest micro batch and the longest sequences that fit")

@@ -82,6 +82,7 @@ class Prediction(BaseModel):
     segment_bytes: int | None = _engine_only("the caching allocator's segments at their peak, replayed", "bytes")
     reserved_bytes: ReservedRange = known("of one GPU")
     host_bytes: HostBytes = known("of one machine")
+    nvme_bytes: int = known("swap files on the NVMe of one machine, all its ranks together", "bytes", default=0)
     checkpoint_bytes: CheckpointBytes = known("on disk")
     communication_bytes_per_step: dict[str, int] = known("full tensors through each collective", "bytes")
     flops_per_step: int = known(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.core.errors import Refusal
 from zero_recipes.metrics.prediction import Prediction
+from zero_recipes.planner.excluded import why_not
 from zero_recipes.planner.fit import Fit, fit_of
 from zero_recipes.planner.job import Job
 from zero_recipes.planner.jobs import Strategies, with_hpz
@@ -36,30 +37,51 @@ class Change:
 
 
 def smallest_change(
-    job: Job, capacity: int, predict: Predict, strategies: Strategies, host: int | None = None
+    job: Job,
+    capacity: int,
+    predict: Predict,
+    strategies: Strategies,
+    host: int | None = None,
+    nvme: int | None = None,
 ) -> Change | None:
     """The first change, in the order of MILDNESS, under which `job` fits into `capacity` bytes; None where none does.
 
     Each stronger setting is tried as it is, with activation checkpointing and with smaller micro batches, unless its
     peak stands where smaller activations change nothing. `strategies`: where higher stages and offload come from.
-    `host`: bytes of each machine's memory, None where it is not known.
+    `host`, `nvme`: bytes of each machine's memory and NVMe, None where they are not known; without NVMe none is used.
     """
-    for harshest, changed in _settings(job, strategies):
+    for harshest, changed in _settings(job, _eligible(job, strategies, nvme)):
         for extra, smaller in _smaller(changed):
             try:
                 prediction = predict(smaller)
             except Refusal:  # e.g. LoRA without target modules for this architecture
                 break
-            fit = fit_of(prediction, capacity, host)
+            fit = fit_of(prediction, capacity, host, nvme)
             if fit.status != "fits" and prediction.peak_phase == "evaluation":
                 extra, smaller = max(extra, "evaluation", key=MILDNESS.index), _evaluating_in_micro_batches(smaller)
                 prediction = predict(smaller)
-                fit = fit_of(prediction, capacity, host)
-            if fit.host_lacks or _beyond_smaller_activations(prediction, capacity):
+                fit = fit_of(prediction, capacity, host, nvme)
+            if fit.host_lacks or fit.nvme_lacks or _beyond_smaller_activations(prediction, capacity):
                 break
             if fit.status == "fits" and smaller is not job:
                 return Change(job, max(harshest, extra, key=MILDNESS.index), smaller, prediction, fit)
     return None
+
+
+def _eligible(job: Job, strategies: Strategies, nvme: int | None) -> Strategies:
+    """Those that this machine can run, and that train with the job's arithmetic."""
+    found = {}
+    for name, config in strategies.items():
+        changed = _under(job, name, strategies)
+        alike = _arithmetic(changed.zero) == _arithmetic(job.zero)
+        on_disk = changed.on_nvme and nvme is None and not job.on_nvme
+        if name == job.strategy or (alike and not on_disk and why_not(changed) is None):
+            found[name] = config
+    return found
+
+
+def _arithmetic(zero: DsConfig) -> tuple:
+    return zero.adam_bytes, zero.autocast, zero.quantizes_weights, zero.quantizes_gradients
 
 
 def _settings(job: Job, strategies: Strategies) -> Iterator[tuple[str, Job]]:

@@ -32,13 +32,13 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
         factor = None
         if arguments.calibrate:
             factor = calibrated(read_measured(arguments.calibrate), request, predict)
-        rows, refused = rows_of(request, predict, factor)
+        rows, refused, excluded = rows_of(request, predict, factor)
         if arguments.max:
             quick = Predictor(quick=True)
             rows = [with_limits(row, request.gpu, predict, quick) for row in rows]
     chosen = smallest_machine(rows)
     advice = recommend(chosen, request.gpu, request.known)
-    answer = Answer(request, rows, chosen, refused, advice, arguments.price)
+    answer = Answer(request, rows, chosen, refused, excluded, advice, arguments.price)
     if arguments.output_dir:
         output.write_answer(answer, arguments.output_dir)
     if arguments.json:
@@ -53,7 +53,8 @@ def _simulate(request: PlanRequest, predictor: Predictor) -> None:
     jobs = []
     for count in request.counts:
         with suppress(Refusal):  # `rows_of` reports it
-            jobs += [request.job(strategy, count) for strategy in request.strategies]
+            asked = {strategy: request.job(strategy, count) for strategy in request.strategies}
+            jobs += [job for strategy, job in asked.items() if not request.excluded(strategy, job)]
     shown = terminal(stderr=True)
     with Progress(*Progress.get_default_columns(), console=shown, transient=True) as progress:
         task = progress.add_task("simulating", total=len(jobs))

@@ -36,6 +36,9 @@ MEMORY_SHARE = 0.8
 # parameters per second and node; low: 3.1e9 in 2.4 to 3.1 s on 128 cores (github.com/deepspeedai/DeepSpeed/pull/7474),
 # high: ADAM_BYTES a parameter over 105 GB/s of host memory
 CPU_ADAM = (1.3e9, 3.5e9)
+# bytes per second of one node's NVMe, low and high; one PCIe 4 x4 drive (datasheets: 7 GB/s read, 5 to 7 written), and
+# half of it, as files of single tensors reach. A run measures its own disk and keeps it in metrics.json
+NVME = (3e9, 7e9)
 CALIBRATED = 0.10  # to either side of a range that a measured run of the same kind has set
 
 
@@ -132,7 +135,11 @@ def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range)
 
 
 def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> Range:
-    """Seconds for what crosses the host link, and for Adam on the CPU, which all ranks of a node share."""
+    """Seconds for what crosses the host link, for Adam on the CPU, and for NVMe; all ranks of a node share these two.
+
+    On NVMe a step reads and writes the optimizer's 12 bytes a parameter and its gradient (4), reads the parameters (2)
+    for each forward and backward, and writes them once (docs/zero_family.md). Nothing is taken to overlap.
+    """
     here, passes = job.ranks_per_node, prediction.gradient_accumulation_steps
     crossing, updated = 0.0, 0.0
     if job.zero.offload_optimizer:
@@ -141,8 +148,13 @@ def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> Range:
         updated = share * here
     if job.zero.offload_param:
         crossing += 2 * 2 * passes * prediction.parameters / job.world_size  # up for forward and for backward
+    swapped = 0.0
+    if job.zero.offload_optimizer == "nvme":
+        swapped += 2 * 16 * prediction.trainable_parameters / job.world_size * here
+    if job.zero.offload_param == "nvme":
+        swapped += 2 * (2 * passes + 1) * prediction.parameters / job.world_size * here
     low, high = (crossing / (gpu.host_gb_s * 1e9 * share) for share in reversed(HOST_SHARE))
-    return low + updated / CPU_ADAM[1], high + updated / CPU_ADAM[0]
+    return low + updated / CPU_ADAM[1] + swapped / NVME[1], high + updated / CPU_ADAM[0] + swapped / NVME[0]
 
 
 def cost(job: Job, speed: Speed, price: float, rows: RowLengths | None = None) -> Cost:

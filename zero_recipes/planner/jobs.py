@@ -24,12 +24,15 @@ from zero_recipes.config.strategy import read_ds_config
 from zero_recipes.core.errors import Refusal
 from zero_recipes.core.hardware import Gpu, gpu_named, gpus
 from zero_recipes.data.lengths import RowLengths, rows_at_hand, stated
+from zero_recipes.planner.excluded import why_not
 from zero_recipes.planner.job import FSDP, Job
 
 MODELS = Path(__file__).with_name("models")
 CONFIGS = Path("accelerate_configs")
 GPUS_PER_NODE = 8  # of most machines that are rented; --gpus_per_node says otherwise
 ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+EVERY = (*ALL, "zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", "fsdp2")  # what `--strategies all` means
+EVERY += ("zero3_offload_infinity", "zero3_infinity", "zero2_bf16_states", "zero3_bf16_states", "zero2_autocast")
 
 CHANGED = ("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft")
 CHANGED += ("per_device_eval_batch_size",)
@@ -61,7 +64,8 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
             "Leave out --strategies, or add --deepspeed null.",
         )
     without = ("zero0",) if recipe.settings.precision == "fp16" else ()  # refused (ZR271)
-    return {name: _ds_config_of(folder / f"{name}.yaml") for name in names or ALL if names or name not in without}
+    named = EVERY if names == ["all"] else names or ALL
+    return {name: _ds_config_of(folder / f"{name}.yaml") for name in named if names or name not in without}
 
 
 def strategies_here(folder: Path = CONFIGS) -> Strategies:
@@ -181,6 +185,7 @@ class PlanRequest:
     gpu: Gpu
     known: dict[str, Gpu]
     host: int | None  # bytes of each machine's memory, where it was given
+    nvme: int | None = None  # the same of its NVMe
     rows: int | None = None  # of the data, where a run by epochs has it at hand
     lengths: RowLengths | None = None  # of the rows, where they are at hand or stated
     no_lengths: str | None = None  # why they are not known
@@ -193,6 +198,21 @@ class PlanRequest:
         steps = steps_by_epochs(self.rows, job.settings, count // (job.settings.sequence_parallel_size or 1))
         return job.changed(max_steps=steps)
 
+    def named(self, job: Job) -> str:
+        """What the command line calls the job's strategy: ddp is "single" on one GPU."""
+        plain = next((name for name, config in self.strategies.items() if config is None), job.strategy)
+        return plain if job.strategy == "single" else job.strategy
+
+    def excluded(self, strategy: str, job: Job) -> str | None:
+        """Why `strategy` is not planned, as `job`; None where it is."""
+        written = DsConfig(self.strategies[strategy] or {})
+        compressed = written.hpz_partition_size != 1 or written.quantizes_weights or written.quantizes_gradients
+        if job.world_size == 1 and (compressed or (strategy == FSDP and len(self.strategies) > 1)):
+            return "one GPU has no other to share with or to send to"
+        if job.on_nvme and self.nvme is None and len(self.strategies) == len(EVERY):
+            return "--nvme says how much of it each machine has"
+        return why_not(job)
+
     def command(self, job: Job) -> str:
         return run_command(self.recipe, self.overrides, job)
 
@@ -200,6 +220,8 @@ class PlanRequest:
 def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanRequest:
     known = gpus(arguments.hardware)
     gpu = gpu_named(arguments.gpu, known)
+    if arguments.network is not None:
+        gpu = gpu.model_copy(update={"network_gb_s": arguments.network})
     recipe = read_recipe(arguments.recipe, overrides)
     if recipe.settings.precision == "bf16" and not gpu.bf16:
         raise Refusal(
@@ -212,8 +234,8 @@ def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanReq
     counts = _counts(arguments.gpus, arguments.gpus_per_node)
     strategies = read_strategies(recipe, names)
     config = model_config(recipe.settings)
-    host = None if arguments.host_memory is None else int(arguments.host_memory * 1e9)
-    requested = (recipe, overrides, config, strategies, counts, arguments.gpus_per_node, gpu, known, host)
+    host, nvme = (None if held is None else int(held * 1e9) for held in (arguments.host_memory, arguments.nvme))
+    requested = (recipe, overrides, config, strategies, counts, arguments.gpus_per_node, gpu, known, host, nvme)
     return PlanRequest(*requested, _rows_by_epochs(recipe), *_lengths(recipe, arguments.mean_tokens))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zero_recipes.core.hardware import Gpu
 from zero_recipes.core.units import count, parameters, percent, significant, size
@@ -13,7 +13,7 @@ from zero_recipes.planner.advice import Change
 from zero_recipes.planner.cost import Speed
 from zero_recipes.planner.fit import Fit
 from zero_recipes.planner.job import Job
-from zero_recipes.planner.recommend import Recommendation, RuleOfThumb
+from zero_recipes.planner.recommend import PLUS_PLUS, Recommendation, RuleOfThumb, kind
 from zero_recipes.planner.rows import Row
 from zero_recipes.planner.sequences import padded_together, pads, sequence_of
 
@@ -25,7 +25,7 @@ PRICES = {
     "checkpointing": "Recomputing activations takes about a third more computation, and changes no result.",
     "micro batch": "Smaller micro batches keep the global batch; they compute less efficiently.",
     "stage": "A higher stage changes no result; stage 3 communicates half as much again.",
-    "offload": "Offload changes no result, and is much slower.",
+    "offload": "Offload changes no result, and is much slower, to NVMe most of all.",
     "LoRA": "LoRA trains another model: an adapter, with its own learning rate (ten times as high is usual).",
     "GPUs": "More GPUs cost more an hour and shorten the run.",
 }
@@ -34,7 +34,8 @@ COLUMNS = [
     "Reserved: what the process takes of the GPU, allocator, CUDA and NCCL included; the status is about this range.",
     "Host: host memory a machine, while loading / in training / while a checkpoint is read to go on from it; "
     "--host_memory holds it against what there is.",
-    "Disk: the model / a checkpoint to go on from.",
+    "Disk: the model / a checkpoint to go on from. NVMe: swap files while it trains; --nvme holds them against what "
+    "there is.",
     "Comm.: bytes through collectives in one step, an all-reduce counted twice.",
     "Times are estimates, 20 to 30 % to either side, more with offload or without NVLink; Step and Tokens/s are for "
     "sequences as long as they may be.",
@@ -45,6 +46,14 @@ CANNOT_KNOW = [
     "torch.compile, mixtures of experts (which tokens go where) and quantised weights.",
     "Answers to sample prompts; other programs on the same GPU.",
 ]
+
+
+def not_planned(excluded: Mapping[str, str]) -> list[str]:
+    """`excluded`: {strategy: why}; a line for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in excluded.items():
+        reasons.setdefault(why, []).append(name)
+    return [f"Not planned: {', '.join(names)}: {why}." for why, names in reasons.items()]
 
 
 def row_lengths(row: Row, lengths: RowLengths | None, unknown: str | None) -> str:
@@ -158,10 +167,14 @@ def _of_chosen(advice: Recommendation) -> Iterator[str]:
         yield f"{message}; the fastest of them."
     else:
         why = "is the lowest stage of them that leaves room" if advice.has_room else "leaves most room"
+        why = "changes the fewest numbers" if kind(chosen.job) in PLUS_PLUS else why
         yield f"{message}; {_names(advice.as_fast)} are equally fast within the estimate's error, and it {why}."
+    yield from _of_its_kind(advice)
     if chosen.offloads:
+        swapped = chosen.prediction.nvme_bytes
+        on_disk = f" and swaps {size(swapped)} to NVMe there" if swapped else ""
         yield (
-            f"It keeps states in {host_memory(chosen.prediction.host_bytes.training)}; that takes "
+            f"It keeps states in {host_memory(chosen.prediction.host_bytes.training)}{on_disk}; that takes "
             f"{_seconds(chosen.expected.offloading)} of each step. More GPUs would be faster."
         )
     elif advice.offloading:
@@ -176,6 +189,25 @@ def _of_chosen(advice: Recommendation) -> Iterator[str]:
         yield f"A smaller GPU takes it too: {' or '.join(advice.smaller_gpus)}."
 
 
+def _of_its_kind(advice: Recommendation) -> Iterator[str]:
+    """What else is to be known of the chosen strategy, and of those that were left out."""
+    chosen = kind(advice.chosen.job)
+    if chosen in PLUS_PLUS:
+        rounds = "" if chosen == "zero3_hpz" else " Its collectives are quantised, which rounds (docs/zero_family.md)."
+        yield f"The network between the machines is what a plain stage 3 waits for.{rounds}"
+    shared = [row for row in advice.fitting if kind(row.job) == "fsdp2"]
+    if chosen == "zero3" and shared:
+        yield (
+            f"fsdp2 shares out as much without DeepSpeed, and would leave {size(shared[0].fit.margin)}; it has no "
+            "offload, and its checkpoints cannot be resharded (docs/fsdp.md)."
+        )
+    if chosen == "fsdp2":
+        yield "It has no offload, and its checkpoints cannot be resharded (docs/fsdp.md)."
+    if advice.other_arithmetic:
+        names = _names(advice.other_arithmetic)
+        yield f"{names} would fit too, with another arithmetic: other losses (docs/precision.md)."
+
+
 def _of_change(advice: Recommendation) -> Iterator[str]:
     yield f"No strategy is sure to fit on {_machine(advice.rows[0].job, advice.gpu)} as the recipe stands."
     tight = [row for row in advice.rows if row.fit.status == "tight"]
@@ -184,6 +216,10 @@ def _of_change(advice: Recommendation) -> Iterator[str]:
     change = advice.change
     if change is None:
         yield "No change that was tried makes one fit."
+        yield (
+            "What is left: larger GPUs, weights in 4 bits with LoRA (recipes/pythia-qlora.yaml), or Infinity where "
+            "there is NVMe (--strategies all --nvme GB)."
+        )
         return
     left = size(change.fit.margin)
     yield f"The mildest change: {change_in_words(change)} (from {change.start.strategy}); {left} are then left."

@@ -19,7 +19,7 @@ from zero_recipes.planner.advice import Change
 from zero_recipes.planner.cost import cost
 from zero_recipes.planner.jobs import PlanRequest
 from zero_recipes.planner.recommend import Recommendation, rule_of_thumb
-from zero_recipes.planner.rows import Row, fewest_gpus
+from zero_recipes.planner.rows import Excluded, Row, fewest_gpus
 from zero_recipes.report import plan_plot
 
 SCHEMA = 1
@@ -34,6 +34,7 @@ class Answer:
     rows: Sequence[Row]
     chosen: Sequence[Row]
     refused: dict[int, str]  # {number of GPUs: why the recipe cannot run on so many}
+    excluded: Excluded  # {number of GPUs: {strategy: why it is not planned}}
     advice: Recommendation
     price: float | None  # of one GPU for one hour
 
@@ -53,6 +54,7 @@ def document(answer: Answer) -> dict[str, Any]:
         },
         "rows": [_row(row, answer) for row in rows],
         "refused": {str(count): why for count, why in answer.refused.items()},
+        "not_planned": {str(count): reasons for count, reasons in answer.excluded.items()},
         "smallest_machine": fewest_gpus(rows, with_offload=True),
         "smallest_machine_without_offload": fewest_gpus(rows, with_offload=False),
         "recommendation": _recommendation(answer),
@@ -69,6 +71,7 @@ def _row(row: Row, answer: Answer) -> dict[str, Any]:
         "verdict": row.fit.status,
         "margin_bytes": row.fit.margin,
         "host_lacks_bytes": row.fit.host_lacks,
+        "nvme_lacks_bytes": row.fit.nvme_lacks,
         "resume_lacks_bytes": row.fit.resume_lacks,
         "prediction": row.prediction.model_dump(),
         "step_seconds": list(row.speed.step_seconds),
@@ -136,7 +139,8 @@ def _notes(answer: Answer) -> list[str]:
     """What a reader needs to know of the columns and of these predictions."""
     rows, request = answer.chosen, answer.request
     said = messages.row_lengths(rows[0], request.lengths, request.no_lengths)
-    return [*messages.COLUMNS, said, *dict.fromkeys(note for row in rows for note in row.prediction.notes)]
+    excluded = messages.not_planned(answer.excluded.get(rows[0].job.world_size, {}))
+    return [*messages.COLUMNS, said, *excluded, *dict.fromkeys(note for row in rows for note in row.prediction.notes)]
 
 
 def print_answer(answer: Answer, console: Console) -> None:
@@ -180,8 +184,7 @@ def _show_machines(answer: Answer, console: Console) -> None:
     """One line a number of GPUs, one column a strategy."""
     request, rows = answer.request, answer.rows
     console.print(Text(f"Which machine runs {request.recipe.path}?", style="bold"))
-    names = [name for _ in range(len(rows) // len(request.strategies)) for name in request.strategies]
-    found = {(row.job.world_size, name): row for row, name in zip(rows, names, strict=True)}  # alone ddp is "single"
+    found = {(row.job.world_size, request.named(row.job)): row for row in rows}
 
     def cell(line: dict, name: str) -> str:
         row = found.get((line["count"], name))

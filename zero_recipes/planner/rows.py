@@ -16,6 +16,8 @@ from zero_recipes.planner.job import Job
 from zero_recipes.planner.jobs import PlanRequest, Strategies
 from zero_recipes.planner.predict import Predict
 
+Excluded = dict[int, dict[str, str]]
+
 
 @dataclass(frozen=True)
 class Row:
@@ -48,44 +50,59 @@ def make_row(
     with_change: bool = True,
     host: int | None = None,
     lengths: RowLengths | None = None,
+    nvme: int | None = None,
 ) -> Row:
     """`factor`: measured over estimated seconds (cost.py). `with_change`: look for one where `job` does not fit.
 
-    `host`: bytes of each machine's memory, `lengths`: of the rows; None where they are not known.
+    `host`, `nvme`: bytes of each machine's memory and NVMe, `lengths`: of the rows; None where they are not known.
     """
     prediction = predict(job)
-    fit = fit_of(prediction, gpu.memory_bytes, host)
+    fit = fit_of(prediction, gpu.memory_bytes, host, nvme)
     change = None
     if with_change and fit.status != "fits":
-        change = smallest_change(job, gpu.memory_bytes, predict, strategies, host)
+        change = smallest_change(job, gpu.memory_bytes, predict, strategies, host, nvme)
     real = None if lengths is None else estimate(job, prediction, gpu, factor, lengths)
     return Row(job, prediction, fit, estimate(job, prediction, gpu, factor), real, change)
 
 
-def rows_of(request: PlanRequest, predict: Predict, factor: float | None) -> tuple[list[Row], dict[int, str]]:
-    """(a row for each strategy and count, {count: why the recipe cannot run on so many}). Raises Refusal for none.
+def rows_of(request: PlanRequest, predict: Predict, factor: float | None) -> tuple[list[Row], dict[int, str], Excluded]:
+    """(a row for each strategy and count, {count: why the recipe cannot run on so many}, {count: {strategy: why it is
+    not planned there}}). Raises Refusal for none.
 
     Changes are looked for where one count is requested, or nothing fits, on the most GPUs.
     """
 
     def made(job: Job, with_change: bool) -> Row:
-        known = (request.strategies, factor, with_change, request.host, request.lengths)
+        known = (request.strategies, factor, with_change, request.host, request.lengths, request.nvme)
         return make_row(job, request.gpu, predict, *known)
 
-    rows, refused, last = [], {}, None
+    rows, refused, excluded, last = [], {}, {}, None
     for count in request.counts:
         try:
-            jobs = [request.job(strategy, count) for strategy in request.strategies]
+            jobs = {strategy: request.job(strategy, count) for strategy in request.strategies}
         except Refusal as refusal:
             refused[count], last = refusal.what, refusal
             continue
-        rows += [made(job, with_change=len(request.counts) == 1) for job in jobs]
+        why = {name: request.excluded(name, job) for name, job in jobs.items()}
+        excluded[count] = {name: reason for name, reason in why.items() if reason}
+        able = [job for name, job in jobs.items() if not why[name]]
+        rows += [made(job, with_change=len(request.counts) == 1) for job in able]
     if not rows:
-        raise last
+        raise last or _none_able(excluded)
     if len(request.counts) > 1 and not any(row.fit.status == "fits" for row in rows):
         largest = max(row.job.world_size for row in rows)
         rows = [made(row.job, with_change=True) if row.job.world_size == largest else row for row in rows]
-    return rows, refused
+    return rows, refused, excluded
+
+
+def _none_able(excluded: Excluded) -> Refusal:
+    count, reasons = next(iter(excluded.items()))
+    return Refusal(
+        "ZR842",
+        f"none of the strategies can run on {count} GPU{'' if count == 1 else 's'}",
+        "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) + ".",
+        "Other --strategies; or --gpus and --gpus_per_node that make several machines, where ZeRO++ is to be planned.",
+    )
 
 
 def with_limits(row: Row, gpu: Gpu, predict: Predict, guess: Predict) -> Row:

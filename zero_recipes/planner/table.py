@@ -42,6 +42,7 @@ def plan_columns(
     ]
     beside = [
         Column("Host", lambda row: _host(row.prediction.host_bytes)),
+        Column("NVMe a node\n/ in all", _nvme),
         Column("Disk", lambda row: _disk(row.prediction.checkpoint_bytes)),
         Column("Comm.\nper step", lambda row: units.size(_moved(row)) if _moved(row) else ""),
     ]
@@ -65,11 +66,14 @@ def plan_columns(
         if any(_cost(row, price, lengths).run for row in rows):
             speed.append(Column("Cost of\nthe run", lambda row: _between(_cost(row, price, lengths).run)))
     shown = [column for column in memory if any(column.cell(row) for row in rows)]
-    return named, [*shown, *beside, *speed]
+    swaps = any(row.prediction.nvme_bytes for row in rows)
+    return named, [*shown, *(column for column in beside if swaps or column.cell is not _nvme), *speed]
 
 
 def status(row: Row) -> str:
-    return "no (host)" if row.fit.host_lacks else row.fit.status
+    if row.fit.host_lacks or row.fit.nvme_lacks:
+        return "no (host)" if row.fit.host_lacks else "no (NVMe)"
+    return row.fit.status
 
 
 def print_rows(rows: Sequence[Row], price: float | None, lengths: RowLengths | None, console: Console) -> None:
@@ -118,6 +122,13 @@ def _disk(checkpoint: CheckpointBytes) -> str:
 
 def _host(held: HostBytes) -> str:
     return _sizes(held.load, held.training, held.resume or 0)
+
+
+def _nvme(row: Row) -> str:
+    """Swap files of one node and of all."""
+    nodes = row.job.world_size // row.job.gpus_per_node
+    each = row.prediction.nvme_bytes
+    return f"{units.size(each)} / {units.size(nodes * each)}" if each else "-"
 
 
 def _sizes(*sizes: int) -> str:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from zero_recipes.config.ds_view import DsConfig, number_in
 from zero_recipes.config.settings import Settings
@@ -14,7 +16,16 @@ from zero_recipes.core import units
 from zero_recipes.core.pinned_memory import pinned_bytes
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
+LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+class SwapTensor(NamedTuple):
+    """One tensor of a model, as far as swapping depends on it. `size`: elements."""
+
+    size: int
+    is_matrix: bool
+    trained: bool
 
 
 def local_config(settings: Settings):
@@ -100,40 +111,67 @@ def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi:
 
 
 def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accumulates: bool) -> float:
-    """Bytes of one process's host memory that DeepSpeed 0.19.8 holds beside the optimizer's states on the CPU; 0 where
-    they lie elsewhere.
+    """Bytes of one process's host memory that DeepSpeed 0.19.8 holds beside the optimizer's states on the CPU or on
+    NVMe; 0 where they lie on the device that trains.
 
-    An fp32 gradient for each of its `share` of the parameters. Below stage 3 the weights once more as they go back to
-    the GPU (zero/stage_1_and_2.py `param_buffer_of_bit16_for_cpu_offload_groups`) and, where micro steps are
+    On NVMe the gradients of its part in 16 bits stay in memory (zero/stage3.py `grad_partitions_flat_buffer`). On the
+    CPU: an fp32 gradient for each of its `share` of the parameters. Below stage 3 the weights once more as they go back
+    to the GPU (zero/stage_1_and_2.py `param_buffer_of_bit16_for_cpu_offload_groups`) and, where micro steps are
     accumulated, their gradients; at stage 3 the gradients always (zero/stage3.py `grad_partitions_flat_buffer`). Plus
     what torch's rounding of page-locked memory adds where it is in force (core/pinned_memory.py). `width`: bytes of an
     element on the GPU.
     """
+    pinned_block = config.offload_block("offload_optimizer").get("pin_memory", True)
+    if config.offload_optimizer == "nvme" and config.stage == 3:
+        return pinned_bytes(int(width * share), os.environ) if pinned_block else width * share
     if config.offload_optimizer != "cpu":
         return 0
     copies = 1 if config.stage == 3 or not accumulates else 2
     held = 4 * share + copies * width * share
-    if not config.offload_block("offload_optimizer").get("pin_memory", True):
+    if not pinned_block:
         return held
     pinned = [width * share] if config.stage == 3 else [4 * share, 4 * share, width * share]  # the first: the weights
     return held + sum(pinned_bytes(int(size), os.environ) - int(size) for size in pinned)
 
 
-def swap_buffers(config: DsConfig, group: float, tensor: float = 10**8) -> dict[str, float]:
+def swapped_bytes(config: DsConfig, tensors: Iterable[SwapTensor], ranks: int, width: int = 2) -> int:
+    """Bytes of one process's swap files on NVMe under DeepSpeed 0.19.8, with `width` bytes a parameter.
+
+    Of the optimizer the fp32 master, momentum and variance, a group at a time (the Trainer's two: vectors have no
+    weight decay), and the fp32 gradients that its step reads (swap_tensor/optimizer_utils.py `_swap_out_gradients`).
+    What is smaller than MIN_AIO_BYTES, 1 MiB, or than aio.block_size stays in memory. tests/engine/test_infinity.py
+    holds it against the files.
+    """
+    least = max(LEAST_SWAPPED, number_in(config.aio, "block_size", 0))
+    parts = [tensor._replace(size=-(-tensor.size // ranks)) for tensor in tensors]
+    total = 0
+    if config.offload_param == "nvme" and config.stage == 3:
+        total += sum(width * part.size for part in parts if width * part.size >= least)
+    if config.offload_optimizer == "nvme" and config.stage == 3:
+        trained = [part for part in parts if part.trained]
+        groups = [sum(part.size for part in trained if part.is_matrix is matrix) for matrix in (True, False)]
+        total += sum(12 * size for size in groups if 4 * size >= least)
+        total += sum(4 * part.size for part in trained if 4 * part.size >= least)
+    return total
+
+
+def swap_buffers(config: DsConfig, group: float, tensor: float = 10**8, ranks: int = 0) -> dict[str, float]:
     """{what: bytes} of one process's buffers for NVMe (DeepSpeed 0.19.8, runtime/swap_tensor/).
 
-    partitioned_param_swapper.py: buffer_count of buffer_size elements, 16 bits at least. optimizer_utils.py:
-    buffer_count of the largest sub-group in fp32. `group`: elements of one process's part of the largest parameter
-    group; `tensor`: of its part of the largest tensor, which an "auto" buffer_size is made for (config/ds_auto.py).
+    partitioned_param_swapper.py: buffer_count of buffer_size elements, 16 bits at least, and room for all parameters of
+    the largest sub-group, the other processes' parts too (zero/stage3.py gives `reserve_partitioned_swap_space` their
+    ds_numel; `ranks`: so many processes, 0 leaves it out). optimizer_utils.py: buffer_count of the largest sub-group in
+    fp32. `group`: elements of one process's part of the largest parameter group; `tensor`: of its part of the largest
+    tensor, which an "auto" buffer_size is made for (config/ds_auto.py).
     """
     terms = {}
+    largest = min(number_in(config.zero, "sub_group_size", 10**9), group)
     if config.offload_param == "nvme":
         block = config.offload_block("offload_param")
         size = number_in({"buffer_size": 10**8} | dict(block), "buffer_size", tensor)
-        terms["swap buffers of parameters"] = 2 * number_in(block, "buffer_count", 5) * size
+        terms["swap buffers of parameters"] = 2 * (number_in(block, "buffer_count", 5) * size + ranks * largest)
     if config.offload_optimizer == "nvme":
         block = config.offload_block("offload_optimizer")
-        largest = min(number_in(config.zero, "sub_group_size", 10**9), group)
         terms["swap buffers of the optimizer"] = 4 * number_in(block, "buffer_count", 4) * largest
     return terms
 

@@ -33,6 +33,7 @@ from zero_recipes.theory.lower_bounds import (
     read_at_resume,
     resumable_bytes,
     swap_buffers,
+    swapped_bytes,
 )
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
@@ -104,6 +105,7 @@ def predict_by_formulas(job: Job) -> Prediction:
         ),
         reserved_bytes=overheads().reserved_range(peak, job.world_size),
         host_bytes=host_bytes(job, shape),
+        nvme_bytes=int(job.ranks_per_node * _offloaded(job, shape, "nvme")),
         checkpoint_bytes=checkpoint_sizes(job, shape),
         communication_bytes_per_step=communication_bytes(job, shape),
         flops_per_step=flops(job, shape),
@@ -145,6 +147,8 @@ def _offloaded(job: Job, shape: Shape, device: str) -> float:
     """Bytes of one rank's model states in host memory ("cpu") or on disk ("nvme")."""
     if job.ds_config is None:
         return 0
+    if device == "nvme":
+        return swapped_bytes(job.zero, shape.tensors, job.world_size, computed_width(job))
     states = _sharded(job, shape)
     params = states.params if job.offloads_params and job.zero.offload_param == device else 0
     return (states.optimizer if job.zero.offload_optimizer == device else 0) + params
@@ -227,7 +231,7 @@ def host_bytes(job: Job, shape: Shape) -> HostBytes:
     share, accumulates = shape.trainable / job.world_size, job.settings.gradient_accumulation_steps > 1
     beside = beside_offloaded_optimizer(job.zero, share, computed_width(job), accumulates)
     largest = shape.vocabulary * shape.hidden / job.world_size
-    buffers = sum(swap_buffers(job.zero, share, largest).values())
+    buffers = sum(swap_buffers(job.zero, share, largest, job.world_size).values())
     held = _offloaded(job, shape, "cpu") + beside + buffers
     saved, optimizer = checkpoint_sizes(job, shape).weights, _saved_by_optimizer(job, shape)
     read = read_at_resume(saved, optimizer, job.zero_stage, job.world_size)

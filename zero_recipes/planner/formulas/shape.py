@@ -13,7 +13,7 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.core.errors import Refusal, first_line
 from zero_recipes.planner.job import Job
 from zero_recipes.theory.flops import ModelFlops, active_experts, idle_weights, model_flops
-from zero_recipes.theory.lower_bounds import DTYPE_BYTES
+from zero_recipes.theory.lower_bounds import DTYPE_BYTES, SwapTensor
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Shape:
     positions: int
     dtype: str  # of the weights' file
     flops: ModelFlops
+    tensors: tuple[SwapTensor, ...]
 
 
 def shape_of(config: Mapping[str, Any], settings: Settings) -> Shape:
@@ -98,6 +99,7 @@ def _counted(config_json: str, model_keys_json: str) -> Shape:
         positions=getattr(text, "max_position_embeddings", 0),
         dtype=str(config.dtype or "float32").removeprefix("torch."),
         flops=model_flops(model),
+        tensors=tuple(SwapTensor(p.numel(), p.ndim > 1, p.requires_grad) for p in model.parameters()),
     )
 
 

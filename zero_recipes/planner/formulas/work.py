@@ -23,10 +23,12 @@ def communication_bytes(job: Job, shape: Shape) -> dict[str, int]:
         return {"all_reduce": int(loaded_width(job, shape) * shape.trainable)}
     if job.zero_stage == 0:
         return {"all_reduce": gradients}
+    # under torch_autocast linear layers' gradients are reduced in 16 bits; the others, in fp32, are few
+    reduced = 2 * shape.trainable if job.zero.autocast else gradients
     if job.zero_stage == 1:
-        return {"all_reduce": gradients, "all_gather": gradients}
+        return {"all_reduce": reduced, "all_gather": gradients}
     if job.zero_stage == 2:
-        return {"all_reduce": passes * gradients, "all_gather": gradients}
+        return {"all_reduce": passes * reduced, "all_gather": gradients}
     return family.compressed(job, gathered)
 
 
