@@ -294,6 +294,20 @@ def test_an_adapter_switched_off_is_its_base(adapter, prompts, tmp_path, capsys)
     assert answered(tmp_path / "c") == both
 
 
+def test_an_adapter_over_4_bit_is_asked_on_the_bases_own_weights(adapter, prompts, tmp_path, capsys):
+    """Where bitsandbytes is not installed too."""
+    folder = shutil.copytree(adapter, tmp_path / "qlora")
+    recipe = f"model_name_or_path: {BASE}\nload_in_4bit: true\nuse_peft: true\ndtype: float32\nbf16: false\n"
+    (folder / "recipe.resolved.yaml").write_text(recipe + "dataset_format: alpaca\n")
+    words = ("--prompts", prompts, "--max_new_tokens", 2)
+    assert ask(folder, *words, "--output_dir", tmp_path / "out") == 0
+    assert "trained on a quantized base" in capsys.readouterr().out
+    assert ask(BASE, *words, *FORMAT[:2], "--output_dir", tmp_path / "base") == 0
+    for row, base in zip(answered(tmp_path / "out"), answered(tmp_path / "base"), strict=True):
+        assert row.scores_before["reference_loss"] == pytest.approx(base.scores_after["reference_loss"], abs=0.1)
+        assert row.scores_before["reference_loss"] != base.scores_after["reference_loss"]  # float32 here, bf16 there
+
+
 def test_an_adapter_of_another_base_is_refused(adapter, tmp_path, prompts, fixtures, capsys):
     said = refused(capsys, adapter, "--base", fixtures / "stories260K", "--prompts", prompts)
     assert "[ZR787]" in said
