@@ -25,7 +25,9 @@ from zero_recipes.ask.show import show
 from zero_recipes.cli import main as cli
 from zero_recipes.data.load import alpaca_prompt
 from zero_recipes.data.samples import Sample
-from zero_recipes.metrics.read_runs import SampleRow, read_samples
+from zero_recipes.metrics.read_runs import SampleRow, read_runs, read_samples
+from zero_recipes.report import write_report
+from zero_recipes.report.answers import judge_answers
 from zero_recipes.trainer.samples import SCORES, Answers
 
 BASE = ROOT / "tiny_world" / "base"
@@ -274,6 +276,20 @@ def test_nothing_is_written_over(tmp_path, prompts, monkeypatch, capsys):
     folders = sorted(path.name for path in (tmp_path / "output").iterdir())
     assert folders == ["ask-base", "ask-base-2"]
     assert answered(tmp_path / "output" / "ask-base") == answered(tmp_path / "output" / "ask-base-2")
+
+
+@pytest.mark.parametrize("base", ["none", BASE])
+def test_a_report_shows_what_a_run_was_asked_later(base, prompts, tmp_path, capsys):
+    shutil.copy(ROOT / "docs" / "demo" / "full" / "metrics.json", tmp_path)
+    assert ask(BASE, "--base", base, "--prompts", prompts, "--output_dir", tmp_path, *FORMAT) == 0
+    (run,) = read_runs(tmp_path)
+    verdict, measured = judge_answers([run])[1:3]
+    page = Path(write_report(tmp_path)).read_text()
+    assert "rougeL" in page and ("(no answer)" in page) == (base == "none")
+    if base == "none":
+        assert verdict == "cannot tell" and "before and after" in measured
+    else:
+        assert "0 of 4 answers changed" in measured
 
 
 def test_an_adapter_switched_off_is_its_base(adapter, prompts, tmp_path, capsys):
