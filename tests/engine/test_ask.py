@@ -42,8 +42,10 @@ CASES = {
     "fp32": ("ddp", {"bf16": False}),
     "LoRA, ddp": ("ddp", LORA),
     "LoRA, zero2": ("zero2", LORA),
-    "random weights": ("zero3", {"random_weights": True}),
+    "random weights in fp32, zero3": ("zero3", {"random_weights": True, "bf16": False}),
 }
+# stage 3 adds a bias behind the rounding of its matrix product (deepspeed 0.19.8 runtime/zero/linear.py)
+ROUNDED = {"random weights in fp32, zero3": 1e-4}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -54,7 +56,16 @@ def test_before_and_after_of_a_run_are_base_and_model(one, tmp_path, case):
     one.run("train", argv=[str(path), "--output_dir", str(out), *named(strategy)])
     expected = read_samples(out / "samples.jsonl")
     assert any(row.before != row.after for row in expected) or "random" in case
-    same(asked_again(out, tmp_path / "asked"), expected)
+    same(asked_again(out, tmp_path / "asked"), expected, ROUNDED.get(case, 0))
+
+
+def test_a_run_of_stage_3_in_bf16_differs_by_rounding(one, tmp_path):
+    out = tmp_path / "out"
+    argv = [str(write_recipe(tmp_path, **WORLD)), "--output_dir", str(out), *named("zero3")]
+    one.run("train", argv=argv)
+    for row, known in zip(asked_again(out, tmp_path / "asked"), read_samples(out / "samples.jsonl"), strict=True):
+        assert row.scores_before["reference_loss"] == pytest.approx(known.scores_before["reference_loss"], abs=0.05)
+        assert row.scores_after["reference_loss"] == pytest.approx(known.scores_after["reference_loss"], abs=0.05)
 
 
 def test_a_checkpoint_of_two_ranks_is_asked_too(two, tmp_path, capsys):

@@ -25,7 +25,9 @@ from zero_recipes.ask.show import show
 from zero_recipes.cli import main as cli
 from zero_recipes.data.load import alpaca_prompt
 from zero_recipes.data.samples import Sample
-from zero_recipes.metrics.read_runs import SampleRow, read_samples
+from zero_recipes.metrics.read_runs import SampleRow, read_runs, read_samples
+from zero_recipes.report import write_report
+from zero_recipes.report.answers import judge_answers
 from zero_recipes.trainer.samples import SCORES, Answers
 
 BASE = ROOT / "tiny_world" / "base"
@@ -276,6 +278,20 @@ def test_nothing_is_written_over(tmp_path, prompts, monkeypatch, capsys):
     assert answered(tmp_path / "output" / "ask-base") == answered(tmp_path / "output" / "ask-base-2")
 
 
+@pytest.mark.parametrize("base", ["none", BASE])
+def test_a_report_shows_what_a_run_was_asked_later(base, prompts, tmp_path, capsys):
+    shutil.copy(ROOT / "docs" / "demo" / "full" / "metrics.json", tmp_path)
+    assert ask(BASE, "--base", base, "--prompts", prompts, "--output_dir", tmp_path, *FORMAT) == 0
+    (run,) = read_runs(tmp_path)
+    verdict, measured = judge_answers([run])[1:3]
+    page = Path(write_report(tmp_path)).read_text()
+    assert "rougeL" in page and ("(no answer)" in page) == (base == "none")
+    if base == "none":
+        assert verdict == "cannot tell" and "before and after" in measured
+    else:
+        assert "0 of 4 answers changed" in measured
+
+
 def test_an_adapter_switched_off_is_its_base(adapter, prompts, tmp_path, capsys):
     assert ask(adapter, "--prompts", prompts, "--output_dir", tmp_path / "a", *FORMAT) == 0
     assert "the adapter switched off" in capsys.readouterr().out
@@ -292,6 +308,20 @@ def test_an_adapter_switched_off_is_its_base(adapter, prompts, tmp_path, capsys)
     assert "does not name one" in refused(capsys, unnamed, "--prompts", prompts)
     assert ask(unnamed, "--base", BASE, "--prompts", prompts, "--output_dir", tmp_path / "c", *FORMAT) == 0
     assert answered(tmp_path / "c") == both
+
+
+def test_an_adapter_over_4_bit_is_asked_on_the_bases_own_weights(adapter, prompts, tmp_path, capsys):
+    """Where bitsandbytes is not installed too."""
+    folder = shutil.copytree(adapter, tmp_path / "qlora")
+    recipe = f"model_name_or_path: {BASE}\nload_in_4bit: true\nuse_peft: true\ndtype: float32\nbf16: false\n"
+    (folder / "recipe.resolved.yaml").write_text(recipe + "dataset_format: alpaca\n")
+    words = ("--prompts", prompts, "--max_new_tokens", 2)
+    assert ask(folder, *words, "--output_dir", tmp_path / "out") == 0
+    assert "trained on a quantized base" in capsys.readouterr().out
+    assert ask(BASE, *words, *FORMAT[:2], "--output_dir", tmp_path / "base") == 0
+    for row, base in zip(answered(tmp_path / "out"), answered(tmp_path / "base"), strict=True):
+        assert row.scores_before["reference_loss"] == pytest.approx(base.scores_after["reference_loss"], abs=0.1)
+        assert row.scores_before["reference_loss"] != base.scores_after["reference_loss"]  # float32 here, bf16 there
 
 
 def test_an_adapter_of_another_base_is_refused(adapter, tmp_path, prompts, fixtures, capsys):

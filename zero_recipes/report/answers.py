@@ -36,7 +36,7 @@ def judge_answers(runs: Sequence[MeasuredRun]) -> tuple[str, str, str, str, str]
         "these scores; exact match stays near zero where many answers are right."
     )
     run = sampled_run(runs)
-    answered = [sample for sample in run.samples if sample.after is not None] if run else []
+    answered = [sample for sample in run.samples if None not in (sample.before, sample.after)] if run else []
     if not answered:
         return question, "cannot tell", "No run has answers from before and after training.", claimed, right
     means = mean_scores(answered)
