@@ -108,6 +108,7 @@ ON_CPUS = [name for name in all_strategies(ROOT / "accelerate_configs") if name 
 def test_the_used_by_line_trains_under_every_strategy(used_by, small, tmp_path, strategy):
     more = ["--nvme_path", str(tmp_path)] if strategy.endswith("infinity") else []
     more += ["--bf16", "false"] if strategy.endswith("autocast") else []  # it is for fp32 weights (ZR278)
+    more += ["--ignore", "ZR223"] if strategy == "zero3_hpz" else []  # on one node it saves nothing
     _, metrics = start([*shlex.split(LINE.format(strategy)), *small, *more], tmp_path / "out")
     assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", strategy, 2)
     assert metrics["loss_history"] == pytest.approx(used_by[1]["loss_history"], rel=2e-2)
