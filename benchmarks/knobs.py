@@ -89,7 +89,7 @@ GROUPS = {
         ("zero2",),
         ("train_sampling_strategy=random,group_by_length", "per_device_train_batch_size=4,8"),
         ("--max_length", "512", "--max_steps", "-1", "--num_train_epochs", "1"),
-        alpaca=200,
+        alpaca=400,
     ),
 }  # fmt: skip
 
@@ -176,6 +176,7 @@ def _measure(group: Group, recipe: Path, name: str, folder: Path) -> dict[str, A
         "sets": list(knobs.sets),
         "options": list(knobs.options),
         "zero_optimization": knobs.zero or {},
+        "alpaca": knobs.alpaca,
         "parameters": next(run.parameters for run in read_runs(folder) if run.parameters),
         "rows": found,
     }

@@ -78,7 +78,7 @@ TEXTS = {
     "group_by_length": (
         "Rows of like length in a batch",
         "train_sampling_strategy: group_by_length draws rows at random, and sorts each 50 micro batches' worth of them "
-        "by length: a row is padded to its likes. An epoch of rows of Alpaca, of at most 512 tokens.",
+        "by length: a row is padded to its likes. An epoch of {alpaca} rows of Alpaca, of at most 512 tokens.",
     ),
     "checkpointing": (
         "Micro batch against activation checkpointing",
@@ -203,6 +203,7 @@ def written(found: Mapping[str, Any]) -> str:
     for name, group in groups.items():
         rows = prepared(group["rows"])
         title, text = TEXTS[name]
+        text = text.format(**group)
         refused = [f"- refused: {row['code']} {row['reason']}" for row in rows if row["code"]]
         parts.append(
             f"## {title}\n\n{text}\n\n{effects(rows)}" + "".join(f"{line}\n" for line in dict.fromkeys(refused)) +

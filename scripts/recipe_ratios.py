@@ -81,8 +81,8 @@ def measured(found: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     return {
         "packing": between(ratios(groups["packing"], "packing", True, False, speed)) + " times the tokens/s",
         recomputing: between(ratios(groups["checkpointing"], recomputing, True, False, speed))
-        + f" times the tokens/s, {percent(peak)} less peak memory",
-        sampling: f"{grouped} times the tokens/s, {padding['group_by_length']} padding instead of {padding['random']}",
+        + f" times the tokens/s, simulated peak memory {percent(peak)} less",
+        sampling: f"{grouped} times the tokens/s, padding {padding['random']} -> {padding['group_by_length']}",
         "token_metrics": f"{percent(saved)} of a small step saved",
         "reduce_bucket_size": between(ratios(groups["reduce_bucket"], bucket, 5_000_000, 50_000, speed))
         + " times the tokens/s with 5e6 elements against 5e4",
@@ -97,12 +97,13 @@ def comments(found: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     recomputing = alone["activation_checkpointing"]
     return {
         "packing: true": f"alone {alone['packing']}; all settings {ratio(found['throughput'])} (CPUs, docs/fast.md)",
-        "activation_checkpointing: true": f"{recomputing} (CPUs, docs/knobs.md)",
-        "activation_checkpointing: false": f"true: {recomputing} (CPUs, docs/knobs.md)",
+        "activation_checkpointing: true": f"{recomputing} (CPUs)",
+        "activation_checkpointing: false": f"true: {recomputing} (CPUs)",
         "train_sampling_strategy: group_by_length": f"{alone['train_sampling_strategy']} (CPUs)",
         "token_metrics: logging_steps": f"{alone['token_metrics']} (1M, CPUs; docs/throughput.md)",
         "attn_implementation: sdpa": "exact on every device; what flash attention gains is not measured: needs a GPU",
-        "ddp_find_unused_parameters: false": "ddp: no look for some after each backward; not measured alone",
+        "ddp_find_unused_parameters: false": "under ddp; else the Trainer looks for some in each step (not "
+        "measured alone)",
     }
 
 

@@ -367,6 +367,18 @@ CASES = {
         "ZR132",
         {"level": "warning"},
     ),
+    "packs beside each other under sdpa": (
+        {"packing": True, "max_length": 2048, "per_device_train_batch_size": 2},
+        {"packing": True, "max_length": 2048, "per_device_train_batch_size": 1},
+        "ZR464",
+        {"level": "warning", "names": "packing with per_device_train_batch_size 2"},
+    ),
+    "long rows in one sequence under sdpa": (
+        {"padding_free": True, "max_length": 1024, "per_device_train_batch_size": 4},
+        {"padding_free": True, "max_length": 128, "per_device_train_batch_size": 4},
+        "ZR464",
+        {"level": "warning", "names": "padding_free with per_device_train_batch_size 4"},
+    ),
     "padding_free with a max_length that nothing cuts rows to": (
         {"padding_free": True, "dataset_kwargs": {"skip_prepare_dataset": True}},
         {"padding_free": True},

@@ -185,7 +185,9 @@ def test_the_rows_of_a_folder_are_tokenised_as_the_run_does_it():
 
 
 @pytest.mark.parametrize("keys", [{}, {"packing": True}, {"eval_strategy": "no"}])
-def test_rows_that_a_run_has_prepared_are_read_all_of_them(keys):
+def test_rows_that_a_run_has_prepared_are_read_all_of_them(keys, monkeypatch):
+    """The run with the hub at hand, which tokenizers note; a plan never asks it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     own = recipe("tiny")
     settings = own.settings.replace(**keys)
     few = rows_at_hand(settings, own.path)

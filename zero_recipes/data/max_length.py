@@ -30,7 +30,7 @@ def max_length_findings(found: Audit, training_args, source: Source) -> Iterator
         f"({found.truncated / found.rows:.1%})",
         "What is cut off is not trained on, and of most rows that is the answer's end: there the model does not learn "
         "to stop.",
-        f"max_length: {holding(found.longest):,} holds every row (the longest has {found.longest:,} tokens){fewer}, as "
-        "far as the model takes them. Without packing a micro batch is as long as its longest row, not as max_length.",
+        f"max_length: {holding(found.longest):,} holds every row (the longest has {found.longest:,} tokens){fewer}, "
+        "where the model takes so many. Without packing a micro batch is as long as its own longest row.",
         level="warning",
     )
