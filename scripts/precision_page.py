@@ -10,6 +10,7 @@ import json
 import re
 import statistics
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from zero_recipes.core.tables import Column, markdown_columns  # noqa: E402
 RESULT = ROOT / "benchmarks" / "results" / "bf16_states.json"
 PAGE = ROOT / "docs" / "precision.md"
 Row = dict[str, Any]
+SPREAD = "the mean, in brackets the smallest and the largest."
 COLUMNS = [
     Column("strategy", lambda row: row["strategy"]),
     Column("learning rate", lambda row: f"{row['learning_rate']:g}"),
@@ -73,11 +75,9 @@ def written(page: str, document: dict[str, Any]) -> str:
     seeds = len({run["seed"] for run in runs})
     before = f"{runs[0]['steps']} steps of {document['recipe']} ({runs[0]['parameters']:,} parameters) on"
     machine = ", ".join(f"{name} {document['versions'][name]}" for name in ("torch", "deepspeed", "transformers"))
-    body = (
-        f"{before} {document['processes']} CPU processes, {seeds} seeds: the mean, in brackets the smallest and the "
-        f"largest.\n\n{markdown_columns(COLUMNS[:2], COLUMNS[2:], table(runs))}\n"
-        f"{document['hardware']['cpu']}; {machine}. `{document['command']}`\n"
-    )
+    said = textwrap.fill(f"{before} {document['processes']} CPU processes, {seeds} seeds: {SPREAD}", 120)
+    columns = markdown_columns(COLUMNS[:2], COLUMNS[2:], table(runs))
+    body = f"{said}\n\n{columns}\n{document['hardware']['cpu']}; {machine}. `{document['command']}`\n"
     return re.sub(r"(<!-- begin[^\n]*-->\n).*?(<!-- end -->)", lambda m: f"{m[1]}\n{body}\n{m[2]}", page, flags=re.S)
 
 
