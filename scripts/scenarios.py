@@ -1,8 +1,7 @@
 """Write docs/scenarios.md and benchmarks/results/scenarios.json: known models on known machines, planned.
 
     python scripts/scenarios.py [--quick]    # plans all of them; --quick: by formulas
-    python scripts/scenarios.py --new        # only those that the JSON does not have, or has by formulas for no need;
-                                             # with --quick: only those that it does not have, by formulas
+    python scripts/scenarios.py --new        # all but those that the JSON has by the engine
     python scripts/scenarios.py --check      # exits 1 if the page is not what the JSON says
 
 Every scenario is the job of recipes/pythia.yaml (full fine-tuning in bf16, micro batches of 4 sequences of 512 tokens,
@@ -199,7 +198,7 @@ def main(arguments: list[str]) -> int:
     for scenario in SCENARIOS:
         quick = "--quick" in arguments or jobs.known_models()[scenario.model]["parameters"] > ENGINE_UP_TO
         known = next((row for row in kept if scenario._asdict().items() <= row.items()), None)
-        if known and (quick or known["source"] == "engine"):
+        if known and known["source"] == "engine":
             rows.append(known)
             continue
         rows.append(planned(scenario, Predictor(quick=quick)))
