@@ -1,7 +1,7 @@
 """Write docs/scenarios.md and benchmarks/results/scenarios.json: known models on known machines, planned.
 
     python scripts/scenarios.py [--quick]    # plans all of them; --quick: by formulas
-    python scripts/scenarios.py --new        # only those that the JSON does not have; with --quick by formulas
+    python scripts/scenarios.py --new        # all but those that the JSON has by the engine
     python scripts/scenarios.py --check      # exits 1 if the page is not what the JSON says
 
 Every scenario is the job of recipes/pythia.yaml (full fine-tuning in bf16, micro batches of 4 sequences of 512 tokens,
@@ -196,12 +196,12 @@ def main(arguments: list[str]) -> int:
         return int(PAGE.read_text() != page(json.loads(RESULT.read_text())))
     rows, kept = [], json.loads(RESULT.read_text())["scenarios"] if "--new" in arguments else []
     for scenario in SCENARIOS:
+        quick = "--quick" in arguments or jobs.known_models()[scenario.model]["parameters"] > ENGINE_UP_TO
         known = next((row for row in kept if scenario._asdict().items() <= row.items()), None)
-        if known:
+        if known and known["source"] == "engine":
             rows.append(known)
             continue
-        large = jobs.known_models()[scenario.model]["parameters"] > ENGINE_UP_TO
-        rows.append(planned(scenario, Predictor(quick=large or "--quick" in arguments)))
+        rows.append(planned(scenario, Predictor(quick=quick)))
         print(" | ".join(_cells(rows[-1])), flush=True)
     content = {"measured": False, "recipe": str(RECIPE), "scenarios": rows, **claims.sections(RECIPE)}
     write_json(RESULT, content)

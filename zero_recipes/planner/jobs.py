@@ -281,6 +281,8 @@ def run_command(recipe: Recipe, overrides: Sequence[str], job: Job) -> str:
         key: job.settings.as_dict()[key] for key in named if getattr(job.settings, key) != getattr(recipe.settings, key)
     }
     options = [*overrides, *(part for key, value in changed.items() for part in (f"--{key}", _written(value)))]
+    if job.on_nvme and recipe.settings.nvme_path is None:
+        options += ["--nvme_path", "FOLDER"]
     script = ["run_sft.py", str(recipe.path), *options]
     machines = job.world_size // job.gpus_per_node
     if job.strategy == "single":

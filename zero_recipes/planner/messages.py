@@ -265,6 +265,6 @@ def _network(job: Job, gpu: Gpu) -> Iterator[str]:
     nodes = job.world_size // job.gpus_per_node
     if nodes > 1:
         yield (
-            f"{nodes} machines: collectives cross the network, {significant(gpu.network_gb_s)} GB/s for each GPU where "
-            "it is as the table assumes."
+            f"{nodes} machines: collectives cross the network, {significant(gpu.network_gb_s)} GB/s for each GPU "
+            "(--network, or the hardware table)."
         )
