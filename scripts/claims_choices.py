@@ -41,11 +41,14 @@ CONFIGURATION = (
     Claim(
         "max_live_parameters sets the peak",
         "stage3_max_live_parameters limits how much of the model is whole on a GPU, and so the peak",
-        "DeepSpeed 0.19.8 uses it to stop fetching ahead, and for nothing else (partitioned_param_coordinator.py): without "
+        "DeepSpeed 0.19.8 uses it to stop fetching ahead, and for nothing else (partitioned_param_coordinator.py): "
+        "without "
         "prefetching it limits nothing. What lets go of parameters is stage3_max_reuse_distance",
-        f"{parameters(result('knobs')['groups']['max_live']['parameters'])} parameters, two CPU processes, from 0 to 10⁹: "
+        f"{parameters(result('knobs')['groups']['max_live']['parameters'])} parameters, two CPU processes, from 0 to "
+        f"10⁹: "
         f"with a prefetch bucket larger than the model the simulated peak goes from {size(LIVE_PEAK[0])} to "
-        f"{size(LIVE_PEAK[1])} and the bytes sent from {size(LIVE[0])} to {size(LIVE[1])}; stage3_max_reuse_distance does as "
+        f"{size(LIVE_PEAK[1])} and the bytes sent from {size(LIVE[0])} to {size(LIVE[1])}; stage3_max_reuse_distance "
+        f"does as "
         f"much without prefetching, {size(REUSE_PEAK[0])} to {size(REUSE_PEAK[1])} and {size(REUSE[0])} to "
         f"{size(REUSE[1])} ([the knobs](knobs.md))",
         "depends",

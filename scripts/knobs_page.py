@@ -72,7 +72,8 @@ TEXTS = {
         "stage3_max_live_parameters",
         "In DeepSpeed 0.19.8 it limits the prefetcher alone: nothing is fetched ahead while so many elements are whole "
         "on a rank (partitioned_param_coordinator.py); what was fetched for a later use stays until then. Here with a "
-        "prefetch bucket larger than the model. Without prefetching it has no effect: stage3_max_reuse_distance, here 0, "
+        "prefetch bucket larger than the model. Without prefetching it has no effect: stage3_max_reuse_distance, here "
+        "0, "
         "is what lets go of parameters.",
     ),
     "accumulation": (
