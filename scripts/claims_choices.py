@@ -90,7 +90,9 @@ CONFIGURATION = (
     Claim(
         "1,000 steps of warm-up",
         "a schedule of the ds_config warms up for 1,000 steps of 100,000, in a run of 234",
-        "the learning rate would never be reached: 10,000 rows in batches of 128 are 79 steps an epoch",
+        f"three epochs of 10,000 rows in batches of 128 are {3 * (10_000 // 128)} steps: the full learning rate is "
+        f"never "
+        "reached",
         "a schedule that is longer than the run is refused",
         "false",
         (CONTRADICT, "ZR217"),

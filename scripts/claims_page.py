@@ -50,7 +50,7 @@ def held(proof: str) -> str:
 
 def section(claim: Claim) -> str:
     return (
-        f"### {claim.name[0].upper()}{claim.name[1:]}\n\n**It is said that** {claim.said}.\n\n"
+        f"### {claim.name}\n\n**It is said that** {claim.said}.\n\n"
         f"- **Verdict: {claim.verdict}.**\n- Derived: {claim.derived}.\n- Measured: {claim.measured}.\n"
         f"- Held by: {', '.join(map(held, claim.proof))}\n"
     )
