@@ -87,3 +87,9 @@ def test_fields_of_metrics_exist():
     for name in ("memory_phases", "peak_memory_bytes", "engine_seconds", "phase_seconds", "step_seconds", "network",
                  "nvme", "host_device_bytes_per_second", "grad_norm_history"):  # fmt: skip
         assert f"`{name}`" in PAGE and f"`{name}" in fields
+
+
+def test_phases_are_those_of_metrics():
+    fields = (ROOT / "docs" / "metrics.md").read_text()
+    for phase in ("model", "first_step", "steps", "evaluation", "saving"):
+        assert re.search(rf"^\| .*`{phase}`", PAGE, re.MULTILINE) and f"`phase_seconds.{phase}`" in fields
