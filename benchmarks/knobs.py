@@ -72,10 +72,11 @@ GROUPS = {
         (f"{ZERO}.stage3_model_persistence_threshold=0,1e5,1e9",),
         zero=RELEASED | {"stage3_param_persistence_threshold": 10**9},
     ),
+    "max_reuse": Knobs(("zero3",), (f"{ZERO}.stage3_max_reuse_distance=0,1e6,3e6,1e9",), zero=RELEASED),
     "max_live": Knobs(
         ("zero3",),
-        (f"{ZERO}.stage3_max_live_parameters=0,1e6,1e9",),
-        zero=RELEASED | {"stage3_max_reuse_distance": 10**9},
+        (f"{ZERO}.stage3_max_live_parameters=0,1e6,2e6,1e9",),
+        zero=RELEASED | {"stage3_prefetch_bucket_size": 10**8},
     ),
     "accumulation": Knobs(
         ("zero1", "zero2", "zero3"), ("per_device_train_batch_size=2,4,8",), ("--global_batch_size", "16")

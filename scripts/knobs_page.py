@@ -65,10 +65,21 @@ TEXTS = {
         "The parameters that stay whole on every rank may together have at most so many elements. It limits what the "
         "threshold for a single parameter, here 10⁹, can cost.",
     ),
+    "max_reuse": (
+        "stage3_max_reuse_distance",
+        "After its use a parameter stays whole where the pass needs it again within so many elements. At the default "
+        "of "
+        "10⁹ a model below 10⁹ parameters stays whole from forward to backward: 2Φ instead of 3Φ, and no rank saves "
+        "the "
+        "memory of its weights. 0 lets go of each after its use.",
+    ),
     "max_live": (
         "stage3_max_live_parameters",
-        "At most so many elements are whole on a rank at a time, before stage 3 lets go of those that are needed again "
-        "only later. A lower limit saves memory and gathers again in the backward pass.",
+        "In DeepSpeed 0.19.8 it limits the prefetcher alone: nothing is fetched ahead while so many elements are whole "
+        "on a rank (partitioned_param_coordinator.py); what was fetched for a later use stays until then. Here with a "
+        "prefetch bucket larger than the model. Without prefetching it has no effect: stage3_max_reuse_distance, here "
+        "0, "
+        "is what lets go of parameters.",
     ),
     "accumulation": (
         "Micro batch against accumulation, the global batch kept",
