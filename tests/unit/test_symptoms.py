@@ -91,5 +91,5 @@ def test_fields_of_metrics_exist():
 
 def test_phases_are_those_of_metrics():
     fields = (ROOT / "docs" / "metrics.md").read_text()
-    for phase in ("model", "first_step", "steps", "evaluation", "saving"):
+    for phase in ("model", "train", "save"):
         assert re.search(rf"^\| .*`{phase}`", PAGE, re.MULTILINE) and f"`phase_seconds.{phase}`" in fields
