@@ -117,8 +117,7 @@ def test_check_counts_ignored_errors_as_warnings(tmp_path, capsys, monkeypatch):
 
 def test_the_page_is_short_and_names_no_file_of_ours():
     page = (ROOT / "docs" / "checks.md").read_text()
-    assert len(page.splitlines()) <= 500
-    assert json.loads((ROOT / "zero_recipes/core/codes.json").read_text()).keys() == set(
-        re.findall(r"^\| (ZR\d{3})", page, re.MULTILINE)
-    )
+    codes = json.loads((ROOT / "zero_recipes/core/codes.json").read_text())
+    assert len(page.splitlines()) <= len(codes) + 50, "a line a code"
+    assert codes.keys() == set(re.findall(r"^\| (ZR\d{3})", page, re.MULTILINE))
     assert not re.search(r"zero_recipes/\S+\.py", page)
