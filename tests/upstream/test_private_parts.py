@@ -171,12 +171,15 @@ def test_a_run_is_asked_for_the_parts_that_it_uses(stage, config, groups):
         ds_config=None if config is None else DsConfig({"zero_optimization": {"stage": stage, **config}}),
     )
     plain = {"load_in_4bit": False, "padding_free": False, "packing": False, "max_length": 8}
+    plain["supervised_logits_only"] = False
     used = registry.parts_in_use(strategy, SimpleNamespace(**plain), "cpu")
     assert used == [p for group, parts in registry.PARTS.items() if group in groups | {"every run"} for p in parts]
     with_4_bit = registry.parts_in_use(strategy, SimpleNamespace(**plain | {"load_in_4bit": True}), "cuda")
     assert set(registry.FOUR_BIT) <= set(with_4_bit) and not set(registry.FSDP2_ON_CPU) & set(with_4_bit)
     cut = SimpleNamespace(**plain | {"padding_free": True})
     assert set(registry.parts_in_use(strategy, cut, "cpu")) == {*used, *registry.PADDING_FREE}
+    supervised = SimpleNamespace(**plain | {"supervised_logits_only": True})
+    assert set(registry.parts_in_use(strategy, supervised, "cpu")) == {*used, *registry.SUPERVISED_LOGITS}
 
 
 # where the parts are applied
