@@ -85,7 +85,7 @@ GROUPS = {
         ("zero2",), ("per_device_train_batch_size=2,8,16", "activation_checkpointing=false,true")
     ),
     "packing": Knobs(("zero2",), ("packing=false,true", "max_length=128,256")),
-    "supervised_logits": Knobs(("ddp", "zero2", "zero3"), ("supervised_logits_only=false,true",)),
+    "supervised_logits": Knobs(("zero2", "zero3"), ("supervised_logits_only=false,true",)),
     "group_by_length": Knobs(  # an epoch, for the sampler begins with the longest rows
         ("zero2",),
         ("train_sampling_strategy=random,group_by_length", "per_device_train_batch_size=4,8"),
