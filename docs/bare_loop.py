@@ -1,0 +1,80 @@
+"""A training loop with nothing but DeepSpeed around the model; run_sft.py trains the same batches to the same losses.
+
+    torchrun --nproc_per_node 2 docs/bare_loop.py --stage 2 --steps 4     # GPUs, or CPU processes where there are none
+"""
+
+import argparse
+import json
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
+
+BASE, ROWS, EACH = "tiny_world/base", "tiny_world/train.jsonl", 8  # rows per process and step, as recipes/tiny.yaml
+ALPACA = "Below is an instruction that describes a task{more}. Write a response that appropriately completes the request."
+INPUT = ", paired with an input that provides further context"
+
+
+def tokenised(row: dict, tokenizer) -> tuple[list[int], list[int]]:
+    """(input_ids, labels): the loss is that of the answer, so the prompt's labels are -100, which counts for nothing."""
+    given = f"### Input:\n{row['input']}\n\n" if row["input"] else ""
+    prompt = ALPACA.format(more=INPUT if given else "") + f"\n\n### Instruction:\n{row['instruction']}\n\n{given}"
+    prompt = tokenizer(prompt + "### Response:\n").input_ids
+    answer = tokenizer(row["output"] + tokenizer.eos_token).input_ids
+    return prompt + answer, [-100] * len(prompt) + answer
+
+
+def batch_of(rows: list[tuple[list[int], list[int]]], pad: int, device: torch.device) -> dict[str, torch.Tensor]:
+    longest = max(len(ids) for ids, _ in rows)
+    ids, labels, mask = (torch.full((len(rows), longest), fill) for fill in (pad, -100, 0))
+    for at, (row, wanted) in enumerate(rows):
+        ids[at, : len(row)], labels[at, : len(row)], mask[at, : len(row)] = torch.tensor(row), torch.tensor(wanted), 1
+    return {"input_ids": ids.to(device), "labels": labels.to(device), "attention_mask": mask.to(device)}
+
+
+def train(stage: int, steps: int) -> list[float]:
+    deepspeed.init_distributed()  # the process group: nccl between GPUs, gloo between CPU processes
+    world, rank = dist.get_world_size(), dist.get_rank()
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    rows = [tokenised(json.loads(line), tokenizer) for line in open(ROWS)]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).tolist()  # the Trainer's, seed 0
+    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0, fused=True)
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=6, num_training_steps=steps)
+    # Casts the weights to bf16, makes the fp32 masters and shares out what the stage shares out. At stage 3 a model that
+    # does not fit as a whole must be built under deepspeed.zero.Init(), which keeps 1/N of each tensor as it is made.
+    config = {"train_micro_batch_size_per_gpu": EACH, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
+    config["zero_optimization"] = {"stage": stage}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
+    for state in optimizer.state.values() if stage == 0 else ():  # DeepSpeed 0.19.8 has taken a step of zeros there
+        state["step"].zero_()
+    losses = []
+    for step in range(steps):
+        first = (step * world + rank) * EACH  # each process has its own rows: data parallelism
+        batch = batch_of([rows[at] for at in order[first : first + EACH]], tokenizer.pad_token_id, engine.device)
+        tokens = (batch["labels"][:, 1:] != -100).sum()
+        dist.all_reduce(tokens)  # of all processes: each token weighs the same, whoever has it
+        # At stage 3 hooks gather each module's weights before it runs, and give them back after it.
+        loss = engine(**batch, num_items_in_batch=tokens).loss  # this process's share: its sum / all tokens
+        # Gradients, brought together bucket by bucket while backward goes on (at stage 0 and 1 at its end). They are
+        # divided by the processes, hence the factor.
+        engine.backward(loss * world)
+        # Clips, updates the fp32 masters (its 1/N of them from stage 1 on), writes them back to the bf16 weights,
+        # gathers those (stages 1 and 2), frees the gradients and advances the schedule.
+        engine.step()
+        whole = loss.detach().clone()
+        dist.all_reduce(whole)
+        losses.append(whole.item())
+        if rank == 0:
+            print(f"step {step + 1}: loss {losses[-1]:.4f}", flush=True)
+    return losses
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stage", type=int, default=2, choices=range(4))
+    parser.add_argument("--steps", type=int, default=4)
+    asked = parser.parse_args()
+    train(asked.stage, asked.steps)
+    dist.destroy_process_group()
