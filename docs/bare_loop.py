@@ -33,7 +33,7 @@ def batch_of(rows: list[tuple[list[int], list[int]]], pad: int, device: torch.de
     return {"input_ids": ids.to(device), "labels": labels.to(device), "attention_mask": mask.to(device)}
 
 
-def train(stage: int, steps: int) -> list[float]:
+def train(stage: int, steps: int, bf16: bool = True) -> list[float]:
     deepspeed.init_distributed()  # the process group: nccl between GPUs, gloo between CPU processes
     world, rank = dist.get_world_size(), dist.get_rank()
     tokenizer = AutoTokenizer.from_pretrained(BASE)
@@ -44,7 +44,7 @@ def train(stage: int, steps: int) -> list[float]:
     schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=6, num_training_steps=steps)
     # Casts the weights to bf16, makes the fp32 masters and shares out what the stage shares out. At stage 3 a model that
     # does not fit as a whole must be built under deepspeed.zero.Init(), which keeps 1/N of each tensor as it is made.
-    config = {"train_micro_batch_size_per_gpu": EACH, "gradient_clipping": 1.0, "bf16": {"enabled": True}}
+    config = {"train_micro_batch_size_per_gpu": EACH, "gradient_clipping": 1.0, "bf16": {"enabled": bf16}}
     config["zero_optimization"] = {"stage": stage}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
     for state in optimizer.state.values() if stage == 0 else ():  # DeepSpeed 0.19.8 has taken a step of zeros there
@@ -75,6 +75,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--fp32", action="store_true", help="compute in fp32, where all stages agree to six digits")
     asked = parser.parse_args()
-    train(asked.stage, asked.steps)
+    train(asked.stage, asked.steps, not asked.fp32)
     dist.destroy_process_group()

@@ -8,11 +8,14 @@ STEPS = 4
 QUICK = ["--eval_strategy", "no", "--sample_prompts", "null", "--save_model", "false", "--max_steps", str(STEPS)]
 
 
+# In fp32 only the order of sums differs. In bf16 another rounding of the loss's gradient changes the sign of a first Adam
+# step where a gradient is nearly zero: the gap is bf16's and grows with the steps, as between the stages themselves.
+@pytest.mark.parametrize(("bf16", "apart"), [(False, 1e-6), (True, 5e-3)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 2, 3, pytest.param(1, marks=pytest.mark.grid)])
-def test_the_bare_loop_has_the_losses_of_run_sft(two, tmp_path, stage):
+def test_the_bare_loop_has_the_losses_of_run_sft(two, tmp_path, stage, bf16, apart):
     argv = ["recipes/tiny.yaml", "--deepspeed", f"ds_configs/zero{stage}.json", "--output_dir", str(tmp_path), *QUICK]
-    ours = two.run("train", argv=argv)[0]["metrics"]["loss_history"]
-    bare = two.run("lesson_cases.bare_loop", stage=stage, steps=STEPS)[0]
-    print(ours, bare)
-    assert bare == pytest.approx(ours, rel=1e-3)
+    ours = two.run("train", argv=[*argv, "--bf16", str(bf16).lower()])[0]["metrics"]["loss_history"]
+    bare = two.run("lesson_cases.bare_loop", stage=stage, steps=STEPS, bf16=bf16)[0]
+    assert bare == pytest.approx(ours, rel=apart)
+    assert bare[:2] == pytest.approx(ours[:2], rel=1e-6), "the first rate is 0: two steps of the same weights"
     assert ours[-1] < ours[0]
