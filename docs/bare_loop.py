@@ -13,14 +13,16 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
 
 BASE, ROWS, EACH = "tiny_world/base", "tiny_world/train.jsonl", 8  # rows per process and step, as recipes/tiny.yaml
-ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
+ALPACA = (
+    "Below is an instruction that describes a task{more}. Write a response that appropriately completes the request."
+)
 INPUT = ", paired with an input that provides further context"
 
 
 def tokenised(row: dict, tokenizer) -> tuple[list[int], list[int]]:
-    """(input_ids, labels): the loss is that of the answer, so the prompt's labels are -100, which do not count."""
+    """(input_ids, labels); the labels of the prompt are -100, which counts for nothing: only the answer is learned."""
     given = f"### Input:\n{row['input']}\n\n" if row["input"] else ""
-    prompt = ALPACA.format(INPUT if given else "") + f"\n\n### Instruction:\n{row['instruction']}\n\n{given}"
+    prompt = ALPACA.format(more=INPUT if given else "") + f"\n\n### Instruction:\n{row['instruction']}\n\n{given}"
     prompt = tokenizer(prompt + "### Response:\n").input_ids
     answer = tokenizer(row["output"] + tokenizer.eos_token).input_ids
     return prompt + answer, [-100] * len(prompt) + answer
@@ -43,8 +45,8 @@ def train(stage: int, steps: int, bf16: bool = True) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0, fused=True)
     schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=6, num_training_steps=steps)
-    # Casts the weights to bf16, makes the fp32 masters and cuts what the stage cuts. At stage 3 a model that does not
-    # fit as a whole must be built under deepspeed.zero.Init(), which keeps 1/N of each tensor as it is made.
+    # Casts the weights to bf16, makes the fp32 masters and shares out what the stage shares out. At stage 3 a model
+    # that does not fit as a whole is built under deepspeed.zero.Init(), which keeps 1/N of each tensor as it is made.
     config = {"train_micro_batch_size_per_gpu": EACH, "gradient_clipping": 1.0, "bf16": {"enabled": bf16}}
     config["zero_optimization"] = {"stage": stage}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)

@@ -34,19 +34,20 @@ def axes_of(width: float, height: float, right: float, top: float):
     """(figure, axes without ticks from 0 to `right` and `top`) on white."""
     figure = Figure(figsize=(width, height), facecolor="white")
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, right), ylim=(0, top))
+    axes.set(xlim=(0, right), ylim=(-1.5, top))
     axes.axis("off")
     return figure, axes
 
 
 def box(axes, x, y, width, height, colour, text="", **text_style):
     axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="#444444", linewidth=0.8))
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", **text_style)
+    if text:
+        axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", **text_style)
 
 
 def shares() -> Figure:
     """Each GPU's part of parameters, gradients and optimizer states at each stage: heights in bytes."""
-    figure, axes = axes_of(10, 7.4, 100, 74)
+    figure, axes = axes_of(10, 7.8, 100, 78)
     whole = model_state_bytes(PSI, GPUS, 0)
     for stage in STAGES:
         held = model_state_bytes(PSI, GPUS, stage)
@@ -62,10 +63,10 @@ def shares() -> Figure:
                     box(axes, x + 2.3 * slot, y, 2.3, height, COLOURS[part] if mine else EMPTY)
                 y += height
     for place, (part, name) in enumerate(NAMES.items()):
-        box(axes, 9 + 24 * place, 71.5, 2.3, 1.6, COLOURS[part])
-        axes.text(12.5 + 24 * place, 72.3, name, va="center")
-    box(axes, 81, 71.5, 2.3, 1.6, EMPTY)
-    axes.text(84.5, 72.3, "on another GPU", va="center")
+        box(axes, 9 + 24 * place, 75, 2.3, 1.6, COLOURS[part])
+        axes.text(12.5 + 24 * place, 75.8, name, va="center")
+    box(axes, 81, 75, 2.3, 1.6, EMPTY)
+    axes.text(84.5, 75.8, "on another GPU", va="center")
     return figure
 
 
@@ -90,8 +91,8 @@ def ring() -> Figure:
         axes.annotate("", (left + 6, 24), (left, 24), arrowprops={"arrowstyle": "-|>", "lw": 2})
         axes.text(left + 3, 29, name, ha="center", va="center", fontsize=11)
     said = f"Each send is a piece, 1/{GPUS} of all. Per GPU: {GPUS - 1} sends, then {GPUS - 1} more,"
-    axes.text(50, 3.5, f"= 2 x {GPUS - 1}/{GPUS} of the gradients' bytes", ha="center")
-    axes.text(50, 6.3, said, ha="center")
+    axes.text(50, 1.5, f"= 2 x {GPUS - 1}/{GPUS} of the gradients' bytes", ha="center")
+    axes.text(50, 4.5, said, ha="center")
     return figure
 
 
@@ -105,7 +106,7 @@ GRADIENTS = {
 }
 COLLECTIVES = {
     0: [("all-reduce", "grads", 66, 72)],
-    1: [("all-reduce", "grads", 66, 72), ("all-gather", "params", 86, 92)],
+    1: [*(("all-reduce", "grads", x, x + 5) for x in (43, 54, 65)), ("all-gather", "params", 86, 92)],
     2: [*(("all-reduce", "grads", x, x + 5) for x in (43, 54, 65)), ("all-gather", "params", 86, 92)],
     3: [
         *(("all-gather", "params", x, x + 5) for x in (2, 13, 24, 38, 49, 60)),
@@ -116,11 +117,11 @@ COLLECTIVES = {
 
 def life() -> Figure:
     """What a parameter and a gradient go through in one step at each stage, with DeepSpeed's collectives."""
-    figure, axes = axes_of(11, 9.6, 112, 96)
+    figure, axes = axes_of(11.2, 9.6, 115, 96)
     for begin, end, name in ((0, 36, "forward"), (36, 72, "backward"), (72, 92, "optimizer step")):
         box(axes, 17 + begin, 89, end - begin, 4, "#d8dde3", name, weight="bold")
     for stage in STAGES:
-        bottom = 68 - 22 * stage
+        bottom = 69 - 22 * stage
         axes.text(1, bottom + 17.8, f"stage {stage}", weight="bold", fontsize=13)
         for lane, (part, y) in enumerate((("params", bottom + 12), ("grads", bottom + 6))):
             axes.text(1, y + 2, ("parameters", "gradients")[lane], va="center")
@@ -128,13 +129,19 @@ def life() -> Figure:
                 thin = held.startswith("1/N")
                 box(axes, 17 + begin, y, end - begin, 2.4 if thin else 4.4, COLOURS[part])
                 axes.text(18 + begin, y + (1.1 if thin else 2.2), held, va="center", color="white", fontsize=10.5)
+        for _, part, begin, _ in COLLECTIVES[stage]:
+            if stage == 3 and part == "params":  # a layer, whole for as long as it computes
+                box(axes, 17 + begin + 5, bottom + 14.4, 4, 2, "#a9c6e3")
         for what, part, begin, end in COLLECTIVES[stage]:
             light = {"params": "#a9c6e3", "grads": "#f3c99a"}[part]
             box(axes, 17 + begin, bottom + 0.6, end - begin, 3.6, light, short(what), fontsize=9.5)
         axes.text(1, bottom + 2.4, "network", va="center")
         terms = volume_terms(stage, 1, kept=False)
-        axes.text(110.5, bottom + 2.4, f"{sum(terms.values()):g}Φ", ha="center", va="center", weight="bold")
-    axes.text(17, 0.3, "AR all-reduce   AG all-gather   RS reduce-scatter", va="bottom", fontsize=11)
+        axes.text(112.5, bottom + 2.4, f"{sum(terms.values()):g}Φ", ha="center", va="center", weight="bold")
+    for x, said in ((17, "AR: all-reduce"), (37, "AG: all-gather"), (57, "RS: reduce-scatter")):
+        axes.text(x, -0.4, said, fontsize=11)
+    axes.text(112.5, 91, "sent", ha="center", va="center", weight="bold")
+    axes.text(79, -0.4, "light blue at stage 3: a layer, whole", fontsize=11)
     return figure
 
 

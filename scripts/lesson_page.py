@@ -1,6 +1,7 @@
-"""Write the tables of docs/lesson.md from the formulas and from committed JSON: python scripts/lesson_page.py [--check]
+"""Write the tables of docs/lesson.md: python scripts/lesson_page.py [--check]
 
---check: exits 1 if the page is another. The figures between the tables are held by tests/unit/test_lesson.py.
+Bytes of Pythia-6.9B come from zero_recipes/theory, what was measured from docs/demo and benchmarks/results. --check:
+exits 1 if the page is another.
 """
 
 from __future__ import annotations
@@ -8,178 +9,185 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from zero_recipes.core.tables import Column, markdown_columns  # noqa: E402
-from zero_recipes.core.units import size  # noqa: E402
-from zero_recipes.theory.lower_bounds import resumable_bytes  # noqa: E402
+from benchmarks.pythia_model_states import parameter_groups, total  # noqa: E402
+from zero_recipes.core import units  # noqa: E402
+from zero_recipes.theory.deepspeed_comm import explained, volume_terms  # noqa: E402
+from zero_recipes.theory.deepspeed_memory import model_state_terms  # noqa: E402
+from zero_recipes.theory.lower_bounds import read_at_resume, resumable_bytes  # noqa: E402
 from zero_recipes.theory.zero_paper import STAGES, communication_units, model_state_bytes  # noqa: E402
 
 PAGE = ROOT / "docs" / "lesson.md"
 RESULTS = ROOT / "benchmarks" / "results"
-DEMO = ROOT / "docs" / "demo" / "report.json"
-MODEL = "pythia-6.9b"
-COMPONENTS = (  # section 3.1 of the ZeRO paper
-    ("weight", "bf16", 2, "forward and backward compute with it"),
-    ("gradient", "bf16", 2, "what backward finds"),
-    ("master weight", "fp32", 4, "the exact weight, which the update changes"),
-    ("momentum", "fp32", 4, "Adam: running mean of the gradient"),
-    ("variance", "fp32", 4, "Adam: running mean of its square"),
-)
+FORMULAS = ("16Ψ", "4Ψ + 12Ψ/N", "2Ψ + 14Ψ/N", "16Ψ/N")
+PHI = 2  # bytes of a parameter in bf16
 
 
-def result(name: str) -> Any:
+def read(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def parameters() -> int:
-    return result("pythia_model_states")["models"][MODEL]["parameters"]
+def markdown(headers: Iterable[str], rows: Iterable[Iterable[object]], left: int = 1) -> str:
+    """A table whose first `left` columns are text."""
+    headers = list(headers)
+    lines = [headers, ["---"] * left + ["---:"] * (len(headers) - left), *([str(c) for c in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def table(names: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1) -> str:
-    """The first `left` columns are words, the others numbers."""
-    columns = [Column(name, lambda row, at=at: str(row[at])) for at, name in enumerate(names)]
-    return markdown_columns(columns[:left], columns[left:], rows)
+@cache
+def groups() -> list[list[int]]:
+    return parameter_groups("pythia-6.9b")
+
+
+def psi() -> int:
+    return sum(map(sum, groups()))
+
+
+def size(number_of_bytes: float) -> str:
+    """GB with one decimal, so that a column adds up to the eye."""
+    return f"{number_of_bytes / 1e9:.1f} GB"
+
+
+def deepspeed_bytes(world_size: int, stage: int) -> int:
+    """What DeepSpeed holds of Pythia-6.9B at its fullest moment, on the rank that holds most."""
+    bucket = 4096**2  # "auto": the square of the hidden size
+    ranks = range(world_size)
+    return max(total(model_state_terms(groups(), world_size, rank, stage, bucket)) for rank in ranks)
 
 
 def components() -> str:
-    psi = parameters()
-    rows = [(name, dtype, why, each, size(each * psi)) for name, dtype, each, why in COMPONENTS]
-    whole = sum(each for _, _, each, _ in COMPONENTS)
-    rows.append(("**all**", "", "", whole, size(whole * psi)))
-    return table(("what", "type", "what for", "bytes", "Pythia-6.9B"), rows, left=3)
-
-
-def states() -> str:
-    psi, worlds = parameters(), (1, 2, 8, 64)
-    formulas = ("16Ψ", "4Ψ + 12Ψ/N", "2Ψ + 14Ψ/N", "16Ψ/N")
+    one = model_state_bytes(1, 1, 0)
     rows = [
-        (f"stage {stage}", formulas[stage], *(size(model_state_bytes(psi, world, stage).total) for world in worlds))
-        for stage in STAGES
+        ("parameter, bf16", one.params, "forward and backward compute with it"),
+        ("gradient, bf16", one.grads, "backward writes it, the optimizer reads it"),
+        ("master weight, fp32", one.optimizer / 3, "the parameter that the optimizer really changes"),
+        ("first moment, fp32", one.optimizer / 3, "Adam's running mean of the gradients"),
+        ("second moment, fp32", one.optimizer / 3, "Adam's running mean of their squares"),
+        ("**all**", one.total, ""),
     ]
-    return table(("", "formula", *(f"N = {world}" for world in worlds)), rows, left=2)
+    told = [(what, why, f"{each:g}", size(each * psi())) for what, each, why in rows]
+    head = ("what", "what for", "bytes a parameter", "Pythia-6.9B")
+    return f"Pythia-6.9B has {psi():,} parameters.\n\n" + markdown(head, told, left=2)
 
 
-def deepspeed() -> str:
-    found = result("pythia_model_states")["models"][MODEL]["strategies"]
+def stages() -> str:
     rows = []
     for stage in STAGES:
-        strategy = found[f"zero{stage}"]
-        copies = sum(b for part in strategy["deepspeed"].values() for term, b in part.items() if "inside step" in term)
-        rows.append(
-            (f"stage {stage}", size(strategy["textbook_bytes"]), size(copies), size(strategy["deepspeed_bytes"]))
-        )
-    return table(("", "paper", "of DeepSpeed's: fp32 copies inside the step", "DeepSpeed in all"), rows)
+        cells = [FORMULAS[stage]]
+        for world_size in (2, 8):
+            cells += [
+                size(model_state_bytes(psi(), world_size, stage).total),
+                size(deepspeed_bytes(world_size, stage)),
+            ]
+        rows.append((stage, *cells))
+    head = ("stage", "textbook", "2 GPUs, textbook", "2 GPUs, DeepSpeed", "8 GPUs, textbook", "8 GPUs, DeepSpeed")
+    return markdown(head, rows, left=2)
+
+
+def tiny() -> str:
+    rows = []
+    for stage in STAGES:
+        run = json.loads((ROOT / "docs" / "demo" / f"zero{stage}" / "metrics.json").read_text())
+        held = max(run["model_state_bytes"], key=lambda r: r["params"] + r["grads"] + r["optimizer"])
+        parts = [held[part] for part in ("params", "grads", "optimizer")]
+        textbook = model_state_bytes(run["parameters"], run["world_size"], stage).total
+        rows.append((stage, *(f"{part:,}" for part in (*parts, sum(parts), int(textbook)))))
+    said = (
+        f"Measured, in bytes: the tiny world's model of {run['parameters']:,} parameters, two CPU processes, bf16.\n\n"
+    )
+    return said + markdown(("stage", "parameters", "gradients", "optimizer", "all", "textbook"), rows)
 
 
 def volume() -> str:
-    rows = [
-        (
-            row["what"],
-            row["micro_steps"],
-            ", ".join(name.replace("_", "-") for name, sent in row["bytes_by_collective"].items() if sent > 1000),
-            f"{communication_units(int(row['what'].split()[1].rstrip(',')))}Φ",
-            f"{row['measured_phi']:.2f}Φ",
-        )
-        for row in result("zero_family")["communication"]
-    ]
-    return table(("run", "micro batches", "collectives", "paper, one micro batch", "measured"), rows, left=3)
+    rows = []
+    for stage in STAGES:
+        terms = volume_terms(stage, accumulation=1, kept=False)
+        phi = sum(terms.values())
+        found = explained(terms).replace(" at every micro step", "").replace(" at the last micro step", "")
+        rows.append((stage, f"{communication_units(stage)}Φ", f"{phi:g}Φ", found, size(phi * PHI * psi())))
+    return markdown(("stage", "textbook", "DeepSpeed", "which is", "Pythia-6.9B, one step"), rows)
 
 
-def measured() -> str:
-    rows = [
-        (
-            row["strategy"],
-            size(row["params_bytes"]),
-            size(row["grads_bytes"]),
-            size(row["optimizer_bytes"]),
-            size(row["state_bytes"]),
-            f"{row['communication_in_phi']:.2f}Φ",
-            f"{row['step_seconds_median']:.3f} s",
-            f"{row['final_loss']:.4f}",
-        )
-        for row in json.loads(DEMO.read_text())["rows"]
-        if row["compared"]
-    ]
-    names = ("", "parameters", "gradients", "optimizer", "model states", "sent in a step", "step (CPU)", "final loss")
-    return table(names, rows)
+def sent() -> str:
+    rows = []
+    for row in read("zero_family")["communication"]:
+        names = [name.replace("_", "-") for name, size in row["bytes_by_collective"].items() if size > 100]
+        rows.append((row["what"], row["micro_steps"], ", ".join(names), f"{row['measured_phi']:.2f}Φ"))
+    said = "Measured on two CPU processes, bytes through each collective of one step:\n\n"
+    return said + markdown(("stage", "micro steps", "collectives", "sent"), rows)
 
 
 def offload() -> str:
-    rows = []
-    for strategy, run in result("zero_family")["offload"].items():
-        held = max(run["model_state_bytes"], key=lambda rank: sum(rank.values()))
-        device = sum(held[part] for part in ("params", "grads", "optimizer"))
-        elsewhere = (size(held["offloaded_host"]), size(held["offloaded_disk"]))
-        rows.append(
-            (strategy, size(device), *elsewhere, f"{run['step_seconds']:.2f} s", f"{run['loss_history'][-1]:.3f}")
-        )
-    return table(("", "on the device", "in host memory", "on disk", "step (CPU)", "last loss"), rows)
+    found, rows = read("zero_family")["offload"], []
+    for name, run in found.items():
+        rank = max(run["model_state_bytes"], key=lambda r: r["params"] + r["grads"] + r["optimizer"])
+        here = rank["params"] + rank["grads"] + rank["optimizer"]
+        rows.append((name, *(units.size(part) for part in (here, rank["offloaded_host"], rank["offloaded_disk"]))))
+    said = f"Measured: {found['zero2']['parameters']:,} parameters, two CPU processes, bytes of one of them.\n\n"
+    return said + markdown(("strategy", "on the device", "in host memory", "on disk"), rows)
 
 
 def plus_plus() -> str:
+    what = {
+        "zero3": "gather, gather, reduce",
+        "zero3_qwz": "both gathers in int8",
+        "zero3_hpz": "the second gather stays inside the machine",
+        "zero3_qgz": "the reduction in int4",
+        "zero3_plus_plus": "all three",
+    }
+    found = read("zero_family")["plus_plus"]
     rows = [
-        (
-            strategy,
-            f"{row['paper_phi']:g}Φ",
-            f"{row['between_nodes_phi']:.2f}Φ",
-            size(row["params_bytes"]),
-        )
-        for strategy, row in result("zero_family")["plus_plus"].items()
+        (n, said, f"{found[n]['paper_phi']:g}Φ", f"{found[n]['between_nodes_phi']:.2f}Φ") for n, said in what.items()
     ]
-    return table(("", "between machines, paper", "measured", "parameters on a rank"), rows)
+    return markdown(("strategy", "what changes", "paper", "measured between machines"), rows, left=2)
 
 
 def fsdp() -> str:
     rows = [
-        (
-            row["strategy"],
-            size(row["params_bytes"]),
-            size(row["grads_bytes"]),
-            size(row["optimizer_bytes"]),
-            size(row["state_bytes"]),
-            f"{row['final_loss']:.4f}",
-        )
-        for row in result("fsdp")["rows"]
+        (row["strategy"], *(f"{row[f'{part}_bytes']:,}" for part in ("params", "grads", "optimizer", "state")))
+        for row in read("fsdp")["rows"]
         if row["strategy"] in ("zero3", "fsdp2")
     ]
-    return table(("", "parameters", "gradients", "optimizer", "model states", "final loss"), rows)
+    return markdown(("strategy", "parameters", "gradients", "optimizer", "all bytes"), rows)
 
 
 def checkpoints() -> str:
-    psi = parameters()
-    rows = [("the model, 16 bits", "2Ψ", size(2 * psi))]
-    for stage, formula in ((2, "16Ψ"), (3, "14Ψ")):
-        rows.append((f"to go on from, stage {stage}", formula, size(resumable_bytes(2 * psi, 12 * psi, stage))))
-    return table(("checkpoint", "formula", "Pythia-6.9B"), rows, left=2)
+    weights, optimizer = 2 * psi(), 12 * psi()
+    rows = [
+        (
+            stage,
+            size(weights),
+            size(resumable_bytes(weights, optimizer, stage)),
+            size(read_at_resume(weights, optimizer, stage, 2)),
+        )
+        for stage in STAGES
+    ]
+    head = ("stage", "the model", "a checkpoint to go on from", "read by each of 2 processes to go on")
+    return "Pythia-6.9B, in bf16, on disk:\n\n" + markdown(head, rows)
 
 
-PARTS: tuple[Callable[[], str], ...] = (
-    components, states, deepspeed, volume, measured, offload, plus_plus, fsdp, checkpoints,
-)  # fmt: skip
+PARTS = (components, stages, tiny, volume, sent, offload, plus_plus, fsdp, checkpoints)
 
 
-def written() -> str:
-    text = PAGE.read_text()
+def written(page: str) -> str:
     for part in PARTS:
-        begin = f"<!-- {part.__name__}: begin (scripts/lesson_page.py) -->\n"
-        end = f"<!-- {part.__name__}: end -->"
-        between = f"{begin}\n{part().strip()}\n\n{end}"
-        text, found = re.subn(f"{re.escape(begin)}.*?{end}", lambda _, new=between: new, text, flags=re.S)
-        assert found == 1, part.__name__
-    return text
+        pattern = rf"(<!-- {part.__name__}: begin[^\n]*-->\n).*?(<!-- {part.__name__}: end -->)"
+        assert re.search(pattern, page, flags=re.DOTALL), f"{PAGE} has no place for {part.__name__}"
+        page = re.sub(pattern, lambda known, part=part: f"{known[1]}\n{part()}\n{known[2]}", page, flags=re.DOTALL)
+    return page
 
 
 def main(arguments: list[str]) -> int:
-    text = written()
+    page = PAGE.read_text()
     if "--check" in arguments:
-        return int(PAGE.read_text() != text)
-    PAGE.write_text(text)
+        return int(written(page) != page)
+    PAGE.write_text(written(page))
     return 0
 
 

@@ -8,8 +8,8 @@ STEPS = 4
 QUICK = ["--eval_strategy", "no", "--sample_prompts", "null", "--save_model", "false", "--max_steps", str(STEPS)]
 
 
-# In fp32 only the order of sums differs. In bf16 another rounding of the loss's gradient changes the sign of a first
-# Adam step where a gradient is nearly zero: that gap is bf16's and grows with the steps, as between the stages.
+# In fp32 only the order of sums differs. In bf16 another rounding of a gradient that is nearly zero changes the sign of
+# Adam's first step there: the gap is bf16's, and grows with the steps as it does between the stages themselves.
 @pytest.mark.parametrize(("bf16", "apart"), [(False, 1e-6), (True, 5e-3)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 2, 3, pytest.param(1, marks=pytest.mark.grid)])
 def test_the_bare_loop_has_the_losses_of_run_sft(two, tmp_path, stage, bf16, apart):
