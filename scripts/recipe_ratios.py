@@ -78,7 +78,9 @@ def measured(found: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         for stage in found["host_overhead"]["stages"].values()
     ]
     grouped = between(ratios(groups["group_by_length"], sampling, "group_by_length", "random", speed))
+    supervised = between(ratios(groups["supervised_logits"], "supervised_logits_only", True, False, speed))
     return {
+        "supervised_logits_only": f"{supervised} times the tokens/s",
         "packing": between(ratios(groups["packing"], "packing", True, False, speed)) + " times the tokens/s",
         recomputing: between(ratios(groups["checkpointing"], recomputing, True, False, speed))
         + f" times the tokens/s, simulated peak memory {percent(peak)} less",
@@ -97,6 +99,7 @@ def comments(found: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     recomputing = alone["activation_checkpointing"]
     return {
         "packing: true": f"alone {alone['packing']}; all settings {ratio(found['throughput'])} (CPUs, docs/fast.md)",
+        "supervised_logits_only: true": f"{alone['supervised_logits_only']} on CPUs; GPUs always do so (docs/knobs.md)",
         "activation_checkpointing: true": f"{recomputing} (CPUs)",
         "activation_checkpointing: false": f"true: {recomputing} (CPUs)",
         "train_sampling_strategy: group_by_length": f"{alone['train_sampling_strategy']} (CPUs)",
