@@ -40,8 +40,8 @@ test-fast: setup
 test: ops
 	@mkdir -p build
 	@python -m pytest tests/launch tests/engine/test_[r-t]*.py >build/launch.log 2>&1 & launch=$$!; \
-	python -m pytest tests/unit tests/planner tests/upstream tests/engine/test_[u-z]*.py >build/unit.log 2>&1 & unit=$$!; \
-	python -m pytest tests/engine/test_[a-q]*.py; code=$$?; \
+	python -m pytest tests/unit tests/planner tests/engine/test_[u-z]*.py >build/unit.log 2>&1 & unit=$$!; \
+	python -m pytest tests/upstream tests/engine/test_[a-q]*.py; code=$$?; \
 	wait $$launch || code=$$?; wait $$unit || code=$$?; \
 	cat build/launch.log build/unit.log; exit $$code
 

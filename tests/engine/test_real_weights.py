@@ -40,7 +40,7 @@ def runs(two, fixtures, tmp_path_factory) -> dict[str, dict]:
                 "eval_on_start": True,
                 "save_strategy": "no",
                 "report_to": "none",
-                "sample_prompts": 6,
+                "sample_prompts": 3,
                 "sample_max_new_tokens": 4,
             }
         )

@@ -78,12 +78,27 @@ def test_accelerate(used_by):
     assert (out / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("recipe", "line"), [("zero3", None), grid("zero2", LINE.format("zero2"))])
-def test_torchrun_with_the_recipes_ds_config_trains_as_accelerate(used_by, small, tmp_path, recipe, line):
-    command = shlex.split(f"torchrun --nproc_per_node 2 run_sft.py recipes/pythia-{recipe}.yaml")
+@pytest.fixture(scope="module")
+def by_torchrun(small, tmp_path_factory) -> tuple[Path, dict]:
+    """(folder of what each rank printed, metrics.json) of a recipe that names its ds_config."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    command = ["torchrun", "--nproc_per_node", "2", "--log-dir", str(folder / "logs"), "--redirects", "3"]
+    return folder / "logs", start([*command, "run_sft.py", "recipes/pythia-zero3.yaml", *small], folder / "out")[1]
+
+
+def test_torchrun_with_the_recipes_ds_config_trains_as_accelerate(used_by, by_torchrun):
+    _, metrics = by_torchrun
+    assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", "zero3", 2)
+    for key in ("loss_history", "grad_norm_history"):
+        assert len(metrics[key]) == 2 and metrics[key] == used_by[1][key]
+
+
+@pytest.mark.grid
+def test_torchrun_trains_as_accelerate_under_stage_2_too(small, tmp_path):
+    command = shlex.split("torchrun --nproc_per_node 2 run_sft.py recipes/pythia-zero2.yaml")
     _, metrics = start([*command, *small], tmp_path / "torchrun")
-    assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", recipe, 2)
-    by_accelerate = used_by[1] if line is None else start([*shlex.split(line), *small], tmp_path / "accelerate")[1]
+    _, by_accelerate = start([*shlex.split(LINE.format("zero2")), *small], tmp_path / "accelerate")
+    assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", "zero2", 2)
     for key in ("loss_history", "grad_norm_history"):
         assert len(metrics[key]) == 2 and metrics[key] == by_accelerate[key]
 
@@ -145,14 +160,9 @@ def test_accelerate_ddp(tmp_path):
     assert (metrics["strategy"], metrics["world_size"]) == ("ddp", 2)
 
 
-def test_torchrun_and_calm(tmp_path):
+def test_torchrun_is_calm(by_torchrun):
     """torchrun's own log folder keeps the ranks apart: no line from below may repeat within one."""
-    command = [str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", "29511"]
-    command += ["--log-dir", str(tmp_path / "logs"), "--redirects", "3", "run_sft.py", "recipes/pythia-zero2.yaml"]
-    world = ["--model_name_or_path", "tiny_world/base", "--dataset_name", "tiny_world", "--max_length", "256"]
-    _, metrics = start([*command, *world], tmp_path / "out")
-    assert (metrics["strategy"], metrics["world_size"]) == ("zero2", 2)
-    logs = sorted((tmp_path / "logs").rglob("std*.log"))
+    logs = sorted(by_torchrun[0].rglob("std*.log"))
     assert len(logs) == 4, logs
     for path in logs:
         repeated = [

@@ -63,7 +63,7 @@ def write_llama(folder: Path) -> Path:
 BOUND = 0.001  # of the peak
 IN_EVERY_RUN = {
     "neox": {case for case in CASES if case.startswith("stage 3") or "," not in case}
-    - {"stage 3, best model", "stage 3, bf16 states"}
+    - {"stage 3, best model", "stage 3, evaluation", "stage 3, bf16 states"}
     | {"stage 2, offload", "stage 2, bf16 states", "stage 2, autocast", "alone", "alone, stage 3"},
     "llama": {"stage 3", "alone"},
 }
