@@ -40,7 +40,7 @@ test-fast: setup
 test: ops
 	@mkdir -p build
 	@python -m pytest tests/launch tests/engine/test_[r-t]*.py >build/launch.log 2>&1 & launch=$$!; \
-	python -m pytest tests/unit tests/planner tests/engine/test_[u-z]*.py >build/unit.log 2>&1 & unit=$$!; \
+	python -m pytest tests/unit tests/plan tests/engine/test_[u-z]*.py >build/unit.log 2>&1 & unit=$$!; \
 	python -m pytest tests/upstream tests/engine/test_[a-q]*.py; code=$$?; \
 	wait $$launch || code=$$?; wait $$unit || code=$$?; \
 	cat build/launch.log build/unit.log; exit $$code
@@ -72,7 +72,7 @@ cuda-build:
 		-r requirements.lock
 	$(CUDA_BUILD)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	$(CUDA_BUILD)/bin/python -c 'import torch; assert torch.version.cuda, torch.__version__'
-	PATH=$(CURDIR)/$(CUDA_BUILD)/bin:$$PATH $(CUDA_BUILD)/bin/python -m pytest tests/unit tests/planner
+	PATH=$(CURDIR)/$(CUDA_BUILD)/bin:$$PATH $(CUDA_BUILD)/bin/python -m pytest tests/unit tests/plan
 	PATH=$(CURDIR)/$(CUDA_BUILD)/bin:$$PATH $(CUDA_BUILD)/bin/python -m pytest tests/launch/test_cuda_build.py -m ""
 
 lint: setup

@@ -12,7 +12,7 @@ import os
 import sys
 
 from zero_recipes.config import recipe as recipes
-from zero_recipes.core.errors import Refusal, RunFailed, print_ending, raise_errors
+from zero_recipes.core.findings import Refusal, RunFailed, print_ending, raise_errors
 from zero_recipes.core.phases import CLOCK
 from zero_recipes.core.process import imported_for_good, leave, rank
 
@@ -32,7 +32,7 @@ def prepare(argv: list[str]):
     path, overrides = recipes.split_command_line(argv)
     mapping = recipes.read_recipe_file(path)  # the recipe's `env:` is in force before torch is imported
 
-    from zero_recipes.compat.warnings import quieten, quieten_loggers
+    from zero_recipes.libs.warnings import quieten, quieten_loggers
 
     quieten_loggers()
     with imported_for_good():
@@ -57,10 +57,10 @@ def train(run):
     from zero_recipes.data.load import load_tokenizer
     from zero_recipes.data.prepare import prepare_rows
     from zero_recipes.distributed import nvme
-    from zero_recipes.models.load import load_config, load_model, refuse_other_keys
-    from zero_recipes.planner import gate
-    from zero_recipes.trainer.recorder import RunRecorder
-    from zero_recipes.trainer.trainer import RecipeTrainer, prepare_libraries
+    from zero_recipes.model import load_config, load_model, refuse_other_keys
+    from zero_recipes.plan import gate
+    from zero_recipes.training.recorder import RunRecorder
+    from zero_recipes.training.trainer import RecipeTrainer, prepare_libraries
 
     run = settle_checkpoint(run)
     recorder = RunRecorder(run)

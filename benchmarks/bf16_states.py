@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.group import Group
-from zero_recipes.compat.warnings import quieten
 from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
+from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.read_runs import read_runs
 
 ROOT = Path(__file__).resolve().parents[1]

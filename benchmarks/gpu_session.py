@@ -3,7 +3,7 @@
     python benchmarks/gpu_session.py --plans                # beforehand, on a CPU: benchmarks/session/plans.json
     python benchmarks/gpu_session.py --part 1 2 --out OUT   # there; the parts: benchmarks/session/cases.py
     python benchmarks/gpu_session.py --collect FOLDER       # afterwards: benchmarks/results/gpu_*.json, README, the
-                                                            # plan's constants (zero_recipes/planner/overheads.yaml)
+                                                            # plan's constants (zero_recipes/plan/overheads.yaml)
 
 Each run is a row of OUT/partN.jsonl as soon as it has ended, a failure too; a second call with the same OUT goes on
 with what is missing or failed. --rehearse runs all of it on a CPU with models of two layers, to find what would stop
@@ -85,8 +85,8 @@ def write_plans(work: Path) -> None:
 
 def plans_of(wanted: list[cases.Case], work: Path) -> dict[str, Any]:
     """{slug: prediction}, as the run's own plan would be where its versions are known."""
-    from zero_recipes.planner import jobs as plan_jobs
-    from zero_recipes.planner.predict import Predictor
+    from zero_recipes.plan import jobs as plan_jobs
+    from zero_recipes.plan.predict import Predictor
 
     jobs = {}
     for case in wanted:

@@ -26,8 +26,8 @@ from deepspeed.utils import numa
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from tests.helpers.group import Group
-from zero_recipes.compat.lm_head import score_supervised_positions_only
 from zero_recipes.core import environment
+from zero_recipes.libs.lm_head import score_supervised_positions_only
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "host_overhead.json"
@@ -117,7 +117,7 @@ def _figures(values: list[list[float]]) -> dict:
 def measure(stage: int, steps: int, folder: str) -> list[tuple[str, int, float, float]]:
     """One run of ours, a bare step after each of its steps. Returns the records that `summary` takes."""
     import run_sft
-    from zero_recipes.trainer.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import RecipeTrainer
 
     argv = [str(ROOT / "recipes" / "tiny.yaml"), "--deepspeed", str(ROOT / "ds_configs" / f"zero{stage}.json")]
     argv += ["--output_dir", f"{folder}/zero{stage}", "--max_steps", str(steps), "--eval_strategy", "no"]
@@ -147,8 +147,8 @@ class Interleaved(TrainerCallback):
     def timing(self):
         """Time the calls of named parts while a step of ours is at work."""
         from zero_recipes.metrics.callback import StageMetricsCallback
-        from zero_recipes.trainer.divergence import StopAtDivergence
-        from zero_recipes.trainer.trainer import RecipeTrainer
+        from zero_recipes.training.divergence import StopAtDivergence
+        from zero_recipes.training.trainer import RecipeTrainer
 
         parts = [
             ("data loader and the count of the step's tokens", RecipeTrainer, "get_batch_samples"),

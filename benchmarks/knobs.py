@@ -21,17 +21,17 @@ from transformers import AutoTokenizer, GPTNeoXConfig
 from tests.helpers.group import Group
 from tests.helpers.tiny import write_recipe
 from zero_recipes.cli.sweep_runs import SweepRun, runs_of
-from zero_recipes.compat.warnings import quieten
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core import environment
-from zero_recipes.core.errors import Refusal
 from zero_recipes.core.files import write_json
+from zero_recipes.core.findings import Refusal
+from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.metrics.read_runs import read_runs
 from zero_recipes.metrics.sweep_file import SweptRun, read_sweep_file
-from zero_recipes.planner import jobs as plan_jobs
-from zero_recipes.planner.job import Job
-from zero_recipes.planner.simulator import parent as simulation
+from zero_recipes.plan import jobs as plan_jobs
+from zero_recipes.plan.job import Job
+from zero_recipes.plan.simulator import parent as simulation
 from zero_recipes.report import rows
 from zero_recipes.theory.zero_paper import paper_volume
 

@@ -18,8 +18,8 @@ os.chdir(ROOT)
 
 from zero_recipes.core import environment  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
-from zero_recipes.planner import jobs as plan_jobs  # noqa: E402
-from zero_recipes.planner.simulator import parent as simulation  # noqa: E402
+from zero_recipes.plan import jobs as plan_jobs  # noqa: E402
+from zero_recipes.plan.simulator import parent as simulation  # noqa: E402
 
 RECIPE = Path("recipes/pythia.yaml")
 JOBS = {

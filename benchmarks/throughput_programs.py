@@ -24,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTTrainer
 
-from zero_recipes.compat.patches import FreshAdamAtStage0
+from zero_recipes.libs.patches import FreshAdamAtStage0
 
 Batch = dict[str, torch.Tensor]
 READ_BY_A_MODEL = ("input_ids", "attention_mask", "position_ids")
@@ -103,7 +103,7 @@ def trl(job: dict, seen: Seen) -> None:
     """`trl sft` with its defaults: `job["trl"]` names the task (model, rows, learning rate)."""
     from trl.scripts import sft
 
-    # DeepSpeed's stage 0 counts a step too many (compat/patches.py); left in, the loss would be another
+    # DeepSpeed's stage 0 counts a step too many (libs/patches.py); left in, the loss would be another
     with watched(seen, FreshAdamAtStage0(resumes=False)):
         sft.main(*sft.make_parser().parse_args_and_config(arguments_of(job, "trl"), fail_with_unknown_args=False))
 
@@ -138,7 +138,7 @@ def engine(job: dict, seen: Seen, batches: list[Batch], config: dict | None) -> 
     known = {key: value for key, value in config.items() if key != "train_batch_size"}  # follows from the others
     optimizer = adam(model, config, job)
     seen.model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=known)
-    if job["strategy"] == "zero0":  # DeepSpeed 0.19.8 has taken a step without gradients (compat/patches.py)
+    if job["strategy"] == "zero0":  # DeepSpeed 0.19.8 has taken a step without gradients (libs/patches.py)
         for state in optimizer.state.values():
             state["step"].zero_()
     ranks, each = dist.get_world_size(), job["accumulation"]

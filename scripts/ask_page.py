@@ -20,7 +20,7 @@ from zero_recipes.ask.answers import Asked, compare  # noqa: E402
 from zero_recipes.ask.show import show  # noqa: E402
 from zero_recipes.data.samples import Sample  # noqa: E402
 from zero_recipes.metrics.read_runs import SampleRow, read_samples  # noqa: E402
-from zero_recipes.trainer.samples import Answers, question  # noqa: E402
+from zero_recipes.training.samples import Answers, question  # noqa: E402
 
 PAGE = ROOT / "docs" / "ask.md"
 ROWS = ROOT / "docs" / "demo" / "full" / "samples.jsonl"

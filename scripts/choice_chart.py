@@ -2,7 +2,7 @@
 
     python scripts/choice_chart.py [--check]    # --check: exits 1 if one of them is another
 
-Boxes and arrows are planner/recommend.py's PLACES; numbers are the planner's formulas, which are theory/'s.
+Boxes and arrows are plan/recommend.py's PLACES; numbers are the planner's formulas, which are theory/'s.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ sys.path.insert(0, str(ROOT))
 from zero_recipes.core.tables import Column, markdown_columns  # noqa: E402
 from zero_recipes.core.units import size  # noqa: E402
 from zero_recipes.metrics.prediction import Prediction  # noqa: E402
-from zero_recipes.planner import jobs  # noqa: E402
-from zero_recipes.planner.formulas.predict import predict_by_formulas  # noqa: E402
-from zero_recipes.planner.recommend import PLACES, Place  # noqa: E402
+from zero_recipes.plan import jobs  # noqa: E402
+from zero_recipes.plan.formulas.predict import predict_by_formulas  # noqa: E402
+from zero_recipes.plan.recommend import PLACES, Place  # noqa: E402
 from zero_recipes.theory.zero_paper import PLUS_PLUS, model_state_bytes, paper_volume, plus_plus_units  # noqa: E402
 
 PAGE, CHART = ROOT / "docs" / "choice.md", ROOT / "docs" / "choice.svg"

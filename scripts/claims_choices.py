@@ -6,7 +6,7 @@ from scripts.claims_numbers import B, Claim, knob, result, scenario, sent, simul
 from zero_recipes.core.units import parameters, size
 
 CONTRADICT = "tests/unit/test_checks.py::test_ds_configs_that_contradict_the_run"
-SCENARIOS = "tests/planner/test_scenarios.py::test_the_page_is_what_the_json_says"
+SCENARIOS = "tests/plan/test_scenarios.py::test_the_page_is_what_the_json_says"
 CLAIMS_TEST = "tests/unit/test_claims.py::"
 BUCKETS = (5 * 10**7, 5 * 10**8)  # elements
 PEAKS = [simulated_peak("reduce_bucket", "zero3", elements) for elements in BUCKETS]

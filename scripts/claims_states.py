@@ -22,7 +22,7 @@ from zero_recipes.theory.lower_bounds import resumable_bytes
 
 BYTES = "tests/engine/test_model_states.py::test_bytes_equal_the_allocations"
 THEORY = "tests/unit/test_theory.py::test_each_stage_shards_one_part_more"
-SCENARIOS = "tests/planner/test_scenarios.py::test_the_page_is_what_the_json_says"
+SCENARIOS = "tests/plan/test_scenarios.py::test_the_page_is_what_the_json_says"
 GPT3, PYTHIA = 175 * B, result("pythia_model_states")["models"]["pythia-6.9b"]
 
 
@@ -150,7 +150,7 @@ CLAIMS = (
         f"4,096)",
         "needs a GPU; the planner's formula is tested against the paper's",
         "depends",
-        ("tests/planner/test_plan_formulas.py::test_activations_are_korthikantis_without_dropout",),
+        ("tests/plan/test_plan_formulas.py::test_activations_are_korthikantis_without_dropout",),
     ),
     Claim(
         "a trillion parameters on 16 GPUs",

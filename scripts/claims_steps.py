@@ -221,7 +221,7 @@ OFFLOAD_CLAIMS = (
         f"zero3 "
         f"{step('zero3')}, zero3_offload {step('zero3_offload')}",
         "needs a GPU",
-        ("tests/planner/test_plan_command.py::test_offload_pays_for_the_link_and_for_adam_on_the_cpu",),
+        ("tests/plan/test_plan_command.py::test_offload_pays_for_the_link_and_for_adam_on_the_cpu",),
     ),
     Claim(
         "Infinity 30 to 50 % slower",
@@ -281,6 +281,6 @@ OFFLOAD_CLAIMS = (
         f"{OFFLOADED['zero2_offload']['model_state_bytes'][0]['params'] / OFFLOADED['zero2_offload']['parameters']:g} "
         "bytes a parameter on the device. The card needs a GPU to be shown",
         "depends",
-        ("tests/planner/test_plan_formulas.py::test_offload_leaves_the_gpu_and_lands_in_the_host",),
+        ("tests/plan/test_plan_formulas.py::test_offload_leaves_the_gpu_and_lands_in_the_host",),
     ),
 )  # fmt: skip

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.pythia_model_states import parameter_groups, total  # noqa: E402
 from zero_recipes.core import units  # noqa: E402
-from zero_recipes.planner.cost import NVME  # noqa: E402
+from zero_recipes.plan.cost import NVME  # noqa: E402
 from zero_recipes.theory.deepspeed_comm import explained, volume_terms  # noqa: E402
 from zero_recipes.theory.deepspeed_memory import model_state_terms  # noqa: E402
 from zero_recipes.theory.lower_bounds import read_at_resume, resumable_bytes  # noqa: E402

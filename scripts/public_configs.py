@@ -112,7 +112,7 @@ def _run(group, case: str, argv: list[str], environment: dict[str, str]) -> dict
 
 
 def _launch_error(row: dict) -> str:
-    from zero_recipes.compat.accelerate_launch import environment_of_launch
+    from zero_recipes.libs.accelerate_launch import environment_of_launch
 
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

@@ -9,12 +9,12 @@ from typing import Any
 
 from zero_recipes.core.hardware import gpu_named, gpus
 from zero_recipes.core.units import parameters, significant, size
-from zero_recipes.planner import jobs
-from zero_recipes.planner.cost import estimate
-from zero_recipes.planner.fit import fit_of
-from zero_recipes.planner.formulas.predict import activation_bytes, predict_by_formulas
-from zero_recipes.planner.formulas.shape import shape_of
-from zero_recipes.planner.job import Job
+from zero_recipes.plan import jobs
+from zero_recipes.plan.cost import estimate
+from zero_recipes.plan.fit import fit_of
+from zero_recipes.plan.formulas.predict import activation_bytes, predict_by_formulas
+from zero_recipes.plan.formulas.shape import shape_of
+from zero_recipes.plan.job import Job
 from zero_recipes.theory.zero_paper import model_state_bytes
 
 MakeJob = Callable[..., Job]  # of a model, a strategy, a number of GPUs and overrides

@@ -25,15 +25,15 @@ from zero_recipes.core.hardware import Gpu, gpu_named, gpus  # noqa: E402
 from zero_recipes.core.units import count as in_words  # noqa: E402
 from zero_recipes.core.units import parameters, significant, size  # noqa: E402
 from zero_recipes.metrics.prediction import Prediction  # noqa: E402
-from zero_recipes.planner import jobs  # noqa: E402
-from zero_recipes.planner.advice import smallest_change  # noqa: E402
-from zero_recipes.planner.fit import fit_of  # noqa: E402
-from zero_recipes.planner.formulas.predict import predict_by_formulas  # noqa: E402
-from zero_recipes.planner.job import Job  # noqa: E402
-from zero_recipes.planner.messages import change_in_words, host_memory  # noqa: E402
-from zero_recipes.planner.predict import Predict, Predictor  # noqa: E402
-from zero_recipes.planner.recommend import recommend  # noqa: E402
-from zero_recipes.planner.rows import make_row  # noqa: E402
+from zero_recipes.plan import jobs  # noqa: E402
+from zero_recipes.plan.advice import smallest_change  # noqa: E402
+from zero_recipes.plan.fit import fit_of  # noqa: E402
+from zero_recipes.plan.formulas.predict import predict_by_formulas  # noqa: E402
+from zero_recipes.plan.job import Job  # noqa: E402
+from zero_recipes.plan.messages import change_in_words, host_memory  # noqa: E402
+from zero_recipes.plan.predict import Predict, Predictor  # noqa: E402
+from zero_recipes.plan.recommend import recommend  # noqa: E402
+from zero_recipes.plan.rows import make_row  # noqa: E402
 from zero_recipes.theory.zero_paper import model_state_bytes  # noqa: E402
 
 PAGE = ROOT / "docs" / "scenarios.md"

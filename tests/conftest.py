@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT.parent / "shared" / "fixtures"
 
 # from cheap to expensive: what costs seconds fails before what costs minutes begins
-ORDER = ("unit", "planner", "engine", "upstream", "launch")
+ORDER = ("unit", "plan", "engine", "upstream", "launch")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never ask the hub
 remember()

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from zero_recipes.planner.job import Job
+from zero_recipes.plan.job import Job
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -38,7 +38,7 @@ def measured_bytes(row: dict[str, Any]) -> float:
 
 
 def config_of(name: str) -> dict[str, Any]:
-    from zero_recipes.planner import jobs
+    from zero_recipes.plan import jobs
 
     known = jobs.known_models()
     own = yaml.safe_load((FOLDER / "models.yaml").read_text())
@@ -49,7 +49,7 @@ def job_of_row(row: dict[str, Any]) -> Job:
     """Raises Refusal where the planner does not take the recipe."""
     from benchmarks.planners.other_trainers import KEY
     from zero_recipes.config import recipe as recipes
-    from zero_recipes.planner import jobs
+    from zero_recipes.plan import jobs
 
     given = {"model_name_or_path": row["model"], "dataset_name": "rows", "output_dir": "output"} | row["recipe"]
     given |= {"max_steps": 2, "use_peft": row["method"] != "full", "load_in_4bit": row["method"] == "qlora"}

@@ -6,7 +6,7 @@ import functools
 import json
 from typing import Any
 
-from zero_recipes.planner.job import Job
+from zero_recipes.plan.job import Job
 
 NAMES = ("accelerate estimate-memory", "DeepSpeed's estimators", "LLaMA-Factory's table", "ZeRO paper")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 
-from zero_recipes.planner.simulator import patches, worker
+from zero_recipes.plan.simulator import patches, worker
 
 KEY = "loss_head_of_row"  # in the job's model config, where model classes ignore it
 HEADS = ("fused", "upcast", "upcast_shifted", "early_shifted", "shifted")

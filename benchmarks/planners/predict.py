@@ -18,14 +18,14 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.planners import court, estimators, other_trainers  # noqa: E402
 from zero_recipes.core import environment  # noqa: E402
-from zero_recipes.core.errors import Refusal  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
+from zero_recipes.core.findings import Refusal  # noqa: E402
 from zero_recipes.metrics.prediction import Prediction  # noqa: E402
-from zero_recipes.planner import predict as planner  # noqa: E402
-from zero_recipes.planner.formulas.predict import predict_by_formulas  # noqa: E402
-from zero_recipes.planner.job import Job  # noqa: E402
-from zero_recipes.planner.overheads import overheads  # noqa: E402
-from zero_recipes.planner.simulator import parent as simulation  # noqa: E402
+from zero_recipes.plan import predict as planner  # noqa: E402
+from zero_recipes.plan.formulas.predict import predict_by_formulas  # noqa: E402
+from zero_recipes.plan.job import Job  # noqa: E402
+from zero_recipes.plan.overheads import overheads  # noqa: E402
+from zero_recipes.plan.simulator import parent as simulation  # noqa: E402
 
 FILE = court.FOLDER / "predictions.json"
 AT_ONCE = 4  # rows of one child process

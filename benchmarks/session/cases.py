@@ -23,7 +23,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One run. `model`: "tiny", a shape of zero_recipes/planner/models/, or a shipped recipe ("recipes/...")."""
+    """One run. `model`: "tiny", a shape of zero_recipes/plan/models/, or a shipped recipe ("recipes/...")."""
 
     part: int
     name: str

@@ -177,7 +177,7 @@ def peak_flops(machine: Row | None) -> float | None:
 
 def fit_constants(results: Path) -> list[str]:
     """The plan's context and fragmentation from what was measured; the communicator needs a second GPU."""
-    from zero_recipes.planner import overheads
+    from zero_recipes.plan import overheads
 
     files = [path for path in (results / f"{name}.json" for name in FILES.values()) if path.is_file()]
     fitted = constants(*(json.loads(path.read_text())["rows"] for path in files))

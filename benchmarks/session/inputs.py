@@ -11,7 +11,7 @@ import yaml
 from benchmarks.session.cases import LENGTH, Case
 
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = ROOT / "zero_recipes" / "planner" / "models"
+MODELS = ROOT / "zero_recipes" / "plan" / "models"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 SHAPES = {  # that the planner has no file of
     "llama-1b": {  # TinyLlama-1.1B, arXiv:2401.02385, table 2
@@ -85,7 +85,7 @@ def _shaped(model: str, work: Path, rehearse: bool) -> dict[str, Any]:
 
 
 def model_folder(name: str, work: Path, rehearse: bool) -> Path:
-    """A folder with a shape's config (planner/models/ or `SHAPES`) and the tiny world's tokenizer, and no weights."""
+    """A folder with a shape's config (plan/models/ or `SHAPES`) and the tiny world's tokenizer, and no weights."""
     config = SHAPES.get(name) or json.loads((MODELS / f"{name}.json").read_text())["config"]
     folder = work / "models" / name
     folder.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ def _add_clock(run, options: set[str]) -> None:
 
     from zero_recipes.core.files import write_json
     from zero_recipes.core.process import leave
-    from zero_recipes.trainer.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import RecipeTrainer
 
     on_cuda = run.device == "cuda"
 

@@ -16,7 +16,7 @@ from zero_recipes.checkpoint.verify import verify
 from zero_recipes.checks.ds_parser import _handed_over
 from zero_recipes.checks.preflight import preflight, resolved_ds_config
 from zero_recipes.config import recipe as recipes
-from zero_recipes.models.load import load_config
+from zero_recipes.model import load_config
 
 DS_JSON = sorted((FIXTURES / "ds_json").glob("*.json"))
 SIZES = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}

@@ -18,13 +18,13 @@ from tests.helpers.resuming import LORA, NOTHING, compare
 from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.checkpoint.reshard.write import reshard
 from zero_recipes.checkpoint.verify import verify
-from zero_recipes.compat.deepspeed_tensors import STATE_PARTS
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.strategy import resolve_strategy
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 from zero_recipes.core.process import free_port
-from zero_recipes.models.load import sizes_of
+from zero_recipes.libs.deepspeed_tensors import STATE_PARTS
+from zero_recipes.model import sizes_of
 from zero_recipes.theory.deepspeed_memory import fsdp2_terms
 
 FSDP = ["--fsdp", "true"]
@@ -99,7 +99,7 @@ def test_bf16_losses_are_those_of_zero3_and_not_rounded(two, recipe, tmp_path):
 
 @pytest.mark.private
 def test_accelerate_alone_does_not_shard_on_a_cpu(two, recipe, tmp_path):
-    """Fails when accelerate shards there by itself: then compat/fsdp.py let_it_shard_on_cpu may go."""
+    """Fails when accelerate shards there by itself: then libs/fsdp.py let_it_shard_on_cpu may go."""
     argv = [str(recipe), "--output_dir", str(tmp_path), *FSDP]
     for said in two.run("fsdp_cases.train_without_the_patch", argv=argv):
         assert said.startswith("FSDP2 was requested and does not shard: ")
@@ -107,7 +107,7 @@ def test_accelerate_alone_does_not_shard_on_a_cpu(two, recipe, tmp_path):
 
 @pytest.mark.private
 def test_transformers_alone_would_save_other_names(two, tmp_path):
-    """Fails when transformers knows the class of a sharded model: then compat/fsdp.py keep_names_of_the_file may go."""
+    """Fails when transformers knows the class of a sharded model: then libs/fsdp.py keep_names_of_the_file may go."""
     recipe = write_recipe(tmp_path, save_model=True, max_steps=1)
     two.run("fsdp_cases.train_without_names", argv=[str(recipe), "--output_dir", str(tmp_path / "out"), *FSDP])
     assert "lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")

@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from tests.helpers.tiny import ROOT, write_model, write_recipe
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed import nvme
 from zero_recipes.distributed.nvme import SWAPPED, claim_swap_folder, measure
-from zero_recipes.planner.formulas.predict import predict_by_formulas
-from zero_recipes.planner.jobs import job_of, model_config, read_recipe
+from zero_recipes.plan.formulas.predict import predict_by_formulas
+from zero_recipes.plan.jobs import job_of, model_config, read_recipe
 
 STEPS = 3
 MIXED = "zero3_offload_infinity"

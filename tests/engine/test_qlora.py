@@ -15,8 +15,8 @@ from tests.helpers.known_bad import found_in
 from tests.helpers.qlora_cases import sha256_of
 from tests.helpers.tiny import named, write_model, write_rows
 from zero_recipes.checkpoint.verify import verify
-from zero_recipes.compat.deepspeed_tensors import packed_weights
-from zero_recipes.compat.patches import keep_4bit_layout
+from zero_recipes.libs.deepspeed_tensors import packed_weights
+from zero_recipes.libs.patches import keep_4bit_layout
 
 bnb = pytest.importorskip("bitsandbytes")
 RECIPE = "recipes/pythia-qlora.yaml"

@@ -286,7 +286,7 @@ def test_every_stage_and_world_into_every_other(fp32):
 MEASURE = """
 import os, sys
 from pathlib import Path
-from zero_recipes.compat.warnings import quieten
+from zero_recipes.libs.warnings import quieten
 quieten()
 import deepspeed, rich.progress, safetensors.torch, torch
 from zero_recipes.checkpoint.reshard.write import reshard

@@ -258,7 +258,7 @@ def test_ending_at_the_last_step_is_still_needed(two, zero0, tmp_path):
 )
 def test_an_order_by_the_epoch_is_still_needed(two, tmp_path, shape):
     """Fails when a run of plain transformers that is resumed in its second epoch trains the same rows: then remove
-    trainer/row_order.py, `_run_epoch`."""
+    training/row_order.py, `_run_epoch`."""
     gaps = gaps_of(two, tmp_path, shape, case="equivalence_cases.train_in_transformers_order")
     assert gaps["loss"] > 1e-3
 

@@ -14,7 +14,7 @@ import pyarrow.parquet
 from transformers import AutoTokenizer
 from trl import DatasetMixtureConfig, ScriptArguments, SFTConfig
 
-from zero_recipes.core.errors import Finding, Refusal
+from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.data.prepare import prepare_rows
 
 BASE = Path(__file__).resolve().parents[2] / "tiny_world" / "base"

@@ -739,7 +739,7 @@ def findings_of(side: Side, folder: Path) -> list:
     from zero_recipes.cli.check import data_findings
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_environment
-    from zero_recipes.core.errors import Refusal
+    from zero_recipes.core.findings import Refusal
 
     shutil.rmtree(folder, ignore_errors=True)
     name, *overrides = side.write(folder)

@@ -6,7 +6,7 @@ import contextlib
 import json
 
 import run_sft
-from zero_recipes.compat import deepspeed_tensors
+from zero_recipes.libs import deepspeed_tensors
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 
@@ -46,7 +46,7 @@ def parameter_groups(trainer) -> list[list[int]]:
 
 def train_counted(argv: list[str]) -> dict:
     """`train`, with the step (from 0) of every call of training_step, one a micro batch."""
-    from zero_recipes.trainer.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import RecipeTrainer
 
     original, steps = RecipeTrainer.training_step, []
 
@@ -98,7 +98,7 @@ def order_of_saving(argv: list[str]) -> list[str]:
 @contextlib.contextmanager
 def transformers_own(method: str):
     """A method of the trainer as transformers has it, without ours before it."""
-    from zero_recipes.trainer.checkpointing import CheckpointingSFTTrainer
+    from zero_recipes.training.checkpointing import CheckpointingSFTTrainer
 
     ours = getattr(CheckpointingSFTTrainer, method)
     delattr(CheckpointingSFTTrainer, method)
@@ -116,7 +116,7 @@ def train_past_the_end(argv: list[str]) -> dict:
 
 def train_with_adam_reset(argv: list[str]) -> dict:
     """`train`, with stage 0's mending applied to a resumed run as if it were a fresh one."""
-    from zero_recipes.compat.patches import FreshAdamAtStage0
+    from zero_recipes.libs.patches import FreshAdamAtStage0
 
     original = FreshAdamAtStage0.__init__
     FreshAdamAtStage0.__init__ = lambda self, resumes: original(self, False)
@@ -206,7 +206,7 @@ def train_with_stowaway(argv: list[str]) -> dict:
 
 def train_without_fresh_adam(argv: list[str]) -> dict:
     """`train` at stage 0 with DeepSpeed's own step before training left in place."""
-    from zero_recipes.compat.patches import FreshAdamAtStage0
+    from zero_recipes.libs.patches import FreshAdamAtStage0
 
     seen: dict = {}
     original = FreshAdamAtStage0.on_train_begin
@@ -235,7 +235,7 @@ def fresh_adam_on_resume() -> dict:
     import deepspeed
     import torch
 
-    from zero_recipes.compat.patches import FreshAdamAtStage0
+    from zero_recipes.libs.patches import FreshAdamAtStage0
 
     left = {}
     for name, resumes in (("fresh", False), ("resumed", True)):
@@ -254,7 +254,7 @@ def fresh_adam_on_resume() -> dict:
 
 def train_without_forgetting(argv: list[str]) -> str:
     """The error of a stage 3 run that generates before training and keeps the trace."""
-    from zero_recipes.trainer import samples
+    from zero_recipes.training import samples
 
     original = samples.forget_trace_of_generation
     samples.forget_trace_of_generation = lambda engine: None
@@ -308,7 +308,7 @@ def splits_tokenised(argv: list[str], cache: str) -> int:
 
 def refusal_of(argv: list[str]) -> str:
     """What a run is refused for, on this rank."""
-    from zero_recipes.core.errors import Refusal
+    from zero_recipes.core.findings import Refusal
 
     try:
         train(argv)
@@ -319,7 +319,7 @@ def refusal_of(argv: list[str]) -> str:
 
 def refusals_with_reasons(argv: list[str]) -> str:
     """`refusal_of`, with why and the fix."""
-    from zero_recipes.core.errors import Refusal
+    from zero_recipes.core.findings import Refusal
 
     try:
         train(argv)
@@ -332,7 +332,7 @@ def refusal_of_a_built_model(argv: list[str]) -> str:
     """`refusal_of`, where the model that is built has another attention than the recipe names."""
     from unittest import mock
 
-    from zero_recipes.models import load
+    from zero_recipes import model as load
 
     built = load.AutoModelForCausalLM.from_config
 
@@ -390,10 +390,10 @@ def plan_for_small_gpus(argv: list[str], capacities: list[int]) -> dict:
     from unittest import mock
 
     from tests.helpers.plan_jobs import made_up
-    from zero_recipes.core.errors import Refusal
+    from zero_recipes.core.findings import Refusal
     from zero_recipes.core.process import rank
-    from zero_recipes.planner import gate
-    from zero_recipes.planner.cards import Card
+    from zero_recipes.plan import gate
+    from zero_recipes.plan.cards import Card
 
     run, asked = run_sft.prepare(argv), []
 

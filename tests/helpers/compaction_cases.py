@@ -15,7 +15,7 @@ def train_compacted(argv: list[str], compacted: bool, masked: list[list[int]]) -
     """
     from trl.trainer import utils
 
-    from zero_recipes.trainer.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import RecipeTrainer
 
     original, calls, asked = RecipeTrainer.training_step, iter(range(10**6)), []
 
@@ -39,7 +39,7 @@ def train_counted(argv: list[str]) -> dict:
     """`train`, and of each micro batch the positions that the LM head scored, those with a loss, and all."""
     from trl.trainer import utils
 
-    from zero_recipes.trainer.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import RecipeTrainer
 
     scored, supervised, positions = [], [], []
     function, original = utils._ChunkedLogProbFunction, RecipeTrainer.training_step

@@ -22,7 +22,7 @@ from zero_recipes.checkpoint.reshard.write import reshard
 from zero_recipes.checkpoint.resume import checkpoint_to_resume
 from zero_recipes.config.settings import Settings
 from zero_recipes.core import environment
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.metrics.summary import History, history_fault
 
 # of each JSON type one and more; NaN and 1e999 are what Python's own parser takes
@@ -84,13 +84,13 @@ def taken(output_dir: Path, requested: str, findings: Callable[[str], list]) -> 
     chosen = checkpoint_to_resume(output_dir, requested, False, history_fault)
     while chosen is not None and manifest.content_fault(Path(chosen)) is not None:
         if requested != "true":
-            raise Refusal("ZR707", f"{chosen} is not whole", "", "")
+            raise Refusal([Finding("ZR707", f"{chosen} is not whole", "", "")])
         step = int(chosen.rpartition("-")[2])
         chosen = checkpoint_to_resume(output_dir, requested, False, history_fault, before=step)
     if chosen is not None:
         for finding in findings(chosen):
             if finding.level == "error":
-                raise Refusal.of([finding])
+                raise Refusal([finding])
         take_up(Path(chosen))
     return chosen
 

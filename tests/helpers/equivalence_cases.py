@@ -14,8 +14,8 @@ import run_sft
 from tests.helpers import equivalence_reference
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows
-from zero_recipes.trainer import token_weighting
-from zero_recipes.trainer import trainer as metrics
+from zero_recipes.training import token_weighting
+from zero_recipes.training import trainer as metrics
 
 
 def prepared(argv: list[str]) -> tuple:
@@ -111,7 +111,7 @@ def train_with_repeated_rows(argv: list[str]) -> dict:
 def train_with_a_stream_that_ends(argv: list[str]) -> dict:
     """`train`, with transformers' own epochs of a streamed data set."""
     from tests.helpers.cases import train
-    from zero_recipes.trainer import row_order
+    from zero_recipes.training import row_order
 
     with replaced(row_order, "EndlessRows", lambda rows: rows):
         return train(argv)
@@ -120,7 +120,7 @@ def train_with_a_stream_that_ends(argv: list[str]) -> dict:
 def train_in_transformers_order(argv: list[str]) -> dict:
     """`train`, with the samplers as transformers leaves them."""
     from tests.helpers.cases import train
-    from zero_recipes.trainer.row_order import SeededOrderSFTTrainer
+    from zero_recipes.training.row_order import SeededOrderSFTTrainer
 
     with replaced(SeededOrderSFTTrainer, "_run_epoch", SFTTrainer._run_epoch):
         return train(argv)

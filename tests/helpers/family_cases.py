@@ -86,7 +86,7 @@ def quantized_means() -> dict[str, float]:
     from deepspeed.utils import groups
 
     from tests.helpers import quantizer_on_cpu
-    from zero_recipes.compat.patches import patch_quantized_gradients
+    from zero_recipes.libs.patches import patch_quantized_gradients
 
     os.environ["LOCAL_SIZE"] = "2"
     groups._ALL_TO_ALL_GROUP.clear()
@@ -123,7 +123,7 @@ def quantized_ranges(magnitudes: list[float], seed: int) -> dict:
     from deepspeed.utils import groups
 
     from tests.helpers import quantizer_on_cpu
-    from zero_recipes.compat.patches import patch_quantized_gradients
+    from zero_recipes.libs.patches import patch_quantized_gradients
 
     os.environ["LOCAL_SIZE"] = "2"
     groups._ALL_TO_ALL_GROUP.clear()
@@ -175,7 +175,7 @@ def refusal_on_two_nodes(argv: list[str], checked: bool = True) -> str:
     from unittest import mock
 
     from zero_recipes.checks import this_machine
-    from zero_recipes.core.errors import Refusal
+    from zero_recipes.core.findings import Refusal
 
     off = nullcontext() if checked else mock.patch.object(this_machine, "quantized_weight_findings", lambda *_: [])
     try:

@@ -97,7 +97,7 @@ def _shared_layer_gap(stage, dtype, width, calls, recompute, forwards, accumulat
 def train_recomputing_without_reentrance(argv: list[str]) -> dict:
     """`train` with LoRA at stage 3, recomputing as TRL 1.16 does not dare to; {"loss_history", "reentrant"}."""
     from tests.helpers.cases import train
-    from zero_recipes.trainer.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import RecipeTrainer
 
     original, found = RecipeTrainer.train_to_the_end, {}
 
@@ -113,7 +113,7 @@ def train_recomputing_without_reentrance(argv: list[str]) -> dict:
 def train_and_look_at_the_head(argv: list[str]) -> dict:
     """`train`, and of each tensor of modules_to_save: [whole elements, this rank's]."""
     from tests.helpers.cases import train
-    from zero_recipes.trainer.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import RecipeTrainer
 
     original, held = RecipeTrainer.save_and_verify, {}
 
@@ -154,7 +154,7 @@ def timeouts(argv: list[str], patched: bool) -> list[float]:
     from torch.distributed import distributed_c10d
 
     from tests.helpers.cases import train
-    from zero_recipes.compat import patches
+    from zero_recipes.libs import patches
 
     known = set(distributed_c10d._world.pg_map)
     forget_clone_of_the_world()
@@ -190,7 +190,7 @@ def train_with_a_slow_writer(argv: list[str]) -> str:
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     from tests.helpers.cases import train
-    from zero_recipes.trainer.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import RecipeTrainer
 
     limit, usual = timedelta(seconds=1), timedelta(minutes=10)
     save_model, save = RecipeTrainer.save_model, RecipeTrainer._save
@@ -271,7 +271,7 @@ def bytes_read_at_resume(argv: list[str]) -> int:
 def train_with_a_writer_that_fails(argv: list[str]) -> str:
     """What ends `train` where rank 0 cannot write the model."""
     from tests.helpers.cases import train
-    from zero_recipes.trainer.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import RecipeTrainer
 
     save = RecipeTrainer._save
 
@@ -293,7 +293,7 @@ def sent_a_step(argv: list[str], patched: bool) -> dict[str, int]:
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
     from tests.helpers.cases import train
-    from zero_recipes.compat import patches
+    from zero_recipes.libs import patches
 
     with contextlib.ExitStack() as stack:
         if not patched:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import run_sft
 from tests.helpers.cases import train
 from tests.helpers.equivalence_cases import replaced
-from zero_recipes.compat import fsdp as compat_fsdp
 from zero_recipes.distributed import fsdp
+from zero_recipes.libs import fsdp as compat_fsdp
 from zero_recipes.metrics import callback as metrics
 
 
@@ -28,7 +28,7 @@ def train_and_keep_shapes(argv: list[str]) -> dict:
 
 def train_without_the_patch(argv: list[str]) -> str:
     """What a CPU run under FSDP2 is refused for, where accelerate is left to itself; else how the model was wrapped."""
-    from zero_recipes.core.errors import Refusal
+    from zero_recipes.core.findings import Refusal
 
     wrapped = []
     original = metrics.StageMetricsCallback.on_train_begin

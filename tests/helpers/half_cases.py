@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from tests.helpers.cases import train
 from tests.helpers.sample_cases import ending
-from zero_recipes.compat.deepspeed_tensors import base_optimizer
+from zero_recipes.libs.deepspeed_tensors import base_optimizer
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ class Watch(TrainerCallback):
 def train_in_fp16(argv: list[str], environment: dict[str, str] | None = None) -> dict:
     """`train` in fp16, with what `Watch` saw of each step. `environment`: what a launcher sets."""
     os.environ.update(environment or {})
-    from zero_recipes.trainer.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import RecipeTrainer
 
     watch, original = Watch(), RecipeTrainer.__init__
 

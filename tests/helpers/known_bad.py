@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_NODES = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
@@ -31,7 +31,7 @@ def findings_in(
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config import strategy as strategies
     from zero_recipes.config.run import settings_in_force
-    from zero_recipes.models.load import sizes_of
+    from zero_recipes.model import sizes_of
 
     environment = environment or {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path) | changes, [])

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from zero_recipes.core.errors import Refusal, print_refusal
+from zero_recipes.core.findings import Refusal, print_refusal
 from zero_recipes.core.process import leave
 from zero_recipes.distributed import rendezvous
 

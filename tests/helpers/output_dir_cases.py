@@ -13,8 +13,8 @@ from torch import distributed
 import run_sft
 from tests.helpers.cases import train
 from zero_recipes.checkpoint import lock
-from zero_recipes.core.errors import Refusal
-from zero_recipes.trainer.trainer import RecipeTrainer
+from zero_recipes.core.findings import Finding, Refusal
+from zero_recipes.training.trainer import RecipeTrainer
 
 
 def held_by(folder: str) -> int:
@@ -31,7 +31,7 @@ def held_by(folder: str) -> int:
             except BlockingIOError:
                 os.close(handle)
             distributed.barrier()
-            raise Refusal("ZR000", "", "", "")
+            raise Refusal([Finding("ZR000", "", "", "")])
     except Refusal:
         distributed.barrier()
         return named

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, TrainerCallback
 
 import run_sft
-from zero_recipes.trainer import token_metrics
-from zero_recipes.trainer.trainer import RecipeTrainer
+from zero_recipes.training import token_metrics
+from zero_recipes.training.trainer import RecipeTrainer
 
 
 class CountHostWork(TorchDispatchMode):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction, ReservedRange
-from zero_recipes.planner.job import Job
-from zero_recipes.planner.jobs import ALL, job_of, model_config, read_recipe
+from zero_recipes.plan.job import Job
+from zero_recipes.plan.jobs import ALL, job_of, model_config, read_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 10**9

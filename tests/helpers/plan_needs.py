@@ -1,4 +1,4 @@
-"""Prints, as JSON, what the libraries do with fake tensors when zero_recipes/planner/simulator/patches.py is not there.
+"""Prints, as JSON, what the libraries do with fake tensors when zero_recipes/plan/simulator/patches.py is not there.
 
 A process of its own for test_plan_patches.py: it starts a pretended process group.
 """

@@ -4,7 +4,7 @@ import functools
 import gc
 import importlib
 
-from zero_recipes.compat.warnings import quieten
+from zero_recipes.libs.warnings import quieten
 
 quieten()
 import cpuinfo  # noqa: E402
@@ -19,7 +19,7 @@ for name in (  # what a run imports later
     "transformers.models.gpt_neox.modeling_gpt_neox",
     "transformers.models.llama.modeling_llama",
     "zero_recipes.checkpoint.verify",
-    "zero_recipes.trainer.trainer",
+    "zero_recipes.training.trainer",
 ):
     importlib.import_module(name)
 remember()

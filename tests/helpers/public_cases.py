@@ -57,7 +57,7 @@ def set_by_launch(path: Path, num_processes: int | None) -> dict[str, str]:
     """What `accelerate launch --config_file path` sets for the processes that it starts, but where they meet."""
     import os
 
-    from zero_recipes.compat.accelerate_launch import environment_of_launch
+    from zero_recipes.libs.accelerate_launch import environment_of_launch
 
     environment = environment_of_launch(path, num_processes).items()
     left_out = ("PYTHON", "KMP", "OMP", "MASTER")
@@ -83,7 +83,7 @@ def plain_launched(argv: list[str], environment: dict[str, str]) -> dict:
 def ours(argv: list[str]) -> dict:
     """How a run of run_sft.py ends: {"ended": "ran", "refused" or "died", "said": the message or the codes}."""
     import run_sft
-    from zero_recipes.core.errors import Refusal
+    from zero_recipes.core.findings import Refusal
 
     try:
         run = run_sft.prepare(argv)

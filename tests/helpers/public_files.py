@@ -69,10 +69,10 @@ def launch_of(row: dict, recipe: Path, out: Path) -> tuple[list[str], dict[str, 
 def codes_of(row: dict, argv: list[str], environment: dict[str, str] | None) -> list[str]:
     """Codes of the errors that `zero-recipes check` finds, with what the launch sets; sorted."""
     from zero_recipes.checks.preflight import preflight
-    from zero_recipes.compat.accelerate_launch import launch_findings
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_environment
-    from zero_recipes.core.errors import Refusal
+    from zero_recipes.core.findings import Refusal
+    from zero_recipes.libs.accelerate_launch import launch_findings
 
     kept = dict(os.environ)
     try:

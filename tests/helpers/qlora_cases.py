@@ -8,9 +8,9 @@ from unittest import mock
 
 import run_sft
 from zero_recipes.checks import preflight
-from zero_recipes.compat.deepspeed_tensors import packed_weights
-from zero_recipes.core.errors import Refusal
-from zero_recipes.trainer import trainer as trainers
+from zero_recipes.core.findings import Refusal
+from zero_recipes.libs.deepspeed_tensors import packed_weights
+from zero_recipes.training import trainer as trainers
 
 
 def train(argv: list[str], checked: bool = True, dtypes_kept: bool = True) -> dict:

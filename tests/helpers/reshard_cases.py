@@ -6,7 +6,7 @@ import json
 
 import run_sft
 from tests.helpers.cases import train
-from zero_recipes.compat import deepspeed_engine, deepspeed_tensors
+from zero_recipes.libs import deepspeed_engine, deepspeed_tensors
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 

@@ -13,9 +13,9 @@ from unittest import mock
 import torch
 
 import run_sft
-from zero_recipes.core.errors import Refusal, RunFailed
+from zero_recipes.core.findings import Finding, Refusal, RunFailed
 from zero_recipes.metrics.callback import StageMetricsCallback
-from zero_recipes.trainer import recorder, trainer
+from zero_recipes.training import recorder, trainer
 
 
 def strict(text: str) -> Any:
@@ -59,7 +59,7 @@ POINTS = {
 def broken(point: str, calls: int, error: BaseException) -> Iterator[None]:
     """Raise `error` at the call after `calls` of a point."""
     if point == "load":
-        from zero_recipes.models import load
+        from zero_recipes import model as load
 
         owner, name = load, "load_model"
     else:
@@ -78,7 +78,7 @@ def broken(point: str, calls: int, error: BaseException) -> Iterator[None]:
 def break_at(argv: list[str], point: str, calls: int = 0, error: str = "RuntimeError", words: str = "it broke") -> dict:
     """`ending` of a run that breaks on all ranks."""
     kinds = {"RuntimeError": RuntimeError, "MemoryError": MemoryError, "OSError": OSError}
-    kinds["Refusal"] = lambda text: Refusal("ZR000", text, "why", "fix")
+    kinds["Refusal"] = lambda text: Refusal([Finding("ZR000", text, "why", "fix")])
     with broken(point, calls, kinds[error](words)):
         return ending(argv)
 
@@ -97,14 +97,14 @@ def nan_on_rank_1(argv: list[str], first: int, steps: int, value: float | str = 
 
 def killed_while_loading(argv: list[str]) -> dict | None:
     """metrics.json as it stands while the weights are loaded."""
-    from zero_recipes.models import load
+    from zero_recipes import model as load
 
     run, seen = run_sft.prepare(argv), []
 
     def load_model(*_arguments, **_keywords):
         path = Path(run.output_dir) / "metrics.json"
         seen.append(strict(path.read_text()) if path.is_file() else None)
-        raise recorder.Refusal("ZR000", "not now", "why", "fix")
+        raise recorder.Refusal([Finding("ZR000", "not now", "why", "fix")])
 
     with mock.patch.object(load, "load_model", load_model):
         try:

@@ -9,7 +9,7 @@ from trl import SFTTrainer
 
 from tests.helpers.cases import train
 from tests.helpers.equivalence_cases import replaced
-from zero_recipes.trainer.token_weighting import TokenWeightedSFTTrainer
+from zero_recipes.training.token_weighting import TokenWeightedSFTTrainer
 
 
 @contextlib.contextmanager

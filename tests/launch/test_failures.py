@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.tiny import write_recipe
 from zero_recipes.cli.sweep import launch_of_strategy, sweep
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.failure import failed_row, signal_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ original = run_sft.train
 
 def train(run):
     import torch
-    from zero_recipes.trainer.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import RecipeTrainer
 
     step = RecipeTrainer.training_step
 
@@ -113,8 +113,8 @@ import os, runpy, sys
 sys.path.insert(0, {root!r})
 if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
     runpy.run_path({root!r} + "/run_sft.py", run_name="__main__")
-from zero_recipes.core.errors import Refusal, print_refusal
-sys.exit(print_refusal(Refusal("ZR000", "what", "why", "fix")))
+from zero_recipes.core.findings import Finding, Refusal, print_refusal
+sys.exit(print_refusal(Refusal([Finding("ZR000", "what", "why", "fix")])))
 """
 
 

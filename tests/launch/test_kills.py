@@ -130,7 +130,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, small_disk):
         one.run("train_on_a_filling_disk", argv=argv, filler=str(filler), left=int(1.7 * size))
     message = str(failed.value).splitlines()[-1]
     assert message.startswith(
-        f"zero_recipes.trainer.checkpointing.NotSaved: {out}/checkpoint-4 could not be saved: "
+        f"zero_recipes.training.checkpointing.NotSaved: {out}/checkpoint-4 could not be saved: "
     ), message
     assert " bytes are free on its disk. " in message and f"{out}/checkpoint-2 is whole" in message
     assert manifest.is_unfinished(out / "checkpoint-4") and manifest.damage(out / "checkpoint-2") is None

@@ -19,7 +19,7 @@ from tests.launch.conftest import HOSTS
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.run import refuse_shared_gpus
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port, local_world_size
 from zero_recipes.distributed import bandwidth

@@ -28,7 +28,7 @@ from zero_recipes.data.samples import Sample
 from zero_recipes.metrics.read_runs import SampleRow, read_runs, read_samples
 from zero_recipes.report import write_report
 from zero_recipes.report.answers import judge_answers
-from zero_recipes.trainer.samples import SCORES, Answers
+from zero_recipes.training.samples import SCORES, Answers
 
 BASE = ROOT / "tiny_world" / "base"
 ROWS = [json.loads(line) for line in (ROOT / "tiny_world" / "test.jsonl").read_text().splitlines()[:40:10]]

@@ -14,10 +14,10 @@ import transformers
 from transformers import modeling_utils
 from transformers.integrations import hub_kernels
 
-from zero_recipes.compat import attention
-from zero_recipes.core.errors import Refusal
+from zero_recipes import model as load
+from zero_recipes.core.findings import Refusal
 from zero_recipes.data import download
-from zero_recipes.models import load
+from zero_recipes.libs import attention
 
 KERNEL = "kernels-community/flash-attn2"
 

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.bad_data import PAIRS, SOUND, TEXTS, lines, parquet, prepared
 from tests.helpers.bad_data_table import TABLE
 from tests.helpers.drawn_data import broken_bytes, drawn
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 
 ROW_CODES = ("ZR501", "ZR508", "ZR512", "ZR522", "ZR523", "ZR524", "ZR525", "ZR526", "ZR528", "ZR531", "ZR533", "ZR536")
 

@@ -11,7 +11,7 @@ import pytest
 
 from scripts import claims_page, claims_steps
 from scripts.claims_numbers import VERDICTS, gpus, result
-from zero_recipes.core import codes
+from zero_recipes.core.findings import table
 
 ROOT = Path(__file__).resolve().parents[2]
 CLAIMS = [claim for group in claims_page.GROUPS.values() for claim in group]
@@ -36,7 +36,7 @@ def test_a_claim_has_a_verdict_and_proofs_that_exist(claim):
     assert claim.verdict in VERDICTS and claim.derived and claim.measured and claim.proof
     for proof in claim.proof:
         if proof.startswith("ZR"):
-            assert proof in codes.table()
+            assert proof in table()
         else:
             path, _, name = proof.partition("::")
             assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), proof

@@ -33,7 +33,7 @@ from zero_recipes.checks.zero_options import RACES, zero_option_findings
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 
 SITE = Path(os.path.dirname(torch.__file__)).parent
 

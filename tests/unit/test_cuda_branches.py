@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from tests.helpers import fake_cuda
-from zero_recipes.compat import deepspeed_tensors
 from zero_recipes.core import environment
 from zero_recipes.core.phases import PhaseClock
 from zero_recipes.distributed import bandwidth, init
 from zero_recipes.distributed.build_locks import extension_folder
+from zero_recipes.libs import deepspeed_tensors
 from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure

@@ -17,7 +17,7 @@ from zero_recipes.checkpoint.documents import HISTORY, LATEST, STATE
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.recipe import parse_recipe
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 
 SEED, ROUNDS = int(os.environ.get("DAMAGE_SEED", 12)), int(os.environ.get("DAMAGE_ROUNDS", 1))
 ZERO2 = Strategy("zero2", 2, DsConfig({"zero_optimization": {"stage": 2}}), "test")

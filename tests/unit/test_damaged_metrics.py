@@ -16,9 +16,9 @@ from tests.helpers.report_runs import metrics, save
 from zero_recipes.checkpoint.output_dir import refuse_occupied
 from zero_recipes.cli import main as cli
 from zero_recipes.cli.sweep import _row
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.read_runs import UnreadableRun, read_run
-from zero_recipes.planner.cost import read_measured
+from zero_recipes.plan.cost import read_measured
 from zero_recipes.report import write_report
 
 

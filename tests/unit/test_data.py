@@ -10,10 +10,10 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 
 from zero_recipes.cli import main as cli
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 from zero_recipes.data.load import alpaca_prompt, alpaca_row, format_rows, load_rows, load_tokenizer
 from zero_recipes.data.samples import choose_samples
-from zero_recipes.trainer.samples import question
+from zero_recipes.training.samples import question
 
 BASE = Path(__file__).resolve().parents[2] / "tiny_world" / "base"
 
@@ -106,7 +106,7 @@ def test_samples_that_cannot_be_had_are_refused(tmp_path):
 
 def test_scores_by_the_metric_modules_that_the_project_carries():
     from zero_recipes.data.samples import Sample
-    from zero_recipes.trainer.samples import Answers, score
+    from zero_recipes.training.samples import Answers, score
 
     samples = [Sample("p", "The fish hums."), Sample("p", "The fish hums."), Sample("p", None)]
     found = score(samples, Answers([" The fish hums.", "The cat hums.", "x"], [0.5, 1.5, None]))

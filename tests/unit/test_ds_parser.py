@@ -28,11 +28,11 @@ from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import ds_config_findings
 from zero_recipes.checks.ds_parser import REMOVED, parser_findings
 from zero_recipes.cli import main as cli
-from zero_recipes.compat.accelerate_launch import environment_of_launch, launch_findings
 from zero_recipes.config import accelerate as accelerate_files
 from zero_recipes.config import ds_schema, strategy
 from zero_recipes.config import recipe as recipes
-from zero_recipes.models.load import load_config, sizes_of
+from zero_recipes.libs.accelerate_launch import environment_of_launch, launch_findings
+from zero_recipes.model import load_config, sizes_of
 
 SOUND = json.loads(Path("ds_configs/zero3.json").read_text())
 HALF = {"loss_scale": 0, "hysteresis": 2}

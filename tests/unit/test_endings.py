@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 from tests.helpers.sample_cases import strict
 from zero_recipes.checkpoint.finite import count_nonfinite, nonfinite, refuse_nonfinite
 from zero_recipes.checkpoint.verify import NotWhole
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.metrics.failure import RankFailure, cause_of, keep_failure
 from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics
-from zero_recipes.trainer.divergence import Diverged, StopAtDivergence
-from zero_recipes.trainer.recorder import UNFINISHED, RunRecorder
+from zero_recipes.training.divergence import Diverged, StopAtDivergence
+from zero_recipes.training.recorder import UNFINISHED, RunRecorder
 
 
 def stop(limit: int, precision: str = "bf16"):
@@ -181,7 +181,7 @@ def test_a_run_that_is_killed_refused_or_breaks_while_loading(tmp_path, before, 
     found = recorder(folder, checkpoint)
     with pytest.raises(Refusal), found.on_failure(), found.loading():
         killed = strict((folder / FILE).read_text())
-        raise Refusal("ZR000", "what", "why", "fix")
+        raise Refusal([Finding("ZR000", "what", "why", "fix")])
     if resumes or before is None:
         assert (killed["status"], killed["error"]) == ("failed", UNFINISHED)
     else:

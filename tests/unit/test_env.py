@@ -12,8 +12,8 @@ from tests.unit.test_machine import machine
 from zero_recipes.checks import driver
 from zero_recipes.cli import env
 from zero_recipes.cli import main as cli
-from zero_recipes.compat import versions
 from zero_recipes.core import units
+from zero_recipes.libs import versions
 
 TOPOLOGY = """#!/bin/sh
 [ "$*" = "topo -m" ] && printf '\\t\\033[4mGPU0\\tGPU1\\033[0m\\nGPU0\\t X \\tNV18\\nGPU1\\tNV18\\t X \\n'

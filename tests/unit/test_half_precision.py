@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero_recipes.checks import gpus
-from zero_recipes.compat.patches import scale_for_fp16
+from zero_recipes.libs.patches import scale_for_fp16
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from trl import SFTConfig
 
 from tests.helpers.tiny import llama_config
-from zero_recipes.compat import patches
-from zero_recipes.trainer.token_metrics import TokenMetricsSFTTrainer
+from zero_recipes.libs import patches
+from zero_recipes.training.token_metrics import TokenMetricsSFTTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 

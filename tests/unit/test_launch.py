@@ -14,7 +14,7 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from zero_recipes.config.run import refuse_data_parallel, refuse_shared_gpus
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 from zero_recipes.distributed import kernels
 from zero_recipes.distributed.build_locks import remove_stale_build_locks, stale_build_locks, wait_for_builds
 

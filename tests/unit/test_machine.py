@@ -29,7 +29,7 @@ from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
-from zero_recipes.core.errors import Finding, Refusal, print_refusal
+from zero_recipes.core.findings import Finding, Refusal, print_refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed.build_locks import extension_folder
 from zero_recipes.distributed.kernels import build_findings, is_compiled, ops_of
@@ -549,6 +549,6 @@ def test_each_finding_is_said_by_the_ranks_of_its_scope(monkeypatch, capsys):
     for rank, local_rank, says in ((0, 0, ["run", "machine", "rank"]), (8, 0, ["machine", "rank"]), (9, 1, ["rank"])):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        print_refusal(Refusal.of(findings))
+        print_refusal(Refusal(findings))
         heard = [line.removeprefix("refused: ") for line in capsys.readouterr().err.splitlines() if "refused" in line]
         assert heard == [f"{scope} [ZR000]" for scope in says]

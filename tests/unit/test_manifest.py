@@ -22,9 +22,9 @@ from zero_recipes.config.recipe import parse_recipe
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import environment
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 from zero_recipes.data.prepare import data_sha256
-from zero_recipes.trainer.checkpointing import rotate
+from zero_recipes.training.checkpointing import rotate
 
 FACTS = {"strategy": "zero2", "zero_stage": 2, "world_size": 2, "precision": "bf16", "micro_batch_size": 2}
 FACTS |= {"gradient_accumulation_steps": 4, "recipe_sha256": "r", "data_sha256": "d", "recipe": {}}
@@ -159,7 +159,7 @@ def test_rotation_keeps_the_newest_and_the_best_and_is_safe_to_kill(tmp_path, mo
     rotate(tmp_path, 1, str(folders[2]))
     assert numbered(tmp_path) == [folders[2], folders[11]]
     monkeypatch.setattr(
-        "zero_recipes.trainer.checkpointing.shutil.rmtree", lambda folder: None
+        "zero_recipes.training.checkpointing.shutil.rmtree", lambda folder: None
     )  # killed before anything is gone
     rotate(tmp_path, 1, None)
     assert manifest.is_unfinished(folders[2]) and manifest.damage(folders[11]) is None

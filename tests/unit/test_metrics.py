@@ -301,7 +301,7 @@ for package in (zero_recipes.core, zero_recipes.report):
         importlib.import_module(module.name)
 for name in ("theory.zero_paper", "metrics.schema", "metrics.read_runs", "metrics.failure", "metrics.prediction"):
     importlib.import_module("zero_recipes." + name)
-print(sorted({"torch", "transformers", "trl", "deepspeed", "zero_recipes.planner"} & set(sys.modules)))
+print(sorted({"torch", "transformers", "trl", "deepspeed", "zero_recipes.plan"} & set(sys.modules)))
 """
 
 

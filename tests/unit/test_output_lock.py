@@ -19,7 +19,7 @@ import pytest
 
 from zero_recipes.checkpoint import lock
 from zero_recipes.checkpoint.lock import LOCK, hold_output_dir, refuse_in_use
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Finding, Refusal
 
 FORK = multiprocessing.get_context("fork")
 
@@ -93,12 +93,12 @@ def test_an_orphaned_worker_keeps_the_folder(tmp_path, processes):
 
 def test_a_refused_run_leaves_no_folder_and_a_failed_one_its_own(tmp_path):
     with pytest.raises(Refusal), hold_output_dir(tmp_path / "a" / "b" / "c"):
-        raise Refusal("ZR000", "", "", "")
+        raise Refusal([Finding("ZR000", "", "", "")])
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "a").mkdir()
     with pytest.raises(Refusal), hold_output_dir(tmp_path / "a" / "b"):
         (tmp_path / "a" / "b" / "somebody's").touch()
-        raise Refusal("ZR000", "", "", "")
+        raise Refusal([Finding("ZR000", "", "", "")])
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["somebody's"]
 
 

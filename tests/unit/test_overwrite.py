@@ -17,7 +17,7 @@ from zero_recipes.checkpoint import manifest, overwrite
 from zero_recipes.checkpoint.output_dir import claim_output_dir, refuse_occupied
 from zero_recipes.config.paths_read import inputs_of
 from zero_recipes.config.recipe import parse_recipe
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 
 SEEDS = [0, 1, *(pytest.param(seed, marks=pytest.mark.grid) for seed in range(2, 60))]
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 from zero_recipes.data.audit import audit, audit_findings
 from zero_recipes.data.prepare import apply_chat_template_file, finish, tokenise
 from zero_recipes.data.samples import _sample

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -37,11 +36,6 @@ def test_named_files_exist(text):
     named = set(re.findall(rf"(?<![\w/])(?:{folders})/[\w./-]+\.\w+", text))  # trl/scripts/utils.py is TRL's
     assert len(named) > 10
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
-
-
-def test_the_page_of_checks_is_what_the_checks_say():
-    script = runpy.run_path(str(ROOT / "scripts" / "checks_page.py"))
-    assert script["main"](["--check"]) == 0, "run python scripts/checks_page.py"
 
 
 def test_the_two_commands_are_targets_of_the_makefile():

@@ -14,7 +14,7 @@ from datasets import Dataset
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import strategy
 from zero_recipes.data.load import format_rows
-from zero_recipes.models.load import sizes_of
+from zero_recipes.model import sizes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -12,8 +12,8 @@ from tests.helpers.tiny import write_recipe
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import strategy
-from zero_recipes.core.errors import Refusal
-from zero_recipes.models.load import sizes_of
+from zero_recipes.core.findings import Refusal
+from zero_recipes.model import sizes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 

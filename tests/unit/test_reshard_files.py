@@ -21,7 +21,7 @@ from zero_recipes.checkpoint.reshard.write import reshard, strategy_of
 from zero_recipes.checks import preflight
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import strategy as strategies
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 

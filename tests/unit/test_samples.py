@@ -18,13 +18,13 @@ from trl import SFTConfig
 
 from tests.helpers.tiny import ROOT
 from zero_recipes.core import files, tables
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 from zero_recipes.data.load import alpaca_row
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask
 from zero_recipes.data.splits import finish, tokenise, with_tokens
 from zero_recipes.metrics.read_runs import read_samples
 from zero_recipes.report.answers import JUDGED
-from zero_recipes.trainer.samples import Answers, show_samples, write_samples
+from zero_recipes.training.samples import Answers, show_samples, write_samples
 
 HOSTILE = ["[/INST]", "[bold]x", "[/]", "[link=file:///x]y[/link]", "[@click=f()]", "\\[red]", "\\", ":smile:", ""]
 HOSTILE += [

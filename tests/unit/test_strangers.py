@@ -22,9 +22,9 @@ from zero_recipes.checkpoint.reshard.write import reshard
 from zero_recipes.checkpoint.verify import NotWhole, verify
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
-from zero_recipes.compat.safe_loading import load_without_code, not_plain
 from zero_recipes.config import recipe as recipes
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
+from zero_recipes.libs.safe_loading import load_without_code, not_plain
 
 BASE = ROOT / "tiny_world" / "base"
 PLACES = (f"global_step7/{MODEL}", f"global_step7/{OPTIMIZER.format(1)}", "scheduler.pt", "rng_state_0.pth")

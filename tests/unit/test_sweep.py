@@ -20,7 +20,7 @@ from zero_recipes.cli.set_values import combinations, option_words, parse_sets, 
 from zero_recipes.cli.sweep_runs import runs_of, with_values
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe_keys import key_types
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.sweep_file import SweptRun, read_sweep_file
 from zero_recipes.report import read_runs, rows, sweep_plot, swept, write_report
 

@@ -13,7 +13,7 @@ import pytest
 
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe
-from zero_recipes.core import codes
+from zero_recipes.core.findings import described, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "symptoms.md").read_text()
@@ -28,8 +28,8 @@ QUOTES = {  # words of the page: the package and file that print them
     "pytorch allocator cache flushes since last step": "deepspeed/runtime/zero/stage3.py",
     "[deepspeed] OVERFLOW!": "deepspeed/runtime/fp16/loss_scaler.py",
     "Current loss scale already at minimum": "deepspeed/runtime/fp16/loss_scaler.py",
-    "steps were skipped": "zero_recipes/trainer/divergence.py",
-    "the training has diverged": "zero_recipes/trainer/divergence.py",
+    "steps were skipped": "zero_recipes/training/divergence.py",
+    "the training has diverged": "zero_recipes/training/divergence.py",
     "size mismatch for": "torch/nn/modules/module.py",
     "is not whole": "zero_recipes/checkpoint/saved_files.py",
     "Automatic adjustment of ZeRO's optimizer state partitioning": "deepspeed/runtime/engine.py",
@@ -66,8 +66,8 @@ def test_codes_exist_and_links_lead_to_their_area():
     links = re.findall(r"\[(ZR\d{3})\]\(checks\.md#([\w-]+)\)", PAGE)
     assert len(links) > 30 and {anchor for _, anchor in links} <= anchors
     for code, anchor in links:
-        assert codes.table()[code]["area"].lower().replace(" ", "-") == anchor, code
-    assert set(re.findall(r"ZR\d{3}", PAGE)) <= set(codes.table())
+        assert described(code)["area"].lower().replace(" ", "-") == anchor, code
+    assert set(re.findall(r"ZR\d{3}", PAGE)) <= set(table())
 
 
 @pytest.mark.parametrize(("words", "file"), QUOTES.items(), ids=QUOTES)

@@ -21,12 +21,12 @@ from trl import ScriptArguments, SFTConfig
 from trl.scripts.utils import DatasetMixtureConfig
 
 from zero_recipes.checkpoint.compatibility import refuse_other_data
-from zero_recipes.compat import huggingface, progress
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.data import prepare, row_hash, splits, token_columns
 from zero_recipes.data.audit import _shifted_prompts, audit, overlap_findings
 from zero_recipes.data.row_hash import data_sha256
+from zero_recipes.libs import huggingface, progress
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "tiny_world" / "base"

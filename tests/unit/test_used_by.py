@@ -16,14 +16,13 @@ from accelerate.commands.launch import launch_command_parser
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.cli.options import strategies_asked
-from zero_recipes.compat.accelerate_launch import environment_of_launch
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate_file import read_accelerate_file
 from zero_recipes.config.strategy import resolve_strategy
-from zero_recipes.core import codes
-from zero_recipes.core.errors import Refusal
-from zero_recipes.models.load import sizes_of
-from zero_recipes.planner.jobs import read_strategies
+from zero_recipes.core.findings import Refusal, table
+from zero_recipes.libs.accelerate_launch import environment_of_launch
+from zero_recipes.model import sizes_of
+from zero_recipes.plan.jobs import read_strategies
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.name for path in (ROOT / "accelerate_configs").glob("*.yaml"))
@@ -219,4 +218,4 @@ def test_the_pages_inline_configuration_is_taken(root, tmp_path):
 
 def test_the_page_names_codes_that_exist():
     named = set(re.findall(r"ZR\d{3}", PAGE))
-    assert len(named) > 3 and named <= set(codes.table())
+    assert len(named) > 3 and named <= set(table())

@@ -11,10 +11,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.tiny import ROOT
-from zero_recipes.planner.simulator import allocator, patches
-from zero_recipes.planner.simulator import parent as simulation
-from zero_recipes.planner.simulator.allocator import MIB, CachingAllocator, reserved_peak
-from zero_recipes.planner.simulator.tracker import LiveStorages, Observed
+from zero_recipes.plan.simulator import allocator, patches
+from zero_recipes.plan.simulator import parent as simulation
+from zero_recipes.plan.simulator.allocator import MIB, CachingAllocator, reserved_peak
+from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
 
 NEEDED = {
     "answer_for_number": "DataDependentOutputException",
@@ -59,13 +59,11 @@ def test_a_program_that_plans_keeps_its_libraries():
     before = torch.Tensor.data_ptr, torch.nn.Module._apply, torch.nn.functional.scaled_dot_product_attention
     assert simulation.simulate([]) == []
     assert (torch.Tensor.data_ptr, torch.nn.Module._apply, torch.nn.functional.scaled_dot_product_attention) == before
-    loaded = (
-        "import sys; import zero_recipes.planner.simulator.parent, zero_recipes.planner.cli; print(sorted(sys.modules))"
-    )
+    loaded = "import sys; import zero_recipes.plan.simulator.parent, zero_recipes.plan.cli; print(sorted(sys.modules))"
     ended = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, cwd=ROOT, check=True)
     assert (
-        "zero_recipes.planner.simulator.parent" in ended.stdout
-        and "zero_recipes.planner.simulator.patches" not in ended.stdout
+        "zero_recipes.plan.simulator.parent" in ended.stdout
+        and "zero_recipes.plan.simulator.patches" not in ended.stdout
     )
 
 

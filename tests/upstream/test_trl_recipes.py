@@ -16,13 +16,13 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from zero_recipes.core.codes import table
 
 from tests.helpers.grid import grid
 from tests.helpers.tiny import named, write_model, write_recipe, write_rows
 from zero_recipes.checkpoint.verify import verify
-from zero_recipes.core.codes import table
-from zero_recipes.core.errors import Refusal
-from zero_recipes.models.load import refuse_missing_attention
+from zero_recipes.core.findings import Refusal
+from zero_recipes.model import refuse_missing_attention
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|endoftext|>{% endfor %}assistant: "
@@ -130,7 +130,7 @@ THREE = """
 import contextlib, io, json, sys
 import run_sft
 from zero_recipes.cli import main as cli
-from zero_recipes.core.errors import Refusal, print_refusal
+from zero_recipes.core.findings import Refusal, print_refusal
 
 def ended(command):
     out, err = io.StringIO(), io.StringIO()

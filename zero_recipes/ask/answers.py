@@ -13,8 +13,8 @@ from zero_recipes.ask.load import Loaded
 from zero_recipes.core.tables import terminal
 from zero_recipes.data.samples import Sample
 from zero_recipes.metrics.read_runs import SampleRow
-from zero_recipes.trainer.generation import generate_texts, reference_losses
-from zero_recipes.trainer.samples import SCORES, TEXT_SCORES, Answers, score, why_unscored
+from zero_recipes.training.generation import generate_texts, reference_losses
+from zero_recipes.training.samples import SCORES, TEXT_SCORES, Answers, score, why_unscored
 
 MODULES = (*TEXT_SCORES, "rouge")
 

@@ -10,10 +10,10 @@ import torch
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
 from zero_recipes.ask.load import Loaded
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.core.tables import shown
 from zero_recipes.data.load import alpaca_prompt
-from zero_recipes.trainer.generation import places
+from zero_recipes.training.generation import places
 
 COMMANDS = "/reset forgets the conversation, /exit (or Ctrl-D) ends it."
 
@@ -36,12 +36,7 @@ def wording(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None) -> W
             try:
                 return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
             except Exception as error:  # a template is a program, and says what it likes
-                raise Refusal(
-                    "ZR573",
-                    "the model's chat template cannot write the conversation",
-                    f"{type(error).__name__}: {first_line(error)}.",
-                    "--chat_template_path FILE.jinja names another; or ask rows with --prompts.",
-                ) from error
+                raise refusal("ZR573", name=type(error).__name__, error=first_line(error)) from error
 
         write([{"role": "user", "content": "a"}])
         return Wording("The model's chat template writes the conversation.", True, True, write)

@@ -18,13 +18,13 @@ from zero_recipes.ask.questions import read_questions
 from zero_recipes.ask.show import show
 from zero_recipes.ask.target import NO_BASE, Target, find_target
 from zero_recipes.config.run import choose_device
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import plain, terminal
 from zero_recipes.data.samples import Sample
 from zero_recipes.data.template import apply_chat_template_file
-from zero_recipes.models.load import load_config
-from zero_recipes.trainer.generation import prompts_cut
-from zero_recipes.trainer.samples import Answers, write_rows
+from zero_recipes.model import load_config
+from zero_recipes.training.generation import prompts_cut
+from zero_recipes.training.samples import Answers, write_rows
 
 SAMPLES = "samples.jsonl"
 CHAT_TOKENS = 256  # of an answer in a conversation
@@ -33,12 +33,7 @@ CHAT_TOKENS = 256  # of an answer in a conversation
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """The verb. Returns the exit code; raises Refusal before any weight is loaded."""
     if arguments.chat and arguments.prompts is not None:
-        raise Refusal(
-            "ZR574",
-            "--chat and --prompts together",
-            "A conversation takes its prompts from the terminal.",
-            "Leave one of them out: a conversation reads a pipe too, line by line.",
-        )
+        raise refusal("ZR574")
     datasets.disable_progress_bars()  # of the checks: they take a moment
     transformers.utils.logging.disable_progress_bar()
     device = choose_device(use_cpu=False)
@@ -111,12 +106,7 @@ def _output_dir(requested: Path | None, target: Target) -> Path:
             number += 1
         return Path("output") / (name if number == 1 else f"{name}-{number}")
     if os.path.lexists(requested / SAMPLES):
-        raise Refusal(
-            "ZR793",
-            f"{requested / SAMPLES} is there already",
-            "It holds the answers of a run or of an earlier question.",
-            "Choose another --output_dir, or move it away.",
-        )
+        raise refusal("ZR793", requested=requested / SAMPLES)
     return requested
 
 

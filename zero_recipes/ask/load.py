@@ -15,10 +15,10 @@ from zero_recipes.ask.target import Target
 from zero_recipes.checkpoint.adapter import embedding_rows
 from zero_recipes.checkpoint.weights import entries_of
 from zero_recipes.core import units
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import Refusal, first_line, refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.data.load import PADDING_TOKENS
-from zero_recipes.models.load import load_config, load_model, refuse_missing_attention, refuse_other_keys
+from zero_recipes.model import load_config, load_model, refuse_missing_attention, refuse_other_keys
 from zero_recipes.theory.lower_bounds import parameter_sizes
 
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -50,12 +50,7 @@ def load_tokenizer(target: Target) -> PreTrainedTokenizerBase:
     own = any((target.folder / name).is_file() for name in _TOKENIZER)
     place = str(target.folder) if own else target.base
     if place is None:
-        raise Refusal(
-            "ZR575",
-            f"no tokenizer lies in {target.folder}",
-            "Without one no prompt becomes tokens.",
-            "Copy the tokenizer's files there, or name the base that has them: --base FOLDER_OR_NAME.",
-        )
+        raise refusal("ZR575", folder=target.folder)
     tokenizer = _read_tokenizer(place, target.settings.trust_remote_code)
     if tokenizer.pad_token is None:  # masked, whatever it is
         known = tokenizer.get_vocab()
@@ -122,14 +117,13 @@ def forget(device: str) -> None:
 def _config_of_base(arguments: tuple, target: Target) -> PretrainedConfig:
     try:
         return load_config(*arguments[:2])
-    except Refusal as refusal:
-        raise Refusal(
+    except Refusal as error:
+        raise refusal(
             "ZR794",
-            f"the base {target.base} cannot be found",
-            refusal.why,
-            "--base FOLDER_OR_NAME says where it lies"
-            + (": an adapter needs it." if target.is_adapter else ", --base none asks the model alone."),
-        ) from refusal
+            base=target.base,
+            why=error.why,
+            fix=": an adapter needs it." if target.is_adapter else ", --base none asks the model alone.",
+        ) from error
 
 
 def _load(target: Target, name: str, is_saved: bool = False) -> PreTrainedModel:
@@ -142,7 +136,7 @@ def _ready(model, target: Target, tokenizer: PreTrainedTokenizerBase, device: st
 
 
 def _arguments(target: Target, name: str, is_saved: bool = False) -> tuple:
-    """(model_args, training_args, ours) as zero_recipes.models.load reads them. `name`: the folder or name to load."""
+    """(model_args, training_args, ours) as zero_recipes.model reads them. `name`: the folder or name to load."""
     settings = target.settings.as_dict()
     own = dict(settings["model_init_kwargs"] or {})
     for key in ("dtype", "torch_dtype", "device_map", "quantization_config"):
@@ -161,12 +155,7 @@ def _refuse_other_shape(config: PretrainedConfig, base: PretrainedConfig, target
     for key in _SHAPE:
         mine, other = getattr(ours, key, None), getattr(theirs, key, None)
         if mine != other:
-            raise Refusal(
-                "ZR789",
-                f"{target.base} is no base of {target.folder}: {key} is {other} there and {mine} here",
-                "A base is what the model was before its training: the same tensors with other numbers.",
-                "--base FOLDER_OR_NAME of the model that it was trained from, or --base none.",
-            )
+            raise refusal("ZR789", base=target.base, folder=target.folder, key=key, other=other, mine=mine)
 
 
 def _refuse_other_tokens(tokenizer: PreTrainedTokenizerBase, target: Target) -> None:
@@ -177,25 +166,14 @@ def _refuse_other_tokens(tokenizer: PreTrainedTokenizerBase, target: Target) -> 
     known = tokenizer.get_vocab()
     other = sorted(token for token, number in base.get_vocab().items() if known.get(token) != number)
     if other:
-        raise Refusal(
-            "ZR790",
-            f"{target.base} has another vocabulary than {target.folder}: {len(other):,} of its tokens, such as "
-            f"{other[0]!r}, have no or another number there",
-            "Both are asked with the model's tokenizer, as the run asks before and after; the base would read others.",
-            "--base FOLDER_OR_NAME of the model that it was trained from, or --base none.",
-        )
+        raise refusal("ZR790", base=target.base, folder=target.folder, number_of_other=len(other), first_other=other[0])
 
 
 def _read_tokenizer(place: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as error:  # the library's parsers raise what they like
-        raise Refusal(
-            "ZR791",
-            f"the tokenizer of {place} cannot be read",
-            first_line(error),
-            "Copy its files again; of a model of the hub, zero-recipes fetch RECIPE.yaml downloads them.",
-        ) from error
+        raise refusal("ZR791", place=place, error=first_line(error)) from error
 
 
 def _refuse_no_memory(config: PretrainedConfig, target: Target, device: str, at_once: int) -> None:
@@ -204,10 +182,15 @@ def _refuse_no_memory(config: PretrainedConfig, target: Target, device: str, at_
     needed = at_once * sum(sizes or []) * _BYTES.get(dtype, 2)
     free, where = Host().memory() if device == "cpu" else (torch.cuda.mem_get_info()[0], "the GPU")
     if needed > free:
-        raise Refusal(
+        raise refusal(
             "ZR792",
-            f"{target.folder} needs {units.size(needed)} for its weights, and {units.size(free)} are free",
-            f"{where}: {at_once} model{'s' if at_once > 1 else ''} of {sum(sizes):,} parameters in {dtype} at once.",
-            "Free memory, or ask on a larger machine"
-            + ("." if device == "cpu" else "; CUDA_VISIBLE_DEVICES= asks on the CPU."),
+            folder=target.folder,
+            size=units.size(needed),
+            size_2=units.size(free),
+            where=where,
+            at_once=at_once,
+            why="s" if at_once > 1 else "",
+            sum=sum(sizes),
+            dtype=dtype,
+            fix="." if device == "cpu" else "; CUDA_VISIBLE_DEVICES= asks on the CPU.",
         )

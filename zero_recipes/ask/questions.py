@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from zero_recipes.ask.target import Target
 from zero_recipes.config import recipe as recipes
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, takes_rows
 from zero_recipes.data.splits import with_tokens
 
@@ -19,13 +19,11 @@ def read_questions(
     """What both models are asked, with the tokens of the answers wanted as a training row has them. Raises Refusal."""
     requested = target.settings.sample_prompts if prompts is None else _of_file(prompts)
     if requested is None or str(requested) == "0":
-        raise Refusal(
+        raise refusal(
             "ZR570",
-            f"no prompts: {target.folder} was trained without sample_prompts"
+            what=f"no prompts: {target.folder} was trained without sample_prompts"
             if target.is_ours
             else f"no prompts: no recipe lies beside {target.folder}",
-            "There is nothing to ask.",
-            "--prompts FILE (rows as JSON Lines, or one prompt a line), or --chat.",
         )
     settings = target.settings
     if not target.is_ours and "max_length" not in target.recipe.given:
@@ -37,12 +35,7 @@ def read_questions(
         rows = rows_to_ask(requested, None, script_args, args, dataset_args, ours.dataset_format)
     samples = choose_samples(requested, rows, ours.dataset_format, tokenizer, script_args.dataset_test_split)
     if not samples:
-        raise Refusal(
-            "ZR571",
-            f"there is no prompt in {prompts or requested}",
-            "It has no row and no line that is not empty.",
-            "Write a row as JSON or a prompt a line.",
-        )
+        raise refusal("ZR571", prompts=prompts or requested)
     return with_tokens(samples, tokenizer, args)
 
 
@@ -54,10 +47,5 @@ def _of_file(path: Path) -> str | list[str]:
     try:
         lines = [line.strip("\r") for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(
-            "ZR572",
-            f"the file of prompts {path} cannot be read",
-            first_line(error),
-            "It must be text in UTF-8 that this user may read.",
-        ) from error
+        raise refusal("ZR572", path=path, error=first_line(error)) from error
     return str(path) if path.suffix != ".txt" and lines and lines[0].lstrip().startswith("{") else lines

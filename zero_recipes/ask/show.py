@@ -10,7 +10,7 @@ from rich.table import Table
 from zero_recipes.ask.answers import Asked
 from zero_recipes.core.tables import plain
 from zero_recipes.metrics.read_runs import SampleRow
-from zero_recipes.trainer.samples import question, short
+from zero_recipes.training.samples import question, short
 
 WIDE = 100  # columns from which prompt and answers stand in one line
 LOWER_IS_BETTER = ("reference_loss", "perplexity")

@@ -16,7 +16,7 @@ from zero_recipes.checkpoint.weights import ADAPTER, INDEX, SINGLE, Entry, entri
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.metrics.schema import FILE, ContractError, Metrics
 
 RECIPE = "recipe.resolved.yaml"
@@ -67,13 +67,7 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
     elif base == NO_BASE:
         base = None
     if is_adapter and base is None:
-        raise Refusal(
-            "ZR788",
-            f"{folder} holds an adapter, and no base to put it on",
-            "An adapter is the difference to its base's weights."
-            + ("" if said == NO_BASE else " adapter_config.json does not name one."),
-            "--base FOLDER_OR_NAME of the model that it was trained on.",
-        )
+        raise refusal("ZR788", folder=folder, why="" if said == NO_BASE else " adapter_config.json does not name one.")
     entries = _whole(folder, is_adapter, base, trust_remote_code)
     dtype = _dtype_of(entries)
     return Target(
@@ -93,40 +87,26 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
 def _refuse_no_model(folder: Path) -> bool:
     """Whether an adapter lies there. Raises Refusal where neither model nor adapter does."""
     if not folder.is_dir():
-        raise Refusal(
-            "ZR784",
-            f"there is no folder {folder} with a model",
-            f"Paths are relative to the working directory, {Path.cwd()}.",
-            "Name the output_dir of a run, a checkpoint-N in it, or a folder that save_pretrained wrote.",
-        )
+        raise refusal("ZR784", folder=folder, cwd=Path.cwd())
     is_adapter = (folder / "adapter_config.json").is_file()
     if any((folder / name).is_file() for name in ((ADAPTER,) if is_adapter else (SINGLE, INDEX))):
         return is_adapter
     pickles = sorted([*folder.glob("pytorch_model*.bin"), *folder.glob("adapter_model*.bin")])
     if pickles:
-        raise Refusal(
-            "ZR786",
-            f"the weights of {folder} are a pickle, {pickles[0].name}",
-            "A pickle can run any program while it is read; it has not been.",
-            "If you trust whoever wrote it, save it as safetensors: load it with transformers and call "
-            "save_pretrained on the model. Or take another copy of the model.",
-        )
+        raise refusal("ZR786", folder=folder, name=pickles[0].name)
     below = sorted(folder.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
     states = [*folder.glob("global_step*"), *folder.glob("zero_states"), *folder.glob("pytorch_model_fsdp*")]
     if states:
-        raise Refusal(
-            "ZR785",
-            f"{folder} holds the training states of its ranks ({states[0].name}), and no model that can be loaded",
-            "DeepSpeed and FSDP save what a run goes on from in parts; ZeRO stage 3 gathers no model without "
-            "stage3_gather_16bit_weights_on_model_save.",
-            f"Ask the run's own folder, {folder.parent}; or have DeepSpeed put the parts of {states[0].name} together: "
-            "its zero_to_fp32.py lies in the checkpoint, and config.json and tokenizer belong beside what it writes.",
-        )
-    raise Refusal(
+        raise refusal("ZR785", folder=folder, name=states[0].name, parent=folder.parent)
+    raise refusal(
         "ZR795",
-        f"{folder} holds no model",
-        f"Neither {SINGLE} nor {INDEX} nor {ADAPTER} lies in it.",
-        f"Ask {below[-1]}." if below else "Name the output_dir of a run that has saved its model (save_model: true).",
+        folder=folder,
+        single=SINGLE,
+        index=INDEX,
+        adapter=ADAPTER,
+        fix=f"Ask {below[-1]}."
+        if below
+        else "Name the output_dir of a run that has saved its model (save_model: true).",
     )
 
 
@@ -182,7 +162,7 @@ def _whole(folder: Path, is_adapter: bool, base: str | None, trust_remote_code: 
             fix = "Name its own base with --base, or save the adapter again."
         else:
             fix = f"zero-recipes verify {folder} says the same; copy it again, or ask a checkpoint of its run."
-        raise Refusal("ZR787", f"{folder} cannot be asked", first_line(error), fix) from error
+        raise refusal("ZR787", folder=folder, error=first_line(error), fix=fix) from error
     return entries
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from zero_recipes.checkpoint.weights import Entry, NotWhole
-from zero_recipes.core.errors import first_line
+from zero_recipes.core.findings import first_line
 
 
 def compare_with_adapter(

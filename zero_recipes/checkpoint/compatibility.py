@@ -16,7 +16,7 @@ from zero_recipes.checkpoint.reshard.load import is_resharded
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import environment
-from zero_recipes.core.errors import Finding, Refusal
+from zero_recipes.core.findings import Finding, finding, refusal
 from zero_recipes.data.row_hash import same_rows
 
 # what a manifest must say of a run, for another run to be compared with it
@@ -55,24 +55,12 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
     yield from dispatch_findings(checkpoint, settings, strategy)
     written = manifest.read(Path(checkpoint))
     if written is None:
-        yield Finding(
-            "ZR718",
-            f"{checkpoint} has no manifest",
-            "Plain transformers or an earlier version wrote it: nothing says which strategy, data and recipe made it, "
-            "or whether it is whole. The loss history begins with this run.",
-            "Go on only if you know that it fits; the next checkpoint will have a manifest.",
-            level="warning",
-        )
+        yield finding("ZR718", checkpoint=checkpoint)
         yield from missing_state_findings(checkpoint, settings, strategy)
         return
     missing = manifest.missing_facts(written, FACTS)
     if missing:
-        yield Finding(
-            "ZR781",
-            f"the manifest of {checkpoint} does not say {', '.join(missing)}",
-            "A run must fit the checkpoint that it goes on from; whether this one does cannot be known.",
-            "Go on from another checkpoint, or reshard the one that it was made from again.",
-        )
+        yield finding("ZR781", checkpoint=checkpoint, missing=", ".join(missing))
         return
     if is_resharded(checkpoint):
         yield from resharded_findings(settings, strategy)
@@ -86,15 +74,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
 
 def _on_nvme(checkpoint: str, strategy: Strategy) -> Iterator[Finding]:
     if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
-        yield Finding(
-            "ZR719",
-            f"{strategy.name} resumes from {checkpoint}, with states on NVMe",
-            "DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint: `not self.zero_nvme_offload_optimizer()`) skips the "
-            "optimizer's states where they lie on NVMe: the run would go on with fresh ones. With parameters there it "
-            "dies in runtime/zero/stage3.py.",
-            'Resume with "device": "cpu" (accelerate_configs/zero3_offload.yaml) from a checkpoint that it wrote, or '
-            "start over in another --output_dir.",
-        )
+        yield finding("ZR719", name=strategy.name, checkpoint=checkpoint)
 
 
 def _ranks(checkpoint: str, written: Mapping, strategy: Strategy) -> Iterator[Finding]:
@@ -103,25 +83,23 @@ def _ranks(checkpoint: str, written: Mapping, strategy: Strategy) -> Iterator[Fi
     if there != here:
         back = f"launch {written['strategy']} on {_processes(written['world_size'])} again"
         command = f"zero-recipes reshard {checkpoint} --world_size {strategy.world_size} --stage {strategy.zero_stage}"
-        yield Finding(
+        yield finding(
             "ZR720",
-            f"{checkpoint} was written by {written['strategy']} on {_processes(written['world_size'])}; this run is "
-            f"{strategy.name} on {_processes(strategy.world_size)}",
-            "Each rank saved its own part of the optimizer and its own random numbers. DeepSpeed 0.19.8 "
-            "(runtime/engine.py, _load_zero_checkpoint) stops on another world size, and on another "
-            "stage with a bare AssertionError.",
-            f"{back[0].upper()}{back[1:]}." if None in (there[0], here[0]) else f"{command}; or {back}.",
+            checkpoint=checkpoint,
+            strategy=written["strategy"],
+            processes=_processes(written["world_size"]),
+            name=strategy.name,
+            processes_2=_processes(strategy.world_size),
+            fix=f"{back[0].upper()}{back[1:]}." if None in (there[0], here[0]) else f"{command}; or {back}.",
         )
     elif written["strategy"] != strategy.name:
         onto_cpu = "_offload" in strategy.name
-        yield Finding(
+        yield finding(
             "ZR721",
-            f"{checkpoint} was written by {written['strategy']}, this run is {strategy.name}",
-            "DeepSpeedCPUAdam finds no bias_correction in the groups that torch's AdamW saved (DeepSpeed 0.19.8, "
-            "ops/adam/cpu_adam.py, step): KeyError in the first step."
-            if onto_cpu
-            else "The states fit, but another kernel computes Adam's step: losses were seen to differ by 3e-5.",
-            f"Launch {written['strategy']} again" + ("." if onto_cpu else " if that matters."),
+            checkpoint=checkpoint,
+            strategy=written["strategy"],
+            name=strategy.name,
+            fix="." if onto_cpu else " if that matters.",
             level="error" if onto_cpu else "warning",
         )
 
@@ -135,26 +113,19 @@ def _global_batch(checkpoint: str, written: Mapping, settings: Settings, strateg
         fitting = f"--per_device_train_batch_size {micro} --gradient_accumulation_steps {there // per_pass}"
         if there % per_pass:
             fitting = f"a per_device_train_batch_size that divides {there} / {strategy.world_size}"
-        yield Finding(
-            "ZR722",
-            f"{checkpoint} was written with {there} sequences per step; this run takes {here}",
-            "transformers skips as many steps' batches as the checkpoint has behind it (trainer.py, "
-            "_init_training_state): with another batch it would skip other rows, and the schedule would not fit.",
-            f"Run with {fitting}.",
-        )
+        yield finding("ZR722", checkpoint=checkpoint, there=there, here=here, fitting=fitting)
 
 
 def _recipe(checkpoint: str, written: Mapping, settings: Settings) -> Iterator[Finding]:
     then, now = written.get("recipe", {}), recipe_facts(settings)
     other = [key for key in then if key in DECIDES and then[key] != now.get(key)]
     if other:
-        yield Finding(
+        yield finding(
             "ZR723",
-            f"{checkpoint} was trained with {_listed(other, then)}; this run has {_listed(other, now)}",
-            "That is another run. The checkpoint's optimizer, schedule and order of rows come from the old values "
-            "and would win in part (torch's LambdaLR keeps its base_lrs), silently.",
-            "Run with " + " ".join(f"--{key} {then[key]}" for key in other) + " as before, or train from these weights "
-            f"with --model_name_or_path {checkpoint}.",
+            checkpoint=checkpoint,
+            other=_listed(other, then),
+            other_2=_listed(other, now),
+            other_3=" ".join(f"--{key} {then[key]}" for key in other),
         )
     told = [key for key in then if key in TOLD and then[key] != now.get(key)]
     longer = [key for key in LENGTH if key in then and then[key] != now[key]]
@@ -162,34 +133,19 @@ def _recipe(checkpoint: str, written: Mapping, settings: Settings) -> Iterator[F
         told += longer
     if told:
         schedule = " The schedule is computed anew for the new length, from this step on." if longer else ""
-        yield Finding(
-            "ZR724",
-            f"{checkpoint} was trained with {_listed(told, then)}; this run has {_listed(told, now)}",
-            f"The run goes on, but not bit for bit as it would have.{schedule}",
-            "Nothing, if that is meant; else the old values.",
-            level="warning",
+        yield finding(
+            "ZR724", checkpoint=checkpoint, told=_listed(told, then), told_2=_listed(told, now), schedule=schedule
         )
     steps = now["max_steps"]
     if 0 < steps < written["step"]:
-        yield Finding(
-            "ZR725",
-            f"{checkpoint} has {written['step']} steps behind it; max_steps is {steps}",
-            "There is nothing left to train, and the schedule would run backwards.",
-            f"--max_steps {written['step']} or more.",
-        )
+        yield finding("ZR725", checkpoint=checkpoint, step=written["step"], steps=steps)
 
 
 def _versions(checkpoint: str, written: Mapping) -> Iterator[Finding]:
     then, now = written.get("versions") or {}, environment.versions()
     other = [name for name in then if then[name] != now.get(name)]
     if other:
-        yield Finding(
-            "ZR726",
-            f"{checkpoint} was written with {_listed(other, then)}; here is {_listed(other, now)}",
-            "Other versions may load it otherwise and round otherwise: bit for bit is not promised.",
-            "Install requirements.lock of the first run if that matters.",
-            level="warning",
-        )
+        yield finding("ZR726", checkpoint=checkpoint, other=_listed(other, then), other_2=_listed(other, now))
 
 
 def refuse_other_data(checkpoint: str | None, data_sha256: str | None, rows: Dataset | None = None) -> None:
@@ -200,14 +156,7 @@ def refuse_other_data(checkpoint: str | None, data_sha256: str | None, rows: Dat
     written = manifest.read(Path(checkpoint)) if checkpoint else None
     then = data_sha256 if written is None else written.get("data_sha256", data_sha256)
     if then != data_sha256 and not (then and data_sha256 and rows is not None and same_rows(then, data_sha256, rows)):
-        raise Refusal(
-            "ZR727",
-            f"{checkpoint} was trained on other rows",
-            f"Tokenized, truncated and packed, they had the hash {_short(written['data_sha256'])}; these have "
-            f"{_short(data_sha256)}. transformers would skip the first rows of the new data as if they had been seen.",
-            "Bring back the data, max_length, packing and tokenizer of the first run; or, in another --output_dir, "
-            f"start over or train from these weights with --model_name_or_path {checkpoint}.",
-        )
+        raise refusal("ZR727", checkpoint=checkpoint, short=_short(written["data_sha256"]), short_2=_short(data_sha256))
 
 
 def _short(digest: str | None) -> str:

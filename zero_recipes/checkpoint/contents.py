@@ -19,10 +19,10 @@ from zero_recipes.checkpoint.resume import (
     step_of,
 )
 from zero_recipes.checkpoint.trust import refuse_code
-from zero_recipes.compat.safe_loading import not_plain
 from zero_recipes.config.run import RunConfig
-from zero_recipes.core.errors import raise_errors
+from zero_recipes.core.findings import raise_errors
 from zero_recipes.core.process import rank
+from zero_recipes.libs.safe_loading import not_plain
 
 
 def settle_checkpoint(run: RunConfig) -> RunConfig:

@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from zero_recipes.checkpoint.reshard.load import is_resharded
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # what from_pretrained loads of a folder
 SAMPLES, SAMPLE = 64, 2**18  # of each file, and bytes: some 16 MiB are read, of a smaller file all
@@ -36,23 +36,15 @@ def input_findings(checkpoint: str, written: Mapping, settings: Settings, strate
     then, now = written.get("inputs", {}), input_facts(settings, strategy)
     other = [key for key in now if key in then and key != "base_weights" and then[key] != now[key]]
     if other:
-        yield Finding(
-            "ZR767",
-            f"{checkpoint} was trained with {_listed(other, then)}; this run has {_listed(other, now)}",
-            "That is another run: the checkpoint holds states of the old optimizer, schedule and order of rows, and "
-            "would go on with a mixture of both, silently.",
-            "Bring back the old values, or train from these weights with --model_name_or_path "
-            f"{checkpoint} and another --output_dir.",
-        )
+        yield finding("ZR767", checkpoint=checkpoint, other=_listed(other, then), other_2=_listed(other, now))
     weights = then.get("base_weights")
     if None not in (weights, now["base_weights"]) and weights != now["base_weights"]:
-        yield Finding(
+        yield finding(
             "ZR768",
-            f"{checkpoint} is an adapter to other weights than {settings.model_name_or_path} has now",
-            f"They were {weights}, and are {now['base_weights']}: the base model has been trained, converted or "
-            "downloaded again. The adapter and Adam's states belong to the old ones.",
-            "Bring back the old weights (of a model of the hub by model_revision), or start over in another "
-            "--output_dir.",
+            checkpoint=checkpoint,
+            model_name_or_path=settings.model_name_or_path,
+            weights=weights,
+            base_weights=now["base_weights"],
         )
 
 
@@ -60,13 +52,7 @@ def dispatch_findings(checkpoint: str, settings: Settings, strategy: Strategy) -
     """Rows that rank 0 hands out cannot be skipped as they were taken. TRL turns it off for a stream."""
     loading = _accelerator_config(settings.accelerator_config)
     if strategy.world_size > 1 and loading.get("dispatch_batches") and not settings.dataset_streaming:
-        yield Finding(
-            "ZR771",
-            f"accelerator_config.dispatch_batches: true on {strategy.world_size} processes resumes from {checkpoint}",
-            "accelerate 1.15 (data_loader.py, skip_first_batches) skips as many of rank 0's batches as one process "
-            "has had, not as all have: the run would train rows again that the epoch has seen.",
-            "Start over in another --output_dir without dispatch_batches; every process then takes its own rows.",
-        )
+        yield finding("ZR771", world_size=strategy.world_size, checkpoint=checkpoint)
 
 
 def missing_state_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
@@ -79,26 +65,12 @@ def missing_state_findings(checkpoint: str, settings: Settings, strategy: Strate
     missing = [] if _own_scheduler(strategy) or (folder / "scheduler.pt").is_file() else ["scheduler.pt"]
     missing += _missing_optimizer(folder, strategy)
     if missing:
-        yield Finding(
-            "ZR769",
-            f"{checkpoint} lacks {', '.join(missing)}",
-            "The run would go on with a fresh optimizer or schedule (transformers, trainer.py, "
-            "_load_optimizer_and_scheduler), silently, or die once the weights are loaded.",
-            "Copy the checkpoint again, name another one, or train from these weights with --model_name_or_path "
-            f"{checkpoint}.",
-        )
+        yield finding("ZR769", checkpoint=checkpoint, missing=", ".join(missing))
     ranks = range(strategy.world_size)
     random = ["rng_state.pth"] if strategy.world_size == 1 else [f"rng_state_{rank}.pth" for rank in ranks]
     lost = [name for name in random if not (folder / name).is_file()]
     if lost:
-        yield Finding(
-            "ZR770",
-            f"{checkpoint} lacks {', '.join(lost)}",
-            "Random numbers then begin anew (transformers, trainer.py, _load_rng_state, says nothing of it): dropout "
-            "differs from the uninterrupted run's.",
-            "Nothing, if that is meant; else copy the checkpoint again.",
-            level="warning",
-        )
+        yield finding("ZR770", checkpoint=checkpoint, lost=", ".join(lost))
 
 
 def base_weights(settings: Settings) -> str | None:

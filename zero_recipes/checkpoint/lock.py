@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.process import rank
 from zero_recipes.distributed.agree import agree
 
@@ -94,12 +94,7 @@ def _open(output_dir: Path) -> int:
         output_dir.mkdir(parents=True, exist_ok=True)
         return os.open(output_dir / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
     except OSError as error:
-        raise Refusal(
-            "ZR748",
-            f"output_dir {output_dir} cannot be written",
-            f"{error.strerror}: {error.filename}.",
-            "Choose another --output_dir, or make it writable for this user.",
-        ) from None
+        raise refusal("ZR748", output_dir=output_dir, strerror=error.strerror, filename=error.filename) from None
 
 
 def _locked(handle: int, kind: int) -> bool:
@@ -131,13 +126,12 @@ def _in_use(output_dir: Path) -> Refusal:
     holders = _living_holders(output_dir)
     here = [str(holder["pid"]) for holder in holders if holder["host"] == socket.gethostname()]
     named = "; ".join(f"rank {holder['rank']}: process {holder['pid']} on {holder['host']}" for holder in holders)
-    return Refusal(
+    return refusal(
         "ZR747",
-        f"another run is alive in {output_dir}",
-        f"Its processes hold {output_dir / LOCK} until they end ({named or 'which ones, the file does not say'}); two "
-        "runs would write into each other's files. Nothing has been touched.",
-        "Wait for its end, or choose another --output_dir. Workers that outlived their launcher are ended by hand"
-        + (f": kill {' '.join(here)}." if here else ", on the machine where they are."),
+        output_dir=output_dir,
+        output_dir_2=output_dir / LOCK,
+        named=named or "which ones, the file does not say",
+        fix=f": kill {' '.join(here)}." if here else ", on the machine where they are.",
     )
 
 

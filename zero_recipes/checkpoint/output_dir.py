@@ -9,7 +9,7 @@ from pathlib import Path
 from zero_recipes.checkpoint import overwrite as overwriting
 from zero_recipes.checkpoint.resume import clear_unfinished, numbered, resumes_in
 from zero_recipes.config.paths_read import Input
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal, refusal
 
 FAILURE = re.compile(r"failure\.rank\d+\.json")
 
@@ -19,19 +19,12 @@ def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: S
     overwrite what the run reads (`inputs`) or what no run of ours wrote. Touches nothing."""
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
     if not existing.is_dir():
-        raise Refusal(
-            "ZR701", f"output_dir {output_dir} cannot be made", f"{existing} is a file.", "Choose another --output_dir."
-        )
+        raise refusal("ZR701", output_dir=output_dir, existing=existing)
     if overwrite:
         overwriting.refuse_deleting_inputs(output_dir, inputs)
         return
     for aside in overwriting.interrupted(output_dir):
-        raise Refusal(
-            "ZR749",
-            f"{aside} holds what an earlier run saved",
-            "A run with --overwrite true had moved it aside and was killed before its first step.",
-            f"Put it back (mv {aside}/* {output_dir}), or start that run again: it goes on with --overwrite true.",
-        )
+        raise refusal("ZR749", aside=aside, output_dir=output_dir)
     found = saved_in(output_dir)
     if not found or resumes_in(output_dir, resume):
         return
@@ -40,11 +33,12 @@ def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: S
         fixes.append("go on from its last checkpoint with --resume_from_checkpoint true")
     if _may_overwrite(output_dir, inputs):
         fixes.append("replace it with --overwrite true (deletes the above once the new run has taken its first step)")
-    raise Refusal(
+    raise refusal(
         "ZR702",
-        f"{output_dir} already holds {', '.join(path.name for path in found[:4])}{' ...' if len(found) > 4 else ''}",
-        "An earlier run saved it; training into the same folder would mix or destroy it. Nothing has been touched.",
-        f"{', or '.join(fixes)}.",
+        output_dir=output_dir,
+        found=", ".join(path.name for path in found[:4]),
+        what=" ..." if len(found) > 4 else "",
+        fixes=", or ".join(fixes),
     )
 
 

@@ -20,8 +20,8 @@ from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.resume import numbered
 from zero_recipes.checkpoint.saved_files import CHECKSUMS
 from zero_recipes.config.paths_read import Input
-from zero_recipes.core.errors import Refusal
 from zero_recipes.core.files import write_json
+from zero_recipes.core.findings import refusal
 
 FAILED = ("failed", "oom", "diverged", "refused")  # metrics.schema.Status, of what is not finished; a list is none
 RESULTS = ("metrics.json", "samples.jsonl", "recipe.resolved.yaml")
@@ -54,14 +54,7 @@ def to_replace(output_dir: Path) -> list[Path]:
     files = [*weights, *beside, *results]
     strangers += [path for path in files if path not in strangers and (path.is_symlink() or not path.is_file())]
     if strangers:
-        raise Refusal(
-            "ZR750",
-            f"{output_dir} holds {_listed(strangers)}, which no run of zero-recipes left there",
-            "--overwrite true replaces what such a run wrote: checkpoints with its manifest, and model and results "
-            "beside its recipe.resolved.yaml; no links. The new run would write over this, or mix with it. Nothing "
-            "has been touched.",
-            "Choose another --output_dir, or move that away yourself.",
-        )
+        raise refusal("ZR750", output_dir=output_dir, strangers=_listed(strangers))
     return [*checkpoints, *files]
 
 
@@ -95,13 +88,12 @@ def refuse_deleting_inputs(output_dir: Path, inputs: list[Input]) -> None:
     for used in inputs if going else ():
         deleted = used.first_of(going)
         if deleted is not None:
-            raise Refusal(
+            raise refusal(
                 "ZR751",
-                f"--overwrite true would delete {deleted}, and the run reads it",
-                f"{used.key}: {used.path}"
-                + (f" is {used.path.resolve()}." if used.path.is_symlink() else ".")
-                + " Nothing has been touched.",
-                "Choose another --output_dir; what the run reads may lie in the old one.",
+                deleted=deleted,
+                key=used.key,
+                path=used.path,
+                why=f" is {used.path.resolve()}." if used.path.is_symlink() else ".",
             )
 
 
@@ -121,13 +113,7 @@ def move_aside(output_dir: Path) -> Path | None:
             path.rename(aside / path.name)
     except OSError as error:
         recover(output_dir)
-        raise Refusal(
-            "ZR752",
-            f"{error.filename} cannot be moved to {aside}",
-            f"{error.strerror}. --overwrite true moves what an earlier run left aside until the new run has taken its "
-            "first step. All is where it was.",
-            "Choose another --output_dir, or make room and rights for this user.",
-        ) from None
+        raise refusal("ZR752", filename=error.filename, aside=aside, strerror=error.strerror) from None
     return aside
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.documents import STATE, document_fault
 from zero_recipes.checkpoint.reshard.load import is_resharded
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import refusal
 from zero_recipes.core.process import rank
 
 
@@ -63,12 +63,7 @@ def checkpoint_to_resume(
         _refuse_unusable(checkpoint, fault_of)
         _refuse_newer(output_dir, checkpoint, overwrite)
     elif overwrite:
-        raise Refusal(
-            "ZR703",
-            "--resume_from_checkpoint true with --overwrite true",
-            f"The one goes on from the checkpoints in {output_dir}, the other deletes them.",
-            "Drop one of the two; a run that pods restart needs --resume_from_checkpoint true alone.",
-        )
+        raise refusal("ZR703", output_dir=output_dir)
     else:
         checkpoint = _last_whole(output_dir, fault_of, before)
     if checkpoint is None:
@@ -86,29 +81,17 @@ def _last_whole(output_dir: Path, fault_of: Callable[[Path], str | None], before
         if fault is None:
             return checkpoint
         if manifest.is_foreign(checkpoint):
-            raise Refusal(
-                "ZR704",
-                f"nothing says whether {checkpoint} is whole",
-                "It has no manifest.json: plain transformers wrote it, or an earlier version of zero-recipes.",
-                f"If you trust it, name it: --resume_from_checkpoint {checkpoint}; else move it away or choose another "
-                "--output_dir.",
-            )
+            raise refusal("ZR704", checkpoint=checkpoint)
         _say(f"passed over: {fault}")
     done = [*output_dir.glob("*.safetensors"), *output_dir.glob("pytorch_model*.bin")]
     if done:
-        raise Refusal(
-            "ZR705",
-            f"{output_dir} holds {done[0].name} and no checkpoint to go on from",
-            "An earlier run has saved its model there; starting fresh would replace it. Nothing has been touched.",
-            "Choose another --output_dir, or start over with --overwrite true (deletes it once the new run has taken "
-            "its first step; refused where the run reads it).",
-        )
+        raise refusal("ZR705", output_dir=output_dir, name=done[0].name)
     return None
 
 
 def refuse_not_whole(checkpoint: Path, fault: str) -> None:
     """Of a checkpoint that is named by its path. Raises Refusal."""
-    raise Refusal("ZR707", f"{checkpoint} is not whole", fault, _another(checkpoint))
+    raise refusal("ZR707", checkpoint=checkpoint, fault=fault, another=_another(checkpoint))
 
 
 def _another(checkpoint: Path) -> str:
@@ -120,12 +103,7 @@ def _another(checkpoint: Path) -> str:
 def _refuse_unusable(checkpoint: Path, fault_of: Callable[[Path], str | None]) -> None:
     """Of a checkpoint that is named by its path."""
     if not checkpoint.is_dir():
-        raise Refusal(
-            "ZR706",
-            f"there is no checkpoint {checkpoint}",
-            f"Paths are relative to the working directory, {Path.cwd()}.",
-            f"Name a checkpoint-N folder; {_another(checkpoint)}",
-        )
+        raise refusal("ZR706", checkpoint=checkpoint, cwd=Path.cwd(), another=_another(checkpoint))
     foreign = manifest.is_foreign(checkpoint)
     fault = (document_fault(checkpoint) if foreign else manifest.damage(checkpoint)) or fault_of(checkpoint)
     if fault is None and foreign and not (checkpoint / STATE).is_file():
@@ -134,12 +112,7 @@ def _refuse_unusable(checkpoint: Path, fault_of: Callable[[Path], str | None]) -
         refuse_not_whole(checkpoint, fault)
     states = [*checkpoint.glob("optimizer.pt"), *checkpoint.glob("optimizer.bin"), *checkpoint.glob("global_step*")]
     if not states and not is_resharded(checkpoint):
-        raise Refusal(
-            "ZR708",
-            f"{checkpoint} holds no optimizer states",
-            "It was saved with save_only_model, or it is a model: Adam would start from zero.",
-            f"Name another checkpoint, or train from these weights with --model_name_or_path {checkpoint}.",
-        )
+        raise refusal("ZR708", checkpoint=checkpoint)
 
 
 def _refuse_newer(output_dir: Path, checkpoint: Path, overwrite: bool) -> None:
@@ -147,22 +120,12 @@ def _refuse_newer(output_dir: Path, checkpoint: Path, overwrite: bool) -> None:
     if not resumes_in(output_dir, checkpoint):
         return  # refuse_occupied sees to it that nothing stands there
     if overwrite:
-        raise Refusal(
-            "ZR709",
-            f"--overwrite true with --resume_from_checkpoint {checkpoint}",
-            f"{output_dir} would be emptied, that checkpoint included.",
-            "Drop one of the two, or choose another --output_dir.",
-        )
+        raise refusal("ZR709", checkpoint=checkpoint, output_dir=output_dir)
     found = manifest.read(checkpoint)
     step = step_of(checkpoint) if found is None else found["step"]
     newer = [p.name for p in numbered(output_dir) if step_of(p) > step and manifest.damage(p) is None]
     if newer:
-        raise Refusal(
-            "ZR710",
-            f"{output_dir} holds {', '.join(newer[:4])}, which a run from step {step} on would write again",
-            "What stands there is whole; a run that is killed while it writes over it would lose both.",
-            "Go on from the last one with --resume_from_checkpoint true, or branch off with another --output_dir.",
-        )
+        raise refusal("ZR710", output_dir=output_dir, newer=", ".join(newer[:4]), step=step)
 
 
 def clear_unfinished(output_dir: Path, passed_over: Collection[Path] = ()) -> None:
@@ -192,12 +155,7 @@ def refuse_different_checkpoints(checkpoint: str | None) -> None:
     found = gathered(checkpoint)
     if len(set(found)) > 1:
         listed = ", ".join(f"rank {rank}: {path or 'starts fresh'}" for rank, path in enumerate(found))
-        raise Refusal(
-            "ZR711",
-            "the ranks do not see the same last checkpoint",
-            f"{listed}. Each rank writes its part of a checkpoint; the manifest is written on rank 0's machine.",
-            "Put output_dir on storage that all machines share.",
-        )
+        raise refusal("ZR711", listed=listed)
 
 
 def gathered(mine: Any) -> list[Any]:

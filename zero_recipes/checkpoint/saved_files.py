@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from zero_recipes.checkpoint import checksums
 from zero_recipes.checkpoint.documents import first_fault, read_json
 from zero_recipes.checkpoint.weights import NotWhole
-from zero_recipes.core.errors import first_line
 from zero_recipes.core.files import write_json
+from zero_recipes.core.findings import first_line
 
 CHECKSUMS = "checksums.json"
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")

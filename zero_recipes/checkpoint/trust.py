@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zero_recipes.compat.safe_loading import may_run_code
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import refusal
+from zero_recipes.libs.safe_loading import may_run_code
 
 
 def refuse_code(checkpoint: Path, found: str | None) -> None:
     """Refuse a checkpoint with a pickle that is more than data. `found`: which, and what it asks for; None: no such."""
     if found is not None:
-        raise Refusal(
-            "ZR780",
-            f"{checkpoint} holds {found}",
-            "A pickle can run any program while it is read. Tensors, numbers and the classes that DeepSpeed, numpy and "
-            "transformers put into a checkpoint are read; nothing of this file has been.",
-            "If you trust whoever wrote it: --trust_checkpoint true. Else delete it.",
-        )
+        raise refusal("ZR780", checkpoint=checkpoint, found=found)
 
 
 def code_in(checkpoint: Path) -> str | None:

@@ -16,8 +16,8 @@ from zero_recipes.checkpoint.finite import count_nonfinite
 from zero_recipes.checkpoint.saved_files import check_tokenizer, compare_checksums
 from zero_recipes.checkpoint.trust import code_in
 from zero_recipes.checkpoint.weights import ADAPTER, INDEX, SINGLE, Entry, NotWhole, entries_of, strays
-from zero_recipes.compat.huggingface import kept_in_fp32
-from zero_recipes.core.errors import first_line
+from zero_recipes.core.findings import first_line
+from zero_recipes.libs.huggingface import kept_in_fp32
 
 __all__ = ["ADAPTER", "INDEX", "SINGLE", "NotWhole", "verify"]
 

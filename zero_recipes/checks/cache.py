@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host
 
 VOLUME = "/workspace"  # where RunPod mounts a pod's volume, unless its template says otherwise
@@ -24,21 +24,18 @@ def offline_findings(settings: Settings) -> Iterator[Finding]:
     if constants.is_offline_mode() and on_hub(settings.model_name_or_path):
         missing = missing_of_model(settings)
         if missing:
-            yield Finding(
+            yield finding(
                 "ZR613",
-                f"the model {settings.model_name_or_path} is not whole in the cache: no {missing}",
-                f"HF_HUB_OFFLINE is set, and the cache is {constants.HF_HUB_CACHE}.",
-                FETCH,
+                model_name_or_path=settings.model_name_or_path,
+                missing=missing,
+                hf_hub_cache=constants.HF_HUB_CACHE,
+                fetch=FETCH,
             )
     if datasets.config.HF_HUB_OFFLINE:
         for entry in settings.datasets or [{"path": settings.dataset_name, "name": settings.dataset_config}]:
             if not _dataset_is_cached(entry):
-                yield Finding(
-                    "ZR614",
-                    f"the data {entry['path']} is not in the cache",
-                    "HF_HUB_OFFLINE or HF_DATASETS_OFFLINE is set, and the cache is "
-                    f"{datasets.config.HF_DATASETS_CACHE}.",
-                    FETCH,
+                yield finding(
+                    "ZR614", path=entry["path"], hf_datasets_cache=datasets.config.HF_DATASETS_CACHE, fetch=FETCH
                 )
 
 
@@ -53,12 +50,14 @@ def volume_findings(settings: Settings, output_dir: Path, host: Host) -> Iterato
     for what, folder in folders.items():
         place = Path(folder).resolve()
         if not place.is_relative_to(VOLUME):
-            yield Finding(
+            yield finding(
                 "ZR615",
-                f"{what}, {folder}, is not on the pod's volume",
-                f"RunPod keeps {VOLUME} when a pod stops and clears the rest (docs.runpod.io, pods/storage/types).",
-                f"export HF_HOME={VOLUME}/cache/huggingface" if what != "output_dir" else f"--output_dir {VOLUME}/...",
-                level="warning",
+                what=what,
+                folder=folder,
+                volume=VOLUME,
+                fix=f"export HF_HOME={VOLUME}/cache/huggingface"
+                if what != "output_dir"
+                else f"--output_dir {VOLUME}/...",
             )
 
 

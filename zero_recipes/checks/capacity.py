@@ -9,7 +9,7 @@ from zero_recipes.checkpoint.output_dir import saved_in
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import Settings
 from zero_recipes.core import units
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host
 from zero_recipes.theory.lower_bounds import batch_bytes, disk_terms, host_terms
 
@@ -26,12 +26,16 @@ def memory_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> 
             fixes += ", stage 3 (it loads in parts), or dtype: bfloat16"
         elif run.device == "cuda":
             fixes += ", or a ds_config that offloads less"
-        yield Finding(
+        yield finding(
             "ZR608",
-            f"the run needs at least {units.size(sum(terms.values()))} of host memory, and {units.size(limit)} can be "
-            "had",
-            f"{_sum(terms)} for {psi:,} parameters in {here} process{'es' if here > 1 else ''}; the limit is {source}.",
-            f"{fixes}.",
+            size=units.size(sum(terms.values())),
+            size_2=units.size(limit),
+            sum=_sum(terms),
+            psi=psi,
+            here=here,
+            why="es" if here > 1 else "",
+            source=source,
+            fixes=fixes,
         )
 
 
@@ -47,14 +51,14 @@ def resume_findings(run: RunConfig, here: int, host: Host) -> Iterator[Finding]:
     read = here * max(sizes, default=0)
     limit, source = host.memory()
     if read > limit:
-        yield Finding(
+        yield finding(
             "ZR641",
-            f"going on from {run.checkpoint} reads {units.size(read)} into host memory, and {units.size(limit)} can be "
-            "had",
-            f"Each of the {here} processes of this machine reads {units.size(read // here)} at once (DeepSpeed 0.19.8, "
-            f"runtime/engine.py load_checkpoint; deepspeedai/DeepSpeed#3938); the limit is {source}.",
-            "A machine with more memory; zero-recipes reshard to more processes on more machines; or train from the "
-            "checkpoint's weights with --model_name_or_path.",
+            checkpoint=run.checkpoint,
+            size=units.size(read),
+            size_2=units.size(limit),
+            here=here,
+            size_3=units.size(read // here),
+            source=source,
         )
 
 
@@ -65,14 +69,12 @@ def disk_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> It
     # an earlier run's checkpoints go: all under overwrite, one by one under save_total_limit
     going = sum(path.stat().st_size for folder in saved_in(run.output_dir) for path in _files(folder))
     if sum(terms.values()) > free + going:
-        yield Finding(
+        yield finding(
             "ZR609",
-            f"{run.output_dir} must take at least {units.size(sum(terms.values()))}, and its disk has "
-            f"{units.size(free)} free",
-            f"{_sum(terms)}. The newest checkpoint is written before the oldest is deleted "
-            "(transformers/trainer_utils.py `rotate_checkpoints`).",
-            "Another --output_dir, a smaller save_total_limit, --save_only_model true (no resuming), or "
-            '--save_strategy "no".',
+            output_dir=run.output_dir,
+            size=units.size(sum(terms.values())),
+            size_2=units.size(free),
+            sum=_sum(terms),
         )
 
 
@@ -80,12 +82,12 @@ def download_findings(settings: Settings, psi: int, cache: Path, host: Host) -> 
     """Weights that are still to be downloaded and do not fit; 16 bits each is the least that a hub file has."""
     free = host.free_disk(cache)
     if 2 * psi > free:
-        yield Finding(
+        yield finding(
             "ZR610",
-            f"the weights of {settings.model_name_or_path} are at least {units.size(2 * psi)}, and {cache} has "
-            f"{units.size(free)} free",
-            "They are not in the cache yet; the download would end with the disk full.",
-            "Free the disk, or set HF_HOME to a folder on a larger one.",
+            model_name_or_path=settings.model_name_or_path,
+            size=units.size(2 * psi),
+            cache=cache,
+            size_2=units.size(free),
         )
 
 
@@ -96,25 +98,11 @@ def shared_memory_findings(run: RunConfig, here: int, host: Host) -> Iterator[Fi
     if free is None:
         return
     if run.device == "cuda" and here > 1 and free < NCCL_WANTS:
-        yield Finding(
-            "ZR611",
-            f"/dev/shm has {units.size(free)} free, for {here} GPUs",
-            "GPUs without peer access use it, 10 MB a connection; Docker gives 64 MB, and NCCL ends with "
-            '"No space left on device" (github.com/NVIDIA/nccl issues 290 and 342; its documentation takes 1 GB).',
-            larger,
-            level="warning",
-        )
+        yield finding("ZR611", size=units.size(free), here=here, larger=larger)
     ahead = settings.dataloader_num_workers * (settings.dataloader_prefetch_factor or 2)
     queued = here * ahead * batch_bytes(settings)
     if queued > free:
-        yield Finding(
-            "ZR612",
-            f"/dev/shm has {units.size(free)} free, and the data loaders put up to {units.size(queued)} there",
-            f"{here} x dataloader_num_workers x prefetched batches; a worker that finds it full dies of a bus error "
-            "(torch/csrc/DataLoader.cpp).",
-            f"dataloader_num_workers: 0 (tokens are ready before training), or {larger}",
-            level="warning",
-        )
+        yield finding("ZR612", size=units.size(free), size_2=units.size(queued), here=here, larger=larger)
 
 
 def _files(path: Path) -> list[Path]:

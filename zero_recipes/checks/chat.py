@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Finding, Refusal
+from zero_recipes.core.findings import Finding, Refusal, finding
 
 
 def chat_findings(settings: Settings) -> Iterator[Finding]:
@@ -16,13 +16,7 @@ def chat_findings(settings: Settings) -> Iterator[Finding]:
     if not settings.assistant_only_loss:
         return
     if settings.dataset_format == "alpaca":
-        yield Finding(
-            "ZR418",
-            "assistant_only_loss with dataset_format: alpaca",
-            "Alpaca's rows become prompt and completion, which have no assistant's turns: TRL (trainer/sft_trainer.py) "
-            "stops on it, once the model has been loaded.",
-            "Remove assistant_only_loss: the loss of prompt and completion is on the completion alone.",
-        )
+        yield finding("ZR418")
         return
     try:
         tokenizer = _tokenizer(settings)
@@ -47,33 +41,17 @@ def template_findings(tokenizer) -> Iterator[Finding]:
         ".jinja file and name it as chat_template_path; or remove assistant_only_loss."
     )
     if not tokenizer.chat_template:
-        yield Finding(
-            "ZR419",
-            "assistant_only_loss, but the tokenizer has no chat template",
-            "Without one nothing says which tokens are the assistant's; TRL dies with a TypeError.",
-            fix,
-        )
+        yield finding("ZR419", fix=fix)
         return
     replaced = None
     if not has_generation_markers(tokenizer.chat_template):
         try:
             replaced = get_training_chat_template(tokenizer)
         except ValueError as error:
-            yield Finding(
-                "ZR420",
-                "assistant_only_loss with a chat template that has no {% generation %} marks",
-                f"TRL: {error}",
-                fix,
-            )
+            yield finding("ZR420", error=error, fix=fix)
             return
     if not is_chat_template_stop_token_trained(tokenizer, chat_template=replaced):
-        yield Finding(
-            "ZR421",
-            "assistant_only_loss with a chat template that leaves the end of the turn out of the marks",
-            "The model is never trained to stop; the loss does not show it (TRL, chat_template_utils.py).",
-            fix,
-            level="warning",
-        )
+        yield finding("ZR421", fix=fix)
 
 
 def _tokenizer(settings: Settings):

@@ -15,7 +15,7 @@ from zero_recipes.checks.zero_options import zero_option_findings
 from zero_recipes.checks.zero_unsupported import unsupported_findings
 from zero_recipes.config import sequence_parallel
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Finding, Refusal
+from zero_recipes.core.findings import Finding, Refusal, finding
 from zero_recipes.core.process import local_world_size
 from zero_recipes.theory.lower_bounds import module_classes, without_memory
 
@@ -57,13 +57,7 @@ def _lora(settings: Settings, zero_stage: int | None, device: str) -> Iterator[F
     modules = settings.lora_target_modules
     only = modules[0] if isinstance(modules, list) and len(modules) == 1 else modules
     if isinstance(only, str) and only.isidentifier() and only not in TOP_LEVEL:
-        yield Finding(
-            "ZR128",
-            f"lora_target_modules with the single name {only}",
-            "TRL 1.16 (trainer/model_config.py, __post_init__) turns a list of one into a string, and PEFT reads a "
-            'string as a pattern of the whole path: "No modules were targeted", once the model has been loaded.',
-            f'Write lora_target_modules: [".*{only}"].',
-        )
+        yield finding("ZR128", only=only)
     from zero_recipes.data.template import is_template_file
 
     template = settings.chat_template_path
@@ -71,21 +65,9 @@ def _lora(settings: Settings, zero_stage: int | None, device: str) -> Iterator[F
         return
     fix = "Name a .jinja file (no tokens are added), or train without LoRA."
     if zero_stage == 3 and device == "cpu":
-        yield Finding(
-            "ZR129",
-            f"LoRA at ZeRO stage 3 on a CPU with the chat template of another tokenizer ({template})",
-            "TRL adds its tokens and trains their rows; PEFT 0.21 (tuners/trainable_tokens/layer.py, "
-            "_collect_token_weights) fetches them to a CUDA device.",
-            fix,
-        )
+        yield finding("ZR129", template=template, fix=fix)
     if getattr(_model_config(settings), "tie_word_embeddings", False):
-        yield Finding(
-            "ZR130",
-            f"LoRA on tied embeddings with the chat template of another tokenizer ({template})",
-            "TRL adds its tokens and trains their rows; PEFT 0.21 wraps the tied LM head (TrainableTokensWrapper) "
-            "without a bias, and TRL 1.16 (trainer/utils.py, add_fused_lm_head) needs it in the first step.",
-            fix,
-        )
+        yield finding("ZR130", template=template, fix=fix)
 
 
 def _uneven_ranks(settings: Settings, world_size: int) -> Iterator[Finding]:
@@ -95,36 +77,18 @@ def _uneven_ranks(settings: Settings, world_size: int) -> Iterator[Finding]:
     if world_size == 1 or not isinstance(loading, dict):
         return
     if loading.get("even_batches") is False and not settings.dataset_streaming:
-        yield Finding(
-            "ZR134",
-            f"accelerator_config.even_batches: false with {world_size} processes",
-            "Where rows do not divide, a rank has a batch less (accelerate, data_loader.py, BatchSamplerShard), and "
-            "the ranks' collectives no longer match: the run hangs or dies, in training and in evaluation.",
-            "Remove it: accelerate then repeats a few rows, and the Trainer drops them from evaluation losses.",
-        )
+        yield finding("ZR134", world_size=world_size)
 
 
 def _weights(settings: Settings, world_size: int) -> Iterator[Finding]:
     if world_size > 1 and not settings.average_tokens_across_devices:
-        yield Finding(
-            "ZR136",
-            f"average_tokens_across_devices: false with {world_size} processes",
-            "Each rank then divides by its own tokens (transformers, trainer.py, _get_num_items_in_batch): a token "
-            "weighs more where rows are short, and the result depends on how many processes there are.",
-            "Remove it: every token of the global batch then weighs the same.",
-        )
+        yield finding("ZR136", world_size=world_size)
 
 
 def _liger(settings: Settings) -> Iterator[Finding]:
     kernels = settings.liger_kernel_config
     if settings.use_liger_kernel and isinstance(kernels, dict) and kernels.get("fused_linear_cross_entropy"):
-        yield Finding(
-            "ZR190",
-            "liger_kernel_config with fused_linear_cross_entropy: true",
-            "It reads the LM head's weight outside of its module: under ZeRO stage 3 the weight is a partition there "
-            "(linkedin/Liger-Kernel#1048), and TRL 1.16 (trainer/sft_trainer.py) stops on it, the model loaded.",
-            "Remove it: TRL computes the loss in chunks by itself, and gathers the weight at stage 3.",
-        )
+        yield finding("ZR190")
 
 
 def _launched_alone(strategy, environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -133,31 +97,11 @@ def _launched_alone(strategy, environment: Mapping[str, str]) -> Iterator[Findin
     by_mpi = any(name.startswith(("OMPI_COMM_WORLD", "PMI_", "MV2_COMM_WORLD")) for name in environment)
     asked_for_more = "ACCELERATE_USE_CPU" in environment and "MASTER_ADDR" in environment and "RANK" not in environment
     if asked_for_more and not by_mpi and environment["ACCELERATE_USE_CPU"].lower() != "true":
-        yield Finding(
-            "ZR340",
-            "one process, whatever num_processes says",
-            "Under distributed_type NO accelerate starts the script once (accelerate 1.15, commands/launch.py, "
-            "simple_launcher).",
-            "Write distributed_type: MULTI_GPU for more; for one process num_processes: 1 says what happens.",
-            level="warning",
-        )
+        yield finding("ZR340")
     elif asked_for_more and not by_mpi:
-        yield Finding(
-            "ZR137",
-            "several processes were requested, and accelerate started one",
-            "Under distributed_type MULTI_CPU or NO it starts the script once, whatever num_processes says "
-            "(accelerate 1.15, commands/launch.py, simple_launcher; utils/launch.py then sets MASTER_ADDR only).",
-            "Write distributed_type: MULTI_GPU (it serves CPUs too), as accelerate_configs/ddp.yaml does. For one "
-            "process: --num_processes 1, and no MASTER_ADDR in the environment.",
-        )
+        yield finding("ZR137")
     elif strategy.zero_stage and not (strategy.offload_optimizer or strategy.offload_param):
-        yield Finding(
-            "ZR138",
-            f"ZeRO stage {strategy.zero_stage} with one process",
-            "Nothing can be partitioned over one process: every model state stays whole.",
-            "Launch with --num_processes 2 or more; for one process leave out DeepSpeed, or offload.",
-            level="warning",
-        )
+        yield finding("ZR138", zero_stage=strategy.zero_stage)
 
 
 def _layer_classes(settings: Settings, strategy, environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -170,30 +114,14 @@ def _layer_classes(settings: Settings, strategy, environment: Mapping[str, str])
     known = module_classes(model, settings.trust_remote_code) if model is not None else None
     missing = [str(name) for name in names if known is not None and name and name not in known]
     if missing:
-        yield Finding(
-            "ZR341",
-            f"the model has no layer of class {', '.join(missing)}",
-            "accelerate (utils/dataclasses.py, set_auto_wrap_policy and set_moe_leaf_modules) stops on it once the "
-            "model has been loaded.",
-            "Name a class of this model, or remove the key: transformers knows the layers of its own models.",
-        )
+        yield finding("ZR341", missing=", ".join(missing))
 
 
 def _trainer_under_deepspeed(settings: Settings, zero_stage: int | None) -> Iterator[Finding]:
     if settings.save_only_model and settings.load_best_model_at_end:
-        yield Finding(
-            "ZR139",
-            "save_only_model with load_best_model_at_end under DeepSpeed",
-            "transformers (trainer.py, create_accelerator_and_postprocess) stops on it, after loading the model.",
-            "Set save_only_model: false.",
-        )
+        yield finding("ZR139")
     if settings.auto_find_batch_size and zero_stage == 3:
-        yield Finding(
-            "ZR140",
-            "auto_find_batch_size at ZeRO stage 3",
-            "transformers (trainer.py, create_accelerator_and_postprocess) stops on it, after loading the model.",
-            "Set per_device_train_batch_size by hand.",
-        )
+        yield finding("ZR140")
 
 
 def _experts(settings: Settings, strategy, environment: Mapping[str, str]) -> list[Finding]:
@@ -205,7 +133,7 @@ def _experts(settings: Settings, strategy, environment: Mapping[str, str]) -> li
 
 def _model_config(settings: Settings):
     """None where it is not at hand: the run itself refuses that."""
-    from zero_recipes.models.load import load_config
+    from zero_recipes.model import load_config
 
     arguments = settings
     try:

@@ -10,9 +10,9 @@ from typing import Any
 
 from zero_recipes.checks.cache import missing_of_model, on_hub, packaged_formats
 from zero_recipes.checks.refused_late import sample_findings
-from zero_recipes.compat.alone import alone
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Finding, Refusal, first_line
+from zero_recipes.core.findings import Finding, Refusal, finding, first_line
+from zero_recipes.libs.alone import alone
 
 FIRST = 4  # rows that are tokenised
 MIXTURE = ("path", "name", "data_dir", "data_files")  # of an entry, what says which data it is
@@ -39,12 +39,7 @@ def _found(settings: Settings, asks_hub: bool) -> Iterator[Finding]:
         yield from refusal.findings
     except Exception as error:  # readers of a dozen formats: each raises what it likes
         named = ", ".join(str(entry["path"]) for entry in settings.datasets) or settings.dataset_name
-        yield Finding(
-            "ZR428",
-            f"the data {named} cannot be read",
-            f"{type(error).__name__}: {first_line(error)}",
-            "zero-recipes check RECIPE.yaml --data reads all of it.",
-        )
+        yield finding("ZR428", named=named, name=type(error).__name__, error=first_line(error))
 
 
 def _look(settings: Settings) -> None:
@@ -74,27 +69,12 @@ def _mixture_findings(settings: Settings, asks_hub: bool) -> Iterator[Finding]:
 
     size = settings.test_split_size
     if size is not None and not (0 < size < 1 or (size >= 1 and size == int(size))):
-        yield Finding(
-            "ZR158",
-            f"test_split_size is {size}",
-            "It is a share of the rows or a number of rows (datasets, train_test_split).",
-            "Write a number between 0 and 1, or a whole number.",
-        )
+        yield finding("ZR158", size=size)
     if size is not None and settings.streaming:
-        yield Finding(
-            "ZR159",
-            "test_split_size with streaming: true",
-            "A stream cannot be split (TRL 1.16, scripts/utils.py, get_dataset calls train_test_split).",
-            "Remove one of the two.",
-        )
+        yield finding("ZR159")
     shares = [entry.get("fraction") is not None for entry in settings.datasets]
     if any(shares) and not all(shares):
-        yield Finding(
-            "ZR160",
-            "a fraction for some of the data sets",
-            "TRL (scripts/utils.py, get_dataset) takes it for all of a mixture or for none.",
-            "Write a fraction in each entry of datasets, or in none.",
-        )
+        yield finding("ZR160")
     for entry in settings.datasets:
         if not on_hub(entry["path"]) or (asks_hub and entry["path"] not in packaged_formats()):
             named = re.split(r"[\[+]", entry.get("split") or "train")[0]  # "train[:100]+test"

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host
 
 # oldest driver that runs programs of a CUDA major version (NVIDIA's CUDA compatibility guide, minor version
@@ -50,24 +50,26 @@ def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refus
     said = reason()
     oldest = OLDEST_DRIVER.get(int(built.split(".")[0]))
     if "driver on your system is too old" in said or (driver and oldest and int(driver.split(".")[0]) < oldest):
-        yield Finding(
+        yield finding(
             "ZR650",
-            f"the NVIDIA driver {driver or '(of unknown version)'} is too old for torch {torch.__version__}, a build "
-            f"for CUDA {built}",
-            f"CUDA {built.split('.')[0]} needs driver {oldest or '(a newer one)'} or later; torch.cuda.is_available() "
-            f'is false, and the run would train on the CPU. torch says: "{said}"',
-            "A machine or a pod with a newer driver; or a torch built for an older CUDA, which pytorch.org offers as "
-            "another wheel index of the same version (cu126 runs from driver 525 on), or an image with such a torch. "
-            f"{ON_THE_CPU}",
+            driver=driver or "(of unknown version)",
+            version=torch.__version__,
+            built=built,
+            first_split=built.split(".")[0],
+            oldest=oldest or "(a newer one)",
+            said=said,
+            on_the_cpu=ON_THE_CPU,
             scope="machine",
         )
         return
-    yield Finding(
+    yield finding(
         "ZR651",
-        f"this machine shows {' and '.join(_seen(shown, driver))}, and torch {torch.__version__} (CUDA {built}) cannot "
-        "use any GPU",
-        f'torch.cuda.is_available() is false, and the run would train on the CPU. torch says: "{said}"',
-        f"{_cure(said, shown, host)} {ON_THE_CPU}",
+        seen=" and ".join(_seen(shown, driver)),
+        version=torch.__version__,
+        built=built,
+        said=said,
+        cure=_cure(said, shown, host),
+        on_the_cpu=ON_THE_CPU,
         scope="machine",
     )
 

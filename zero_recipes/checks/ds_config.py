@@ -9,7 +9,7 @@ from zero_recipes.checks.ds_parser import REMOVED, fill_auto
 from zero_recipes.config.ds_schema import parsed_zero
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.units import size
 
@@ -47,20 +47,9 @@ def _unsaved(config: dict, source: str, settings: Settings) -> Iterator[Finding]
     if DsConfig(config).stage != 3 or not saves or parsed_zero(zero).gather_16bit_weights_on_model_save:
         return
     if zero.get("stage3_gather_16bit_weights_on_model_save") == "auto":
-        yield Finding(
-            "ZR259",
-            f'{source} has "stage3_gather_16bit_weights_on_model_save": "auto", and the run saves a model',
-            "transformers has no value for it, and accelerate (accelerator.py, _prepare_deepspeed) fills in false: the "
-            "run would end without a model.",
-            "Write true, or run with --save_model false --save_strategy no.",
-        )
+        yield finding("ZR259", source=source)
         return
-    yield Finding(
-        "ZR206",
-        f"{source} is ZeRO stage 3 without stage3_gather_16bit_weights_on_model_save, and the run saves a model",
-        "Each rank holds a part of every weight; without the gather there is no model.safetensors at the end.",
-        'Set "stage3_gather_16bit_weights_on_model_save": true, or run with --save_model false --save_strategy no.',
-    )
+    yield finding("ZR206", source=source)
 
 
 def _missing(config: dict, source: str, settings: Settings) -> Iterator[Finding]:
@@ -92,7 +81,7 @@ def _missing(config: dict, source: str, settings: Settings) -> Iterator[Finding]
         needs["zero_optimization.stage"] = ("TRL and accelerate read it by name, and stop", "2")
     for key, (why, written) in needs.items():
         if key not in config:
-            yield Finding("ZR213", f"{source} has no {key}", f"{why}.", f'Add "{key}": {written}.')
+            yield finding("ZR213", source=source, key=key, why=why, written=written)
 
 
 def _mismatches(config: dict, source: str, settings: Settings, world_size: int) -> Iterator[Finding]:
@@ -104,32 +93,15 @@ def _mismatches(config: dict, source: str, settings: Settings, world_size: int) 
     for mismatch in mismatches:
         written, _, wanted = mismatch.removeprefix("- ds ").partition(" vs hf ")
         key = written.partition("=")[0]
-        yield Finding(
-            "ZR214",
-            f"{source} has {written}, the run has {wanted}",
-            "transformers stops on the difference, after the model has been loaded.",
-            f'Write "auto" for {key}: the recipe and the number of processes decide.',
-        )
+        yield finding("ZR214", source=source, written=written, wanted=wanted, key=key)
 
 
 def _half_precision(config: dict, source: str, settings: Settings, device: str) -> Iterator[Finding]:
     if settings.fp16 and device == "cpu":
-        yield Finding(
-            "ZR215",
-            "fp16 on a CPU",
-            'DeepSpeed: "Type fp16 is not supported on your device" on most of them.',
-            "Set bf16: true, or bf16: false for fp32.",
-        )
+        yield finding("ZR215")
     stage_0 = config.get("zero_optimization", {}).get("stage") in (0, None)
     if settings.fp16 and stage_0 and config.get("fp16", {}).get("loss_scale", 0) != 1:
-        yield Finding(
-            "ZR271",
-            f"fp16 at stage 0 of {source}",
-            "DeepSpeed 0.19.8 (runtime/engine.py, `backward`) scales the loss for its ZeRO optimizers alone; that of "
-            "stage 0 divides the gradients by the loss scale all the same, 65536 to begin with: they are lost against "
-            "Adam's epsilon, and the model does not train (deepspeedai/DeepSpeed#8393).",
-            "Take stage 1 (ds_configs/zero1.json) or above, or plain DDP (accelerate_configs/ddp.yaml).",
-        )
+        yield finding("ZR271", source=source)
 
 
 def _schedule(config: dict, source: str, settings: Settings) -> Iterator[Finding]:
@@ -137,25 +109,13 @@ def _schedule(config: dict, source: str, settings: Settings) -> Iterator[Finding
     parameters = scheduler.get("params", {})
     steps = settings.max_steps
     if scheduler.get("type") in LOG_WARMUP and "warmup_type" not in parameters:
-        yield Finding(
-            "ZR216",
-            f"{scheduler['type']} in {source} warms up along a logarithm",
-            "That is DeepSpeed's default (runtime/lr_schedules.py, WARMUP_LOG_RATE): half the steps of the warm-up "
-            "bring more than half the learning rate. The recipe's lr_scheduler_type would warm up linearly.",
-            'Write "warmup_type": "linear", or "log" if it is meant.',
-            level="warning",
-        )
+        yield finding("ZR216", type=scheduler["type"], source=source)
     for key in ("total_num_steps", "warmup_num_steps"):
         written = parameters.get(key, "auto")
         if written == "auto" or steps <= 0 or (key == "warmup_num_steps" and written < steps):
             continue
         if written != steps:
-            yield Finding(
-                "ZR217",
-                f"{source} has scheduler.params.{key} {written}, the run has {steps} steps",
-                "The schedule would never end its warm-up, or end at another step than the run.",
-                f'Write "{key}": "auto", or remove the scheduler block: the recipe\'s lr_scheduler_type then counts.',
-            )
+            yield finding("ZR217", source=source, key=key, written=written, steps=steps)
 
 
 def _buckets(config: dict, source: str, device: str) -> Iterator[Finding]:
@@ -163,62 +123,27 @@ def _buckets(config: dict, source: str, device: str) -> Iterator[Finding]:
     elements = config.get("zero_optimization", {}).get("reduce_bucket_size", 0)
     memory, _ = Host().memory()
     if device == "cpu" and isinstance(elements, (int, float)) and 2 * elements > memory:
-        yield Finding(
-            "ZR265",
-            f"zero_optimization.reduce_bucket_size in {source} is {elements:g} elements",
-            f"DeepSpeed (runtime/zero/stage3.py, stage_1_and_2.py) allocates a buffer of that size, in bf16 "
-            f"{size(2 * elements)}; {size(memory)} of this machine's memory are free.",
-            'Write "auto", or 5e8, its default.',
-        )
+        yield finding("ZR265", source=source, elements=elements, size=size(2 * elements), size_2=size(memory))
     gathered = config.get("zero_optimization", {}).get("allgather_bucket_size", 0)
     if config.get("zero_optimization", {}).get("stage") in (1, 2) and isinstance(gathered, int) and gathered % 2:
-        yield Finding(
-            "ZR266",
-            f"zero_optimization.allgather_bucket_size in {source} is {gathered}",
-            "DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, nccl_start_alignment_factor) stops on an odd number.",
-            f"Write {gathered + 1}.",
-        )
+        yield finding("ZR266", source=source, gathered=gathered, gathered_2=gathered + 1)
 
 
 def _data_routing(config: dict, source: str) -> Iterator[Finding]:
     efficiency = config.get("data_efficiency", {})
     routing = efficiency.get("data_routing", {}) if isinstance(efficiency, dict) else {}
     if isinstance(routing, dict) and efficiency.get("enabled") and routing.get("enabled"):
-        yield Finding(
-            "ZR267",
-            f"data_efficiency.data_routing in {source} is enabled",
-            "Random token dropping wraps the model's layers in the training script (DeepSpeed, "
-            "convert_to_random_ltd), which transformers' Trainer does not do: DeepSpeed stops on a KeyError.",
-            "Remove data_routing.",
-        )
+        yield finding("ZR267", source=source)
 
 
 def _without_effect(config: dict, source: str) -> Iterator[Finding]:
     if "activation_checkpointing" in config:
-        yield Finding(
-            "ZR218",
-            f"the activation_checkpointing block of {source} does nothing here",
-            "Only models that call deepspeed.checkpointing read it; those of transformers do not.",
-            "Remove it, and set activation_checkpointing: true in the recipe.",
-            level="warning",
-        )
+        yield finding("ZR218", source=source)
     if "thread_count" in config.get("aio", {}):
-        yield Finding(
-            "ZR219",
-            f"aio.thread_count in {source} does nothing",
-            "DeepSpeed 0.19.8 reads intra_op_parallelism (runtime/swap_tensor/aio_config.py).",
-            'Write "intra_op_parallelism" instead.',
-            level="warning",
-        )
+        yield finding("ZR219", source=source)
     unknown = sorted(set(config) - _known_to_deepspeed() - set(REMOVED))
     if unknown:
-        yield Finding(
-            "ZR220",
-            f"unknown top-level keys in {source}: {', '.join(unknown)}",
-            "DeepSpeed ignores them silently.",
-            "Check their spelling, or remove them.",
-            level="warning",
-        )
+        yield finding("ZR220", source=source, unknown=", ".join(unknown))
 
 
 def _known_to_deepspeed() -> set[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from zero_recipes.checks.ds_config import BLOCKS
 from zero_recipes.config.ds_schema import quiet
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 
 ZERO = "zero_optimization"
 NO_KEY = "no_such_key"
@@ -55,12 +55,12 @@ def unknown_key_findings(path: tuple[str, ...]) -> list[Finding]:
             near = _near(name, known) or (_near(name, _names_in((ZERO,))) if not above else [])
             dotted = [".".join((*(above or ((ZERO,) if n not in known else ())), n)) for n in near]
             return [
-                Finding(
+                finding(
                     "ZR356",
-                    f"{'.'.join(path)} is no key of DeepSpeed's configuration",
-                    f"Its parser knows no {name!r} {'in ' + '.'.join(above) if above else 'at the top'}: it would stop "
-                    "on it, or ignore it.",
-                    f"Did you mean {' or '.join(dotted)}?" if dotted else "Check its spelling.",
+                    path=".".join(path),
+                    name=name,
+                    why="in " + ".".join(above) if above else "at the top",
+                    fix=f"Did you mean {' or '.join(dotted)}?" if dotted else "Check its spelling.",
                 )
             ]
     return []

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zero_recipes.core.errors import Finding, first_line
+from zero_recipes.core.findings import Finding, finding, first_line
 
 # runtime/engine.py, _configure_basic_optimizer: (class on the device that trains, class where states are offloaded)
 CLASSES = {
@@ -38,23 +38,13 @@ def optimizer_findings(config: Mapping[str, Any], source: str, offloads: bool) -
         try:
             _bind(str(block["type"]), dict(block.get("params") or {}), offloads)
         except Exception as error:  # of whatever class is named
-            yield Finding(
-                "ZR262",
-                f"optimizer {block['type']} in {source}: {first_line(error)}",
-                MADE,
-                "Change what it names, or remove the optimizer block: the recipe's optim then counts.",
-            )
+            yield finding("ZR262", type=block["type"], source=source, error=first_line(error), made=MADE)
     block = config.get("scheduler")
     if isinstance(block, dict):
         try:
             _schedule(str(block["type"]), dict(block.get("params") or {}))
         except Exception as error:
-            yield Finding(
-                "ZR263",
-                f"scheduler {block['type']} in {source}: {first_line(error)}",
-                MADE,
-                "Change what it names, or remove the scheduler block: the recipe's lr_scheduler_type then counts.",
-            )
+            yield finding("ZR263", type=block["type"], source=source, error=first_line(error), made=MADE)
 
 
 def _bind(name: str, parameters: dict[str, Any], offloads: bool) -> None:

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from zero_recipes.checks.ds_optimizer import optimizer_findings
-from zero_recipes.compat.huggingface import without_deepspeed_announcement
 from zero_recipes.config.ds_auto import fill_own_autos
 from zero_recipes.config.ds_schema import quiet
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Finding, first_line
+from zero_recipes.core.findings import Finding, finding, first_line
+from zero_recipes.libs.huggingface import without_deepspeed_announcement
 
 # top-level keys that runtime/config.py, _reject_removed_config_keys stops on
 REMOVED = ("amp", "compression_training", "curriculum_learning", "eigenvalue", "elasticity", "graph_harvesting")
@@ -71,12 +71,7 @@ def _removed(config: Mapping[str, Any], source: str) -> Iterator[Finding]:
         if key in config:
             error = _raised({"train_batch_size": 1, key: config[key]})
             if error is not None:
-                yield Finding(
-                    "ZR256",
-                    f"{key} in {source}: DeepSpeed has removed it",
-                    f"runtime/config.py stops on the key, whatever it holds: {first_line(error)}",
-                    f'Remove "{key}".',
-                )
+                yield finding("ZR256", key=key, source=source, error=first_line(error))
 
 
 def _handed_over(
@@ -127,13 +122,7 @@ def _handed_over(
 def _of_the_schedule(contradictions: list[str], source: str) -> Iterator[Finding]:
     for text in contradictions:
         written, _, wanted = text.removeprefix("- ds ").partition(" vs hf ")
-        yield Finding(
-            "ZR264",
-            f"{source} has {written}, the run has {wanted}",
-            "transformers (integrations/deepspeed.py, trainer_config_finalize) stops on the difference, once the model "
-            "is loaded.",
-            'Write "auto", and warmup_steps into the recipe.',
-        )
+        yield finding("ZR264", source=source, written=written, wanted=wanted)
 
 
 def _parsed(asked: dict[str, Any], source: str) -> Iterator[Finding]:
@@ -156,19 +145,11 @@ def _of_block(error: Any, block: str, source: str) -> Iterator[Finding]:
     places = {".".join(map(str, (block, *fault["loc"]))): fault for fault in error.errors()}
     unknown = [place for place, fault in places.items() if fault["type"] == "extra_forbidden"]
     if unknown:
-        yield Finding(
-            "ZR257",
-            f"unknown to DeepSpeed in {source}: {', '.join(unknown)}",
-            f"DeepSpeed ({error.title}) stops on them while the engine is built, with the model loaded.",
-            "Check the spelling, or remove them.",
-        )
+        yield finding("ZR257", source=source, unknown=", ".join(unknown), title=error.title)
     for place, fault in places.items():
         if place not in unknown:
-            yield Finding(
-                "ZR260",
-                f"{place} in {source} is {fault.get('input')!r}",
-                f"DeepSpeed ({error.title}) stops on it while the engine is built: {fault['msg']}.",
-                "Write a value that it takes.",
+            yield finding(
+                "ZR260", place=place, source=source, input=fault.get("input"), title=error.title, msg=fault["msg"]
             )
 
 
@@ -187,9 +168,4 @@ def _raised(asked: dict[str, Any]) -> Exception | None:
 
 
 def _stops(who: str, source: str, error: Exception) -> Finding:
-    return Finding(
-        "ZR258",
-        f"{source}: {type(error).__name__}: {first_line(error)}",
-        f"{who} stop on it once the model has been loaded.",
-        "Change what it names.",
-    )
+    return finding("ZR258", source=source, name=type(error).__name__, error=first_line(error), who=who)

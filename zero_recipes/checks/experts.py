@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 
 LISTS = ("classes", "names", "name_suffixes")  # of zero_optimization.leaf_module
 LAUNCHED = "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"
@@ -33,23 +33,11 @@ def is_looked_at(strategy, config) -> bool:
 def _leaf_modules(named: Mapping, settings: Settings, zero_stage: int, model) -> Iterator[Finding]:
     listed = {key: [named[key]] if isinstance(named.get(key), str) else named.get(key) or [] for key in LISTS}
     if zero_stage != 3 and any(listed.values()):
-        yield Finding(
-            "ZR284",
-            f"zero_optimization.leaf_module at stage {zero_stage}",
-            "Only stage 3 gathers weights by module (runtime/zero/partitioned_param_coordinator.py).",
-            "Remove it, or use stage 3.",
-            level="warning",
-        )
+        yield finding("ZR284", zero_stage=zero_stage)
     elif model is not None:
         missing = _missing(listed, model, "base_model.model." if settings.use_peft else "")
         if missing:
-            yield Finding(
-                "ZR283",
-                f"zero_optimization.leaf_module names what the model does not have: {', '.join(missing)}",
-                "DeepSpeed warns of it at most, and gathers by every module as usual (utils/z3_leaf_module.py, "
-                "apply_zero_leaf_module_config).",
-                "Name classes, modules or ends of modules' names of this model, or remove them.",
-            )
+            yield finding("ZR283", missing=", ".join(missing))
 
 
 def _missing(listed: Mapping, model, prefix: str) -> list[str]:
@@ -84,22 +72,9 @@ def _separate_experts(settings: Settings, strategy, environment: Mapping[str, st
     classes = sorted({type(layer).__name__ for layer in layers})
     kinds, quoted = ", ".join(classes), ", ".join(f'"{name}"' for name in classes)
     if stage < 3:
-        yield Finding(
-            "ZR285",
-            f"{kinds} has a module for each expert, at ZeRO stage {stage}",
-            "Where the ranks' tokens use other experts, DeepSpeed 0.19.8 (runtime/zero/stage_1_and_2.py, "
-            "reduce_ipg_grads) adds up the gradients of different experts: each rank fills the bucket with those that "
-            "it has. The model trains on wrong gradients, without a word.",
-            'Use stage 3 with "leaf_module", stage 0 or DDP; where every rank always calls every expert, ignore it.',
-        )
+        yield finding("ZR285", kinds=kinds, stage=stage)
     elif not all(_is_leaf(layer, model, strategy, environment, settings) for layer in layers):
-        yield Finding(
-            "ZR286",
-            f"{kinds} has a module for each expert, at ZeRO stage 3",
-            "A rank whose tokens use none of one does not gather it, and the others wait for it forever "
-            "(modelscope/ms-swift#5875).",
-            f'Add to the ds_config: "zero_optimization": {{"leaf_module": {{"classes": [{quoted}]}}}}.',
-        )
+        yield finding("ZR286", kinds=kinds, quoted=quoted)
 
 
 def _with_separate_experts(model) -> list:
@@ -134,13 +109,4 @@ def _unknown(settings: Settings, strategy, environment: Mapping[str, str], confi
         return
     own_class = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     if own_class and any("expert" in key for key in config.to_dict()):
-        yield Finding(
-            "ZR191",
-            "a mixture of experts by code of its own, at ZeRO stage 3",
-            "Where each expert is a module of its own, a rank whose tokens use none of one does not gather it, and the "
-            "others wait for it forever (modelscope/ms-swift#5875). DeepSpeed 0.19.8 knows Mixtral, Qwen2-MoE and "
-            "Qwen3-MoE (runtime/zero/leaf_module_config.py).",
-            'Name the class of the layer with the experts in the ds_config: "zero_optimization": {"leaf_module": '
-            '{"classes": ["TheSparseMoeBlock"]}}; or use DDP.',
-            level="warning",
-        )
+        yield finding("ZR191")

@@ -10,7 +10,7 @@ from huggingface_hub import constants, get_session
 
 from zero_recipes.checks.cache import on_hub, packaged_formats
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 
 PROBE_SECONDS = 5.0
 
@@ -26,18 +26,7 @@ def offline_where_unreachable(settings: Settings) -> list[Finding]:
 
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-    return [
-        Finding(
-            "ZR430",
-            f"{constants.ENDPOINT} cannot be reached",
-            f"It has not answered within {PROBE_SECONDS:g} s. What the cache holds is taken, as if HF_HUB_OFFLINE were "
-            "set; the libraries alone would try again for a minute.",
-            "Set HF_HUB_OFFLINE=1 on a machine without a connection; zero-recipes fetch RECIPE.yaml fills the cache "
-            "where there is one.",
-            level="warning",
-            scope="machine",
-        )
-    ]
+    return [finding("ZR430", endpoint=constants.ENDPOINT, probe_seconds=PROBE_SECONDS, scope="machine")]
 
 
 def _names(settings: Settings) -> list[str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from zero_recipes.core import units
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed.bandwidth import has_libibverbs, infiniband_devices
 
@@ -21,28 +21,8 @@ def infiniband_findings(
     devices = infiniband_devices(host) if device == "cuda" and several_machines and not off else {}
     closed = [name for name, opens in devices.items() if not opens]
     if closed and len(closed) == len(devices):
-        yield Finding(
-            "ZR656",
-            f"this machine has InfiniBand or RoCE ({', '.join(closed)}), and this user or container cannot open it",
-            "/sys/class/infiniband shows it everywhere, but /dev/infiniband/uverbs* is missing or closed: NCCL takes "
-            "TCP, many times slower.",
-            f"{FLAGS}; or NCCL_IB_DISABLE=1 where TCP is meant.",
-            level="warning",
-        )
+        yield finding("ZR656", closed=", ".join(closed), flags=FLAGS)
     elif devices and not has_libibverbs():
-        yield Finding(
-            "ZR657",
-            f"libibverbs.so.1 is not found, and this machine has InfiniBand or RoCE ({', '.join(devices)})",
-            "NCCL loads it (src/misc/ibvsymbols.cc) and takes TCP without it, many times slower.",
-            "apt-get install libibverbs1 ibverbs-providers (or your system's packages).",
-            level="warning",
-        )
+        yield finding("ZR657", devices=", ".join(devices))
     elif devices and host.lockable() < REGISTERED:
-        yield Finding(
-            "ZR658",
-            f"InfiniBand or RoCE ({', '.join(devices)}), and each process may lock {units.size(int(host.lockable()))}",
-            'NCCL registers its buffers with the device, which locks them: "ibv_reg_mr failed with error Cannot '
-            'allocate memory" ends the run.',
-            f"{FLAGS}; elsewhere ulimit -l unlimited.",
-            level="warning",
-        )
+        yield finding("ZR658", devices=", ".join(devices), size=units.size(int(host.lockable())), flags=FLAGS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from zero_recipes.compat import attention
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
+from zero_recipes.libs import attention
 
 # Each set was found by tests/engine/test_packing.py with transformers 5.23: a packed row's loss and gradients against
 # those of the row alone. Model types whose packed rows do not see each other:
@@ -33,40 +33,15 @@ def packing_findings(settings: Settings, model, device: str) -> Iterator[Finding
     """`model`: the model's configuration, None where it is not at hand; `device`: "cpu" or "cuda"."""
     packing, strategy = settings.packing, settings.packing_strategy
     if settings.attn_implementation == "flex_attention" and device == "cpu":
-        yield Finding(
-            "ZR462",
-            "attn_implementation: flex_attention on a CPU",
-            "torch 2.13 (nn/attention/flex_attention.py) has no backward for it there: the first step would stop.",
-            "Run with --attn_implementation sdpa.",
-        )
+        yield finding("ZR462")
     if settings.padding_free and not packing and settings.max_length is not None:
         streamed = settings.dataset_streaming or settings.streaming
         if streamed or (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
-            yield Finding(
-                "ZR131",
-                f"padding_free with a max_length, and {'a stream' if streamed else 'skip_prepare_dataset'}",
-                "Rows are cut to max_length where they are prepared before training, and these are not: TRL "
-                "(trainer/sft_trainer.py) would stop on it.",
-                "Set packing: true, or max_length: null with rows that are short enough.",
-            )
+            yield finding("ZR131", what="a stream" if streamed else "skip_prepare_dataset")
     if settings.eval_packing and settings.evaluates and not (packing or settings.padding_free):
-        yield Finding(
-            "ZR569",
-            "eval_packing without packing",
-            "TRL 1.16 (trainer/sft_trainer.py) tells its collator of packed rows' boundaries where training packs: "
-            "packed evaluation rows see those before them, and eval_loss is another one than without packing.",
-            "Set packing: true too, or remove eval_packing.",
-            level="warning",
-        )
+        yield finding("ZR569")
     if packing and strategy == "wrapped":
-        yield Finding(
-            "ZR132",
-            "packing_strategy: wrapped",
-            "Rows stand in one stream without their boundaries (TRL's collator gives no position_ids): each attends to "
-            "those before it, under every attention implementation, and is cut where a block ends.",
-            "Use packing_strategy: bfd, the default, unless this is meant.",
-            level="warning",
-        )
+        yield finding("ZR132")
     elif packing or settings.padding_free:
         if model is not None:
             yield from _rows_apart(settings, model.model_type)
@@ -82,24 +57,18 @@ def _rows_apart(settings: Settings, kind: str) -> Iterator[Finding]:
         if kind in RECURRENT:
             why = f"transformers 5.23 (models/{kind}) carries a state from each token to the next"
         by_flash = " Flash attention keeps them apart, on GPUs." if kind in APART_IN_FLASH else ""
-        yield Finding("ZR133", what, f"{why}: packed rows see those before them, silently.", off + by_flash)
+        yield finding("ZR133", what=what, why=why, off=off, by_flash=by_flash)
     elif kind in CONVOLVING and importlib.util.find_spec(CONVOLUTION) is None:
-        yield Finding(
+        yield finding(
             "ZR461",
-            f"{what}, without the package {CONVOLUTION}",
-            "transformers 5.23 (integrations/hub_kernels.py) stops on it in the first step, the model loaded: without "
-            "that package its convolution would run across packed rows.",
-            f"pip install {CONVOLUTION.replace('_', '-')}; or: {off[0].lower()}{off[1:]}",
+            what=what,
+            convolution=CONVOLUTION,
+            convolution_2=CONVOLUTION.replace("_", "-"),
+            first_off=off[0].lower(),
+            off=off[1:],
         )
     elif kind not in APART | APART_IN_FLASH | CONVOLVING:
-        yield Finding(
-            "ZR460",
-            what,
-            "It has not been shown that its packed rows do not see each other: tests/engine/test_packing.py shows it "
-            "of others.",
-            f"{off} Or show it, as that test does.",
-            level="warning",
-        )
+        yield finding("ZR460", what=what, off=off)
 
 
 def _scores_in_vain(settings: Settings) -> Iterator[Finding]:
@@ -110,12 +79,11 @@ def _scores_in_vain(settings: Settings) -> Iterator[Finding]:
         fix = f"Set per_device_train_batch_size: 1 and {rows} times the gradient_accumulation_steps"
         if not settings.packing:
             fix = f"Set packing: true, per_device_train_batch_size: 1 and max_length to about {rows} rows"
-        yield Finding(
+        yield finding(
             "ZR464",
-            f"{'packing' if settings.packing else 'padding_free'} with per_device_train_batch_size {rows} and "
-            f"attn_implementation: {settings.attn_implementation or 'sdpa'}",
-            f"The rows of a micro batch stand in one sequence of up to {rows * settings.max_length:,} tokens (TRL's "
-            f"padding-free collator): the mask and the scores take {rows} times what they take one by one.",
-            f"{fix}; or, on GPUs, attn_implementation: flex_attention or flash_attention_2, which skip what is masked.",
-            level="warning",
+            what="packing" if settings.packing else "padding_free",
+            rows=rows,
+            attn_implementation=settings.attn_implementation or "sdpa",
+            rows_2=rows * settings.max_length,
+            fix=fix,
         )

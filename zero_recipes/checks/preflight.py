@@ -24,8 +24,6 @@ from zero_recipes.checks.refused_late import late_findings
 from zero_recipes.checks.rehearsal import rehearsal_findings
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
-from zero_recipes.compat.registry import parts_in_use, private_part_findings
-from zero_recipes.compat.warnings import hides_progress
 from zero_recipes.config import fsdp, recipe_keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import run as run_config
@@ -38,11 +36,12 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.config.validation import ignore_findings
-from zero_recipes.core import codes
-from zero_recipes.core.errors import Finding, Refusal, downgraded
+from zero_recipes.core.findings import Finding, Refusal, downgraded, ignored_codes
 from zero_recipes.core.host_limits import Host
+from zero_recipes.libs.registry import parts_in_use, private_part_findings
+from zero_recipes.libs.warnings import hides_progress
 from zero_recipes.metrics.summary import history_fault
-from zero_recipes.models.load import load_config, refuse_missing_attention, sizes_of
+from zero_recipes.model import load_config, refuse_missing_attention, sizes_of
 
 
 def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapping[str, str], rehearsal=False):
@@ -66,7 +65,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     if recipe is None:
         return None, findings
     findings += ignore_findings(recipe.settings.ignore)
-    ignored = codes.requested(recipe.settings.ignore)
+    ignored = ignored_codes(recipe.settings.ignore)
     findings += offline_where_unreachable(recipe.settings)
     device = run_config.choose_device(recipe.settings.use_cpu)
     findings += driver_findings(recipe.settings.use_cpu, Host())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 
 # what other programs are found by, or load before they begin (ld.so(8), python(1), bash(1)), those of a compiler too
 _LOADS_CODE = ("LD_", "DYLD_", "PYTHON", "BASH_", "HF_MODULES_CACHE", "CUDA_HOME", "CUDA_PATH", "NVCC", "TORCH_EXT")
@@ -37,22 +37,9 @@ def without_remote_code(overrides: Sequence[str]) -> list[str]:
 def recipe_code_findings(loaders: Sequence[str], remote_code: bool) -> Iterator[Finding]:
     """What was not run. `loaders`: variables of the recipe's `env:`; `remote_code`: the recipe trusts the model's."""
     if loaders:
-        yield Finding(
-            "ZR782",
-            f"the recipe's `env:` sets {', '.join(loaders)}",
-            "Programs that are started with it load code from where it points: a run does so, this check has not.",
-            "Look at what it points to before you run a recipe of somebody else.",
-            level="warning",
-        )
+        yield finding("ZR782", loaders=", ".join(loaders))
     if remote_code:
-        yield Finding(
-            "ZR783",
-            "the recipe has trust_remote_code: true",
-            "A run executes the program that the model brings. This check has not, so that of a model which cannot be "
-            "built without it nothing is checked.",
-            "If you trust the model: zero-recipes check RECIPE.yaml --trust_remote_code true.",
-            level="warning",
-        )
+        yield finding("ZR783")
 
 
 def due_to_missing_code(finding: Finding) -> bool:

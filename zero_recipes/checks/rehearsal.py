@@ -11,11 +11,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zero_recipes.compat.alone import alone
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.errors import Finding, Refusal, first_line
+from zero_recipes.core.findings import Finding, Refusal, finding, first_line
+from zero_recipes.libs.alone import alone
 
 STEPS = 1000  # of a schedule whose run is measured in epochs
 # checked elsewhere with what they need: launch, device and data; not in force while nothing is written or told
@@ -41,12 +41,12 @@ def rehearsal_findings(settings: Settings, strategy: Strategy | None, place: str
             return refusal.findings
         peft_config = None
         fix = "Change the key that it names."
-        with _net(findings, lambda said: Finding("ZR180", "PEFT does not take the keys of LoRA", said, fix)):
+        with _net(findings, lambda said: finding("ZR180", said=said, fix=fix)):
             from trl import get_peft_config
 
             peft_config = get_peft_config(model_args)
         what = "bitsandbytes does not take the keys of quantization"
-        with _net(findings, lambda said: Finding("ZR429", what, said, fix)):
+        with _net(findings, lambda said: finding("ZR429", what=what, said=said, fix=fix)):
             from trl import get_quantization_config
 
             get_quantization_config(model_args)
@@ -60,7 +60,7 @@ def rehearsal_findings(settings: Settings, strategy: Strategy | None, place: str
 
 def _model(findings: list[Finding], settings: Settings, model_args, args):
     """The model without memory; None where it cannot be had (the run itself refuses that), or is refused here."""
-    from zero_recipes.models.load import rehearse_model
+    from zero_recipes.model import rehearse_model
     from zero_recipes.theory.lower_bounds import local_config
 
     config = local_config(settings)
@@ -70,7 +70,7 @@ def _model(findings: list[Finding], settings: Settings, model_args, args):
         "the model cannot be built as the recipe says",
         "Change dtype, attn_implementation or model_init_kwargs.",
     )
-    with _net(findings, lambda said: Finding("ZR427", what, said, fix)):
+    with _net(findings, lambda said: finding("ZR427", what=what, said=said, fix=fix)):
         return rehearse_model(config, settings, model_args, args)
     return None
 
@@ -86,30 +86,30 @@ def _rehearse_trainer(findings: list[Finding], settings: Settings, strategy, arg
     ds_config = strategy.ds_config.raw if strategy is not None and strategy.is_deepspeed else {}
     trainer = None
     fix = "Change the key that it names."
-    with _net(findings, lambda said: Finding("ZR181", "TRL's trainer does not take the recipe", said, fix)):
+    with _net(findings, lambda said: finding("ZR181", said=said, fix=fix)):
         trainer = _trainer(args, model, peft_config)
     if trainer is None:
         return
     if "optimizer" not in ds_config:
         what, name = f"optim: {settings.optim} cannot be made", "Change optim or optim_args, or install what it names."
-        with _net(findings, lambda said: Finding("ZR182", what, said, name)):
+        with _net(findings, lambda said: finding("ZR182", what=what, said=said, name=name)):
             trainer.optimizer = _optimizer(trainer)
     if "scheduler" not in ds_config and trainer.optimizer is not None:
         schedule = f"lr_scheduler_type: {settings.lr_scheduler_type} cannot be made"
         kwargs = "Change lr_scheduler_type, lr_scheduler_kwargs or warmup_steps."
-        with _net(findings, lambda said: Finding("ZR183", schedule, said, kwargs)):
+        with _net(findings, lambda said: finding("ZR183", schedule=schedule, said=said, kwargs=kwargs)):
             trainer.create_scheduler(settings.max_steps if settings.max_steps > 0 else STEPS)
-    with _net(findings, lambda said: Finding("ZR184", "the data loader cannot be made", said, fix)):
+    with _net(findings, lambda said: finding("ZR184", said=said, fix=fix)):
         trainer.get_train_dataloader()
     if args.torch_compile:
         compiled = "the model cannot be compiled as the recipe says"
         modes = "Change torch_compile_backend or torch_compile_mode."
-        with _net(findings, lambda said: Finding("ZR186", compiled, said, modes)):
+        with _net(findings, lambda said: finding("ZR186", compiled=compiled, said=said, modes=modes)):
             _compile(args.torch_compile_backend, args.torch_compile_mode)
     if args.activation_checkpointing:
         recomputed = "activations cannot be recomputed as the recipe says"
         keys = "Change activation_checkpointing_kwargs."
-        with _net(findings, lambda said: Finding("ZR185", recomputed, said, keys)):
+        with _net(findings, lambda said: finding("ZR185", recomputed=recomputed, said=said, keys=keys)):
             _recompute(trainer.model, dict(args.activation_checkpointing_kwargs or {}))
 
 
@@ -119,7 +119,7 @@ def _trainer(args, model, peft_config):
     from transformers import PreTrainedTokenizerFast
     from trl import SFTTrainer
 
-    from zero_recipes.compat.huggingface import rows_are_cut
+    from zero_recipes.libs.huggingface import rows_are_cut
 
     words = Tokenizer(models.WordLevel({"word": 0, "end": 1, "pad": 2}, unk_token="word"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token="pad")
@@ -160,11 +160,11 @@ def _recompute(model, keywords: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _net(findings: list[Finding], finding: Callable[[str], Finding]) -> Iterator[None]:
+def _net(findings: list[Finding], as_finding: Callable[[str], Finding]) -> Iterator[None]:
     """Whatever a library raises becomes a finding with its message."""
     try:
         yield
     except Refusal as refusal:
         findings += refusal.findings
     except Exception as error:  # the point of the net
-        findings.append(finding(f"{type(error).__name__}: {first_line(error)}"))
+        findings.append(as_finding(f"{type(error).__name__}: {first_line(error)}"))

@@ -20,7 +20,7 @@ from zero_recipes.checks.nvme import nvme_findings
 from zero_recipes.checks.triton import triton_findings
 from zero_recipes.checks.zero_options import quantized_weight_findings
 from zero_recipes.config.run import RunConfig
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import local_world_size
 from zero_recipes.distributed.build_locks import build_root, stale_build_locks
@@ -78,16 +78,7 @@ def _sized(run: RunConfig, here: int, host: Host) -> list[Finding]:
 
 
 def _locks(host: Host) -> list[Finding]:
-    return [
-        Finding(
-            "ZR623",
-            f"a build lock that a killed compiler left: {lock}",
-            "torch (utils/file_baton.py) waits for it silently and forever.",
-            "run_sft.py deletes it; any other program needs you to: delete it.",
-            level="warning",
-        )
-        for lock in stale_build_locks(host.at(build_root(host.environment)))
-    ]
+    return [finding("ZR623", lock=lock) for lock in stale_build_locks(host.at(build_root(host.environment)))]
 
 
 def _labelled(finding: Finding) -> Finding:

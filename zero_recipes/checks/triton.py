@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host
 
 WHY = (
@@ -23,27 +23,18 @@ def triton_findings(device: str, host: Host) -> Iterator[Finding]:
         return
     compiler = host.environment.get("CC")
     if not any(host.which(name) for name in ([compiler.split()[0]] if compiler else ["gcc", "clang"])):
-        yield Finding(
+        yield finding(
             "ZR652",
-            f"there is no C compiler ({compiler or 'gcc or clang'})",
-            WHY.format("compiles a C extension for the driver (triton/runtime/build.py)"),
-            "apt-get install gcc (or your system's package), or set CC to a compiler.",
+            compiler=compiler or "gcc or clang",
+            why=WHY.format("compiles a C extension for the driver (triton/runtime/build.py)"),
         )
     if not host.python_headers():
-        yield Finding(
-            "ZR653",
-            "Python's headers (Python.h) are missing",
-            WHY.format("compiles a C extension for Python (triton/runtime/build.py)"),
-            "apt-get install python3-dev (or your system's package for this Python).",
-        )
+        yield finding("ZR653", why=WHY.format("compiles a C extension for Python (triton/runtime/build.py)"))
     folder = cache_folder(host)
     existing = next(path for path in (folder, *folder.parents) if host.at(path).exists())
     if not os.access(host.at(existing), os.W_OK | os.X_OK):
-        yield Finding(
-            "ZR654",
-            f"Triton's cache {folder} cannot be written to by user {os.getuid()}",
-            WHY.format("keeps what it compiles there (triton/knobs.py)"),
-            "Set TRITON_CACHE_DIR to a folder that can be written to, on the volume of a pod.",
+        yield finding(
+            "ZR654", folder=folder, getuid=os.getuid(), why=WHY.format("keeps what it compiles there (triton/knobs.py)")
         )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 from packaging.version import Version
 
-from zero_recipes.compat import versions
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
+from zero_recipes.libs import versions
 
 _UNTESTED = "Nothing older is tested: its private parts (docs/private_parts.md) may be other ones."
 # package: (oldest version that the code is written for, what goes wrong below it); pyproject.toml says the same
@@ -47,9 +47,4 @@ def version_findings(installed: Mapping[str, str]) -> Iterator[Finding]:
     """One finding for each package below its floor."""
     for package, (floor, fault) in FLOORS.items():
         if Version(installed[package]) < Version(floor):
-            yield Finding(
-                "ZR601",
-                f"{package} {installed[package]} is older than {floor}",
-                fault,
-                f'pip install "{package}>={floor}", or pip install -r requirements.lock for what the tests run on.',
-            )
+            yield finding("ZR601", package=package, installed=installed[package], floor=floor, fault=fault)

@@ -14,7 +14,7 @@ from zero_recipes.config.ds_auto import NVME_PATH
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 
 
 def quantized_weight_findings(strategy: Strategy, sizes: Sequence[int]) -> Iterator[Finding]:
@@ -22,14 +22,7 @@ def quantized_weight_findings(strategy: Strategy, sizes: Sequence[int]) -> Itera
     config = strategy.ds_config
     odd = [size for size in sizes if -(-size // strategy.world_size) % 8]
     if config is not None and config.quantizes_weights and config.stage == 3 and odd:
-        yield Finding(
-            "ZR221",
-            f"zero_quantized_weights with tensors whose part on a rank is no multiple of 8: {_listed(odd)} elements on "
-            f"{strategy.world_size} processes",
-            "runtime/zero/partition_parameters.py, CUDAQuantizer.quantize stops on it in the first forward pass: "
-            '"Qantized weight requires the number of weights be a multiple of 8".',
-            "Another number of processes, a model whose sizes divide, or remove it.",
-        )
+        yield finding("ZR221", odd=_listed(odd), world_size=strategy.world_size)
 
 
 def _listed(sizes: Sequence[int]) -> str:
@@ -86,39 +79,14 @@ def _hpz(config: DsConfig, world_size: int, local_world_size: int) -> Iterator[F
     here = f"zero_hpz_partition_size {size}"
     remove = "Remove zero_hpz_partition_size"
     if world_size % group:
-        yield Finding(
-            "ZR222",
-            f"{here} does not divide {world_size} processes",
-            "utils/groups.py, _create_zero_param_parallel_group stops on it.",
-            "Write the number of GPUs of one node.",
-        )
+        yield finding("ZR222", here=here, world_size=world_size)
     elif group == world_size:
-        yield Finding(
-            "ZR223",
-            f"{here} with {world_size} processes",
-            "There is one group: the second copy of the weights is the first one again "
-            "(runtime/zero/partition_parameters.py, _partition_param_sec). It costs memory and saves no communication.",
-            f"{remove}; it serves several nodes, with the GPUs of one node as its size.",
-        )
+        yield finding("ZR223", here=here, world_size=world_size, remove=remove)
     elif local_world_size >= world_size:
-        yield Finding(
-            "ZR224",
-            f"{here} on one node",
-            "It keeps gathers off the network between nodes. On one node no speed-up was seen (#4886), and each rank "
-            f"holds 1/{size} of the weights beside its own 1/{world_size}.",
-            f"{remove}.",
-            level="warning",
-        )
+        yield finding("ZR224", here=here, size=size, world_size=world_size, remove=remove)
     offloaded = [k for k in ("offload_param", "offload_optimizer") if config.offload_device(k)]
     if offloaded:
-        yield Finding(
-            "ZR225",
-            f"{here} with {' and '.join(offloaded)}",
-            "On GPUs such runs were seen with a loss that never moves and gradients of 0 (#6926; #6889: not tested "
-            "together). _partition_param_sec puts the second copy where offload_param lies, so that every gather "
-            "leaves the device again.",
-            f"{remove}, or the offload.",
-        )
+        yield finding("ZR225", here=here, offloaded=" and ".join(offloaded), remove=remove)
 
 
 def _quantized_communication(
@@ -130,28 +98,11 @@ def _quantized_communication(
         return
     named = " and ".join(requested)
     if zero.get("stage") != 3:
-        yield Finding(
-            "ZR226",
-            f"{named} at stage {zero.get('stage', 0)}",
-            "Only stage 3 reads it (runtime/engine.py, _configure_zero_optimizer).",
-            "Remove it, or use stage 3.",
-        )
+        yield finding("ZR226", named=named, stage=zero.get("stage", 0))
     elif device == "cpu":
-        yield Finding(
-            "ZR227",
-            f"{named} on a CPU",
-            'The quantizer exists for GPUs only: "This op had not been implemented on CPU backend" '
-            "(ops/op_builder/cpu/no_impl.py).",
-            "Remove it for runs on CPUs.",
-        )
+        yield finding("ZR227", named=named)
     elif "zero_quantized_gradients" in requested and local_world_size >= world_size:
-        yield Finding(
-            "ZR228",
-            "zero_quantized_gradients on one node",
-            "Gradients are quantized between nodes only (runtime/zero/stage3.py, __avg_scatter_grads: num_nodes > 1).",
-            "Remove it.",
-            level="warning",
-        )
+        yield finding("ZR228")
 
 
 def _nvme(config: DsConfig, settings: Settings) -> Iterator[Finding]:
@@ -161,48 +112,24 @@ def _nvme(config: DsConfig, settings: Settings) -> Iterator[Finding]:
         return
     named = " and ".join(on_nvme)
     if config.stage != 3:
-        yield Finding(
-            "ZR229",
-            f"{named} on NVMe at stage {config.stage}",
-            "Only stage 3 swaps to NVMe; stages 1 and 2 treat any device as host memory "
-            "(runtime/zero/stage_1_and_2.py, cpu_offload).",
-            'Use stage 3, or "device": "cpu".',
-        )
+        yield finding("ZR229", named=named, stage=config.stage)
     if settings.saves_checkpoints:
-        yield Finding(
-            "ZR230",
-            f"checkpoints (save_strategy: {settings.save_strategy}) with {named} on NVMe",
-            "They cannot be resumed: runtime/engine.py, load_checkpoint skips the optimizer's states on NVMe.",
-            'Set save_strategy: "no" and keep save_model: true; or offload to the CPU.',
-            level="warning",
-        )
+        yield finding("ZR230", save_strategy=settings.save_strategy, named=named)
     prefetch = zero.get("stage3_prefetch_bucket_size", PREFETCH)
     if "offload_param" in on_nvme and prefetch != 0:
-        yield Finding(
-            "ZR231",
-            f"stage3_prefetch_bucket_size {prefetch} with offload_param on NVMe",
-            "Prefetching reads a part that is being read already (runtime/swap_tensor/partitioned_param_swapper.py, "
-            '_allocate_and_return_buffers_for_swap_in): the run dies of "already assigned swap buffer id", once a '
-            "tensor fits into the bucket.",
-            'Set "stage3_prefetch_bucket_size": 0; parts are read ahead all the same.',
-        )
+        yield finding("ZR231", prefetch=prefetch)
     for key in on_nvme:
         path = zero[key].get("nvme_path")
         if path == "auto":
-            yield Finding(
-                "ZR232",
-                f'{key}.nvme_path is "auto", and no folder is named',
-                f"It is taken from the recipe's nvme_path or from {NVME_PATH}; neither is set.",
-                "--nvme_path FOLDER, on the NVMe disk.",
-            )
+            yield finding("ZR232", key=key, nvme_path=NVME_PATH)
         elif path is None or not Path(path).is_dir():
-            yield Finding(
+            yield finding(
                 "ZR233",
-                f"{key}.nvme_path {path} is not a folder here",
-                "DeepSpeed would create it silently (runtime/swap_tensor/), on whatever disk, and fill it."
+                key=key,
+                path=path,
+                why="DeepSpeed would create it silently (runtime/swap_tensor/), on whatever disk, and fill it."
                 if path
                 else "runtime/zero/stage3.py and runtime/swap_tensor/ join it to a file name and stop on None.",
-                "Name a folder on the NVMe disk, and create it first.",
             )
 
 
@@ -211,90 +138,43 @@ def _races(zero: Mapping, settings: Settings, installed: str) -> Iterator[Findin
         return
     for fixed_in, compiled_only, what in RACES:
         if Version(installed) < Version(fixed_in) and (settings.torch_compile or not compiled_only):
-            yield Finding(
+            yield finding(
                 "ZR234",
-                f"overlap_comm at stage {zero['stage']}"
-                + (" with torch_compile" if compiled_only else "")
-                + f" under DeepSpeed {installed}",
-                what,
-                f'Install DeepSpeed {fixed_in} or later, or set "overlap_comm": false.',
+                stage=zero["stage"],
+                what=" with torch_compile" if compiled_only else "",
+                installed=installed,
+                what_2=what,
+                fixed_in=fixed_in,
             )
 
 
 def _accumulation_dtype(config: DsConfig, settings: Settings) -> Iterator[Finding]:
     dtype = config.grad_accum_dtype
     if dtype and config.stage == 0 and dtype != settings.precision:
-        yield Finding(
-            "ZR235",
-            f"data_types.grad_accum_dtype {dtype} at stage 0 with a model in {settings.precision}",
-            'runtime/engine.py, _do_optimizer_sanity_check: "unsupported mix", once the model has been loaded.',
-            "Remove it, or use stage 2.",
-        )
+        yield finding("ZR235", dtype=dtype, precision=settings.precision)
 
 
 def _muon(config: DsConfig) -> Iterator[Finding]:
     muon = str((config.optimizer or {}).get("type", "")).lower() == "muon"
     if muon and config.stage == 3 and config.zero.get("reduce_scatter", True):
-        yield Finding(
-            "ZR236",
-            "Muon at stage 3 with reduce_scatter",
-            'runtime/zero/stage3.py: "Muon and reduce scatter cannot be used together", after loading the model.',
-            'Set "reduce_scatter": false.',
-        )
+        yield finding("ZR236")
 
 
 def _not_to_be_trusted(config: DsConfig, device: str) -> Iterator[Finding]:
     raw, zero = config.raw, config.zero
     if (raw.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:
-        yield Finding(
-            "ZR237",
-            "tensor_parallel.autotp_size (AutoTP)",
-            "The Trainer gives every rank its own rows, tensor parallelism needs the same rows on all: the loss is "
-            "another one than every other strategy's, or runtime/engine.py stops on the difference.",
-            "Remove the tensor_parallel block.",
-        )
+        yield finding("ZR237")
     if zero.get("zenflow"):
-        yield Finding(
-            "ZR238",
-            f"zero_optimization.zenflow (ZenFlow) at stage {config.stage}",
-            "The embedding is not gathered in the first forward pass: IndexError, index out of range."
-            if config.stage == 3
-            else "It takes its optimizer from the ds_config's block and not the recipe's: TypeError while the "
-            "engine is built (runtime/zenflow/zenflow_stage_1_and_2.py, ZenFlowSelectiveAdamW).",
-            "Remove zenflow; offload_optimizer alone keeps the states in host memory.",
-        )
+        yield finding("ZR238", stage=config.stage)
     if raw.get("pipeline"):
-        yield Finding(
-            "ZR239",
-            "a pipeline block",
-            "DeepSpeed cuts models into stages that are written as PipelineModule (runtime/pipe/engine.py); those of "
-            "transformers are not, and the block does nothing: every process holds all layers, silently.",
-            "Remove it; ZeRO stage 3 partitions the parameters.",
-        )
+        yield finding("ZR239")
     if config.offload_block("offload_optimizer").get("super_offload") and device == "cpu":
-        yield Finding(
-            "ZR240",
-            "offload_optimizer.super_offload on a CPU",
-            "runtime/superoffload/superoffload_stage3.py: SuperOffload only supports CUDA.",
-            "Remove super_offload for runs on CPUs.",
-        )
+        yield finding("ZR240")
 
 
 def _compiled(config: DsConfig, settings: Settings) -> Iterator[Finding]:
     if (config.raw.get("compile") or {}).get("deepcompile"):
-        yield Finding(
-            "ZR241",
-            "compile.deepcompile (DeepCompile)",
-            'runtime/engine.py goes on "without DeepCompile until compile() runs", which nobody calls unless '
-            "torch_compile is set; on GPUs it was never compared with other runs here.",
-            "Remove the compile block.",
-        )
+        yield finding("ZR241")
     asks = [key for key in ("torch_compile", "torch_compile_backend", "torch_compile_mode") if getattr(settings, key)]
     if asks and config.stage == 3:
-        yield Finding(
-            "ZR242",
-            f"{asks[0]} at ZeRO stage 3",
-            "TRL's fused LM head (trl/kernels/chunked_logprob.py) keeps the gathered head for its backward pass; the "
-            'compiled engine has released it by then: "modified by an inplace operation", in the first step.',
-            "Remove it, or use stage 2.",
-        )
+        yield finding("ZR242", first_asks=asks[0])

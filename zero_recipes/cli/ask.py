@@ -33,7 +33,7 @@ def add_ask(verbs) -> None:
 
 
 def _ask(arguments: argparse.Namespace) -> int:
-    from zero_recipes.compat.warnings import quieten
+    from zero_recipes.libs.warnings import quieten
 
     quieten()
     from zero_recipes.ask.command import run

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from zero_recipes.cli.options import CONFIG_FILE, RECIPE, number, subcommand
-from zero_recipes.core import codes
-from zero_recipes.core.errors import Refusal, downgraded
+from zero_recipes.core.findings import downgraded, ignored_codes, refusal
 
 
 def add_check(verbs) -> None:
@@ -45,13 +44,13 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from zero_recipes.checks import recipe_code
     from zero_recipes.checks.preflight import preflight, resolved_ds_config
-    from zero_recipes.compat.accelerate_launch import launch_findings
-    from zero_recipes.compat.warnings import quieten
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_environment
     from zero_recipes.config.launch_keys import launched_as_named
     from zero_recipes.config.strategy import INLINE_SOURCE
-    from zero_recipes.planner import gate
+    from zero_recipes.libs.accelerate_launch import launch_findings
+    from zero_recipes.libs.warnings import quieten
+    from zero_recipes.plan import gate
 
     quieten()
     if arguments.upgrade:
@@ -113,7 +112,7 @@ def data_findings(run, show: bool) -> list:
     splits, findings = data_splits.prepare_splits(rows, evaluation, tokenizer, training_args, skips, sources)
     if show:
         audit.show_audit(splits[0].audit, splits[0].tokenised, tokenizer, training_args)
-    return downgraded(findings, codes.requested(ours.ignore))
+    return downgraded(findings, ignored_codes(ours.ignore))
 
 
 def _write_upgraded(old: Path, for_trl: bool) -> Path:
@@ -152,7 +151,5 @@ def _write_for_fsdp2(old: Path | None) -> Path | None:
 
 def _write(new: Path, text: str) -> None:
     if new.exists() and new.read_text() != text:
-        raise Refusal(
-            "ZR127", f"{new} exists already", "It differs from what would be written.", "Move it, or delete it."
-        )
+        raise refusal("ZR127", new=new)
     new.write_text(text)

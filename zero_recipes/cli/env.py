@@ -35,7 +35,7 @@ def add_env(verbs) -> None:
 
 
 def _env(arguments: argparse.Namespace) -> int:
-    from zero_recipes.compat.warnings import quieten
+    from zero_recipes.libs.warnings import quieten
 
     quieten()
     found = machine(Host())
@@ -187,7 +187,7 @@ def _versions() -> dict[str, dict[str, Any]]:
     """{package: its version, the range that was tested, whether it lies in it}; null where none is stated."""
     from importlib import metadata
 
-    from zero_recipes.compat import versions
+    from zero_recipes.libs import versions
 
     found = environment.versions() | {"zero-recipes": metadata.version("zero-recipes")}
     for name in OPTIONAL:

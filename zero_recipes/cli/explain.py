@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 
 from zero_recipes.cli.options import subcommand
-from zero_recipes.core import codes
-from zero_recipes.core.errors import REFUSED
+from zero_recipes.core.findings import AREAS, REFUSED, described, near_codes, table
 
 
 def add_explain(verbs) -> None:
@@ -21,8 +21,8 @@ def _explain(arguments: argparse.Namespace) -> int:
     if not code:
         print(*_areas(), sep="\n")
         return 0
-    if code not in codes.table():
-        near = codes.near(code)
+    if code not in table():
+        near = near_codes(code)
         print(f"there is no code {code}" + (f"; near it: {', '.join(near)}" if near else ""), file=sys.stderr)
         return REFUSED
     print(*_explained(code), sep="\n")
@@ -30,20 +30,18 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def _areas() -> list[str]:
-    counts = dict.fromkeys(codes.AREAS.values(), 0)
-    for row in codes.table().values():
-        counts[row["area"]] += 1
+    counts = Counter(AREAS[code[2]] for code in table())
     width = max(map(len, counts))
-    listed = [f"ZR{digit}xx  {area:{width}}  {counts[area]} codes" for digit, area in codes.AREAS.items()]
+    listed = [f"ZR{digit}xx  {area:{width}}  {counts[area]} codes" for digit, area in AREAS.items()]
     return [*listed, "", "All of them: docs/checks.md. One: zero-recipes explain ZR104"]
 
 
 def _explained(code: str) -> list[str]:
-    row = codes.table()[code]
+    row = described(code)
     lines = [f"{code} ({row['area']}, {row['level']}): {row['what']}"]
     lines += [f"    why: {row['why']}", f"    fix: {row['fix']}"]
-    if code in codes.IGNORABLE:
-        lines.append(f"    --ignore {code} makes it a warning: {codes.IGNORABLE[code]}")
+    if "ignore" in row:
+        lines.append(f"    --ignore {code} makes it a warning: {row['ignore']}")
     elif row["level"] != "warning":
         lines.append("    --ignore does not take it: the run would stop, or be wrong")
     if "example" in row:

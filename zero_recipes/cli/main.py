@@ -10,8 +10,8 @@ from zero_recipes.cli.ask import add_ask
 from zero_recipes.cli.check import add_check
 from zero_recipes.cli.env import add_env
 from zero_recipes.cli.explain import add_explain
-from zero_recipes.compat.warnings import quieten_loggers
-from zero_recipes.core.errors import Refusal, print_refusal
+from zero_recipes.core.findings import Refusal, print_refusal
+from zero_recipes.libs.warnings import quieten_loggers
 
 # each adds its parser, with set_defaults(func=...); func takes the arguments and returns the exit code
 VERBS = (

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zero_recipes.config.accelerate_file import FOLDER, read_accelerate_file
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import refusal
 
 RECIPE = "a recipe, e.g. recipes/pythia.yaml"
 CONFIG_FILE = "the accelerate file of the launch to come, as for accelerate launch, e.g. zero3.yaml"
@@ -32,12 +32,7 @@ def number(option: str, kind: type, low: float, high: float = math.inf) -> Calla
         except (ValueError, OverflowError):
             value = math.nan
         if not (low < value if low == 0 else low <= value) or not value <= high or math.isinf(value):
-            raise Refusal(
-                "ZR350",
-                f"{option} {text[:40]!r} is not {words}",
-                "Nothing could be done.",
-                f"Write one after {option}.",
-            )
+            raise refusal("ZR350", option=option, text=text[:40], words=words)
         return value
 
     return parse
@@ -48,12 +43,7 @@ def names(text: str, option: str, each: bool = False) -> list[str]:
     listed = [name.strip() for name in text.split(",")]
     found = [name for name in listed if name]
     if not found or (each and found != listed):
-        raise Refusal(
-            "ZR351",
-            f"{option} {text!r} has an empty name",
-            "It names what is to be done.",
-            f"{option} NAME, or several by comma.",
-        )
+        raise refusal("ZR351", option=option, text=text)
     return found
 
 
@@ -62,21 +52,11 @@ def strategies_asked(strategies: str | None, config_file: Path | None) -> list[s
     if config_file is None:
         return None if strategies is None else names(strategies, "--strategies")
     if strategies is not None:
-        raise Refusal(
-            "ZR364",
-            f"--config_file {config_file} beside --strategies {strategies}",
-            "Both say which strategies are meant.",
-            "Leave out one of them.",
-        )
+        raise refusal("ZR364", config_file=config_file, strategies=strategies)
     read_accelerate_file(config_file)
     own = FOLDER / f"{config_file.stem}.yaml"
     if not own.is_file() or not own.samefile(config_file):
-        raise Refusal(
-            "ZR365",
-            f"--config_file {config_file} is no file of {FOLDER}/",
-            f"A strategy is known by the name of its file there, from the working directory, {Path.cwd()}.",
-            "Copy it there under a name of its own; zero-recipes check --config_file takes any file.",
-        )
+        raise refusal("ZR365", config_file=config_file, folder=FOLDER, cwd=Path.cwd())
     return [config_file.stem]
 
 
@@ -89,4 +69,4 @@ def refuse_no_folder(path: Path, option: str, is_written: bool = True) -> None:
         why = f"{place} cannot be written by this user."
     else:
         return
-    raise Refusal("ZR352", f"{option} {path} is no folder that can be used", why, f"Choose another {option}.")
+    raise refusal("ZR352", option=option, path=path, why=why)

@@ -16,7 +16,7 @@ import yaml
 from zero_recipes.checks.ds_keys import ZERO, ds_key_names, unknown_key_findings
 from zero_recipes.config.command_line import named_on
 from zero_recipes.config.validation import LAUNCH_KEYS, RENAMED, key_findings
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import Refusal, first_line, refusal
 
 LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
 # what each run of a sweep has of its own, or all of them alike
@@ -52,12 +52,7 @@ def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[s
     keys = [each.key for each in sets]
     twice = {key for key in keys if keys.count(key) > 1} | ({each.key for each in sets} & named_on(overrides, types))
     if twice:
-        raise Refusal(
-            "ZR357",
-            f"{', '.join(sorted(twice))} is given twice",
-            "A sweep sets one value in each run.",
-            f"Name it in one --set, with all values by comma: {EXAMPLE}",
-        )
+        raise refusal("ZR357", twice=", ".join(sorted(twice)), example=EXAMPLE)
     return sets
 
 
@@ -105,12 +100,7 @@ def _parsed(text: str, types: Mapping[str, Any]) -> SetKey:
 def _is_ds_key(key: str, types: Mapping[str, Any]) -> bool:
     """Whether a key is the ds_config's; the recipe's first, where both have it. Raises Refusal for neither's."""
     if key in NOT_SWEPT:
-        raise Refusal(
-            "ZR358",
-            f"--set {key}",
-            "Each run of a sweep has a folder of its own in --output_dir; overwrite holds for all of them.",
-            "Leave it out, or give it to all runs: --output_dir FOLDER, --overwrite true.",
-        )
+        raise refusal("ZR358", key=key)
     if key in types:
         return False
     path = tuple(key.split("."))
@@ -118,10 +108,10 @@ def _is_ds_key(key: str, types: Mapping[str, Any]) -> bool:
     if not findings:
         return True
     if len(path) == 1 and not unknown_key_findings((ZERO, key)):
-        raise Refusal.of(findings)  # it names the block
+        raise Refusal(findings)  # it names the block
     if len(path) == 1 or key in LAUNCH_KEYS | set(RENAMED):
-        raise Refusal.of(list(key_findings("--set", [key], {*types, *ds_key_names()})))
-    raise Refusal.of(findings)
+        raise Refusal(list(key_findings("--set", [key], {*types, *ds_key_names()})))
+    raise Refusal(findings)
 
 
 def _split(text: str, whole: str) -> list[str]:
@@ -171,9 +161,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _unreadable(text: str, why: str) -> Refusal:
-    return Refusal(
-        "ZR355", f"--set {text[:80]} cannot be read", why, f"{EXAMPLE}; a list in brackets: --set KEY=[a,b],[c]"
-    )
+    return refusal("ZR355", text=text[:80], why=why, example=EXAMPLE)
 
 
 def _name(strategy: str, values: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from zero_recipes.checkpoint.output_dir import saved_in
 from zero_recipes.cli.earlier_results import EarlierResults
 from zero_recipes.cli.sweep_runs import SweepRun, refuse_own_ds_config, runs_of
 from zero_recipes.config.ds_auto import NVME_PATH
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port
 from zero_recipes.core.tables import plain, terminal
@@ -104,12 +104,7 @@ def _announce(runs: list[SweepRun], output_dir: Path, console: Console) -> None:
     try:
         listed = read_sweep_file(output_dir)
     except ContractError as error:
-        raise Refusal(
-            "ZR361",
-            f"{output_dir / SWEEP_FILE} cannot be read",
-            f"{error}. It says which values the runs that lie there were given.",
-            "Choose another --output_dir, or delete the file: those runs stay, without their values.",
-        ) from error
+        raise refusal("ZR361", output_dir=output_dir / SWEEP_FILE, error=error) from error
     own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
     listed.with_runs(own).write(output_dir)
     strategies = len({run.strategy for run in runs})
@@ -168,12 +163,7 @@ def _refuse_absent(recipe: Path, script: Path, configs: dict[str, Path]) -> None
     for path in (recipe, script, *configs.values()):
         if not path.is_file():
             known = all_strategies()
-            raise Refusal(
-                "ZR328",
-                f"there is no {path}",
-                f"Paths are relative to the working directory, {Path.cwd()}.",
-                f"Start from the repository's folder; the strategies there are {', '.join(known) or 'none'}.",
-            )
+            raise refusal("ZR328", path=path, cwd=Path.cwd(), known=", ".join(known) or "none")
 
 
 def _refuse_occupied(folders: list[Path], overrides: list[str]) -> None:
@@ -182,12 +172,7 @@ def _refuse_occupied(folders: list[Path], overrides: list[str]) -> None:
     occupied = [folder for folder in folders if saved_in(folder)]
     overwrites = "--overwrite" in overrides and overrides[overrides.index("--overwrite") + 1 :][:1] != ["false"]
     if occupied and not overwrites:
-        raise Refusal(
-            "ZR329",
-            f"{', '.join(map(str, occupied))} hold{'s' if len(occupied) == 1 else ''} an earlier run's results",
-            "Measurements of two runs would be mixed. Nothing has been touched.",
-            "Choose another --output_dir, or replace them with --overwrite true.",
-        )
+        raise refusal("ZR329", occupied=", ".join(map(str, occupied)), what="s" if len(occupied) == 1 else "")
 
 
 def _run(command: list[str], folder: Path, label: str, console: Console, threads: int) -> tuple[int, str]:

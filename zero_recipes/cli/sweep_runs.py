@@ -13,7 +13,6 @@ import yaml
 
 from zero_recipes.checks.ds_parser import parser_findings
 from zero_recipes.cli.set_values import SetKey, combinations, option_words, parse_sets, run_names
-from zero_recipes.compat.warnings import quieten
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import AMBIGUOUS, INLINE, launched_environment
 from zero_recipes.config.ds_schema import schema_findings
@@ -22,8 +21,9 @@ from zero_recipes.config.recipe_keys import key_choices, key_types
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import launched_ds_config, read_ds_config
 from zero_recipes.config.validation import recipe_findings
-from zero_recipes.core.errors import Finding, Refusal, raise_errors
 from zero_recipes.core.files import write_json, write_text
+from zero_recipes.core.findings import Finding, Refusal, raise_errors, refusal
+from zero_recipes.libs.warnings import quieten
 
 DS_CONFIG, ACCELERATE_CONFIG = "ds_config.json", "accelerate.yaml"
 SOURCE = "--set"
@@ -103,12 +103,7 @@ def refuse_own_ds_config(recipe: Path, runs: Sequence[SweepRun], overrides: list
         others |= {run.strategy} if launched != own or run.ds_config is not None else set()
     if others:
         named = "an inline mapping" if isinstance(settings.deepspeed, dict) else settings.deepspeed
-        raise Refusal(
-            "ZR366",
-            f"a sweep over {', '.join(sorted(others))}, but `deepspeed:` of {recipe} is {named}",
-            "Each run would be refused for two DeepSpeed configurations, or under ddp train by the recipe's.",
-            "Add --deepspeed null: the strategies' own files then say how to shard.",
-        )
+        raise refusal("ZR366", others=", ".join(sorted(others)), recipe=recipe, named=named)
 
 
 def _prepared(recipe: Path, mapping, overrides, sets: list[SetKey], values: dict[str, Any], environment):
@@ -144,12 +139,7 @@ def with_values(config: Mapping[str, Any], values: Mapping[tuple[str, ...], Any]
                 block[name] = {}
             block = block[name]
             if not isinstance(block, dict):
-                raise Refusal(
-                    "ZR360",
-                    f"--set {'.'.join(path)}: {'.'.join(path[:depth])} is {json.dumps(block)} in the ds_config",
-                    "That is one value, and nothing lies below it.",
-                    f"Set {'.'.join(path[:depth])} itself.",
-                )
+                raise refusal("ZR360", path=".".join(path), path_2=".".join(path[:depth]), dumps=json.dumps(block))
         block[path[-1]] = value
     return filled
 
@@ -159,10 +149,4 @@ def _refuse_without_deepspeed(sets: list[SetKey], environments: Mapping[str, Map
     able = [name for name, env in environments.items() if env.get("ACCELERATE_USE_DEEPSPEED") == "true"]
     without = [name for name in environments if name not in able]
     if keys and without:
-        raise Refusal(
-            "ZR359",
-            f"--set {', '.join(keys)} with {', '.join(without)}",
-            "It is a key of DeepSpeed's configuration, and no DeepSpeed trains there: every value would give the same "
-            "run.",
-            f"--strategies {','.join(able) or 'zero2'}",
-        )
+        raise refusal("ZR359", keys=", ".join(keys), without=", ".join(without), able=",".join(able) or "zero2")

@@ -91,10 +91,10 @@ def add_plan(verbs) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from zero_recipes.compat.warnings import quieten
+    from zero_recipes.libs.warnings import quieten
 
     quieten()
-    from zero_recipes.planner import cli as command
+    from zero_recipes.plan import cli as command
 
     if arguments.output_dir is not None:
         refuse_no_folder(arguments.output_dir, "--output_dir")
@@ -204,7 +204,7 @@ def add_reshard(verbs) -> None:
 
 
 def _reshard(arguments: argparse.Namespace) -> int:
-    from zero_recipes.compat.warnings import quieten
+    from zero_recipes.libs.warnings import quieten
 
     quieten()
     from zero_recipes.checkpoint import manifest

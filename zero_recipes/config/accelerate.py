@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_recipes.config.accelerate_file import UNNAMED, read_accelerate_file
-from zero_recipes.core.errors import Finding, Refusal, first_line
+from zero_recipes.core.findings import Finding, finding, first_line, refusal
 
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
@@ -93,12 +93,7 @@ def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str
             plugin = DeepSpeedPlugin()
             plugin.set_mixed_precision({"fp32": "no"}.get(precision, precision))
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise Refusal(
-            "ZR205",
-            "the accelerate file's deepspeed_config cannot be read",
-            f"accelerate (utils/dataclasses.py, DeepSpeedPlugin) stops: {first_line(error)}.",
-            "Correct its value, or point deepspeed_config_file at one of ds_configs/*.json.",
-        ) from None
+        raise refusal("ZR205", error=first_line(error)) from None
     config = dict(plugin.deepspeed_config)
     del config["steps_per_print"]  # infinity, which JSON does not know; accelerate writes it again
     return config
@@ -118,88 +113,37 @@ def precision_findings(environment: Mapping[str, str], precision: str) -> Iterat
     if asked not in ("bf16", "fp16") or asked == precision:
         return
     if precision == "fp32":
-        yield Finding(
-            "ZR338",
-            f"the accelerate file has mixed_precision {asked}, the recipe trains in fp32",
-            "transformers (training_args.py, __post_init__) takes the file's where the recipe has none, and would "
-            f"train in {asked}.",
-            f"Write {asked}: true into the recipe, or remove mixed_precision from the file.",
-        )
+        yield finding("ZR338", asked=asked)
     else:
-        yield Finding(
-            "ZR339",
-            f"the accelerate file has mixed_precision {asked}, the recipe {precision}",
-            "transformers (training_args.py, __post_init__) takes the recipe's; TRL's own default is bf16.",
-            f"Write {asked}: true into the recipe if that is meant.",
-            level="warning",
-        )
+        yield finding("ZR339", asked=asked, precision=precision)
 
 
 def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
     """What an accelerate file says beside the ds_config that it names. `environment`: the launcher's."""
     if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        yield Finding(
-            "ZR301",
-            "the accelerate file has a parallelism_config",
-            "It changes how many rows a step has and which process gets which (accelerate, parallelism_config.py). "
-            "Nothing here counts tokens under its tensor or context parallelism.",
-            "Remove it. Sequence parallelism (Ulysses) is the recipe's: sequence_parallel_size.",
-        )
+        yield finding("ZR301")
     if environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8":
-        yield Finding(
-            "ZR302",
-            "the accelerate file requests FP8",
-            "transformers (training_args.py, __post_init__) silently puts the recipe's bf16 or fp16 in its place, and "
-            "none of the libraries that compute in FP8 (Transformer Engine, torchao, MS-AMP) is used here.",
-            "Remove mixed_precision; the recipe's bf16: true says the precision.",
-        )
+        yield finding("ZR302")
     if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none").lower() in ("none", ""):
         return
     given = environment.get(DS_FIELDS, "").split(",")
     beside = [name for name in AMBIGUOUS if name in given]
     if beside:
-        yield Finding(
-            "ZR303",
-            f"the accelerate file has {', '.join(beside)} beside deepspeed_config_file",
-            "accelerate (utils/dataclasses.py, DeepSpeedPlugin) stops with a ValueError about what it would ignore.",
-            "Remove them: the ds_config says how to shard, the recipe's bf16 and fp16 say the precision.",
-        )
+        yield finding("ZR303", beside=", ".join(beside))
 
 
 def refuse_what_no_launch_takes(config: ClusterConfig, path: Path, num_processes: int | None) -> None:
     """Refuse a file that `accelerate launch` itself ends on, or waits on without an end."""
     kind = str(getattr(config.distributed_type, "value", config.distributed_type))
     if config.mpirun_config:
-        raise Refusal(
-            "ZR331",
-            f"{path} starts its processes by mpirun",
-            "They would know their ranks by MPI's variables alone; nothing here reads those, and each would train by "
-            "itself.",
-            "Remove mpirun_config and write distributed_type: MULTI_GPU, which serves CPUs too.",
-        )
+        raise refusal("ZR331", path=path)
     if kind in ("TPU", "XLA", "MEGATRON_LM"):
-        raise Refusal(
-            "ZR332",
-            f"{path} asks for distributed_type {kind}",
-            "accelerate (commands/launch.py) starts it by torch_xla or Megatron-LM; TRL's SFTTrainer trains under "
-            "neither.",
-            "Write MULTI_GPU, DEEPSPEED or FSDP.",
-        )
+        raise refusal("ZR332", path=path, kind=kind)
     if config.num_processes == UNNAMED and num_processes is None:
-        raise Refusal(
-            "ZR333",
-            f"{path} names no num_processes",
-            'accelerate (commands/launch.py) stops: "You need to manually pass in --num_processes".',
-            "Write num_processes, or pass --num_processes.",
-        )
+        raise refusal("ZR333", path=path)
     named = str(config.gpu_ids or "all")
     if kind.startswith("MULTI_") and named != "all" and "," not in named and config.num_machines == 1:
-        raise Refusal(
-            "ZR334",
-            f"{path} has gpu_ids {named} under {kind}",
-            'accelerate (commands/launch.py) stops: "Less than two GPU ids were configured".',
-            "Name two or more, or write gpu_ids: all.",
-        )
+        raise refusal("ZR334", path=path, named=named, kind=kind)
     if config.num_machines > 1:
         _refuse_unreachable_machines(config, path)
 
@@ -210,29 +154,15 @@ def _refuse_unreachable_machines(config: ClusterConfig, path: Path) -> None:
         hosts = asked.get("deepspeed_hostfile")
         missing = f"no {launcher} on this machine" if shutil.which(launcher) is None else f"no hostfile {hosts}"
         if shutil.which(launcher) is None or not (hosts and Path(hosts).is_file()):
-            raise Refusal(
-                "ZR335",
-                f"{path} starts {config.num_machines} machines by {launcher}, and there is {missing}",
-                "deepspeed (launcher/runner.py) ends, or trains on this machine alone.",
-                "Write deepspeed_multinode_launcher: standard, and start the command on each machine.",
-            )
+            raise refusal("ZR335", path=path, num_machines=config.num_machines, launcher=launcher, missing=missing)
     address = config.main_process_ip
     if address is None:
         return  # the command line names it: --main_process_ip
     try:
         found = socket.getaddrinfo(str(address), None)[0][4][0]
     except (OSError, UnicodeError) as error:
-        raise Refusal(
-            "ZR336",
-            f"main_process_ip {address} in {path} leads nowhere",
-            f"The {config.num_machines} machines meet there ({first_line(error)}); the launch would wait until its "
-            "time is over.",
-            "Write the address of the machine with machine_rank 0.",
+        raise refusal(
+            "ZR336", address=address, path=path, num_machines=config.num_machines, error=first_line(error)
         ) from None
     if ipaddress.ip_address(found).is_loopback:
-        raise Refusal(
-            "ZR337",
-            f"main_process_ip {address} in {path} with {config.num_machines} machines",
-            "Each machine would wait for the others at its own address, until its time is over.",
-            "Write the address of the machine with machine_rank 0, or num_machines: 1.",
-        )
+        raise refusal("ZR337", address=address, path=path, num_machines=config.num_machines)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import Refusal, first_line, refusal
 
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
@@ -36,16 +36,9 @@ def read_accelerate_file(path: Path) -> ClusterConfig:
             if not isinstance(getattr(config, name), dict):  # by hand: accelerate does not check types
                 raise TypeError(f"{name} is no mapping")
     except yaml.YAMLError as error:
-        raise Refusal(
-            "ZR305", f"{path} is not YAML", str(error).replace("\n", " "), "Correct the line that it names."
-        ) from None
+        raise refusal("ZR305", path=path, error=str(error).replace("\n", " ")) from None
     except (ValueError, TypeError, AttributeError) as error:
-        raise Refusal(
-            "ZR306",
-            f"{path} is not an accelerate file",
-            f"{first_line(error).rstrip('.')}.",
-            "See those in accelerate_configs/.",
-        ) from error
+        raise refusal("ZR306", path=path, error=first_line(error).rstrip(".")) from error
     config.num_processes = UNNAMED if config.num_processes in (None, -1) else config.num_processes
     config.num_machines = 1 if config.num_machines is None else config.num_machines
     for name in ("num_processes", "num_machines"):
@@ -53,12 +46,7 @@ def read_accelerate_file(path: Path) -> ClusterConfig:
         if value is UNNAMED:
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise Refusal(
-                "ZR307",
-                f"{name} in {path} is {value!r}",
-                "It must be a whole number of at least 1.",
-                "Write a whole number.",
-            )
+            raise refusal("ZR307", name=name, path=path, value=value)
     return config
 
 
@@ -75,7 +63,7 @@ def _absent(path: Path) -> Refusal:
         fix = "Start from the repository's folder" + (f" ({repository})" if names else "")
         fix += f": {name} and {FOLDER / name} are one file there, and the ds_config that it names is found."
     why = f"Paths are relative to the working directory, {Path.cwd()}."
-    return Refusal("ZR304", f"there is no accelerate file {path}", why, fix)
+    return refusal("ZR304", path=path, why=why, fix=fix)
 
 
 def _refuse_link_as_text(path: Path) -> None:
@@ -83,10 +71,4 @@ def _refuse_link_as_text(path: Path) -> None:
     text = path.read_bytes()[:300].decode(errors="replace").strip()
     target = path.parent / text
     if text.endswith(".yaml") and "\n" not in text and "\0" not in text and target.is_file():
-        raise Refusal(
-            "ZR363",
-            f"{path} holds nothing but the path of another file",
-            "It is a symbolic link that git wrote as text, for a file system without links (core.symlinks=false). "
-            "accelerate (commands/config/config_args.py) ends: 'str' object has no attribute 'get'.",
-            f"--config_file {target}",
-        )
+        raise refusal("ZR363", path=path, target=target)

@@ -7,19 +7,14 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from zero_recipes.config.validation import accepted_types
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import first_line, refusal
 
 
 def refuse_no_text(overrides: list[str]) -> None:
     """Refuse words that are no text: bytes that the terminal's encoding does not know. Raises Refusal."""
     for word in overrides:
         if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in word):
-            raise Refusal(
-                "ZR156",
-                f"the command line holds {word[:40]!a}",
-                "Half a surrogate pair is no text: no path, name or message can hold it.",
-                "Write it in UTF-8.",
-            )
+            raise refusal("ZR156", word=word[:40])
 
 
 def without_unset(overrides: list[str], known: Mapping[str, Any]) -> tuple[list[str], set[str]]:
@@ -50,9 +45,7 @@ def decoded(key: str, value: Any) -> Any:
     try:
         return _as_transformers(json.loads(value))
     except (ValueError, RecursionError) as error:
-        raise Refusal(
-            "ZR157", f"--{key} is not JSON: {value[:80]}", first_line(error), f"--{key} '{{\"name\": 1}}'"
-        ) from None
+        raise refusal("ZR157", key=key, value=value[:80], error=first_line(error)) from None
 
 
 def named_on(overrides: list[str], known: Container[str]) -> set[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zero_recipes.config.ds_view import OFFLOADS
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 
 # blocks that transformers or DeepSpeed 0.19.8 read with .get(), and stop with a bare AttributeError on anything else
 MAPPINGS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "aio", "activation_checkpointing")
@@ -39,20 +39,19 @@ def _blocks(config: Mapping[str, Any], source: str) -> Iterator[Finding]:
         if isinstance(block, dict) and "params" in block:
             places.append((f"{name}.params", block["params"]))
         if isinstance(block, dict) and not isinstance(block.get("type"), str):
-            yield Finding(
-                "ZR207", f"{name} in {source} has no type", "DeepSpeed makes the class of that name.", 'Add "type".'
-            )
+            yield finding("ZR207", name=name, source=source)
     zero = config.get("zero_optimization")
     for name in OFFLOADS:  # DeepSpeed takes None
         if isinstance(zero, dict) and zero.get(name) is not None:
             places.append((f"zero_optimization.{name}", zero[name]))
     for name, block in places:
         if not isinstance(block, dict):
-            yield Finding(
+            yield finding(
                 "ZR208",
-                f"{name} in {source} is {block!r}",
-                "It is a block: a mapping of keys to values.",
-                'Write {"enabled": false} or leave it out.' if block in (False, None) else "Write a mapping.",
+                name=name,
+                source=source,
+                block=block,
+                fix='Write {"enabled": false} or leave it out.' if block in (False, None) else "Write a mapping.",
             )
 
 
@@ -63,29 +62,13 @@ def _numbers(config: Mapping[str, Any], source: str) -> Iterator[Finding]:
     for name, value in places.items():
         whole = isinstance(value, int) and not isinstance(value, bool) and value >= (0 if "." in name else 1)
         if value != "auto" and not whole:
-            yield Finding(
-                "ZR209",
-                f"{name} in {source} is {value!r}",
-                "It must be a whole number.",
-                'Write a whole number, or "auto".',
-            )
+            yield finding("ZR209", name=name, source=source, value=value)
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage == "auto" or isinstance(stage, (bool, float)):
-        yield Finding(
-            "ZR261",
-            f"zero_optimization.stage in {source} is {stage!r}",
-            'accelerate fills in 2 for "auto", and DeepSpeed makes a number of the others; everything that is said '
-            "here goes by the stage.",
-            "Write 0, 1, 2 or 3.",
-        )
+        yield finding("ZR261", source=source, stage=stage)
     clipping = config.get("gradient_clipping", "auto")
     if clipping != "auto" and not (isinstance(clipping, (int, float)) and not isinstance(clipping, bool)):
-        yield Finding(
-            "ZR210",
-            f"gradient_clipping in {source} is {clipping!r}",
-            "It is the largest norm of the gradient.",
-            'Write a number, or "auto".',
-        )
+        yield finding("ZR210", source=source, clipping=clipping)
 
 
 def _zero_optimization(block: Mapping[str, Any], source: str) -> Iterator[Finding]:
@@ -93,33 +76,23 @@ def _zero_optimization(block: Mapping[str, Any], source: str) -> Iterator[Findin
     from pydantic import ValidationError
 
     for key in REMOVED.keys() & block.keys():
-        yield Finding(
-            "ZR291",
-            f"zero_optimization.{key} in {source}: DeepSpeed has removed it",
-            "runtime/config.py (0.19.8) stops on the key, whatever it holds, with the model loaded: MiCS, which "
-            "partitioned the model within groups of ranks, and LoCo are gone.",
-            f"Remove it. {REMOVED[key]}",
-        )
+        yield finding("ZR291", key=key, source=source, removed=REMOVED[key])
     try:
         parsed_zero({key: value for key, value in block.items() if key not in REMOVED})
     except ValidationError as error:
         for fault in error.errors():
             place = ".".join(str(part) for part in fault["loc"])
             unknown = fault["type"] == "extra_forbidden"
-            yield Finding(
+            yield finding(
                 "ZR211",
-                f"zero_optimization.{place} in {source} "
-                + ("is no key of DeepSpeed" if unknown else f"is {fault.get('input')!r}"),
-                f"DeepSpeed (runtime/zero/config.py) stops: {fault['msg']}.",
-                "Check its spelling, or remove it." if unknown else "Write a value that it takes.",
+                place=place,
+                source=source,
+                what="is no key of DeepSpeed" if unknown else f"is {fault.get('input')!r}",
+                msg=fault["msg"],
+                fix="Check its spelling, or remove it." if unknown else "Write a value that it takes.",
             )
     except (TypeError, ValueError, AssertionError) as error:
-        yield Finding(
-            "ZR212",
-            f"zero_optimization in {source} does not hold together",
-            f"DeepSpeed (runtime/zero/config.py) stops: {error}.",
-            "Change what it names.",
-        )
+        yield finding("ZR212", source=source, error=error)
 
 
 def parsed_zero(block: Mapping[str, Any]):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Finding, Refusal, first_line
+from zero_recipes.core.findings import Finding, Refusal, finding, first_line, refusal
 
 # transformers' `fsdp_config` (training_args.py, _process_fsdp_args) by what `accelerate launch` sets (utils/launch.py)
 _VARIABLES = {
@@ -43,28 +43,16 @@ def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], wor
     """
     launched, named = _from_launcher(environment), _from_recipe(settings)
     if launched is not None and named is not None and launched != named:
-        raise Refusal(
-            "ZR310",
-            "two FSDP configurations: the recipe has one, the accelerate file another",
-            f"transformers would take the recipe's {named} and fill its gaps from the launcher's {launched}.",
-            "Remove `fsdp:` and `fsdp_config:` from the recipe or the command line, or launch with torchrun.",
-        )
+        raise refusal("ZR310", named=named, launched=launched)
     config = named if launched is None else launched
     if config is None:
         return None
     config = config | _changed(config)
     findings = _findings(config, settings, world_size)
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or settings.deepspeed:
-        findings.append(
-            Finding(
-                "ZR311",
-                "FSDP and DeepSpeed at once",
-                "Both would shard the same parameters; transformers (trainer.py, `if args.fsdp`) stops on it.",
-                f"Remove one: {_FILE} without `deepspeed:`, or accelerate_configs/zero3.yaml without `fsdp:`.",
-            )
-        )
+        findings.append(finding("ZR311", file=_FILE))
     if findings:
-        raise Refusal.of(findings)
+        raise Refusal(findings)
     return config
 
 
@@ -73,23 +61,9 @@ def change_findings(settings: Settings, environment: Mapping[str, str]) -> Itera
     config = _from_launcher(environment) or _from_recipe(settings) or {}
     changed = _changed(config)
     if "state_dict_type" in changed:
-        yield Finding(
-            "ZR317",
-            f"fsdp state_dict_type {config['state_dict_type']}: run as FULL_STATE_DICT",
-            "transformers (trainer.py, save_model) would save no model at all under it, silently.",
-            "Nothing needs to be done; FULL_STATE_DICT says what happens.",
-            level="warning",
-        )
+        yield finding("ZR317", state_dict_type=config["state_dict_type"])
     if "cpu_ram_efficient_loading" in changed:
-        yield Finding(
-            "ZR319",
-            "FSDP with cpu_ram_efficient_loading: run without it",
-            "Only rank 0 would read the weights, and the others hold empty ones (transformers, modeling_utils.py): "
-            "that a model begins with its checkpoint's weights could not be checked on them. Each process reads the "
-            "weights into the host's memory, one model for each process of a machine.",
-            "Nothing needs to be done; fsdp_cpu_ram_efficient_loading: false says what happens.",
-            level="warning",
-        )
+        yield finding("ZR319")
 
 
 def _changed(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,13 +97,7 @@ def _from_recipe(settings: Settings) -> dict[str, Any] | None:
     if str(requested).lower() in ("none", "false", "[]", ""):
         return None
     if str(requested).lower() != "true":
-        raise Refusal(
-            "ZR312",
-            f"fsdp: {requested}",
-            "Values such as full_shard are FSDP1's; transformers (training_args.py, _apply_legacy_fsdp_to_config) "
-            "still reads them, and warns that it will not for long.",
-            "Write fsdp: true, and what differs from the defaults under fsdp_config.",
-        )
+        raise refusal("ZR312", requested=requested)
     if isinstance(config, str):
         config = _read(config)
     return {"version": 2} | {key.removeprefix("fsdp_"): value for key, value in (config or {}).items()}
@@ -144,73 +112,26 @@ def _read(text: str) -> dict[str, Any]:
         fault = "It is not a mapping."
     except (OSError, ValueError) as error:
         fault = f"{first_line(error)}."
-    raise Refusal(
-        "ZR313",
-        f"fsdp_config {text} cannot be read",
-        fault,
-        f"Write a mapping into the recipe, with keys of {', '.join(_VARIABLES.values())}; or leave it out.",
-    )
+    raise refusal("ZR313", text=text, fault=fault, values=", ".join(_VARIABLES.values()))
 
 
 def _findings(config: Mapping[str, Any], settings: Settings, world_size: int) -> list[Finding]:
     """What of an `fsdp_config` cannot run here."""
     found = []
 
-    def add(code: str, what: str, why: str, fix: str) -> None:
-        found.append(Finding(code, what, why, fix))
-
     if config.get("version") != 2:
-        add(
-            "ZR314",
-            "FSDP1 (fsdp_version 1, accelerate's default where the file names none)",
-            "transformers 5.20 is to drop it (training_args.py, _process_fsdp_args). It flattens the parameters of a "
-            "layer into one, and nothing here reads those.",
-            f"zero-recipes check RECIPE.yaml --config_file FILE --upgrade writes the file for FSDP2; {_FILE} is one.",
-        )
+        found.append(finding("ZR314", file=_FILE))
     unknown = sorted(set(config) - set(_VARIABLES.values()))
     if unknown:
-        add(
-            "ZR315",
-            f"fsdp_config with {', '.join(unknown)}",
-            "transformers (training_args.py, _process_fsdp_args) reads no such key for FSDP2, and does not say so.",
-            f"Remove it; the keys are {', '.join(sorted(_VARIABLES.values()))}.",
-        )
+        found.append(finding("ZR315", unknown=", ".join(unknown), known=", ".join(sorted(_VARIABLES.values()))))
     if world_size == 1:
-        add(
-            "ZR316",
-            "FSDP with one process",
-            "Nothing can be sharded over one process; transformers (trainer.py, `Using fsdp only works in "
-            "distributed training`) stops on it, or trains without it.",
-            "Launch with --num_processes 2 or more; for one process leave FSDP out.",
-        )
+        found.append(finding("ZR316"))
     if config.get("cpu_offload"):
-        add(
-            "ZR318",
-            "FSDP with its parameters offloaded to the CPU",
-            "Gradient norms and clipping are then reduced on CPU tensors, and the process group of a GPU run has nccl "
-            "alone (torch/distributed/fsdp/_fully_shard/_fsdp_api.py, CPUOffloadPolicy). Not measured here.",
-            "Write fsdp_offload_params: false, or offload by ZeRO: accelerate_configs/zero3_offload.yaml.",
-        )
+        found.append(finding("ZR318"))
     if config.get("activation_checkpointing") and settings.activation_checkpointing:
-        add(
-            "ZR320",
-            "activation_checkpointing twice: by FSDP and by the recipe",
-            "transformers (trainer.py, create_accelerator_and_postprocess) stops on it, after loading the model.",
-            "Write fsdp_activation_checkpointing: false; the recipe's is the same under every strategy.",
-        )
+        found.append(finding("ZR320"))
     if settings.auto_find_batch_size:
-        add(
-            "ZR321",
-            "auto_find_batch_size under FSDP2",
-            "For a smaller batch transformers (trainer.py, _update_auto_batch_size) unwraps the model, and FSDP2 has "
-            "no wrapper to take off: what is sharded stays so.",
-            "Set per_device_train_batch_size by hand.",
-        )
+        found.append(finding("ZR321"))
     if settings.load_best_model_at_end and settings.save_only_model:
-        add(
-            "ZR322",
-            "save_only_model with load_best_model_at_end under FSDP",
-            "transformers (trainer.py, create_accelerator_and_postprocess) stops on it, after loading the model.",
-            "Set save_only_model: false.",
-        )
+        found.append(finding("ZR322"))
     return found

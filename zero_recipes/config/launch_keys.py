@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.config.accelerate import launched_environment
-from zero_recipes.core.errors import Finding, Refusal
+from zero_recipes.core.findings import Finding, Refusal, finding, refusal
 
 LAUNCH = ("num_processes", "accelerate_config")
 # variables of a launch that say how it shards
@@ -47,12 +47,13 @@ def launch_key_findings(path: Path, mapping: Mapping[str, Any], environment: Map
     if different:
         written = ", ".join(f"{key}: {value}" for key, value in named.items())
         options = ([] if file is None else ["--config_file", str(file)]) + ["--num_processes", str(count or processes)]
-        yield Finding(
+        yield finding(
             "ZR347",
-            f"{path} names the launch ({written}), and it is another",
-            f"`trl sft --config` starts the launcher itself; this run has been started, with {processes} "
-            f"process{'' if processes == '1' else 'es'}.",
-            f"accelerate launch {' '.join(options)} run_sft.py {path}",
+            path=path,
+            written=written,
+            processes=processes,
+            why="" if processes == "1" else "es",
+            options=" ".join(options),
         )
 
 
@@ -64,9 +65,7 @@ def _said(environment: Mapping[str, str], name: str) -> str:
 def _count(value: Any) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
-    raise Refusal(
-        "ZR348", f"num_processes is {value!r}", "It is a whole number of at least 1.", "Write one, or remove the line."
-    )
+    raise refusal("ZR348", value=value)
 
 
 def _file(name: Any) -> Path | None:
@@ -80,9 +79,4 @@ def _file(name: Any) -> Path | None:
     if isinstance(name, str) and "/" not in name and found.is_file():
         return Path(str(found))
     known = sorted(path.name.removesuffix(".yaml") for path in own.iterdir() if path.name.endswith(".yaml"))
-    raise Refusal(
-        "ZR349",
-        f"accelerate_config is {name!r}",
-        f"It is neither a file nor a name of TRL's: {', '.join(known)}.",
-        "Name a file, e.g. accelerate_configs/zero2.yaml.",
-    )
+    raise refusal("ZR349", name=name, known=", ".join(known))

@@ -28,7 +28,7 @@ from zero_recipes.config.recipe_text import read_recipe_file as read_recipe_file
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.validation import key_findings, recipe_findings
 from zero_recipes.config.value_limits import MAPPINGS, limit_findings
-from zero_recipes.core.errors import Refusal, first_line, raise_errors
+from zero_recipes.core.findings import Refusal, first_line, raise_errors, refusal
 
 USAGE = "run_sft.py RECIPE.yaml [--key value ...]"
 
@@ -62,12 +62,7 @@ def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
         index += 1
     if not rest or rest[0].startswith("-"):
         given = f"the first argument is {rest[0]!r}" if rest else "no argument was given"
-        raise Refusal(
-            "ZR115",
-            f"no recipe: {given}",
-            "The recipe comes first; options follow it and override its keys, which docs/recipe.md lists.",
-            USAGE,
-        )
+        raise refusal("ZR115", given=given, usage=USAGE)
     return Path(rest[0]), rest[1:]
 
 
@@ -79,7 +74,7 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
     mapping = {key: value for key, value in mapping.items() if key not in LAUNCH}  # preflight compares them
     findings = recipe_findings(str(path), mapping, lines, known, key_choices())
     if any(finding.level == "error" for finding in findings):
-        raise Refusal.of(findings)
+        raise Refusal(findings)
 
     refuse_no_text(overrides)
     file_values = dict(mapping)
@@ -92,11 +87,9 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
         key_findings("the command line", [word[2:].partition("=")[0].replace("-", "_") for word in stray], known)
     )
     if findings:
-        raise Refusal.of(findings)
+        raise Refusal(findings)
     if extra:
-        raise Refusal(
-            "ZR120", f"{extra[0]!r} on the command line belongs to no key", "Every value follows a `--key`.", USAGE
-        )
+        raise refusal("ZR120", first_extra=extra[0], usage=USAGE)
 
     values = vars(namespace)
     named = named_on(overrides, known)
@@ -127,21 +120,11 @@ def derive_accumulation(settings: Settings, given: Mapping[str, Any], world_size
     if total <= 0 or total % per_pass:
         below, above = total // per_pass * per_pass, (total // per_pass + 1) * per_pass
         near = f"{below} or {above}" if below > 0 else str(above)
-        raise Refusal(
-            "ZR121",
-            f"global_batch_size {total} is not divisible by {world_size} processes x {micro} sequences",
-            f"Accumulation would be {total} / ({world_size} * {micro}) = {total / per_pass:.3f}, not a whole number.",
-            f"Use a global_batch_size of {near}, or another per_device_train_batch_size or number of processes.",
-        )
+        raise refusal("ZR121", total=total, world_size=world_size, micro=micro, total_2=total / per_pass, near=near)
     derived = total // per_pass
     requested = given.get("gradient_accumulation_steps")
     if requested is not None and requested != derived:
-        raise Refusal(
-            "ZR122",
-            f"global_batch_size {total} contradicts gradient_accumulation_steps {requested}",
-            f"{total} sequences over {world_size} processes with micro batches of {micro} are {derived} accumulations.",
-            "Name only one of the two.",
-        )
+        raise refusal("ZR122", total=total, requested=requested, world_size=world_size, micro=micro, derived=derived)
     return derived
 
 
@@ -157,12 +140,7 @@ def instances(settings: Settings, path: Path) -> tuple:
             values = {key: copy.deepcopy(value) for key, value in settings.as_dict().items() if key in fields}
             objects.append(cls(**values))  # copied: DatasetMixtureConfig turns the mapping's entries into objects
         except Exception as error:  # constructors of libraries: each raises what it likes
-            raise Refusal(
-                "ZR123",
-                f"{cls.__name__} does not take the values of {path}",
-                first_line(error),
-                "Change the key that it names.",
-            ) from error
+            raise refusal("ZR123", name=cls.__name__, path=path, error=first_line(error)) from error
     return tuple(objects)
 
 
@@ -182,12 +160,7 @@ def _parser():
 
     class Parser(TrlParser):
         def error(self, message: str):
-            raise Refusal(
-                "ZR124",
-                f"the command line or the recipe has a wrong value: {message}",
-                "TRL's parser refuses it.",
-                USAGE,
-            )
+            raise refusal("ZR124", message=message, usage=USAGE)
 
     # abbreviations (`--max_step`) would hide a misspelt key
     return Parser(dataclass_types=dataclasses_of_a_recipe(), allow_abbrev=False, add_help=False)

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.pinned_memory import limit_rounding
 
 LARGEST_FILE = 1 << 20  # bytes; the recipes here have 2,000
@@ -36,21 +36,12 @@ def read_recipe_file(path: Path) -> RecipeFile:
     try:
         mapping = _load(path, text)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, such as 2024-13-45
-        raise Refusal(
-            "ZR117", f"{path} is not YAML", str(error).replace("\n", " "), "Correct the line that it names."
-        ) from None
+        raise refusal("ZR117", path=path, error=str(error).replace("\n", " ")) from None
     if mapping is None:
-        raise Refusal(
-            "ZR118",
-            f"{path} is not a mapping of keys to values",
-            "A recipe is one YAML mapping, as for `trl sft --config`.",
-            "Write one `key: value` a line; recipes/tiny.yaml is a short example.",
-        )
+        raise refusal("ZR118", path=path)
     env = mapping.pop("env", None) or {}
     if not isinstance(env, dict):
-        raise Refusal(
-            "ZR119", f"`env:` in {path} is not a mapping", "It names environment variables.", "env:\n      NAME: value"
-        )
+        raise refusal("ZR119", path=path)
     for name, value in env.items():
         _refuse_variable(path, name, value)
     for name, value in env.items():
@@ -69,48 +60,28 @@ def _bytes_of(path: Path) -> bytes:
         else:
             raise _absent(path)
     except OSError as error:
-        raise Refusal(
-            "ZR144",
-            f"the recipe {path} cannot be read",
-            f"{error.strerror}.",
-            "Name a file that this user may read.",
-        ) from None
+        raise refusal("ZR144", path=path, strerror=error.strerror) from None
     if size > LARGEST_FILE:
-        raise Refusal(
-            "ZR146",
-            f"{path} has {size:,} bytes",
-            f"No recipe is larger than {LARGEST_FILE:,}.",
-            "Name data by its path instead of writing it into the recipe.",
-        )
+        raise refusal("ZR146", path=path, size=size, largest_file=LARGEST_FILE)
     return text
 
 
 def _absent(path: Path) -> Refusal:
     near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.5)
-    return Refusal(
+    return refusal(
         "ZR116",
-        f"there is no recipe {path}",
-        f"Paths are relative to the working directory, {Path.cwd()}.",
-        f"Did you mean {path.parent / near[0]}?" if near else "Check the path; the recipes stand in recipes/.",
+        path=path,
+        cwd=Path.cwd(),
+        fix=f"Did you mean {path.parent / near[0]}?" if near else "Check the path; the recipes stand in recipes/.",
     )
 
 
 def _refuse_variable(path: Path, name: Any, value: Any) -> None:
     """Refuse what the environment cannot hold. Raises Refusal."""
     if not isinstance(name, str) or not name or "=" in name:
-        raise Refusal(
-            "ZR147",
-            f"{name!r} under `env:` in {path} cannot be the name of a variable",
-            "A name is text without an equals sign.",
-            "env:\n      NAME: value",
-        )
+        raise refusal("ZR147", name=name, path=path)
     if value is None or isinstance(value, (dict, list, set)):
-        raise Refusal(
-            "ZR148",
-            f"the variable {name} under `env:` in {path} is {'empty' if value is None else 'not one value'}",
-            "A variable holds one text.",
-            f'env:\n      {name}: "value"',
-        )
+        raise refusal("ZR148", name=name, path=path, what="empty" if value is None else "not one value")
 
 
 class _Loader(yaml.SafeLoader):
@@ -133,12 +104,7 @@ class _Loader(yaml.SafeLoader):
     def compose_scalar_node(self, anchor: str | None) -> yaml.ScalarNode:
         node = super().compose_scalar_node(anchor)
         if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in node.value):
-            raise Refusal(
-                "ZR149",
-                f"{self.name}:{node.start_mark.line + 1} holds {node.value[:40]!a}",
-                "A zero byte and half a surrogate pair are no text: no path, name or message can hold them.",
-                "Write the character itself, in UTF-8.",
-            )
+            raise refusal("ZR149", name=self.name, line=node.start_mark.line + 1, value=node.value[:40])
         return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
@@ -147,12 +113,7 @@ class _Loader(yaml.SafeLoader):
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             line = key.start_mark.line + 1
             if (key.tag, key.value) in lines:
-                raise Refusal(
-                    "ZR126",
-                    f"`{key.value}` stands twice in {self.name}, in lines {lines[key.tag, key.value]} and {line}",
-                    "PyYAML takes the last one without a message.",
-                    "Remove one of them.",
-                )
+                raise refusal("ZR126", value=key.value, name=self.name, lines=lines[key.tag, key.value], line=line)
             lines[key.tag, key.value] = line
         return node
 
@@ -164,11 +125,12 @@ class _Loader(yaml.SafeLoader):
                 raise
             number = None  # more digits than Python reads
         if number is None or abs(number) > LARGEST_INTEGER:
-            raise Refusal(
+            raise refusal(
                 "ZR150",
-                f"the whole number in {self.name}:{node.start_mark.line + 1} has {len(node.value):,} digits",
-                f"It lies beyond {LARGEST_INTEGER:,}, the largest whole number of the libraries.",
-                "Write a smaller number, or quote it if it is meant as text.",
+                name=self.name,
+                line=node.start_mark.line + 1,
+                number_of_value=len(node.value),
+                largest_integer=LARGEST_INTEGER,
             )
         return number
 
@@ -188,9 +150,7 @@ def _load(path: Path, text: bytes) -> RecipeFile | None:
     for key, _ in node.value:
         line = key.start_mark.line + 1
         if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-            raise Refusal(
-                "ZR125", f"the key in {path}:{line} is not text", "Keys are names.", "Write one `key: value` a line."
-            )
+            raise refusal("ZR125", path=path, line=line)
         lines[key.value] = line
     _refuse_multiplied(path, node)
     mapping = RecipeFile(loader.construct_document(node))
@@ -210,12 +170,7 @@ def _refuse_multiplied(path: Path, document: yaml.Node) -> None:
             sizes[id(node)] = 1 + sum(size(entry) for entry in entries)
         known = sizes[id(node)]
         if known is None:
-            raise Refusal(
-                "ZR151",
-                f"the alias in {path}:{node.start_mark.line + 1} stands inside of what it names",
-                "Such a value has no end.",
-                "Write the value out, without the alias.",
-            )
+            raise refusal("ZR151", path=path, line=node.start_mark.line + 1)
         if known > MOST_VALUES:
             raise _too_much(str(path), node.start_mark.line + 1, deep=False)
         return known
@@ -225,9 +180,4 @@ def _refuse_multiplied(path: Path, document: yaml.Node) -> None:
 
 def _too_much(name: str, line: int, deep: bool) -> Refusal:
     limit = f"{DEEPEST} levels inside one another" if deep else f"{MOST_VALUES:,} values, aliases counted in full"
-    return Refusal(
-        "ZR152",
-        f"{name} holds more than a recipe can, at line {line}",
-        f"The limit is {limit}.",
-        "Is it another file? Name data by its path instead of writing it into the recipe.",
-    )
+    return refusal("ZR152", name=name, line=line, limit=limit)

@@ -13,7 +13,7 @@ from zero_recipes.config.accelerate import hand_over
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import refusal
 from zero_recipes.core.process import local_world_size
 
 
@@ -87,13 +87,7 @@ def refuse_data_parallel(strategy: Strategy, device: str, environment: Mapping[s
 
     count = torch.cuda.device_count() if device == "cuda" else 1
     if strategy.world_size == 1 and "RANK" not in environment and count > 1:
-        raise Refusal(
-            "ZR308",
-            f"one process, but {count} GPUs are visible",
-            "transformers would split batches with nn.DataParallel, which TRL's SFTTrainer refuses.",
-            "accelerate launch --config_file accelerate_configs/zero2.yaml run_sft.py RECIPE.yaml, or make one GPU "
-            "visible with CUDA_VISIBLE_DEVICES=0.",
-        )
+        raise refusal("ZR308", count=count)
 
 
 def refuse_shared_gpus(strategy: Strategy, device: str, environment: Mapping[str, str]) -> None:
@@ -103,9 +97,4 @@ def refuse_shared_gpus(strategy: Strategy, device: str, environment: Mapping[str
 
     count = torch.cuda.device_count() if device == "cuda" else here
     if here > count:
-        raise Refusal(
-            "ZR309",
-            f"{here} processes on this machine, but {count} GPU{'s' if count > 1 else ''}",
-            'NCCL (init.cc, "Duplicate GPU detected") stops two ranks on one device, after the model has been loaded.',
-            f"--num_processes {count}, or use_cpu: true for a run on the CPU.",
-        )
+        raise refusal("ZR309", here=here, count=count, what="s" if count > 1 else "")

@@ -14,7 +14,7 @@ from zero_recipes.config.ds_auto import fill_own_autos, needs_sizes
 from zero_recipes.config.ds_schema import schema_findings
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.settings import Settings, precision_of
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal, refusal
 
 INLINE_SOURCE = "the accelerate file's deepspeed_config"
 
@@ -130,7 +130,7 @@ def resolve_strategy(
         return Strategy("ddp" if world_size > 1 else "single", world_size)
     findings = schema_findings(config, source)
     if findings:
-        raise Refusal.of(findings)
+        raise Refusal(findings)
     name = DsConfig(config).name
     filled = DsConfig(fill(config))
     shared = settings.sequence_parallel_size
@@ -151,14 +151,7 @@ def _in_force(
     if launched is None:
         return config, _shown(named)
     if fill(config) != fill(launched):  # a resolved recipe has our own "auto" values filled in already
-        raise Refusal(
-            "ZR201",
-            f"two DeepSpeed configurations: the recipe names {_shown(named)}, the launcher {launched_from}",
-            "transformers (training_args.py, `if self.deepspeed`) would take the recipe's and drop the launcher's "
-            "silently.",
-            "Remove `deepspeed:` from the recipe or the command line, or add --deepspeed null: the launcher's counts "
-            "then. Or launch with torchrun.",
-        )
+        raise refusal("ZR201", shown=_shown(named), launched_from=launched_from)
     return config, launched_from
 
 
@@ -171,12 +164,7 @@ def read_ds_config(named: str | Path | dict[str, Any]) -> dict[str, Any]:
         return _loads(text, "the inline deepspeed configuration")
     path = Path(text)
     if not path.is_file():
-        raise Refusal(
-            "ZR202",
-            f"there is no DeepSpeed configuration {path}",
-            f"Paths are relative to the working directory, {Path.cwd()}.",
-            "Start from the repository's folder, or name one of ds_configs/*.json by its full path.",
-        )
+        raise refusal("ZR202", path=path, cwd=Path.cwd())
     return _loads(path.read_text(), str(path))
 
 
@@ -185,16 +173,9 @@ def _loads(text: str, place: str) -> dict[str, Any]:
         config = json.loads(text)
     except json.JSONDecodeError as error:
         comment = " JSON knows no `//` comments." if "//" in text else ""
-        raise Refusal(
-            "ZR203",
-            f"{place} is not JSON",
-            f"{error}.{comment}",
-            "Fix it; the files in ds_configs/ are good examples.",
-        ) from None
+        raise refusal("ZR203", place=place, error=error, comment=comment) from None
     if not isinstance(config, dict):
-        raise Refusal(
-            "ZR204", f"{place} is not a mapping", "A DeepSpeed configuration is one.", "See ds_configs/zero2.json."
-        )
+        raise refusal("ZR204", place=place)
     return config
 
 

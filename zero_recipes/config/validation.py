@@ -10,8 +10,7 @@ from typing import Any
 
 from zero_recipes.config.other_trainers import ported
 from zero_recipes.config.value_limits import foreign_findings, limit_findings
-from zero_recipes.core import codes
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, described, finding, ignored_codes, near_codes, table
 
 # keys that former versions of TRL and transformers took: what to write today, and a note where it is not the same
 RENAMED = {
@@ -96,48 +95,40 @@ def key_findings(
         if key in RENAMED:
             name, note = RENAMED[key]
             fix = f"Write `{SWITCHES.get(key, name)}`; zero-recipes check --upgrade does it. {note}" if name else note
-            yield Finding(
+            yield finding(
                 "ZR101",
-                f"`{key}` in {where} is a key of former versions",
-                "Today's TRL and transformers no longer take it" + (f"; it is `{name}` now." if name else "."),
-                fix.strip(),
                 key=key,
+                where=where,
+                why=f"; it is `{name}` now." if name else ".",
+                fix=fix.strip(),
+                recipe_key=key,
             )
         elif key in launch:
-            yield Finding(
-                "ZR102",
-                f"`{key}` in {where} is a key of the launcher, not of a recipe",
-                "A recipe says what is trained; the launcher says on how many processes and machines.",
-                LAUNCH_COMMAND,
-                key=key,
-            )
+            yield finding("ZR102", key=key, where=where, launch_command=LAUNCH_COMMAND, recipe_key=key)
         elif (other := ported(key)) is not None:
             trainer, name, fix = other
-            yield Finding(
+            yield finding(
                 "ZR187",
-                f"`{key}` in {where} is a key of {trainer}",
-                "A recipe has TRL's keys" + (f"; there it is `{name}`." if name else "."),
-                fix,
                 key=key,
+                where=where,
+                trainer=trainer,
+                why=f"; there it is `{name}`." if name else ".",
+                fix=fix,
+                recipe_key=key,
             )
         else:
             near = difflib.get_close_matches(key, list(known), 2, 0.7)
-            yield Finding(
+            yield finding(
                 "ZR103",
-                f"unknown key `{key}` in {where}",
-                "Neither TRL (ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig) nor zero-recipes has it.",
-                f"Did you mean {' or '.join(f'`{name}`' for name in near)}?"
+                key=key,
+                where=where,
+                fix=f"Did you mean {' or '.join(f'`{name}`' for name in near)}?"
                 if near
                 else "Remove it, or see the table of keys in docs/recipe.md.",
-                key=key,
+                recipe_key=key,
             )
     if left_out:
-        yield Finding(
-            "ZR154",
-            f"{len(nameless) - MOST_UNKNOWN:,} more unknown keys in {place}",
-            f"The first {MOST_UNKNOWN} are named above.",
-            "Is it a recipe? docs/recipe.md has the keys.",
-        )
+        yield finding("ZR154", number_of_nameless=len(nameless) - MOST_UNKNOWN, place=place, most_unknown=MOST_UNKNOWN)
 
 
 def _entry_findings(where: str, entries: Any) -> Iterator[Finding]:
@@ -149,22 +140,17 @@ def _entry_findings(where: str, entries: Any) -> Iterator[Finding]:
     for key in found:
         near = difflib.get_close_matches(str(key), known, 1, 0.7)
         alpaca = "`type: alpaca` of axolotl is `dataset_format: alpaca` of the whole recipe. " if key == "type" else ""
-        yield Finding(
+        yield finding(
             "ZR189",
-            f"an entry of `datasets` in {where} has the key `{key}`",
-            f"An entry has {', '.join(known)} (TRL, DatasetConfig).",
-            f"Did you mean `{near[0]}`?" if near else f"{alpaca}Remove `{key}`.",
+            where=where,
+            key=key,
+            known=", ".join(known),
+            fix=f"Did you mean `{near[0]}`?" if near else f"{alpaca}Remove `{key}`.",
         )
 
 
 def _deprecated(key: str, place: str) -> Finding:
-    return Finding(
-        "ZR104",
-        f"`{key}` in {place} is an old name",
-        "transformers 5.23 (training_args.py) still takes it, and drops it in version 6.",
-        f"Write `{DEPRECATED[key]}`; zero-recipes check --upgrade does it.",
-        level="warning",
-    )
+    return finding("ZR104", key=key, place=place, deprecated=DEPRECATED[key])
 
 
 def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
@@ -177,39 +163,33 @@ def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Find
     why = f"It takes {_named(takes)}."
     if value is None:
         if takes <= {"boolean", "integer", "number"}:
-            yield Finding("ZR105", f"{what} empty", why, "Write a value, or remove the line.")
+            yield finding("ZR105", what=what, why=why)
     elif key == "datasets":
-        yield Finding(
-            "ZR108",
-            f"`datasets` in {where} is not a list of data sets",
-            "Each entry is a mapping with a path (TRL, DatasetConfig).",
-            "datasets:\n      - path: tatsu-lab/alpaca",
-        )
+        yield finding("ZR108", where=where)
     elif isinstance(value, bool) and "string" in takes:
-        yield Finding(
-            "ZR106",
-            f"{what} {str(value).lower()}, a boolean",
-            "YAML reads an unquoted no, off, yes or on as a boolean.",
-            f'Quote it: {key}: "{"no" if value is False else "yes"}"',
-        )
+        yield finding("ZR106", what=what, value=str(value).lower(), key=key, fix="no" if value is False else "yes")
     elif isinstance(value, bool):
-        yield Finding("ZR107", f"{what} {str(value).lower()}", why, "Write one, or remove the line.")
+        yield finding("ZR107", what=what, value=str(value).lower(), why=why)
     elif isinstance(value, list) and "array" not in takes:
-        yield Finding("ZR109", f"{what} a list: {value!r}", why, "Write one value, without brackets.")
+        yield finding("ZR109", what=what, value=value, why=why)
     elif isinstance(value, dict) and "object" not in takes:
-        yield Finding("ZR110", f"{what} a mapping", why, "Write one value.")
+        yield finding("ZR110", what=what, why=why)
     elif isinstance(value, (list, dict)):
         inner = next(error for error in errors if error["input"] is not value)
-        yield Finding("ZR141", f"`{key}` in {where} holds {inner['input']!r}", f"{inner['msg']}.", "Change that entry.")
+        yield finding("ZR141", key=key, where=where, input=inner["input"], msg=inner["msg"])
     elif isinstance(value, str):
         if not takes & {"array", "object"}:  # TRL's parser makes lists and mappings of text
-            yield Finding("ZR112", f"{what} the text {value!r}", why, f"Write {_named(takes)}.")
+            yield finding("ZR112", what=what, value=value, why=why, named=_named(takes))
     else:
-        yield Finding(
+        yield finding(
             "ZR111",
-            f"{what} the {'number' if isinstance(value, (int, float)) else type(value).__name__} {value}",
-            why,
-            f'Quote it if it is meant as text: {key}: "{value}"' if "string" in takes else f"Write {_named(takes)}.",
+            what=what,
+            what_2="number" if isinstance(value, (int, float)) else type(value).__name__,
+            value=value,
+            why=why,
+            fix=f'Quote it if it is meant as text: {key}: "{value}"'
+            if "string" in takes
+            else f"Write {_named(takes)}.",
         )
 
 
@@ -230,11 +210,13 @@ def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:
 def _choice_findings(where: str, key: str, value: Any, choices: list[str] | None) -> Iterator[Finding]:
     if choices and isinstance(value, str) and value not in choices:
         near = difflib.get_close_matches(value, choices, 2, 0.5)
-        yield Finding(
+        yield finding(
             "ZR114",
-            f"`{key}` in {where} is {value!r}",
-            f"It takes one of {', '.join(choices)}.",
-            f"Did you mean {' or '.join(near)}?" if near else "Write one of them.",
+            key=key,
+            where=where,
+            value=value,
+            choices=", ".join(choices),
+            fix=f"Did you mean {' or '.join(near)}?" if near else "Write one of them.",
         )
 
 
@@ -266,19 +248,11 @@ def _named(takes: set[str]) -> str:
 def ignore_findings(ignore: list[str] | str | None) -> list[Finding]:
     """One finding for each code under `ignore` that is unknown, or stands for an error that no run can go on with."""
     found = []
-    for code in sorted(codes.requested(ignore)):
-        row = codes.table().get(code)
-        if row is None:
-            near = codes.near(code)
+    for code in sorted(ignored_codes(ignore)):
+        if code not in table():
+            near = near_codes(code)
             fix = f"Did you mean {' or '.join(near)}?" if near else "zero-recipes explain lists the areas of codes."
-            found.append(Finding("ZR142", f"ignore names {code}", "There is no such code.", fix))
-        elif row["level"] != "warning" and code not in codes.IGNORABLE:
-            found.append(
-                Finding(
-                    "ZR143",
-                    f"{code} cannot be ignored",
-                    f"The run would stop, or be silently wrong: {row['what']}.",
-                    f"Remove it from ignore, and fix the error; zero-recipes explain {code} says how.",
-                )
-            )
+            found.append(finding("ZR142", code_name=code, fix=fix))
+        elif table()[code]["level"] != "warning" and "ignore" not in table()[code]:
+            found.append(finding("ZR143", code_name=code, what=described(code)["what"]))
     return found

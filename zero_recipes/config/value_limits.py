@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 
 # mappings, which the command line gives as JSON; other keys that take a mapping take a path as well
 MAPPINGS = ("model_init_kwargs", "dataset_kwargs", "lr_scheduler_kwargs", "liger_kernel_config")
@@ -68,39 +68,26 @@ RANGES |= {
 def limit_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
     """At most one finding about a value that has the key's type."""
     if key in MAPPINGS and isinstance(value, str):
-        yield Finding(
-            "ZR155",
-            f"`{key}` in {where} is the text {value[:80]!r}",
-            "It takes a mapping of names to values.",
-            f"Write {key}: {{name: value}}, on the command line as JSON: --{key} '{{\"name\": 1}}'.",
-        )
+        yield finding("ZR155", key=key, where=where, value=value[:80])
     if key in PATHS and isinstance(value, str) and _is_too_long(value):
-        yield Finding(
-            "ZR169",
-            f"`{key}` in {where} is no path: it begins with {value[:40]!r}",
-            f"A name has at most {LONGEST_NAME} bytes, a path {LONGEST_PATH}.",
-            "Write a shorter one.",
+        yield finding(
+            "ZR169", key=key, where=where, value=value[:40], longest_name=LONGEST_NAME, longest_path=LONGEST_PATH
         )
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     allowed = RANGES.get(key)
     if allowed is not None and value not in allowed:
         count = "1 or more" if allowed == COUNT else "such a number"
-        yield Finding("ZR113", f"`{key}` in {where} is {value}", f"It must be {allowed}.", f"Write {count}.")
+        yield finding("ZR113", key=key, where=where, value=value, allowed=allowed, count=count)
     elif math.isnan(value):
-        yield Finding("ZR153", f"`{key}` in {where} is not a number", "YAML's .nan is equal to nothing.", "Write one.")
+        yield finding("ZR153", key=key, where=where)
 
 
 def foreign_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
     """At most one finding: a date, a set or bytes, which no key takes, in a value or inside of it."""
     found = next(_foreign(value), None)
     if found is not None:
-        yield Finding(
-            "ZR145",
-            f"`{key}` in {where} holds {found}, a {type(found).__name__}",
-            "YAML makes dates of 2024-01-01, sets of !!set and bytes of !!binary, and no key takes one.",
-            f'Quote it if it is meant as text: {key}: "{found}"',
-        )
+        yield finding("ZR145", key=key, where=where, found=found, name=type(found).__name__)
 
 
 def _foreign(value: Any) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import refusal
 
 FP32_SHARE = 1 / 16  # of the bf16 figure: A100 19.5 of 312, without TF32 (torch's default)
 OWN = Path(__file__).with_name("hardware.yaml")
@@ -69,11 +69,11 @@ def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
     found = [key for key in known if _bare(key) == bare] or [key for key in known if _bare(key).startswith(bare)]
     if len(found) == 1:
         return known[found[0]]
-    raise Refusal(
+    raise refusal(
         "ZR807",
-        f"--gpu {name}: " + (f"{' and '.join(found)} begin so" if found else "no such GPU is known"),
-        "Memory and speed of the GPU are what the plan is held against.",
-        f"One of {', '.join(known)}; --hardware FILE.yaml adds others (form: zero_recipes/core/hardware.yaml).",
+        name=name,
+        what=f"{' and '.join(found)} begin so" if found else "no such GPU is known",
+        known=", ".join(known),
     )
 
 
@@ -90,25 +90,13 @@ def gpu_of_device(device_name: str | None) -> Gpu | None:
 
 def _read(path: Path) -> dict[str, Gpu]:
     if not path.is_file():
-        raise Refusal(
-            "ZR808",
-            f"there is no hardware file {path}",
-            f"Paths are relative to the working directory, {Path.cwd()}.",
-            "Its form is that of zero_recipes/core/hardware.yaml.",
-        )
+        raise refusal("ZR808", path=path, cwd=Path.cwd())
     try:
         content = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
-        raise Refusal(
-            "ZR809", f"{path} is not YAML", str(error).replace("\n", " "), "Correct the line that it names."
-        ) from None
+        raise refusal("ZR809", path=path, error=str(error).replace("\n", " ")) from None
     if not isinstance(content, dict):
-        raise Refusal(
-            "ZR810",
-            f"{path} is not a mapping of names to GPUs",
-            "Every GPU has a name and its figures.",
-            "See zero_recipes/core/hardware.yaml.",
-        )
+        raise refusal("ZR810", path=path)
     return {str(name).lower(): _gpu(str(name).lower(), figures, path) for name, figures in content.items()}
 
 
@@ -122,9 +110,4 @@ def _gpu(name: str, figures: object, path: Path) -> Gpu:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the whole entry"
-        raise Refusal(
-            "ZR811",
-            f"{path}: {name}: {key}: {first['msg']}",
-            "A wrong figure would make the plan wrong.",
-            "See the comment at the top of zero_recipes/core/hardware.yaml for units and keys.",
-        ) from error
+        raise refusal("ZR811", path=path, name=name, key=key, msg=first["msg"]) from error

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.tables import Column, plain, print_columns, terminal
 from zero_recipes.data.answers import NO_ANSWER, answer_lengths, roles_in
 from zero_recipes.data.source import Source
@@ -102,63 +102,31 @@ def audit_findings(
     if found.without_supervision:
         number = found.without_supervision[0]
         findings.append(
-            Finding(
+            finding(
                 "ZR512",
-                f"{len(found.without_supervision)} rows carry no loss at all; the first is {source.row(number)}: "
-                f"{str(rows[number])[:200]}",
-                "TRL would drop them silently.",
-                "Fill their answers, or remove them.",
+                number_of_without_supervision=len(found.without_supervision),
+                row=source.row(number),
+                rows=str(rows[number])[:200],
             )
         )
     if found.dropped == found.rows:
-        findings.append(
-            Finding(
-                "ZR513",
-                f"no row of {source.split} is left",
-                "max_length ends before every answer.",
-                "Raise max_length.",
-            )
-        )
+        findings.append(finding("ZR513", split=source.split))
     elif found.dropped > found.rows / 2:
         findings.append(
-            Finding(
+            finding(
                 "ZR537",
-                f"{found.dropped:,} of {found.rows:,} rows of {source.split} are dropped "
-                f"({found.dropped / found.rows:.0%})",
-                "max_length ends before their answers begin: TRL drops what carries no loss.",
-                "Raise max_length, or shorten the prompts.",
-                level="warning",
+                dropped=found.dropped,
+                rows=found.rows,
+                split=source.split,
+                dropped_2=found.dropped / found.rows,
             )
         )
     elif not found.supervised and not findings:
-        findings.append(
-            Finding(
-                "ZR536",
-                f"no token of {source.split} carries loss",
-                "A row's first token is never predicted, and no row has a second one with loss: the loss would be 0.",
-                "Give rows with text, or labels other than -100.",
-            )
-        )
+        findings.append(finding("ZR536", split=source.split))
     if found.unsupervised_ends:
-        findings.append(
-            Finding(
-                "ZR514",
-                f"{found.unsupervised_ends} whole rows have no supervised {tokenizer.eos_token} at their end",
-                "The model would not learn to stop.",
-                "Let the chat template write it inside the answer, or set eos_token to the token that ends one there.",
-                level="warning",
-            )
-        )
+        findings.append(finding("ZR514", unsupervised_ends=found.unsupervised_ends, eos_token=tokenizer.eos_token))
     if found.shifted_prompts:
-        findings.append(
-            Finding(
-                "ZR515",
-                f"in {found.shifted_prompts} rows the tokenized prompt is no prefix of prompt and answer",
-                "Tokens merge over the border: training has another context than generation.",
-                "End the prompt with a line break or a space, or use a chat template.",
-                level="warning",
-            )
-        )
+        findings.append(finding("ZR515", shifted_prompts=found.shifted_prompts))
     return findings
 
 
@@ -172,18 +140,18 @@ def _answer_findings(found: Audit, rows: Dataset, source: Source) -> Iterator[Fi
         why = "There is no answer in them to learn: the model would be trained to speak as the user."
         fix = "Name the one who answers `assistant`, or remove the chats; ignore: [ZR531] if they are meant so."
         if share >= SLIPS:
-            yield Finding("ZR531", what, why, fix)
+            yield finding("ZR531", what=what, why=why, fix=fix)
         else:
-            yield Finding("ZR532", what, why, fix, level="warning")
+            yield finding("ZR532", what=what, why=why, fix=fix)
     if found.empty:
         share, parts = len(found.empty) / found.rows, "answers" if found.answers else "texts"
         what = f"{len(found.empty):,} of {found.rows:,} {parts} of {source.split} are empty; "
         what += f"the first is {source.row(found.empty[0])}"
         why = "The model learns to end at once." if found.answers else "Only the end of text would be trained on."
         if share >= (SLIPS if found.answers else 1):
-            yield Finding("ZR533", what, why, "Fill or remove them; ignore: [ZR533] if they are meant so.")
+            yield finding("ZR533", what=what, why=why)
         else:
-            yield Finding("ZR534", what, why, "Fill or remove them.", level="warning")
+            yield finding("ZR534", what=what, why=why)
 
 
 def overlap_findings(training: Dataset, evaluation: Dataset, source: Source) -> Iterator[Finding]:
@@ -192,13 +160,12 @@ def overlap_findings(training: Dataset, evaluation: Dataset, source: Source) -> 
     known = set(wanted).intersection(_ids_as_bytes(training))
     same = [number for number, ids in enumerate(wanted) if ids in known]
     if same:
-        yield Finding(
+        yield finding(
             "ZR538",
-            f"{len(same):,} of {len(evaluation):,} rows of {source.split} are training rows too; the first is "
-            f"{source.row(same[0])}",
-            "Their evaluation loss falls with the training loss, whatever the model has understood.",
-            "Remove them from one of the two.",
-            level="warning",
+            number_of_same=len(same),
+            number_of_evaluation=len(evaluation),
+            split=source.split,
+            row=source.row(same[0]),
         )
 
 

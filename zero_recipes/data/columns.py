@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from zero_recipes.core.errors import Finding, first_line
+from zero_recipes.core.findings import Finding, finding, first_line
 from zero_recipes.data.source import Source, named
 
 BATCH = 20_000  # rows in memory at a time
@@ -110,12 +110,7 @@ def _invalid(rows: Dataset, names: list[str], source: Source) -> Iterator[Findin
                 batch[name].validate(full=True)
             except pa.ArrowInvalid as error:
                 number = next(at for at in range(len(batch)) if not _is_valid(batch[name].slice(at, 1)))
-                yield Finding(
-                    "ZR545",
-                    f"{source.row(start + number)}: column {name} is not UTF-8",
-                    f"pyarrow: {first_line(error)}",
-                    "Save the file as UTF-8.",
-                )
+                yield finding("ZR545", row=source.row(start + number), name=name, error=first_line(error))
         start += len(batch)
 
 
@@ -136,12 +131,7 @@ def _na_words(rows: Dataset, name: str, source: Source) -> Iterator[Finding]:
         start += len(batch)
     for number, cell in enumerate(source.cells(name) if nulls else ()):
         if cell and number in nulls:
-            yield Finding(
-                "ZR544",
-                f"{source.row(number)}: the {cell!r} in column {name} has become null",
-                "pandas takes the words NA, N/A, null and None of a CSV file for null.",
-                "Leave the cell empty, or write the rows as JSON Lines, which keeps every word as it is.",
-            )
+            yield finding("ZR544", row=source.row(number), cell=cell, name=name)
             return
 
 
@@ -150,12 +140,14 @@ def value_finding(
 ) -> Finding:
     others = f"; {bad} of {of} rows are like it" if bad > 1 else ""
     na = " pandas takes an empty cell and the words NA, N/A, null and None of a CSV file for null." * source.is_csv
-    return Finding(
+    return finding(
         "ZR524",
-        f"{source.row(number)}: column {column} {fault}{others}",
-        f"TRL would stop on it with a traceback, or train on the word None.{na}",
-        "Fill or remove the row, and write texts as texts"
-        + (": JSON Lines keeps every word as it is." if source.is_csv else "."),
+        row=source.row(number),
+        column=column,
+        fault=fault,
+        others=others,
+        na=na,
+        fix=": JSON Lines keeps every word as it is." if source.is_csv else ".",
         scope=scope,
     )
 
@@ -215,12 +207,12 @@ def _unequal_lengths(rows: Dataset, checks: dict[str, Fault], source: Source) ->
             differ = pc.indices_nonzero(pc.fill_null(pc.not_equal(pc.list_value_length(batch[name]), length), False))
             if len(differ):
                 at = differ[0].as_py()
-                yield Finding(
+                yield finding(
                     "ZR525",
-                    f"{source.row(start + at)}: {name} has {len(batch[name][at])} entries, "
-                    f"input_ids {len(batch['input_ids'][at])}",
-                    "Each token needs its own; TRL pairs them up to the end of the shorter one, without a message.",
-                    f"Write {name} as long as input_ids.",
+                    row=source.row(start + at),
+                    name=name,
+                    number_of_batch=len(batch[name][at]),
+                    number_of_input_ids=len(batch["input_ids"][at]),
                 )
                 return
         start += len(batch)
@@ -240,12 +232,8 @@ def foreign_ids(rows: Dataset, vocabulary: int, source: Source) -> Iterator[Find
             at = pc.indices_nonzero(wrong)
             if len(at):
                 row = pc.list_parent_indices(column)[at[0].as_py()].as_py()
-                yield Finding(
-                    "ZR526",
-                    f"{source.row(start + row)}: {name} holds {flat[at[0].as_py()]}; the tokenizer's ids go from 0 to "
-                    f"{vocabulary - 1}",
-                    "The model has no such token: training would read beyond its embeddings.",
-                    "Tokenise the rows with this model's tokenizer.",
+                yield finding(
+                    "ZR526", row=source.row(start + row), name=name, flat=flat[at[0].as_py()], vocabulary=vocabulary - 1
                 )
                 return
         start += len(batch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import first_line, refusal
 
 # what a run reads: configuration, tokenizer and safetensors weights
 WANTED = ["*.json", "*.txt", "*.model", "*.jinja", "*.safetensors", "*.py"]
@@ -27,7 +27,7 @@ def _fetch_model(settings: Settings) -> tuple[str, int]:
 
     name, revision = settings.model_name_or_path, settings.model_revision
     if name is None:
-        raise Refusal("ZR520", "the recipe names no model", "`model_name_or_path` is not set.", "Add it.")
+        raise refusal("ZR520")
     if Path(name).is_dir():
         return name, _size(Path(name))
     try:
@@ -36,12 +36,7 @@ def _fetch_model(settings: Settings) -> tuple[str, int]:
         patterns = ["config.json", "*token*", "*.model", "*.jinja", "*.py"] if settings.random_weights else patterns
         return name, _size(Path(snapshot_download(name, revision=revision, allow_patterns=patterns)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise Refusal(
-            "ZR521",
-            f"the model {name} cannot be downloaded",
-            first_line(error),
-            "Check the name and the connection (HF_TOKEN for gated models); a folder with the model works too.",
-        ) from error
+        raise refusal("ZR521", name=name, error=first_line(error)) from error
 
 
 def _fetch_data(settings: Settings) -> list[tuple[str, int]]:
@@ -55,7 +50,7 @@ def _fetch_data(settings: Settings) -> list[tuple[str, int]]:
 
 def _fetch_kernel(settings: Settings) -> list[tuple[str, int | None]]:
     """The build for this machine's torch: one fetched without a GPU is none of a machine that has one, and is named."""
-    from zero_recipes.compat import attention
+    from zero_recipes.libs import attention
 
     kernel = attention.kernel_of(settings.attn_implementation)
     if kernel is None or attention.has_package(settings.attn_implementation):

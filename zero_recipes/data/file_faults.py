@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.core.errors import first_line
+from zero_recipes.core.findings import first_line
 from zero_recipes.data.source import JSON_LINES, NAMES, arrow_rows, format_of, named, open_file, records
 
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import Refusal, first_line, refusal
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -38,12 +38,7 @@ def stated(mean: float, settings: Settings, epoch: int | None) -> RowLengths:
     """Rows that all have so many tokens, and that fill their packs. Raises Refusal where max_length is less."""
     longest = settings.max_length
     if longest is not None and mean > longest:
-        raise Refusal(
-            "ZR841",
-            f"--mean_tokens {mean:g} with max_length {longest}",
-            "Longer rows are cut: their mean cannot be above it.",
-            f"--mean_tokens of the rows as they are trained on, at most {longest}, or a larger --max_length.",
-        )
+        raise refusal("ZR841", mean=mean, longest=longest)
     sequences = mean / longest if settings.packing and longest else 1.0
     return RowLengths((mean,), sequences, epoch, f"--mean_tokens {mean:g}, all rows alike")
 
@@ -54,7 +49,7 @@ def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
 
     `path`: the recipe's.
     """
-    from zero_recipes.compat.alone import alone
+    from zero_recipes.libs.alone import alone
 
     if settings.dataset_streaming or settings.streaming:
         return "the data is a stream"

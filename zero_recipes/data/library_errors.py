@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import Refusal, first_line, refusal
 
 
 @contextlib.contextmanager
-def library_errors(code: str, what: str, who: str, fix: str) -> Iterator[None]:
-    """Any exception in the block but MemoryError becomes a Refusal; `who` can have raised it."""
+def library_errors(code: str, **values: object) -> Iterator[None]:
+    """Any exception in the block but MemoryError becomes the refusal of that code, with its root cause."""
     try:
         yield
     except (Refusal, MemoryError):
         raise
     except Exception as error:
-        raise Refusal(code, what, f"{who}: {root_cause(error)}", fix) from error
+        raise refusal(code, cause=root_cause(error), **values) from error
 
 
 def root_cause(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.errors import Refusal, raise_errors
+from zero_recipes.core.findings import Refusal, raise_errors, refusal
 from zero_recipes.data.at_hand import not_loaded, refuse_absent_data, refuse_missing_split, refuse_turns_of_plain_rows
 from zero_recipes.data.columns import Fault, checks_of, column_findings, value_finding
 from zero_recipes.data.file_faults import fault_in, local_files, mixed_list, nested_too_deeply, ragged
@@ -103,7 +103,7 @@ def _checked(row: dict[str, Any], number: int, checks: dict[str, Fault], source:
     """A row of a stream as it is. Raises Refusal where it has a fault; whichever rank meets it says so."""
     for column, fault in checks.items():
         if (said := fault(row.get(column))) is not None:
-            raise Refusal.of([value_finding(column, number, said, source, scope="rank")])
+            raise Refusal([value_finding(column, number, said, source, scope="rank")])
     return row
 
 
@@ -117,11 +117,12 @@ def format_rows(rows: Dataset | IterableDataset, dataset_format: str) -> Dataset
 def _require_alpaca_columns(columns: list[str], dataset_format: str) -> None:
     missing = [name for name in ALPACA_COLUMNS if name not in columns]
     if missing:
-        raise Refusal(
+        raise refusal(
             "ZR501",
-            f"the data set has no column {', '.join(missing)}; it has {', '.join(columns)}",
-            f"dataset_format: {dataset_format} makes prompts of the columns {', '.join(ALPACA_COLUMNS)}.",
-            "Rename the columns, or remove dataset_format for rows with prompt/completion, messages or text.",
+            missing=", ".join(missing),
+            columns=", ".join(columns),
+            dataset_format=dataset_format,
+            alpaca_columns=", ".join(ALPACA_COLUMNS),
         )
 
 
@@ -143,20 +144,9 @@ def load_tokenizer(model_args, training_args) -> PreTrainedTokenizerBase:
         vocabulary = tokenizer.get_vocab()
         pad = next((token for token in PADDING_TOKENS if token in vocabulary and token != end), end)
     if pad == end:
-        raise Refusal(
-            "ZR502",
-            f"{model_args.model_name_or_path} pads with its end of text, {end!r}",
-            "Later training from the saved model would mask the padding in the loss, and with it the "
-            "end of every answer.",
-            "Set pad_token to a token of its vocabulary that the data never uses.",
-        )
+        raise refusal("ZR502", model_name_or_path=model_args.model_name_or_path, end=end)
     if pad not in tokenizer.get_vocab():
-        raise Refusal(
-            "ZR503",
-            f"pad_token {pad!r} is not in the model's vocabulary",
-            "TRL stops on it (sft_trainer.py), but only once the model is loaded.",
-            "Name a token that the model has.",
-        )
+        raise refusal("ZR503", pad=pad)
     tokenizer.pad_token = pad
     return tokenizer
 
@@ -193,16 +183,11 @@ def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
 
 def _unreadable(what: str, fault: str, why: str) -> Refusal:
     fix = "Correct that file. JSON Lines wants one object a line in UTF-8, the same columns and types in each."
-    return Refusal("ZR522", f"the data {what} cannot be read: {fault}", why, fix)
+    return refusal("ZR522", what=what, fault=fault, why=why, fix=fix)
 
 
 def _no_rows(what: str, files: Sequence[Path]) -> Refusal:
-    return Refusal(
-        "ZR523",
-        f"{what} has no rows",
-        f"{', '.join(map(str, files[:3])) or 'What the recipe names'} holds none.",
-        "Check the files and the split's name.",
-    )
+    return refusal("ZR523", what=what, files=", ".join(map(str, files[:3])) or "What the recipe names")
 
 
 @contextlib.contextmanager
@@ -233,12 +218,11 @@ def _require_trl_columns(names: list[str], training_args) -> None:
     )
     if not any(kind <= columns for kind in kinds):
         alpaca = " These are Alpaca's columns: set dataset_format: alpaca." if set(ALPACA_COLUMNS) <= columns else ""
-        raise Refusal(
+        raise refusal(
             "ZR508",
-            f"the data set has the columns {', '.join(sorted(columns))}",
-            "TRL trains on prompt and completion, messages, conversations, input_ids or the column that "
-            f"dataset_text_field names ({training_args.dataset_text_field}).",
-            f"Rename the columns, or set dataset_text_field.{alpaca}",
+            columns=", ".join(sorted(columns)),
+            dataset_text_field=training_args.dataset_text_field,
+            alpaca=alpaca,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 from zero_recipes.data.audit import SLIPS, Audit
 from zero_recipes.data.source import Source
 
@@ -24,13 +24,14 @@ def max_length_findings(found: Audit, training_args, source: Source) -> Iterator
         return
     most = holding(found.most)
     fewer = f"; {most:,} holds 99 % of them" if training_args.max_length < most < holding(found.longest) else ""
-    yield Finding(
+    yield finding(
         "ZR553",
-        f"max_length {training_args.max_length:,} cuts {found.truncated:,} of {found.rows:,} rows of {source.split} "
-        f"({found.truncated / found.rows:.1%})",
-        "What is cut off is not trained on, and of most rows that is the answer's end: there the model does not learn "
-        "to stop.",
-        f"max_length: {holding(found.longest):,} holds every row (the longest has {found.longest:,} tokens){fewer}, "
-        "where the model takes so many. Without packing a micro batch is as long as its own longest row.",
-        level="warning",
+        max_length=training_args.max_length,
+        truncated=found.truncated,
+        rows=found.rows,
+        split=source.split,
+        truncated_2=found.truncated / found.rows,
+        holding=holding(found.longest),
+        longest=found.longest,
+        fewer=fewer,
     )

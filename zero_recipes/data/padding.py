@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zero_recipes.core.errors import Finding
+from zero_recipes.core.findings import Finding, finding
 from zero_recipes.data.audit import Audit
 
 MUCH = 0.2  # of the tokens computed
@@ -17,12 +17,4 @@ def padding_findings(found: Audit, training_args) -> Iterator[Finding]:
         return
     share = found.padding_share
     if share >= MUCH:
-        yield Finding(
-            "ZR563",
-            f"{share:.0%} of the tokens that a step computes are padding",
-            "Each row is padded to the longest of its micro batch; without padding the same rows are "
-            f"{1 / (1 - share):.1f} times fewer tokens (counted from the rows, not measured).",
-            "Set packing: true with per_device_train_batch_size: 1 (docs/fast.md); where check refuses packing for the "
-            "model, train_sampling_strategy: group_by_length.",
-            level="warning",
-        )
+        yield finding("ZR563", share=share, share_2=1 / (1 - share))

@@ -18,12 +18,8 @@ import datasets
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from zero_recipes.compat import huggingface
-from zero_recipes.compat.huggingface import fingerprint
-from zero_recipes.compat.progress import plain_progress
-from zero_recipes.core import codes
-from zero_recipes.core.errors import Finding, Refusal, downgraded
 from zero_recipes.core.files import write_json
+from zero_recipes.core.findings import Finding, Refusal, downgraded, ignored_codes
 from zero_recipes.core.process import forks_end_with_parent
 from zero_recipes.data.audit import Audit, padding_of
 from zero_recipes.data.load import load_rows
@@ -35,6 +31,9 @@ from zero_recipes.data.splits import finish, prepare_splits, tokenise, with_toke
 from zero_recipes.data.template import apply_chat_template_file, refuse_bad_template
 from zero_recipes.data.token_columns import row_lengths
 from zero_recipes.distributed.once_per_node import once_per_node
+from zero_recipes.libs import huggingface
+from zero_recipes.libs.huggingface import fingerprint
+from zero_recipes.libs.progress import plain_progress
 
 __all__ = ["Prepared", "apply_chat_template_file", "data_sha256", "finish", "prepare_rows", "tokenise"]
 
@@ -80,7 +79,7 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
         asked = rows_to_ask(ours.sample_prompts, evaluation, *loaded)
         split = script_args.dataset_test_split
         samples = choose_samples(ours.sample_prompts, asked, ours.dataset_format, templated, split)
-        ignored = codes.requested(ours.ignore)
+        ignored = ignored_codes(ours.ignore)
         if isinstance(rows, IterableDataset):
             folder, rows_sha256 = None, None
             splits, findings = prepare_splits(rows, evaluation, templated, training_args, skips, sources)
@@ -89,7 +88,7 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
             arguments = (rows, evaluation, templated, training_args, skips, sources, ignored)
             folder, found, findings, rows_sha256 = _cached(*arguments)
         if any(finding.level == "error" for finding in findings):
-            raise Refusal.of(findings)
+            raise Refusal(findings)
         samples = with_tokens(samples, templated, training_args)
         return {
             "folder": folder and str(folder),

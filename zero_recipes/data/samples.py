@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import Refusal, first_line, refusal
 from zero_recipes.data.load import alpaca_prompt, alpaca_row, load_rows
 
 
@@ -69,22 +69,12 @@ def choose_samples(
         return [Sample(wrap(_text(prompt, f"sample_prompts, item {i}")), None) for i, prompt in enumerate(requested, 1)]
     if takes_rows(requested):
         if eval_rows is None:
-            raise Refusal(
-                "ZR516",
-                f"sample_prompts: {requested} needs rows of the split {split!r}, which the data set does not have",
-                "A number of sample prompts is that many rows of dataset_test_split, whether the run evaluates or not.",
-                "Set dataset_test_split, or name a JSON Lines file or a list of prompts.",
-            )
+            raise refusal("ZR516", requested=requested, split=split)
         found = enumerate(eval_rows.take(int(requested)))
         return [_sample(row, tokenizer, f"the split {split!r}", f"row {i} of the split {split!r}") for i, row in found]
     path = Path(str(requested))
     if not path.is_file():
-        raise Refusal(
-            "ZR517",
-            f"there is no file of sample prompts {path}",
-            f"Paths are relative to the working directory, {Path.cwd()}.",
-            "Check sample_prompts: a number, a JSON Lines file or a list of prompts.",
-        )
+        raise refusal("ZR517", path=path, cwd=Path.cwd())
     samples = []
     for number, row in _lines(path):
         try:
@@ -100,12 +90,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise Refusal(
-            "ZR423",
-            f"the file of sample prompts {path} cannot be read",
-            first_line(error),
-            "It must be text in UTF-8 that this user may read, one JSON object a line.",
-        ) from error
+        raise refusal("ZR423", path=path, error=first_line(error)) from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -116,22 +101,12 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         else:
             why = f"It is a {type(row).__name__}."
         if not isinstance(row, dict):
-            raise Refusal(
-                "ZR422",
-                f"{path} line {number} is no JSON object",
-                why,
-                'Each line is a row in the recipe\'s format, e.g. {"prompt": "...", "completion": "..."}.',
-            )
+            raise refusal("ZR422", path=path, number=number, why=why)
         yield number, row
 
 
 def _no_column(path: Path, error: KeyError) -> Refusal:
-    return Refusal(
-        "ZR518",
-        f"a row of {path} has no {error}",
-        "Its rows must have the columns of the recipe's data.",
-        "Add the column.",
-    )
+    return refusal("ZR518", path=path, error=error)
 
 
 def _sample(
@@ -142,12 +117,7 @@ def _sample(
     if isinstance(row.get("messages"), list):
         row = {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
     if "prompt" not in row:
-        raise Refusal(
-            "ZR519",
-            f"sample prompts cannot be made of rows with the columns {', '.join(row)}",
-            "A prompt and its answer are needed: prompt and completion, messages, or Alpaca's columns.",
-            "Give sample_prompts as a list of prompts, or set dataset_format.",
-        )
+        raise refusal("ZR519", row=", ".join(row))
     prompt, completion = row["prompt"], row.get("completion")
     trained = None if completion is None or completion == [] else {"prompt": prompt, "completion": completion} | more
     if not isinstance(prompt, list):
@@ -161,12 +131,7 @@ def _sample(
         )
         reference = None if trained is None else completion[-1]["content"]
     except Exception as error:  # a template is a program, and says what it likes
-        raise Refusal(
-            "ZR424",
-            f"the chat template cannot write the prompt of {place}",
-            f"{type(error).__name__}: {first_line(error)}.",
-            "Look at the row's messages and at the template (chat_template_path); or take other sample_prompts.",
-        ) from error
+        raise refusal("ZR424", place=place, name=type(error).__name__, error=first_line(error)) from error
     reference = None if reference is None else _text(reference, place)
     return Sample(_text(text, place), reference, templated=True, source=source, row=trained)
 
@@ -179,9 +144,4 @@ def _text(value: Any, place: str) -> str:
             return str(value).encode().decode()
         except UnicodeEncodeError:
             what = "half of a surrogate pair"
-    raise Refusal(
-        "ZR757",
-        f"{place} is no text",
-        f"{what[0].upper()}{what[1:]} stands there in a prompt or its answer, which no tokenizer takes.",
-        "Correct the row, or take other sample_prompts.",
-    )
+    raise refusal("ZR757", place=place, first_what=what[0].upper(), what=what[1:])

@@ -10,8 +10,7 @@ from typing import NamedTuple
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from zero_recipes.compat.huggingface import prepare_dataset
-from zero_recipes.core.errors import Finding, Refusal, raise_errors
+from zero_recipes.core.findings import Finding, Refusal, raise_errors, refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.data.answers import LONG, longest_row
 from zero_recipes.data.audit import THE_DATA, Audit, audit, audit_findings, overlap_findings
@@ -21,6 +20,7 @@ from zero_recipes.data.load import reading
 from zero_recipes.data.max_length import max_length_findings
 from zero_recipes.data.samples import Sample
 from zero_recipes.data.source import Source
+from zero_recipes.libs.huggingface import prepare_dataset
 
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
 ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps
@@ -125,14 +125,9 @@ def prepare_split(
     if "input_ids" in rows.column_names:
         raise_errors(list(foreign_ids(rows, 1 + max(tokenizer.get_vocab().values()), source)))
     elif skips:
-        raise Refusal(
-            "ZR530",
-            f"the rows of {source.split} have no column input_ids",
-            "dataset_kwargs: {skip_prepare_dataset: true} says that they are tokenised.",
-            "Remove it, or tokenise the rows.",
-        )
+        raise refusal("ZR530", split=source.split)
     tokenised = rows if skips else _tokenised(rows, tokenizer, training_args, source)
-    with library_errors("ZR529", f"{source.split} cannot be cut or packed", "TRL or datasets", "Correct the rows."):
+    with library_errors("ZR529", split=source.split):
         ready = rows if skips else finish(tokenised, tokenizer, training_args, packing)
         found = audit(rows, tokenised, ready, tokenizer, training_args)
     cut = [] if skips or training_args.max_length is None else max_length_findings(found, training_args, source)
@@ -149,11 +144,8 @@ def _tokenised(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args,
     except Exception as error:
         number, cause = _first_failing(rows, lambda part: tokenise(part, tokenizer, training_args, parallel=False))
         which = source.split if number is None else source.row(number)
-        raise Refusal(
-            "ZR528",
-            f"{which} cannot be tokenised: {root_cause(cause or error)}",
-            f"TRL, the tokenizer or its chat template stops on it: {str(rows[number or 0])[:200]}",
-            "Correct or remove the row, or correct the chat template.",
+        raise refusal(
+            "ZR528", which=which, root_cause=root_cause(cause or error), rows=str(rows[number or 0])[:200]
         ) from error
 
 

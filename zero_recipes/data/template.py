@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.data.library_errors import library_errors
 
 
@@ -24,34 +24,19 @@ def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, training_args) 
     tokenizer = copy.deepcopy(tokenizer)
     if training_args.eos_token is not None:
         if training_args.eos_token not in tokenizer.get_vocab():
-            raise Refusal(
-                "ZR509",
-                f"eos_token {training_args.eos_token!r} is not in the model's vocabulary",
-                "TRL stops on it (sft_trainer.py), but only once the model is loaded.",
-                f"Name a token that the model has; its own is {tokenizer.eos_token!r}.",
-            )
+            raise refusal("ZR509", eos_token=training_args.eos_token, eos_token_2=tokenizer.eos_token)
         tokenizer.eos_token = training_args.eos_token
     path = training_args.chat_template_path
     if path is not None and is_template_file(path):
-        with library_errors("ZR539", f"the chat template {path} cannot be read", "Python", "Save it as UTF-8."):
+        with library_errors("ZR539", path=path):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
     elif path is not None and path.endswith((".jinja", ".j2")):
-        raise Refusal(
-            "ZR510",
-            f"there is no chat template {path}",
-            f"Paths are relative to the working directory, {Path.cwd()}.",
-            "Check chat_template_path.",
-        )
+        raise refusal("ZR510", path=path, cwd=Path.cwd())
     elif path is not None:
         try:
             AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError) as error:
-            raise Refusal(
-                "ZR511",
-                f"chat_template_path {path} is neither a .jinja file nor a model with a tokenizer",
-                first_line(error),
-                "Check the path; zero-recipes fetch downloads a model of the hub.",
-            ) from error
+            raise refusal("ZR511", path=path, error=first_line(error)) from error
         clone_chat_template(_without_embeddings(tokenizer), tokenizer, path)
     return tokenizer
 
@@ -81,21 +66,11 @@ def refuse_bad_template(rows, tokenizer: PreTrainedTokenizerBase, training_args)
     if "input_ids" in first or column is None or not isinstance(first[column], list):
         return
     if not tokenizer.chat_template:
-        raise Refusal(
-            "ZR527",
-            f"the rows are chats (column {column}), but the tokenizer has no chat template",
-            "Nothing says how the turns become one text.",
-            "Set chat_template_path to a .jinja file or to a model whose template fits.",
-        )
+        raise refusal("ZR527", column=column)
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
     except TemplateSyntaxError as error:
         named = training_args.chat_template_path or "of the model"
-        raise Refusal(
-            "ZR535",
-            f"the chat template {named} has a mistake in line {error.lineno}",
-            f"jinja2: {error.message}",
-            "Correct the template.",
-        ) from error
+        raise refusal("ZR535", named=named, lineno=error.lineno, message=error.message) from error
     except Exception:  # it may want a system's turn or tools: the rows themselves will show
         return

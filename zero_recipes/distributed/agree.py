@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal
 
 
 def agree(work: Callable[[], Any]) -> list[Any]:
@@ -23,7 +23,7 @@ def agree(work: Callable[[], Any]) -> list[Any]:
         distributed.all_gather_object(outcomes, outcomes[0])
     refused = next((findings for _, findings in outcomes if findings is not None), None)
     if refused is not None:
-        raise Refusal.of(refused)
+        raise Refusal(refused)
     return [value for value, _ in outcomes]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.process import rank
 
 COMPILE_SECONDS = 1800  # more for the ranks to come together, for each op that the first of a machine compiles
@@ -98,13 +98,7 @@ def wait_for_builds(ops: Iterable[str], seconds: float = COMPILE_SECONDS) -> Non
 def still_locked(folder: Path, seconds: float) -> Refusal:
     """What a run says that has waited for a lock in vain."""
     lock = folder / "lock"
-    return Refusal(
-        "ZR626",
-        f"{folder.name} is not compiled after {seconds:g} s",
-        f"The lock {lock} stands, held by {_named(folder)}; torch (utils/file_baton.py) waits for it.",
-        f"If nothing compiles there any more: rm {lock}. Else wait for it, or end it.",
-        scope="machine",
-    )
+    return refusal("ZR626", name=folder.name, seconds=seconds, lock=lock, named=_named(folder), scope="machine")
 
 
 def _named(folder: Path) -> str:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import refusal
 
 
 def policy(training_args) -> MixedPrecisionPolicy:
@@ -31,13 +31,7 @@ class RefuseUnsharded(TrainerCallback):
         if isinstance(model, FSDPModule) and not whole:
             return
         named = ", ".join(whole[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
-        raise Refusal(
-            "ZR323",
-            f"FSDP2 was requested and does not shard: {named or 'the model is not wrapped'}",
-            f"The model is a {type(model).__name__}. accelerate (state.py, AcceleratorState.__init__) falls back to "
-            "plain DistributedDataParallel where it does not know the device.",
-            "Use accelerate_configs/zero3.yaml, and report this.",
-        )
+        raise refusal("ZR323", named=named or "the model is not wrapped", name=type(model).__name__)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

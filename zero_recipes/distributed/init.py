@@ -13,7 +13,7 @@ import torch
 
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.errors import Refusal, RunFailed
+from zero_recipes.core.findings import Refusal, RunFailed
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.phases import CLOCK
 from zero_recipes.core.process import free_port, local_world_size

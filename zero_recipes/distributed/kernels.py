@@ -22,7 +22,7 @@ import torch
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.errors import Finding, print_refusal
+from zero_recipes.core.findings import Finding, finding, print_refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed.build_locks import (
     COMPILE_SECONDS,
@@ -47,34 +47,14 @@ def build_findings(strategy: Strategy, device: str, settings: Settings, host: Ho
         return
     named = ", ".join(sorted(ops))
     if Host(environment=with_our_ninja(host)).which("ninja") is None:
-        yield Finding(
-            "ZR602",
-            "ninja is not installed",
-            f"DeepSpeed 0.19.8 (op_builder/builder.py `jit_load`) loads {named} through it, compiled before or not.",
-            "pip install ninja",
-        )
+        yield finding("ZR602", named=named)
     compiled = {op for op in ops if is_compiled(op, host)}
     if ops - compiled and host.compiler() is None:
-        yield Finding(
-            "ZR603",
-            f"there is no C++ compiler ({host.environment.get('CXX', 'c++')})",
-            f"This run makes DeepSpeed compile {', '.join(sorted(ops - compiled))} at its first launch.",
-            "apt-get install g++ (or your system's package), or set CXX to a compiler.",
-        )
+        yield finding("ZR603", cxx=host.environment.get("CXX", "c++"), ops=", ".join(sorted(ops - compiled)))
     if ops - compiled and not host.python_headers():
-        yield Finding(
-            "ZR604",
-            "Python's headers (Python.h) are missing",
-            f"This run makes DeepSpeed compile {', '.join(sorted(ops - compiled))}, a Python extension.",
-            "apt-get install python3-dev (or your system's package for this Python).",
-        )
+        yield finding("ZR604", ops=", ".join(sorted(ops - compiled)))
     if "async_io" in ops - compiled and not host.libaio_headers():
-        yield Finding(
-            "ZR605",
-            "libaio.h is missing, and the ds_config offloads to NVMe",
-            "DeepSpeed 0.19.8 (op_builder/async_io.py `is_compatible`) refuses to build async_io without it.",
-            "apt-get install libaio-dev, or name its folder in CFLAGS and LDFLAGS.",
-        )
+        yield finding("ZR605")
     if device == "cuda" and ops & ON_CUDA:
         yield from _toolkit(", ".join(sorted(ops & ON_CUDA)), host)
 
@@ -150,23 +130,9 @@ def _toolkit(named: str, host: Host) -> Iterator[Finding]:
 
     release, wanted = host.cuda_release(), torch.version.cuda
     if release is None:
-        yield Finding(
-            "ZR606",
-            "there is no CUDA toolkit (nvcc)",
-            f"This run loads {named}, which DeepSpeed compiles with nvcc; torch (cpp_extension.py `_join_cuda_home`) "
-            "stops without it.",
-            f"Install the CUDA toolkit {wanted}, or point CUDA_HOME at it; an image whose tag ends in -devel has it. "
-            'For Adam, "torch_adam": true in the optimizer block needs no kernel.',
-        )
+        yield finding("ZR606", named=named, wanted=wanted)
     elif wanted is not None and release.split(".")[0] != wanted.split(".")[0]:
-        yield Finding(
-            "ZR607",
-            f"the CUDA toolkit is {release}, torch was built with CUDA {wanted}",
-            f"This run compiles {named} with it. DeepSpeed 0.19.8 refuses such a pair when it is installed "
-            "(op_builder/builder.py `assert_no_cuda_mismatch`), but says nothing when it compiles at launch.",
-            f"Point CUDA_HOME at a CUDA {wanted} toolkit, or install torch for CUDA {release}.",
-            level="warning",
-        )
+        yield finding("ZR607", release=release, wanted=wanted, named=named)
 
 
 def missing(ops: Iterable[str], device: str) -> list[str]:

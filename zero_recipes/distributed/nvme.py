@@ -19,7 +19,7 @@ import psutil
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import refusal
 from zero_recipes.core.process import rank
 from zero_recipes.distributed.once_per_node import once_per_node
 
@@ -63,14 +63,7 @@ def claim_swap_folder(folder: Path, locks: list[int]) -> dict[str, Any]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
     except OSError:
         os.close(lock)
-        raise Refusal(
-            "ZR622",
-            f"another run swaps to {folder}",
-            f"It holds {folder / LOCK}. DeepSpeed 0.19.8 writes every run's states to the same files below "
-            f"{SWAPPED}/ (runtime/swap_tensor/partitioned_param_swapper.py, _configure_aio, even deletes them first).",
-            "Wait for its end, or name another folder: --nvme_path.",
-            scope="machine",
-        ) from None
+        raise refusal("ZR622", folder=folder, folder_2=folder / LOCK, swapped=SWAPPED, scope="machine") from None
     locks.append(lock)
     if (folder / SWAPPED).exists():
         print(f"deleted: {folder / SWAPPED}, swap files that a killed run left", flush=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.utils.store import barrier
 
-from zero_recipes.core.errors import Finding, Refusal
+from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.core.process import lives, rank
 
 POLL_SECONDS = 0.1
@@ -51,7 +51,7 @@ def _on_one(work: Callable[[], Any], first: int, doing: str) -> Any:
             return _work_and_publish(work, store, f"{call}/{first}")
         message = json.loads(_wait_for_message(store, f"{call}/{first}", first, f"rank {first}, which {doing}, died"))
         if "findings" in message:
-            raise Refusal.of([Finding(**finding) for finding in message["findings"]])
+            raise Refusal([Finding(**finding) for finding in message["findings"]])
     except Refusal:
         with contextlib.suppress(dist.DistError):  # leave together: the store ends with rank 0, others have yet to read
             barrier(store.clone(), dist.get_world_size(), f"{call}/refused", GATHER_SECONDS)

@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 from torch.distributed.elastic.utils.store import barrier
 
-from zero_recipes.core.errors import Refusal, first_line, print_refusal
+from zero_recipes.core.findings import Refusal, first_line, print_refusal, refusal
 
 # torchrun itself gives machines 600 s to join (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py,
 # `_DEFAULT_TIMEOUTS`): imports from a cold network disk take minutes, and no import is left once all have come
@@ -151,14 +151,19 @@ def _without(store: distributed.Store, world_size: int, what: str) -> str:
 def _refusal(backend: str, what: str, cause: str) -> Refusal:
     variable = _variable(backend)
     here = ", ".join(f"{name} {address}" for name, address in _addresses().items())
-    return Refusal(
+    return refusal(
         "ZR324",
-        f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} on {socket.gethostname()} {what}",
-        f"{cause}. Interface: {interface(backend)}. "
-        f"Rendezvous: {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}.",
-        f"Start every rank; see what the others say. Set {variable} to an interface on which all machines reach each "
-        f"other (here: {here}), and open the ports between them"
-        + ("; NCCL_DEBUG=INFO tells more." if backend == "nccl" else "."),
+        rank=os.environ["RANK"],
+        world_size=os.environ["WORLD_SIZE"],
+        gethostname=socket.gethostname(),
+        what=what,
+        cause=cause,
+        interface=interface(backend),
+        master_addr=os.environ["MASTER_ADDR"],
+        master_port=os.environ["MASTER_PORT"],
+        variable=variable,
+        here=here,
+        fix="; NCCL_DEBUG=INFO tells more." if backend == "nccl" else ".",
         scope="rank",
     )
 

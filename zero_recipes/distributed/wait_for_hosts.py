@@ -13,7 +13,7 @@ from datetime import timedelta
 from torch import distributed
 from torch.distributed.elastic.utils.store import synchronize
 
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import first_line, refusal
 
 PORT = 29501  # beside 29500, where the launchers' own store will stand a moment later
 SECONDS = 60.0
@@ -28,12 +28,7 @@ def wait_for_hosts(hosts: list[str], machine_rank: int, port: int = PORT, second
     """
     limit, number = timedelta(seconds=seconds), len(hosts)
     if not 0 <= machine_rank < number:
-        raise Refusal(
-            "ZR325",
-            f"machine_rank {machine_rank} of {number} machines ({', '.join(hosts)})",
-            "It says which of the hosts this machine is, from 0.",
-            f"Write one of 0 to {number - 1}.",
-        )
+        raise refusal("ZR325", machine_rank=machine_rank, number=number, hosts=", ".join(hosts), number_2=number - 1)
     me = f"machine {machine_rank} ({hosts[machine_rank]})"
     opening = limit if machine_rank else timedelta(seconds=SECONDS)  # one's own store is no question of the others
     try:
@@ -41,34 +36,33 @@ def wait_for_hosts(hosts: list[str], machine_rank: int, port: int = PORT, second
             hosts[0], port, is_master=machine_rank == 0, wait_for_workers=False, timeout=opening
         )
     except RuntimeError as error:  # torch's DistError is one
-        raise Refusal(
+        raise refusal(
             "ZR326",
-            f"machine 0 ({hosts[0]}) cannot be reached from {me} within {seconds:g} s"
+            what=f"machine 0 ({hosts[0]}) cannot be reached from {me} within {seconds:g} s"
             if machine_rank
             else f"{me} cannot open port {port}",
-            first_line(error).rstrip(".") + ".",
-            f"Start it there too; see that {hosts[0]} is an address of machine 0 that this machine reaches, and that "
-            f"port {port} is open and free.",
+            error=first_line(error).rstrip("."),
+            first_hosts=hosts[0],
+            port=port,
         ) from error
     try:
         names = synchronize(store, socket.gethostname().encode(), machine_rank, number, JOINED, seconds)
     except distributed.DistNetworkError as error:
-        raise Refusal(
-            "ZR330",
-            f"machine 0 ({hosts[0]}) has ended while {me} waited for the others",
-            first_line(error).rstrip(".") + ".",
-            "See what it printed, and start the same command on every machine again.",
-        ) from error
+        raise refusal("ZR330", first_hosts=hosts[0], me=me, error=first_line(error).rstrip(".")) from error
     except RuntimeError as error:
         missing = [other for other in range(number) if not store.check([f"{JOINED}{other}"])]
         if not missing:  # one has ended before it read who is there: the launcher will say so
             return [store.get(f"{JOINED}{other}").decode() for other in range(number)]
         named = ", ".join(f"machine {other} ({hosts[other]})" for other in missing)
-        raise Refusal(
+        raise refusal(
             "ZR327",
-            f"{named} {'has' if len(missing) == 1 else 'have'} not joined {me} within {seconds:g} s",
-            f"{number - len(missing)} of {number} machines are there. A launcher would wait ten minutes, and then "
-            "name nobody.",
-            f"Start the same command there, with its own --machine_rank; see that it reaches {hosts[0]}:{port}.",
+            named=named,
+            what="has" if len(missing) == 1 else "have",
+            me=me,
+            seconds=seconds,
+            number=number - len(missing),
+            number_2=number,
+            first_hosts=hosts[0],
+            port=port,
         ) from error
     return [name.decode() for name in names]

@@ -14,13 +14,13 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from zero_recipes.compat import deepspeed_tensors
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
 from zero_recipes.core.phases import PhaseClock
 from zero_recipes.core.process import rank
 from zero_recipes.distributed import nvme
 from zero_recipes.distributed.agree import gather_rows
+from zero_recipes.libs import deepspeed_tensors
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.gradient_dtypes import gradient_dtypes
 from zero_recipes.metrics.identity import identity
@@ -46,7 +46,7 @@ from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.metrics.schema import FILE, SCHEMA, Measurements, Metrics, Status, first_nonfinite
 from zero_recipes.metrics.summary import History, RankFigures, continued, summarise, tokens_of
 from zero_recipes.metrics.timers import EngineSeconds, StepClock, steps_not_timed
-from zero_recipes.models.load import parameter_counts
+from zero_recipes.model import parameter_counts
 
 
 class StageMetricsCallback(TrainerCallback):

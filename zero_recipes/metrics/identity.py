@@ -7,7 +7,7 @@ import torch
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
 from zero_recipes.metrics.schema import RunIdentity
-from zero_recipes.models.load import parameter_counts
+from zero_recipes.model import parameter_counts
 
 
 def identity(run: RunConfig, training_args, model: torch.nn.Module) -> RunIdentity:

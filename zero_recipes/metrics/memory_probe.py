@@ -6,9 +6,9 @@ import psutil
 import torch
 from trl import SFTTrainer
 
-from zero_recipes.compat import deepspeed_tensors
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.distributed import nvme
+from zero_recipes.libs import deepspeed_tensors
 
 
 class MemoryPhases:

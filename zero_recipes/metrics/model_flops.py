@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from zero_recipes.compat import deepspeed_tensors
 from zero_recipes.core.hardware import peak_flops_of
 from zero_recipes.core.process import rank
+from zero_recipes.libs import deepspeed_tensors
 from zero_recipes.metrics.schema import RunIdentity
 from zero_recipes.metrics.timers import StepClock
 from zero_recipes.theory.flops import ModelFlops, model_flops

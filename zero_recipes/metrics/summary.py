@@ -41,7 +41,7 @@ class RankFigures:
 
 
 class AnswersBefore(Part):
-    """What the untrained model said to the sample prompts (trainer/samples.py)."""
+    """What the untrained model said to the sample prompts (training/samples.py)."""
 
     prompts: list[str]
     texts: list[str]

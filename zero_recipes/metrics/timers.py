@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero_recipes.compat.deepspeed_engine import read_timers_before_reset
+from zero_recipes.libs.deepspeed_engine import read_timers_before_reset
 
 MOST_WARMUP_STEPS = 5
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from zero_recipes.core.errors import Refusal, first_line
 from zero_recipes.core.files import without_nan
+from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.core.tables import Column, Row, markdown_columns, plain, print_columns, terminal
 from zero_recipes.metrics.read_runs import MeasuredRun, UnreadableRun, read_what_can_be_read
 from zero_recipes.metrics.schema import ContractError
@@ -30,26 +30,16 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     try:
         read_sweep_file(folder)
     except ContractError as error:
-        raise Refusal(
-            "ZR362",
-            f"{folder / SWEEP_FILE} cannot be read",
-            str(error),
-            "Delete it: its runs are then read without the values that they were given.",
-        ) from error
+        raise refusal("ZR362", folder=folder / SWEEP_FILE, error=str(error)) from error
     try:
         runs = read_what_can_be_read(folder)
     except ContractError as error:
         fix = "Name the output_dir of a run, or the folder of a sweep."
-        raise Refusal("ZR560", f"{folder} holds no run that can be read", str(error), fix) from error
+        raise refusal("ZR560", folder=folder, error=str(error), fix=fix) from error
     try:
         return _write_all(runs, folder, console or terminal())
     except OSError as error:
-        raise Refusal(
-            "ZR561",
-            f"the report cannot be written into {folder}",
-            first_line(error),
-            "Make the folder writable, and move what has the name of one of the report's files.",
-        ) from error
+        raise refusal("ZR561", folder=folder, error=first_line(error)) from error
 
 
 def _write_all(runs: Sequence[MeasuredRun], folder: Path, console: Console) -> Path:

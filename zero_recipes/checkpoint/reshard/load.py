@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from zero_recipes.checkpoint.reshard.read import ADAM_STATES, HYPERPARAMETERS
-from zero_recipes.compat import deepspeed_engine, deepspeed_tensors
-from zero_recipes.compat.parts_of_deepspeed import RESHARDED_STATES
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import refusal
+from zero_recipes.libs import deepspeed_engine, deepspeed_tensors
+from zero_recipes.libs.parts_of_deepspeed import RESHARDED_STATES
 
 FOLDER, INDEX = "zero_states", "index.json"
 
@@ -91,13 +91,7 @@ def _refuse_other_parameters(index: dict[str, Any], parameters: dict[str, Any], 
     if saved == set(parameters):
         return
     strange = sorted(saved ^ set(parameters))
-    raise Refusal(
-        "ZR745",
-        f"{checkpoint} holds the states of other parameters than this run trains: {', '.join(strange[:3])} "
-        f"({len(strange)} in all)",
-        "Another model, other LoRA modules or other frozen layers: their optimizer states would restart.",
-        "Resume with the recipe that wrote the checkpoint.",
-    )
+    raise refusal("ZR745", checkpoint=checkpoint, strange=", ".join(strange[:3]), number_of_strange=len(strange))
 
 
 def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str, Any]) -> None:
@@ -111,12 +105,7 @@ def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str,
     for target, members in zip(optimizer.param_groups, groups, strict=True):
         group = saved.get(frozenset(members))
         if group is None:
-            raise Refusal(
-                "ZR746",
-                "the optimizer's groups are not those of the resharded checkpoint",
-                "Weight decay and learning rate belong to a group; which to take for each parameter is not known.",
-                "Resume with the recipe that wrote the checkpoint.",
-            )
+            raise refusal("ZR746")
         target.update({key: group[key] for key in HYPERPARAMETERS if key in group})
         target["betas"] = tuple(group["betas"])  # JSON knows no tuples
 

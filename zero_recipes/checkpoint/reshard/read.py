@@ -17,9 +17,9 @@ from zero_recipes.checkpoint.documents import LATEST, document_fault
 from zero_recipes.checkpoint.reshard.places import Place, places_of
 from zero_recipes.checkpoint.reshard.unreadable import refuse_unreadable
 from zero_recipes.checkpoint.trust import code_in, refuse_code
-from zero_recipes.compat.safe_loading import load_without_code
 from zero_recipes.config.ds_view import DsConfig
-from zero_recipes.core.errors import Refusal, first_line
+from zero_recipes.core.findings import Refusal, first_line, refusal
+from zero_recipes.libs.safe_loading import load_without_code
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 HYPERPARAMETERS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
@@ -78,13 +78,7 @@ def _opened(checkpoint: Path, trusted: bool) -> Source:
     for file in files:
         states = _load(file, trusted)["optimizer_state_dict"]
         if "zero_stage" not in states:
-            raise Refusal(
-                "ZR728",
-                f"{checkpoint} was written by DeepSpeed's BF16_Optimizer",
-                "It serves stage 1 in bf16 with gradients accumulated in fp32 (runtime/bf16_optimizer.py), and keeps "
-                "its states otherwise than the stages do.",
-                "Reshard runs without data_types.grad_accum_dtype, or of stages 2 and 3.",
-            )
+            raise refusal("ZR728", checkpoint=checkpoint)
         stage = int(states["zero_stage"])
         base = _base_states(states)
         _refuse_other_optimizers(checkpoint, base, _flat_groups(states))
@@ -132,24 +126,13 @@ def _load(file: Path, trusted: bool) -> dict[str, Any]:
 
 
 def _damaged(checkpoint: Path, how: str) -> Refusal:
-    return Refusal(
-        "ZR729",
-        f"{checkpoint} is damaged: {how}",
-        "Weights and optimizer states would be another run's, or random.",
-        "Take an earlier checkpoint of the run.",
-    )
+    return refusal("ZR729", checkpoint=checkpoint, how=how)
 
 
 def _states_folder(checkpoint: Path) -> Path:
     latest = checkpoint / LATEST
     if not latest.is_file():
-        raise Refusal(
-            "ZR730",
-            f"{checkpoint} is no DeepSpeed checkpoint",
-            "It has no file `latest`, which names the folder with each rank's states. Runs without DeepSpeed and saves "
-            "with save_only_model write none.",
-            "Name a checkpoint-N folder of a run of ZeRO stage 1, 2 or 3.",
-        )
+        raise refusal("ZR730", checkpoint=checkpoint)
     fault = document_fault(checkpoint)
     if fault is not None:
         raise _damaged(checkpoint, fault)
@@ -183,13 +166,7 @@ def _refuse_other_optimizers(checkpoint: Path, base: Any, flats: list[torch.Tens
     if isinstance(base, dict):
         found = {key for state in base["state"].values() for key in state} - {"step"}
     if found != set(ADAM_STATES) or len(base["state"]) != len(flats):
-        raise Refusal(
-            "ZR736",
-            f"{checkpoint} holds other optimizer states than Adam's: {', '.join(sorted(map(str, found))) or 'none'}",
-            "Only one fp32 element of exp_avg and exp_avg_sq for each weight can be cut by parameter; quantized or "
-            "factored states cannot.",
-            "Reshard runs with optim: adamw_torch (also offloaded to the CPU).",
-        )
+        raise refusal("ZR736", checkpoint=checkpoint, found=", ".join(sorted(map(str, found))) or "none")
 
 
 def _steps(base: dict[str, Any]) -> set[int]:

@@ -28,7 +28,7 @@ from zero_recipes.checkpoint.reshard.load import FOLDER, INDEX, is_resharded
 from zero_recipes.checkpoint.reshard.read import Source, open_checkpoint, read_parameter
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.core import units
-from zero_recipes.core.errors import Refusal
+from zero_recipes.core.findings import refusal
 from zero_recipes.core.host_limits import Host
 
 RESHARD_STAGES = (1, 2, 3)
@@ -103,42 +103,22 @@ def strategy_of(source_config: dict[str, Any], stage: int) -> str:
 
 def _refuse_early(checkpoint: Path, world_size: int, stage: int, target: Path, skip_checksums: bool) -> None:
     if not checkpoint.is_dir():
-        raise Refusal(
-            "ZR737",
-            f"there is no checkpoint {checkpoint}",
-            f"Paths are relative to the working directory, {Path.cwd()}.",
-            "Name a checkpoint-N folder of a run.",
-        )
+        raise refusal("ZR737", checkpoint=checkpoint, cwd=Path.cwd())
     if stage not in RESHARD_STAGES:
-        raise Refusal(
-            "ZR738",
-            f"stage {stage}",
-            "At stage 0 and without DeepSpeed nothing is cut: another layout of optimizer states, not written here.",
-            "Use stage 1, 2 or 3; at world size 1 stage 2 holds what stage 0 does.",
-        )
+        raise refusal("ZR738", stage=stage)
     if world_size < 1:
-        raise Refusal("ZR739", f"world_size {world_size}", "A run has one process at least.", "Use 1 or more.")
+        raise refusal("ZR739", world_size=world_size)
     if is_resharded(checkpoint):
-        raise Refusal(
-            "ZR740",
-            f"{checkpoint} is a resharded checkpoint itself",
-            "Its states are by parameter already.",
-            "Reshard the checkpoint that it was made from.",
-        )
+        raise refusal("ZR740", checkpoint=checkpoint)
     if target.exists():
-        raise Refusal("ZR741", f"{target} exists already", "Nothing has been touched.", "Resume from it, or delete it.")
+        raise refusal("ZR741", target=target)
     damage = None if manifest.is_foreign(checkpoint) else manifest.damage(checkpoint)
     if damage is None and not skip_checksums:
         damage = manifest.content_fault(checkpoint)
     if damage is None and not (checkpoint / STATE).is_file():
         damage = f"it has no {STATE}"
     if damage is not None:
-        raise Refusal(
-            "ZR742",
-            f"{checkpoint} is damaged: {damage}",
-            f"Its {manifest.MANIFEST}, written last, says what a whole one holds.",
-            "Take an earlier checkpoint of the run.",
-        )
+        raise refusal("ZR742", checkpoint=checkpoint, damage=damage, manifest=manifest.MANIFEST)
 
 
 def _batch(source: Source, world_size: int) -> Batch:
@@ -146,13 +126,7 @@ def _batch(source: Source, world_size: int) -> Batch:
     config = source.ds_config
     old = Batch(config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"], int(source.world_size))
     if old.total % world_size:
-        raise Refusal(
-            "ZR743",
-            f"the global batch of {old.total} sequences cannot be spread over {world_size} processes",
-            f"It was {old}. With another global batch the steps to come would be another run's, and its rows other "
-            "rows.",
-            f"Use a --world_size that divides {old.total}.",
-        )
+        raise refusal("ZR743", total=old.total, world_size=world_size, old=old)
     each = old.total // world_size
     micro = max(size for size in range(1, old.micro + 1) if each % size == 0)
     return Batch(micro, each // micro, world_size)
@@ -170,12 +144,7 @@ def _copied(checkpoint: Path) -> list[tuple[Path, int]]:
 def _refuse_full_disk(target: Path, needed: int) -> None:
     free = Host().free_disk(target.parent)
     if needed > free:
-        raise Refusal(
-            "ZR744",
-            f"{target} needs {units.size(needed)}, and {units.size(free)} are free there",
-            "A checkpoint that is cut off is none.",
-            "Make room, or move the checkpoint to a larger disk.",
-        )
+        raise refusal("ZR744", target=target, size=units.size(needed), size_2=units.size(free))
 
 
 def _write_states(source: Source, batch: Batch, folder: Path) -> None:

@@ -1,0 +1,132 @@
+"""The plan's bytes are those of real runs: the same recipe simulated and trained, on two processes over gloo or one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.helpers.compared_jobs import job_of, write_recipe
+from tests.helpers.tiny import ROOT, llama_config, write_model
+from zero_recipes.plan.overheads import overheads
+from zero_recipes.plan.simulator import parent as simulation
+
+LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
+EVALUATION = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 24}
+BEST = EVALUATION | {"per_device_eval_batch_size": 1, "save_strategy": "steps", "save_steps": 2}
+BEST |= {"load_best_model_at_end": True}
+CASES = {
+    "stage 0": ("zero0", {}),
+    "stage 1": ("zero1", {}),
+    "stage 2": ("zero2", {}),
+    "stage 3": ("zero3", {}),
+    "packed": ("zero2", {"packing": True}),
+    "stage 2, offload": ("zero2_offload", {}),
+    "stage 3, offload": ("zero3_offload", {}),
+    "stage 2, accumulation 2": ("zero2", {"gradient_accumulation_steps": 2}),
+    "stage 3, accumulation 2": ("zero3", {"gradient_accumulation_steps": 2}),
+    "stage 2, checkpointing": ("zero2", {"activation_checkpointing": True}),
+    "stage 3, checkpointing": ("zero3", {"activation_checkpointing": True}),
+    "stage 2, LoRA": ("zero2", LORA),
+    "stage 3, LoRA": ("zero3", LORA),
+    "stage 2, evaluation": ("zero2", EVALUATION),
+    "stage 3, evaluation": ("zero3", EVALUATION),
+    "stage 2, best model": ("zero2", BEST),
+    "stage 3, best model": ("zero3", BEST),
+    "stage 2, bf16 states": ("zero2_bf16_states", {}),
+    "stage 3, bf16 states": ("zero3_bf16_states", {}),
+    "stage 2, autocast": ("zero2_autocast", {"bf16": False}),
+}
+ALONE = {
+    "alone": ("single", {}),
+    "alone, accumulation 2": ("single", {"gradient_accumulation_steps": 2}),
+    "alone, checkpointing": ("single", {"activation_checkpointing": True}),
+    "alone, LoRA": ("single", LORA),
+    "alone, stage 0": ("zero0", {}),
+    "alone, stage 1": ("zero1", {}),
+    "alone, stage 2": ("zero2", {}),
+    "alone, stage 3": ("zero3", {}),
+    "alone, stage 2, offload": ("zero2_offload", {}),
+    "alone, stage 3, offload": ("zero3_offload", {}),
+}
+
+
+def write_llama(folder: Path) -> Path:
+    """Sizes that divide nothing; no weights."""
+    llama_config(hidden_size=96, intermediate_size=203, num_hidden_layers=3).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base").save_pretrained(folder)
+    return folder
+
+
+BOUND = 0.001  # of the peak
+IN_EVERY_RUN = {
+    "neox": {case for case in CASES if case.startswith("stage 3") or "," not in case}
+    - {"stage 3, best model", "stage 3, evaluation", "stage 3, bf16 states"}
+    | {"stage 2, offload", "stage 2, bf16 states", "stage 2, autocast", "alone", "alone, stage 3"},
+    "llama": {"stage 3", "alone"},
+}
+PAIRS = [
+    pytest.param(model, case, marks=[] if case in IN_EVERY_RUN[model] else pytest.mark.grid)
+    for model in IN_EVERY_RUN
+    for case in CASES | ALONE
+]
+
+
+@pytest.fixture(scope="module")
+def planned(request, tmp_path_factory) -> dict:
+    """{(model, case): (recipe, prediction)} of the cases that are asked for, simulated side by side."""
+    root = tmp_path_factory.mktemp("plan")
+    models = {"neox": write_model(root / "neox", hidden=96, intermediate=203), "llama": write_llama(root / "llama")}
+    items = [item for item in request.session.items if item.path == request.path]
+    wanted = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    asked = {}
+    for model, case in [(one["model"], one["case"]) for one in wanted if "case" in one]:
+        folder = root / f"{model} {case}"
+        folder.mkdir()
+        strategy, keys = (CASES | ALONE)[case]
+        path = write_recipe(folder, models[model], keys)
+        asked[model, case] = path, job_of(path, models[model], strategy, 1 if case in ALONE else 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(root / "kernels"))
+        predictions = simulation.simulate([job for _, job in asked.values()])
+    assert not (root / "kernels").exists()  # a plan needs no compiler
+    return {key: (path, found) for (key, (path, _)), found in zip(asked.items(), predictions, strict=True)}
+
+
+@pytest.mark.parametrize("model, case", PAIRS)
+def test_the_plan_is_what_a_run_takes(model, case, planned, request, tmp_path):
+    recipe, predicted = planned[model, case]
+    strategy = (CASES | ALONE)[case][0]
+    argv = [str(recipe), "--output_dir", str(tmp_path / "out")]
+    argv += [] if strategy == "single" else ["--deepspeed", str(ROOT / "ds_configs" / f"{strategy}.json")]
+    group = request.getfixturevalue("one" if case in ALONE else "two")
+    ranks = group.run("plan_cases.train_profiled", argv=argv)
+    metrics = ranks[0]["metrics"]
+
+    states = predicted.model_state_bytes.model_dump()
+    assert states == {part: max(rank[part] for rank in metrics["model_state_bytes"]) for part in states}
+    peak = predicted.allocated_peak_bytes
+    risen = peak - predicted.memory_phases.step
+    warm = slice(1, None, 2 if "evaluation" in case else 1)  # every second step is followed by an evaluation
+    steps = [rank["rises"][warm] for rank in ranks]
+    assert max(low for rank in steps for low, _ in rank) - BOUND * peak <= risen, (steps, predicted)
+    assert risen <= max(min(high for _, high in rank) for rank in steps) + BOUND * peak, (steps, predicted)
+    assert sum(predicted.at_peak.values()) == predicted.allocated_peak_bytes
+    for collective in ("all_reduce", "reduce_scatter"):
+        planned_bytes = predicted.communication_bytes_per_step.get(collective, 0)
+        assert planned_bytes == metrics["communication_bytes_per_step"].get(collective, 0), collective
+
+
+def test_one_gpu_has_no_buckets_whatever_launched_the_run_that_is_planned(tmp_path, monkeypatch):
+    """accelerate takes a process with LOCAL_RANK for one of several, and wraps the model in DDP."""
+    model = write_model(tmp_path / "neox", hidden=96, intermediate=203)
+    job = replace(job_of(write_recipe(tmp_path, model, {}), model, "single", 1), device="gpu")
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    (found,) = simulation.simulate([job])
+    assert found.at_peak["buckets"] == 0 and found.communication_bytes_per_step == {}
+    states = found.model_state_bytes
+    assert (states.params, states.grads) == (4 * found.parameters, 4 * found.parameters)
+    assert found.reserved_bytes == overheads().reserved_range(found.segment_bytes, 1)

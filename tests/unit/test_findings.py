@@ -1,0 +1,106 @@
+"""Finding codes: one for each place, all in the table, explained; and which of them a recipe may ignore."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.bad_recipes import FAULTS, Side, findings_of, schedule
+from tests.helpers.known_bad import CASES
+from zero_recipes.cli import main as cli
+from zero_recipes.core.findings import AREAS, Finding, described, downgraded, raise_errors, table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+PLACEHOLDER = re.compile(r"{(\w+)[^{}]*}")
+
+
+@pytest.fixture(scope="module")
+def in_source():
+    """[(code, names that its call fills in)] of each place that makes a finding."""
+    calls = []
+    for path in sorted((ROOT / "zero_recipes").rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and call.args and re.fullmatch(r"'ZR\d{3}'", ast.unparse(call.args[0])):
+                calls.append((ast.literal_eval(call.args[0]), {keyword.arg for keyword in call.keywords}))
+    return calls
+
+
+def test_each_code_is_made_in_one_place_which_fills_in_its_placeholders(in_source):
+    codes = [code for code, _ in in_source]
+    assert sorted(codes) == sorted(table())
+    for code, filled in in_source:
+        row = table()[code]
+        named = set(PLACEHOLDER.findall(" ".join(row[part] for part in ("what", "why", "fix")).replace("{{", "")))
+        by_library_errors = {"cause"} & named
+        assert named == filled - {"level", "scope", "recipe_key"} | by_library_errors, code
+
+
+def test_every_code_is_explained_in_words():
+    for code in table():
+        row = described(code)
+        assert re.fullmatch(r"ZR[1-8]\d\d", code) and row["area"] == AREAS[code[2]]
+        assert row["level"] in ("error", "warning")
+        for part in ("what", "why", "fix"):
+            assert row[part] and not re.search(r"[{}]\w+[}(]", row[part]), (code, row[part])
+    for digit in "124":
+        assert [code for code, row in table().items() if code[2] == digit and "example" not in row] == []
+
+
+def test_the_tests_cases_are_of_codes_in_the_table():
+    used = {fault.code for fault in FAULTS} | {case[2] for case in CASES.values()}
+    assert used <= set(table()) and len(used) > 120
+
+
+def test_explain_prints_what_why_fix_and_an_example(capsys):
+    assert cli.main(["explain", "zr223"]) == 0
+    row, text = described("ZR223"), capsys.readouterr().out
+    assert all(part in text for part in (row["what"], row["why"], row["fix"], "zero_hpz_partition_size: 8"))
+    assert row["ignore"] in text
+    assert cli.main(["explain"]) == 0
+    text = capsys.readouterr().out
+    assert all(area in text for area in AREAS.values())
+
+
+def test_an_unknown_code_has_near_ones(capsys):
+    assert cli.main(["explain", "ZR299"]) == 2
+    assert "ZR301" in capsys.readouterr().err
+    assert cli.main(["explain", "nonsense"]) == 2
+
+
+def test_an_ignored_error_is_a_warning_and_others_stay():
+    findings = [Finding("ZR608", "a", "b", "c"), Finding("ZR215", "a", "b", "c")]
+    ignored, kept = downgraded(findings, {"ZR608"})
+    assert (ignored.level, ignored.ignored) == ("warning", True) and kept == findings[1]
+    assert str(ignored).startswith("warning (ignored): a [ZR608]")
+    raise_errors([ignored])
+
+
+@pytest.mark.parametrize(
+    "given, code",
+    [
+        ({"ds": schedule(1000), "recipe": "warmup_steps: 1000\nignore: [ZR217]"}, "ZR217"),
+        (
+            {"ds": {"zero_optimization": {"stage": 2, "zero_quantized_weights": True}}, "recipe": "ignore: ZR226"},
+            "ZR226",
+        ),
+        ({"ds": {"pipeline": {"stages": 2}}, "overrides": ("--ignore", "zr239,ZR608")}, "ZR239"),
+        ({"ds": {"pipeline": {"stages": 2}}, "overrides": ("--ignore", "ZR608", "ZR239")}, "ZR239"),
+    ],
+    ids=["a list", "text", "by comma", "several words"],
+)
+def test_a_run_goes_on_with_what_its_recipe_ignores(tmp_path, given, code):
+    (found,) = findings_of(Side(**given), tmp_path / "case")
+    assert (found.code, found.level, found.ignored) == (code, "warning", True)
+
+
+def test_check_counts_ignored_errors_as_warnings(tmp_path, capsys, monkeypatch):
+    recipe, *_ = Side(ds={"pipeline": {"stages": 2}}).write(tmp_path / "case")
+    monkeypatch.chdir(tmp_path / "case")
+    assert cli.main(["check", recipe, "--num_processes", "2"]) == 2
+    assert cli.main(["check", recipe, "--num_processes", "2", "--ignore", "ZR239"]) == 0
+    assert capsys.readouterr().out.endswith("0 errors, 1 warnings\n")

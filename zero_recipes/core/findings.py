@@ -1,0 +1,192 @@
+"""Findings: what is wrong with a run, why, and how to fix it. Their texts are in findings.yaml.
+
+A refusal ends a run before any weight is loaded, with one message and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Container
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import yaml
+
+from zero_recipes.core.process import rank, wait_for_rank_0
+
+FAILED, REFUSED = 1, 2
+PRINT_SECONDS = 20.0
+# by the first digit of a code
+AREAS = {
+    "1": "recipe and command line",
+    "2": "DeepSpeed configuration",
+    "3": "launch",
+    "4": "model",
+    "5": "data",
+    "6": "machine",
+    "7": "checkpoints and resuming",
+    "8": "planner",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, why it cannot work, and how to fix it: one sentence or two each."""
+
+    code: str  # "ZR104": stable; `zero-recipes explain ZR104` says more
+    what: str
+    why: str
+    fix: str
+    level: str = "error"  # or "warning": printed once, and the run goes on
+    key: str | None = None  # the recipe's key that it is about
+    scope: str = "run"  # who prints it: rank 0 of the "run", the first rank of each "machine", or each "rank"
+    ignored: bool = False  # an error that the recipe's `ignore` makes a warning
+
+    def __str__(self) -> str:
+        head = "refused" if self.level == "error" else "warning (ignored)" if self.ignored else "warning"
+        return f"{head}: {self.what} [{self.code}]\n    why: {self.why}\n    fix: {self.fix}"
+
+
+@cache
+def table() -> dict[str, dict[str, Any]]:
+    """{code: {"level", "what", "why", "fix" and, where there is one, "ignore" and "example"}} of findings.yaml."""
+    text = resources.files(__package__).joinpath("findings.yaml").read_text(encoding="utf-8")
+    rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the one in C takes a tenth of the time
+    return {code: {"level": "error"} | row for code, row in rows.items()}
+
+
+def finding(
+    code: str, /, *, level: str | None = None, scope: str = "run", recipe_key: str | None = None, **values: Any
+) -> Finding:
+    """The finding of that code; `values` are what its templates in findings.yaml name.
+
+    `level`: where a code is an error or a warning as the case may be; `recipe_key`: the recipe's key that it is about.
+    """
+    row = table()[code]
+    what, why, fix = (row[part].format_map(values) for part in ("what", "why", "fix"))
+    return Finding(code, what, why, fix, level=level or row["level"], key=recipe_key, scope=scope)
+
+
+def refusal(code: str, /, *, scope: str = "run", **values: Any) -> Refusal:
+    """A Refusal, to be raised, for the finding of that code."""
+    return Refusal([finding(code, scope=scope, **values)])
+
+
+class Refusal(Exception):
+    """A run that is refused, for one finding or for several at once."""
+
+    def __init__(self, findings: list[Finding]):
+        """`findings`: at least one of them is an error; warnings are left out."""
+        self.findings = [finding for finding in findings if finding.level == "error"]
+        super().__init__(self.what)
+
+    @property
+    def codes(self) -> list[str]:
+        return [finding.code for finding in self.findings]
+
+    @property
+    def what(self) -> str:
+        return "\n".join(finding.what for finding in self.findings)
+
+    @property
+    def why(self) -> str:
+        return "\n".join(finding.why for finding in self.findings)
+
+    @property
+    def fix(self) -> str:
+        return "\n".join(finding.fix for finding in self.findings)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.findings))
+
+
+class RunFailed(Exception):
+    """A run that ends early, on all ranks, for a reason that it knows: one message, no traceback, exit code 1."""
+
+    status = "failed"  # in metrics.json
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, in the one line that a finding has room for."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def downgraded(findings: list[Finding], ignored: Container[str]) -> list[Finding]:
+    """The findings, with errors of the ignored codes as warnings. Which codes may be ignored: `ignore` of the table."""
+    return [
+        replace(finding, level="warning", ignored=True)
+        if finding.level == "error" and finding.code in ignored
+        else finding
+        for finding in findings
+    ]
+
+
+def ignored_codes(ignore: list[str] | str | None) -> frozenset[str]:
+    """The codes of a recipe's `ignore` key; one text may hold several by comma."""
+    text = ignore if isinstance(ignore, str) else " ".join(ignore or [])
+    return frozenset(text.replace(",", " ").upper().split())
+
+
+def described(code: str) -> dict[str, Any]:
+    """The row of a code, with <names> in the place of what only a run knows."""
+    parts = {part: re.sub(r"\{(\w*)[^{}]*\}", _in_words, table()[code][part]) for part in ("what", "why", "fix")}
+    return table()[code] | parts | {"area": AREAS[code[2]]}
+
+
+def _in_words(placeholder: re.Match) -> str:
+    return f"<{placeholder[1].replace('_', ' ')}>"
+
+
+def near_codes(code: str) -> list[str]:
+    """The three known codes that are next to this one by number; none if it has no digit."""
+    digits = "".join(filter(str.isdigit, code))
+    return sorted(table(), key=lambda known: abs(int(known[2:]) - int(digits)))[:3] if digits else []
+
+
+def raise_errors(findings: list[Finding]) -> None:
+    """Raise one Refusal for all errors among the findings, if there is one."""
+    if any(finding.level == "error" for finding in findings):
+        raise Refusal(findings)
+
+
+def print_ending(ending: Refusal | RunFailed) -> int:
+    """Print why a run ends. Returns the exit code, which every rank ends with."""
+    if isinstance(ending, Refusal):
+        return print_refusal(ending)
+    if rank() == 0:
+        print(f"{ending.status}: {ending}", file=sys.stderr, flush=True)
+    _tell_launcher(f"{ending.status}: {ending}")
+    if rank():
+        wait_for_rank_0(PRINT_SECONDS)
+    return FAILED
+
+
+def print_refusal(refusal: Refusal) -> int:
+    """Print each finding on the ranks of its scope alone. Returns the exit code, which every rank ends with.
+
+    accelerate and torchrun turn the code into 1 and close with a table of their own. They print in it what stands in
+    TORCHELASTIC_ERROR_FILE (torch/distributed/elastic/multiprocessing/errors/error_handler.py), so the message goes
+    there too and is the last thing read.
+    """
+    prints = {"run": rank() == 0, "machine": int(os.environ.get("LOCAL_RANK", rank())) == 0, "rank": True}
+    for finding in refusal.findings:
+        if prints[finding.scope]:
+            print(finding, file=sys.stderr, flush=True)
+    _tell_launcher(str(refusal))
+    if rank() and not any(prints[finding.scope] for finding in refusal.findings):
+        wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
+    return REFUSED
+
+
+def _tell_launcher(message: str) -> None:
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+        with open(error_file, "w") as file:
+            json.dump({"message": {"message": message, "extraInfo": extra}}, file)

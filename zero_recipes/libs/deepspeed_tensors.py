@@ -1,0 +1,218 @@
+"""Bytes of model states that one rank holds, read off the engine's own tensors.
+
+What counts is the memory that is kept alive: whole storages, each once. Reduce buckets, gradients in flight and
+parameters that stage 3 has gathered for use are not model states; they show in the peak memory.
+Read in DeepSpeed 0.19.8; paths below are relative to deepspeed/runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from zero_recipes.distributed.fsdp import local
+from zero_recipes.libs.fsdp import whole_gradients
+from zero_recipes.libs.parts_of_deepspeed import MODEL_STATES, PARTITIONS
+from zero_recipes.libs.torch_internals import storage_identity
+
+STATE_PARTS = ("params", "grads", "optimizer")
+
+# DeepSpeed's optimizers (zero/stage_1_and_2.py, zero/stage3.py, fp16/, bf16_optimizer.py): the attributes that hold
+# weights beside the parameters, gradients beside theirs, and fp32 masters. Each must be there: one that DeepSpeed has
+# renamed would be counted as 0 bytes.
+_LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "DeepSpeedZeroOptimizer": {
+        "weights": ("bit16_groups_flat",),
+        "gradients": ("averaged_gradients", "all_grad_tensors"),  # views over micro steps
+        "masters": ("single_partition_of_fp32_groups",),
+    },
+    "DeepSpeedZeroOptimizer_Stage3": {
+        "weights": (),
+        "gradients": ("averaged_gradients", "grad_partitions_flat_buffer"),
+        "masters": ("fp32_partitioned_groups_flat",),
+    },
+    "FP16_Optimizer": {"weights": (), "gradients": (), "masters": ("fp32_groups_flat",)},
+    "FP16_UnfusedOptimizer": {"weights": (), "gradients": (), "masters": ("fp32_groups",)},
+    "BF16_Optimizer": {
+        "weights": ("bf16_groups_flat",),
+        "gradients": ("fp32_groups_gradients_flat",),
+        "masters": ("fp32_groups_flat_partition",),
+    },
+}
+
+
+def state_bytes(
+    model: torch.nn.Module,
+    parameters: Sequence[torch.nn.Parameter],
+    optimizer: Any,
+    offload_optimizer: bool,
+    offload_param: bool,
+) -> dict[str, int]:
+    """{"params", "grads", "optimizer", "offloaded_host"}: bytes at this moment, on this rank.
+
+    `model` is the bare module, `parameters` are its own between two steps, `optimizer` is DeepSpeed's ZeRO optimizer or
+    a torch optimizer. Tensors on another device than the one that trains, and (in a CPU run, where host and device are
+    one) states that the configuration offloads, count as offloaded_host; not the counters that torch's optimizers keep
+    on the host beside states on a GPU. What DeepSpeed has swapped to disk has no
+    tensor: zero_recipes/distributed/nvme.py counts its files. Raises Refusal where an optimizer is none of those that
+    are known, or has not the attributes that it should have.
+    """
+    device = _training_device()
+    tensors = {
+        "params": [*map(local, weights(parameters, optimizer)), *_scales(model)],
+        "grads": [*map(local, gradients(parameters, optimizer)), *whole_gradients(model)],
+        "optimizer": list(map(local, optimizer_states(parameters, optimizer))),
+    }
+    offloaded = {"params": offload_param, "grads": offload_optimizer, "optimizer": offload_optimizer}
+    result, host = {}, []
+    for part in STATE_PARTS:
+        elsewhere = [
+            (t.device.type != device and t.dim() > 0) or (device == "cpu" and offloaded[part]) for t in tensors[part]
+        ]
+        here = [t for t, away in zip(tensors[part], elsewhere, strict=True) if not away]
+        host += [t for t, away in zip(tensors[part], elsewhere, strict=True) if away]
+        result[part] = distinct_bytes(here)
+    return {**result, "offloaded_host": distinct_bytes(host)}
+
+
+def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory that these tensors keep alive: whole storages, each counted once."""
+    storages = {}
+    for tensor in tensors:
+        storages[storage_identity(tensor)] = tensor.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def weights(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
+    """Stages 1 and 2: the flat 16-bit groups, padding included; stage 3: this rank's partition (`ds_tensor`), and its
+    part of the machine's copy under hpZ (`ds_secondary_tensor`)."""
+    if _is(optimizer, "DeepSpeedZeroOptimizer_Stage3"):
+        for p in parameters:
+            yield MODEL_STATES.of(p, "ds_tensor")
+            yield from _flatten(MODEL_STATES.of(p, "ds_secondary_tensor"))
+    else:
+        yield from parameters
+    yield from _held(optimizer, "weights")
+
+
+def is_partitioned(p: torch.nn.Parameter) -> bool:
+    """Whether ZeRO stage 3 has cut it into one part for each rank."""
+    return hasattr(p, "ds_id")
+
+
+def whole_size(p: torch.nn.Parameter) -> int:
+    """Elements of a parameter, of all ranks together."""
+    return PARTITIONS.of(p, "ds_numel") if is_partitioned(p) else p.numel()
+
+
+def whole_shape(p: torch.nn.Parameter) -> torch.Size:
+    """The shape of a parameter before partitioning."""
+    return PARTITIONS.of(p, "ds_shape") if is_partitioned(p) else p.shape
+
+
+def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Any]]:
+    """(weight, bitsandbytes' QuantState) of every layer in 4 bit: its scales, and the shape before packing.
+
+    FSDP2 makes other parameters of the weights; the layer keeps the state then (bitsandbytes 0.50, nn/modules.py,
+    fix_4bit_weight_quant_state_from_module).
+    """
+    for module in model.modules():
+        weight = module._parameters.get("weight")  # PEFT's layer has its base's as a property
+        state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
+        if state is not None:
+            yield weight, state
+
+
+def _scales(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """What 4-bit weights are multiplied with, 4 bytes for 64 of them, itself quantised where it is nested: no
+    parameter, and whole on every rank."""
+    for _, state in packed_weights(model):
+        yield from _flatten(vars(state))
+        yield from _flatten(vars(state.state2) if state.nested else None)
+
+
+def gradients(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
+    """Gradients as each stage keeps them, and the fp32 copies that DeepSpeed makes inside step().
+
+    From stage 2 on a parameter's own gradient is in flight only, on its way through the reduce bucket.
+    """
+    if not _partitions_gradients(optimizer):
+        # stage 1 leaves small gradients as views into the bucket that has reduced them
+        buckets = {storage_identity(buffer) for buffer in _bucket_buffers(optimizer)}
+        for p in parameters:
+            # zero/stage_1_and_2.py: fill_grad_accum_attribute makes the second one, where it makes any
+            for grad in (p.grad, getattr(p, "grad_accum", None)):
+                if grad is not None and storage_identity(local(grad)) not in buckets:
+                    yield grad
+    yield from _held(optimizer, "gradients")
+    if _is(optimizer, "DeepSpeedZeroOptimizer"):  # the buffer of copy_grads_in_partition: made by the first gradient
+        yield from _flatten(getattr(optimizer, "grads_in_partition", None))
+    for master in _held(optimizer, "masters"):
+        if master.grad is not None:
+            yield master.grad
+
+
+def _partitions_gradients(optimizer: Any) -> bool:
+    if _is(optimizer, "DeepSpeedZeroOptimizer"):
+        return MODEL_STATES.of(optimizer, "partition_gradients")
+    return _is(optimizer, "DeepSpeedZeroOptimizer_Stage3")
+
+
+def _bucket_buffers(optimizer: Any) -> Iterator[torch.Tensor]:
+    if _is(optimizer, "DeepSpeedZeroOptimizer"):
+        for bucket in MODEL_STATES.of(optimizer, "ipg_buckets").values():
+            yield from MODEL_STATES.of(bucket, "buffer")
+
+
+def optimizer_states(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
+    """fp32 masters and every tensor of `optimizer.state`. Without DeepSpeed the master is the parameter itself."""
+    known = set(map(id, parameters))
+    for master in _held(optimizer, "masters"):
+        if id(master) not in known:
+            yield master
+    yield from _flatten(dict(base_optimizer(optimizer).state))
+
+
+def _held(optimizer: Any, what: str) -> Iterator[torch.Tensor]:
+    """The tensors of DeepSpeed's optimizer that hold "weights", "gradients" or "masters"; none of a torch optimizer."""
+    for name in _layout(optimizer)[what]:
+        yield from _flatten(MODEL_STATES.of(optimizer, name))
+
+
+def _layout(optimizer: Any) -> dict[str, tuple[str, ...]]:
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in _LAYOUTS:
+            return _LAYOUTS[cls.__name__]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return {"weights": (), "gradients": (), "masters": ()}
+    raise MODEL_STATES.refuse([f"{type(optimizer).__name__} is none of {', '.join(_LAYOUTS)}"])
+
+
+def _is(optimizer: Any, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(optimizer).__mro__)
+
+
+def base_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside accelerate's and DeepSpeed's wrappers."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _training_device() -> str:
+    from deepspeed.accelerator import get_accelerator
+
+    return "cpu" if get_accelerator().device_name() == "cpu" else get_accelerator().device_name().split(":")[0]
+
+
+def _flatten(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _flatten(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flatten(item)

@@ -1,0 +1,235 @@
+"""Patches for faults of the libraries below that would change results; tests fail when one is no longer needed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+from transformers import PreTrainedModel, TrainerCallback
+
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.libs.deepspeed_tensors import base_optimizer
+from zero_recipes.libs.parts_of_deepspeed import FRESH_ADAM, GROUP_TIMEOUT, NUMA_CORES, QUANTIZED_GRADIENTS, RELEASES
+from zero_recipes.libs.parts_of_torch import LAYOUT
+
+
+def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
+    """What must be in place before DeepSpeed builds its engine. `ddp_timeout`: seconds. Raises Refusal."""
+    if strategy.is_deepspeed:
+        patch_timeouts(ddp_timeout)
+        remember_numa_cores()
+    if strategy.is_deepspeed and strategy.zero_stage == 3:
+        forget_releases_with_the_trace()
+    if strategy.is_deepspeed and strategy.ds_config.quantizes_gradients:
+        patch_quantized_gradients()
+
+
+class FreshAdamAtStage0(TrainerCallback):
+    """Stage 0 in bf16 or fp16: undo the optimizer step that DeepSpeed takes before training.
+
+    DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py `initialize_optimizer_states` (and fused_optimizer.py): to
+    allocate Adam's states it calls `optimizer.step()` with zero gradients. Adam's step counter then starts at 1, so
+    that its bias correction is off in every later step, and weight decay has shrunk the fp32 masters once. On a fresh
+    start the counters go back to 0 and the masters are copied from the weights again; a resumed run is left alone,
+    for its checkpoint has overwritten both.
+    """
+
+    def __init__(self, resumes: bool):
+        self.resumes = resumes
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+        from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+        inner = getattr(optimizer, "optimizer", None)
+        if self.resumes or not isinstance(inner, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+            return
+        base = base_optimizer(inner)
+        for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups, with integers
+            if "step" in counters:
+                counters["step"] = counters["step"] * 0
+        FRESH_ADAM.of(inner, "refresh_fp32_params")()
+
+
+def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
+    """Put a checkpoint's weights into `model` as from_pretrained would, and all of them.
+
+    transformers 5.23, trainer.py `_load_from_checkpoint` and `_load_best_model` call
+    `load_state_dict(state_dict, False)` with the names of the file. Where saving renames (GPTNeoX: lm_head becomes
+    embed_out), those weights are not loaded, with a warning only: a run resumed without DeepSpeed goes on with the LM
+    head it began with, and a best model is saved with the last one's.
+    """
+    whole = type(model).from_pretrained(checkpoint, dtype=model.dtype, local_files_only=True)
+    with torch.no_grad():
+        model.load_state_dict(whole.state_dict())
+
+
+def without_aliases(
+    model: torch.nn.Module, state_dict: dict[str, torch.Tensor] | None
+) -> dict[str, torch.Tensor] | None:
+    """A state dict of `model` that holds a tied weight once, under the name of the tensor that it is tied to.
+
+    transformers 5.23, modeling_utils.py `remove_tied_weights_from_state_dict` knows tied weights by their memory; what
+    DeepSpeed (stages 0 to 2: accelerate.get_state_dict copies) and FSDP2 gather are copies: a head that is the
+    embedding is saved twice (hiyouga/LLaMA-Factory#10560). Weights that the model ties and that yet differ are kept.
+    """
+    if not state_dict or not isinstance(model, PreTrainedModel):
+        return state_dict
+    tied = model.all_tied_weights_keys.items()
+    both = {alias: source for alias, source in tied if alias in state_dict and source in state_dict}
+    twice = {alias for alias, source in both.items() if torch.equal(state_dict[alias], state_dict[source])}
+    return {name: tensor for name, tensor in state_dict.items() if name not in twice}
+
+
+@contextlib.contextmanager
+def adapter_dtypes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Let what trains have the dtype after the loading of a checkpoint that it had before.
+
+    TRL 1.16, sft_trainer.py (`if _is_quantized_model`) makes QLoRA's adapter bf16; transformers 5.23, trainer.py
+    `_load_from_checkpoint` loads it by PEFT's load_adapter, which makes it fp32 again: a run resumed without DeepSpeed
+    would go on in another precision.
+    """
+    dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+    yield
+    for name, p in model.named_parameters():
+        if name in dtypes and p.dtype != dtypes[name]:
+            p.data = p.data.to(dtypes[name])
+
+
+def patch_timeouts(seconds: int) -> None:
+    """Give the process groups that DeepSpeed makes the timeout of the run's own group.
+
+    DeepSpeed 0.19.8, comm/torch.py `new_group` passes none on: torch then takes its default, 10 minutes under NCCL
+    (torch 2.13, distributed_c10d.py `_get_default_timeout`), whatever ddp_timeout says. At every stage the engine makes
+    a second group of all ranks (utils/groups.py `_clone_world_group`), in which the others wait while one rank saves
+    (deepspeedai/DeepSpeed#7533). Called again, it sets the time of the groups that are made from then on.
+    """
+    from deepspeed.comm.torch import TorchBackend
+
+    if not hasattr(TorchBackend.new_group, "unpatched"):
+        GROUP_TIMEOUT.require()
+    faulty = getattr(TorchBackend.new_group, "unpatched", TorchBackend.new_group)
+
+    def new_group(self, ranks):
+        return torch.distributed.new_group(ranks, timeout=timedelta(seconds=seconds))
+
+    new_group.unpatched = faulty
+    TorchBackend.new_group = new_group
+
+
+def remember_numa_cores() -> None:
+    """Ask the machine for its NUMA nodes once. Called again, it does nothing more.
+
+    DeepSpeed 0.19.8, accelerator/cpu_accelerator.py `device_count` starts `numactl --hardware` at every call (it takes
+    one device where there is no such program), and stage 3 calls it for every bucket of gradients
+    (zero/stage3.py `__avg_scatter_grads`): on CPUs each bucket forks this process.
+    """
+    from deepspeed.utils import numa
+
+    NUMA_CORES.require()
+    if not hasattr(numa.get_numa_cores, "cache_info"):
+        numa.get_numa_cores = functools.cache(numa.get_numa_cores)
+
+
+def forget_releases_with_the_trace() -> None:
+    """ZeRO stage 3: what is released after a module follows from the order of modules that is in force. Called again,
+    it does nothing more.
+
+    DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py `__params_to_release` looks ahead in the recorded
+    order for another use of a parameter, and keeps its answers by module and number for good (lru_cache), also when
+    the order is recorded anew. Generation and evaluation have no backward pass: after samples before training, every
+    training step released its parameters in forward and gathered them again for backward, whatever
+    stage3_max_reuse_distance says.
+    """
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
+
+    RELEASES.require()
+    faulty = Coordinator._invalidate_trace
+    if hasattr(faulty, "unpatched"):
+        return
+    remembered = inspect.getclosurevars(Coordinator._PartitionedParameterCoordinator__params_to_release).nonlocals
+
+    @functools.wraps(faulty)
+    def _invalidate_trace(self):
+        faulty(self)
+        remembered["func"].cache_clear()
+
+    _invalidate_trace.unpatched = faulty
+    Coordinator._invalidate_trace = _invalidate_trace
+
+
+def patch_quantized_gradients() -> None:
+    """ZeRO++'s qgZ: hand gradients to DeepSpeed's kernel as fp16 in its range, and make them their mean over all ranks.
+
+    DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py `all_to_all_quant_reduce` gives gradients as they are to a
+    kernel that reads fp16 whatever they are (ops/csrc/quantization/pt_binding.cpp, ds_swizzle_quant:
+    `(__half*)input_vals.data_ptr()`): the bits of bf16 and fp32 become other numbers. The kernel adds up the devices of
+    a node (quant_reduce.cu, `rop::Add`) and only the nodes are divided by, so that matrices' gradients are as many
+    times the mean as a node has devices, while vectors, which go through reduce-scatter, are the mean. Called again, it
+    does nothing more.
+
+    fp16 ends at 6e-8 and 65504, bf16's gradients do not: each tensor is scaled by a power of two, one for all ranks
+    since their values are added up, by the largest absolute value that any of them has (an all-reduce of one number a
+    tensor). Where that is infinite or NaN, the whole gradient is NaN on every rank: int4 has neither.
+    """
+    from deepspeed import comm
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero import stage3
+
+    QUANTIZED_GRADIENTS.require()
+    faulty = stage3.all_to_all_quant_reduce
+    if hasattr(faulty, "unpatched"):
+        return
+
+    def all_to_all_quant_reduce(tensors, groups):
+        # what it does not quantize goes through reduce-scatter, as it is
+        quantized = [n for n, t in enumerate(tensors) if t.dim() != 1 and t.numel() % (2 * comm.get_world_size()) == 0]
+        if not quantized:
+            return faulty(tensors, groups)
+        largest = torch.stack([torch.linalg.vector_norm(tensors[n], torch.inf).float() for n in quantized])
+        largest = largest.where(largest.isfinite(), torch.inf)  # a maximum over ranks may lose a NaN
+        comm.all_reduce(largest, op=comm.ReduceOp.MAX)
+        given, scales = list(tensors), {}
+        for n, most in zip(quantized, largest, strict=True):
+            scales[n] = scale_for_fp16(most, comm.get_world_size(), tensors[n].dtype)
+            given[n] = (tensors[n] * scales[n].to(tensors[n].dtype)).half()
+        out = faulty(given, groups)
+        for n, most in zip(quantized, largest, strict=True):
+            unscale = torch.where(most.isfinite(), 1 / scales[n] / get_accelerator().device_count(), torch.nan)
+            out[n] = out[n].float().mul_(unscale).to(tensors[n].dtype)
+        return out
+
+    all_to_all_quant_reduce.unpatched = faulty
+    stage3.all_to_all_quant_reduce = all_to_all_quant_reduce
+
+
+def scale_for_fp16(largest: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """The power of two, an fp32 scalar, with which `world_size` values of up to `largest` add up to at most 2^15.
+
+    So that neither they nor their sum leave fp16. `dtype`: the values', which must hold the power itself; 1 where
+    `largest` is not finite.
+    """
+    _, exponent = torch.frexp(largest)  # largest < 2^exponent
+    bits = (world_size - 1).bit_length()
+    power = (15 - bits - exponent).clamp(-126, 15 if dtype == torch.float16 else 100)
+    return torch.exp2(torch.where(largest.isfinite(), power, 0).float())
+
+
+def keep_4bit_layout(model: torch.nn.Module) -> None:
+    """Keep 4-bit layers in the layout that can be trained, on CPUs with AVX512-BF16 too.
+
+    bitsandbytes 0.50.2, nn/modules.py (Linear4bit.forward) packs the weights anew in the first forward pass in
+    evaluation mode there, in place and for good; autograd/_functions.py (matmul_4bit) then multiplies without autograd
+    in training too. After samples or an evaluation no gradient would pass a frozen layer: the adapters below it
+    would learn from the residual alone, with a warning of torch's and nothing else.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            LAYOUT.of(module, "support_avx512bf16_for_cpu")
+            module.support_avx512bf16_for_cpu = False

@@ -1,0 +1,234 @@
+"""The model as the recipe says: its weights or random ones, its attention implementation and never another."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from huggingface_hub import constants
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from zero_recipes.config.settings import Settings
+from zero_recipes.core.findings import Refusal, finding, first_line, refusal
+from zero_recipes.libs import attention, deepspeed_tensors
+from zero_recipes.libs.huggingface import attention_in_force, without_deepspeed_announcement
+from zero_recipes.libs.patches import keep_4bit_layout
+from zero_recipes.theory.lower_bounds import parameter_sizes
+
+_PACKAGES = {
+    "flash_attention_2": "flash_attn",
+    "flash_attention_3": "flash_attn_interface",
+    "flash_attention_4": "flash_attn (4)",
+}
+# what transformers reports of a load: what it would have done about it
+_KEY_PROBLEMS = {
+    "missing_keys": "The model has these tensors and the checkpoint does not: they would begin with random numbers.",
+    "unexpected_keys": "The checkpoint has these tensors and the model does not: they would be dropped.",
+    "mismatched_keys": "They have another shape in the checkpoint: they would begin with random numbers.",
+}
+
+
+def load_config(model_args, training_args) -> PretrainedConfig:
+    """The model's configuration; refuses a model that is neither a folder here nor in the cache or on the hub."""
+    name = model_args.model_name_or_path
+    if name is None:
+        raise refusal("ZR401")
+    if name.startswith((".", "/")) and not Path(name).is_dir():
+        raise refusal("ZR402", name=name, cwd=Path.cwd())
+    try:
+        return AutoConfig.from_pretrained(
+            name, revision=model_args.model_revision, trust_remote_code=training_args.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise refusal("ZR403", name=name, error=first_line(error)) from error
+
+
+def refuse_missing_attention(attn_implementation: str | None, device: str) -> None:
+    """Refuse flash attention without a GPU, package or kernel. Raises Refusal."""
+    kernel = attention.kernel_of(attn_implementation)
+    if kernel is None:
+        return
+    if device == "cpu" and not attention.runs_on(kernel, "cpu"):
+        raise refusal("ZR404", attn_implementation=attn_implementation)
+    if attention.has_package(attn_implementation):
+        return
+    wanted = attention.wanted_kernels()
+    if wanted is not None:
+        native = _PACKAGES.get(attn_implementation)
+        missing = f"{wanted} is not installed" if native is None else f"neither {native} nor {wanted} is installed"
+        raise refusal("ZR405", attn_implementation=attn_implementation, missing=missing, kernel=kernel, wanted=wanted)
+    try:
+        attention.download(kernel, only_cached=constants.is_offline_mode())
+    except LookupError as error:
+        raise refusal("ZR433", attn_implementation=attn_implementation, kernel=kernel, error=error) from error
+
+
+def refuse_other_keys(config: PretrainedConfig, model_args, training_args, ours) -> None:
+    """Refuse a checkpoint whose tensors are not the model's, by name; no weight is read.
+
+    transformers fills what is missing with random numbers and drops what is unexpected, with a warning; at ZeRO stage 3
+    it does not even know what is unexpected or of another shape (5.23, modeling_utils.py `_load_pretrained_model`).
+    The model class's own ignore patterns count, its renamings and its tied weights too. Raises Refusal.
+    """
+    if ours.random_weights or _quantization(model_args, config) is not None:  # load_model asks the load itself
+        return
+    with _library_refuses(model_args.model_name_or_path), without_deepspeed_announcement():
+        _, report = _from_pretrained(config, model_args, training_args, _keywords(model_args, training_args), "meta")
+    _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
+
+
+def load_model(config: PretrainedConfig, model_args, training_args, ours) -> PreTrainedModel:
+    """The model, on CPU or (stage 3) already partitioned by deepspeed.zero.Init, in the recipe's dtype."""
+    keywords = _keywords(model_args, training_args)
+    training_args.model_init_kwargs = None  # used here; SFTTrainer would warn that it ignores them
+    if ours.random_weights:
+        if keywords["dtype"] == "auto":
+            keywords["dtype"] = config.dtype or torch.float32
+        with _library_refuses(model_args.model_name_or_path):
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=training_args.trust_remote_code, **keywords
+            )
+        draw_weights(model, training_args.seed)
+    else:
+        with _library_refuses(model_args.model_name_or_path):
+            model, report = _from_pretrained(config, model_args, training_args, keywords)
+        _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
+        if _quantization(model_args, config) is not None:
+            keep_4bit_layout(model)
+    requested, got = keywords["attn_implementation"], attention_in_force(model)
+    if not attention.is_requested(requested, got):
+        raise refusal("ZR406", requested=requested, name=type(model).__name__, got=got)
+    return model
+
+
+def rehearse_model(config: PretrainedConfig, settings: Settings, model_args, training_args) -> PreTrainedModel:
+    """The model as `load_model` makes it, without memory and without its weights.
+
+    Raises whatever the libraries raise at its dtype, attention or keywords.
+    """
+    keywords = _keywords(model_args, training_args)
+    with torch.device("meta"), without_deepspeed_announcement():
+        if (
+            not settings.random_weights
+            and training_args.model_init_kwargs
+            and Path(str(settings.model_name_or_path)).is_dir()
+        ):
+            return _from_pretrained(config, model_args, training_args, keywords, "meta")[0]
+        if keywords["dtype"] == "auto":
+            keywords["dtype"] = config.dtype or torch.float32
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=training_args.trust_remote_code, **keywords)
+
+
+def _keywords(model_args, training_args) -> dict:
+    """What from_pretrained and from_config take from the recipe."""
+    dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
+    keywords = dict(training_args.model_init_kwargs or {})
+    keywords.setdefault("dtype", dtype)
+    keywords.setdefault("attn_implementation", model_args.attn_implementation)
+    return keywords
+
+
+@contextlib.contextmanager
+def _library_refuses(name: str) -> Iterator[None]:
+    """What transformers raises at the recipe's dtype, attention, keywords or quantization, as a Refusal."""
+    try:
+        yield
+    except (TypeError, ValueError, ImportError, AttributeError) as error:
+        raise refusal("ZR432", name=name, name_2=type(error).__name__, error=first_line(error)) from error
+
+
+def _quantization(model_args, config: PretrainedConfig):
+    from trl import get_quantization_config
+
+    return get_quantization_config(model_args) or getattr(config, "quantization_config", None)
+
+
+def _from_pretrained(
+    config: PretrainedConfig, model_args, training_args, keywords: dict, device: str | None = None
+) -> tuple[PreTrainedModel, dict]:
+    """(the model, transformers' report on its keys). On the `device` "meta" no weight is read."""
+    from trl import get_quantization_config
+
+    quantization = get_quantization_config(model_args)
+    if quantization is not None:
+        keywords = keywords | {"quantization_config": quantization}
+    if device is not None:
+        keywords = keywords | {"device_map": device}
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            model_args.model_name_or_path,
+            config=config,
+            revision=model_args.model_revision,
+            trust_remote_code=training_args.trust_remote_code,
+            output_loading_info=True,
+            **(keywords | {"ignore_mismatched_sizes": True}),  # refused by name instead
+        )
+    except OSError as error:
+        raise refusal("ZR407", model_name_or_path=model_args.model_name_or_path, error=first_line(error)) from error
+
+
+def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
+    """Refuse what transformers reports of a load, unless the recipe's `allow_keys` names it."""
+    findings = []
+    for problem, consequence in _KEY_PROBLEMS.items():
+        found = {key if isinstance(key, str) else key[0] for key in report[problem]}
+        keys = sorted(found - set(allowed or ()))
+        if keys:
+            shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
+            findings.append(
+                finding(
+                    "ZR408",
+                    name=name,
+                    problem=problem.replace("_", " "),
+                    shown=shown,
+                    consequence=consequence,
+                    keys=", ".join(keys[:5]),
+                    fix=", ..." if len(keys) > 5 else "",
+                )
+            )
+    if findings:
+        raise Refusal(findings)
+
+
+def draw_weights(model: PreTrainedModel, seed: int) -> None:
+    """Fill every matrix with normal numbers (deviation: config.initializer_range) from a seed of its own name.
+
+    The same weights under every strategy: under ZeRO stage 3 deepspeed.zero.Init draws others than the plain
+    constructor does. One tensor is whole at a time; biases and norms keep the constructor's constants.
+    """
+    deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+    for name, p in model.named_parameters():
+        if len(deepspeed_tensors.whole_shape(p)) < 2:
+            continue
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        with _whole(p), torch.no_grad():
+            if p.numel():  # under stage 3 rank 0 alone fills; the exit of the context hands it to the others
+                p.copy_(torch.empty(p.shape).normal_(0.0, deviation, generator=generator))
+
+
+def _whole(p: torch.nn.Parameter):
+    if not deepspeed_tensors.is_partitioned(p):
+        return contextlib.nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(p, modifier_rank=0)
+
+
+def sizes_of(settings: Settings) -> list[int] | None:
+    """Elements of each tensor of a run's model; None where the model cannot be found, which is refused elsewhere."""
+    try:
+        return parameter_sizes(load_config(settings, settings), settings.trust_remote_code)
+    except Refusal:
+        return None
+
+
+def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
+    """(all, trainable) parameters, whole also where ZeRO stage 3 has partitioned them (tied ones count once), each
+    number once also where several lie packed in one element (4 bit)."""
+    packed = {id(weight): state.shape.numel() for weight, state in deepspeed_tensors.packed_weights(model)}
+    whole_size = deepspeed_tensors.whole_size
+    sizes = [(packed.get(id(p), whole_size(p)), p.requires_grad) for p in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)

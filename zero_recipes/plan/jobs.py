@@ -1,0 +1,261 @@
+"""From the command line to jobs: recipe, model, strategies, numbers of GPUs; and from a job to its command line.
+
+Needs no weights and never asks the hub.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.recipe import Recipe, steps_by_epochs
+from zero_recipes.config.settings import Settings
+from zero_recipes.config.strategy import read_ds_config
+from zero_recipes.core.findings import refusal
+from zero_recipes.core.hardware import Gpu, gpu_named, gpus
+from zero_recipes.data.lengths import RowLengths, rows_at_hand, stated
+from zero_recipes.plan.excluded import why_not
+from zero_recipes.plan.job import FSDP, Job
+
+MODELS = Path(__file__).with_name("models")
+CONFIGS = Path("accelerate_configs")
+GPUS_PER_NODE = 8  # of most machines that are rented; --gpus_per_node says otherwise
+ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+EVERY = (*ALL, "zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", "fsdp2")  # what `--strategies all` means
+EVERY += ("zero3_offload_infinity", "zero3_infinity", "zero2_bf16_states", "zero3_bf16_states", "zero2_autocast")
+
+CHANGED = ("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft")
+CHANGED += ("per_device_eval_batch_size",)
+
+Strategies = dict[str, dict[str, Any] | None]  # {name: its ds_config, None without DeepSpeed}
+
+
+def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe with its overrides; raises Refusal for what neither TRL nor we know."""
+    return recipes.parse_recipe(path, recipes.read_recipe_file(path), list(overrides))
+
+
+def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = CONFIGS) -> Strategies:
+    """The requested strategies: files of `folder`; unset, the recipe's own `deepspeed:`, or all.
+
+    Raises Refusal where a file is missing, or where `names` and the recipe's `deepspeed:` contradict each other.
+    """
+    own = recipe.settings.deepspeed
+    if names is None and str(recipe.settings.fsdp).lower() == "true":
+        return {FSDP: None}
+    if own is not None and names is None:
+        config = read_ds_config(own)
+        return {DsConfig(config).name: config}
+    if own is not None:
+        raise refusal("ZR801", names=",".join(names))
+    without = ("zero0",) if recipe.settings.precision == "fp16" else ()  # refused (ZR271)
+    named = EVERY if names == ["all"] else names or ALL
+    return {name: _ds_config_of(folder / f"{name}.yaml") for name in named if names or name not in without}
+
+
+def strategies_here(folder: Path = CONFIGS) -> Strategies:
+    """Those of ALL whose files are in `folder`; nothing where the program runs elsewhere."""
+    return {name: _ds_config_of(folder / f"{name}.yaml") for name in ALL if (folder / f"{name}.yaml").is_file()}
+
+
+def _ds_config_of(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        known = sorted(file.stem for file in path.parent.glob("*.yaml"))
+        raise refusal("ZR802", stem=path.stem, parent=path.parent, cwd=Path.cwd(), known=", ".join(known) or "none")
+    launched = yaml.safe_load(path.read_text()) or {}
+    named = (launched.get("deepspeed_config") or {}).get("deepspeed_config_file")
+    kind = launched.get("distributed_type")
+    if kind in ("DEEPSPEED", "FSDP") and named is None and path.stem != FSDP:
+        raise refusal("ZR367", path=path, kind=kind)
+    return None if named is None else read_ds_config(named)
+
+
+def model_config(settings: Settings) -> dict[str, Any]:
+    """The model's config.json: of a folder, of those in plan/models/, or of the cache. Never asks the hub.
+
+    Raises Refusal where it is in none of them.
+    """
+    name, revision = settings.model_name_or_path, settings.model_revision
+    if name is None:
+        raise refusal("ZR803")
+    local = Path(name) / "config.json"
+    if local.is_file():
+        return json.loads(local.read_text())
+    known = known_models()
+    if name in known and revision in (None, "main"):
+        return known[name]["config"]
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+    except HFValidationError:
+        cached = None  # a path of a folder that is not there
+    if isinstance(cached, str):
+        return json.loads(Path(cached).read_text())
+    at = "" if revision in (None, "main") else f" at revision {revision}"
+    raise refusal("ZR804", name=name, at=at)
+
+
+def known_models() -> dict[str, dict[str, Any]]:
+    """{model's name on the hub: its file in plan/models/ with config, source, revision and parameters}."""
+    models = {}
+    for path in sorted(MODELS.glob("*.json")):
+        entry = json.loads(path.read_text())
+        models |= dict.fromkeys((entry["model"], *entry["names"]), entry)
+    return models
+
+
+def with_hpz(ds_config: dict[str, Any] | None, ranks_per_node: int) -> dict[str, Any] | None:
+    """A copy in which hpZ's "auto" is the ranks of a node, as config/ds_auto.py fills it in a run."""
+    filled = copy.deepcopy(ds_config)
+    if filled is not None and DsConfig(filled).hpz_partition_size == "auto":
+        filled["zero_optimization"]["zero_hpz_partition_size"] = ranks_per_node
+    return filled
+
+
+def job_of(
+    recipe: Recipe,
+    config: dict[str, Any],
+    strategy: str,
+    ds_config: dict[str, Any] | None,
+    world_size: int,
+    gpus_per_node: int = GPUS_PER_NODE,
+) -> Job:
+    """One job. Raises Refusal where global_batch_size cannot be made of so many ranks."""
+    ds_config = with_hpz(ds_config, min(gpus_per_node, world_size))
+    settings = recipe.settings.replace(deepspeed=ds_config)
+    accumulation = recipes.derive_accumulation(settings, recipe.given, world_size)
+    if accumulation is not None:
+        settings = settings.replace(gradient_accumulation_steps=accumulation)
+    name = "single" if ds_config is None and world_size == 1 else strategy
+    per_node = min(gpus_per_node, world_size)
+    return Job(settings.model_name_or_path, config, settings, name, ds_config, world_size, per_node)
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the command line requests, read and checked."""
+
+    recipe: Recipe
+    overrides: list[str]
+    config: dict[str, Any]
+    strategies: Strategies
+    counts: list[int]
+    gpus_per_node: int
+    gpu: Gpu
+    known: dict[str, Gpu]
+    host: int | None  # bytes of each machine's memory, where it was given
+    nvme: int | None = None  # the same of its NVMe
+    rows: int | None = None  # of the data, where a run by epochs has it at hand
+    lengths: RowLengths | None = None  # of the rows, where they are at hand or stated
+    no_lengths: str | None = None  # why they are not known
+
+    def job(self, strategy: str, count: int) -> Job:
+        ds_config = self.strategies[strategy]
+        job = job_of(self.recipe, self.config, strategy, ds_config, count, self.gpus_per_node)
+        if self.rows is None:
+            return job
+        steps = steps_by_epochs(self.rows, job.settings, count // (job.settings.sequence_parallel_size or 1))
+        return job.changed(max_steps=steps)
+
+    def named(self, job: Job) -> str:
+        """What the command line calls the job's strategy: ddp is "single" on one GPU."""
+        plain = next((name for name, config in self.strategies.items() if config is None), job.strategy)
+        return plain if job.strategy == "single" else job.strategy
+
+    def excluded(self, strategy: str, job: Job) -> str | None:
+        """Why `strategy` is not planned, as `job`; None where it is."""
+        written = DsConfig(self.strategies[strategy] or {})
+        compressed = written.hpz_partition_size != 1 or written.quantizes_weights or written.quantizes_gradients
+        if job.world_size == 1 and (compressed or (strategy == FSDP and len(self.strategies) > 1)):
+            return "one GPU has no other to share with or to send to"
+        if job.on_nvme and self.nvme is None and len(self.strategies) == len(EVERY):
+            return "--nvme says how much of it each machine has"
+        return why_not(job)
+
+    def command(self, job: Job) -> str:
+        return run_command(self.recipe, self.overrides, job)
+
+
+def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanRequest:
+    known = gpus(arguments.hardware)
+    gpu = gpu_named(arguments.gpu, known)
+    if arguments.network is not None:
+        gpu = gpu.model_copy(update={"network_gb_s": arguments.network})
+    recipe = read_recipe(arguments.recipe, overrides)
+    if recipe.settings.precision == "bf16" and not gpu.bf16:
+        raise refusal("ZR273", name=gpu.name)
+    names = None if arguments.strategies is None else [n.strip() for n in arguments.strategies.split(",") if n.strip()]
+    counts = _counts(arguments.gpus, arguments.gpus_per_node)
+    strategies = read_strategies(recipe, names)
+    config = model_config(recipe.settings)
+    host, nvme = (None if held is None else int(held * 1e9) for held in (arguments.host_memory, arguments.nvme))
+    requested = (recipe, overrides, config, strategies, counts, arguments.gpus_per_node, gpu, known, host, nvme)
+    return PlanRequest(*requested, _rows_by_epochs(recipe), *_lengths(recipe, arguments.mean_tokens))
+
+
+def _lengths(recipe: Recipe, mean: float | None) -> tuple[RowLengths | None, str | None]:
+    """(lengths of the rows, why they are not known). `mean`: tokens of a row, where the command line says it."""
+    if mean is not None:
+        return stated(mean, recipe.settings, _rows_by_epochs(recipe)), None
+    found = rows_at_hand(recipe.settings, recipe.path)
+    return (None, found) if isinstance(found, str) else (found, None)
+
+
+def _rows_by_epochs(recipe: Recipe) -> int | None:
+    if recipe.settings.max_steps > 0:
+        return None
+    from zero_recipes.data.load import rows_on_disk
+
+    return rows_on_disk(recipe.settings)
+
+
+def _counts(text: str, per_node: int) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    counts = sorted({int(part) for part in parts if part.isdigit()} - {0})
+    if not counts or len(counts) < len(set(parts)):
+        raise refusal("ZR805", text=text)
+    uneven = [count for count in counts if per_node < 1 or (count > per_node and count % per_node)]
+    if uneven:
+        raise refusal("ZR806", first_uneven=uneven[0], per_node=per_node)
+    return counts
+
+
+def run_command(recipe: Recipe, overrides: Sequence[str], job: Job) -> str:
+    """What to type to run `job`: the recipe's own values are left out, what the plan changed is added."""
+    fixed = recipe.settings.global_batch_size is not None
+    named = [key for key in CHANGED if not (fixed and key == "gradient_accumulation_steps")]
+    changed = {
+        key: job.settings.as_dict()[key] for key in named if getattr(job.settings, key) != getattr(recipe.settings, key)
+    }
+    options = [*overrides, *(part for key, value in changed.items() for part in (f"--{key}", _written(value)))]
+    if job.on_nvme and recipe.settings.nvme_path is None:
+        options += ["--nvme_path", "FOLDER"]
+    script = ["run_sft.py", str(recipe.path), *options]
+    machines = job.world_size // job.gpus_per_node
+    if job.strategy == "single":
+        return shlex.join(["python", *script])
+    if recipe.settings.deepspeed is not None:
+        rendezvous = ["--nnodes", str(machines), "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:29500"]
+        nodes = rendezvous if machines > 1 else []
+        return shlex.join(["torchrun", *nodes, "--nproc_per_node", str(job.gpus_per_node), *script])
+    launch = ["accelerate", "launch", "--config_file", f"accelerate_configs/{job.strategy}.yaml"]
+    launch += ["--num_processes", str(job.world_size)]
+    if machines > 1:
+        launch += ["--num_machines", str(machines), "--machine_rank", "K", "--main_process_ip", "HOST"]
+    return shlex.join([*launch, *script])
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
