@@ -16,7 +16,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from zero_recipes.core.codes import table
+from zero_recipes.core.findings import table
 
 from tests.helpers.grid import grid
 from tests.helpers.tiny import named, write_model, write_recipe, write_rows
