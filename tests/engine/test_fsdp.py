@@ -227,11 +227,3 @@ def test_the_resolved_recipe_runs_again(two, saved):
     again = two.run("train", argv=argv)[0]["metrics"]
     first = json.loads((saved["fsdp2"] / "metrics.json").read_text())
     assert (again["strategy"], again["loss_history"]) == ("fsdp2", first["loss_history"])
-
-
-def test_the_page_is_made_from_the_committed_numbers():
-    assert subprocess.run([sys.executable, "scripts/fsdp_page.py", "--check"], cwd=ROOT, timeout=60).returncode == 0
-    rows = {row["strategy"]: row for row in json.loads((ROOT / "benchmarks/results/fsdp.json").read_text())["rows"]}
-    assert list(rows) == ["ddp", "zero2", "zero3", "fsdp2"]
-    assert rows["fsdp2"]["state_bytes"] == pytest.approx(rows["fsdp2"]["textbook_bytes"], rel=1e-3)
-    assert rows["fsdp2"]["state_bytes"] < rows["zero3"]["state_bytes"] < rows["zero2"]["state_bytes"]

@@ -133,11 +133,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert Metrics.read(path).parameters == 70
 
 
-def test_the_pages_are_what_the_models_say():
-    check = [sys.executable, "scripts/metrics_page.py", "--check"]
-    assert subprocess.run(check, cwd=ROOT, timeout=120).returncode == 0, "run python scripts/metrics_page.py"
-
-
 def models(model: type[BaseModel]):
     """The model and all that are nested in it."""
     yield model

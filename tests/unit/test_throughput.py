@@ -5,12 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
-import re
-import subprocess
-import sys
 
 import pytest
-import yaml
 
 from benchmarks import throughput, throughput_inputs
 from tests.helpers.tiny import ROOT
@@ -142,75 +138,4 @@ def test_alpacas_rows_are_skipped_where_they_are_not(monkeypatch, tmp_path):
     )
 
 
-def test_the_page_and_the_readme_say_what_was_measured():
-    check = [sys.executable, "scripts/throughput_page.py", "--check"]
-    assert subprocess.run(check, cwd=ROOT, timeout=120).returncode == 0, "run python scripts/throughput_page.py"
-
-
-def test_what_is_committed_was_measured_on_rows_that_agree():
-    for found in json.loads(RESULT.read_text())["workloads"].values():
-        for strategy in found["strategies"].values():
-            losses = [each for program in strategy["programs"].values() for each in program["held_out_loss"]]
-            assert max(losses) / min(losses) - 1 < 2 * throughput.TOLERANCE
-            trl, recipe = (strategy["programs"][name]["tokens_per_step"] for name in ("trl", "recipe"))
-            assert sum(trl) == sum(recipe) and len(trl) == len(recipe) == found["steps"]
-
-
 # the ratio beside each fast setting
-
-
-def swept_row(tokens: float, code: str | None = None, **values) -> dict:
-    return {"strategy": "zero2", "code": code, "swept": values, "tokens_per_second": tokens}
-
-
-def test_a_ratio_is_of_runs_that_differ_in_one_key():
-    from scripts import recipe_ratios as ratios
-
-    rows = [swept_row(100.0, packing=False, max_length=128), swept_row(150.0, packing=True, max_length=128)]
-    rows += [swept_row(200.0, packing=True, max_length=256), swept_row(80.0, packing=False, max_length=256)]
-    found = ratios.ratios(rows, "packing", True, False, ratios.speed)
-    assert found == [1.5, 2.5] and ratios.between(found) == "1.50 to 2.50"
-    assert ratios.between([1.004, 1.001]) == "1.00" and ratios.percent([0.04, 0.351]) == "4 to 35 %"
-    with pytest.raises(KeyError):
-        ratios.ratios(rows[:3], "packing", True, False, ratios.speed)
-    assert ratios.ratios([*rows, swept_row(0, "ZR131", packing=True, max_length=64)], "packing", True, False,
-                         ratios.speed) == [1.5, 2.5]  # fmt: skip
-
-
-def test_a_comment_changes_no_setting_and_takes_the_place_of_any_before():
-    from scripts.recipe_ratios import with_comments
-
-    recipe = "packing: true  # as ever\nper_device_train_batch_size: 1  # kept\nbf16: true\n#packing: true\n"
-    written = with_comments(recipe, {"packing: true": "2 times", "bf16: true": "new", "tf32: true": "not there"})
-    assert written == recipe.replace("as ever", "2 times").replace("bf16: true", "bf16: true  # new")
-    assert yaml.safe_load(written) == yaml.safe_load(recipe)
-
-
-def test_recipes_and_page_have_the_ratios_of_the_committed_measurements():
-    from scripts import recipe_ratios
-
-    assert recipe_ratios.main(["--check"]) == 0, "run python scripts/recipe_ratios.py"
-    rows = json.loads((RESULT.parent / "knobs.json").read_text())["groups"]["packing"]["rows"]
-    speed = {(row["swept"]["packing"], row["swept"]["max_length"]): row["tokens_per_second"] for row in rows}
-    gains = sorted(speed[True, length] / speed[False, length] for length in (128, 256))
-    packed = [path for path in (ROOT / "recipes").glob("*.yaml") if yaml.safe_load(path.read_text()).get("packing")]
-    assert len(packed) == 8
-    for path in packed:
-        (line,) = [line for line in path.read_text().splitlines() if line.startswith("packing: true")]
-        assert f"alone {gains[0]:.2f} to {gains[1]:.2f} times the tokens/s" in line and len(line) <= 120, path.name
-    for path in (ROOT / "recipes").glob("*.yaml"):
-        for line in path.read_text().splitlines():
-            if re.match(r"(activation_checkpointing|attn_implementation|train_sampling_strategy|token_metrics):", line):
-                assert ("  # " in line) == (path.name != recipe_ratios.REFERENCE) and len(line) <= 120, (path, line)
-    assert recipe_ratios.REFERENCE == "pythia.yaml"
-
-
-def test_use_kernels_replaces_nothing_in_the_models_of_pythia():
-    """What docs/fast.md says of it: no layer of GPT-NeoX is marked for kernels of the hub, and Qwen2's norm is."""
-    from importlib.metadata import distribution
-
-    def marked(kind: str) -> bool:
-        path = distribution("transformers").locate_file(f"transformers/models/{kind}/modeling_{kind}.py")
-        return "@use_kernel_forward_from_hub(" in path.read_text()
-
-    assert not marked("gpt_neox") and marked("qwen2") and marked("llama")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
 
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
@@ -19,7 +16,7 @@ from zero_recipes.cli.options import strategies_asked
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate_file import read_accelerate_file
 from zero_recipes.config.strategy import resolve_strategy
-from zero_recipes.core.findings import Refusal, table
+from zero_recipes.core.findings import Refusal
 from zero_recipes.libs.accelerate_launch import environment_of_launch
 from zero_recipes.model import sizes_of
 from zero_recipes.plan.jobs import read_strategies
@@ -43,13 +40,6 @@ def copy(tmp_path, monkeypatch) -> Path:
         shutil.copy(ROOT / name, tmp_path / name, follow_symlinks=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_the_folder_has_one_link_for_each_accelerate_file():
-    links = sorted(path.name for path in ROOT.glob("*.yaml") if path.is_symlink())
-    assert links == FILES, "ln -s accelerate_configs/NAME.yaml NAME.yaml"
-    for name in FILES:
-        assert os.readlink(ROOT / name) == f"accelerate_configs/{name}", "relative, or a moved checkout loses it"
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -123,14 +113,6 @@ def test_from_another_folder_the_message_names_both_files_and_the_folder(tmp_pat
     assert f"({ROOT}): zero2.yaml and accelerate_configs/zero2.yaml are one file there" in said
 
 
-def test_a_link_that_leads_nowhere_names_the_file_that_is_there(copy):
-    Path("zero3.yaml").unlink()
-    Path("zero3.yaml").symlink_to("elsewhere/zero3.yaml")
-    with pytest.raises(Refusal) as refused:
-        read_accelerate_file(Path("zero3.yaml"))
-    assert refused.value.codes == ["ZR304"] and refused.value.fix == "--config_file accelerate_configs/zero3.yaml"
-
-
 def test_a_link_that_git_wrote_as_text_is_named(copy):
     """As after `git -c core.symlinks=false clone`."""
     Path("zero2.yaml").unlink()
@@ -185,37 +167,3 @@ def test_a_sweep_of_a_recipe_with_another_ds_config_is_refused_before_a_launch(
     asked = ["sweep", "recipes/pythia-zero2.yaml", "--strategies", strategies, "--output_dir", str(tmp_path / "out")]
     assert cli.main([*asked, *words]) == (2 if refused else 1)
     assert ("ZR366" in capsys.readouterr().err) == refused and bool(launched) != refused
-
-
-PAGE = (ROOT / "docs" / "launching.md").read_text()
-COMMANDS = [
-    shlex.split(line) for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL) for line in block.splitlines()
-]
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_the_pages_commands_name_files_keys_and_options_that_exist(root, command):
-    assert all(Path(word).is_file() for word in command if word.endswith((".yaml", ".json", ".py")))
-    if command[0] == "zero-recipes":
-        assert cli.parse_arguments(command[1:]).overrides == []
-        return
-    path, overrides = recipes.split_command_line(command[command.index("run_sft.py") + 1 :])
-    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides)
-    if command[0] == "accelerate":
-        launch_command_parser().parse_args(command[2:])
-    elif len(overrides) == 2 or "zero" in path.name:
-        environment = {"WORLD_SIZE": "2"}
-        assert re.fullmatch("zero[123]", resolve_strategy(recipe.settings, environment, sizes_of).name)
-
-
-def test_the_pages_inline_configuration_is_taken(root, tmp_path):
-    (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    path = tmp_path / "recipe.yaml"
-    path.write_text((ROOT / "recipes" / "tiny.yaml").read_text() + block)
-    run, findings = preflight(path, recipes.read_recipe_file(path), [], {"WORLD_SIZE": "2"}, rehearsal=True)
-    assert run.strategy.name == "zero2" and [found for found in findings if found.level == "error"] == []
-
-
-def test_the_page_names_codes_that_exist():
-    named = set(re.findall(r"ZR\d{3}", PAGE))
-    assert len(named) > 3 and named <= set(table())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import CodeType, SimpleNamespace
@@ -323,9 +321,3 @@ def test_private_names_stay_where_their_records_are():
     assert "SLF001" in settings["select"]
     assert excepted == {"zero_recipes/libs/*", "zero_recipes/plan/simulator/*", "tests/*"}
     assert not [path for path in (ROOT / "zero_recipes").rglob("*.py") if "noqa: SLF001" in path.read_text()]
-
-
-def test_the_page_is_up_to_date():
-    command = [sys.executable, "scripts/private_parts_page.py", "--check"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, "run python scripts/private_parts_page.py" + ended.stderr[-1000:]

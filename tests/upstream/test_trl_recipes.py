@@ -16,12 +16,11 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from zero_recipes.core.findings import table
 
 from tests.helpers.grid import grid
 from tests.helpers.tiny import named, write_model, write_recipe, write_rows
 from zero_recipes.checkpoint.verify import verify
-from zero_recipes.core.findings import Refusal
+from zero_recipes.core.findings import Refusal, table
 from zero_recipes.model import refuse_missing_attention
 
 ROOT = Path(__file__).resolve().parents[2]

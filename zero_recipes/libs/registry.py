@@ -1,6 +1,6 @@
 """Every private part of a library that this project touches, and what is said before a run about those that it uses.
 
-docs/private_parts.md is written from here (scripts/private_parts_page.py). The planner's simulator replaces more parts
+The planner's simulator replaces more parts
 in a process of its own; it takes no version but the tested ones (plan/simulator/parent.py).
 """
 

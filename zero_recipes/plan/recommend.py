@@ -1,6 +1,6 @@
 """What to run: the rules of the choice, in order, and what they choose of a machine's rows; or the mildest change.
 
-docs/choice.md is these rules, drawn by scripts/choice_chart.py.
+docs/strategies.md explains these rules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cases of tests/helpers/group.py: the lesson's bare loop."""
+"""Cases of tests/helpers/group.py: docs/bare_loop.py."""
 
 import importlib.util
 from pathlib import Path
