@@ -16,7 +16,6 @@ from zero_recipes.core.findings import Refusal, finding, first_line, refusal
 from zero_recipes.libs import attention, deepspeed_tensors
 from zero_recipes.libs.huggingface import attention_in_force, without_deepspeed_announcement
 from zero_recipes.libs.patches import keep_4bit_layout
-from zero_recipes.theory.lower_bounds import parameter_sizes
 
 _PACKAGES = {
     "flash_attention_2": "flash_attn",
@@ -44,6 +43,41 @@ def load_config(model_args, training_args) -> PretrainedConfig:
         )
     except (OSError, ValueError) as error:
         raise refusal("ZR403", name=name, error=first_line(error)) from error
+
+
+def local_config(settings: Settings) -> PretrainedConfig | None:
+    """The model's configuration from a folder or the cache, never from the hub; None where it is in neither."""
+    if settings.model_name_or_path is None:
+        return None
+    try:
+        return AutoConfig.from_pretrained(
+            settings.model_name_or_path,
+            revision=settings.model_revision,
+            trust_remote_code=settings.trust_remote_code,
+            local_files_only=True,
+        )
+    except (OSError, ValueError):
+        return None  # load_config says what is wrong with it
+
+
+def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False, **keywords) -> PreTrainedModel:
+    """The model that `config` describes, without memory. Raises whatever the class of the model raises."""
+    with torch.device("meta"), without_deepspeed_announcement():  # one rank alone may build it
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **keywords)
+
+
+def built_or_none(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel | None:
+    """`build_on_meta`, or None where the model's class raises: the rehearsal reports that."""
+    try:
+        return build_on_meta(config, trust_remote_code)
+    except Exception:  # a model's own code may raise anything
+        return None
+
+
+def parameter_sizes(config: PretrainedConfig, trust_remote_code: bool) -> list[int] | None:
+    """Elements of each tensor of the model that `config` describes; None where its class cannot be built on meta."""
+    model = built_or_none(config, trust_remote_code)
+    return None if model is None else [p.numel() for p in model.parameters()]
 
 
 def refuse_missing_attention(attn_implementation: str | None, device: str) -> None:
@@ -110,16 +144,13 @@ def rehearse_model(config: PretrainedConfig, settings: Settings, model_args, tra
     Raises whatever the libraries raise at its dtype, attention or keywords.
     """
     keywords = _keywords(model_args, training_args)
-    with torch.device("meta"), without_deepspeed_announcement():
-        if (
-            not settings.random_weights
-            and training_args.model_init_kwargs
-            and Path(str(settings.model_name_or_path)).is_dir()
-        ):
+    is_folder = Path(str(settings.model_name_or_path)).is_dir()
+    if is_folder and training_args.model_init_kwargs and not settings.random_weights:
+        with torch.device("meta"), without_deepspeed_announcement():
             return _from_pretrained(config, model_args, training_args, keywords, "meta")[0]
-        if keywords["dtype"] == "auto":
-            keywords["dtype"] = config.dtype or torch.float32
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=training_args.trust_remote_code, **keywords)
+    if keywords["dtype"] == "auto":
+        keywords["dtype"] = config.dtype or torch.float32
+    return build_on_meta(config, training_args.trust_remote_code, **keywords)
 
 
 def _keywords(model_args, training_args) -> dict:

@@ -16,11 +16,11 @@ from tests.helpers.grid import grid
 from tests.helpers.tiny import llama_config, named, write_recipe
 from zero_recipes.checkpoint.output_dir import refuse_occupied, saved_in
 from zero_recipes.checkpoint.verify import verify
+from zero_recipes.checks.lower_bounds import checkpoint_bytes
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_view import DsConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
-from zero_recipes.theory.lower_bounds import checkpoint_bytes
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", grid("zero0"), grid("zero3_offload"))
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as draw
 from pydantic import ValidationError
 
 from tests.helpers.plan_jobs import GB, ROOT, job
+from zero_recipes.checks.lower_bounds import checkpoint_bytes
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
@@ -19,7 +20,6 @@ from zero_recipes.plan.formulas import predict as formulas
 from zero_recipes.plan.formulas.predict import predict_by_formulas
 from zero_recipes.plan.formulas.shape import shape_of
 from zero_recipes.plan.jobs import known_models
-from zero_recipes.theory.lower_bounds import checkpoint_bytes
 
 PSI = 6_857_302_016  # EleutherAI/pythia-6.9b
 TOKENS = 4 * 512  # recipes/pythia.yaml: four sequences of 512

@@ -21,8 +21,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed import bandwidth, kernels
-from zero_recipes.model import sizes_of
-from zero_recipes.theory.lower_bounds import local_config, parameter_sizes
+from zero_recipes.model import local_config, parameter_sizes, sizes_of
 
 INFINITY = json.loads((ROOT / "ds_configs" / "zero3_infinity.json").read_text())
 

@@ -23,6 +23,7 @@ from zero_recipes.checks.capacity import (
     resume_findings,
     shared_memory_findings,
 )
+from zero_recipes.checks.lower_bounds import host_terms
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_view import DsConfig
@@ -33,7 +34,7 @@ from zero_recipes.core.findings import Finding, Refusal, print_refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed.build_locks import extension_folder
 from zero_recipes.distributed.kernels import build_findings, is_compiled, ops_of
-from zero_recipes.theory.lower_bounds import host_terms, local_config, parameter_sizes
+from zero_recipes.model import local_config, parameter_sizes
 
 GB = 10**9
 PSI = 7 * GB  # parameters

@@ -18,8 +18,7 @@ from zero_recipes.core import units
 from zero_recipes.core.findings import Refusal, first_line, refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.data.load import PADDING_TOKENS
-from zero_recipes.model import load_config, load_model, refuse_missing_attention, refuse_other_keys
-from zero_recipes.theory.lower_bounds import parameter_sizes
+from zero_recipes.model import load_config, load_model, parameter_sizes, refuse_missing_attention, refuse_other_keys
 
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from zero_recipes.checkpoint.output_dir import saved_in
+from zero_recipes.checks.lower_bounds import batch_bytes, disk_terms, host_terms
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import Settings
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host
-from zero_recipes.theory.lower_bounds import batch_bytes, disk_terms, host_terms
 
 NCCL_WANTS = 10**9  # bytes of /dev/shm: NVIDIA's documentation starts containers with --shm-size=1g
 

@@ -17,7 +17,7 @@ from zero_recipes.config import sequence_parallel
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, Refusal, finding
 from zero_recipes.core.process import local_world_size
-from zero_recipes.theory.lower_bounds import module_classes, without_memory
+from zero_recipes.model import built_or_none
 
 TOP_LEVEL = {"lm_head", "embed_out"}  # modules whose name is their whole path
 
@@ -111,7 +111,8 @@ def _layer_classes(settings: Settings, strategy, environment: Mapping[str, str])
         named = environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "")
     names = [name.strip() for name in named.split(",")] if isinstance(named, str) else list(named)
     model = _model_config(settings) if any(names) else None
-    known = module_classes(model, settings.trust_remote_code) if model is not None else None
+    built = built_or_none(model, settings.trust_remote_code) if model is not None else None
+    known = None if built is None else {type(module).__name__ for module in built.modules()}
     missing = [str(name) for name in names if known is not None and name and name not in known]
     if missing:
         yield finding("ZR341", missing=", ".join(missing))
@@ -127,7 +128,7 @@ def _trainer_under_deepspeed(settings: Settings, zero_stage: int | None) -> Iter
 def _experts(settings: Settings, strategy, environment: Mapping[str, str]) -> list[Finding]:
     config = _model_config(settings)
     looked_at = config is not None and is_looked_at(strategy, config)
-    model = without_memory(config, settings.trust_remote_code) if looked_at else None
+    model = built_or_none(config, settings.trust_remote_code) if looked_at else None
     return expert_findings(settings, strategy, environment, config, model) if looked_at else []
 
 

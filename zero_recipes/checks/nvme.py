@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from zero_recipes.config.ds_view import number_in
+from zero_recipes.checks.lower_bounds import swap_buffers
+from zero_recipes.config.ds_view import LEAST_SWAPPED, number_in
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host
-from zero_recipes.theory.lower_bounds import LEAST_SWAPPED, swap_buffers
 
 DEFAULT_MAX_IN_CPU, DEFAULT_BUFFER = 10**9, 10**8  # elements: zero/offload_config.py
 

@@ -60,8 +60,7 @@ def rehearsal_findings(settings: Settings, strategy: Strategy | None, place: str
 
 def _model(findings: list[Finding], settings: Settings, model_args, args):
     """The model without memory; None where it cannot be had (the run itself refuses that), or is refused here."""
-    from zero_recipes.model import rehearse_model
-    from zero_recipes.theory.lower_bounds import local_config
+    from zero_recipes.model import local_config, rehearse_model
 
     config = local_config(settings)
     if config is None:

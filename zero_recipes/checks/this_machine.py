@@ -25,7 +25,7 @@ from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import local_world_size
 from zero_recipes.distributed.build_locks import build_root, stale_build_locks
 from zero_recipes.distributed.kernels import build_findings
-from zero_recipes.theory.lower_bounds import local_config, parameter_sizes
+from zero_recipes.model import local_config, parameter_sizes
 
 
 def machine_findings(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
 OFFLOADS = ("offload_optimizer", "offload_param")
 AUTOCAST_DTYPES = {name: "bf16" for name in ("bf16", "bfloat16", "torch.bfloat16")}
 AUTOCAST_DTYPES |= {name: "fp16" for name in ("fp16", "half", "float16", "torch.float16")}

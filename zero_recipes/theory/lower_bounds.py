@@ -1,23 +1,11 @@
-"""Bytes that a run is known to need before it starts, on the host and on disk. Lower bounds: nothing here is a guess.
-
-Ψ is the number of parameters. Symbols and bytes of model states: zero_recipes/theory/zero_paper.py.
-"""
+"""What DeepSpeed writes to NVMe, and reads to go on from a checkpoint, in bytes of one process."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from zero_recipes.config.ds_view import DsConfig, number_in
-from zero_recipes.config.settings import Settings
-from zero_recipes.config.strategy import Strategy
-from zero_recipes.core import units
-from zero_recipes.core.pinned_memory import pinned_bytes
-from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
-
-LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+from zero_recipes.config.ds_view import LEAST_SWAPPED, DsConfig, number_in
 
 
 class SwapTensor(NamedTuple):
@@ -26,112 +14,6 @@ class SwapTensor(NamedTuple):
     size: int
     is_matrix: bool
     trained: bool
-
-
-def local_config(settings: Settings):
-    """The model's configuration from a folder or the cache, never from the hub; None where it is in neither."""
-    from transformers import AutoConfig
-
-    if settings.model_name_or_path is None:
-        return None
-    try:
-        return AutoConfig.from_pretrained(
-            settings.model_name_or_path,
-            revision=settings.model_revision,
-            trust_remote_code=settings.trust_remote_code,
-            local_files_only=True,
-        )
-    except (OSError, ValueError):
-        return None  # the run says what is wrong with it (model.py)
-
-
-def parameter_sizes(config, trust_remote_code: bool) -> list[int] | None:
-    """Elements of each tensor of the model that `config` describes, built without memory; None where its class cannot
-    be built like that."""
-    model = without_memory(config, trust_remote_code)
-    return None if model is None else [p.numel() for p in model.parameters()]
-
-
-def module_classes(config, trust_remote_code: bool) -> set[str] | None:
-    """Names of the classes that the model's modules are of; None as for `parameter_sizes`."""
-    model = without_memory(config, trust_remote_code)
-    return None if model is None else {type(module).__name__ for module in model.modules()}
-
-
-def without_memory(config, trust_remote_code: bool):
-    """The model by its class, without memory; None where its code raises."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception:  # a model's own code may raise anything; the run itself will say it with its traceback
-        return None
-
-
-def load_bytes_per_parameter(settings: Settings, config) -> int:
-    """Of the dtype that the weights are loaded in; 0 where they are quantized on the way."""
-    requested = (settings.model_init_kwargs or {}).get("dtype") or settings.dtype
-    requested = config.dtype or "float32" if requested in ("auto", None) else requested
-    return 0 if settings.load_in_4bit or settings.load_in_8bit else _bytes_of(requested)
-
-
-def _bytes_of(dtype: object) -> int:
-    return DTYPE_BYTES.get(str(dtype).removeprefix("torch."), 0)
-
-
-def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi: int, here: int) -> dict:
-    """{what: bytes} that the `here` processes of this machine hold in its memory at one moment, at least.
-
-    On CPUs all model states but those on NVMe; on GPUs what the ds_config offloads to the CPU and, below stage 3, the
-    loaded weights of every process. Weights whose file has the requested dtype do not count: safetensors maps the file.
-    """
-    states = _states(strategy, settings, config, psi)
-    optimizer, params = strategy.offload_optimizer, strategy.offload_param
-    if device == "cpu":
-        terms = {} if optimizer == "nvme" else {"optimizer": states.optimizer}
-        terms |= {"gradients": states.grads} | ({} if params == "nvme" else {"parameters": states.params})
-    else:
-        terms = {"offloaded optimizer": states.optimizer} if optimizer == "cpu" else {}
-        terms |= {"offloaded parameters": states.params} if params == "cpu" else {}
-        if optimizer == "cpu" and states.optimizer and _in_16_bits(strategy, settings):
-            accumulates = settings.gradient_accumulation_steps > 1
-            beside = beside_offloaded_optimizer(strategy.ds_config, psi / strategy.world_size, 2, accumulates)
-            terms |= {"gradients and copies beside it": beside}
-        each = load_bytes_per_parameter(settings, config)
-        mapped = not settings.random_weights and each == _bytes_of(config.dtype)
-        if strategy.zero_stage != 3 and not mapped:
-            loaded = {"weights while loading": each * psi}
-            terms = max(terms, loaded, key=lambda found: sum(found.values()))  # not at the same moment
-    if strategy.ds_config is not None:  # of the Trainer's two groups one has half the parameters or more
-        group = psi / 2 / strategy.world_size if states.optimizer else 0
-        terms |= {what: size for what, size in swap_buffers(strategy.ds_config, group).items() if size}
-    return {what: int(here * size) for what, size in terms.items()}
-
-
-def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accumulates: bool) -> float:
-    """Bytes of one process's host memory that DeepSpeed 0.19.8 holds beside the optimizer's states on the CPU or on
-    NVMe; 0 where they lie on the device that trains.
-
-    On NVMe the gradients of its part in 16 bits stay in memory (zero/stage3.py `grad_partitions_flat_buffer`). On the
-    CPU: an fp32 gradient for each of its `share` of the parameters. Below stage 3 the weights once more as they go back
-    to the GPU (zero/stage_1_and_2.py `param_buffer_of_bit16_for_cpu_offload_groups`) and, where micro steps are
-    accumulated, their gradients; at stage 3 the gradients always (zero/stage3.py `grad_partitions_flat_buffer`). Plus
-    what torch's rounding of page-locked memory adds where it is in force (core/pinned_memory.py). `width`: bytes of an
-    element on the GPU.
-    """
-    pinned_block = config.offload_block("offload_optimizer").get("pin_memory", True)
-    if config.offload_optimizer == "nvme" and config.stage == 3:
-        return pinned_bytes(int(width * share), os.environ) if pinned_block else width * share
-    if config.offload_optimizer != "cpu":
-        return 0
-    copies = 1 if config.stage == 3 or not accumulates else 2
-    held = 4 * share + copies * width * share
-    if not pinned_block:
-        return held
-    pinned = [width * share] if config.stage == 3 else [4 * share, 4 * share, width * share]  # the first: the weights
-    return held + sum(pinned_bytes(int(size), os.environ) - int(size) for size in pinned)
 
 
 def swapped_bytes(config: DsConfig, tensors: Iterable[SwapTensor], ranks: int, width: int = 2) -> int:
@@ -155,78 +37,6 @@ def swapped_bytes(config: DsConfig, tensors: Iterable[SwapTensor], ranks: int, w
     return total
 
 
-def swap_buffers(config: DsConfig, group: float, tensor: float = 10**8, ranks: int = 0) -> dict[str, float]:
-    """{what: bytes} of one process's buffers for NVMe (DeepSpeed 0.19.8, runtime/swap_tensor/).
-
-    partitioned_param_swapper.py: buffer_count of buffer_size elements, 16 bits at least, and room for all parameters of
-    the largest sub-group, the other processes' parts too (zero/stage3.py gives `reserve_partitioned_swap_space` their
-    ds_numel; `ranks`: so many processes, 0 leaves it out). optimizer_utils.py: buffer_count of the largest sub-group in
-    fp32. `group`: elements of one process's part of the largest parameter group; `tensor`: of its part of the largest
-    tensor, which an "auto" buffer_size is made for (config/ds_auto.py).
-    """
-    terms = {}
-    largest = min(number_in(config.zero, "sub_group_size", 10**9), group)
-    if config.offload_param == "nvme":
-        block = config.offload_block("offload_param")
-        size = number_in({"buffer_size": 10**8} | dict(block), "buffer_size", tensor)
-        terms["swap buffers of parameters"] = 2 * (number_in(block, "buffer_count", 5) * size + ranks * largest)
-    if config.offload_optimizer == "nvme":
-        block = config.offload_block("offload_optimizer")
-        terms["swap buffers of the optimizer"] = 4 * number_in(block, "buffer_count", 4) * largest
-    return terms
-
-
-def _states(strategy: Strategy, settings: Settings, config, psi: int) -> ModelState:
-    """Model states of one process: the paper's, with gradients and optimizer only where they are sure to be Adam's.
-
-    Outside of DeepSpeed's 16 bits everything has the dtype of the weights.
-    """
-    adam = (strategy.ds_config is None or strategy.ds_config.optimizer is None) and str(settings.optim).startswith(
-        "adamw_torch"
-    )
-    trainable = psi if adam and not settings.use_peft else 0
-    if _in_16_bits(strategy, settings):
-        each = strategy.ds_config.adam_bytes
-        states = model_state_bytes(psi, strategy.world_size, strategy.zero_stage or 0, trainable, each)
-        packed = 4 if settings.load_in_4bit else 2 if settings.load_in_8bit else 1
-        return states._replace(params=states.params / packed)
-    states = model_state_bytes_fp32(psi, strategy.world_size, strategy.zero_stage or 0, trainable)
-    return ModelState(*(size * load_bytes_per_parameter(settings, config) / 4 for size in states))
-
-
-def _in_16_bits(strategy: Strategy, settings: Settings) -> bool:
-    return strategy.is_deepspeed and settings.precision != "fp32"
-
-
-def saved_weights(strategy: Strategy, settings: Settings, config, psi: int) -> int:
-    """Bytes of model.safetensors: 16-bit where DeepSpeed trains in 16 bits, else the dtype of loading."""
-    if settings.use_peft:
-        return 0  # an adapter: small, and its size is not known here
-    return (2 if _in_16_bits(strategy, settings) else load_bytes_per_parameter(settings, config)) * psi
-
-
-def checkpoint_bytes(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> int:
-    """Bytes of one checkpoint that the Trainer writes from the `here` processes of this machine, at least.
-
-    Weights, Adam's states and, under DeepSpeed below stage 3, the weights once more in mp_rank_00_model_states.pt.
-    """
-    weights = saved_weights(strategy, settings, config, psi)
-    if settings.save_only_model or settings.use_peft:
-        return weights
-    writers = here if (strategy.zero_stage or 0) >= 1 else 1
-    optimizer = _states(strategy, settings, config, psi).optimizer * writers
-    return resumable_bytes(weights, optimizer, strategy.zero_stage)
-
-
-def resumable_bytes(weights: float, optimizer: float, zero_stage: int | None) -> int:
-    """Bytes on disk of a checkpoint to go on from: `weights` as they are saved, and the `optimizer`'s states.
-
-    Under DeepSpeed below stage 3 the weights once more, in mp_rank_00_model_states.pt (without LoRA's frozen ones:
-    transformers/trainer.py passes exclude_frozen_parameters). `zero_stage`: None without DeepSpeed.
-    """
-    return int(weights + optimizer + (weights if zero_stage in (0, 1, 2) else 0))
-
-
 def read_at_resume(weights: float, optimizer: float, zero_stage: int | None, world_size: int) -> int:
     """Bytes that each process reads into the host's memory at once to go on from a checkpoint.
 
@@ -240,32 +50,3 @@ def read_at_resume(weights: float, optimizer: float, zero_stage: int | None, wor
     if zero_stage == 0:
         return int(weights + optimizer)
     return int(max(weights if zero_stage < 3 else 0, optimizer / world_size))
-
-
-def disk_terms(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> dict[str, int]:
-    """{what: bytes} that output_dir must take: checkpoints side by side, then the model at the end.
-
-    transformers/trainer_utils.py `rotate_checkpoints` deletes the oldest after the newest is written, so that one more
-    than save_total_limit stands there. Without a limit the number is taken from max_steps and save_steps if known.
-    """
-    terms = {}
-    if settings.saves_checkpoints:
-        one = checkpoint_bytes(strategy, settings, config, psi, here)
-        count = _checkpoints(settings)
-        terms[f"{count} checkpoint{'s' if count > 1 else ''} of {units.size(one)}"] = count * one
-    if settings.save_model:
-        terms["the model"] = saved_weights(strategy, settings, config, psi)
-    return terms
-
-
-def _checkpoints(settings: Settings) -> int:
-    """How many stand side by side at least: one is sure, more where steps and limit say so."""
-    steps, every, limit = settings.max_steps, settings.save_steps, settings.save_total_limit
-    by_steps = getattr(settings.save_strategy, "value", settings.save_strategy) == "steps"
-    written = int(-(-steps // every)) if by_steps and steps > 0 and every >= 1 else 1
-    return max(1, min(written, limit + 1) if limit and limit > 0 else written)
-
-
-def batch_bytes(settings: Settings) -> int:
-    """One batch as a loader's worker hands it over: input_ids, attention_mask and labels, 8 bytes a token each."""
-    return 3 * 8 * settings.per_device_train_batch_size * (settings.max_length or 1)

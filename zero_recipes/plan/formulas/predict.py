@@ -11,6 +11,12 @@ from __future__ import annotations
 
 import time
 
+from zero_recipes.checks.lower_bounds import (
+    DTYPE_BYTES,
+    beside_offloaded_optimizer,
+    resumable_bytes,
+    swap_buffers,
+)
 from zero_recipes.config.ds_view import number_in
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction
@@ -27,14 +33,7 @@ from zero_recipes.plan.formulas.shape import (
 from zero_recipes.plan.formulas.work import communication_bytes, flops
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.overheads import overheads
-from zero_recipes.theory.lower_bounds import (
-    DTYPE_BYTES,
-    beside_offloaded_optimizer,
-    read_at_resume,
-    resumable_bytes,
-    swap_buffers,
-    swapped_bytes,
-)
+from zero_recipes.theory.lower_bounds import read_at_resume, swapped_bytes
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`

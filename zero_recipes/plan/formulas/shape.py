@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from zero_recipes.checks.lower_bounds import DTYPE_BYTES
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.plan.job import Job
 from zero_recipes.theory.flops import ModelFlops, active_experts, idle_weights, model_flops
-from zero_recipes.theory.lower_bounds import DTYPE_BYTES, SwapTensor
+from zero_recipes.theory.lower_bounds import SwapTensor
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from zero_recipes.checks.lower_bounds import resumable_bytes
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.libs import versions
@@ -23,7 +24,7 @@ from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, Predicti
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.overheads import overheads
 from zero_recipes.plan.simulator.time_limit import TimeLimit
-from zero_recipes.theory.lower_bounds import read_at_resume, resumable_bytes
+from zero_recipes.theory.lower_bounds import read_at_resume
 
 LIBRARIES = ("torch", "deepspeed", "transformers", "trl", "accelerate")  # that patches.py takes parts of
 WORKER = ("-m", "zero_recipes.plan.simulator.worker")  # what the child runs; benchmarks/planners/ has its own
