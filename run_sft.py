@@ -6,6 +6,7 @@ The same under `accelerate launch`, `torchrun`, `deepspeed` and plain `python`:
     accelerate launch --config_file zero3.yaml run_sft.py recipes/tiny.yaml
 
 Exit codes: 0 done; 2 refused before training, with one message; 1 anything else (accelerate and torchrun make 1 of 2).
+--traceback shows where a library refused the run.
 """
 
 import os
@@ -96,5 +97,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except (Refusal, RunFailed) as ending:
-        leave(print_ending(ending))
+        leave(print_ending(ending, tracebacks="--traceback" in sys.argv))
     leave(0)

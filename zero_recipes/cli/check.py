@@ -35,6 +35,7 @@ def add_check(verbs) -> None:
         help="tokenise the training rows, count the tokens that carry loss, show three rows",
     )
     verb.add_argument("--show", action="store_true", help='print the ds_config that will be used, "auto" filled in')
+    verb.add_argument("--traceback", action="store_true", help="show where a library refused the run")
     verb.set_defaults(func=_check, overrides=[])
 
 
@@ -80,7 +81,8 @@ def _check(arguments: argparse.Namespace) -> int:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
         if arguments.data:
             findings += data_findings(run, show=True)
-    print(*findings, sep="\n", end="\n" if findings else "")
+    for found in findings:
+        print(found.with_traceback() if arguments.traceback else found)
     errors = sum(finding.level == "error" for finding in findings)
     print(f"{errors} errors, {len(findings) - errors} warnings")
     return 2 if errors else 0

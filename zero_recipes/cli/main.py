@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments = parse_arguments(argv)
         return arguments.func(arguments)
     except Refusal as refusal:
-        return print_refusal(refusal)
+        return print_refusal(refusal, "--traceback" in (sys.argv if argv is None else argv))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from zero_recipes.config.validation import key_findings, recipe_findings
 from zero_recipes.config.value_limits import MAPPINGS, limit_findings
 from zero_recipes.core.findings import Refusal, first_line, raise_errors, refusal
 
-USAGE = "run_sft.py RECIPE.yaml [--key value ...]"
+USAGE = "run_sft.py RECIPE.yaml [--key value ...] [--traceback]"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Recipe:
 
 
 def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
-    """The recipe's path and the overrides. `--local_rank`, which the deepspeed launcher passes, goes to LOCAL_RANK."""
+    """The recipe's path and the overrides. `--local_rank`, which the deepspeed launcher passes, goes to LOCAL_RANK;
+    `--traceback` is dropped."""
     rest, index = [], 0
     while index < len(argv):
         key, _, value = argv[index].partition("=")
@@ -57,7 +58,7 @@ def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
                 index += 1
                 value = argv[index]
             os.environ.setdefault("LOCAL_RANK", value)
-        else:
+        elif key != "--traceback":  # read where the run ends
             rest.append(argv[index])
         index += 1
     if not rest or rest[0].startswith("-"):

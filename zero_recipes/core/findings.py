@@ -5,13 +5,15 @@ A refusal ends a run before any weight is loaded, with one message and exit code
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Container
-from dataclasses import dataclass, replace
+import traceback
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -22,6 +24,7 @@ from zero_recipes.core.process import rank, wait_for_rank_0
 
 FAILED, REFUSED = 1, 2
 PRINT_SECONDS = 20.0
+LONGEST_MESSAGE = 600  # characters of a library's message in a finding; --traceback shows all of it
 # by the first digit of a code
 AREAS = {
     "1": "recipe and command line",
@@ -47,6 +50,11 @@ class Finding:
     key: str | None = None  # the recipe's key that it is about
     scope: str = "run"  # who prints it: rank 0 of the "run", the first rank of each "machine", or each "rank"
     ignored: bool = False  # an error that the recipe's `ignore` makes a warning
+    error: BaseException | None = field(default=None, compare=False, repr=False)  # what a library raised
+
+    def with_traceback(self) -> str:
+        """The message, and the traceback of the library's error where there is one."""
+        return f"{self}\n{''.join(traceback.format_exception(self.error))}" if self.error else str(self)
 
     def __str__(self) -> str:
         head = "refused" if self.level == "error" else "warning (ignored)" if self.ignored else "warning"
@@ -112,6 +120,33 @@ class RunFailed(Exception):
     status = "failed"  # in metrics.json
 
 
+@contextlib.contextmanager
+def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[None]:
+    """Whatever a library raises inside becomes one Refusal with the library's message. A Refusal passes as it is.
+
+    `doing`: "making the optimizer (optim: lomo)"; `keys`: keys of the recipe, of which the finding is about the first
+    that the message names.
+    """
+    try:
+        yield
+    except (Refusal, RunFailed):
+        raise
+    except Exception as error:  # libraries raise whatever they like
+        message = " ".join(str(error).split())
+        named = next((key for key in keys if re.search(rf"\b{re.escape(key)}\b", message)), None)
+        about = {"doing": doing, "name": type(error).__name__, "message": message[:LONGEST_MESSAGE]}
+        raise Refusal([replace(finding("ZR199", recipe_key=named, **about), error=error)]) from error
+
+
+@contextlib.contextmanager
+def collected(findings: list[Finding]) -> Iterator[None]:
+    """The findings of a Refusal that is raised inside are added to `findings`, and the program goes on."""
+    try:
+        yield
+    except Refusal as refusal:
+        findings += refusal.findings
+
+
 def first_line(error: BaseException) -> str:
     """What a library's error says, in the one line that a finding has room for."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -155,10 +190,12 @@ def raise_errors(findings: list[Finding]) -> None:
         raise Refusal(findings)
 
 
-def print_ending(ending: Refusal | RunFailed) -> int:
-    """Print why a run ends. Returns the exit code, which every rank ends with."""
+def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:
+    """Print why a run ends, with `tracebacks` also where a library raised. Returns the exit code of every rank."""
     if isinstance(ending, Refusal):
-        return print_refusal(ending)
+        return print_refusal(ending, tracebacks)
+    if tracebacks:
+        traceback.print_exception(ending)
     if rank() == 0:
         print(f"{ending.status}: {ending}", file=sys.stderr, flush=True)
     _tell_launcher(f"{ending.status}: {ending}")
@@ -167,7 +204,7 @@ def print_ending(ending: Refusal | RunFailed) -> int:
     return FAILED
 
 
-def print_refusal(refusal: Refusal) -> int:
+def print_refusal(refusal: Refusal, tracebacks: bool = False) -> int:
     """Print each finding on the ranks of its scope alone. Returns the exit code, which every rank ends with.
 
     accelerate and torchrun turn the code into 1 and close with a table of their own. They print in it what stands in
@@ -177,7 +214,7 @@ def print_refusal(refusal: Refusal) -> int:
     prints = {"run": rank() == 0, "machine": int(os.environ.get("LOCAL_RANK", rank())) == 0, "rank": True}
     for finding in refusal.findings:
         if prints[finding.scope]:
-            print(finding, file=sys.stderr, flush=True)
+            print(finding.with_traceback() if tracebacks else finding, file=sys.stderr, flush=True)
     _tell_launcher(str(refusal))
     if rank() and not any(prints[finding.scope] for finding in refusal.findings):
         wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
