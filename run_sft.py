@@ -54,12 +54,12 @@ def train(run):
 
     from zero_recipes.checkpoint.compatibility import refuse_other_data
     from zero_recipes.checkpoint.contents import settle_checkpoint
+    from zero_recipes.checks.predicted import planning
     from zero_recipes.checks.preflight import resolved_ds_config
     from zero_recipes.data.load import load_tokenizer
     from zero_recipes.data.prepare import prepare_rows
     from zero_recipes.distributed import nvme
     from zero_recipes.model import load_config, load_model, refuse_other_keys
-    from zero_recipes.plan import gate
     from zero_recipes.training.recorder import RunRecorder
     from zero_recipes.training.trainer import RecipeTrainer, prepare_libraries
 
@@ -72,7 +72,7 @@ def train(run):
         with recorder.clock.phase("model"):
             config = load_config(model_args, args)
             refuse_other_keys(config, model_args, args, ours)
-        with gate.planning(run) as planned, recorder.clock.phase("data"):
+        with planning(run) as planned, recorder.clock.phase("data"):
             tokenizer = load_tokenizer(model_args, args)
             rows = prepare_rows(script_args, args, dataset_args, ours, tokenizer)
             recorder.predicted = planned(rows)

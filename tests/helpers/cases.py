@@ -383,36 +383,33 @@ def train_unchecked(argv: list[str]) -> dict:
         preflight.combination_findings = original
 
 
-def plan_for_small_gpus(argv: list[str], capacities: list[int]) -> dict:
-    """What the plan of a run says on each rank where its GPU has so many bytes, and which ranks predicted."""
+def plan_for_small_gpus(argv: list[str], program: str, capacities: list[int]) -> dict:
+    """What `program`, in the planner's place, makes of a run on each rank where its GPU has so many bytes."""
     import dataclasses
-    from types import SimpleNamespace
     from unittest import mock
 
-    from tests.helpers.plan_jobs import made_up
+    from zero_recipes.checks import predicted
     from zero_recipes.core.findings import Refusal
     from zero_recipes.core.process import rank
-    from zero_recipes.plan import gate
-    from zero_recipes.plan.cards import Card
 
-    run, asked = run_sft.prepare(argv), []
+    run = dataclasses.replace(run_sft.prepare(argv), device="cuda")
+    planner, started = predicted._planner, []
 
-    def predict(job):
-        asked.append(rank())
-        return made_up(job, 100 if job.world_size == 2 else 10)
+    def start(*arguments):
+        started.append(rank())
+        return planner(*arguments)
 
-    card = Card(rank(), f"host{rank()}", capacities[rank()], 0)
+    card = {"rank": rank(), "total": capacities[rank()]}
     with (
-        mock.patch.object(gate, "Predictor", lambda limit: predict),
-        mock.patch.object(gate, "predict_by_formulas", lambda job: made_up(job, 0)),
-        mock.patch.object(gate.cards, "card", lambda: card),
-        mock.patch.object(gate, "overheads", lambda: SimpleNamespace(measured=True)),
+        mock.patch.object(predicted, "PLANNER", ("-c", program)),
+        mock.patch.object(predicted, "_planner", start),
+        mock.patch.object(predicted, "card", lambda: card),
     ):
         try:
-            with gate.planning(dataclasses.replace(run, device="cuda")) as planned:
-                return {"peak": planned().peak_memory_bytes, "refused": None, "asked": asked}
+            with predicted.planning(run) as planned:
+                return {"peak": planned().peak_memory_bytes, "refused": None, "started": len(started)}
         except Refusal as refusal:
-            return {"peak": None, "refused": [vars(finding) for finding in refusal.findings], "asked": asked}
+            return {"peak": None, "refused": refusal.codes, "started": len(started)}
 
 
 def train_with_aliases(argv: list[str]) -> dict:

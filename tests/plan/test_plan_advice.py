@@ -66,7 +66,7 @@ def test_an_evaluation_that_is_too_large_takes_smaller_batches_and_nothing_else(
     change = smallest_change(start, CAPACITY, predict, strategies())
     assert change.harshest == "evaluation" and change_in_words(change) == "evaluation in batches of 4"
     assert change.job.settings.as_dict() == start.settings.as_dict() | {"per_device_eval_batch_size": 4}
-    assert "--per_device_eval_batch_size 4" in run_command(recipe("pythia"), [], change.job)
+    assert "--per_device_eval_batch_size 4" in run_command(ROOT, recipe("pythia").settings, [], change.job)
 
 
 # changes: `need` says how many GB a job takes; every job that is predicted is seen

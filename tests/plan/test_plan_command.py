@@ -461,8 +461,9 @@ def test_a_bar_that_goes_far_beyond_the_gpu_is_cut_and_a_measured_peak_stands_be
 def test_the_command_leaves_out_what_the_recipe_says_already():
     own = recipe("tiny")
     changed = replace(job("zero2", name="tiny"), settings=own.settings.replace(**{"activation_checkpointing": True}))
-    assert run_command(own, [], changed).endswith("recipes/tiny.yaml --activation_checkpointing true")
-    assert run_command(own, [], job("ddp", 1, "tiny")).startswith("python run_sft.py")
+    typed = run_command(own.path, own.settings, [], changed)
+    assert typed.endswith("recipes/tiny.yaml --activation_checkpointing true")
+    assert run_command(own.path, own.settings, [], job("ddp", 1, "tiny")).startswith("python run_sft.py")
 
 
 def test_the_plan_imports_no_simulation_for_the_quick_answer():

@@ -43,7 +43,7 @@ def _check(arguments: argparse.Namespace) -> int:
     import json
     import os
 
-    from zero_recipes.checks import recipe_code
+    from zero_recipes.checks import predicted, recipe_code
     from zero_recipes.checks.preflight import preflight, resolved_ds_config
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_environment
@@ -51,7 +51,6 @@ def _check(arguments: argparse.Namespace) -> int:
     from zero_recipes.config.strategy import INLINE_SOURCE
     from zero_recipes.libs.accelerate_launch import launch_findings
     from zero_recipes.libs.warnings import quieten
-    from zero_recipes.plan import gate
 
     quieten()
     if arguments.upgrade:
@@ -73,7 +72,7 @@ def _check(arguments: argparse.Namespace) -> int:
     findings += recipe_code.recipe_code_findings(loaders, remote_code)
     findings += launch_findings(arguments.config_file, arguments.num_processes)
     if run is not None:
-        findings += gate.rehearsed(run, environment)
+        findings += predicted.rehearsed(run, environment)
         print("\n".join(run.strategy.described(run.device, run.settings)))
         if run.strategy.source == INLINE_SOURCE and not arguments.show:
             print(f"ds_config     {json.dumps(run.strategy.ds_config.raw)}")

@@ -185,7 +185,7 @@ class PlanRequest:
         return why_not(job)
 
     def command(self, job: Job) -> str:
-        return run_command(self.recipe, self.overrides, job)
+        return run_command(self.recipe.path, self.recipe.settings, self.overrides, job)
 
 
 def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanRequest:
@@ -232,21 +232,20 @@ def _counts(text: str, per_node: int) -> list[int]:
     return counts
 
 
-def run_command(recipe: Recipe, overrides: Sequence[str], job: Job) -> str:
+def run_command(recipe: Path, settings: Settings, overrides: Sequence[str], job: Job) -> str:
     """What to type to run `job`: the recipe's own values are left out, what the plan changed is added."""
-    fixed = recipe.settings.global_batch_size is not None
+    fixed = settings.global_batch_size is not None
     named = [key for key in CHANGED if not (fixed and key == "gradient_accumulation_steps")]
-    changed = {
-        key: job.settings.as_dict()[key] for key in named if getattr(job.settings, key) != getattr(recipe.settings, key)
-    }
+    changed = {key: getattr(job.settings, key) for key in named}
+    changed = {key: value for key, value in changed.items() if value != getattr(settings, key)}
     options = [*overrides, *(part for key, value in changed.items() for part in (f"--{key}", _written(value)))]
-    if job.on_nvme and recipe.settings.nvme_path is None:
+    if job.on_nvme and settings.nvme_path is None:
         options += ["--nvme_path", "FOLDER"]
-    script = ["run_sft.py", str(recipe.path), *options]
+    script = ["run_sft.py", str(recipe), *options]
     machines = job.world_size // job.gpus_per_node
     if job.strategy == "single":
         return shlex.join(["python", *script])
-    if recipe.settings.deepspeed is not None:
+    if settings.deepspeed is not None:
         rendezvous = ["--nnodes", str(machines), "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:29500"]
         nodes = rendezvous if machines > 1 else []
         return shlex.join(["torchrun", *nodes, "--nproc_per_node", str(job.gpus_per_node), *script])

@@ -1,0 +1,407 @@
+"""The plan of a run that starts: by a subprocess, refused on a GPU where it does not fit, kept in metrics.json."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+from deepspeed.accelerator import get_accelerator
+
+from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe
+from tests.helpers.report_runs import GPU, metrics, on_cpu, save
+from tests.helpers.tiny import write_recipe
+from zero_recipes.checks import predicted, preflight
+from zero_recipes.cli import main as cli
+from zero_recipes.config.run import RunConfig
+from zero_recipes.config.settings import Settings
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.findings import Refusal
+from zero_recipes.core.hardware import gpu_named, gpus
+from zero_recipes.core.process import lives
+from zero_recipes.data.lengths import RowLengths
+from zero_recipes.metrics.failure import failed_row
+from zero_recipes.metrics.prediction import PredictedMetrics
+from zero_recipes.plan import of_run
+from zero_recipes.plan.cost import estimate
+from zero_recipes.plan.formulas.predict import predict_by_formulas
+from zero_recipes.plan.overheads import overheads
+from zero_recipes.plan.predict import Predictor
+from zero_recipes.plan.simulator import parent as simulation
+from zero_recipes.plan.simulator.time_limit import TimeLimit
+from zero_recipes.report import read_runs, write_report
+from zero_recipes.report.rows import table_rows
+
+# the answer: of zero_recipes/plan/of_run.py, with predictions made up to order
+
+
+@pytest.fixture
+def answered(monkeypatch):
+    """Answers for recipes/pythia.yaml on two GPUs of 80 GB. `need`: GB by job; `compared`: whether plans were compared
+    with a GPU; `others`: GB that other processes use; `states`: GB of model states."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(of_run.Host, "memory", lambda self: (1000 * GB, "a stand-in"))
+
+    def answer(need, strategy="zero2", compared=True, source="engine", others=0, states=None, rows="null", **values):
+        held = None if states is None else states * GB
+        monkeypatch.setattr(
+            of_run,
+            "overheads",
+            lambda: SimpleNamespace(measured=compared, beside_segments=lambda ranks: 0),
+        )
+
+        def predict(asked):
+            found = made_up(asked, need(asked) * GB, held, overhead=5 * GB)
+            return found.model_copy(update={"source": source})
+
+        asked = job(strategy, **values).as_dict()
+        written = {key: asked[key] for key in ("strategy", "world_size", "gpus_per_node", "ds_config", "device")}
+        written["settings"] = dict(asked["settings"]) | {"deepspeed": asked["ds_config"]}
+        card = {"rank": 0, "host": "here", "ranks": 2, "total": 80 * GB, "free": (80 - others) * GB, "reserved": 0}
+        question = {"job": written, "recipe": "recipes/pythia.yaml", "cards": [card]}
+        return of_run.answer_of(json.loads(json.dumps(question, default=str)), predict, lambda: rows)
+
+    return answer
+
+
+def test_a_run_that_fits_carries_its_plan(answered):
+    found = answered(lambda job: 70)
+    carried = PredictedMetrics.model_validate(found["predicted"])
+    assert carried.peak_memory_bytes == 70 * GB and carried.source == "engine" and not found["findings"]
+    assert carried.model_state_bytes.params == 35 * GB and sum(carried.at_peak.values()) == 70 * GB
+    assert "70.0 GB at the peak, by the engine, simulated: fits into 80.0 GB" in found["lines"][0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "need", "code", "level", "says"),
+    [
+        ({}, lambda j: 70 if j.recomputes else 90, "ZR816", "error", "zero2 on 2 GPUs needs at least 90.0 GB on each"),
+        ({}, lambda j: 70 if j.recomputes else 90, "ZR816", "error", "--activation_checkpointing true"),
+        ({}, lambda j: 90, "ZR816", "error", "No change that was tried makes it fit"),
+        ({"compared": False}, lambda j: 90, "ZR816", "warning", "no plan has been compared with a GPU yet"),
+        ({"source": "formulas"}, lambda j: 90, "ZR816", "warning", "formulas are coarse"),
+        ({"others": 12}, lambda j: 70, "ZR816", "error", "80.0 GB, 12.0 GB of it held by other processes"),
+        ({"others": 12}, lambda j: 70, "ZR816", "error", "End what else runs on that GPU"),
+        ({"states": 81, "compared": False}, lambda j: 100, "ZR840", "error", "weights 81.0 GB: none of it depends"),
+        ({"strategy": "zero0", "compared": False}, lambda j: 10, "ZR840", "error", "weights 13.7 GB, optimizer 82.3"),
+    ],
+)
+def test_a_run_that_does_not_fit_is_refused_with_what_would(answered, keys, need, code, level, says):
+    (found,) = answered(need, **keys)["findings"]
+    assert (found["code"], found["level"]) == (code, level)
+    assert says in " ".join((found["what"], found["why"], found["fix"]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "need", "says"),
+    [
+        ({}, 78, "tight in 80.0 GB"),
+        ({"others": 12}, 50, "fits into 68.0 GB"),
+        ({"states": 79, "compared": False}, 79, "tight in"),
+        ({"strategy": "zero0", "optim": "adamw_bnb_8bit"}, 10, "fits into"),  # not plain Adam: nothing is certain
+    ],
+)
+def test_a_run_that_may_fit_goes_on(answered, keys, need, says):
+    found = answered(lambda job: need, **keys)
+    assert not found["findings"] and says in found["lines"][0]
+
+
+@pytest.mark.parametrize(
+    ("values", "block", "parts"),
+    [
+        ({}, {}, {"weights", "optimizer"}),
+        ({"optim": "sgd"}, {}, {"weights"}),
+        ({"load_in_4bit": True, "use_peft": True}, {}, set()),
+        ({}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {"weights"}),
+        ({}, {"optimizer": {"type": "Lion"}}, {"weights"}),
+        ({}, {"torch_autocast": {"enabled": True}}, {"weights"}),
+        ({}, {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, set()),
+    ],
+)
+def test_formulas_are_certain_of_nothing_else(values, block, parts):
+    one = job("zero0", **values)
+    one = replace(one, ds_config=one.ds_config | block)
+    found = of_run.certain_states(one, predict_by_formulas(one))
+    assert {part for part, held in found.items() if held} == parts
+
+
+def test_no_plan_of_an_unknown_model_and_an_error_of_our_own_is_one(answered):
+    for unknown, says in (("no/body", "config.json of no/body"), (str(ROOT / "tiny_world"), "config.json of")):
+        found = answered(lambda job: 70, model_name_or_path=unknown)
+        assert found["predicted"] is None and says in found["lines"][0] and not found["findings"]
+    with pytest.raises(ZeroDivisionError):
+        answered(lambda job: 1 // 0)
+
+
+def test_a_step_of_the_rows_is_timed_as_the_plan_command_does(answered):
+    lengths = {"lengths": (100, 300, 250), "sequences": 3, "epoch": None, "source": "the run's rows"}
+    rows = json.dumps({"device": "NVIDIA H100 80GB HBM3", "lengths": lengths})
+    said = answered(lambda job: 70, rows=rows)["lines"][-1]
+    asked = job("zero2")
+    predicted_ = made_up(asked, 70 * GB)
+    speed = estimate(asked, predicted_, gpu_named("h100-80gb", gpus()), rows=RowLengths(**lengths))
+    low, high = (f"{each:,.0f}" for each in speed.tokens_per_second)
+    assert f"{low} to {high} real tokens/s" in said and "217 tokens on average" in said
+
+
+@pytest.mark.parametrize(
+    ("used", "reserved", "others"),
+    [(0, 0, 0), (0.7, 0, 0), (1.5, 0, 0), (19, 18, 0), (12.0, 0, 12.0), (30, 18, 12.0), (80, 0, 80.0)],
+)
+def test_what_other_processes_use_of_a_card(monkeypatch, used, reserved, others):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (int((80 - used) * GB), 80 * GB))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: int(reserved * GB))
+    card = of_run.Card.of(predicted.card())
+    own = overheads().beside_segments(1) if others else 0
+    assert card.others == pytest.approx(others * GB - own, abs=1) and card.total == 80 * GB
+
+
+# the run's side, with a planner of a few lines
+
+ANSWERS = """
+import json, sys
+question = json.loads(sys.stdin.readline())
+rows = json.loads(sys.stdin.readline())
+finding = {"code": "ZR816", "what": "too large", "why": "", "fix": "", "level": "error"}
+needs = question["job"]["settings"]["max_length"]
+print(json.dumps({"predicted": {"peak_memory_bytes": needs}, "lines": [f"plan          {rows}"],
+                  "findings": [finding] if any(needs > card["total"] for card in question["cards"]) else []}))
+"""
+HANGS = """
+import json, os, signal
+from zero_recipes.core.process import end_with_parent
+child = os.fork()
+end_with_parent()
+if child:
+    with open({pipe!r}, "w") as told:
+        json.dump([os.getpid(), child], told)
+while True:
+    signal.pause()
+"""
+
+
+def ended(pids: list[int]) -> bool:
+    """Whether these processes, killed a moment ago, end."""
+    guard = time.monotonic() + 60
+    while any(map(lives, pids)) and time.monotonic() < guard:
+        os.sched_yield()
+    return not any(map(lives, pids))
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """(a planner that starts another process and never answers, their ids once both run)."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    program = ("-c", HANGS.format(pipe=str(pipe)))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return program, lambda: json.loads(pipe.read_text())  # waits for the writer
+
+
+def run_to_plan(device: str = "cuda", **values) -> RunConfig:
+    own = recipe("pythia")
+    settings = own.settings.replace(**{"predict": device == "cpu", "deepspeed": None, **values})
+    return RunConfig(own, settings, own.given, Strategy("single", 1, None, "none"), device, Path("out"))
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU whose memory is as many bytes as a test says; PLANNER answers that max_length is what a run takes."""
+    monkeypatch.setattr(predicted, "PLANNER", ("-c", ANSWERS))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+
+    def of(total: int) -> None:
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (total, total))
+        monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: 0)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+
+    return of
+
+
+def test_a_run_is_planned_refused_and_rehearsed(gpu, capsys):
+    gpu(1000)
+    rows = Dataset.from_dict({"input_ids": [[1] * 3, [1] * 5]})
+    with predicted.planning(run_to_plan()) as planned:
+        assert planned(SimpleNamespace(train=rows, rows=2)).peak_memory_bytes == 512
+    assert "'lengths': [3, 5]" in capsys.readouterr().out
+    gpu(500)
+    with pytest.raises(Refusal, match="too large"), predicted.planning(run_to_plan()) as planned:
+        planned()
+    (found,) = predicted.rehearsed(run_to_plan(), {})
+    assert (found.code, found.level) == ("ZR816", "error")
+    with predicted.planning(run_to_plan(ignore=["ZR816"])) as planned:
+        assert planned().peak_memory_bytes == 512
+    assert "warning (ignored): too large [ZR816]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("device", "values", "planned"),
+    [
+        ("cuda", {"skip_plan": True}, False),
+        ("cuda", {"skip_plan": True, "predict": True}, True),  # and compared with no GPU
+        ("cpu", {"predict": False}, False),
+        ("cpu", {"predict": True}, True),
+    ],
+)
+def test_when_a_run_is_planned(gpu, device, values, planned):
+    gpu(1)
+    run = run_to_plan(device, **values)
+    with predicted.planning(run) as plan:
+        assert (plan() is not None) == planned
+    assert predicted.rehearsed(run, {}) == []
+
+
+def test_a_planner_that_fails_says_why_and_ends_the_run(monkeypatch):
+    monkeypatch.setattr(predicted, "PLANNER", ("-c", "raise ValueError('a bug of ours')"))
+    failed = pytest.raises(RuntimeError, match=r"(?s)--skip_plan.*ValueError: a bug of ours")
+    with failed, predicted.planning(run_to_plan("cpu")) as planned:
+        planned()
+
+
+def test_a_run_that_fails_while_it_is_planned_leaves_no_planner(hanging, monkeypatch):
+    program, pids_of = hanging
+    monkeypatch.setattr(predicted, "PLANNER", program)
+    with pytest.raises(OSError, match="rows"), predicted.planning(run_to_plan("cpu")):
+        pids = pids_of()  # it plans while rows are tokenised
+        raise OSError("rows")
+    assert ended(pids)
+
+
+def test_check_on_a_machine_with_a_gpu_says_it(gpu, monkeypatch, tmp_path, capsys):
+    gpu(100)
+    small = write_recipe(tmp_path)
+    get_accelerator()  # DeepSpeed keeps the first answer for good: not that of the card that is made up here
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(preflight, "machine_findings", lambda *arguments: [])
+    assert cli.main(["check", str(small), "--output_dir", str(tmp_path / "out")]) == 2
+    assert "refused: too large" in capsys.readouterr().out
+    assert cli.main(["check", str(small), "--output_dir", str(tmp_path / "out"), "--skip_plan", "true"]) == 0
+
+
+def test_a_refused_run_of_a_sweep_is_a_row(answered, tmp_path):
+    (found,) = answered(lambda job: 90)["findings"]
+    row = failed_row(tmp_path, "zero2", 1, f"loading\nrefused: {found['what']} [ZR816]\n")
+    assert row.status == "refused" and "needs at least 90.0 GB" in row.error
+
+
+# in a process group
+
+
+def test_one_rank_plans_for_all_cards_and_every_rank_is_refused(two, tmp_path):
+    argv = [str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero2.json"]
+    first, second = two.run("plan_for_small_gpus", argv=argv, program=ANSWERS, capacities=[1000, 60])
+    assert first["refused"] == second["refused"] == ["ZR816"]
+    assert (first["started"], second["started"]) == (1, 0)
+    fits = two.run("plan_for_small_gpus", argv=argv, program=ANSWERS, capacities=[1000, 128])
+    assert [found["peak"] for found in fits] == [128, 128]
+
+
+def test_a_planned_run_on_cpus_carries_states_like_those_measured(two, tmp_path):
+    argv = [str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero3.json"]
+    found = two.run("train", argv=[*argv, "--predict", "true"])[0]["metrics"]
+    planned, measured = found["predicted"]["model_state_bytes"], found["model_state_bytes"][0]
+    assert found["predicted"]["source"] in ("formulas", "engine")
+    for part in ("params", "optimizer"):
+        assert measured[part] == pytest.approx(planned[part], rel=0.02)  # padding aside
+
+
+# predictions: kept, limited in time, by formulas where a simulation fails
+
+
+def test_a_simulation_is_kept_for_the_same_job_and_the_same_versions(tmp_path, monkeypatch):
+    simulated = []
+
+    def simulate(jobs, done, limit):
+        simulated.extend(jobs)
+        return [made_up(one, GB) for one in jobs]
+
+    def predict(wanted, folder=tmp_path):
+        return Predictor(folder=folder)(wanted)  # as a later program does
+
+    monkeypatch.setattr(simulation, "simulate", simulate)
+    first = predict(job("zero2"))
+    assert predict(job("zero2")) == first and len(simulated) == 1
+    predict(job("zero3"))
+    predict(job("zero2", max_length=64))
+    assert len(simulated) == 3
+    monkeypatch.setattr("zero_recipes.core.environment.versions", lambda: {"torch": "another"})
+    predict(job("zero2"))
+    assert len(simulated) == 4
+    for path in tmp_path.glob("*.json"):
+        path.write_text('{"half')  # a program that died while writing would leave no file; a disk may
+    assert predict(job("zero2")).allocated_peak_bytes == GB and len(simulated) == 5
+    (tmp_path / "file").write_text("")
+    assert predict(job("zero2"), tmp_path / "file") == first  # cannot be kept, is answered
+
+
+def test_a_simulation_that_is_ended_leaves_nothing_and_formulas_answer(hanging, monkeypatch, tmp_path):
+    program, pids_of = hanging
+    monkeypatch.setattr(simulation, "WORKER", program)
+    limit = TimeLimit(3600)
+    predict = Predictor(folder=tmp_path / "plans", limit=limit)
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(predict, job("zero2"))
+        pids = pids_of()
+        limit.end()
+        found = answer.result()
+    assert found.source == "formulas"
+    assert found.notes[0] == "zero2 is by formulas: simulations were given 3600 s."
+    assert ended(pids)
+    # what is asked next is not simulated either, and nothing was kept for a later program
+    assert predict(job("zero3")).source == "formulas" and not list((tmp_path / "plans").glob("*"))
+
+
+def test_the_time_of_all_simulations_together_is_limited(monkeypatch, tmp_path):
+    monkeypatch.setattr(simulation, "WORKER", ("-c", "import signal; signal.pause()"))
+    limit = TimeLimit(0.01)
+    predict = Predictor(folder=tmp_path, limit=limit)
+    assert [predict(job(name)).source for name in ("zero1", "zero2")] == ["formulas", "formulas"]
+    assert limit.over
+
+
+def test_a_simulation_that_crashes_is_answered_by_formulas_with_its_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(simulation, "WORKER", ("-c", "raise SystemExit('a library has changed')"))
+    found = Predictor(folder=tmp_path, limit=TimeLimit(3600))(job("zero2"))
+    assert found.source == "formulas"
+    assert found.notes[0] == "zero2 is by formulas: zero2 on 2 ranks cannot be simulated: a library has changed."
+    with pytest.raises(Refusal, match="cannot be simulated"):  # the command says so and stops
+        Predictor(folder=tmp_path)(job("zero2"))
+
+
+# the report
+
+BATCH = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_length": 512}
+ZERO2 = SimpleNamespace(strategy="zero2", zero_stage=2, world_size=2, settings=Settings(BATCH))
+PLANNED = {
+    "source": "engine",
+    "peak_memory_bytes": 44 * 2**20,
+    "at_peak": made_up(ZERO2, 44 * 2**20).at_peak,
+    "reserved_bytes": {"low": 44 * 2**20, "high": 60 * 2**20},
+    "model_state_bytes": {"params": 2**20, "grads": 2**20, "optimizer": 2**21},
+}
+
+
+def test_the_report_puts_planned_beside_measured(tmp_path):
+    hardware = {"gpu": GPU, "gpu_memory_bytes": 80 * 2**20}
+    for strategy in ("zero2", "zero3"):
+        save(tmp_path / strategy, metrics(strategy, predicted=PLANNED, hardware=hardware))
+    row = table_rows(read_runs(tmp_path))[0]
+    assert row["planned_peak_bytes"] == 44 * 2**20 and row["planned_state_bytes"] == 4 * 2**20
+    page = write_report(tmp_path).read_text()
+    assert "10.0 %" in page and (tmp_path / "plan.png").is_file()  # 44 MiB planned, 40 measured
+
+
+@pytest.mark.parametrize("plan", [PLANNED, None])
+def test_on_cpus_states_stand_beside_states_and_no_peak_beside_resident_memory(tmp_path, plan):
+    save(tmp_path / "zero2", on_cpu("zero2", predicted=plan))
+    assert table_rows(read_runs(tmp_path))[0]["planned_peak_bytes"] is None
+    write_report(tmp_path)
+    written = (tmp_path / "report.md").read_text()
+    assert ("Planned states" in written) == bool(plan) and "Planned peak" not in written
+    assert not (tmp_path / "plan.png").exists()

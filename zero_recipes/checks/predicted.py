@@ -1,0 +1,132 @@
+"""The plan of a run that is about to start, by a subprocess that works while the rows are tokenised."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zero_recipes.config.run import RunConfig
+from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise_errors
+from zero_recipes.core.hardware import gpu_of_device
+from zero_recipes.core.phases import CLOCK
+from zero_recipes.core.process import local_world_size, rank
+from zero_recipes.data.lengths import of_prepared
+from zero_recipes.distributed.agree import agree
+from zero_recipes.distributed.once_per_node import once
+from zero_recipes.metrics.prediction import PredictedMetrics
+
+if TYPE_CHECKING:
+    from zero_recipes.data.prepare import Prepared
+
+PLANNER = ("-m", "zero_recipes.plan.of_run")
+SECONDS = 90.0  # of simulations: of the run, and of what would fit where it does not
+# From the rows' lengths to ({"predicted", "lines"}, findings); raises RuntimeError where the planner itself failed.
+Answer = Callable[[dict[str, Any] | None], tuple[dict[str, Any], list[Finding]]]
+OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
+
+
+@contextmanager
+def planning(run: RunConfig) -> Iterator[Callable[[Prepared | None], PredictedMetrics | None]]:
+    """Start the plan; what is yielded waits for it, and takes the rows for the time of a step. All ranks call both.
+
+    On an accelerator, unless the recipe has `skip_plan: true`; on CPUs where it has `predict: true`. Rank 0 plans, for
+    the smallest GPU of all ranks. What is yielded returns metrics.json's "predicted", None where there is no plan. It
+    raises Refusal on every rank where the run does not fit.
+    """
+    if not (run.settings.predict or _is_compared_with_gpus(run)):
+        yield lambda rows=None: None
+        return
+    with CLOCK.phase("plan"):
+        cards = agree(card) if _is_compared_with_gpus(run) else []
+    with _planner(run, os.environ, cards) if rank() == 0 else nullcontext() as answer_for:
+
+        def result(rows: Prepared | None = None) -> PredictedMetrics | None:
+            def ask() -> dict[str, Any]:
+                answer, findings = answer_for(_lengths(run, rows))
+                raise_errors(findings)
+                return answer | {"lines": [*answer["lines"], *map(str, findings)]}
+
+            with CLOCK.phase("plan"):
+                answer = once(ask, "plans the run")
+            if rank() == 0:
+                print(*answer["lines"], sep="\n", flush=True)
+            predicted = answer["predicted"]
+            return None if predicted is None else PredictedMetrics.model_validate(predicted)
+
+        yield result
+
+
+def rehearsed(run: RunConfig, environment: Mapping[str, str]) -> list[Finding]:
+    """What the run would be refused for, or warned of; for `zero-recipes check` on a machine with its GPUs."""
+    if not _is_compared_with_gpus(run):
+        return []
+    here = min(local_world_size(environment, run.strategy.world_size), torch.cuda.device_count())
+    with _planner(run, environment, [card(index) for index in range(here)]) as answer_for:
+        answer, findings = answer_for(None)
+    print(*answer["lines"], sep="\n")
+    return findings
+
+
+def _is_compared_with_gpus(run: RunConfig) -> bool:
+    return run.device == "cuda" and not run.settings.skip_plan
+
+
+def card(index: int | None = None) -> dict[str, Any]:
+    """This process's GPU as it is now, in bytes; `index`: another of this machine's."""
+    free, total = torch.cuda.mem_get_info(index)  # of the device: whoever uses it, this process's context included
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    own = {"rank": rank(), "host": socket.gethostname(), "ranks": ranks, "reserved": torch.cuda.memory_reserved(index)}
+    return own | {"total": total, "free": free}
+
+
+def _lengths(run: RunConfig, rows: Prepared | None) -> dict[str, Any] | None:
+    """Of the prepared rows; None of a stream, and without the GPU's figures."""
+    if rows is None or rows.rows is None or run.device != "cuda":
+        return None
+    device = torch.cuda.get_device_name()
+    lengths = None if gpu_of_device(device) is None else of_prepared(rows.train, "the run's rows")
+    return lengths and {"device": device, "lengths": asdict(lengths)}
+
+
+@contextmanager
+def _planner(run: RunConfig, environment: Mapping[str, str], cards: Sequence[dict[str, Any]]) -> Iterator[Answer]:
+    """zero_recipes/plan/of_run.py in a process of its own, which is killed when this is left."""
+    print(f"plan          planning, up to {SECONDS:.0f} s", flush=True)
+    strategy, here = run.strategy, local_world_size(environment, run.strategy.world_size)
+    job = {"strategy": strategy.name, "world_size": strategy.world_size, "gpus_per_node": here}
+    job |= {"ds_config": None if strategy.ds_config is None else dict(strategy.ds_config.raw)}
+    job |= {"settings": run.settings.as_dict(), "device": "gpu" if run.device == "cuda" else "cpu"}
+    question = {"job": job, "recipe": str(run.recipe.path), "cards": list(cards), "seconds": SECONDS}
+    own = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)}
+    own |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, *PLANNER]
+    with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(command, env=own, stderr=errors, **pipes) as process:
+
+        def answer(rows: dict[str, Any] | None) -> tuple[dict[str, Any], list[Finding]]:
+            written, _ = process.communicate(json.dumps(rows))
+            if process.returncode:
+                errors.seek(0)
+                last = "".join(errors.readlines()[-20:])
+                raise RuntimeError(f"the plan failed; --skip_plan true runs without one.\n{last}")
+            found = json.loads(written)
+            findings = [Finding(**row) for row in found.pop("findings")]
+            return found, downgraded(findings, ignored_codes(run.settings.ignore))
+
+        try:
+            with suppress(BrokenPipeError):  # it has failed: `answer` says why
+                process.stdin.write(json.dumps(question, default=str) + "\n")
+                process.stdin.flush()
+            yield answer
+        finally:
+            process.kill()  # its simulations end with it (core/process.py `end_with_parent`)
