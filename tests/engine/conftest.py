@@ -1,0 +1,67 @@
+"""One run of each strategy that the tests of this folder share: they read what it left, and never write there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.tiny import named, write_recipe, write_rows
+
+STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp2")
+ROWS = 23  # of 2 rows on each of 2 ranks: six steps, the last of them filled with a repeated row
+STEPS = 6
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run on two processes."""
+
+    recipe: Path
+    folder: Path  # its output_dir: model, checkpoint-3, checkpoint-6, samples.jsonl, metrics.json
+    result: dict[str, Any]  # of rank 0: see tests/helpers/cases.py `train`
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        return self.result["metrics"]
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """The training rows, Alpaca's columns."""
+        lines = (self.recipe.parent / "few" / "train.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def trained(two, tmp_path_factory):
+    """A function: the run of a strategy in bf16, one epoch of six steps with evaluation, samples, checkpoints, save."""
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = write_recipe(
+        folder,
+        dataset_name=str(write_rows(folder / "few", count=ROWS)),
+        max_length=96,
+        max_steps=-1,
+        num_train_epochs=1,
+        eval_strategy="steps",
+        eval_steps=3,
+        per_device_eval_batch_size=2,
+        sample_prompts=3,
+        sample_max_new_tokens=2,
+        save_strategy="steps",
+        save_steps=3,
+        save_model=True,
+    )
+    done: dict[str, Trained] = {}
+
+    def run(strategy: str) -> Trained:
+        if strategy not in done:
+            out = folder / strategy
+            result = two.run("train", argv=[str(recipe), "--output_dir", str(out), *named(strategy)])[0]
+            assert result["metrics"]["strategy"] == strategy
+            done[strategy] = Trained(recipe, out, result)
+        return done[strategy]
+
+    return run
