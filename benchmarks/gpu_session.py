@@ -1,14 +1,11 @@
-"""One hour on one GPU, without a network: benchmarks/gpu_session.sh runs this there, part by part.
+"""One hour on one GPU, without a network. benchmarks/gpu_session.sh runs this there, part by part.
 
-    python benchmarks/gpu_session.py --plans                # beforehand, on a CPU: benchmarks/session/plans.json
-    python benchmarks/gpu_session.py --part 1 2 --out OUT   # there; the parts: benchmarks/session/cases.py
-    python benchmarks/gpu_session.py --collect FOLDER       # afterwards: benchmarks/results/gpu_*.json, README, the
-                                                            # plan's constants (zero_recipes/plan/overheads.yaml)
+    python benchmarks/gpu_session.py --plans               # before, on a CPU: benchmarks/session/plans.json
+    python benchmarks/gpu_session.py --part 1 2 --out OUT  # on the GPU; the parts: benchmarks/session/cases.py
+    python benchmarks/gpu_session.py --collect FOLDER      # after: benchmarks/results/gpu_*.json, constants of the plan
 
-Each run is a row of OUT/partN.jsonl as soon as it has ended, a failure too; a second call with the same OUT goes on
-with what is missing or failed. --rehearse runs all of it on a CPU with models of two layers, to find what would stop
-it; its rows say so. --collect takes them for a trial alone (--results FOLDER); with --rehearse it keeps how they ended
-(benchmarks/results/gpu_session_rehearsal.json).
+Each run is a row of OUT/partN.jsonl as soon as it ends, a failed run too. A second call with the same OUT runs what is
+missing or failed. --rehearse runs everything on a CPU with models of two layers, to find what would stop the session.
 """
 
 from __future__ import annotations
@@ -16,81 +13,74 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.chdir(ROOT)
 
-from benchmarks.session import cases, inputs, machine  # noqa: E402
-from benchmarks.session.collect import RESULTS, collect, keep_rehearsal  # noqa: E402
-from benchmarks.session.runs import Session  # noqa: E402
+from benchmarks.session import cases  # noqa: E402
+from benchmarks.session.cases import Case  # noqa: E402
+from benchmarks.session.collect import RESULTS, collect  # noqa: E402
+from benchmarks.session.inputs import write_recipe  # noqa: E402
+from zero_recipes.core.files import without_nan, write_json  # noqa: E402
+from zero_recipes.core.process import free_port, kill_with_children  # noqa: E402
+from zero_recipes.metrics.failure import failed_row  # noqa: E402
+from zero_recipes.metrics.schema import FILE, Metrics  # noqa: E402
 
 PLANS = ROOT / "benchmarks" / "session" / "plans.json"
-AT_ONCE = {2: 4}  # memory is measured, not time: runs of part 2 share the card
-QUANTIZER = [sys.executable, "benchmarks/session/quantizer.py"]
 PLANNED_PARTS = (2, 3, 4)
+PATIENCE = 3  # times the expected seconds of a run, then it is killed
+# a process of its own: a CUDA context here would take memory of the card during every run
+DESCRIBE_CARD = (
+    "import json, torch; p = torch.cuda.get_device_properties(0); print(json.dumps({'name': p.name, "
+    "'total_bytes': p.total_memory, 'torch': torch.__version__, 'cuda': torch.version.cuda}))"
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plans", action="store_true")
-    parser.add_argument("--plan", metavar="CASE", help="one of --plans anew, printed")
+    parser.add_argument("--plan", metavar="CASE", help="print the plan of one run")
     parser.add_argument("--collect", type=Path, metavar="FOLDER")
-    parser.add_argument("--results", type=Path, help="where --collect writes, instead of the committed results")
     parser.add_argument("--part", type=int, nargs="+", choices=list(cases.PARTS))
     parser.add_argument("--out", type=Path, default=ROOT / "output" / "gpu_session")
     parser.add_argument("--work", type=Path, default=ROOT / "output" / "gpu_session_work")
-    parser.add_argument("--minutes", type=float, default=9.5, help="of all parts of this call together")
+    parser.add_argument("--minutes", type=float, default=9.5, help="for all parts of this call")
     parser.add_argument("--only", default="", metavar="WORD", help="runs whose name has it, e.g. 2.8b")
     parser.add_argument("--rehearse", action="store_true")
     given = parser.parse_args()
+    planned = [case for part in PLANNED_PARTS for case in cases.cases(part)]
     if given.plans:
-        write_plans(given.work)
+        write_json(PLANS, {"plans": plans_of(planned, given.work)})
     elif given.plan:
-        print(
-            json.dumps(plans_of([case for case in planned_cases() if case.slug == given.plan], given.work)[given.plan])
-        )
-    elif given.collect and given.rehearse:
-        print(*keep_rehearsal(given.collect, given.results or RESULTS), sep="\n")
+        (plan,) = plans_of([case for case in planned if case.slug == given.plan], given.work).values()
+        print(json.dumps(plan))
     elif given.collect:
-        print(*collect(given.collect, given.results or RESULTS, trial=given.results is not None), sep="\n")
+        print(*collect(given.collect, RESULTS), sep="\n")
     elif given.part:
         run_parts(given)
     else:
         parser.error("--plans, --part or --collect")
 
 
-def planned_cases() -> list[cases.Case]:
-    """The runs that a plan is made for."""
-    return [case for part in PLANNED_PARTS for case in cases.cases(part)]
-
-
-def write_plans(work: Path) -> None:
-    """Predict every run of parts 2 to 4 and keep it, with the versions that it was made with."""
-    from zero_recipes.core import environment
-    from zero_recipes.core.files import write_json
-
-    found = {}
-    wanted = planned_cases()
-    for first in range(0, len(wanted), 4):  # what is done is kept: a second call goes on
-        found |= plans_of(wanted[first : first + 4], work)
-        print(f"{len(found)} of {len(wanted)}", flush=True)
-    write_json(PLANS, {"versions": environment.versions(), "plans": found})
-
-
-def plans_of(wanted: list[cases.Case], work: Path) -> dict[str, Any]:
-    """{slug: prediction}, as the run's own plan would be where its versions are known."""
+def plans_of(wanted: list[Case], work: Path) -> dict[str, Any]:
+    """{slug: prediction}, as the run would plan itself with the tested versions of the libraries."""
     from zero_recipes.plan import jobs as plan_jobs
     from zero_recipes.plan.predict import Predictor
 
     jobs = {}
     for case in wanted:
-        recipe = plan_jobs.read_recipe(inputs.write_recipe(case, work, rehearse=False), [])
+        recipe = plan_jobs.read_recipe(write_recipe(case, work, rehearse=False), [])
         strategy = "ddp" if case.strategy == "single" else case.strategy
         known = plan_jobs.read_strategies(recipe, (strategy,))
         config = plan_jobs.model_config(recipe.settings)
@@ -102,39 +92,116 @@ def plans_of(wanted: list[cases.Case], work: Path) -> dict[str, Any]:
 
 
 def run_parts(given: argparse.Namespace) -> None:
-    """The parts one after another. Whatever fails in one, the next begins."""
     given.out.mkdir(parents=True, exist_ok=True)
     given.work.mkdir(parents=True, exist_ok=True)
     plans = json.loads(PLANS.read_text())["plans"] if PLANS.is_file() else {}
     session = Session(given.out, given.work, time.time() + given.minutes * 60, plans, given.rehearse)
-    described = machine.describe(given.work)
     for part in given.part:
         print(f"part {part}: {cases.PARTS[part]}", flush=True)
-        session.write(part, {"case": "machine", "machine": described})
+        session.write(part, {"case": "machine", "machine": describe()})
+        done = session.done(part)
+        for case in cases.cases(part):
+            if case.slug not in done and given.only in case.slug:
+                session.run(case)
+
+
+def describe() -> dict[str, Any]:
+    card = subprocess.run([sys.executable, "-c", DESCRIBE_CARD], capture_output=True, text=True)
+    described = {"cores": psutil.cpu_count(), "host_memory_bytes": psutil.virtual_memory().total}
+    return described | {"card": json.loads(card.stdout) if card.returncode == 0 else None}
+
+
+@dataclass
+class Session:
+    """`deadline` is a time.time(); `plans` maps a slug to its prediction."""
+
+    out: Path
+    work: Path
+    deadline: float
+    plans: dict[str, Any]
+    rehearse: bool = False
+
+    def write(self, part: int, row: dict[str, Any]) -> None:
+        """Append a row to the part's file; it is on the disk when this returns."""
+        with open(self.out / f"part{part}.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(without_nan({"part": part, "rehearsal": self.rehearse} | row)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def done(self, part: int) -> set[str]:
+        """Cases of a part that an earlier call with the same `out` measured."""
+        path = self.out / f"part{part}.jsonl"
+        rows = map(json.loads, path.read_text().splitlines()) if path.is_file() else []
+        return {row["case"] for row in rows if row.get("status") == "ok"}
+
+    def run(self, case: Case) -> None:
+        """Run a case and write its row, whatever happens."""
+        row = {"case": case.slug, "model": case.model, "strategy": case.strategy, "keys": case.keys}
+        row["planned"] = self.plans.get(case.slug)
+        reason = self._cannot(case)
+        if reason:
+            self.write(case.part, row | {"status": "skipped", "error": reason})
+            return
+        folder = self.work / case.slug / "run"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        command = command_of(case, write_recipe(case, self.work, self.rehearse), folder)
+        started = time.time()
+        code = self._ended(command, folder.parent / "log.txt", case)
+        log = (folder.parent / "log.txt").read_text(errors="replace").splitlines()
         try:
-            if part == 5:
-                compare_quantizer(session)
-            else:
-                known = cases.rehearsed(part) if given.rehearse else cases.cases(part)
-                done = session.done(part)
-                wanted = [case for case in known if case.slug not in done and given.only in case.slug]
-                session.run_all(wanted, AT_ONCE.get(part, 1), machine.card_bytes(described))
-        except Exception as error:
-            session.write(part, {"case": "session", "status": "failed", "error": f"{type(error).__name__}: {error}"})
-            print(f"part {part} ended early: {error!r}", flush=True)
+            row |= outcome(case, folder, code, "\n".join(log[-400:]))
+        except Exception as error:  # a row that cannot be read must not end the session
+            row |= {"status": "failed", "error": f"the row cannot be read: {error!r}"}
+        row |= {"seconds": round(time.time() - started, 1)} | ({} if row["status"] == "ok" else {"log": log[-60:]})
+        self.write(case.part, row)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.work / "swap", ignore_errors=True)
+        print(f"{case.slug}: {row['status']} after {row['seconds']:.0f} s {row.get('error') or ''}"[:300], flush=True)
+
+    def _cannot(self, case: Case) -> str | None:
+        left = self.deadline - time.time()
+        if left < (20 if self.rehearse else case.seconds):
+            return f"{max(left, 0):.0f} s are left, it takes about {case.seconds}"
+        plan, memory = self.plans.get(case.slug), psutil.virtual_memory().available
+        needed = 0 if plan is None or self.rehearse else max(plan["host_bytes"]["load"], plan["host_bytes"]["training"])
+        return f"the plan needs {needed:,} bytes of host memory of {memory:,}" if needed > memory else None
+
+    def _ended(self, command: list[str], log: Path, case: Case) -> int:
+        """The exit code; a run that takes too long is killed with the processes that it started."""
+        environment = {"OMP_NUM_THREADS": "4"} | os.environ | {"PYTHONUNBUFFERED": "1"}
+        with open(log, "w") as file:
+            child = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
+            try:
+                return child.wait(min(self.deadline - time.time(), PATIENCE * case.seconds))
+            except subprocess.TimeoutExpired:
+                kill_with_children(psutil.Process(child.pid))
+                return child.wait()
 
 
-def compare_quantizer(session: Session) -> None:
-    """Part 5 in a process of its own: a kernel that fails can take its process along."""
-    command = [*QUANTIZER, str(session.out / "part5.jsonl"), *(["--rehearse"] if session.rehearse else [])]
-    left = session.deadline - time.time()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=max(left, 1))
-        code, log = done.returncode, done.stdout + done.stderr
-    except subprocess.TimeoutExpired as error:
-        code, log = "none: its time was up", str(error.stdout or "")
-    row = {"case": "quantizer", "status": "ok" if code == 0 else "failed", "log": log.splitlines()[-60:]}
-    session.write(5, row | ({} if code == 0 else {"error": f"exit code {code}"}))
+def command_of(case: Case, recipe: Path, folder: Path) -> list[str]:
+    program = f"benchmarks/session/{case.script}"
+    if case.script == "side_by_side.py":
+        return [sys.executable, program, case.strategy, str(recipe), str(folder)]
+    script = [program, str(recipe), "--output_dir", str(folder)]
+    if case.strategy == "single":
+        return [sys.executable, *script]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    launch += [f"accelerate_configs/{case.strategy}.yaml", "--num_processes", "1"]
+    return [*launch, "--main_process_port", str(free_port()), *script]
+
+
+def outcome(case: Case, folder: Path, code: int, log: str) -> dict[str, Any]:
+    """What the run left: status, error, metrics.json and what its script measured beside it."""
+    found: dict[str, Any] = {}
+    if (folder / "beside.json").is_file():
+        found["beside"] = json.loads((folder / "beside.json").read_text())
+    if code:
+        failed_row(folder, case.strategy, code, log).write(folder / FILE)
+    metrics = Metrics.read(folder / FILE)
+    error = "its time was up" if code == -signal.SIGKILL else metrics.error
+    carried = json.loads(metrics.model_dump_json(by_alias=True, exclude_unset=True))
+    return found | {"status": metrics.status, "error": error, "metrics": carried}
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 # One hour on one GPU (H100 or H200), on a machine without a network.
 #
 #   benchmarks/gpu_session.sh wheels        # beforehand, where a package index is: .whl/, about 30 MB
-#   benchmarks/gpu_session.sh 1 5 6         # there: parts 1, 5 and 6; less than 10 minutes a call
-#   benchmarks/gpu_session.sh 2             # ... and 2, 3, 4, a call each (benchmarks/session/cases.py)
-#   benchmarks/gpu_session.sh 7             # throughput beside trl sft and a bare loop; again, until nothing is left
+#   benchmarks/gpu_session.sh 1 5           # there: parts 1 and 5; less than 10 minutes a call
+#   benchmarks/gpu_session.sh 2             # ... and 2, 3, 4, 6, a call each (benchmarks/session/cases.yaml)
 #   python benchmarks/gpu_session.py --collect FOLDER     # afterwards, where the results are
 #
 # There: Python 3.12, torch 2.11 for CUDA 13 with its triton, numpy, pandas and pyarrow, nvcc, ninja and a C++ compiler.
@@ -50,7 +49,7 @@ if [ "${1:-}" = wheels ]; then
     wheels
     exit
 fi
-[ $# -gt 0 ] || { sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2; }
 if [ -d $WHEELS ]; then
     install || exit 1
     export PYTHONPATH="$SITE${PYTHONPATH:+:$PYTHONPATH}"
@@ -83,7 +82,7 @@ ulimit -l unlimited 2>/dev/null # ZeRO-Infinity locks its buffers
 # the machine has no hub to ask, and nobody to report to
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
 export MAX_JOBS=${MAX_JOBS:-$(nproc)}
-parts=$(for each in "$@"; do case $each in [1-7]) echo "$each" ;; esac; done)
-options=$(for each in "$@"; do case $each in [1-7]) ;; *) echo "$each" ;; esac; done)
+parts=$(for each in "$@"; do case $each in [1-6]) echo "$each" ;; esac; done)
+options=$(for each in "$@"; do case $each in [1-6]) ;; *) echo "$each" ;; esac; done)
 minutes=$(awk -v start="$START" -v now="$(date +%s)" -v all="${MINUTES:-9.5}" 'BEGIN { print all - (now - start) / 60 }')
 $PYTHON benchmarks/gpu_session.py --part $parts --out "${OUT:-output/gpu_session}" --minutes "$minutes" $options

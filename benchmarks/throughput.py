@@ -1,12 +1,12 @@
-"""Real tokens per second of four programs side by side: python -m benchmarks.throughput [--workloads NAME ...]
+"""Non-padding tokens per second of four programs side by side: python -m benchmarks.throughput [--workloads NAME ...]
 
-(a) `trl sft` with its defaults, (b) run_sft.py with a fast recipe, (c) a bare loop around deepspeed.initialize (around
-torch's DDP for ddp) on the very batches of (b), (d) a plain PyTorch loop on the same. They take turns in one pair of
-processes, so that whatever else the machine does hits all alike. Before anything is said about speed, all have trained
-on the same rows in as many steps, and their losses on held-out rows agree; otherwise this ends with exit code 1.
+`trl sft` with its defaults, run_sft.py with a fast recipe, a bare loop around deepspeed.initialize (around torch's DDP
+for ddp) and a plain PyTorch loop, the last two on the very batches of the recipe. They take turns in one pair of
+processes, so that what else the machine does hits all alike. Their speeds are compared only where all saw the same rows
+in as many steps and their losses on held-out rows agree; otherwise this ends with exit code 1.
 
-Writes benchmarks/results/throughput.json (each workload takes the place of its earlier measurement), from which
-scripts/throughput_page.py makes docs/throughput.md. --quick: a minute, one strategy, writes nothing without --result.
+Writes benchmarks/results/throughput.json, where each workload replaces its earlier measurement. --quick: a minute, one
+strategy, writes nothing without --result.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.throughput_inputs import Workload, job_of, missing  # noqa: E402
-from benchmarks.throughput_table import COLUMNS, NAMED, NOT_TIMED, together, tokens_per_second  # noqa: E402
 from tests.helpers.group import Group  # noqa: E402
-from zero_recipes.core import environment, tables  # noqa: E402
+from zero_recipes.core import environment  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "throughput.json"
@@ -41,6 +40,7 @@ WORKLOADS = (
 )
 BY_DEFAULT = [each.name for each in WORKLOADS[:3]]  # ten minutes; the last alone takes as long
 QUICK = replace(WORKLOADS[0], name="quick", steps=4)
+NOT_TIMED = 2  # steps: buffers are made, and the recipe's probe reads the second one
 TOLERANCE = 0.01  # of the loss per supervised token
 RATIOS = {"recipe/trl": ("recipe", "trl"), "recipe/engine": ("recipe", "engine"), "engine/plain": ("engine", "plain")}
 Row = dict[str, Any]
@@ -69,7 +69,6 @@ def main(argv: list[str]) -> int:
                 print(f"{workload.name}: skipped, {reason}")
                 continue
             measured = measure(group, workload, strategies, 1 if given.quick else given.rounds)
-            show(measured)
             if result is not None:
                 keep(result, measured)
     except Disagreement as error:
@@ -85,16 +84,16 @@ def measure(group: Group, workload: Workload, strategies: list[str], rounds: int
     started = time.time()
     with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
         job = job_of(workload, Path(folder))
-        rows: dict[str, list[dict[str, Row]]] = {strategy: [] for strategy in strategies}
+        turns: dict[str, list[dict[str, Row]]] = {strategy: [] for strategy in strategies}
         for number in range(rounds):
-            plain = None
+            plain = None  # it knows no strategy: one a round
             for strategy in strategies:
                 named = job | {"strategy": strategy}
-                turn = {p: _run(group, p, named, workload) for p in ("trl", "recipe", "engine")}
-                plain = plain or _run(group, "plain", named, workload)  # it knows no strategy: one a round
+                turn = {p: run(group, p, named, workload) for p in ("trl", "recipe", "engine")}
+                plain = plain or run(group, "plain", named, workload)
                 check(turn | {"plain": plain}, f"{workload.name}, {strategy}")
-                rows[strategy].append(turn | {"plain": plain})
-                print(f"{workload.name}, round {number + 1}, {strategy}: {_in_a_line(rows[strategy][-1])}", flush=True)
+                turns[strategy].append(turn | {"plain": plain})
+                print(f"{workload.name}, round {number + 1}, {strategy}: {in_a_line(turns[strategy][-1])}", flush=True)
     return {
         "name": workload.name,
         "model": workload.model,
@@ -106,38 +105,47 @@ def measure(group: Group, workload: Workload, strategies: list[str], rounds: int
         "pack_length": job["max_length"],
         "packs_per_step": 2 * workload.packs,
         "learning_rate": workload.learning_rate,
-        "strategies": {strategy: summary(turns) for strategy, turns in rows.items()},
+        "strategies": {strategy: summary(found) for strategy, found in turns.items()},
         "seconds": round(time.time() - started),
         "versions": environment.versions(),
         "hardware": environment.hardware("cpu"),
     }
 
 
-def _run(group: Group, program: str, job: Row, workload: Workload) -> Row:
+def run(group: Group, program: str, job: Row, workload: Workload) -> Row:
     ranks = group.run("throughput_cases.run", program=program, job=job)
     return together(ranks, 1 if program == "trl" else workload.accumulation)
+
+
+def together(ranks: list[Row], accumulation: int) -> Row:
+    """What all ranks saw of one training, by optimizer step; a step's seconds are those of the slower rank."""
+    each = range(0, len(ranks[0]["tokens"]), accumulation)
+    by_step = {
+        key: [sum(sum(rank[key][first : first + accumulation]) for rank in ranks) for first in each]
+        for key in ("tokens", "elements", "supervised")
+    }
+    seconds = [max(pair) for pair in zip(*(rank["step_seconds"] for rank in ranks), strict=True)]
+    lengths = sorted(length for rank in ranks for length in rank["row_lengths"])
+    return by_step | {"seconds": seconds, "row_lengths": lengths, "held_out_loss": ranks[0]["held_out_loss"]}
+
+
+def tokens_per_second(program: Row) -> float:
+    return sum(program["tokens"][NOT_TIMED:]) / sum(program["seconds"][NOT_TIMED:])
 
 
 def check(turn: dict[str, Row], where: str) -> None:
     """Raises Disagreement unless all programs saw the same rows in as many steps, and ended with the same loss."""
     recipe = turn["recipe"]
     for name, program in turn.items():
-        for key, what in (("row_lengths", "rows"), ("seconds", "steps")):
-            mine, other = (len(each[key]) for each in (recipe, program))
-            if mine != other:
-                raise Disagreement(f"{where}: {name} saw {other} {what}, recipe {mine}")
+        if len(program["seconds"]) != len(recipe["seconds"]):
+            raise Disagreement(f"{where}: {name} took {len(program['seconds'])} steps, recipe {len(recipe['seconds'])}")
         if program["row_lengths"] != recipe["row_lengths"]:
             raise Disagreement(f"{where}: the rows of {name} have other lengths than those of recipe")
         if sum(program["supervised"]) != sum(recipe["supervised"]):
-            raise Disagreement(
-                f"{where}: {name} supervised {sum(program['supervised'])} tokens, recipe {sum(recipe['supervised'])}"
-            )
+            raise Disagreement(f"{where}: {name} supervised other tokens than recipe")
         gap = abs(program["held_out_loss"] / recipe["held_out_loss"] - 1)
         if not gap <= TOLERANCE:  # NaN is none
-            raise Disagreement(
-                f"{where}: the loss of {name} on held-out rows is {program['held_out_loss']:.4f}, that of recipe "
-                f"{recipe['held_out_loss']:.4f}: {gap:.1%} apart, {TOLERANCE:.0%} is allowed"
-            )
+            raise Disagreement(f"{where}: the held-out losses of {name} and recipe are {gap:.1%} apart")
 
 
 def summary(turns: list[dict[str, Row]]) -> Row:
@@ -160,8 +168,8 @@ def summary(turns: list[dict[str, Row]]) -> Row:
 
 
 def overhead_ms(turns: list[dict[str, Row]]) -> float:
-    """Milliseconds of a step that the recipe takes more than the bare loop: the median over all timed steps, each
-    against the same step of the loop, which has the same batch."""
+    """Milliseconds of a step that the recipe takes more than the bare loop: the median over the timed steps, each
+    beside the same step of the loop, which has the same batch."""
     pairs = (
         zip(turn["recipe"]["seconds"][NOT_TIMED:], turn["engine"]["seconds"][NOT_TIMED:], strict=True) for turn in turns
     )
@@ -169,29 +177,15 @@ def overhead_ms(turns: list[dict[str, Row]]) -> float:
 
 
 def keep(path: Path, measured: Row) -> None:
-    """Put a workload's measurement into the file, in the place of its earlier one; strategies that were not measured
-    now stay, where machine, versions and all that was trained are the same."""
     known = json.loads(path.read_text())["workloads"] if path.is_file() else {}
-    earlier = known.get(measured["name"], {})
-    apart = {"strategies", "seconds"}
-    if earlier.keys() == measured.keys() and all(earlier[key] == measured[key] for key in measured.keys() - apart):
-        together = earlier["strategies"] | measured["strategies"]
-        order = [strategy for strategy in STRATEGIES if strategy in together]
-        measured = measured | {"strategies": {strategy: together[strategy] for strategy in order}}
     known[measured["name"]] = measured
-    order = [each.name for each in WORKLOADS]
-    names = sorted(known, key=lambda name: order.index(name) if name in order else len(order))
-    write_json(path, {"command": "python -m benchmarks.throughput", "workloads": {name: known[name] for name in names}})
+    write_json(path, {"command": "python -m benchmarks.throughput", "workloads": known})
 
 
-def _in_a_line(turn: dict[str, Row]) -> str:
+def in_a_line(turn: dict[str, Row]) -> str:
     speeds = " ".join(f"{name} {tokens_per_second(program):,.0f}" for name, program in turn.items())
     losses = " ".join(f"{program['held_out_loss']:.4f}" for program in turn.values())
     return f"{speeds} tokens/s; losses {losses}"
-
-
-def show(measured: Row) -> None:
-    tables.print_columns(NAMED, COLUMNS, list(measured["strategies"].items()), tables.terminal())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ class Workload:
     learning_rate: float
     packs: int = 1  # of a process in a step
     at_once: int = 1  # of them in a micro batch
-    recipe: dict[str, Any] = field(default_factory=dict)  # keys laid over the fast recipe
 
     @property
     def accumulation(self) -> int:
@@ -72,7 +71,6 @@ def job_of(workload: Workload, folder: Path) -> dict[str, Any]:
     fast |= {"ddp_find_unused_parameters": False}  # the Trainer would look for some after each backward pass
     fast |= {"supervised_logits_only": True}
     fast |= {"save_model": False, "overwrite": True, "skip_plan": True, "logging_steps": 10}
-    fast |= workload.recipe
     (folder / "recipe.yaml").write_text(json.dumps(same | fast, indent=2))  # JSON is YAML
     return {
         "folder": str(folder),

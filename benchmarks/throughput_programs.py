@@ -43,6 +43,7 @@ class Seen:
     batches: list[Batch] = field(default_factory=list)
     model: Any = None  # what is called: an engine, DDP, or the model itself
     trainer: Any = None
+    config: dict | None = None  # of the engine that the trainer made
 
     def mark(self) -> None:
         if self.device == "cuda":
@@ -86,6 +87,8 @@ def watched(seen: Seen, *callbacks: TrainerCallback, keep_batches: bool = False)
     ):
         yield
     seen.model = seen.trainer.model_wrapped
+    plugin = seen.trainer.accelerator.state.deepspeed_plugin
+    seen.config = None if plugin is None else copy.deepcopy(plugin.deepspeed_config)
 
 
 def counting(collate: Callable[[list[dict]], Batch], seen: Seen, keep_batches: bool) -> Callable:
@@ -108,16 +111,12 @@ def trl(job: dict, seen: Seen) -> None:
         sft.main(*sft.make_parser().parse_args_and_config(arguments_of(job, "trl"), fail_with_unknown_args=False))
 
 
-def recipe(job: dict, seen: Seen) -> dict | None:
-    """run_sft.py with the recipe; keeps its batches. Returns the configuration that its engine was given."""
-    import run_sft
+def recipe(job: dict, seen: Seen) -> None:
+    """run_sft.py with the recipe; keeps its batches."""
+    from tests.helpers import cases
 
-    path = Path(job["folder"]) / "recipe.yaml"
-    run = run_sft.prepare([str(path), *arguments_of(job, "recipe")])
     with watched(seen, keep_batches=True):
-        trainer = run_sft.train(run)
-    plugin = trainer.accelerator.state.deepspeed_plugin
-    return None if plugin is None else copy.deepcopy(plugin.deepspeed_config)
+        cases.train([str(Path(job["folder"]) / "recipe.yaml"), *arguments_of(job, "recipe")])
 
 
 def arguments_of(job: dict, program: str) -> list[str]:
@@ -128,7 +127,7 @@ def arguments_of(job: dict, program: str) -> list[str]:
 
 
 def engine(job: dict, seen: Seen, batches: list[Batch], config: dict | None) -> None:
-    """A bare loop around the engine of the strategy, on `batches`. `config`: what the recipe's engine was given."""
+    """A bare loop around the engine of the strategy, with the configuration of the recipe's engine."""
     if config is None:
         plain(job, seen, batches, wrap=dist.get_world_size() > 1)
         return
@@ -239,16 +238,7 @@ def held_out_loss(seen: Seen, rows: list[dict[str, list[int]]]) -> float:
     return float(found[0] / found[1])
 
 
-@dataclass
-class Kept:
-    """What the recipe leaves for the programs after it, in this process."""
-
-    seen: Seen | None = None
-    config: dict | None = None
-
-
-KEPT = Kept()
-PROGRAMS = ("trl", "recipe", "engine", "plain")
+LAST_RECIPE: list[Seen] = []  # what the recipe left for the programs after it
 
 
 def run(program: str, job: dict) -> dict:
@@ -258,13 +248,13 @@ def run(program: str, job: dict) -> dict:
     if program == "trl":
         trl(job, seen)
     elif program == "recipe":
-        KEPT.config = recipe(job, seen)
-        KEPT.seen = seen
+        recipe(job, seen)
+        LAST_RECIPE[:] = [seen]
     elif program == "engine":
-        engine(job, seen, KEPT.seen.batches, KEPT.config)
+        engine(job, seen, LAST_RECIPE[0].batches, LAST_RECIPE[0].config)
     else:
-        plain(job, seen, KEPT.seen.batches)
-    fed = seen if seen.lengths else KEPT.seen
+        plain(job, seen, LAST_RECIPE[0].batches)
+    fed = seen if seen.lengths else LAST_RECIPE[0]
     found = {
         "step_seconds": [later - earlier for earlier, later in zip(seen.marks, seen.marks[1:], strict=False)],
         "tokens": [sum(lengths) for lengths in fed.lengths],

@@ -8,28 +8,13 @@ from typing import Any
 
 import yaml
 
-from benchmarks.session.cases import LENGTH, Case
+from benchmarks.session.cases import SHAPES, Case
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "zero_recipes" / "plan" / "models"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-SHAPES = {  # that the planner has no file of
-    "llama-1b": {  # TinyLlama-1.1B, arXiv:2401.02385, table 2
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 2048,
-        "tie_word_embeddings": False,
-        "vocab_size": 32000,
-        "dtype": "bfloat16",
-    }
-}
 SMALLER = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-ROWS = 512
+ROWS, LENGTH = 512, 512  # of the data, and tokens of a row
 BASE = {
     "bf16": True,
     "max_length": LENGTH,
@@ -50,10 +35,11 @@ def write_recipe(case: Case, work: Path, rehearse: bool) -> Path:
     The plan is held against the run, so the run makes none itself: `skip_plan`. `rehearse`: the same on the CPU, a
     few steps of a model of two layers.
     """
+    saves = case.keys.get("save_model", False)
     if case.model == "tiny":
         recipe = yaml.safe_load((ROOT / "recipes" / "tiny.yaml").read_text())
         recipe |= {"model_name_or_path": str(ROOT / "tiny_world" / "base"), "dataset_name": str(ROOT / "tiny_world")}
-        recipe |= {"save_model": False} | ({} if case.saves else {"eval_strategy": "no", "sample_prompts": None})
+        recipe |= {"save_model": False} | ({} if saves else {"eval_strategy": "no", "sample_prompts": None})
     else:
         recipe = _shaped(case.model, work, rehearse)
     recipe |= case.keys | {"skip_plan": True, "overwrite": True}
@@ -63,7 +49,7 @@ def write_recipe(case: Case, work: Path, rehearse: bool) -> Path:
         recipe["nvme_path"] = str(swap)
     if rehearse:
         recipe |= {"use_cpu": True, "max_steps": min(recipe["max_steps"], 6), "max_length": 64}
-        recipe |= {"eval_steps": 3} if case.saves else {}
+        recipe |= {"eval_steps": 3} if saves else {}
         recipe |= {"fp16": False, "bf16": True}  # fp16 is refused on CPUs
         recipe |= {"attn_implementation": "sdpa"}  # torch's flex_attention has no backward pass on CPUs
     path = work / case.slug / "recipe.yaml"

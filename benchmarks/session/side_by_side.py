@@ -1,9 +1,8 @@
 """`trl sft` with its defaults, the recipe and a bare loop, one after the other: side_by_side.py STRATEGY RECIPE FOLDER
 
-One process, which stays up; the programs are those of benchmarks/throughput.py. All train on the same rows from the
-same random weights: rows of max_length tokens, 8 a step; of a recipe with `packing`, rows of very uneven length, in
-as many steps. Writes FOLDER/beside.json, and the recipe's metrics.json beside it. A program that fails, `trl sft` out
-of memory for one, leaves its error there, and the next begins.
+The programs of benchmarks/throughput.py in one process. All train on the same rows from the same random weights: rows
+of max_length tokens, 8 a step; for a recipe with `packing`, rows of very uneven length in as many steps. Writes
+FOLDER/beside.json and the recipe's metrics.json. A program that fails leaves its error there, and the next begins.
 """
 
 from __future__ import annotations
@@ -29,17 +28,19 @@ def main(strategy: str, path: Path, folder: Path) -> None:
     device = "cpu" if recipe.get("use_cpu") else "cuda"
     from zero_recipes.core.process import free_port, leave
 
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
-    os.environ |= {key: str(value) for key, value in alone.items()} | {"MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     deepspeed.init_distributed("gloo" if device == "cpu" else "nccl", auto_mpi_discovery=False, verbose=False)
+    import torch
+
     from benchmarks import throughput_programs
     from tests.helpers.forget import forget_last_run
 
-    job, accumulation = job_of(strategy, recipe, folder, device)
+    job = job_of(strategy, recipe, folder, device)
     found = {}
     environment = dict(os.environ)
     for program in ("trl", "recipe", "engine"):
@@ -48,22 +49,19 @@ def main(strategy: str, path: Path, folder: Path) -> None:
         forget_last_run()
         try:
             ran = throughput_programs.run(program, job)
-            found[program] = ran | {"accumulation": 1 if program == "trl" else accumulation}
-        except Exception as error:
+            found[program] = ran | {"accumulation": 1 if program == "trl" else job["accumulation"]}
+        except Exception as error:  # `trl sft` out of memory is a result
             found[program] = {"error": f"{type(error).__name__}: {error}"[:2000]}
-        print(program, found[program].get("error") or found[program]["step_seconds"], flush=True)
-        (folder / "beside.json").write_text(json.dumps({"programs": found}))  # what is done is kept
+        (folder / "beside.json").write_text(json.dumps({"programs": found}))
         if device == "cuda":
-            import torch
-
             torch.cuda.empty_cache()
     if "error" not in found["recipe"]:
         shutil.copy(folder / "recipe" / "metrics.json", folder / "metrics.json")
     leave(1 if "error" in found["recipe"] else 0)
 
 
-def job_of(strategy: str, recipe: dict, folder: Path, device: str) -> tuple[dict, int]:
-    """(what benchmarks/throughput_programs.py takes, micro batches of a step); writes weights, rows and recipe."""
+def job_of(strategy: str, recipe: dict, folder: Path, device: str) -> dict:
+    """What benchmarks/throughput_programs.py takes; writes weights, rows and recipe to `folder`."""
     from transformers import AutoTokenizer
 
     from benchmarks.throughput_inputs import MICRO_BATCH, pack_length
@@ -99,7 +97,7 @@ def job_of(strategy: str, recipe: dict, folder: Path, device: str) -> tuple[dict
         "strategy": strategy,
         "trl": same | {"max_length": longest},  # its default of 1,024 would cut rows
         "recipe": {},
-    }, accumulation
+    }
 
 
 def texts_of(count: int, longest: int, packs: int | None, per_word: float) -> list[str]:
