@@ -288,7 +288,7 @@ SECTIONS = {
         ),
     ],
     "The output folder": [
-        recipe("an output folder that is a file", "output_dir: recipe.yaml", "output_dir: out", "ZR701"),
+        recipe("an output folder that is a file", "output_dir: recipe.yaml", "output_dir: out", "ZR748"),
         Fault(
             "to resume and to overwrite",
             Side(overrides=("--resume_from_checkpoint", "true", "--overwrite", "true")),

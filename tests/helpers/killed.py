@@ -19,12 +19,6 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def orphan() -> None:
-    """Kill the launcher, and live on."""
-    os.kill(os.getppid(), signal.SIGKILL)
-    signal.pause()
-
-
 def terminate() -> None:
     """End the launcher, which is this process's parent, and wait for what it does to its workers."""
     os.kill(os.getppid(), signal.SIGTERM)
@@ -32,7 +26,7 @@ def terminate() -> None:
 
 
 def sabotage(place: str, step: int) -> None:
-    """Let this rank die while it trains step `step` ("step", "terminate", "orphan"), or while it saves after it."""
+    """Let this rank die while it trains step `step` ("step", "terminate"), or while it saves after it."""
     import torch
 
     from zero_recipes.checkpoint import manifest
@@ -70,8 +64,8 @@ def sabotage(place: str, step: int) -> None:
         lambda *_: saves.append(step),
         lambda trainer, *_: trainer.state.global_step == step,
     )
-    if place in ("step", "terminate", "orphan"):
-        act = {"step": die, "terminate": terminate, "orphan": orphan}[place]
+    if place in ("step", "terminate"):
+        act = {"step": die, "terminate": terminate}[place]
         before(Trainer, "training_step", lambda *_: act(), lambda trainer, *_: trainer.state.global_step == step - 1)
     elif place in ("begun", "weights", "random"):
         names = {"begun": "save_model", "weights": "_save_optimizer_and_scheduler", "random": "_save_rng_state"}

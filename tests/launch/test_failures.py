@@ -129,7 +129,7 @@ def test_a_refused_strategy_is_a_row_and_the_sweep_goes_on(recipe, tmp_path):
     row = json.loads((tmp_path / "zero1" / "metrics.json").read_text())
     assert row["status"] == "refused" and "parameters" not in row
     assert row["error"].startswith("refused: global_batch_size 7") and "fix:" in row["error"]
-    kept = tmp_path / "zero1" / "earlier-1" / "metrics.json"
+    kept = tmp_path / "zero1.previous" / "metrics.json"
     assert kept.read_text() == '{"status": "ok", "parameters": 7}', "the earlier run's numbers were lost"
 
 

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,9 @@ from tests.helpers.killed import PLACES, RANK_0_ONLY
 from tests.helpers.resuming import RESULT, arguments, resume_recipe
 from tests.helpers.two_ranks import forked, two_ranks
 from zero_recipes.checkpoint import manifest
-from zero_recipes.checkpoint.lock import LOCK
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
 from zero_recipes.core.files import write_json
-from zero_recipes.core.process import free_port, lives
+from zero_recipes.core.process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 RESUME = ("--resume_from_checkpoint", "true")
@@ -71,40 +69,17 @@ def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
     assert (gaps["weights"], gaps["states"]) == (0.0, 0.0) and gaps["tensors"] > 40
 
 
-def test_killed_before_its_first_step_nothing_is_lost_and_the_same_command_goes_on(one, tmp_path):
+def test_killed_before_its_first_step_the_run_before_is_kept_and_the_same_command_goes_on(one, tmp_path):
     recipe, out = resume_recipe(tmp_path, save_steps=2, save_model=True), tmp_path / "out"
     one.run("train", argv=arguments(recipe, "ddp", out))
-    old = {
-        name: (out / name).read_bytes() for name in ("model.safetensors", "metrics.json", "checkpoint-2/manifest.json")
-    }
+    names = ("model.safetensors", "metrics.json", "checkpoint-2/manifest.json")
+    old = {name: (out / name).read_bytes() for name in names}
     again = [str(recipe), "--output_dir", str(out), "--overwrite", "true", "--seed", "5"]
     (killed,) = forked("tests/helpers/killed.py", again, [{"KILL": "step:0:1"}], tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
-    assert {name: (out / "overwritten-1" / name).read_bytes() for name in old} == old
-    assert "ZR749" in one.run("refusal_of", argv=[*again[:3], *RESUME])[0]
     one.run("train", argv=again)
-    assert not list(out.glob("overwritten-*")) and (out / "model.safetensors").read_bytes() != old["model.safetensors"]
-
-
-@pytest.mark.grid  # an orphaned worker without a launcher: unit/test_output_lock.py
-def test_a_run_beside_workers_whose_launcher_was_killed_is_refused(one, tmp_path):
-    recipe, out = resume_recipe(tmp_path, save_steps=2), tmp_path / "out"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "KILL": "orphan:0:2"}
-    command = command_of("ddp", recipe, out)
-    launched = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, timeout=400)
-    assert launched.returncode == -signal.SIGKILL
-    workers = [holder["pid"] for holder in json.loads((out / LOCK).read_text())]
-    try:
-        assert len(workers) == 2 and all(map(lives, workers))
-        before = sorted(path.name for path in out.iterdir())
-        for more in (RESUME, ("--overwrite", "true")):
-            said = one.run("refusals_with_reasons", argv=arguments(recipe, "ddp", out, *more))[0]
-            assert "ZR747" in said and all(f"process {pid} on " in said for pid in workers)
-        assert sorted(path.name for path in out.iterdir()) == before
-    finally:
-        for pid in workers:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    assert {name: (tmp_path / "out.previous" / name).read_bytes() for name in old} == old
+    assert (out / "model.safetensors").read_bytes() != old["model.safetensors"]
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from tests.helpers.tiny import write_recipe
 from zero_recipes.checks.ds_keys import ds_key_names, unknown_key_findings
 from zero_recipes.cli import main as cli
 from zero_recipes.cli import sweep as sweeping
-from zero_recipes.cli.earlier_results import EarlierResults
 from zero_recipes.cli.set_values import combinations, option_words, parse_sets, run_names
 from zero_recipes.cli.sweep_runs import runs_of, with_values
 from zero_recipes.config import recipe as recipes
@@ -283,31 +282,6 @@ def test_a_damaged_list_of_values_is_refused_and_kept(recipe, tmp_path, capsys):
     save(tmp_path / "zero1", metrics("zero1"))
     assert cli.main(["report", str(tmp_path)]) == 2 and "ZR362" in capsys.readouterr().err
     assert (tmp_path / "sweep.json").read_text() == '{"schema": 2'
-
-
-@pytest.mark.parametrize("finished", [True, False])
-def test_what_an_earlier_run_left_is_no_row_and_is_not_lost(finished, tmp_path):
-    save(tmp_path / "zero1", metrics("zero1") if finished else {"status": "failed"})
-    (tmp_path / "zero1" / "failure.rank1.json").write_text("{}")
-    old = (tmp_path / "zero1" / "metrics.json").read_text()
-    earlier = EarlierResults(tmp_path / "zero1")
-    assert (tmp_path / "zero1" / "metrics.json").read_text() == old, "it was taken away before the run began"
-    earlier.move_aside()
-    assert not (tmp_path / "zero1" / "metrics.json").exists()
-    assert not (tmp_path / "zero1" / "failure.rank1.json").exists()
-    assert (earlier.kept_in is not None) == finished
-    if finished:
-        assert (tmp_path / "zero1" / "earlier-1" / "metrics.json").read_text() == old
-
-
-def test_what_the_new_run_wrote_is_its_row(tmp_path):
-    save(tmp_path / "zero1", metrics("zero1"))
-    earlier = EarlierResults(tmp_path / "zero1")
-    for run in read_runs(tmp_path):
-        run.model_copy(update={"parameters": 7}).write(tmp_path / "zero1" / "metrics.json")
-    earlier.move_aside()
-    assert json.loads((tmp_path / "zero1" / "metrics.json").read_text())["parameters"] == 7
-    assert earlier.kept_in is None and not (tmp_path / "zero1" / "earlier-1").exists()
 
 
 # ---------------------------------------------------------------- the report

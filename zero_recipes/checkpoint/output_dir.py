@@ -1,53 +1,45 @@
-"""An output folder that is safe to write into, and the checkpoint to go on from."""
+"""The output folder of a run: one run at a time, never what another run saved, never what this run reads.
+
+    refuse_occupied, refuse_in_use   before anything is loaded; they touch nothing
+    hold_output_dir                  the lock, for as long as the run lives (collective)
+    claim_output_dir                 rank 0, once nothing can refuse any more: from here on the folder is this run's
+
+`--overwrite true` renames the whole folder to `<output_dir>.previous`, and deletes the one that was there before. A
+folder in which nothing was saved is not kept: a run that fails at once, again and again, does not push out the last
+results.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import re
-from collections.abc import Collection, Sequence
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from zero_recipes.checkpoint import overwrite as overwriting
+from filelock import FileLock, Timeout
+
+from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.resume import clear_unfinished, numbered, resumes_in
-from zero_recipes.config.paths_read import Input
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal, refusal
+from zero_recipes.core.process import rank
+from zero_recipes.distributed.agree import agree
 
-FAILURE = re.compile(r"failure\.rank\d+\.json")
-
-
-def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: Sequence[Input] = ()) -> None:
-    """Refuse a folder that holds what an earlier run saved, unless the recipe resumes it or overwrites it; and to
-    overwrite what the run reads (`inputs`) or what no run of ours wrote. Touches nothing."""
-    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise refusal("ZR701", output_dir=output_dir, existing=existing)
-    if overwrite:
-        overwriting.refuse_deleting_inputs(output_dir, inputs)
-        return
-    for aside in overwriting.interrupted(output_dir):
-        raise refusal("ZR749", aside=aside, output_dir=output_dir)
-    found = saved_in(output_dir)
-    if not found or resumes_in(output_dir, resume):
-        return
-    fixes = ["Choose another --output_dir"]
-    if numbered(output_dir):
-        fixes.append("go on from its last checkpoint with --resume_from_checkpoint true")
-    if _may_overwrite(output_dir, inputs):
-        fixes.append("replace it with --overwrite true (deletes the above once the new run has taken its first step)")
-    raise refusal(
-        "ZR702",
-        output_dir=output_dir,
-        found=", ".join(path.name for path in found[:4]),
-        what=" ..." if len(found) > 4 else "",
-        fixes=", or ".join(fixes),
-    )
-
-
-def _may_overwrite(output_dir: Path, inputs: Sequence[Input]) -> bool:
-    try:
-        overwriting.refuse_deleting_inputs(output_dir, inputs)
-        return True
-    except Refusal:
-        return False
+LOCK = ".zero-recipes.lock"
+LOCK_SECONDS = 1.0  # `refuse_in_use` of another start holds the lock for a moment
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
+UNFINISHED_STATUS = ("failed", "oom", "diverged", "refused")  # of metrics.json
+# keys whose text may be a path without a slash in it; of any other key, text with one that exists is a path
+PATHS = {"model_name_or_path", "dataset_name", "datasets", "chat_template_path", "sample_prompts", "deepspeed"}
+PATHS |= {"resume_from_checkpoint", "fsdp_config", "accelerator_config", "nvme_path"}
+WRITTEN = {"output_dir", "run_name"}
 
 
 def saved_in(output_dir: Path) -> list[Path]:
@@ -55,23 +47,231 @@ def saved_in(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
         return []
     weights = sorted(p for pattern in ("*.safetensors", "pytorch_model*.bin") for p in output_dir.glob(pattern))
-    metrics = [output_dir / "metrics.json"] if overwriting.is_finished(output_dir) else []
+    metrics = [output_dir / "metrics.json"] if _is_finished(output_dir / "metrics.json") else []
     return [*numbered(output_dir), *weights, *metrics]
 
 
-def claim_output_dir(
-    output_dir: Path, overwrite: bool, inputs: Sequence[Input] = (), passed_over: Collection[Path] = ()
-) -> Path | None:
-    """Make the folder this run's: an earlier run's failure files and unfinished checkpoints go; under `overwrite` all
-    that it left is moved aside, into the folder that is returned. `passed_over`: checkpoints whose contents were found
-    damaged."""
-    overwriting.recover(output_dir)
-    aside = None
+def _is_finished(metrics: Path) -> bool:
+    """Whether a metrics.json is there and does not say that its run has failed; one that cannot be read is kept."""
+    try:
+        return json.loads(metrics.read_text())["status"] not in UNFINISHED_STATUS
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return True
+
+
+# what the run reads
+
+
+@dataclass(frozen=True)
+class Input:
+    """One path that a run reads, and what names it."""
+
+    key: str
+    path: Path
+
+    def identities(self) -> set[tuple[int, int]]:
+        """Device and inode of the path, of the files in it, and of every folder above: a rename of one of them, under
+        whatever name or mount, takes the input away."""
+        above = {*self.path.absolute().parents, *self.path.resolve().parents}
+        files = [path for path in self.path.glob("*") if path.is_file()] if self.path.is_dir() else []
+        return {_identity(path.stat()) for path in (self.path, *above, *files)}
+
+
+def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) -> list[Input]:
+    """What exists of what the recipe, its keys and the launcher's environment name. `settings`: as the recipe says."""
+    found = [Input("the recipe", path) for path in _paths(str(recipe), True)]
+    found.append(Input("the working directory", Path.cwd()))
+    for key, value in settings.as_dict().items():
+        if key not in WRITTEN:
+            found += [Input(key, path) for text in _texts(value) for path in _paths(text, key in PATHS)]
+    for entry in settings.datasets if isinstance(settings.datasets, list) else ():
+        if isinstance(entry, Mapping):
+            files = _texts([entry.get("data_files"), entry.get("data_dir")])
+            names = [os.path.join(str(entry.get("path")), text) for text in files]
+            found += [Input("datasets", path) for name in names for path in _paths(name, True)]
+    config = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    found += [Input("the DeepSpeed configuration", path) for path in _paths(config or "", True)]
+    return found + [base for model in found if model.key == "model_name_or_path" for base in _base_of(model.path)]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a value, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(part)
+
+
+def _paths(text: str, surely: bool) -> list[Path]:
+    """The path that a text names, if there is one; of a pattern with wildcards the folder that it looks into."""
+    with suppress(OSError, ValueError):  # too long, or a NUL: no path
+        path = Path(text).expanduser()
+        while surely and not path.exists() and any(mark in str(path) for mark in "*?["):
+            path = path.parent
+        if text and (surely or os.sep in text) and path.exists():
+            return [path]
+    return []
+
+
+def _base_of(model: Path) -> list[Input]:
+    """The model that an adapter belongs to."""
+    try:
+        base = json.loads((model / "adapter_config.json").read_text())["base_model_name_or_path"]
+        return [Input("model_name_or_path (the adapter's base)", path) for path in _paths(base, True)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+# before anything is loaded
+
+
+def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: Sequence[Input] = ()) -> None:
+    """Refuse a folder that holds what an earlier run saved, unless the recipe resumes it or overwrites it; and to
+    overwrite what the run reads. Touches nothing."""
+    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise _not_writable(output_dir, f"{existing} is a file")
+    found = saved_in(output_dir)
+    if not found:
+        return
     if overwrite:
-        overwriting.refuse_deleting_inputs(output_dir, inputs)  # others may have written there meanwhile
-        aside = overwriting.move_aside(output_dir)
+        _refuse_foreign(output_dir)
+        _refuse_moving(output_dir, inputs)
+    elif not resumes_in(output_dir, resume):
+        listed = ", ".join(path.name for path in found[:4]) + (" ..." if len(found) > 4 else "")
+        raise refusal("ZR702", output_dir=output_dir, found=listed, previous=previous_of(output_dir))
+
+
+def _refuse_foreign(output_dir: Path) -> None:
+    """Neither what is renamed nor what is deleted may be another program's."""
+    for folder in (output_dir, previous_of(output_dir)):
+        ours = [*folder.glob("metrics.json"), *folder.glob("recipe.resolved.yaml")]
+        ours += [path for path in numbered(folder) if not manifest.is_foreign(path)]
+        if folder.exists() and not ours:
+            raise _not_kept(output_dir, f"{folder} holds no run of zero-recipes")
+
+
+def _refuse_moving(output_dir: Path, inputs: Sequence[Input]) -> None:
+    """Refuse to overwrite what the run reads, also by a link or another mount."""
+    going = {}
+    for folder in (output_dir.resolve(), previous_of(output_dir)):
+        paths = (folder, *folder.rglob("*")) if folder.is_dir() else ()
+        going |= {_identity(path.lstat()): path for path in paths}
+    for used in inputs:
+        met = used.identities() & going.keys()
+        if met:
+            raise refusal("ZR751", path=going[met.pop()], key=used.key, read=used.path)
+
+
+def refuse_in_use(output_dir: Path) -> None:
+    """Refuse a folder in which a run is alive. Touches nothing."""
+    if (output_dir / LOCK).is_file():
+        lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
+        with suppress(PermissionError):  # a folder of another user: `hold_output_dir` refuses it
+            _acquire(lock, output_dir)
+        lock.release()
+
+
+# the run's own
+
+
+@contextmanager
+def hold_output_dir(output_dir: Path) -> Iterator[None]:
+    """Hold the folder for this run. Every rank enters (collective); rank 0 holds the lock, which the kernel drops with
+    the process, so that none is ever stale.
+
+    Raises Refusal on every rank where another run is alive, or the folder cannot be written. A run that is refused
+    inside leaves neither the file nor a folder that was made for it.
+    """
+    made = [path for path in (output_dir, *output_dir.absolute().parents) if not path.exists()]
+    lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
+    agree(partial(_make_and_acquire, lock, output_dir) if rank() == 0 else lambda: None)
+    try:
+        yield
+    except Refusal:
+        _release(lock, output_dir)
+        with suppress(OSError):
+            for folder in made if rank() == 0 else ():
+                folder.rmdir()
+        raise
+    finally:
+        _release(lock, output_dir)
+
+
+def _make_and_acquire(lock: FileLock, output_dir: Path) -> None:
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        _acquire(lock, output_dir)
+    except OSError as error:
+        raise _not_writable(output_dir, f"{error.strerror}: {error.filename}") from None
+
+
+def _acquire(lock: FileLock, output_dir: Path) -> None:
+    try:
+        lock.acquire(timeout=LOCK_SECONDS)
+    except Timeout:
+        raise refusal("ZR747", output_dir=output_dir, lock=output_dir / LOCK) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        print(f"{output_dir} lies on a file system without locks: another run in it is not seen", flush=True)
+
+
+def _release(lock: FileLock, output_dir: Path) -> None:
+    if lock.is_locked:
+        (output_dir / LOCK).unlink(missing_ok=True)  # while it is held: nobody else holds a file of this name
+        lock.release()
+
+
+def claim_output_dir(output_dir: Path, overwrite: bool, passed_over: Collection[Path] = ()) -> Path | None:
+    """Make the folder this run's, on rank 0, which holds it: an earlier run's failure files and unfinished checkpoints
+    go; under `overwrite` the folder as it was is kept beside it, and returned.
+
+    `passed_over`: checkpoints whose contents were found damaged.
+    """
+    previous = keep_previous(output_dir) if overwrite else None
     clear_unfinished(output_dir, passed_over)
     for path in output_dir.glob("failure.rank*.json"):
-        if FAILURE.fullmatch(path.name) and path.is_file():
+        if re.fullmatch(r"failure\.rank\d+\.json", path.name) and path.is_file():
             path.unlink()
-    return aside
+    return previous
+
+
+def keep_previous(output_dir: Path) -> Path | None:
+    """Rename the folder, if anything was saved in it, to `previous_of(output_dir)`, which is returned, and make it
+    anew; a lock that is held in it goes on in the new one. Raises Refusal."""
+    if not saved_in(output_dir):
+        return None
+    _refuse_foreign(output_dir)
+    previous = previous_of(output_dir)
+    try:
+        if previous.exists():
+            shutil.rmtree(previous)
+        output_dir.resolve().rename(previous)
+        output_dir.resolve().mkdir()
+        if (previous / LOCK).exists():
+            (previous / LOCK).rename(output_dir / LOCK)
+    except OSError as error:
+        raise _not_kept(output_dir, f"{error.strerror}: {error.filename}") from None
+    return previous
+
+
+def previous_of(output_dir: Path) -> Path:
+    """Where `--overwrite true` keeps what was in the folder; of a link, beside the folder that it leads to."""
+    folder = output_dir.resolve()
+    return folder.with_name(f"{folder.name}.previous")
+
+
+def _not_kept(output_dir: Path, reason: str) -> Refusal:
+    return refusal("ZR752", output_dir=output_dir, previous=previous_of(output_dir), reason=reason)
+
+
+def _not_writable(output_dir: Path, reason: str) -> Refusal:
+    return refusal("ZR748", output_dir=output_dir, reason=reason)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from zero_recipes.checkpoint.output_dir import saved_in
+from zero_recipes.checkpoint.output_dir import previous_of, saved_in
 from zero_recipes.checks.lower_bounds import batch_bytes, disk_terms, host_terms
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import Settings
@@ -66,8 +66,9 @@ def disk_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> It
     """More to save than the disk takes: the run would end at its first checkpoint or, trained, at its last line."""
     terms = disk_terms(run.strategy, run.settings, config, psi, here)
     free = host.free_disk(run.output_dir)
-    # an earlier run's checkpoints go: all under overwrite, one by one under save_total_limit
-    going = sum(path.stat().st_size for folder in saved_in(run.output_dir) for path in _files(folder))
+    # what goes before: under overwrite the run before the last one, else checkpoints, one by one by save_total_limit
+    leaving = [previous_of(run.output_dir)] if run.settings.overwrite else saved_in(run.output_dir)
+    going = sum(path.stat().st_size for folder in leaving for path in _files(folder))
     if sum(terms.values()) > free + going:
         yield finding(
             "ZR609",

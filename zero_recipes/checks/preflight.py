@@ -11,8 +11,7 @@ from typing import Any
 from huggingface_hub import constants
 
 from zero_recipes.checkpoint.compatibility import fit_findings
-from zero_recipes.checkpoint.lock import refuse_in_use
-from zero_recipes.checkpoint.output_dir import refuse_occupied
+from zero_recipes.checkpoint.output_dir import inputs_of, refuse_in_use, refuse_occupied
 from zero_recipes.checkpoint.resume import checkpoint_to_resume
 from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
 from zero_recipes.checks.cache import on_hub
@@ -30,7 +29,6 @@ from zero_recipes.config import run as run_config
 from zero_recipes.config import strategy as strategies
 from zero_recipes.config.accelerate import launcher_findings, precision_findings
 from zero_recipes.config.launch_keys import launch_key_findings, launch_of
-from zero_recipes.config.paths_read import inputs_of
 from zero_recipes.config.recipe import RecipeFile, steps_by_epochs
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import Settings

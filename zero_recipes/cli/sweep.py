@@ -17,9 +17,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from zero_recipes.checkpoint.lock import refuse_in_use
-from zero_recipes.checkpoint.output_dir import saved_in
-from zero_recipes.cli.earlier_results import EarlierResults
+from zero_recipes.checkpoint.output_dir import claim_output_dir, refuse_in_use, refuse_occupied, saved_in
 from zero_recipes.cli.sweep_runs import SweepRun, refuse_own_ds_config, runs_of
 from zero_recipes.config.ds_auto import NVME_PATH
 from zero_recipes.core.findings import refusal
@@ -76,17 +74,16 @@ def sweep(
     for number, run in enumerate(runs, 1):
         folder = output_dir / run.name
         label = f"[{number}/{len(runs)}] {run.name}"
-        earlier = EarlierResults(folder)
+        previous = claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
+        (folder / FILE).unlink(missing_ok=True)
         start = time.perf_counter()
         if run.refusal is not None:
-            earlier.move_aside()
             row = _refused_row(folder, recipe.stem, run)
         else:
             config = run.config_in(folder)
             words = [*overrides, *run.words]
             command = launch_of_strategy(recipe, config, num_processes, folder, words, script)
             exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
-            earlier.move_aside()
             row = _row(folder, run.strategy, exit_code, log)
         seconds = time.perf_counter() - start
         outcomes.append(Outcome(run.name, row.status, seconds, folder))
@@ -94,7 +91,7 @@ def sweep(
         ending += f", see {folder / 'log.txt'}" if row.status != "ok" and run.refusal is None else ""
         if row.status == "refused":
             ending += f": {row.error.removeprefix('refused: ').partition(' why: ')[0]}"
-        ending += f"; the results that were there are in {earlier.kept_in}" if earlier.kept_in else ""
+        ending += f"; the results that were there are in {previous}" if previous else ""
         console.print(ending, markup=False, highlight=False, soft_wrap=True)
     return outcomes
 
@@ -173,6 +170,8 @@ def _refuse_occupied(folders: list[Path], overrides: list[str]) -> None:
     overwrites = "--overwrite" in overrides and overrides[overrides.index("--overwrite") + 1 :][:1] != ["false"]
     if occupied and not overwrites:
         raise refusal("ZR329", occupied=", ".join(map(str, occupied)), what="s" if len(occupied) == 1 else "")
+    for folder in occupied:
+        refuse_occupied(folder, None, overwrite=True)
 
 
 def _run(command: list[str], folder: Path, label: str, console: Console, threads: int) -> tuple[int, str]:

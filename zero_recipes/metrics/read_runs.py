@@ -98,10 +98,11 @@ def read_run(file: Path) -> MeasuredRun:
 
 
 def metrics_files(folder: Path) -> list[Path]:
-    """Every metrics.json in `folder` and one level below. Raises ContractError where there is none."""
+    """Every metrics.json in `folder` and one level below, but for what `--overwrite true` has kept there. Raises
+    ContractError where there is none."""
     try:
         folder = Path(folder).resolve()  # "." has no name of its own, and names decide what is compared
-        inner = sorted(path for path in folder.iterdir() if path.is_dir())
+        inner = sorted(path for path in folder.iterdir() if path.is_dir() and path.suffix != ".previous")
         files = [path / FILE for path in (folder, *inner) if os.path.lexists(path / FILE)]
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name that is none
         raise ContractError(f"{folder}: {error}") from error

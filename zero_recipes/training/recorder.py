@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
-from zero_recipes.checkpoint import overwrite
-from zero_recipes.checkpoint.lock import hold_output_dir
-from zero_recipes.checkpoint.output_dir import claim_output_dir
+from zero_recipes.checkpoint.output_dir import claim_output_dir, hold_output_dir
 from zero_recipes.checkpoint.resume import passed_over
-from zero_recipes.config.paths_read import inputs_of
 from zero_recipes.config.recipe import write_resolved
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
@@ -47,7 +40,6 @@ class RunRecorder:
         self.metrics: StageMetricsCallback | None = None  # once there is a model to measure
         self.reached: str | None = None  # how it stands with the model, once training is over
         self.finished = False
-        self.overwritten: Path | None = None  # where it lies aside, until the first step
 
     def claim_output_dir(self, args, rows, ds_config: dict[str, Any] | None) -> None:
         """From here on the output folder is this run's: what an earlier one left may go, the launch is written down.
@@ -71,26 +63,10 @@ class RunRecorder:
     def _claim(self) -> None:
         if rank() == 0:
             run = self.run
-            inputs = inputs_of(run.recipe.settings, run.recipe.path, os.environ)
             damaged = passed_over(run.output_dir, run.recipe.settings.resume_from_checkpoint, run.checkpoint)
-            self.overwritten = claim_output_dir(run.output_dir, run.settings.overwrite, inputs, damaged)
-            if self.overwritten is not None:
-                print(f"moved aside until the first step: what an earlier run left, to {self.overwritten}", flush=True)
-
-    def delete_overwritten(self) -> None:
-        """The new run has taken a step: what it replaces goes. On rank 0, the others have nothing to do."""
-        if self.overwritten is not None:
-            aside, self.overwritten = self.overwritten, None
-            overwrite.delete(aside)
-            self.metrics.steps.open()  # its seconds are not the next step's
-
-    def _put_back(self) -> None:
-        """The run has ended before its first step."""
-        if self.overwritten is not None:
-            left = overwrite.put_back(self.overwritten)
-            where = f"in {self.overwritten}: {', '.join(left)}" if left else "back in its place"
-            print(f"no step was taken: what the earlier run left is {where}", file=sys.stderr, flush=True)
-            self.overwritten = None
+            previous = claim_output_dir(run.output_dir, run.settings.overwrite, damaged)
+            if previous is not None:
+                print(f"kept: what an earlier run left, in {previous}", flush=True)
 
     def measure(self, model, args) -> StageMetricsCallback:
         """Begin to measure the run of this model; a run that fails from now on leaves a metrics.json too."""
@@ -165,11 +141,9 @@ class RunRecorder:
     @contextlib.contextmanager
     def on_failure(self) -> Iterator[None]:
         """The folder is held for this run (collective). A run that fails leaves failure.rankN.json and a metrics.json
-        that says so; before its first step also all that it would have overwritten. A refusal leaves nothing."""
-        with hold_output_dir(self.run.output_dir), contextlib.ExitStack() as at_the_end:
-            at_the_end.callback(self._put_back)
-            with self._recorded_failure():
-                yield
+        that says so. A refusal leaves nothing."""
+        with hold_output_dir(self.run.output_dir), self._recorded_failure():
+            yield
 
     @contextlib.contextmanager
     def _recorded_failure(self) -> Iterator[None]:
@@ -194,16 +168,3 @@ class RunRecorder:
             if self.reached and rank() == 0:
                 print(f"the run failed ({phase}); {self.reached}", file=sys.stderr, flush=True)
             raise
-
-
-class DeleteOverwritten(TrainerCallback):
-    """What the run overwrites is deleted after its first optimizer step, or at the end of a training without one."""
-
-    def __init__(self, recorder: RunRecorder):
-        self.recorder = recorder
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.recorder.delete_overwritten()
-
-    def on_train_end(self, args, state, control, **kwargs):
-        self.recorder.delete_overwritten()

@@ -23,7 +23,7 @@ from zero_recipes.libs.lm_head import score_supervised_positions_only
 from zero_recipes.libs.patches import FreshAdamAtStage0, adapter_dtypes_kept, load_weights_by_class
 from zero_recipes.training.checkpointing import CheckpointingSFTTrainer, carry_on
 from zero_recipes.training.divergence import StopAtDivergence
-from zero_recipes.training.recorder import DeleteOverwritten, RunRecorder
+from zero_recipes.training.recorder import RunRecorder
 from zero_recipes.training.row_order import SeededOrderSFTTrainer
 from zero_recipes.training.samples import AnswersBeforeTraining, answer, show_samples, write_samples
 from zero_recipes.training.token_metrics import TokenMetricsSFTTrainer
@@ -74,7 +74,6 @@ class RecipeTrainer(TokenWeightedSFTTrainer, TokenMetricsSFTTrainer, Checkpointi
                     self.answers_before,
                     self.stage_metrics,
                     self.divergence,
-                    DeleteOverwritten(recorder),
                 ],
             )
         self.answers_before.trainer = self
