@@ -40,7 +40,7 @@ def prepare(argv: list[str]):
         from zero_recipes.checks.preflight import preflight
 
     quieten()
-    with CLOCK.phase("checks"):
+    with CLOCK.phase("startup"):
         run, findings = preflight(path, mapping, overrides, os.environ)
     raise_errors(findings)
     if rank() == 0:

@@ -56,7 +56,7 @@ def test_wherever_both_ranks_break(two, tmp_path, seed):
     row = ranks[0]["metrics"]
     assert row["status"] == ("oom" if kind == "MemoryError" else "failed") and f"[/x] {seed}" in row["error"]
     assert len(row["loss_history"]) == (calls if point == "step" else 3)
-    phases = {"step": "train", "save": "save", "samples": "samples_after", "scores": "samples_after"}
+    phases = {"step": "train", "save": "save", "samples": "eval", "scores": "eval"}
     assert row["failure"]["phase"] == phases[point]
     if point in ("samples", "scores"):
         assert verify(tmp_path / "out", deep=True)["tensors"] and "is saved and whole" in row["error"]

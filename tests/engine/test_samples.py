@@ -113,7 +113,7 @@ def test_samples_that_fail_lose_no_model(two, tmp_path, strategy):
     ranks = two.run("sample_cases.break_at", argv=[*argv, str(tmp_path / "out")], point=point)
     metrics = ranks[0]["metrics"]
     assert ranks[0]["error"] == ["RuntimeError", "it broke"]
-    assert (metrics["status"], metrics["failure"]["phase"]) == ("failed", "samples_after")
+    assert (metrics["status"], metrics["failure"]["phase"]) == ("failed", "eval")
     assert metrics["error"] == f"RuntimeError: it broke (the model in {tmp_path / 'out'} is saved and whole)"
     assert metrics["loss_history"] == whole["metrics"]["loss_history"]
     assert verify(tmp_path / "out", deep=True) == verify(tmp_path / "whole", deep=True)

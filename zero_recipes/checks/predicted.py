@@ -46,7 +46,7 @@ def planning(run: RunConfig) -> Iterator[Callable[[Prepared | None], PredictedMe
     if not (run.settings.predict or _is_compared_with_gpus(run)):
         yield lambda rows=None: None
         return
-    with CLOCK.phase("plan"):
+    with CLOCK.phase("data"):
         cards = agree(card) if _is_compared_with_gpus(run) else []
     with _planner(run, os.environ, cards) if rank() == 0 else nullcontext() as answer_for:
 
@@ -56,7 +56,7 @@ def planning(run: RunConfig) -> Iterator[Callable[[Prepared | None], PredictedMe
                 raise_errors(findings)
                 return answer | {"lines": [*answer["lines"], *map(str, findings)]}
 
-            with CLOCK.phase("plan"):
+            with CLOCK.phase("data"):
                 answer = once(ask, "plans the run")
             if rank() == 0:
                 print(*answer["lines"], sep="\n", flush=True)

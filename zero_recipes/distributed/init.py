@@ -85,10 +85,10 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
     remove_stale_build_locks()
     to_compile = missing(ops, device)
     if int(os.environ["LOCAL_RANK"]) == 0:
-        with CLOCK.phase("kernels"):
+        with CLOCK.phase("startup"):
             wait_for_builds(ops)
             build(missing(to_compile, device))  # others may have compiled them meanwhile
-    with CLOCK.phase("meeting"):
+    with CLOCK.phase("startup"):
         rendezvous(backend, timeout, JOIN_SECONDS + COMPILE_SECONDS * len(to_compile))
         if strategy.is_deepspeed:
             import deepspeed

@@ -181,8 +181,6 @@ class StageMetricsCallback(TrainerCallback):
         if self.done < max(1, self.warmup):
             self.communication.end_step()
         self.done += 1
-        if self.done == 1:
-            self.clock.switch("steps")
         self.skipped += bool(self.trainer.accelerator.optimizer_step_was_skipped)
         self._bring_losses_together()
         if self.probe.attached:

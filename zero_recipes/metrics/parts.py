@@ -10,7 +10,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSche
 NO_ACCELERATOR = "without an accelerator"
 ENDED_BEFORE = "where the run ended before"
 EARLIER = "in files of earlier versions"
-LATER = "in files of this version"
 NOT_TIMED = "where no step was timed: a run of one or two steps"
 
 
@@ -121,25 +120,12 @@ class PhaseSeconds(Part):
 
     A phase inside another does not count in the outer one."""
 
-    imports: float | None = measured("starting Python and importing", "seconds", EARLIER)
-    checks: float | None = measured("checking the recipe before there is a process group", "seconds", EARLIER)
-    kernels: float | None = measured("compiling DeepSpeed's kernels, or waiting for who does", "seconds", EARLIER)
-    meeting: float | None = measured("the ranks finding each other, and measuring their links", "seconds", EARLIER)
-    plan: float | None = measured("waiting for the plan", "seconds", EARLIER)
-    tokenising: float | None = measured("loading, tokenising, counting and packing the rows", "seconds", EARLIER)
-    model: float | None = measured("loading the weights, building trainer and engine", "seconds", EARLIER)
-    first_step: float | None = measured("the first optimizer step and what comes before it", "seconds", EARLIER)
-    steps: float | None = measured("all other optimizer steps, data loading included", "seconds", EARLIER)
-    logging: float | None = measured("between steps: logging", "seconds", EARLIER)
-    evaluation: float | None = measured("evaluations", "seconds", EARLIER)
-    sampling: float | None = measured("answers to the sample prompts, before and after training", "seconds", EARLIER)
-    saving: float | None = measured("saving checkpoints and the model, and checking it", "seconds", EARLIER)
-    other: float | None = measured("the remainder", "seconds", EARLIER)
-    data: float | None = measured("tokenising and plan, in files of earlier versions", "seconds", LATER)
-    samples_before: float | None = measured("answers before training, in files of earlier versions", "seconds", LATER)
-    train: float | None = measured("all of training, in files of earlier versions", "seconds", LATER)
-    samples_after: float | None = measured("answers after training, in files of earlier versions", "seconds", LATER)
-    save: float | None = measured("saving the model, in files of earlier versions", "seconds", LATER)
+    startup: float | None = measured("imports, checks, kernels, the ranks finding each other", "seconds", ENDED_BEFORE)
+    data: float | None = measured("loading and tokenising the rows, and waiting for the plan", "seconds", ENDED_BEFORE)
+    model: float | None = measured("loading the weights, building trainer and engine", "seconds", ENDED_BEFORE)
+    train: float | None = measured("optimizer steps and logging", "seconds", ENDED_BEFORE)
+    eval: float | None = measured("evaluations, and answers to the sample prompts", "seconds", ENDED_BEFORE)
+    save: float | None = measured("saving checkpoints and the model, and checking it", "seconds", ENDED_BEFORE)
 
 
 class Evaluation(Part):

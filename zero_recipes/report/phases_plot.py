@@ -10,27 +10,20 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from zero_recipes.core.phases import PHASES, STAGES
+from zero_recipes.core.phases import PHASES
 from zero_recipes.core.plot_style import DPI, FAINT, STYLE
 from zero_recipes.metrics.read_runs import MeasuredRun
 
 # what comes before training in blues and greys, training in greens, what stands beside it in warm colours
-COLOURS = {
-    "imports": "#2f4b7c", "checks": "#4f6d9a", "kernels": "#7b93b8", "meeting": "#a5b6d0", "plan": "#c9b1d6",
-    "tokenising": "#8e5ea2", "model": "#5a8f9c", "first_step": "#a8d0a2", "steps": "#4f9d69", "logging": "#d9d27a",
-    "evaluation": "#e0a030", "sampling": "#dd7a3a", "saving": "#b8574e", "other": "#d8dce1",
-}  # fmt: skip
+COLOURS = dict(zip(PHASES, ("#2f4b7c", "#8e5ea2", "#5a8f9c", "#4f9d69", "#e0a030", "#b8574e"), strict=True))
 INCHES, INCHES_OF_A_BAR = (8.0, 1.95), 0.36
 SHOWN = 0.06  # of the longest bar: a phase's number is written into its part where that is so wide
 
 
 def seconds_by_phase(run: MeasuredRun) -> dict[str, float]:
-    """{phase: seconds}, in the order of a run; phases of earlier versions by the names of today's."""
+    """{phase: seconds}, in the order of a run."""
     written = {} if run.phase_seconds is None else run.phase_seconds.model_dump(exclude_none=True)
-    found = dict.fromkeys(PHASES, 0.0)
-    for name, seconds in written.items():
-        found["steps" if name == "train" else STAGES.get(name, name)] += seconds
-    return {name: seconds for name, seconds in found.items() if seconds}
+    return {name: seconds for name, seconds in written.items() if seconds}
 
 
 def draw(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path | None:
@@ -67,7 +60,7 @@ def _bar(axes: Axes, place: int, seconds: dict[str, float], longest: float) -> N
     for name, spent in seconds.items():
         axes.barh(place, spent, 0.66, left=left, color=COLOURS[name], edgecolor="white", linewidth=0.6)
         if spent >= SHOWN * longest:
-            dark = name in ("imports", "checks", "tokenising", "steps", "saving", "model", "sampling")
+            dark = name != "eval"
             axes.annotate(f"{spent:.1f}", (left + spent / 2, place), ha="center", va="center", fontsize=8.5,
                           color="white" if dark else "#24292f")  # fmt: skip
         left += spent

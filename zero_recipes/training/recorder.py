@@ -48,7 +48,7 @@ class RunRecorder:
         as it is in force, None without DeepSpeed.
         """
         run = self.run
-        with self.clock.phase("meeting"):
+        with self.clock.phase("startup"):
             self.network = bandwidth.measure_network(run.device)
             self.host_link = bandwidth.measure_host_link(run.strategy, run.device)
         agree(self._claim)

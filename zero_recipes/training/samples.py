@@ -90,7 +90,7 @@ class AnswersBeforeTraining(TrainerCallback):
         asked = (self.trainer.model, self.trainer.processing_class, self.samples, self.max_new_tokens)
         if args.process_index == 0 and (cut := prompts_cut(*asked)) is not None:
             print(cut, flush=True)
-        with self.clock.phase("samples_before"):
+        with self.clock.phase("eval"):
             self.answers = answer(self.trainer, self.samples, self.max_new_tokens)
 
 

@@ -91,7 +91,7 @@ class RecipeTrainer(TokenWeightedSFTTrainer, TokenMetricsSFTTrainer, Checkpointi
 
     def answer_samples(self) -> None:
         """The sample prompts once more; samples.jsonl and a table on rank 0. Collective."""
-        with self.clock.phase("samples_after"):
+        with self.clock.phase("eval"):
             after = answer(self, self.samples, self.run_config.settings.sample_max_new_tokens)
             if self.args.process_index == 0 and self.samples:
                 path = self.run_config.output_dir / "samples.jsonl"
@@ -136,12 +136,8 @@ class RecipeTrainer(TokenWeightedSFTTrainer, TokenMetricsSFTTrainer, Checkpointi
         self.stage_metrics.add_loss(loss)
         return loss
 
-    def _maybe_log_save_evaluate(self, *arguments, **keywords):
-        with self.clock.phase("logging", failing="train"):
-            super()._maybe_log_save_evaluate(*arguments, **keywords)
-
     def evaluate(self, *arguments, **keywords):
-        with self.clock.phase("evaluation", failing="train"):
+        with self.clock.phase("eval"):
             return super().evaluate(*arguments, **keywords)
 
     def floating_point_ops(self, inputs):
@@ -152,7 +148,7 @@ class RecipeTrainer(TokenWeightedSFTTrainer, TokenMetricsSFTTrainer, Checkpointi
         return self._flops_per_token * tokens
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        with self.clock.phase("model", failing="train"):
+        with self.clock.phase("model"):
             return self._build_engine(max_steps, train_dataloader, resume_from_checkpoint)
 
     def _build_engine(self, max_steps, train_dataloader, resume_from_checkpoint):
@@ -178,7 +174,7 @@ class RecipeTrainer(TokenWeightedSFTTrainer, TokenMetricsSFTTrainer, Checkpointi
             if self.args.process_index == 0:
                 print(f"no checkpoint is saved at step {self.state.global_step}: it is not finite", flush=True)
             return
-        with self.clock.phase("saving", failing="train"):
+        with self.clock.phase("save"):
             super()._save_checkpoint(model, trial)
 
     def _load_best_model(self):
