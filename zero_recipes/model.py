@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal, finding, first_line, refusal
 from zero_recipes.libs import attention, deepspeed_tensors
-from zero_recipes.libs.huggingface import attention_in_force, without_deepspeed_announcement
+from zero_recipes.libs.attention import attention_in_force
+from zero_recipes.libs.huggingface import without_deepspeed_announcement
 from zero_recipes.libs.patches import keep_4bit_layout
 
 _PACKAGES = {

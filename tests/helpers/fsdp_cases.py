@@ -5,8 +5,7 @@ from __future__ import annotations
 import run_sft
 from tests.helpers.cases import train
 from tests.helpers.equivalence_cases import replaced
-from zero_recipes.distributed import fsdp
-from zero_recipes.libs import fsdp as compat_fsdp
+from zero_recipes.libs import fsdp
 from zero_recipes.metrics import callback as metrics
 
 
@@ -38,7 +37,7 @@ def train_without_the_patch(argv: list[str]) -> str:
         return original(self, *arguments, **keywords)
 
     with (
-        replaced(compat_fsdp, "let_it_shard_on_cpu", lambda: None),
+        replaced(fsdp, "let_it_shard_on_cpu", lambda: None),
         replaced(metrics.StageMetricsCallback, "on_train_begin", look),
     ):
         try:
@@ -65,7 +64,7 @@ def losses_by_accelerate(argv: list[str]) -> list[float]:
 
 def train_without_names(argv: list[str]) -> dict:
     """`train`, with saving left to transformers."""
-    with replaced(compat_fsdp, "keep_names_of_the_file", lambda model: None):
+    with replaced(fsdp, "keep_names_of_the_file", lambda model: None):
         return train(argv)
 
 

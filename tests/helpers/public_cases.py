@@ -57,7 +57,7 @@ def set_by_launch(path: Path, num_processes: int | None) -> dict[str, str]:
     """What `accelerate launch --config_file path` sets for the processes that it starts, but where they meet."""
     import os
 
-    from zero_recipes.libs.accelerate_launch import environment_of_launch
+    from tests.helpers.accelerate_env import environment_of_launch
 
     environment = environment_of_launch(path, num_processes).items()
     left_out = ("PYTHON", "KMP", "OMP", "MASTER")

@@ -79,7 +79,7 @@ def codes_of(row: dict, argv: list[str], environment: dict[str, str] | None) -> 
         path, overrides = recipes.split_command_line(argv)
         findings = []
         if row["kind"] == "accelerate":
-            findings += launch_findings(path_of(row), 2)
+            findings += launch_findings(path_of(row))
         if environment is None:
             environment = launched_environment(path_of(row), 2)
         else:

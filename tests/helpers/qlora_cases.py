@@ -45,7 +45,7 @@ def train(argv: list[str], checked: bool = True, dtypes_kept: bool = True) -> di
 
 def bytes_here(weight) -> int:
     """Of a parameter's memory on this rank, between two steps."""
-    from zero_recipes.distributed.fsdp import local
+    from zero_recipes.libs.fsdp import local
 
     return local(getattr(weight, "ds_tensor", weight)).untyped_storage().nbytes()
 

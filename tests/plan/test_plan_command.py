@@ -8,6 +8,7 @@ import struct
 from dataclasses import replace
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe, strategies
 from zero_recipes.cli import main as cli
@@ -304,7 +305,7 @@ def test_nothing_is_predicted_twice(simulated, tmp_path):
 
 def test_versions_that_the_simulation_does_not_know_are_answered_by_formulas(monkeypatch, simulated, tmp_path):
     with monkeypatch.context() as other:
-        other.setitem(versions.TESTED, "torch", "==1.0")
+        other.setitem(versions.tested(), "torch", SpecifierSet("==1.0"))
         found = Predictor(folder=tmp_path)(job("zero2"))
     assert found.source == "formulas" and "does not know torch" in found.notes[0]
     assert Predictor(folder=tmp_path)(job("zero2")).source == "engine"

@@ -143,18 +143,6 @@ def test_a_file_of_tensors_in_another_program_s_format_is_refused(stranger, run)
         settle_checkpoint(run())
 
 
-def test_training_arguments_are_those_of_the_libraries(tmp_path, mark):
-    """Nothing loads them; they are looked at all the same."""
-    from trl import SFTConfig
-
-    torch.save(SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False), tmp_path / "training_args.bin")
-    assert not_plain(tmp_path / "training_args.bin") is None
-    plant(tmp_path / "other.pt", mark, "zip")
-    (tmp_path / "other.pt").rename(tmp_path / "training_args.bin")
-    assert "posix.system" in not_plain(tmp_path / "training_args.bin")
-    assert not mark.exists()
-
-
 def test_a_folder_outside_the_checkpoint_is_not_followed(stranger, tmp_path, mark):
     """`latest` names DeepSpeed's folder: one elsewhere would be loaded without having been looked at."""
     shutil.copytree(stranger / "global_step7", tmp_path / "planted")

@@ -23,10 +23,10 @@ from trl.scripts.utils import DatasetMixtureConfig
 from zero_recipes.checkpoint.compatibility import refuse_other_data
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host_limits import Host
+from zero_recipes.core.process import environment_kept
 from zero_recipes.data import prepare, row_hash, splits, token_columns
 from zero_recipes.data.audit import _shifted_prompts, audit, overlap_findings
 from zero_recipes.data.row_hash import data_sha256
-from zero_recipes.libs import huggingface, progress
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "tiny_world" / "base"
@@ -276,25 +276,11 @@ def test_workers_leave_the_environment_as_it_was(monkeypatch):
     """The first half fails when datasets no longer needs it."""
     before = os.environ
     monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
-    kept = huggingface.environment_kept()
+    kept = environment_kept()
     with kept:
         Dataset.from_dict({"a": [1, 2]}).map(lambda row: row, num_proc=2)
         assert os.environ is not before and before["TOKENIZERS_PARALLELISM"] == "false"
     assert os.environ is before and "TOKENIZERS_PARALLELISM" not in os.environ
-
-
-def test_progress_is_said_in_lines_where_there_is_no_terminal(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "SAY_SECONDS", 0.0)
-    with progress.plain_progress():
-        Dataset.from_dict({"a": list(range(2500))}).map(lambda row: row, desc="Tokenizing  the dataset")
-    said = capsys.readouterr()
-    assert (
-        "data          Tokenizing the dataset: 2,500 of 2,500 examples" in said.out and "\r" not in said.out + said.err
-    )
-    monkeypatch.setattr(progress, "SAY_SECONDS", 60.0)
-    with progress.plain_progress():
-        Dataset.from_dict({"a": [1]}).map(lambda row: row)
-    assert capsys.readouterr().out == ""
 
 
 WORKER = """

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
+from tests.helpers.accelerate_env import environment_of_launch
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.cli.options import strategies_asked
@@ -17,7 +18,6 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate_file import read_accelerate_file
 from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.findings import Refusal
-from zero_recipes.libs.accelerate_launch import environment_of_launch
 from zero_recipes.model import sizes_of
 from zero_recipes.plan.jobs import read_strategies
 

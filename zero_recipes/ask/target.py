@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import first_line, refusal
+from zero_recipes.core.process import environment_kept
 from zero_recipes.metrics.schema import FILE, ContractError, Metrics
 
 RECIPE = "recipe.resolved.yaml"
@@ -117,19 +115,9 @@ def _recipe_of(folder: Path, overrides: list[str]) -> tuple[Recipe, bool]:
     if path is None:
         known = folder / ("adapter_config.json" if (folder / "adapter_config.json").is_file() else "config.json")
         return recipes.parse_recipe(known, {"model_name_or_path": str(folder)}, overrides), False
-    with _environment_kept():
+    with environment_kept():
         mapping = recipes.read_recipe_file(path)
         return recipes.parse_recipe(path, mapping, overrides), True
-
-
-@contextmanager
-def _environment_kept() -> Iterator[None]:
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _is_checkpoint(folder: Path) -> bool:

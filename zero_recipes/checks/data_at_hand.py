@@ -12,7 +12,7 @@ from zero_recipes.checks.cache import missing_of_model, on_hub, packaged_formats
 from zero_recipes.checks.refused_late import sample_findings
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, Refusal, finding, first_line
-from zero_recipes.libs.alone import alone
+from zero_recipes.libs.single_process import single_process_env
 
 FIRST = 4  # rows that are tokenised
 MIXTURE = ("path", "name", "data_dir", "data_files")  # of an entry, what says which data it is
@@ -20,7 +20,7 @@ MIXTURE = ("path", "name", "data_dir", "data_files")  # of an entry, what says w
 
 def data_at_hand_findings(settings: Settings, asks_hub: bool) -> list[Finding]:
     """Findings about data and splits. `asks_hub`: whether data of the hub is looked at too, which takes seconds."""
-    with alone():
+    with single_process_env():
         return list(_found(settings, asks_hub))
 
 

@@ -36,7 +36,6 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.config.validation import ignore_findings
 from zero_recipes.core.findings import Finding, Refusal, downgraded, ignored_codes
 from zero_recipes.core.host_limits import Host
-from zero_recipes.libs.registry import parts_in_use, private_part_findings
 from zero_recipes.libs.warnings import hides_progress
 from zero_recipes.metrics.summary import history_fault
 from zero_recipes.model import load_config, refuse_missing_attention, sizes_of
@@ -91,8 +90,6 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     findings += late_findings(settings, strategy, device)
     if not wrong & {"dataset_name", "datasets"}:
         findings += data_at_hand_findings(settings, bool(rehearsal) and not constants.is_offline_mode())
-    if strategy is not None:
-        findings += private_part_findings(parts_in_use(strategy, settings, device))
     _attempt(findings, refuse_in_use, output_dir)
     inputs = inputs_of(recipe.settings, recipe.path, environment)
     _attempt(findings, refuse_occupied, output_dir, settings.resume_from_checkpoint, settings.overwrite, inputs)

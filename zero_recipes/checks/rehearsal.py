@@ -15,7 +15,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, Refusal, finding, first_line
-from zero_recipes.libs.alone import alone
+from zero_recipes.libs.single_process import single_process_env
 
 STEPS = 1000  # of a schedule whose run is measured in epochs
 # checked elsewhere with what they need: launch, device and data; not in force while nothing is written or told
@@ -31,7 +31,7 @@ ELSEWHERE = {
 def rehearsal_findings(settings: Settings, strategy: Strategy | None, place: str) -> list[Finding]:
     """What the libraries say to the recipe's values. `settings`: the keys in force; `place`: the recipe's path."""
     findings: list[Finding] = []
-    with alone(), tempfile.TemporaryDirectory() as folder:
+    with single_process_env(), tempfile.TemporaryDirectory() as folder:
         try:
             elsewhere = ELSEWHERE | {"output_dir": folder}
             if settings.max_length is None:  # refused by name

@@ -9,7 +9,7 @@ from packaging.version import Version
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.libs import versions
 
-_UNTESTED = "Nothing older is tested: its private parts (docs/private_parts.md) may be other ones."
+_UNTESTED = "Nothing older is tested: its private parts may be other ones."
 # package: (oldest version that the code is written for, what goes wrong below it); pyproject.toml says the same
 FLOORS = {
     "deepspeed": (

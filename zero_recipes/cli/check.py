@@ -70,7 +70,7 @@ def _check(arguments: argparse.Namespace) -> int:
     run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True)
     findings = [found for found in findings if not (remote_code and recipe_code.due_to_missing_code(found))]
     findings += recipe_code.recipe_code_findings(loaders, remote_code)
-    findings += launch_findings(arguments.config_file, arguments.num_processes)
+    findings += launch_findings(arguments.config_file)
     if run is not None:
         findings += predicted.rehearsed(run, environment)
         print("\n".join(run.strategy.described(run.device, run.settings)))

@@ -195,7 +195,7 @@ def _versions() -> dict[str, dict[str, Any]]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    tested = versions.TESTED
+    tested = {name: str(specifier) for name, specifier in versions.tested().items()}
     return {
         name: {
             "installed": version,

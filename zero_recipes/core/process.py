@@ -63,6 +63,25 @@ def imported_for_good() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def environment_kept() -> Iterator[None]:
+    """os.environ is the same object afterwards, with the same variables.
+
+    datasets 5.2 (arrow_dataset.py, `map` with num_proc) replaces it by a copy and leaves TOKENIZERS_PARALLELISM=false
+    in the process's environment.
+    """
+    kept, before = os.environ, dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ = kept  # noqa: B003 - the very object
+        for name in kept.keys() - before.keys():
+            del kept[name]
+        for name, value in before.items():
+            if kept.get(name) != value:  # never empty: threads may read it
+                kept[name] = value
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -49,12 +49,12 @@ def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
 
     `path`: the recipe's.
     """
-    from zero_recipes.libs.alone import alone
+    from zero_recipes.libs.single_process import single_process_env
 
     if settings.dataset_streaming or settings.streaming:
         return "the data is a stream"
     try:
-        with alone(), _offline():
+        with single_process_env(), _offline():
             return _counted(settings, path)
     except Refusal as refusal:
         return refusal.what

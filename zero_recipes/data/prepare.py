@@ -33,7 +33,6 @@ from zero_recipes.data.token_columns import row_lengths
 from zero_recipes.distributed.once_per_node import once_per_node
 from zero_recipes.libs import huggingface
 from zero_recipes.libs.huggingface import fingerprint
-from zero_recipes.libs.progress import plain_progress
 
 __all__ = ["Prepared", "apply_chat_template_file", "data_sha256", "finish", "prepare_rows", "tokenise"]
 
@@ -137,7 +136,7 @@ def _cached(
     folder = _folder(rows, evaluation, tokenizer, training_args)
     note = folder / "audit.json"
     if not note.is_file():
-        with plain_progress(), forks_end_with_parent():
+        with forks_end_with_parent():
             prepared, findings = prepare_splits(rows, evaluation, tokenizer, training_args, skips, sources)
         found, ready = prepared[0].audit, prepared[0].ready
         splits = datasets.DatasetDict(train=ready)

@@ -3,23 +3,26 @@
 transformers 5.23 (modeling_utils.py, `_check_and_adjust_attn_implementation`) takes a kernel that was built beforehand
 where the package of flash_attention_2, _3 or _4 is missing and the package `kernels` is there, and then goes by the
 kernel's name.
+
+Private: `_attn_implementation` of a model's config, and the tables and functions of transformers 5.23 that are imported
+here (modeling_flash_attention_utils.py, integrations/hub_kernels.py, utils/import_utils.py). None of them is
+documented; without them a missing kernel would be found after the weights are loaded.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from transformers import PreTrainedModel
 from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import hub_kernels
 from transformers.utils import import_utils
 
 from zero_recipes.core.findings import first_line
-from zero_recipes.libs import parts_of_huggingface as parts
 
 
 def kernel_of(attn_implementation: str | None) -> str | None:
     """The kernel of the hub that stands for an implementation, or that it names; None of eager, sdpa and the like."""
-    parts.ATTENTION_KERNELS.require()
     if attn_implementation in flash.FLASH_ATTN_KERNEL_FALLBACK:
         return flash.FLASH_ATTN_KERNEL_FALLBACK[attn_implementation]
     return attn_implementation if hub_kernels.is_kernel(attn_implementation) else None
@@ -37,6 +40,11 @@ def name_in_force(attn_implementation: str | None) -> str | None:
     if kernel_of(attn_implementation) is None or has_package(attn_implementation):
         return attn_implementation
     return kernel_of(attn_implementation)
+
+
+def attention_in_force(model: PreTrainedModel) -> str | None:
+    """The attention implementation that the model has taken."""
+    return model.config._attn_implementation
 
 
 def is_requested(requested: str | None, got: str | None) -> bool:

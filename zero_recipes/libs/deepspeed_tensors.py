@@ -2,7 +2,10 @@
 
 What counts is the memory that is kept alive: whole storages, each once. Reduce buckets, gradients in flight and
 parameters that stage 3 has gathered for use are not model states; they show in the peak memory.
-Read in DeepSpeed 0.19.8; paths below are relative to deepspeed/runtime.
+
+Private: the attributes of DeepSpeed's optimizers in _LAYOUTS, of its partitioned parameters (ds_id, ds_numel, ds_shape,
+ds_tensor, ds_secondary_tensor; DeepSpeed 0.19.8, runtime/zero/) and of 4-bit layers (quant_state; bitsandbytes 0.50,
+nn/modules.py). No public call tells their bytes. Paths below are relative to deepspeed/runtime.
 """
 
 from __future__ import annotations
@@ -12,10 +15,7 @@ from typing import Any
 
 import torch
 
-from zero_recipes.distributed.fsdp import local
-from zero_recipes.libs.fsdp import whole_gradients
-from zero_recipes.libs.parts_of_deepspeed import MODEL_STATES, PARTITIONS
-from zero_recipes.libs.torch_internals import storage_identity
+from zero_recipes.libs.fsdp import local, whole_gradients
 
 STATE_PARTS = ("params", "grads", "optimizer")
 
@@ -55,9 +55,8 @@ def state_bytes(
     `model` is the bare module, `parameters` are its own between two steps, `optimizer` is DeepSpeed's ZeRO optimizer or
     a torch optimizer. Tensors on another device than the one that trains, and (in a CPU run, where host and device are
     one) states that the configuration offloads, count as offloaded_host; not the counters that torch's optimizers keep
-    on the host beside states on a GPU. What DeepSpeed has swapped to disk has no
-    tensor: zero_recipes/distributed/nvme.py counts its files. Raises Refusal where an optimizer is none of those that
-    are known, or has not the attributes that it should have.
+    on the host beside states on a GPU. What DeepSpeed has swapped to disk has no tensor: distributed/nvme.py counts its
+    files. Raises TypeError for an unknown optimizer.
     """
     device = _training_device()
     tensors = {
@@ -79,10 +78,8 @@ def state_bytes(
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the memory that these tensors keep alive: whole storages, each counted once."""
-    storages = {}
-    for tensor in tensors:
-        storages[storage_identity(tensor)] = tensor.untyped_storage().nbytes()
-    return sum(storages.values())
+    storages = {tensor.untyped_storage() for tensor in tensors}  # one object for all views of it
+    return sum(storage.nbytes() for storage in storages)
 
 
 def weights(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
@@ -90,8 +87,8 @@ def weights(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterato
     part of the machine's copy under hpZ (`ds_secondary_tensor`)."""
     if _is(optimizer, "DeepSpeedZeroOptimizer_Stage3"):
         for p in parameters:
-            yield MODEL_STATES.of(p, "ds_tensor")
-            yield from _flatten(MODEL_STATES.of(p, "ds_secondary_tensor"))
+            yield p.ds_tensor
+            yield from _flatten(p.ds_secondary_tensor)
     else:
         yield from parameters
     yield from _held(optimizer, "weights")
@@ -104,12 +101,12 @@ def is_partitioned(p: torch.nn.Parameter) -> bool:
 
 def whole_size(p: torch.nn.Parameter) -> int:
     """Elements of a parameter, of all ranks together."""
-    return PARTITIONS.of(p, "ds_numel") if is_partitioned(p) else p.numel()
+    return p.ds_numel if is_partitioned(p) else p.numel()
 
 
 def whole_shape(p: torch.nn.Parameter) -> torch.Size:
     """The shape of a parameter before partitioning."""
-    return PARTITIONS.of(p, "ds_shape") if is_partitioned(p) else p.shape
+    return p.ds_shape if is_partitioned(p) else p.shape
 
 
 def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Any]]:
@@ -119,7 +116,7 @@ def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter,
     fix_4bit_weight_quant_state_from_module).
     """
     for module in model.modules():
-        weight = module._parameters.get("weight")  # PEFT's layer has its base's as a property
+        weight = dict(module.named_parameters(recurse=False)).get("weight")  # PEFT's layer has its base's as a property
         state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
         if state is not None:
             yield weight, state
@@ -140,11 +137,11 @@ def gradients(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Itera
     """
     if not _partitions_gradients(optimizer):
         # stage 1 leaves small gradients as views into the bucket that has reduced them
-        buckets = {storage_identity(buffer) for buffer in _bucket_buffers(optimizer)}
+        buckets = {buffer.untyped_storage() for buffer in _bucket_buffers(optimizer)}
         for p in parameters:
             # zero/stage_1_and_2.py: fill_grad_accum_attribute makes the second one, where it makes any
             for grad in (p.grad, getattr(p, "grad_accum", None)):
-                if grad is not None and storage_identity(local(grad)) not in buckets:
+                if grad is not None and local(grad).untyped_storage() not in buckets:
                     yield grad
     yield from _held(optimizer, "gradients")
     if _is(optimizer, "DeepSpeedZeroOptimizer"):  # the buffer of copy_grads_in_partition: made by the first gradient
@@ -156,14 +153,14 @@ def gradients(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Itera
 
 def _partitions_gradients(optimizer: Any) -> bool:
     if _is(optimizer, "DeepSpeedZeroOptimizer"):
-        return MODEL_STATES.of(optimizer, "partition_gradients")
+        return optimizer.partition_gradients
     return _is(optimizer, "DeepSpeedZeroOptimizer_Stage3")
 
 
 def _bucket_buffers(optimizer: Any) -> Iterator[torch.Tensor]:
     if _is(optimizer, "DeepSpeedZeroOptimizer"):
-        for bucket in MODEL_STATES.of(optimizer, "ipg_buckets").values():
-            yield from MODEL_STATES.of(bucket, "buffer")
+        for bucket in optimizer.ipg_buckets.values():
+            yield from bucket.buffer
 
 
 def optimizer_states(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
@@ -178,7 +175,7 @@ def optimizer_states(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -
 def _held(optimizer: Any, what: str) -> Iterator[torch.Tensor]:
     """The tensors of DeepSpeed's optimizer that hold "weights", "gradients" or "masters"; none of a torch optimizer."""
     for name in _layout(optimizer)[what]:
-        yield from _flatten(MODEL_STATES.of(optimizer, name))
+        yield from _flatten(getattr(optimizer, name))
 
 
 def _layout(optimizer: Any) -> dict[str, tuple[str, ...]]:
@@ -187,7 +184,7 @@ def _layout(optimizer: Any) -> dict[str, tuple[str, ...]]:
             return _LAYOUTS[cls.__name__]
     if isinstance(optimizer, torch.optim.Optimizer):
         return {"weights": (), "gradients": (), "masters": ()}
-    raise MODEL_STATES.refuse([f"{type(optimizer).__name__} is none of {', '.join(_LAYOUTS)}"])
+    raise TypeError(f"{type(optimizer).__name__} is none of {', '.join(_LAYOUTS)}")
 
 
 def _is(optimizer: Any, name: str) -> bool:
@@ -204,7 +201,7 @@ def base_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 def _training_device() -> str:
     from deepspeed.accelerator import get_accelerator
 
-    return "cpu" if get_accelerator().device_name() == "cpu" else get_accelerator().device_name().split(":")[0]
+    return get_accelerator().device_name().split(":")[0]
 
 
 def _flatten(value: Any) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Patches for faults of the libraries below that would change results; tests fail when one is no longer needed."""
+"""Patches for faults of the libraries that would change results. A test of each fails when it is no longer needed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.libs.deepspeed_tensors import base_optimizer
-from zero_recipes.libs.parts_of_deepspeed import FRESH_ADAM, GROUP_TIMEOUT, NUMA_CORES, QUANTIZED_GRADIENTS, RELEASES
-from zero_recipes.libs.parts_of_torch import LAYOUT
 
 
 def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
-    """What must be in place before DeepSpeed builds its engine. `ddp_timeout`: seconds. Raises Refusal."""
+    """What must be in place before DeepSpeed builds its engine. `ddp_timeout`: seconds."""
     if strategy.is_deepspeed:
         patch_timeouts(ddp_timeout)
         remember_numa_cores()
@@ -31,11 +29,13 @@ def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
 class FreshAdamAtStage0(TrainerCallback):
     """Stage 0 in bf16 or fp16: undo the optimizer step that DeepSpeed takes before training.
 
-    DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py `initialize_optimizer_states` (and fused_optimizer.py): to
-    allocate Adam's states it calls `optimizer.step()` with zero gradients. Adam's step counter then starts at 1, so
-    that its bias correction is off in every later step, and weight decay has shrunk the fp32 masters once. On a fresh
-    start the counters go back to 0 and the masters are copied from the weights again; a resumed run is left alone,
-    for its checkpoint has overwritten both.
+    On a fresh start Adam's step counters go back to 0 and the masters are copied from the weights again. A resumed run
+    stays as it is: its checkpoint has overwritten both.
+
+    Private: `refresh_fp32_params` (DeepSpeed 0.19.8, runtime/fp16/unfused_optimizer.py and fused_optimizer.py). To
+    allocate Adam's states `initialize_optimizer_states` calls `optimizer.step()` with zero gradients: the bias
+    correction is off in every later step, and weight decay has shrunk the fp32 masters once. Upstream:
+    deepspeedai/DeepSpeed#5104, the same at stages 1 to 3.
     """
 
     def __init__(self, resumes: bool):
@@ -52,16 +52,17 @@ class FreshAdamAtStage0(TrainerCallback):
         for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups, with integers
             if "step" in counters:
                 counters["step"] = counters["step"] * 0
-        FRESH_ADAM.of(inner, "refresh_fp32_params")()
+        inner.refresh_fp32_params()
 
 
 def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
     """Put a checkpoint's weights into `model` as from_pretrained would, and all of them.
 
-    transformers 5.23, trainer.py `_load_from_checkpoint` and `_load_best_model` call
-    `load_state_dict(state_dict, False)` with the names of the file. Where saving renames (GPTNeoX: lm_head becomes
-    embed_out), those weights are not loaded, with a warning only: a run resumed without DeepSpeed goes on with the LM
-    head it began with, and a best model is saved with the last one's.
+    Private: `_load_from_checkpoint` and `_load_best_model` of the Trainer, which call this instead (transformers 5.23,
+    trainer.py). Theirs call `load_state_dict(state_dict, False)` with the names of the file. Where saving renames
+    (GPTNeoX: lm_head becomes embed_out), those weights are not loaded, with a warning only: a run resumed without
+    DeepSpeed goes on with the LM head it began with, and a best model is saved with the last one's. Upstream:
+    huggingface/transformers#48822.
     """
     whole = type(model).from_pretrained(checkpoint, dtype=model.dtype, local_files_only=True)
     with torch.no_grad():
@@ -73,9 +74,12 @@ def without_aliases(
 ) -> dict[str, torch.Tensor] | None:
     """A state dict of `model` that holds a tied weight once, under the name of the tensor that it is tied to.
 
-    transformers 5.23, modeling_utils.py `remove_tied_weights_from_state_dict` knows tied weights by their memory; what
-    DeepSpeed (stages 0 to 2: accelerate.get_state_dict copies) and FSDP2 gather are copies: a head that is the
-    embedding is saved twice (hiyouga/LLaMA-Factory#10560). Weights that the model ties and that yet differ are kept.
+    Weights that the model ties and that yet differ are kept.
+
+    Private: `Trainer._save`, which calls this first (transformers 5.23, trainer.py). modeling_utils.py
+    `remove_tied_weights_from_state_dict` knows tied weights by their memory; what DeepSpeed (stages 0 to 2:
+    accelerate.get_state_dict copies) and FSDP2 gather are copies: a head that is the embedding is saved twice.
+    Upstream: hiyouga/LLaMA-Factory#10560.
     """
     if not state_dict or not isinstance(model, PreTrainedModel):
         return state_dict
@@ -103,15 +107,15 @@ def adapter_dtypes_kept(model: torch.nn.Module) -> Iterator[None]:
 def patch_timeouts(seconds: int) -> None:
     """Give the process groups that DeepSpeed makes the timeout of the run's own group.
 
-    DeepSpeed 0.19.8, comm/torch.py `new_group` passes none on: torch then takes its default, 10 minutes under NCCL
-    (torch 2.13, distributed_c10d.py `_get_default_timeout`), whatever ddp_timeout says. At every stage the engine makes
-    a second group of all ranks (utils/groups.py `_clone_world_group`), in which the others wait while one rank saves
-    (deepspeedai/DeepSpeed#7533). Called again, it sets the time of the groups that are made from then on.
+    Called again, it sets the time of the groups that are made from then on.
+
+    Private: `TorchBackend.new_group` (DeepSpeed 0.19.8, comm/torch.py). It passes no timeout on: torch then takes its
+    default, 10 minutes under NCCL, whatever ddp_timeout says. At every stage the engine makes a second group of all
+    ranks (utils/groups.py `_clone_world_group`), in which the others wait while one rank saves. Upstream:
+    deepspeedai/DeepSpeed#7533.
     """
     from deepspeed.comm.torch import TorchBackend
 
-    if not hasattr(TorchBackend.new_group, "unpatched"):
-        GROUP_TIMEOUT.require()
     faulty = getattr(TorchBackend.new_group, "unpatched", TorchBackend.new_group)
 
     def new_group(self, ranks):
@@ -122,15 +126,14 @@ def patch_timeouts(seconds: int) -> None:
 
 
 def remember_numa_cores() -> None:
-    """Ask the machine for its NUMA nodes once. Called again, it does nothing more.
+    """Look up the machine's NUMA nodes once. Called again, it does nothing more.
 
-    DeepSpeed 0.19.8, accelerator/cpu_accelerator.py `device_count` starts `numactl --hardware` at every call (it takes
-    one device where there is no such program), and stage 3 calls it for every bucket of gradients
-    (zero/stage3.py `__avg_scatter_grads`): on CPUs each bucket forks this process.
+    Private: `get_numa_cores` (DeepSpeed 0.19.8, utils/numa.py). accelerator/cpu_accelerator.py `device_count` starts
+    `numactl --hardware` at every call, and stage 3 calls it for every bucket of gradients (zero/stage3.py
+    `__avg_scatter_grads`): on CPUs each bucket forks this process.
     """
     from deepspeed.utils import numa
 
-    NUMA_CORES.require()
     if not hasattr(numa.get_numa_cores, "cache_info"):
         numa.get_numa_cores = functools.cache(numa.get_numa_cores)
 
@@ -139,15 +142,14 @@ def forget_releases_with_the_trace() -> None:
     """ZeRO stage 3: what is released after a module follows from the order of modules that is in force. Called again,
     it does nothing more.
 
-    DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py `__params_to_release` looks ahead in the recorded
-    order for another use of a parameter, and keeps its answers by module and number for good (lru_cache), also when
-    the order is recorded anew. Generation and evaluation have no backward pass: after samples before training, every
-    training step released its parameters in forward and gathered them again for backward, whatever
-    stage3_max_reuse_distance says.
+    Private: `_invalidate_trace` and `__params_to_release` (DeepSpeed 0.19.8,
+    runtime/zero/partitioned_param_coordinator.py). The latter looks ahead in the recorded order for another use of a
+    parameter, and keeps its answers by module and number for good (lru_cache), also when the order is recorded anew.
+    Generation and evaluation have no backward pass: after samples before training, every training step released its
+    parameters in forward and gathered them again for backward, whatever stage3_max_reuse_distance says.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
 
-    RELEASES.require()
     faulty = Coordinator._invalidate_trace
     if hasattr(faulty, "unpatched"):
         return
@@ -165,12 +167,14 @@ def forget_releases_with_the_trace() -> None:
 def patch_quantized_gradients() -> None:
     """ZeRO++'s qgZ: hand gradients to DeepSpeed's kernel as fp16 in its range, and make them their mean over all ranks.
 
-    DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py `all_to_all_quant_reduce` gives gradients as they are to a
-    kernel that reads fp16 whatever they are (ops/csrc/quantization/pt_binding.cpp, ds_swizzle_quant:
-    `(__half*)input_vals.data_ptr()`): the bits of bf16 and fp32 become other numbers. The kernel adds up the devices of
-    a node (quant_reduce.cu, `rop::Add`) and only the nodes are divided by, so that matrices' gradients are as many
-    times the mean as a node has devices, while vectors, which go through reduce-scatter, are the mean. Called again, it
-    does nothing more.
+    Called again, it does nothing more.
+
+    Private: `all_to_all_quant_reduce` in stage 3 (DeepSpeed 0.19.8, runtime/comm/coalesced_collectives.py). It gives
+    gradients as they are to a kernel that reads fp16 whatever they are (ops/csrc/quantization/pt_binding.cpp,
+    ds_swizzle_quant: `(__half*)input_vals.data_ptr()`): the bits of bf16 and fp32 become other numbers. The kernel adds
+    up the devices of a node (quant_reduce.cu, `rop::Add`) and only the nodes are divided by, so that matrices'
+    gradients are as many times the mean as a node has devices, while vectors, which go through reduce-scatter, are the
+    mean.
 
     fp16 ends at 6e-8 and 65504, bf16's gradients do not: each tensor is scaled by a power of two, one for all ranks
     since their values are added up, by the largest absolute value that any of them has (an all-reduce of one number a
@@ -180,7 +184,6 @@ def patch_quantized_gradients() -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.zero import stage3
 
-    QUANTIZED_GRADIENTS.require()
     faulty = stage3.all_to_all_quant_reduce
     if hasattr(faulty, "unpatched"):
         return
@@ -222,14 +225,34 @@ def scale_for_fp16(largest: torch.Tensor, world_size: int, dtype: torch.dtype) -
 def keep_4bit_layout(model: torch.nn.Module) -> None:
     """Keep 4-bit layers in the layout that can be trained, on CPUs with AVX512-BF16 too.
 
-    bitsandbytes 0.50.2, nn/modules.py (Linear4bit.forward) packs the weights anew in the first forward pass in
-    evaluation mode there, in place and for good; autograd/_functions.py (matmul_4bit) then multiplies without autograd
-    in training too. After samples or an evaluation no gradient would pass a frozen layer: the adapters below it
-    would learn from the residual alone, with a warning of torch's and nothing else.
+    Private: `support_avx512bf16_for_cpu` of Linear4bit (bitsandbytes 0.50.2, nn/modules.py). Its forward packs the
+    weights anew in the first forward pass in evaluation mode there, in place and for good; autograd/_functions.py
+    (matmul_4bit) then multiplies without autograd in training too. After samples or an evaluation no gradient would
+    pass a frozen layer: the adapters below it would learn from the residual alone, with a warning of torch's and
+    nothing else.
     """
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
-            LAYOUT.of(module, "support_avx512bf16_for_cpu")
             module.support_avx512bf16_for_cpu = False
+
+
+def score_supervised_positions_only(wanted: bool) -> None:
+    """Have CPUs leave prompts and padding out of the LM head, or (`wanted` false) score every position, as TRL does.
+
+    For the whole process; the last call counts.
+
+    Private: `_use_triton` (TRL 1.16, trainer/utils.py `add_fused_lm_head`). TRL leaves those positions out where Triton
+    runs (GPUs) and scores all elsewhere: Neuron would compile anew for every number of them. CPUs compile nothing, yet
+    pay for each position twice, in forward and again in backward, which computes the logits anew.
+    """
+    from trl.trainer import utils
+
+    unpatched = getattr(utils._use_triton, "unpatched", utils._use_triton)
+
+    def _use_triton(device):
+        return device.type == "cpu" or unpatched(device)
+
+    _use_triton.unpatched = unpatched
+    utils._use_triton = _use_triton if wanted else unpatched

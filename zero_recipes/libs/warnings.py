@@ -1,14 +1,16 @@
-"""Noise from below that tells a user nothing: each entry names its source and why it may go; all else stays."""
+"""Output of the libraries that tells a user nothing: each entry names its source and why it may go."""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import warnings
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.process import rank
 
+BAR_SECONDS = "10"  # between two states of a bar without a terminal; what takes less time shows none
 # (category, message, module): all as regular expressions of the warnings filter
 SUPPRESSED = [
     # deepspeed/comm/torch.py 0.19.8 calls all_gather_into_tensor and reduce_scatter_tensor, which torch 2.13 renamed;
@@ -23,20 +25,29 @@ SUPPRESSED = [
 
 
 def quieten() -> None:
-    """Drop the warnings above, and the progress bars of all ranks but the first (they say the same, interleaved)."""
+    """Drop the warnings above, and progress bars that nobody looks at.
+
+    Bars move on a terminal alone, on the first rank. Rows may take minutes to prepare: without a terminal the first
+    process of each machine shows how far datasets is, every 10 s.
+    """
     for category, message, module in SUPPRESSED:
         warnings.filterwarnings("ignore", message=message, category=category, module=module)
     quieten_loggers()
     if rank() or not sys.stderr.isatty():
-        import datasets
         import transformers
 
-        datasets.disable_progress_bars()
         transformers.utils.logging.disable_progress_bar()
+    if int(os.environ.get("LOCAL_RANK", rank())):
+        import datasets
+
+        datasets.disable_progress_bars()
 
 
 def quieten_loggers() -> None:
     """The part that must be done before the libraries are imported, and costs nothing."""
+    if not sys.stderr.isatty():  # tqdm reads its defaults when it is imported
+        os.environ.setdefault("TQDM_DELAY", BAR_SECONDS)
+        os.environ.setdefault("TQDM_MININTERVAL", BAR_SECONDS)
     # DeepSpeed logs its whole configuration on every engine; what is in force stands in recipe.resolved.yaml
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # bitsandbytes 0.50 (backends/cpu/ops.py), which PEFT imports wherever it is installed, misses a package for the

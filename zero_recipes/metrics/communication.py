@@ -18,9 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_recipes.core.process import local_world_size
-from zero_recipes.libs.deepspeed_engine import communication_backend
-from zero_recipes.libs.parts_of_deepspeed import COLLECTIVES
-from zero_recipes.libs.torch_internals import ddp_bucket_bytes
+from zero_recipes.libs.collectives import COLLECTIVES, communication_backend, ddp_bucket_bytes
 
 
 def _size(tensors) -> int:

@@ -14,8 +14,8 @@ from trl import SFTTrainer
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.resume import numbered
 from zero_recipes.core.findings import RunFailed
-from zero_recipes.distributed.fsdp import local
 from zero_recipes.libs.deepspeed_tensors import is_partitioned
+from zero_recipes.libs.fsdp import local
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from trl import SFTTrainer
 
-from zero_recipes.libs.parts_of_trl import TOKEN_METRICS
-
 MOST_KEPT = 1000  # micro batches: a log that is far away must not fill the device
 
 
@@ -45,15 +43,14 @@ class TokenMetricsSFTTrainer(SFTTrainer):
     @property
     def _trains_on_plain_nll(self) -> bool:
         """Whether `compute_loss` here is TRL's: neither in evaluation nor for any loss but cross-entropy alone."""
-        part = TOKEN_METRICS.of
         return (
             self.token_metrics == "logging_steps"
             and self.model.training
             and self.args.loss_type == "nll"
             and self.compute_loss_func is None
             and self.label_smoother is None
-            and not part(self, "aux_loss_enabled")
-            and not part(self, "_is_vlm")  # TRL has a message of its own for images that max_length has cut
+            and not self.aux_loss_enabled
+            and not self._is_vlm  # TRL has a message of its own for images that max_length has cut
         )
 
     def log(self, logs, start_time=None):
@@ -66,7 +63,7 @@ class TokenMetricsSFTTrainer(SFTTrainer):
             return
         own = torch.stack(self._not_gathered).unsqueeze(0)  # (1, micro batches, 4)
         self._not_gathered = []
-        metrics, parallel = TOKEN_METRICS.of(self, "_metrics")["train"], TOKEN_METRICS.of(self, "_tp_size")
+        metrics, parallel = self._metrics["train"], self._tp_size
         for supervised, entropy, right, tokens in self.accelerator.gather(own).sum(0).tolist():
             metrics["entropy"].append(entropy / supervised if supervised else 0.0)
             metrics["mean_token_accuracy"].append(right / supervised if supervised else 0.0)

@@ -13,13 +13,11 @@ from zero_recipes.checkpoint.saved_files import write_checksums
 from zero_recipes.checkpoint.verify import NotWhole, verify
 from zero_recipes.config.run import RunConfig
 from zero_recipes.data.prepare import Prepared
-from zero_recipes.distributed import fsdp, ulysses
+from zero_recipes.distributed import ulysses
 from zero_recipes.distributed.init import set_host_threads
 from zero_recipes.distributed.writer import rank_0_writes
-from zero_recipes.libs import attention, patches
-from zero_recipes.libs import fsdp as compat_fsdp
+from zero_recipes.libs import attention, fsdp, patches
 from zero_recipes.libs.huggingface import rows_are_cut, without_deepspeed_announcement
-from zero_recipes.libs.lm_head import score_supervised_positions_only
 from zero_recipes.libs.patches import FreshAdamAtStage0, adapter_dtypes_kept, load_weights_by_class
 from zero_recipes.training.checkpointing import CheckpointingSFTTrainer, carry_on
 from zero_recipes.training.divergence import StopAtDivergence
@@ -36,9 +34,9 @@ def prepare_libraries(run: RunConfig, args) -> int | None:
     Returns the threads that each process's optimizer on the host was given; None where nothing was changed.
     """
     patches.patch_libraries(run.strategy, run.settings.ddp_timeout)
-    score_supervised_positions_only(run.settings.supervised_logits_only)
+    patches.score_supervised_positions_only(run.settings.supervised_logits_only)
     if run.strategy.is_fsdp:
-        compat_fsdp.fix_arguments(args, run.device)
+        fsdp.fix_arguments(args, run.device)
     attn_implementation = attention.name_in_force(run.settings.attn_implementation)
     ulysses.share_sequences(args, run.strategy.sequence_parallel, attn_implementation)
     return set_host_threads(run.strategy, run.device, os.environ)
@@ -59,7 +57,7 @@ class RecipeTrainer(TokenWeightedSFTTrainer, TokenMetricsSFTTrainer, Checkpointi
         self.divergence = StopAtDivergence(self.stage_metrics, run.settings.stop_after_nonfinite_steps)
         sharded = [fsdp.RefuseUnsharded()] if run.strategy.is_fsdp else []
         if sharded:
-            compat_fsdp.keep_names_of_the_file(model)
+            fsdp.keep_names_of_the_file(model)
         with self.clock.phase("model"), rows_are_cut(args):
             super().__init__(
                 model=model,

@@ -16,7 +16,6 @@ import torch
 from zero_recipes.checkpoint.reshard.read import ADAM_STATES, HYPERPARAMETERS
 from zero_recipes.core.findings import refusal
 from zero_recipes.libs import deepspeed_engine, deepspeed_tensors
-from zero_recipes.libs.parts_of_deepspeed import RESHARDED_STATES
 
 FOLDER, INDEX = "zero_states", "index.json"
 
@@ -42,7 +41,6 @@ def load(engine, checkpoint: str | Path) -> None:
     """
     from safetensors import safe_open
 
-    RESHARDED_STATES.require()
     index, optimizer = read_index(checkpoint), engine.optimizer
     parameters = {
         name: p for name, p in engine.module.named_parameters() if p.requires_grad and deepspeed_tensors.whole_size(p)
