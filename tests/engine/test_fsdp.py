@@ -83,7 +83,7 @@ def apart(losses: list[float], wanted: list[float]) -> float:
 
 @pytest.mark.private
 def test_bf16_losses_are_those_of_zero3_and_not_rounded(two, recipe, tmp_path):
-    """The last assertion fails when accelerate no longer rounds them: then distributed/fsdp.py policy may go."""
+    """The last assertion fails when accelerate no longer rounds them: then libs/fsdp.py mixed_precision may go."""
 
     def argv(name: str, *how: str) -> list[str]:
         return [str(recipe), "--output_dir", str(tmp_path / name), "--max_steps", "10", *how]
@@ -99,7 +99,7 @@ def test_bf16_losses_are_those_of_zero3_and_not_rounded(two, recipe, tmp_path):
 
 @pytest.mark.private
 def test_accelerate_alone_does_not_shard_on_a_cpu(two, recipe, tmp_path):
-    """Fails when accelerate shards there by itself: then libs/fsdp.py let_it_shard_on_cpu may go."""
+    """Fails when accelerate shards there by itself: then libs/fsdp.py shard_on_cpu may go."""
     argv = [str(recipe), "--output_dir", str(tmp_path), *FSDP]
     for said in two.run("fsdp_cases.train_without_the_patch", argv=argv):
         assert said.startswith("FSDP2 was requested and does not shard: ")
@@ -115,7 +115,7 @@ def test_transformers_alone_would_save_other_names(two, tmp_path):
 
 @pytest.mark.private
 def test_an_evaluation_leaves_parameters_gathered(two, recipe, tmp_path):
-    """Fails when torch reshards all of them after a forward pass: then distributed/fsdp.py reshard may go."""
+    """Fails when torch reshards all of them after a forward pass: then libs/fsdp.py reshard_model may go."""
     argv = [str(recipe), "--output_dir", str(tmp_path), *FSDP]
     for found in two.run("fsdp_cases.gathered_after_evaluation", argv=argv):
         assert found["before"] and found["after"] == []

@@ -37,7 +37,7 @@ def train_without_the_patch(argv: list[str]) -> str:
         return original(self, *arguments, **keywords)
 
     with (
-        replaced(fsdp, "let_it_shard_on_cpu", lambda: None),
+        replaced(fsdp, "shard_on_cpu", lambda: None),
         replaced(metrics.StageMetricsCallback, "on_train_begin", look),
     ):
         try:
@@ -58,7 +58,7 @@ def losses_by_accelerate(argv: list[str]) -> list[float]:
         plugin.set_mixed_precision("bf16")
         return plugin.mixed_precision_policy
 
-    with replaced(fsdp, "policy", own):
+    with replaced(fsdp, "mixed_precision", own):
         return train(argv)["metrics"]["loss_history"]
 
 

@@ -18,20 +18,23 @@ from zero_recipes.core.findings import refusal
 def fix_arguments(training_args, device: str) -> None:
     """Set what would change a run's results. Call it once TrainingArguments exist and before the trainer does.
 
-    accelerate (utils/dataclasses.py, set_mixed_precision) casts what the model returns to 16 bit: the loss, which TRL
-    computes inside the model, is rounded to three digits in training, evaluation and metrics.json. The policy here
-    computes and reduces in 16 bit, and returns what the model returns.
-
     Private: `fsdp_plugin_args` of TrainingArguments (transformers 5.23, training_args.py), which Trainer hands to
-    accelerate's plugin. `fsdp_config` takes no policy.
+    accelerate's plugin. `fsdp_config` takes no mixed precision.
     """
     if device == "cpu":
         shard_on_cpu()
     if training_args.bf16 or training_args.fp16:
-        dtype = torch.bfloat16 if training_args.bf16 else torch.float16
-        training_args.fsdp_plugin_args["mixed_precision_policy"] = MixedPrecisionPolicy(
-            param_dtype=dtype, reduce_dtype=dtype
-        )
+        training_args.fsdp_plugin_args["mixed_precision_policy"] = mixed_precision(training_args)
+
+
+def mixed_precision(training_args) -> MixedPrecisionPolicy:
+    """Computes and reduces in 16 bit, as accelerate's own does, and returns what the model returns.
+
+    accelerate's (utils/dataclasses.py, set_mixed_precision) also casts what the model returns to 16 bit: the loss,
+    which TRL computes inside the model, is rounded to three digits in training, evaluation and metrics.json.
+    """
+    dtype = torch.bfloat16 if training_args.bf16 else torch.float16
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
 
 
 def shard_on_cpu() -> None:
