@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: setup ops demo docs test-fast test grid canary cuda-build lint clean
+.PHONY: setup ops demo docs reference test-fast test grid canary cuda-build lint clean
 
 setup: $(VENV)/.ready
 
@@ -17,33 +17,38 @@ $(VENV)/.ready: requirements.lock pyproject.toml scripts/check_machine.sh
 demo: setup
 	@sh scripts/demo.sh
 
-# The site, to be read from the disk: build/site/index.html. A dead link, or a page that would load something from a
-# network, fails it (scripts/site_links.py).
-docs: $(VENV)/.docs
-	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+# The site, to be read from the disk: build/site/index.html. Needs its own lock file alone. A dead link, or a page that
+# would load something from a network, fails it (scripts/site_links.py).
+DOCS_VENV := .venv-docs
+
+docs: $(DOCS_VENV)/.ready
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
 	@echo "the site: build/site/index.html"
 
-$(VENV)/.docs: $(VENV)/.ready requirements-docs.lock
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r requirements-docs.lock
+$(DOCS_VENV)/.ready: docs/requirements.lock
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -r docs/requirements.lock
 	@touch $@
+
+# docs/codes.md, the tables of docs/metrics.md and docs/recipe.md, and the JSON schemas, written from the code. Exits 1
+# where one of them changed.
+reference: setup
+	python scripts/reference.py
 
 # DeepSpeed's kernels that the tests load, compiled once: async_io takes minutes, and only where libaio-dev is installed
 ops: setup
 	@python -m zero_recipes.distributed.kernels deepspeed_shm_comm cpu_adam async_io
 
-# the tests of single functions: one process, no run
+# the tests of single functions, without a run
 test-fast: setup
-	python -m pytest tests/unit
+	python -m pytest -n $(JOBS) --dist loadfile tests/unit
 
-# All of them, in three queues at once: the ranks of a small job wait for each other and leave half of two cores idle.
-# What the other queues print is shown at the end.
+# All of them, in one queue: the ranks of a small job wait for each other and leave half of two cores idle. The longest
+# files come first (tests/conftest.py).
+JOBS ?= 3
+
 test: ops
-	@mkdir -p build
-	@python -m pytest tests/launch tests/engine/test_[r-t]*.py >build/launch.log 2>&1 & launch=$$!; \
-	python -m pytest tests/unit tests/plan tests/engine/test_[u-z]*.py >build/unit.log 2>&1 & unit=$$!; \
-	python -m pytest tests/upstream tests/engine/test_[a-q]*.py; code=$$?; \
-	wait $$launch || code=$$?; wait $$unit || code=$$?; \
-	cat build/launch.log build/unit.log; exit $$code
+	python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # whole grids and repetitions: minutes to an hour
 grid: ops
@@ -81,4 +86,4 @@ lint: setup
 	lint-imports
 
 clean:
-	rm -rf $(VENV) $(CANARY) $(CUDA_BUILD) output build *.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) $(CANARY) $(CUDA_BUILD) output build *.egg-info

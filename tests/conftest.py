@@ -1,4 +1,4 @@
-"""Shared fixtures. Folders run from cheap to expensive; groups of processes are started once and shared."""
+"""Shared fixtures. Groups of processes are started once for a pytest process and shared."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from tests.helpers.remembered import remember
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT.parent / "shared" / "fixtures"
 
-# from cheap to expensive: what costs seconds fails before what costs minutes begins
-ORDER = ("unit", "plan", "engine", "upstream", "launch")
+CHEAP_FIRST = ("unit", "plan", "engine", "upstream", "launch")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never ask the hub
 remember()
@@ -24,8 +23,9 @@ CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # rows made by tests ar
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: ORDER.index(item.path.parent.name))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """One process fails in seconds before what costs minutes begins; of several, none ends with a long file alone."""
+    items.sort(key=lambda item: CHEAP_FIRST.index(item.path.parent.name), reverse=hasattr(config, "workerinput"))
 
 
 def pytest_collection_finish() -> None:

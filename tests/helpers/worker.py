@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import importlib
 import json
 import os
+import signal
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -16,6 +18,7 @@ from pathlib import Path
 def be_rank(rank: int, world_size: int, port: int, log: Path, environment: dict, group: Connection) -> None:
     """Run the cases that come, and answer each, until the group closes the connection."""
     os.setsid()  # what it starts is killed with it
+    end_with_parent()
     enter(log, log, environment | _place(rank, world_size, port))
     import deepspeed
     import torch
@@ -38,6 +41,12 @@ def be_rank(rank: int, world_size: int, port: int, log: Path, environment: dict,
             group.send(json.dumps([order.pop("number"), run(**order)]))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def end_with_parent() -> None:
+    """SIGKILL once the fork server has ended, which ends with pytest: Ctrl-C does not reach this session."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def enter(out: Path, err: Path, environment: dict[str, str]) -> None:

@@ -28,7 +28,7 @@ BIN = Path(sys.executable).parent
 QUICK = ["--max_steps", "2", "--sample_prompts", "2", "--sample_max_new_tokens", "4", "--eval_strategy", "no"]
 QUICK += ["--sample_prompts", "tests/helpers/prompts.jsonl", "--logging_steps", "1"]
 FIRST_OURS = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # commands are written as a user writes them
-LINE = "accelerate launch --config_file {}.yaml run_sft.py recipes/pythia.yaml"
+LINE = "accelerate launch --config_file {} run_sft.py recipes/pythia.yaml"
 GPUS_ONLY = ("zero3_qwz", "zero3_qgz", "zero3_plus_plus")  # DeepSpeed's quantizer is a CUDA op
 
 pytestmark = pytest.mark.launch
@@ -68,7 +68,7 @@ def small(tmp_path_factory) -> list[str]:
 def used_by(small, tmp_path_factory) -> tuple[Path, dict]:
     """(output_dir, metrics.json) of the line as it is written everywhere."""
     out = tmp_path_factory.mktemp("used_by") / "out"
-    return out, start([*shlex.split(LINE.format("zero3")), *small], out)[1]
+    return out, start([*shlex.split(LINE.format("zero3.yaml")), *small], out)[1]
 
 
 def test_accelerate(used_by):
@@ -97,7 +97,7 @@ def test_torchrun_with_the_recipes_ds_config_trains_as_accelerate(used_by, by_to
 def test_torchrun_trains_as_accelerate_under_stage_2_too(small, tmp_path):
     command = shlex.split("torchrun --nproc_per_node 2 run_sft.py recipes/pythia-zero2.yaml")
     _, metrics = start([*command, *small], tmp_path / "torchrun")
-    _, by_accelerate = start([*shlex.split(LINE.format("zero2")), *small], tmp_path / "accelerate")
+    _, by_accelerate = start([*shlex.split(LINE.format("zero2.yaml")), *small], tmp_path / "accelerate")
     assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", "zero2", 2)
     for key in ("loss_history", "grad_norm_history"):
         assert len(metrics[key]) == 2 and metrics[key] == by_accelerate[key]
@@ -124,7 +124,9 @@ def test_the_used_by_line_trains_under_every_strategy(used_by, small, tmp_path, 
     more = ["--nvme_path", str(tmp_path)] if strategy.endswith("infinity") else []
     more += ["--bf16", "false"] if strategy.endswith("autocast") else []  # it is for fp32 weights (ZR278)
     more += ["--ignore", "ZR223"] if strategy == "zero3_hpz" else []  # on one node it saves nothing
-    _, metrics = start([*shlex.split(LINE.format(strategy)), *small, *more], tmp_path / "out")
+    _, metrics = start(
+        [*shlex.split(LINE.format(f"accelerate_configs/{strategy}.yaml")), *small, *more], tmp_path / "out"
+    )
     assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", strategy, 2)
     assert metrics["loss_history"] == pytest.approx(used_by[1]["loss_history"], rel=2e-2)
 
@@ -132,7 +134,7 @@ def test_the_used_by_line_trains_under_every_strategy(used_by, small, tmp_path, 
 @pytest.mark.grid
 @pytest.mark.parametrize("strategy", GPUS_ONLY)
 def test_the_used_by_line_is_refused_on_cpus_where_deepspeed_needs_gpus(small, tmp_path, strategy):
-    ended = launched([*shlex.split(LINE.format(strategy)), *small], tmp_path / "out")
+    ended = launched([*shlex.split(LINE.format(f"accelerate_configs/{strategy}.yaml")), *small], tmp_path / "out")
     assert ended.returncode == 1 and "[ZR227]" in ended.stdout and not (tmp_path / "out").exists()
 
 

@@ -1,0 +1,169 @@
+"""Write what the reference pages take from the code: python scripts/reference.py
+
+docs/codes.md from core/findings.yaml; the table of docs/metrics.md and docs/metrics.schema.json from the models of
+metrics.json; the table of docs/recipe.md and recipes/schema.json from the dataclasses that parse a recipe. Exits 1
+where a file changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from zero_recipes.config import recipe_keys  # noqa: E402
+from zero_recipes.config.validation import UNTYPED, accepted_types  # noqa: E402
+from zero_recipes.core import findings  # noqa: E402
+from zero_recipes.metrics.schema import Metrics  # noqa: E402
+
+DOCS = ROOT / "docs"
+CODES = """# Codes
+
+`zero-recipes check RECIPE.yaml` prints every problem of a run at once; `run_sft.py` refuses on the same errors before
+any weight is loaded, with exit code 2. `zero-recipes explain ZR104` prints the cause, the fix and an example of a code.
+(w): a warning. *: `--ignore CODE` turns the error into a warning. <Angle brackets>: filled in by the program.
+"""
+YAML_TYPES = ("boolean", "integer", "number", "string", "array", "object")
+PYTHON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
+
+
+def main() -> int:
+    files = {
+        DOCS / "codes.md": codes(),
+        DOCS / "metrics.md": with_table(DOCS / "metrics.md", list(metrics_rows(Metrics))),
+        DOCS / "metrics.schema.json": metrics_schema(),
+        DOCS / "recipe.md": with_table(DOCS / "recipe.md", list(key_rows())),
+        ROOT / "recipes" / "schema.json": recipe_schema(),
+    }
+    changed = [path for path, text in files.items() if not path.is_file() or path.read_text() != text]
+    for path in changed:
+        path.write_text(files[path])
+        print(f"written: {path.relative_to(ROOT)}")
+    return int(bool(changed))
+
+
+def with_table(page: Path, lines: list[str]) -> str:
+    """The page with the lines between its two marks."""
+    table = "\n".join(["", *lines, "", ""])
+    pattern = r"(<!-- made by scripts/reference.py -->\n).*?(<!-- end -->)"
+    return re.sub(pattern, lambda found: found[1] + table + found[2], page.read_text(), flags=re.DOTALL)
+
+
+def codes() -> str:
+    parts, area = [escaped(CODES)], None
+    for code, row in sorted(findings.table().items()):
+        described = findings.described(code)
+        if described["area"] != area:
+            area = described["area"]
+            parts.append(f"\n## {area[:1].upper()}{area[1:]}\n\n| code | what |\n| --- | --- |\n")
+        mark = (" (w)" if row.get("level") == "warning" else "") + (" *" if row.get("ignore") else "")
+        what = escaped(" ".join(described["what"].split())).replace("|", "\\|")
+        parts.append(f"| {code}{mark} | {what} |\n")
+    return "".join(parts)
+
+
+def escaped(text: str) -> str:
+    """Angle brackets as text: Markdown takes them for HTML, but not within backticks."""
+    parts = text.split("`")
+    return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
+
+
+def metrics_schema() -> str:
+    named = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Metrics.model_json_schema()
+    return json.dumps(named | {"title": "metrics.json of zero-recipes"}, indent=1) + "\n"
+
+
+def metrics_rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """A row for each key; those of a nested model below it: `peak_memory_bytes[].rss`."""
+    if not prefix:
+        yield "| key | type | meaning |\n| --- | --- | --- |"
+    for name, field in model.model_fields.items():
+        more = field.json_schema_extra or {}
+        kind, nested = metrics_type(field.annotation)
+        unit = f", {more['unit']}" if more.get("unit") else ""
+        meaning = (field.description or "") + (f"; null {more['null']}" if "null" in more else "")
+        key = f"{prefix}{field.alias or name}"
+        yield f"| `{key}` | {kind}{unit} | {meaning} |"
+        if nested is not None:
+            yield from metrics_rows(nested, f"{key}[]." if kind.startswith("list") else f"{key}.")
+
+
+def metrics_type(hint: Any) -> tuple[str, type[BaseModel] | None]:
+    """A type in words, and the model in it."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return metrics_type(next(part for part in inside if part is not type(None)))
+    if origin is typing.Annotated:
+        return metrics_type(inside[0])
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in inside), None
+    if origin is list:
+        kind, nested = metrics_type(inside[0])
+        return f"list of {kind}s", nested
+    if origin is dict:
+        return f"object of {metrics_type(inside[1])[0]}s", None
+    return ("object", hint) if issubclass(hint, BaseModel) else (PYTHON_TYPES[hint], None)
+
+
+def key_rows() -> Iterator[str]:
+    """The recipe's own keys; TRL's are documented by TRL."""
+    yield "| key | default | meaning |\n| --- | --- | --- |"
+    for field in dataclasses.fields(recipe_keys.RecipeArguments):
+        default = "unset" if field.default is None else str(field.default)
+        default = default.lower() if isinstance(field.default, bool) else default
+        meaning = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
+        yield f"| `{field.name}` | {default} | {meaning} |"
+
+
+def recipe_schema() -> str:
+    """With which editors complete a recipe: one property a key, no others."""
+    properties = {"env": {"type": "object", "description": "Environment variables, set before anything is imported."}}
+    hints = recipe_keys.key_types()
+    for cls in recipe_keys.dataclasses_of_a_recipe():
+        for field in dataclasses.fields(cls):
+            if field.init:
+                properties[field.name] = property_of(field, hints[field.name])
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "A recipe of zero-recipes: TRL's keys and a few of our own",
+        "type": "object",
+        "properties": properties,
+        "additionalProperties": False,
+    }
+    return json.dumps(schema, indent=1, sort_keys=True) + "\n"
+
+
+def property_of(field: dataclasses.Field, hint: Any) -> dict[str, Any]:
+    """Types, choices, default and help of one key."""
+    described: dict[str, Any] = {}
+    takes = accepted_types(hint)
+    if "any" not in takes and field.name not in UNTYPED:
+        names = [name for name in YAML_TYPES if name in takes]
+        if names == ["number"]:
+            names = ["number", "string"]  # YAML reads 1e-5 as text, TRL as a number
+        described["type"] = [*names, "null"]
+    enums = [part for part in typing.get_args(hint) if isinstance(part, type) and issubclass(part, Enum)]
+    choices = field.metadata.get("choices") or [member.value for part in enums for member in part]
+    if choices:
+        described["enum"] = [*choices, None]
+    if field.default is not dataclasses.MISSING and isinstance(field.default, (bool, int, float, str)):
+        described["default"] = field.default.value if isinstance(field.default, Enum) else field.default
+    if "help" in field.metadata:
+        described["description"] = " ".join(str(field.metadata["help"]).replace("%%", "%").split())
+    return described
+
+
+if __name__ == "__main__":
+    sys.exit(main())
