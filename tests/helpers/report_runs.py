@@ -2,6 +2,8 @@
 
 import json
 
+from zero_recipes.metrics.read_runs import read_runs
+
 MIB = 1024**2
 PARAMETERS = 1_000_000
 GPU = "NVIDIA H100 80GB HBM3"
@@ -40,7 +42,9 @@ def metrics(strategy, **changes):
         "step_seconds": {"median": 0.25, "p90": 0.3, "warmup_steps_excluded": 2},
         "phase_seconds": {"startup": 7.5, "data": 1.0, "model": 2.0, "train": 4.0, "eval": 6.0, "save": 1.0},
         "loss_history": list(LOSSES), "grad_norm_history": [1.0] * len(LOSSES), "eval_history": [],
-        "predicted": {"peak_memory_bytes": 44 * MIB, "model_state_bytes": {}},
+        "predicted": {"source": "engine", "peak_memory_bytes": 44 * MIB, "model_state_bytes": {},
+                      "at_peak": {"params": 20 * MIB, "activations": 24 * MIB},
+                      "reserved_bytes": {"low": 45 * MIB, "high": 50 * MIB}},
         "versions": {"torch": "2.13.0"}, "hardware": {"gpu": GPU, "ram_bytes": 64 * 1024**3},
         "recipe_sha256": "ab" * 32,
     } | changes  # fmt: skip
@@ -60,3 +64,33 @@ def save(folder, content, samples=()):
             "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
         )
     return folder.parent
+
+
+def sweep(folder, changes=None, make=metrics, strategies=tuple(SPEED)):
+    """Runs of all strategies; `changes` maps a strategy to the keys in which it differs from `metrics`."""
+    for strategy in strategies:
+        save(folder / strategy, make(strategy, **(changes or {}).get(strategy, {})))
+    return read_runs(folder)
+
+
+def sample(before=0.1, after=0.5, loss_before=3.0, loss_after=1.0, **changes):
+    """A line of samples.jsonl."""
+    return {
+        "prompt": "Say <b>hello</b>", "before": "<script>alert(1)</script>", "after": "hello",
+        "reference": "hello", "scores_before": {"token_f1": before, "reference_loss": loss_before},
+        "scores_after": {"token_f1": after, "reference_loss": loss_after},
+    } | changes  # fmt: skip
+
+
+def oom(strategy):
+    """A run that was out of memory before its first step."""
+    return {
+        "schema": 1, "status": "oom", "error": "CUDA out of memory <sorry>", "name": strategy, "strategy": strategy,
+        "world_size": 2, "device": GPU, "model": "org/little-model", "parameters": PARAMETERS,
+        "trainable_parameters": PARAMETERS, "precision": "bf16", "loss_history": [], "tokens_per_second": None,
+        "peak_memory_bytes": [None, {"allocated": None, "reserved": None, "rss": None}],
+        "model_state_bytes": [None, {"params": None, "grads": None, "optimizer": None}],
+        "step_seconds": {"median": None, "p90": None, "warmup_steps_excluded": 2},
+        "failure": {"phase": "train", "rank": 1, "signal": "SIGKILL", "cures": ["shard <more>"],
+                    "largest_memory": [{"what": "optimizer states", "bytes": 512 * MIB}]},
+    }  # fmt: skip

@@ -22,7 +22,6 @@ from zero_recipes.plan.jobs import run_command
 from zero_recipes.plan.predict import Predictor
 from zero_recipes.plan.recommend import Recommendation, recommend, rule_of_thumb
 from zero_recipes.plan.simulator import parent as simulation
-from zero_recipes.report import plan_plot
 
 RECIPE = "recipes/pythia.yaml"
 H100 = gpu_named("h100-80gb", gpus())
@@ -448,15 +447,6 @@ def test_without_steps_there_is_a_price_a_step_and_a_million_tokens_alone():
     assert found.run is None and found.hours is None
     assert found.per_step == pytest.approx(tuple(2 * 3.6 / 3600 * end for end in estimated.step_seconds))
     assert found.per_million_tokens[0] == pytest.approx(found.per_step[0] / estimated.tokens_per_step * 1e6)
-
-
-def test_a_bar_that_goes_far_beyond_the_gpu_is_cut_and_a_measured_peak_stands_beside(tmp_path):
-    bars = [
-        plan_plot.Bar("zero0", made_up(job("zero0"), 900 * GB).at_peak, (900 * GB, 903 * GB)),
-        plan_plot.Bar("zero3", made_up(job("zero3"), 50 * GB).at_peak, (50 * GB, 53 * GB), 52 * GB),
-    ]
-    for capacity in (80 * GB, None):
-        assert plan_plot.draw(bars, capacity, "t", "s", tmp_path / "a.png").stat().st_size > 10_000
 
 
 def test_the_command_leaves_out_what_the_recipe_says_already():

@@ -26,8 +26,7 @@ from zero_recipes.cli import main as cli
 from zero_recipes.data.load import alpaca_prompt
 from zero_recipes.data.samples import Sample
 from zero_recipes.metrics.read_runs import SampleRow, read_runs, read_samples
-from zero_recipes.report import write_report
-from zero_recipes.report.answers import judge_answers
+from zero_recipes.report import judge_runs, write_report
 from zero_recipes.training.samples import SCORES, Answers
 
 BASE = ROOT / "tiny_world" / "base"
@@ -283,7 +282,7 @@ def test_a_report_shows_what_a_run_was_asked_later(base, prompts, tmp_path, caps
     shutil.copy(ROOT / "docs" / "demo" / "full" / "metrics.json", tmp_path)
     assert ask(BASE, "--base", base, "--prompts", prompts, "--output_dir", tmp_path, *FORMAT) == 0
     (run,) = read_runs(tmp_path)
-    verdict, measured = judge_answers([run])[1:3]
+    verdict, measured = judge_runs([run])[-1][1:3]
     page = Path(write_report(tmp_path)).read_text()
     assert "rougeL" in page and ("(no answer)" in page) == (base == "none")
     if base == "none":

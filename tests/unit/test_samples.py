@@ -23,7 +23,7 @@ from zero_recipes.data.load import alpaca_row
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask
 from zero_recipes.data.splits import finish, tokenise, with_tokens
 from zero_recipes.metrics.read_runs import read_samples
-from zero_recipes.report.answers import JUDGED
+from zero_recipes.report.judge import JUDGED_SCORES
 from zero_recipes.training.samples import Answers, show_samples, write_samples
 
 HOSTILE = ["[/INST]", "[bold]x", "[/]", "[link=file:///x]y[/link]", "[@click=f()]", "\\[red]", "\\", ":smile:", ""]
@@ -82,7 +82,7 @@ def test_any_text_is_printed_written_and_read_again(screen, tmp_path, seed):
     for row, sample, one, other in zip(rows, samples, before.reference_losses, after.reference_losses, strict=True):
         known = all(loss is not None and math.isfinite(loss) for loss in (one, other))
         assert (row.unscored is None) == (sample.reference is None or known)
-        assert (set(row.scores_after) == set(JUDGED)) == (sample.reference is not None)
+        assert (set(row.scores_after) == set(JUDGED_SCORES)) == (sample.reference is not None)
     printed = screen(lambda: show_samples(rows, "from [/a] file"))
     assert "from [/a] file" in printed.replace("\n", "") and "\x1b" not in printed and "\x00" not in printed
 

@@ -20,7 +20,7 @@ from zero_recipes.plan.cost import cost
 from zero_recipes.plan.jobs import PlanRequest
 from zero_recipes.plan.recommend import Recommendation, rule_of_thumb
 from zero_recipes.plan.rows import Excluded, Row, fewest_gpus
-from zero_recipes.report import plan_plot
+from zero_recipes.report import plots
 
 SCHEMA = 1
 STATUS_STYLE = {"fits": "bold green", "tight": "bold yellow", "no": "bold red"}
@@ -127,12 +127,12 @@ def write_answer(answer: Answer, folder: Path) -> None:
     lines += [f"- {line}" for line in _notes(answer)]
     (folder / "plan.md").write_text("\n".join(lines) + "\n")
     bars = [_bar(row.job.strategy, row.prediction) for row in chosen]
-    plan_plot.draw(bars, answer.request.gpu.memory_bytes, "Planned memory", heading, folder / "plan.png")
+    plots.draw_memory(bars, "Planned memory", heading, folder / "plan.png", answer.request.gpu.memory_bytes)
 
 
-def _bar(name: str, prediction: Prediction) -> plan_plot.Bar:
+def _bar(name: str, prediction: Prediction) -> plots.Bar:
     reserved = prediction.reserved_bytes
-    return plan_plot.Bar(name, prediction.at_peak, (reserved.low, reserved.high))
+    return plots.Bar(name, prediction.at_peak, reserved=(reserved.low, reserved.high))
 
 
 def _notes(answer: Answer) -> list[str]:

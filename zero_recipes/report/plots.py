@@ -1,216 +1,338 @@
-"""The three pictures of a comparison, and one per single run. Sizes in bytes come in, PNG files go out.
+"""The pictures of the report and of a plan. Sizes in bytes come in, PNG files go out.
 
 Figures are built without pyplot: nothing global is touched and no display is looked for.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+from cycler import cycler
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from zero_recipes.core import units
-from zero_recipes.core.plot_style import ALARM, DPI, ELSEWHERE, FAINT, INK, PART_COLOURS, STYLE
 from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.report import rows
+from zero_recipes.report.table import Table, short_names, value_text
 
-BARS_INCHES = (8.0, 4.8)
-LOSS_INCHES = (8.0, 6.0)
-
+BARS_INCHES, LOSS_INCHES, SWEEP_INCHES = (8.0, 4.8), (8.0, 6.0), (9.0, 6.2)
+DPI = 150
+INK, FAINT, PALE, ALARM = "#24292f", "#d8dce1", "#57606a", "#b3261e"
+STYLE = Path(__file__).with_name("style.mplstyle")
 STRATEGIES = {"ddp": "#7a7a7a", "zero0": "#cc4b58", "zero1": "#e0a030", "zero2": "#2a9d8f", "zero3": "#33608c"}
-
 OTHERS = ("#8e5ea2", "#a0642e", "#7fa653", "#c77cb0", "#4f4f87")
+# parts of a stack: of a rank's memory, of a run's seconds
+MEMORY = {
+    "params": "#4477aa", "grads": "#ee9b3d", "optimizer": "#66a182", "activations": "#aa4466", "buckets": "#88ccee",
+    "loss_head": "#ccbb44", "other": "#bbbbbb", "offloaded_host": "#c3cad3", "offloaded_disk": "#e3d9c6",
+}  # fmt: skip
+LABELS = {"buckets": "buckets, gathered", "offloaded_host": "on host", "offloaded_disk": "on disk"}
+PHASES = {"startup": "#7b93b8", "data": "#8e5ea2", "model": "#5a8f9c", "train": "#4f9d69", "eval": "#e0a030",
+          "save": "#b8574e"}  # fmt: skip
+STATES = ("params", "grads", "optimizer", "offloaded_host", "offloaded_disk")
+BEYOND = 2.0  # of the GPU's memory: bars that go further are cut, and say how far they go
+READABLE = 0.06  # of the longest bar: a phase's seconds are written into its part where that is so wide
+ABSENT = {"oom": "out of memory", "ok": "not measured"}  # why there is no bar, by status
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The memory of one strategy, in bytes."""
+
+    name: str
+    parts: Mapping[str, int]  # of MEMORY, from the bottom to the top
+    peak: int | None = None  # measured; outlined beside the stack
+    textbook: float | None = None  # a mark across the stack
+    reserved: tuple[int, int] | None = None  # a line from low to high
+    absent: str = ""  # why there are no parts
+
+    @property
+    def top(self) -> float:
+        """Of the stack and of what is drawn over it."""
+        return max(sum(self.parts.values()), self.textbook or 0, self.reserved[1] if self.reserved else 0)
 
 
 def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
-    """Write staircase.png, throughput.png and loss.png for the rows of the comparison; none if there are no rows."""
-    compared = rows.comparison(runs)
-    if not compared:
-        return {}
-    return {
-        "staircase": _save(folder / "staircase.png", BARS_INCHES, lambda figure: _staircase(figure, compared)),
-        "throughput": _save(folder / "throughput.png", BARS_INCHES, lambda figure: _throughput(figure, compared)),
-        "loss": _save(folder / "loss.png", LOSS_INCHES, lambda figure: _losses(figure, compared)),
-    }
+    """Write the pictures of the comparison, by name; those that the runs have no numbers for are left out."""
+    compared, setting = rows.comparison(runs), rows.setting(rows.comparison(runs) or runs)
+    paths = {name: folder / f"{name}.png" for name in ("staircase", "throughput", "loss", "plan", "phases")}
+    drawn = {}
+    if compared:
+        bars = list(map(_state_bar, compared))
+        drawn["staircase"] = draw_memory(bars, "Model states on the fullest rank", setting, paths["staircase"])
+        drawn["throughput"] = _draw_throughput(compared, setting, paths["throughput"])
+        drawn["loss"] = _draw_losses(compared, setting, paths["loss"])
+    if planned := [run for run in compared if _is_planned_in_parts(run)]:
+        memory = [run.hardware.gpu_memory_bytes for run in planned if run.hardware and run.hardware.gpu_memory_bytes]
+        bars, capacity = list(map(_plan_bar, planned)), min(memory, default=None)
+        drawn["plan"] = draw_memory(bars, "Planned memory, and the measured peak", setting, paths["plan"], capacity)
+    if timed := {run.label: seconds for run in runs if (seconds := seconds_by_phase(run))}:
+        drawn["phases"] = _draw_phases(timed, setting, paths["phases"])
+    return drawn
 
 
 def draw_single(run: MeasuredRun, folder: Path) -> Path | None:
     """Write run_<folder>.png with the losses of training and evaluation; None where nothing was trained."""
     if not run.loss_history:
         return None
-    return _save(folder / f"run_{run.folder.name}.png", BARS_INCHES, lambda figure: _one_loss(figure, run))
+    title, setting = f"Training loss of {run.label}", rows.setting([run])
+    with _figure(folder / f"run_{run.folder.name}.png", BARS_INCHES) as figure:
+        axes = _titled(figure.subplots(), title, setting)
+        _lines(axes, rows.losses_by_step(run), color=STRATEGIES["zero3"], lw=1.2, label="training")
+        if run.eval_history:
+            evaluated = {entry.step: entry.loss for entry in run.eval_history}
+            _lines(axes, evaluated, color=STRATEGIES["zero0"], lw=1.6, marker="o", ms=5, label="evaluation")
+        axes.set(xlabel="optimizer step", ylabel="loss")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend()
+    return folder / f"run_{run.folder.name}.png"
 
 
-def _save(path: Path, inches: tuple[float, float], draw: Callable[[Figure], None]) -> Path:
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=inches, dpi=DPI, layout="constrained")
-        FigureCanvasAgg(figure)
-        draw(figure)
-        figure.savefig(path)
+def draw_memory(bars: Sequence[Bar], title: str, setting: str, path: Path, capacity: int | None = None) -> Path:
+    """Stacks of memory, with the measured peak beside each. `capacity`: bytes of one GPU, a line across."""
+    highest = max([capacity or 0, *(max(bar.top, bar.peak or 0) for bar in bars)])
+    highest = highest if capacity is None else min(highest, BEYOND * capacity)
+    unit, one = units.unit_of(highest)
+    width, shift = (0.4, 0.21) if any(bar.peak for bar in bars) else (0.56, 0.0)
+    with _figure(path, BARS_INCHES) as figure:
+        axes = _titled(figure.subplots(), title, setting)
+        axes.set(ylabel=f"memory of the fullest rank in {unit}", ylim=(0, 1.12 * highest / one or 1))
+        for place, bar in enumerate(bars):
+            left = place - shift if bar.peak else place
+            _stack(axes.bar, left, {part: size / one for part, size in bar.parts.items()}, width, MEMORY)
+            if bar.textbook:
+                outline = [withStroke(linewidth=4.5, foreground="white")]
+                axes.hlines(bar.textbook / one, left - width / 2, left + width / 2, INK, lw=2, path_effects=outline)
+            if bar.reserved:
+                axes.vlines(left, *(end / one for end in bar.reserved), INK, lw=1.3)
+                axes.hlines(bar.reserved[1] / one, left - 0.09, left + 0.09, INK, lw=1.3)
+            if bar.absent:
+                _say(axes, place, bar.absent)
+            else:
+                _above(axes, left, bar.top / one, units.significant(sum(bar.parts.values()) / one), len(bars))
+            if bar.peak:
+                axes.bar(place + shift, bar.peak / one, width - 0.04, fill=False, edgecolor=INK, linewidth=1.1)
+                _above(axes, place + shift, bar.peak / one, units.significant(bar.peak / one), len(bars))
+        if capacity is not None:
+            axes.axhline(capacity / one, color=ALARM, lw=1.6)
+        _names_below(axes, [bar.name for bar in bars], highest)
+        figure.legend(handles=_memory_legend(bars, capacity), loc="outside lower center", ncols=4)
     return path
 
 
-def _staircase(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
-    """Stacked model states of the fullest rank, in grey on top what lies on host and disk; beside them the peak, where
-    an accelerator measured one."""
-    axes = figure.subplots()
-    _title(axes, "Model states on the fullest rank", runs)
-    peaks = [rows.peak_allocated(run) for run in runs]
-    with_peaks = any(peaks)
-    highest = max((_tallest(run) for run in runs), default=0)
-    unit, one = units.unit_of(highest)
-    width, shift = (0.4, 0.21) if with_peaks else (0.56, 0.0)
-    for place, (run, peak) in enumerate(zip(runs, peaks, strict=True)):
-        _state_bar(axes, run, place - shift if peak else place, width, one, len(runs))
-        if peak:
-            axes.bar(place + shift, peak / one, width - 0.04, fill=False, edgecolor=INK, linewidth=1.1)
-            _above(axes, place + shift, peak / one, units.significant(peak / one), len(runs))
-    axes.set_ylabel(f"memory of one rank in {unit}")
-    _from_zero(axes, 1.12 * highest / one)
-    _strategy_axis(axes, runs, [rows.largest_rank(run) is None for run in runs])
-    elsewhere = [part for part in ELSEWHERE if any(_bytes_in(run, part) for run in runs)]
-    _staircase_legend(axes, elsewhere, with_peaks)
+def _state_bar(run: MeasuredRun) -> Bar:
+    """Model states of the fullest rank, in grey on top what lies on host and disk."""
+    rank = rows.largest_rank(run)
+    parts = {part: getattr(rank, part) or 0 for part in STATES} if rank else {}
+    absent = "" if rank else ABSENT.get(run.status, run.status)
+    return Bar(_label(run), parts, rows.peak_allocated(run), rows.textbook(run), absent=absent)
 
 
-def _tallest(run: MeasuredRun) -> float:
-    """Highest of the things that are drawn for a run, in bytes."""
-    expected = rows.textbook(run)
-    stacked = sum(_bytes_in(run, part) for part in (*PART_COLOURS, *ELSEWHERE))
-    return max(stacked, rows.peak_allocated(run) or 0, expected.total if expected else 0)
+def _plan_bar(run: MeasuredRun) -> Bar:
+    reserved = run.predicted.reserved_bytes
+    return Bar(run.label, run.predicted.at_peak, rows.peak_allocated(run), reserved=(reserved.low, reserved.high))
 
 
-def _bytes_in(run: MeasuredRun, part: str) -> int:
-    """Of PARTS and ELSEWHERE, on the rank that holds most."""
-    return getattr(rows.largest_rank(run), part, 0) or 0
+def _is_planned_in_parts(run: MeasuredRun) -> bool:
+    return bool(rows.planned_peak(run) and run.predicted.at_peak and run.predicted.reserved_bytes)
 
 
-def _state_bar(axes: Axes, run: MeasuredRun, place: float, width: float, one: int, bars: int) -> None:
-    """One stacked bar with its total on top, wherever it lies, and the textbook's total as a mark across it."""
-    rank, expected = rows.largest_rank(run), rows.textbook(run)
-    bottom = 0.0
-    for part, colour in {**PART_COLOURS, **{part: colour for part, (_, colour) in ELSEWHERE.items()}}.items():
-        height = _bytes_in(run, part) / one
-        axes.bar(place, height, width, bottom=bottom, color=colour, edgecolor="white", linewidth=0.6)
-        bottom += height
-    top = bottom
-    if expected:
-        top = max(top, expected.total / one)
-        outline = [withStroke(linewidth=4.5, foreground="white")]
-        ends = (place - width / 2, place + width / 2)
-        axes.plot(ends, [expected.total / one] * 2, color=INK, lw=2, solid_capstyle="butt", path_effects=outline)
-    if rank:
-        _above(axes, place, top, units.significant(bottom), bars)
-    else:
-        _absent(axes, place, run)
+def _memory_legend(bars: Sequence[Bar], capacity: int | None) -> list[Any]:
+    """The parts that some bar has, then what the lines are."""
+    parts = [part for part in MEMORY if any(bar.parts.get(part) for bar in bars)]
+    handles: list[Any] = [Patch(color=MEMORY[part], label=LABELS.get(part, part)) for part in parts]
+    if any(bar.peak for bar in bars):
+        handles.append(Patch(fill=False, edgecolor=INK, linewidth=1.1, label="measured peak"))
+    if any(bar.textbook for bar in bars):
+        handles.append(Line2D([], [], color=INK, lw=2, label="textbook total"))
+    if any(bar.reserved for bar in bars):
+        handles.append(Line2D([], [], color=INK, lw=1.3, label="up to, with allocator, CUDA, NCCL"))
+    if capacity is not None:
+        handles.append(Line2D([], [], color=ALARM, lw=1.6, label=f"the GPU's memory, {units.size(capacity)}"))
+    return handles
 
 
-def _staircase_legend(axes: Axes, elsewhere: Sequence[str], with_peaks: bool) -> None:
-    for label, colour in (*PART_COLOURS.items(), *(ELSEWHERE[part] for part in elsewhere)):
-        axes.bar(0, 0, color=colour, label=label)
-    if with_peaks:
-        axes.bar(0, 0, fill=False, edgecolor=INK, linewidth=1.1, label="peak allocated")
-    axes.plot([], [], color=INK, lw=2, label="textbook total")
-    axes.figure.legend(loc="outside lower center", ncols=6)
+def seconds_by_phase(run: MeasuredRun) -> dict[str, float]:
+    """{phase: seconds}, in the order of a run."""
+    written = {} if run.phase_seconds is None else run.phase_seconds.model_dump(exclude_none=True)
+    return {name: seconds for name, seconds in written.items() if seconds}
 
 
-def _throughput(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
+def _draw_phases(timed: Mapping[str, Mapping[str, float]], setting: str, path: Path) -> Path:
+    """Where the seconds of every run went: one horizontal bar a run, its phases one after the other."""
+    longest = max(sum(seconds.values()) for seconds in timed.values())
+    shown = [name for name in PHASES if any(name in seconds for seconds in timed.values())]
+    with _figure(path, (8.0, 1.95 + 0.36 * len(timed))) as figure:
+        axes = _titled(figure.subplots(), "Where the seconds go", setting, grid="x")
+        for place, seconds in enumerate(timed.values()):
+            for middle, spent in _stack(axes.barh, place, seconds, 0.66, PHASES):
+                if spent >= READABLE * longest:
+                    axes.text(middle, place, f"{spent:.1f}", ha="center", va="center", fontsize=8.5, color="white")
+            total = sum(seconds.values())
+            _note(axes, f"{total:.1f}", (total, place), (4, 0), va="center")
+        axes.set_yticks(range(len(timed)), timed)
+        axes.set(ylim=(len(timed) - 0.4, -0.6), xlim=(0, 1.08 * longest))
+        axes.set_xlabel("seconds of rank 0, from the start of its process")
+        axes.tick_params(axis="y", length=0)
+        figure.legend(handles=[Patch(color=PHASES[name], label=name) for name in shown], loc="outside lower center",
+                      ncols=len(PHASES), handlelength=1.4)  # fmt: skip
+    return path
+
+
+def _draw_throughput(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:
     """Non-padding tokens per second over all ranks, with the share of the baseline on top."""
-    axes = figure.subplots()
-    reference = rows.baseline(runs)
-    _title(axes, "Throughput", runs)
-    for place, (run, colour) in enumerate(zip(runs, colours(runs), strict=True)):
-        speed = rows.speed(run)
-        if speed is None:
-            _absent(axes, place, run)
-            continue
-        axes.bar(place, speed, 0.62, color=colour)
-        share = rows.relative_speed(run, reference)
-        label = units.count(speed) if share is None else f"{units.count(speed)}\n{units.percent(share)}"
-        _above(axes, place, speed, label, len(runs))
-    fastest = max((rows.speed(run) or 0 for run in runs), default=0)
-    _from_zero(axes, 1.16 * fastest)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if fastest >= 10 else f"{value:g}")
-    axes.set_ylabel("non-padding tokens per second, all ranks")
-    _strategy_axis(axes, runs, [rows.speed(run) is None for run in runs])
-    if reference:
-        axes.set_xlabel(f"percentages: relative to {reference.label}", fontsize=9.5)
+    reference, fastest = rows.baseline(runs), max((rows.speed(run) or 0 for run in runs), default=0)
+    with _figure(path, BARS_INCHES) as figure:
+        axes = _titled(figure.subplots(), "Throughput", setting)
+        for place, (run, colour) in enumerate(zip(runs, colours(runs), strict=True)):
+            if (speed := rows.speed(run)) is None:
+                _say(axes, place, ABSENT.get(run.status, run.status))
+                continue
+            axes.bar(place, speed, 0.62, color=colour)
+            share = rows.relative_speed(run, reference)
+            label = units.count(speed) if share is None else f"{units.count(speed)}\n{units.percent(share)}"
+            _above(axes, place, speed, label, len(runs))
+        axes.set(ylim=(0, 1.16 * fastest or 1), ylabel="non-padding tokens per second, all ranks")
+        axes.yaxis.set_major_formatter("{x:,.0f}" if fastest >= 10 else "{x:g}")
+        _names_below(axes, list(map(_label, runs)), fastest)
+        if reference:
+            axes.set_xlabel(f"percentages: relative to {reference.label}", fontsize=9.5)
+    return path
 
 
-def _losses(figure: Figure, runs: Sequence[MeasuredRun]) -> None:
+def _draw_losses(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:
     """All losses over each other, and below how far each lies from the baseline, on a log scale."""
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    _title(upper, "Training loss", runs)
     trained = [(run, colour) for run, colour in zip(runs, colours(runs), strict=True) if run.loss_history]
-    for index, (run, colour) in enumerate(trained):
-        steps, dashes = _steps(run.loss_history), _dashes(index, len(trained))
-        upper.plot(steps, run.loss_history, color=colour, lw=0.9, zorder=1)  # holds the dashes together
-        upper.plot(steps, run.loss_history, color=colour, lw=2.2, ls=dashes, zorder=2)
-    upper.set_ylabel("loss")
-    upper.grid(axis="y", color=FAINT, lw=0.8)
-    # Solid in the legend: a sample of a dashed line may fall into its gap.
-    samples = [Line2D([], [], color=colour, lw=2.2, label=_label(run)) for run, colour in trained]
-    upper.legend(handles=samples, ncols=2 if len(samples) > 4 else 1, loc="upper right")
     base = rows.baseline(runs) or next((run for run, _ in trained), None)
-    _differences(lower, base, trained)
-    lower.set_xlabel("optimizer step")
-    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+    with _figure(path, LOSS_INCHES) as figure:
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+        _titled(upper, "Training loss", setting).set_ylabel("loss")
+        for index, (run, colour) in enumerate(trained):
+            losses = rows.losses_by_step(run)
+            # dashes take turns where curves coincide; a thin line joins them
+            dashes = (-5.0 * (index - 1), (5.0, 5.0 * (len(trained) - 1))) if index else "-"
+            _lines(upper, losses, color=colour, lw=0.9, zorder=1)
+            _lines(upper, losses, color=colour, lw=2.2, ls=dashes, zorder=2)
+        samples = [Line2D([], [], color=colour, lw=2.2, label=_label(run)) for run, colour in trained]
+        upper.legend(handles=samples, ncols=2 if len(samples) > 4 else 1, loc="upper right")
+        _distances(lower, base, [(run, colour) for run, colour in trained if run is not base])
+        lower.set_xlabel("optimizer step")
+        lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return path
 
 
-def _dashes(index: int, lines: int) -> tuple[float, tuple[float, float]] | str:
-    """A solid line for the first curve, and for the others dashes that take turns where the curves coincide."""
-    if index == 0:
-        return "-"
-    dash = 5.0  # in line widths
-    return (-dash * (index - 1), (dash, dash * (lines - 1)))
-
-
-def _differences(axes: Axes, base: MeasuredRun | None, trained: list[tuple[MeasuredRun, str]]) -> None:
+def _distances(axes: Axes, base: MeasuredRun | None, trained: Sequence[tuple[MeasuredRun, str]]) -> None:
     """Lines of |loss - baseline loss|; steps that agree to the last bit have no place on a log scale."""
-    remarks: dict[str, list[str]] = {"equal at every step": [], "not finite": []}
-    drawn: list[float] = []
+    expected, remarks, drawn = rows.losses_by_step(base) if base else {}, [], []
     for run, colour in trained:
-        if base is None or run is base:
-            continue
-        gaps = [abs(a - b) for a, b in zip(run.loss_history, base.loss_history or [], strict=False)]
-        shown = [gap if gap > 0 else math.nan for gap in gaps]
-        if not all(map(math.isfinite, gaps)):
-            remarks["not finite"].append(run.label)
-        elif not any(gaps):
-            remarks["equal at every step"].append(run.label)
-        axes.plot(_steps(shown), shown, color=colour, lw=1.3, marker=".", ms=4)
-        drawn += [gap for gap in shown if math.isfinite(gap)]
+        gaps = {step: abs(loss - expected[step]) for step, loss in rows.losses_by_step(run).items() if step in expected}
+        if not all(map(math.isfinite, gaps.values())):
+            remarks.append(f"not finite: {run.label}")
+        elif gaps and not any(gaps.values()):
+            remarks.append(f"equal at every step: {run.label}")
+        _lines(axes, {step: gap or math.nan for step, gap in gaps.items()}, color=colour, lw=1.3, marker=".", ms=4)
+        drawn += [gap for gap in gaps.values() if gap and math.isfinite(gap)]
     axes.set_ylabel(f"|loss - {base.label}|" if base else "")
-    if drawn:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")  # the scale's own writes mathtext, which STYLE does not read
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_ylim(10 ** math.floor(math.log10(min(drawn))), 10 ** math.ceil(math.log10(max(drawn) * 1.01)))
-        axes.grid(axis="y", color=FAINT, lw=0.8)
-    else:
+    axes.set_title("; ".join(remarks) or ("" if drawn else "nothing to compare"), fontsize=9.5)
+    if not drawn:
         axes.set_yticks([])
-    said = "; ".join(f"{remark}: {', '.join(names)}" for remark, names in remarks.items() if names)
-    axes.set_title(said or ("" if drawn else "nothing to compare"), fontsize=9.5)
+        return
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")  # the scale's own writes mathtext, which STYLE does not read
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylim(10 ** math.floor(math.log10(min(drawn))), 10 ** math.ceil(math.log10(max(drawn) * 1.01)))
+    axes.grid(axis="y")
 
 
-def _one_loss(figure: Figure, run: MeasuredRun) -> None:
-    """Training loss of one run, with the evaluation losses as dots on a line."""
-    axes = figure.subplots()
-    _title(axes, f"Training loss of {run.label}", [run])
-    axes.plot(_steps(run.loss_history), run.loss_history, color=STRATEGIES["zero3"], lw=1.2, label="training")
-    if run.eval_history:
-        steps, losses = [entry.step for entry in run.eval_history], [entry.loss for entry in run.eval_history]
-        axes.plot(steps, losses, color=STRATEGIES["zero0"], lw=1.6, marker="o", ms=5, label="evaluation")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel("loss")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(axis="y", color=FAINT, lw=0.8)
-    axes.legend()
+def draw_sweep(
+    table: Table,
+    path: Path,
+    dpi: int = DPI,
+    peak: tuple[str, str] = ("Peak allocated on a rank", "peak_allocated_bytes"),
+) -> Path:
+    """Memory, bytes and step time over the values of a sweep's first key: a line for each combination of the others.
+
+    `peak`: (title, key of the rows) of the peak of memory that is shown. The axis of the values is logarithmic where
+    they are numbers of several magnitudes, else one place for each value.
+    """
+    swept, first = table.rows, next(iter(table.rows[0]["swept"]))
+    values = list({value_text(row["swept"][first]): row["swept"][first] for row in swept}.values())
+    logarithmic = _spans_decades(values)
+    places = {value_text(value): value if logarithmic else index for index, value in enumerate(values)}
+    lines: dict[str, dict[Any, Any]] = {}  # {label: {place: row}}
+    for row in swept:
+        lines.setdefault(_line_name(row, swept), {})[places[value_text(row["swept"][first])]] = row
+    if peak[1] == "peak_allocated_bytes" and all(row[peak[1]] is None for row in swept):
+        peak = ("Resident memory of a process", "resident_bytes")
+    panels = {"state_bytes": "Model states on the fullest rank", peak[1]: peak[0],
+              "communication_bytes": "Sent in a step (an all-reduce twice)",
+              "step_seconds_median": "Step, median in seconds"}  # fmt: skip
+    with _figure(path, SWEEP_INCHES, dpi) as figure:
+        figure.suptitle(table.title, x=0.01, ha="left", fontsize=10.5)
+        for axes, (key, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+            axes.set_title(title, loc="left", fontweight="bold", fontsize=10.5)
+            _panel(axes, lines, key)
+            if logarithmic:
+                axes.set(xscale="log", xlim=(min(values) / 1.6, max(values) * 1.6))
+                axes.xaxis.set(minor_locator=NullLocator())
+            else:
+                axes.set_xlim(-0.5, len(values) - 0.5)
+            axes.set_xticks(list(places.values()), map(_tick, values), fontsize=9)
+            axes.set_xlabel(short_names(list(swept[0]["swept"]))[first], fontsize=9.5)
+        if len(lines) > 1:
+            figure.legend(handles=axes.get_lines(), loc="outside lower center", ncols=min(len(lines), 4))
+    return path
+
+
+def _panel(axes: Axes, lines: Mapping[str, Mapping[Any, Any]], key: str) -> None:
+    """One number of the rows over the values; markers and dashes tell lines that lie on each other apart."""
+    highest = max((row[key] or 0 for line in lines.values() for row in line.values()), default=0)
+    unit, one = units.unit_of(highest) if key.endswith("_bytes") else ("seconds", 1)
+    looks = (
+        cycler(color=[*STRATEGIES.values(), *OTHERS[:3]])
+        + cycler(marker="os^Dvph*")
+        + cycler(ls=["-", "--", ":", "-."] * 2)
+    )
+    for (label, line), look in zip(lines.items(), looks(), strict=False):
+        points = {place: math.nan if row[key] is None else row[key] / one for place, row in sorted(line.items())}
+        _lines(axes, points, label=label, lw=1.6, ms=5, clip_on=False, **look)
+        for place, row in line.items():
+            if row[key] is None:
+                _say(axes, place, ABSENT.get(row["status"], row["status"]))
+    axes.set(ylabel=unit, ylim=(0, 1.15 * highest / one or 1))
+    axes.grid(axis="y")
+
+
+def _spans_decades(values: Sequence[Any]) -> bool:
+    """Whether they are numbers above zero, the largest at least ten times the smallest."""
+    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    return len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 10 * min(numbers)
+
+
+def _tick(value: Any) -> str:
+    """A short label: 500k, 50M, true, auto."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return EngFormatter(sep="")(value) if abs(value) >= 10_000 else str(value)
+    text = value_text(value)
+    return text if len(text) <= 14 else text[:13] + "…"
+
+
+def _line_name(row: Mapping[str, Any], swept: Sequence[Mapping[str, Any]]) -> str:
+    names = short_names(list(row["swept"]))
+    parts = [f"{names[key]} {value_text(value)}" for key, value in list(row["swept"].items())[1:]]
+    several = len({other["strategy"] for other in swept}) > 1
+    return ", ".join([*([row["strategy"]] if several else []), *parts])
 
 
 def colours(runs: Sequence[MeasuredRun]) -> list[str]:
@@ -219,46 +341,65 @@ def colours(runs: Sequence[MeasuredRun]) -> list[str]:
     return [STRATEGIES.get(run.label) or OTHERS[others.index(run.label) % len(OTHERS)] for run in runs]
 
 
-def _title(axes: Axes, text: str, runs: Sequence[MeasuredRun]) -> None:
+@contextmanager
+def _figure(path: Path, inches: tuple[float, float], dpi: int = DPI) -> Iterator[Figure]:
+    """A figure that is written to `path` at the end."""
+    with matplotlib.rc_context(fname=STYLE):
+        figure = Figure(figsize=inches, dpi=dpi, layout="constrained")
+        yield figure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+
+
+def _titled(axes: Axes, text: str, setting: str, grid: str = "y") -> Axes:
     axes.set_title(text, loc="left", fontweight="bold", fontsize=12.5, pad=25)
-    axes.annotate(rows.setting(runs), (0, 1), xycoords="axes fraction", xytext=(0, 8), textcoords="offset points",
-                  fontsize=9.5, color="#57606a", ha="left", va="bottom", annotation_clip=False)  # fmt: skip
+    _note(axes, setting, (0, 1), (0, 8), xycoords="axes fraction", va="bottom", color=PALE, annotation_clip=False)
+    axes.grid(axis=grid)
+    return axes
 
 
-def _strategy_axis(axes: Axes, runs: Sequence[MeasuredRun], absent: Sequence[bool]) -> None:
-    """Names under the bars, broken at underscores so that long ones do not meet; an `absent` bar says itself why."""
-    names = [run.label if no_bar else _label(run) for run, no_bar in zip(runs, absent, strict=True)]
+def _stack(draw: Callable, place: float, parts: Mapping[str, float], width: float, colour: Mapping[str, str]):
+    """Parts one on the other, by `axes.bar` or `axes.barh`. Returns (middle, length) of each."""
+    start, drawn = 0.0, []
+    for part, length in parts.items():
+        along = {"left" if draw.__name__ == "barh" else "bottom": start}
+        draw(place, length, width, color=colour.get(part, FAINT), edgecolor="white", linewidth=0.6, **along)
+        drawn.append((start + length / 2, length))
+        start += length
+    return drawn
+
+
+def _lines(axes: Axes, points: Mapping[Any, float], **looks: Any) -> None:
+    axes.plot(list(points), list(points.values()), **looks)
+
+
+def _names_below(axes: Axes, names: Sequence[str], highest: float) -> None:
+    """Names under the bars, broken at underscores so that long ones do not meet; no numbers where nothing is drawn."""
     labels = [name.replace("_", "\n").replace(" ", "\n") for name in names]
-    axes.set_xticks(range(len(runs)), labels, fontsize=10 if len(runs) <= 6 else 9)
-    spare = max(0, 4 - len(runs)) / 2  # two bars alone would look like walls
-    axes.set_xlim(-0.6 - spare, len(runs) - 0.4 + spare)
+    axes.set_xticks(range(len(names)), labels, fontsize=10 if len(names) <= 6 else 9)
+    spare = max(0, 4 - len(names)) / 2  # two bars alone would look like walls
+    axes.set_xlim(-0.6 - spare, len(names) - 0.4 + spare)
     axes.tick_params(axis="x", length=0)
-    axes.grid(axis="y", color=FAINT, lw=0.8)
-
-
-def _from_zero(axes: Axes, top: float) -> None:
-    """Bars stand on zero; where nothing was measured the axis has no numbers."""
-    axes.set_ylim(0, top or 1)
-    if not top:
+    if not highest:
         axes.set_yticks([])
 
 
 def _above(axes: Axes, place: float, height: float, text: str, bars: int) -> None:
-    axes.annotate(text, (place, height), xytext=(0, 3), textcoords="offset points", ha="center", va="bottom",
-                  fontsize=9.5 if bars <= 6 else 8)  # fmt: skip
+    """A number over a bar; inside the frame, with an arrow, where the bar is cut."""
+    top = axes.get_ylim()[1]
+    text, height = (f"{text} ↑", 0.95 * top) if height > top else (text, height)
+    _note(axes, text, (place, height), (0, 3), ha="center", va="bottom", fontsize=9.5 if bars <= 6 else 8)
 
 
-def _absent(axes: Axes, place: float, run: MeasuredRun) -> None:
-    """Where a bar would stand: why there is none."""
-    words = {"oom": "out of memory", "ok": "not measured"}.get(run.status, run.status)
-    axes.annotate(words, (place, 0), xytext=(0, 6), textcoords="offset points", rotation=90, ha="center",
-                  va="bottom", color=ALARM, fontsize=9.5)  # fmt: skip
+def _say(axes: Axes, place: float, words: str) -> None:
+    """Where a bar or a point would be: why there is none."""
+    _note(axes, words, (place, 0), (0, 6), xycoords=axes.get_xaxis_transform(), rotation=90, ha="center", va="bottom",
+          color=ALARM)  # fmt: skip
+
+
+def _note(axes: Axes, text: str, at: tuple[float, float], shift: tuple[float, float], **looks: Any) -> None:
+    axes.annotate(text, at, xytext=shift, textcoords="offset points", **({"fontsize": 9.5} | looks))
 
 
 def _label(run: MeasuredRun) -> str:
     return run.label if run.status == "ok" else f"{run.label} ({run.status})"
-
-
-def _steps(values: Sequence[float]) -> range:
-    """Optimizer steps count from 1."""
-    return range(1, len(values) + 1)

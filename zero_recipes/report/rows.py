@@ -11,11 +11,13 @@ from zero_recipes.theory import zero_paper
 
 BYTES_PER_VALUE = {"bf16": 2, "fp16": 2, "fp32": 4}
 FINAL_STEPS = 5
-NONE = (None, None, None)  # a rank that failed before anything was measured
+# keys of a row that are fields of metrics.json
+COPIED = ("label", "strategy", "compared", "status", "device", "world_size", "precision", "model", "parameters", "mfu",
+          "swept")  # fmt: skip
 
 
 def comparison(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
-    """The rows of the sweep: folder and strategy have the same name."""
+    """The runs of strategies: folder and strategy have the same name."""
     return [run for run in runs if run.compared]
 
 
@@ -24,16 +26,26 @@ def single_runs(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
     return [run for run in runs if not run.compared and run.swept is None]
 
 
+def sweeps(runs: Sequence[MeasuredRun]) -> list[list[MeasuredRun]]:
+    """The runs of each sweep of values: those whose values were set for the same keys."""
+    by_keys: dict[tuple[str, ...], list[MeasuredRun]] = {}
+    for run in runs:
+        if run.swept is not None:
+            by_keys.setdefault(tuple(run.swept), []).append(run)
+    return list(by_keys.values())
+
+
 def baseline(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
-    """What the others are measured against: ddp, or zero0 where ddp is missing or did not finish."""
+    """The run that the others are compared with: ddp, or zero0 where ddp is missing or did not finish."""
     finished = {run.strategy: run for run in comparison(runs) if run.status == "ok"}
     return finished.get("ddp") or finished.get("zero0")
 
 
 def largest_rank(run: MeasuredRun) -> ModelStateBytes | None:
-    """The rank that holds most model state on the device that trains."""
-    ranks = [rank for rank in run.model_state_bytes or [] if rank and (rank.params, rank.grads, rank.optimizer) != NONE]
-    return max(ranks, key=state_total) if ranks else None
+    """The rank that holds most model state on the device that trains; None where none was measured."""
+    ranks = [rank for rank in run.model_state_bytes or [] if rank]
+    measured = [rank for rank in ranks if {rank.params, rank.grads, rank.optimizer} != {None}]
+    return max(measured, key=state_total, default=None)
 
 
 def state_total(rank: ModelStateBytes) -> int:
@@ -41,22 +53,17 @@ def state_total(rank: ModelStateBytes) -> int:
     return (rank.params or 0) + (rank.grads or 0) + (rank.optimizer or 0)
 
 
-def textbook(run: MeasuredRun) -> zero_paper.ModelState | None:
+def textbook(run: MeasuredRun) -> float | None:
     """The formula's bytes for this run, or None where no formula covers it (offload, ZeRO++, unknown size)."""
     strategy = run.strategy.removesuffix("_bf16_states")
     if strategy not in (*ORDER, "fsdp2") or not run.parameters or not run.world_size or run.precision is None:
         return None
-    trainable = run.trainable_parameters
-    if run.strategy == "ddp":
-        # Under autocast DDP keeps weights, gradients and Adam in fp32, whatever the run's precision.
-        return zero_paper.model_state_bytes_fp32(run.parameters, run.world_size, 0, trainable)
-    if run.strategy == "fsdp2":
-        # Its fp32 shards are their own master: stage 3's formula, with fp32's bytes.
-        return zero_paper.model_state_bytes_fp32(run.parameters, run.world_size, 3, trainable)
-    sizes = (run.parameters, run.world_size, ORDER.index(strategy) - 1, trainable)
-    if run.precision == "fp32":
-        return zero_paper.model_state_bytes_fp32(*sizes)
-    return zero_paper.model_state_bytes(*sizes, 12 if strategy == run.strategy else 6)
+    stage = 3 if strategy == "fsdp2" else max(ORDER.index(strategy) - 1, 0)
+    sizes = (run.parameters, run.world_size, stage, run.trainable_parameters)
+    # under autocast DDP keeps fp32 weights, gradients and Adam; FSDP2's fp32 shards are their own master
+    if run.precision == "fp32" or strategy in ("ddp", "fsdp2"):
+        return zero_paper.model_state_bytes_fp32(*sizes).total
+    return zero_paper.model_state_bytes(*sizes, 12 if strategy == run.strategy else 6).total
 
 
 def peak_allocated(run: MeasuredRun) -> int | None:
@@ -72,13 +79,8 @@ def planned_states(run: MeasuredRun) -> int | None:
 
 
 def planned_peak(run: MeasuredRun) -> int | None:
-    """Bytes allocated at the planned peak; None where no accelerator can be held against it."""
+    """Bytes allocated at the planned peak; None on CPUs, which allocate nothing to compare it with."""
     return run.predicted.peak_memory_bytes if run.predicted and run.device != "cpu" else None
-
-
-def peak_resident(run: MeasuredRun) -> int | None:
-    """Bytes of the largest process."""
-    return max((rank.rss for rank in run.peak_memory_bytes or [] if rank and rank.rss), default=None)
 
 
 def speed(run: MeasuredRun) -> float | None:
@@ -86,29 +88,29 @@ def speed(run: MeasuredRun) -> float | None:
     return run.tokens_per_second.non_padding if run.tokens_per_second else None
 
 
-def share_of_tokens(run: MeasuredRun, kind: str) -> float | None:
-    """Of all tokens of the run, padding included, those that are "non_padding" or "supervised"."""
-    count = getattr(run.tokens, kind) if run.tokens else None
-    return count / run.tokens.all if count is not None and run.tokens.all else None
-
-
-def communication_volume(run: MeasuredRun) -> int | None:
-    """Bytes per optimizer step as the paper counts them: all-reduce twice, others once."""
-    if run.communication_bytes_per_step is None:
+def relative_speed(run: MeasuredRun, reference: MeasuredRun | None) -> float | None:
+    """Tokens per second as a share of the baseline's; None for runs outside the comparison."""
+    if reference is None or not run.compared:
         return None
-    return zero_paper.paper_volume(run.communication_bytes_per_step)
+    own, base = speed(run), speed(reference)
+    return own / base if own is not None and base else None
 
 
-def communication_in_phi(run: MeasuredRun) -> float | None:
-    """The same in units of Φ, the bytes of the trainable parameters in the run's precision."""
-    return in_phi(run, run.communication_bytes_per_step)
+def losses_by_step(run: MeasuredRun) -> dict[int, float]:
+    """{optimizer step: loss}. A resumed run whose checkpoint carried no history begins at `first_step`."""
+    return dict(enumerate(run.loss_history or [], run.first_step))
 
 
 def in_phi(run: MeasuredRun, sent: Mapping[str, int] | None) -> float | None:
-    """Bytes by collective, as the paper counts them, in units of Φ."""
+    """Bytes by collective, as the paper counts them, in units of Φ, the trainable parameters in the run's precision."""
     if sent is None or not run.trainable_parameters or run.precision is None:
         return None
     return zero_paper.paper_volume(sent) / (run.trainable_parameters * BYTES_PER_VALUE[run.precision])
+
+
+def communication_in_phi(run: MeasuredRun) -> float | None:
+    """The bytes of one optimizer step in Φ."""
+    return in_phi(run, run.communication_bytes_per_step)
 
 
 def paper_in_phi(run: MeasuredRun) -> float | None:
@@ -121,12 +123,6 @@ def paper_in_phi(run: MeasuredRun) -> float | None:
     return None if parts is None else zero_paper.plus_plus_units(**parts)
 
 
-def final_loss(run: MeasuredRun) -> float | None:
-    """Mean of the last five steps; one step alone is mostly noise."""
-    last = (run.loss_history or [])[-FINAL_STEPS:]
-    return sum(last) / len(last) if last else None
-
-
 def table_rows(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
     """One dict per run: sizes in bytes, times in seconds, None for what is not known."""
     reference = baseline(runs)
@@ -134,74 +130,59 @@ def table_rows(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
 
 
 def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
-    rank, expected = largest_rank(run), textbook(run)
+    rank, expected, sent = largest_rank(run), textbook(run), run.communication_bytes_per_step
     total = state_total(rank) if rank else None
-    code, reason = why_ended(run)
-    return {
+    last = (run.loss_history or [])[-FINAL_STEPS:]  # one step alone is mostly noise
+    code, reason = _why_ended(run)
+    return {key: getattr(run, key) for key in COPIED} | {
         "folder": run.folder.name,
-        "label": run.label,
-        "strategy": run.strategy,
-        "compared": run.compared,
-        "status": run.status,
         "error": run.error if run.status == "unreadable" else None,
-        "device": run.device,
-        "world_size": run.world_size,
-        "precision": run.precision,
-        "model": run.model,
-        "parameters": run.parameters,
         "state_bytes": total,
         "params_bytes": rank.params if rank else None,
         "grads_bytes": rank.grads if rank else None,
         "optimizer_bytes": rank.optimizer if rank else None,
         "host_bytes": rank.offloaded_host if rank else None,
         "disk_bytes": rank.offloaded_disk if rank else None,
-        "textbook_bytes": expected.total if expected else None,
-        "state_over_textbook": total / expected.total if total is not None and expected else None,
+        "textbook_bytes": expected,
+        "state_over_textbook": total / expected if total is not None and expected else None,
         "planned_state_bytes": planned_states(run),
         "peak_allocated_bytes": peak_allocated(run),
         "planned_peak_bytes": planned_peak(run),
-        "resident_bytes": peak_resident(run),
+        "resident_bytes": max((rank.rss for rank in run.peak_memory_bytes or [] if rank and rank.rss), default=None),
         "tokens_per_second": speed(run),
         "relative_speed": relative_speed(run, reference),
-        "mfu": run.mfu,
-        "non_padding_share": share_of_tokens(run, "non_padding"),
-        "supervised_share": share_of_tokens(run, "supervised"),
+        "non_padding_share": _share_of_tokens(run, "non_padding"),
+        "supervised_share": _share_of_tokens(run, "supervised"),
         "step_seconds_median": run.step_seconds.median if run.step_seconds else None,
-        "communication_bytes": communication_volume(run),
+        "communication_bytes": None if sent is None else zero_paper.paper_volume(sent),
         "communication_in_phi": communication_in_phi(run),
         "between_nodes_in_phi": in_phi(run, run.communication_bytes_between_nodes),
         "paper_in_phi": paper_in_phi(run),
         "steps": len(run.loss_history or []),
-        "final_loss": final_loss(run),
-        "swept": run.swept,
+        "final_loss": sum(last) / len(last) if last else None,
         "code": code,
         "reason": reason,
     }
 
 
-def why_ended(run: MeasuredRun) -> tuple[str | None, str | None]:
+def _share_of_tokens(run: MeasuredRun, kind: str) -> float | None:
+    """Of all tokens of the run, padding included, those that are "non_padding" or "supervised"."""
+    count = getattr(run.tokens, kind) if run.tokens else None
+    return count / run.tokens.all if count is not None and run.tokens.all else None
+
+
+def _why_ended(run: MeasuredRun) -> tuple[str | None, str | None]:
     """(code, reason in one line) of a run that did not end well; a code only where it was refused."""
     if run.status == "ok" or not run.error:
         return None, None
     what = run.error.removeprefix("refused: ").partition(" why: ")[0].strip()
     code = re.search(r" \[(ZR\d{3})\]", what)
-    if code is None:
-        return None, what.split("\n")[0]
-    return code[1], what.replace(code[0], "")
-
-
-def relative_speed(run: MeasuredRun, reference: MeasuredRun | None) -> float | None:
-    """Tokens per second as a share of the baseline's; None for runs outside the comparison."""
-    if reference is None or not run.compared:
-        return None
-    own, base = speed(run), speed(reference)
-    return own / base if own is not None and base else None
+    return (None, what.split("\n")[0]) if code is None else (code[1], what.replace(code[0], ""))
 
 
 def setting(runs: Sequence[MeasuredRun]) -> str:
     """Model, machine and precision in one line; CPU runs say that they are no GPU."""
-    known = [run for run in runs if run.model and run.device and run.world_size] or list(runs)
-    first = known[0]
+    first = next((run for run in runs if run.model and run.device and run.world_size), runs[0])
     model = (first.model or "unknown model").removeprefix("./")
     processes = f"{first.world_size or '?'} x {first.device or 'unknown device'}"
     if first.device == "cpu":

@@ -1,100 +1,133 @@
-"""The rows as a table: for the terminal (rich), for a README (markdown), for the page (lists of cells)."""
+"""The rows as tables: of the comparison, of single runs and of each sweep of values. texts.yaml lists the columns."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from importlib import resources
+from typing import Any, NamedTuple
 
-from rich.console import Console
+import yaml
 
 from zero_recipes.core import units
-from zero_recipes.core.tables import Column, Row, markdown_columns, print_columns
+from zero_recipes.core.tables import Column, Row, markdown_columns
+from zero_recipes.metrics.read_runs import MeasuredRun
+from zero_recipes.report import rows
 
-# First line of a header, and what it means.
-NOTES = {
-    "Model": "Model states: parameters, gradients and optimizer on the rank that holds most.",
-    "Textbook": "Textbook: the ZeRO paper's formula for the model states.",
-    "Planned": "Planned: what zero-recipes plan said before the run, model states and allocated peak.",
-    "On": "On host, on disk: model states of that rank in the host's memory, in swap files on NVMe.",
-    "Resident": "Resident: memory of the whole process, most of it imported libraries; no accelerator was measured.",
-    "Tokens/s": "Tokens/s: without padding, over all ranks.",
-    "MFU": "MFU: model FLOPs of the tokens without padding, as a share of the GPU's dense peak.",
-    "Not": "Not padding, with loss: shares of all tokens that the steps computed.",
-    "Comm.": "Comm.: bytes sent through collectives in one step; an all-reduce counts twice, others once.",
-    "Between": "Between nodes: the part of it that crosses the network, for one machine.",
-    "Paper": "Paper: the volume that the strategy's paper gives; ZeRO++'s is that between nodes.",
-    "in Φ": "Φ: the bytes of the trainable parameters in the run's precision.",
-    "Final": "Final loss: mean of the last five steps.",
+LONGEST_REASON = 72  # characters
+WRITTEN: dict[str, Callable[[Any], str]] = {
+    "size": units.size,
+    "size_above_zero": lambda value: units.size(value or None),
+    "count": units.count,
+    "percent": units.percent,
+    "seconds": lambda value: "" if value is None else f"{units.significant(value)} s",
+    "hundredths": lambda value: units.fixed(value, 2),
+    "hundredths_above_zero": lambda value: units.fixed(value or None, 2),
+    "loss": lambda value: units.fixed(value, 4),
 }
 
 
-def report_columns(rows: Sequence[Row]) -> tuple[list[Column], list[Column], list[Column]]:
-    """Columns naming the row, about memory, and about speed and loss; columns nobody has a value for are left out.
+@cache
+def texts() -> dict[str, Any]:
+    """texts.yaml."""
+    return yaml.safe_load(resources.files(__package__).joinpath("texts.yaml").read_text(encoding="utf-8"))
 
-    Committed rows of earlier versions have no "mfu" and no shares of tokens.
+
+class Table(NamedTuple):
+    """`rows` (rows.table_rows) under columns that name a row, and columns about memory, and about speed and loss."""
+
+    title: str
+    named: list[Column]
+    memory: list[Column]
+    speed: list[Column]
+    rows: Sequence[Row]
+
+    @property
+    def measured(self) -> list[Column]:
+        return self.memory + self.speed
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader needs to know about the columns that are shown."""
+        shown = {column.header for column in self.measured}
+        return [column["note"] for column in texts()["memory"] + texts()["speed"]
+                if "note" in column and column["header"] in shown]  # fmt: skip
+
+    @property
+    def markdown(self) -> str:
+        return markdown_columns(self.named, self.measured, self.rows)
+
+
+def tables(runs: Sequence[MeasuredRun]) -> list[Table]:
+    """Of the comparison, of single runs and of each sweep; empty ones are left out."""
+    groups = {"Comparison": rows.comparison(runs), "Single runs": rows.single_runs(runs)}
+    found = [runs_table(group, f"{title}: {rows.setting(group)}") for title, group in groups.items() if group]
+    return [*found, *map(sweep_table, rows.sweeps(runs))]
+
+
+def notes(runs: Sequence[MeasuredRun]) -> list[str]:
+    """The notes of all tables."""
+    return list(dict.fromkeys(note for table in tables(runs) for note in table.notes))
+
+
+def runs_table(runs: Sequence[MeasuredRun], title: str = "") -> Table:
+    """A row a run."""
+    chosen = rows.table_rows(runs)
+    named = [Column("Run", lambda row: row["label"]), Column("Status", lambda row: row["status"])]
+    return Table(title, named, _columns("memory", chosen), _columns("speed", chosen), chosen)
+
+
+def sweep_table(runs: Sequence[MeasuredRun]) -> Table:
+    """The runs of one sweep: the values that were set, what was measured, and why what did not run did not."""
+    chosen, keys = rows.table_rows(runs), list(runs[0].swept)
+    named = [Column(name, partial(_swept_value, key)) for key, name in short_names(keys).items()]
+    if len({row["strategy"] for row in chosen}) > 1:
+        named.append(Column("Strategy", lambda row: row["strategy"]))
+    measured = _columns("memory", chosen, texts()["swept"]) + _columns("speed", chosen, texts()["swept"])
+    measured.append(Column("Status", lambda row: row["status"]))
+    if any(row["reason"] for row in chosen):
+        measured.append(Column("Reason", _reason))
+    return Table(f"Sweep of {', '.join(keys)}: {rows.setting(runs)}", named, measured, [], chosen)
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """{key: its last part, where no other key ends alike}."""
+    last = [key.rpartition(".")[2] for key in keys]
+    return {key: name if last.count(name) == 1 else key for key, name in zip(keys, last, strict=True)}
+
+
+def value_text(value: Any) -> str:
+    """A value that a sweep set, as a cell shows it."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _columns(about: str, chosen: Sequence[Row], keys: Sequence[str] = ()) -> list[Column]:
+    """The columns "memory" or "speed" (those of `keys`, if given) in which some row has a value.
+
+    Resident memory takes the place of the allocated peak where there is no accelerator.
     """
-    reference = next((row["label"] for row in rows if row["relative_speed"] == 1), "baseline")
-    named = [
-        Column("Run", lambda row: row["label"]),
-        Column("Status", lambda row: row["status"]),
+    reference = next((row["label"] for row in chosen if row["relative_speed"] == 1), "baseline")
+    hidden = {"resident_bytes"} if any(row["peak_allocated_bytes"] for row in chosen) else {"peak_allocated_bytes"}
+    listed = [column for column in texts()[about] if column["key"] not in hidden]
+    found = [
+        Column(column["header"].replace("baseline", reference), partial(_cell, column["key"], WRITTEN[column["as"]]))
+        for column in listed
+        if not keys or column["key"] in keys
     ]
-    memory = [
-        Column("Model\nstates", lambda row: units.size(row["state_bytes"])),
-        Column("Params", lambda row: units.size(row["params_bytes"])),
-        Column("Grads", lambda row: units.size(row["grads_bytes"])),
-        Column("Optimizer", lambda row: units.size(row["optimizer_bytes"])),
-        Column("Textbook", lambda row: units.size(row["textbook_bytes"])),
-        Column("Planned\nstates", lambda row: units.size(row["planned_state_bytes"])),
-        Column("On\nhost", lambda row: units.size(row["host_bytes"] or None)),
-        Column("On\ndisk", lambda row: units.size(row["disk_bytes"] or None)),
-        _peak_column(rows),
-        Column("Planned\npeak", lambda row: units.size(row["planned_peak_bytes"])),
-    ]
-    speed = [
-        Column("Tokens/s", lambda row: units.count(row["tokens_per_second"])),
-        Column(f"of {reference}", lambda row: units.percent(row["relative_speed"])),
-        Column("MFU", lambda row: units.percent(row.get("mfu"))),
-        Column("Not\npadding", lambda row: units.percent(row.get("non_padding_share"))),
-        Column("With\nloss", lambda row: units.percent(row.get("supervised_share"))),
-        Column("Step\nmedian", lambda row: _seconds(row["step_seconds_median"])),
-        Column("Comm.\nper step", lambda row: units.size(row["communication_bytes"])),
-        Column("in Φ", lambda row: units.fixed(row["communication_in_phi"], 2)),
-        Column("Between\nnodes in Φ", lambda row: units.fixed(row["between_nodes_in_phi"] or None, 2)),
-        Column("Paper\nin Φ", lambda row: units.fixed(row["paper_in_phi"], 2)),
-        Column("Final\nloss", lambda row: units.fixed(row["final_loss"], 4)),
-    ]
-    return named, _filled(memory, rows), _filled(speed, rows)
+    return [column for column in found if any(map(column.cell, chosen))]
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
-    """What a reader needs to know about the columns that are shown."""
-    _, memory, speed = report_columns(rows)
-    shown = {column.header.split("\n")[0] for column in memory + speed}
-    return [text for header, text in NOTES.items() if header in shown]
+def _cell(key: str, written: Callable[[Any], str], row: Row) -> str:
+    return written(row[key])
 
 
-def print_table(rows: Sequence[Row], console: Console) -> None:
-    """Print the rows; where the terminal is narrow, as several tables that each name the runs again."""
-    named, memory, speed = report_columns(rows)
-    print_columns(named, memory + speed, rows, console)
+def _swept_value(key: str, row: Row) -> str:
+    return value_text(row["swept"][key])
 
 
-def markdown_table(rows: Sequence[Row]) -> str:
-    """The rows for a README, without the notes."""
-    named, memory, speed = report_columns(rows)
-    return markdown_columns(named, memory + speed, rows)
-
-
-def _filled(chosen: list[Column], rows: Sequence[Row]) -> list[Column]:
-    return [column for column in chosen if any(column.cell(row) for row in rows)]
-
-
-def _has_accelerator(rows: Sequence[Row]) -> bool:
-    return any(row["peak_allocated_bytes"] is not None for row in rows)
-
-
-def _peak_column(rows: Sequence[Row]) -> Column:
-    if _has_accelerator(rows):
-        return Column("Peak\nallocated", lambda row: units.size(row["peak_allocated_bytes"]))
-    return Column("Resident\n(mostly\nimports)", lambda row: units.size(row["resident_bytes"]))
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{units.significant(value)} s"
+def _reason(row: Row) -> str:
+    words = " ".join(part for part in (row["code"], row["reason"]) if part)
+    return words if len(words) <= LONGEST_REASON else words[: LONGEST_REASON - 1].rstrip() + "…"

@@ -1,0 +1,256 @@
+"""What the measured rows say about the common claims. Each function below answers one question of texts.yaml.
+
+It takes the rows of the comparison and returns (verdict, what was measured). A question that these rows cannot answer
+gets the verdict "cannot tell" and the reason.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise, product
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+from zero_recipes.core import units
+from zero_recipes.metrics.read_runs import MeasuredRun, SampleRow
+from zero_recipes.metrics.schema import ORDER
+from zero_recipes.report import rows
+from zero_recipes.report.table import texts
+from zero_recipes.theory import zero_paper
+from zero_recipes.theory.deepspeed_comm import explained, volume_terms
+
+Verdict = Literal["yes", "no", "cannot tell"]
+Answer = tuple[Verdict, str]
+
+EQUAL_MEMORY = 1e-3  # padding to whole partitions may add a few bytes to a stage
+EQUAL_SPEED = 0.05
+STAGE3_SLOWER = (0.10, 0.40)  # as is claimed
+EQUAL_VOLUME = 0.05  # a few small collectives (gradient norm, loss) travel beside the parameters
+LOSS_FP32 = 1e-5
+LOSS_16_BIT = 2e-2  # one step's rounding; tests hold short runs of the stages to 1e-3, and to 1e-5 in fp32
+SAME_RUN = ("model", "parameters", "trainable_parameters", "world_size", "device", "precision", "micro_batch_size",
+            "gradient_accumulation_steps", "max_length")  # fmt: skip
+LOWER_IS_BETTER = {"reference_loss"}
+JUDGED_SCORES = ("exact_match", "token_f1", "reference_loss")
+
+
+class Judgement(NamedTuple):
+    """One question about a comparison and its answer."""
+
+    question: str
+    verdict: Verdict
+    measured: str
+    claimed: str
+    right: str
+
+
+def judge_runs(runs: Sequence[MeasuredRun]) -> list[Judgement]:
+    """All judgements on these runs, in the order in which a reader asks; those on stages need compared rows."""
+    compared = rows.comparison(runs)
+    answers = {name: judge(compared) for name, judge in JUDGES.items()} if compared else {}
+    answers["answers"] = _answers(runs)
+    asked = texts()["judgements"]
+    return [Judgement(verdict=answer[0], measured=answer[1], **asked[name]) for name, answer in answers.items()]
+
+
+def sampled_run(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
+    """The run whose answers are shown: a full run where there is one, otherwise the last that has samples."""
+    with_samples = [run for run in runs if run.samples]
+    return (rows.single_runs(with_samples) or with_samples or [None])[-1]
+
+
+def mean_scores(samples: Sequence[SampleRow]) -> dict[str, tuple[float, float]]:
+    """For each metric its mean before and after, over the prompts scored both times."""
+    means = {}
+    for name in dict.fromkeys(name for sample in samples for name in sample.scores_before):
+        pairs = [(sample.scores_before.get(name), sample.scores_after.get(name)) for sample in samples]
+        both = [pair for pair in pairs if None not in pair]
+        if both:
+            means[name] = (fmean(before for before, _ in both), fmean(after for _, after in both))
+    return means
+
+
+def _finished(runs: Sequence[MeasuredRun]) -> Answer:
+    broken = [run for run in runs if run.status != "ok"]
+    ended = "".join(f" {run.label}: {run.status}." for run in broken)
+    return _yes(not broken), f"{len(runs) - len(broken)} of {len(runs)} finished.{ended}"
+
+
+def _alike(runs: Sequence[MeasuredRun]) -> Answer:
+    """A comparison needs equal conditions; what a failed row does not know cannot differ."""
+    if len(runs) < 2:
+        return "cannot tell", "There is only one row."
+    seen = {key: {getattr(run, key) for run in runs} - {None} for key in SAME_RUN}
+    # the same data in the same order makes the same number of tokens, padding included
+    seen["tokens trained on"] = {run.tokens.all for run in runs if run.status == "ok"}
+    differing = {key: sorted(map(_written, values)) for key, values in seen.items() if len(values) > 1}
+    listed = "; ".join(f"{key} ({', '.join(values)})" for key, values in differing.items())
+    measured = f"The rows differ in {listed}." if differing else f"{len(runs)} rows with one setting."
+    return _yes(not differing), f"{measured} Each was run once."
+
+
+def _written(value: object) -> str:
+    return f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)
+
+
+def _staircase(runs: Sequence[MeasuredRun]) -> Answer:
+    steps = [run for run in _stages(runs) if rows.largest_rank(run)]
+    if len(steps) < 2:
+        return "cannot tell", "Fewer than two stages were measured."
+    totals = {run.label: rows.state_total(rows.largest_rank(run)) for run in steps}
+    rises = [(a, b) for a, b in pairwise(totals) if totals[b] > totals[a] * (1 + EQUAL_MEMORY)]
+    measured = f"Largest rank: {_listed(totals, units.size)}."
+    measured += "".join(f" {upper} holds more than {lower}." for lower, upper in rises)
+    if against := {run.label: totals[run.label] / expected for run in steps if (expected := rows.textbook(run))}:
+        measured += f" Measured over textbook: {_listed(against, '{:.3f}'.format)}."
+    if peaks := {run.label: peak for run in steps if (peak := rows.peak_allocated(run))}:
+        measured += f" Peak allocated, with activations and buffers: {_listed(peaks, units.size)}."
+    return _yes(not rises), measured
+
+
+def _speed(runs: Sequence[MeasuredRun]) -> Answer:
+    """Times taken on a CPU give numbers but no verdict, since the claims are about GPUs."""
+    timed = [run for run in _stages(runs) if rows.speed(run)]
+    if len(timed) < 2:
+        return "cannot tell", "Fewer than two stages were timed."
+    slower = {run.label: 1 - rows.speed(run) / rows.speed(timed[0]) for run in timed[1:]}
+    relations = (
+        f"{label} {units.percent(abs(by))} {'slower' if by >= 0 else 'faster'}" for label, by in slower.items()
+    )
+    measured = f"Against {timed[0].label}: {', '.join(relations)}."
+    if any(run.device == "cpu" for run in timed):
+        return "cannot tell", f"{measured} They were timed on CPU processes: that says little about GPUs."
+    low, high = STAGE3_SLOWER
+    as_claimed = (low <= by <= high if label == "zero3" else abs(by) <= EQUAL_SPEED for label, by in slower.items())
+    return _yes(all(as_claimed)), measured
+
+
+def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
+    trained = [run for run in runs if run.status == "ok" and run.loss_history]
+    if len(trained) < 2:
+        return "cannot tell", "Fewer than two strategies have losses."
+    if broken := {run.label: step for run in trained if (step := _first_not_finite(run))}:
+        return (
+            "no",
+            f"The loss is not finite: {', '.join(f'{name} from step {step}' for name, step in broken.items())}.",
+        )
+    steps = _common_steps(trained)
+    if not steps:
+        return "cannot tell", "No step is in the histories of all strategies."
+    sixteen_bit = any(run.precision != "fp32" for run in trained)
+    holds, measured = _within(trained, LOSS_16_BIT if sixteen_bit else LOSS_FP32)
+    stages = [run for run in trained if run.strategy in ORDER[1:]]
+    if sixteen_bit and len(stages) >= 2:
+        sentence = _within(stages, LOSS_16_BIT)[1]
+        measured += f" For DeepSpeed's stages alone: {sentence[0].lower()}{sentence[1:]}"
+    measured += _gradient_dtypes(trained) if sixteen_bit else ""
+    if any(set(rows.losses_by_step(run)) != set(steps) for run in trained):
+        measured += f" Only steps {steps[0]} to {steps[-1]} are compared; some strategies have others too."
+    return _yes(holds), measured
+
+
+def _common_steps(runs: Sequence[MeasuredRun]) -> list[int]:
+    return sorted(set.intersection(*(set(rows.losses_by_step(run)) for run in runs)))
+
+
+def _first_not_finite(run: MeasuredRun) -> int | None:
+    return next((step for step, loss in rows.losses_by_step(run).items() if not math.isfinite(loss)), None)
+
+
+def _within(runs: Sequence[MeasuredRun], limit: float) -> tuple[bool, str]:
+    """Whether the losses of all runs agree at each step that all have, by their largest relative difference."""
+    losses = {run.label: rows.losses_by_step(run) for run in runs}
+    worst, steps = (0.0, 0, "", ""), _common_steps(runs)
+    for step in steps:
+        low, high = (choose(losses, key=lambda name: losses[name][step]) for choose in (min, max))
+        apart = losses[high][step] - losses[low][step]
+        if apart > 0:
+            gap = apart / max(abs(losses[low][step]), abs(losses[high][step]))
+            worst = max(worst, (gap, step, low, high), key=lambda entry: entry[0])
+    gap, step, low, high = worst
+    if gap == 0:
+        return True, f"Equal to the last bit over {len(steps)} steps."
+    where = f"at step {step} between {low} and {high}"
+    return gap <= limit, f"The largest gap is {gap:.1e} of the loss, {where} (limit {limit:g})."
+
+
+def _gradient_dtypes(runs: Sequence[MeasuredRun]) -> str:
+    """In which precision each run added up and reduced its gradients; nothing of rows that do not know."""
+    alike: dict[str, list[str]] = {}
+    for run in runs:
+        if (dtypes := run.gradient_dtypes) is not None:
+            apart = "" if dtypes.added_up == dtypes.reduced else f"in {dtypes.added_up} "
+            alike.setdefault(f"{apart}and reduced in {dtypes.reduced}", []).append(run.label)
+    listed = "; ".join(f"{', '.join(labels)} added up {how}" for how, labels in alike.items())
+    return f" Gradients: {listed}." if listed else ""
+
+
+def _communication(runs: Sequence[MeasuredRun]) -> Answer:
+    moved = {run.label: rows.communication_in_phi(run) for run in runs if run.strategy in ORDER}
+    moved = {label: phi for label, phi in moved.items() if phi is not None}
+    measured_runs = [run for run in runs if run.label in moved]
+    if all(run.zero_stage is None for run in measured_runs) or any(run.world_size == 1 for run in measured_runs):
+        return "cannot tell", "No stage was measured on two or more ranks."
+    paper = {label: zero_paper.communication_units(max(ORDER.index(label) - 1, 0)) for label in moved}
+    agrees = all(abs(moved[label] / paper[label] - 1) <= EQUAL_VOLUME for label in moved if label != "ddp")
+    listed = ", ".join(f"{label} {phi:.2f}Φ (paper {paper[label]})" for label, phi in moved.items())
+    first = measured_runs[0]
+    phi = units.size(first.trainable_parameters * rows.BYTES_PER_VALUE[first.precision])
+    measured = f"Per step, with Φ = {phi}: {listed}."
+    accumulation = max(run.gradient_accumulation_steps or 1 for run in measured_runs)
+    if accumulation > 1:
+        measured += f" Each step had {accumulation} micro steps."
+    measured += "".join(f" {run.label}: {terms}." for run in measured_runs if (terms := _terms_of(run)))
+    return _yes(agrees), measured
+
+
+def _terms_of(run: MeasuredRun) -> str | None:
+    """What the measured volume is made of, by DeepSpeed's source; None for DDP, and where no reading of it fits."""
+    if run.zero_stage is None:
+        return None
+    for buckets, kept in product((True, False), (True, False)):
+        terms = volume_terms(run.zero_stage, run.gradient_accumulation_steps or 1, buckets, kept)
+        if abs(rows.communication_in_phi(run) / sum(terms.values()) - 1) <= EQUAL_VOLUME:
+            return explained(terms)
+    return None
+
+
+def _answers(runs: Sequence[MeasuredRun]) -> Answer:
+    """yes only where no score is worse, no where none is better."""
+    run = sampled_run(runs)
+    answered = [sample for sample in run.samples if None not in (sample.before, sample.after)] if run else []
+    if not answered:
+        return "cannot tell", "No run has answers from before and after training."
+    means = mean_scores(answered)
+    changed = sum(sample.before != sample.after for sample in answered)
+    listed = "; ".join(f"{name} {before:.3f} to {after:.3f}" for name, (before, after) in means.items())
+    measured = f"{run.label}: {changed} of {len(answered)} answers changed. Mean {listed or 'scores missing'}."
+    signs = {name: -1 if name in LOWER_IS_BETTER else 1 for name in JUDGED_SCORES if name in means}
+    gains = [sign * (means[name][1] - means[name][0]) for name, sign in signs.items()]
+    if not gains or (min(gains) < 0 < max(gains)):
+        return "cannot tell", measured
+    return _yes(max(gains) > 0), measured
+
+
+def _stages(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
+    """The finished rows of stages 0 to 3 in order; ddp stands in for stage 0 where zero0 is missing."""
+    finished = {run.strategy: run for run in runs if run.status == "ok"}
+    ladder = [finished.get("zero0") or finished.get("ddp"), *(finished.get(stage) for stage in ORDER[2:])]
+    return [run for run in ladder if run]
+
+
+def _yes(holds: bool) -> Verdict:
+    return "yes" if holds else "no"
+
+
+def _listed(values: Mapping[str, float], written) -> str:
+    return ", ".join(f"{label} {written(value)}" for label, value in values.items())
+
+
+JUDGES = {
+    "finished": _finished,
+    "alike": _alike,
+    "staircase": _staircase,
+    "speed": _speed,
+    "losses": _losses_equal,
+    "communication": _communication,
+}
