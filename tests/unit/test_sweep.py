@@ -309,7 +309,7 @@ def test_the_table_begins_with_the_values_and_ends_with_why(tmp_path):
     assert [column.header for column in named] == ["reduce_bucket_size", "seed"]
     assert [column.cell(chosen[2]) for column in named] == ["50,000,000", "1"]
     headers = [column.header.replace("\n", " ") for column in measured]
-    assert headers == ["Model states", "Resident (mostly imports)", "Comm. per step", "Step median", "Tokens/s",
+    assert headers == ["Model states", "Resident (mostly imports)", "Tokens/s", "Step median", "Comm. per step",
                        "Final loss", "Status", "Reason"]  # fmt: skip
     assert [column.cell(chosen[-1]) for column in measured][-2:] == ["refused", "ZR211 a bucket"]
     assert not any(column.cell(chosen[-1]) for column in measured[:-2])
