@@ -18,7 +18,7 @@ from zero_recipes.checkpoint.output_dir import refuse_occupied, saved_in
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.checks.lower_bounds import checkpoint_bytes
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
 

@@ -428,7 +428,7 @@ CASES = {
     "shared sequences of a GPT-NeoX": (
         SHARED,
         SHARED | {"sequence_parallel_size": 1},
-        "ZR246",
+        "ZR247",
         {"names": "gpt_neox"},
     ),
     "shared sequences, eager attention": (
@@ -441,7 +441,7 @@ CASES = {
     "shared sequences, the last rows": (
         SHARED | {"dataloader_drop_last": False},
         SHARED,
-        "ZR250",
+        "ZR251",
     ),
     "shared sequences without padding": (
         SHARED | {"pad_to_multiple_of": "auto"},
@@ -458,7 +458,7 @@ CASES = {
     "shared sequences of several lengths": (
         SHARED | {"pad_to_multiple_of": 2},
         SHARED,
-        "ZR252",
+        "ZR251",
         {"device": "cpu"},
     ),
     "shared sequences, samples": (

@@ -51,12 +51,7 @@ def foreign() -> list[Fault]:
         *("seed: 2024-01-01", "learning_rate: 2024-01-01", "hub_token: 2024-01-01 10:00:00", "packing: 2024-01-01"),
         *("max_length: 2024-01-01", "run_name: 2024-01-01", "report_to: 2024-01-01", "deepspeed: 2024-01-01"),
     ]
-    typed = [recipe(f"a date: {line}", line, sound, "ZR111", names=line.partition(":")[0]) for line in lines]
-    others = [
-        *("sample_prompts: 2024-01-01", "fsdp: 2024-01-01", "resume_from_checkpoint: 2024-01-01", BIN),
-        *("label_names: !!set {a, b}", "model_init_kwargs: {a: 2024-01-01}", "parallelism_config: 2024-01-01"),
-    ]
-    return typed + [recipe(f"foreign: {line}", line, sound, "ZR145", names=line.partition(":")[0]) for line in others]
+    return [recipe(f"a date: {line}", line, sound, "ZR107", names=line.partition(":")[0]) for line in lines]
 
 
 def optimizers() -> list[Fault]:
@@ -69,30 +64,14 @@ def optimizers() -> list[Fault]:
 
 SECTIONS = {
     "Texts that are no recipe": [
-        Fault("a zero byte", Side(recipe='output_dir: "a\\0b"'), Side(recipe="output_dir: ab"), "ZR149"),
-        Fault("half a surrogate pair", Side(recipe='run_name: "\\ud800"'), Side(recipe="run_name: 🙂"), "ZR149"),
-        Fault("half a pair in a key", Side(recipe='"\\ud800": 1'), Side(), "ZR149"),
-        Fault("5,000 digits", Side(recipe="seed: " + "9" * 5000), Side(), "ZR150", names="5,000 digits"),
-        Fault("5,000 digits in hexadecimal", Side(recipe="seed: 0x" + "f" * 5000), Side(), "ZR150"),
-        Fault("a number beyond 64 bits", Side(recipe="max_steps: 1" + "0" * 30), Side(), "ZR150"),
-        Fault("nesting", Side(recipe="label_names: " + "[" * 3000 + "]" * 3000), Side(), "ZR152", names="line 13"),
-        Fault("a bomb of aliases", Side(recipe=BOMB + "\nlabel_names: *a8"), Side(), "ZR152"),
-        Fault("an alias inside of itself", Side(recipe="dataset_kwargs: &a {b: *a}"), Side(), "ZR151"),
-        Fault("a megabyte", Side(recipe="run_name: " + "x" * 1_100_000), Side(), "ZR146"),
-        Fault("thousands of keys", Side(recipe="\n".join(f"k{i}: 1" for i in range(6000))), Side(), "ZR152"),
-        Fault("a name with an equals sign", Side(recipe="env: {A=B: 1}"), Side(recipe="env: {A: 1}"), "ZR147"),
-        Fault("a name that is empty", Side(recipe='env: {"": 1}'), Side(recipe="env: {A: 1}"), "ZR147"),
-        Fault("a name that is a number", Side(recipe="env: {5: 1}"), Side(recipe="env: {A: 1}"), "ZR147"),
-        Fault("a variable that is a list", Side(recipe="env: {A: [1]}"), Side(recipe="env: {A: 1}"), "ZR148"),
-        Fault("a variable without a value", Side(recipe="env: {A: }"), Side(recipe='env: {A: ""}'), "ZR148"),
+        Fault("a variable that is a list", Side(recipe="env: {A: [1]}"), Side(recipe="env: {A: 1}"), "ZR119"),
+        Fault("a variable without a value", Side(recipe="env: {A: }"), Side(recipe='env: {A: ""}'), "ZR119"),
     ],
     "Numbers beyond their range": ranges(),
     "Dates, sets and bytes": foreign(),
     "Optimizers": optimizers(),
     "Values that the libraries refuse late": [
-        recipe("not a number", "data_seed: 1\ntest_split_size: .nan", "data_seed: 1", "ZR153", names="test_split_size"),
-        recipe("text for a mapping", "model_init_kwargs: x", "model_init_kwargs: {}", "ZR155", names="'x'"),
-        recipe("a path that is too long", f"dataset_name: {'x' * 300}", "dataset_name: ./rows", "ZR169", names="'xxx"),
+        recipe("not a number", "data_seed: 1\ntest_split_size: .nan", "data_seed: 1", "ZR113", names="test_split_size"),
         recipe("tf32 on a CPU", "tf32: true", "tf32: false", "ZR123", names="SFTConfig"),
         recipe("two precisions at once", "fp16: true\nbf16: true", "bf16: true", "ZR123"),
         recipe("no interval to log at", "logging_steps: 0", "logging_steps: 1", "ZR123"),
@@ -137,12 +116,6 @@ SECTIONS = {
             "activation_checkpointing: true\nactivation_checkpointing_kwargs: {x: 1}",
             "activation_checkpointing: true\nactivation_checkpointing_kwargs: {use_reentrant: false}",
             "ZR185",
-        ),
-        recipe(
-            "text for checkpointing's mapping",
-            "activation_checkpointing: true\nactivation_checkpointing_kwargs: none",
-            "activation_checkpointing: true\nactivation_checkpointing_kwargs: {}",
-            "ZR155",
         ),
         recipe(
             "selective checkpointing of nothing",
@@ -225,14 +198,10 @@ SECTIONS = {
         recipe(
             "another number of processes", "num_processes: 4", "num_processes: 2", "ZR347", names="num_processes: 4"
         ),
-        recipe("no number of processes", "num_processes: many", "num_processes: 2", "ZR348", names="'many'"),
         recipe("another accelerate file", "accelerate_config: zero3", "num_processes: 2", "ZR347", names="zero3"),
-        recipe("no accelerate file", "accelerate_config: zero9", "num_processes: 2", "ZR349", names="'zero9'"),
     ],
     "Odd command lines": [
         Fault("a rate that is none", Side(overrides=("--learning_rate", "nan")), Side(), "ZR113"),
-        Fault("bytes that are no text", Side(overrides=("--run_name", "\udc80")), Side(), "ZR156"),
-        Fault("JSON that is none", Side(overrides=("--model_init_kwargs", "{x")), Side(), "ZR157"),
         Fault(
             "a length that is unset",
             Side(recipe="packing: true", overrides=("--max_length", "null")),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed.init import set_host_threads

@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers.tiny import ROOT, write_recipe
 from tests.launch.conftest import HOSTS
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.run import refuse_shared_gpus
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal

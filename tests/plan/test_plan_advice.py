@@ -353,5 +353,5 @@ def test_a_faulty_hardware_file_is_refused_by_its_key(tmp_path, old, new, says):
 
 
 def test_a_missing_hardware_file_is_refused(tmp_path):
-    with pytest.raises(Refusal, match="ZR808"):
+    with pytest.raises(Refusal, match="ZR811"):
         gpus(tmp_path / "none.yaml")

@@ -31,7 +31,7 @@ from zero_recipes.checks.preflight import preflight
 from zero_recipes.checks.versions import FLOORS, installed_versions, version_findings
 from zero_recipes.checks.zero_options import RACES, zero_option_findings
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal
 

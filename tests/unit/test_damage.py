@@ -14,7 +14,7 @@ from tests.helpers.damage import damaged, mutations, small_checkpoint, taken
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.compatibility import fit_findings, refuse_other_data
 from zero_recipes.checkpoint.documents import HISTORY, LATEST, STATE
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import parse_recipe
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal

@@ -15,8 +15,7 @@ from tests.helpers.tiny import ROOT, write_model, write_recipe
 from zero_recipes.checks.nvme import nvme_findings
 from zero_recipes.cli.sweep import all_strategies
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.ds_auto import NVME_PATH, fill_own_autos
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import NVME_PATH, DsConfig, fill_own_autos
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.host_limits import Host

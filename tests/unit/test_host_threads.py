@@ -9,7 +9,7 @@ import torch
 from torch.distributed.run import config_from_args, get_args_parser
 
 from tests.helpers.thread_cases import OFFLOADED, SixteenCores
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.distributed import init as host_threads
 

@@ -26,7 +26,7 @@ from zero_recipes.checks.capacity import (
 from zero_recipes.checks.lower_bounds import host_terms
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units

@@ -17,7 +17,7 @@ from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts, re
 from zero_recipes.checkpoint.inputs import SAMPLE, SAMPLES, input_facts
 from zero_recipes.checkpoint.output_dir import claim_output_dir, refuse_occupied
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import parse_recipe
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy

@@ -8,10 +8,8 @@ import pytest
 
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
+from zero_recipes.config import keys
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config import recipe_keys
-from zero_recipes.config.other_trainers import KEYS, ported
-from zero_recipes.config.validation import key_findings
 
 # files of our own in the form of the two projects
 AXOLOTL = """\
@@ -44,22 +42,20 @@ val_size: 0.1
 learning_rate: 1.0e-4
 """
 
+KEYS = keys.tables()["other_trainers"]
+
 
 def test_the_keys_that_are_named_instead_exist_and_those_of_the_others_do_not():
-    known = recipe_keys.key_types()
-    for trainer, keys in KEYS.items():
-        for key, (name, note) in keys.items():
+    known = keys.key_types()
+    for trainer, theirs in KEYS.items():
+        for key, row in theirs.items():
+            name, note = row.get("to"), row.get("note", "")
             assert key not in known, (trainer, key)
             assert name or note, (trainer, key)
             named = re.findall(r"`([a-z_0-9]+)(?=[:`])", note)
             here = {*known, "env", "all", "fa2", "sft", "flash_attention_2", "datasets", "all-linear", "split"}
             assert not name or name in known, (trainer, key)
             assert set(named) <= here, (trainer, key, set(named) - here)
-
-
-def test_a_key_belongs_to_one_of_them():
-    assert not KEYS["axolotl"].keys() & KEYS["LLaMA-Factory"].keys()
-    assert ported("max_length") is None and ported("sequence_lenn") is None
 
 
 @pytest.mark.parametrize(("trainer", "text"), [("axolotl", AXOLOTL), ("LLaMA-Factory", FACTORY)])
@@ -71,7 +67,7 @@ def test_check_says_how_each_key_is_called_here(trainer, text, tmp_path, capsys)
     theirs = [key for key in KEYS[trainer] if re.search(rf"^{key}:", text, re.MULTILINE)]
     assert len(theirs) > 5
     for key in theirs:
-        name = KEYS[trainer][key][0]
+        name = KEYS[trainer][key].get("to")
         assert f"`{key}` in " in said and (f"Write `{name}`." in said or not name), key
     assert said.count("[ZR187]") == len(theirs) and "ZR103" not in said
 
@@ -90,16 +86,6 @@ def test_an_entry_of_datasets_has_the_keys_of_trl(entry, fix, tmp_path, capsys):
     assert cli.main(["check", str(path)]) == 2
     said = "".join(capsys.readouterr())
     assert said.count("[ZR189]") == 1 and fix in said and "ZR123" not in said
-
-
-def test_every_known_key_is_named_however_many_unknown_ones_there_are():
-    known = set(recipe_keys.key_types())
-    theirs, others = [*KEYS["axolotl"], "torch_dtype", "num_machines"], [f"qqq_{number}" for number in range(25)]
-    found = list(key_findings("a file", [*others, *theirs], known))
-    named = [finding.key for finding in found if finding.code in ("ZR101", "ZR102", "ZR187")]
-    assert named == theirs and sum(finding.code == "ZR103" for finding in found) == 20
-    (left_out,) = (finding for finding in found if finding.code == "ZR154")
-    assert left_out.what.startswith("5 more unknown keys")
 
 
 def test_the_timeout_of_llama_factorys_examples_is_taken(tmp_path):

@@ -64,7 +64,7 @@ def test_a_recipe_puts_the_limit_into_force_before_torch_is_imported(tmp_path):
     (tmp_path / "r.yaml").write_text("env:\n  PYTORCH_ALLOC_CONF: expandable_segments:True\n")
     program = (
         "import sys, pathlib, os\n"
-        "from zero_recipes.config.recipe_text import read_recipe_file\n"
+        "from zero_recipes.config.recipe import read_recipe_file\n"
         f"read_recipe_file(pathlib.Path({str(tmp_path / 'r.yaml')!r}))\n"
         "assert 'torch' not in sys.modules\n"
         "import torch\n"

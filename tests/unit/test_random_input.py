@@ -18,7 +18,7 @@ from tests.helpers.bad_recipes import SOUND_DS_CONFIG, SOUND_RECIPE, Side
 from tests.helpers.grid import first
 from zero_recipes.checks.ds_config import BLOCKS
 from zero_recipes.cli import main as cli
-from zero_recipes.config import recipe_keys
+from zero_recipes.config import keys
 
 # one test may draw twelve times, or eighty times under `make grid`
 EXAMPLES = first(1, [12, 80])
@@ -59,7 +59,7 @@ values = st.recursive(
     max_leaves=6,
 )
 json_values = leaves | st.lists(leaves, max_size=3) | st.dictionaries(st.text(max_size=6), leaves, max_size=3)
-recipe_keys = st.sampled_from(sorted(recipe_keys.key_types())) | st.sampled_from(sorted(yaml.safe_load(SOUND_RECIPE)))
+recipe_keys = st.sampled_from(sorted(keys.key_types())) | st.sampled_from(sorted(yaml.safe_load(SOUND_RECIPE)))
 ds_keys = st.sampled_from(sorted(BLOCKS | set(SOUND_DS_CONFIG) | {"optimizer", "scheduler", "train_batch_size"}))
 ZERO = ["stage", "device", "offload_optimizer", "offload_param", "zero_hpz_partition_size", "nvme_path"]
 OTHERS = ["type", "params", "lr", "betas", "enabled", "total_num_steps", "warmup_num_steps", "thread_count"]

@@ -9,7 +9,7 @@ import yaml
 
 from zero_recipes.cli import main as cli
 from zero_recipes.cli.upgrade import upgrade
-from zero_recipes.config import recipe_keys
+from zero_recipes.config import keys
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,7 +143,7 @@ def test_a_mixture_and_a_file_of_today(tmp_path):
     assert any("max_seq_length: removed" in sentence for sentence in said)
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         assert upgrade(path) == (path.read_text(), []), "a recipe of today needs no upgrade"
-    assert set(recipe_keys.key_types()) >= {"activation_checkpointing", "activation_checkpointing_kwargs"}
+    assert set(keys.key_types()) >= {"activation_checkpointing", "activation_checkpointing_kwargs"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.helpers.accelerate_env import environment_of_launch
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.accelerate_file import read_accelerate_file
+from zero_recipes.config.accelerate import read_accelerate_file
 from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.findings import Refusal
 from zero_recipes.model import sizes_of

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zero_recipes.checks.ds_parser import REMOVED, fill_auto
-from zero_recipes.config.ds_schema import parsed_zero
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig, parsed_zero
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from zero_recipes.checks.ds_config import BLOCKS
-from zero_recipes.config.ds_schema import quiet
+from zero_recipes.config.ds_config import quiet
 from zero_recipes.core.findings import Finding, finding
 
 ZERO = "zero_optimization"

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from zero_recipes.checks.ds_optimizer import optimizer_findings
-from zero_recipes.config.ds_auto import fill_own_autos
-from zero_recipes.config.ds_schema import quiet
+from zero_recipes.config.ds_config import fill_own_autos, quiet
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding, first_line
 from zero_recipes.libs.huggingface import without_deepspeed_announcement

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding
 

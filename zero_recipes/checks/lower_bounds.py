@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from zero_recipes.config.ds_view import DsConfig, number_in
+from zero_recipes.config.ds_config import DsConfig, number_in
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from zero_recipes.checks.lower_bounds import swap_buffers
-from zero_recipes.config.ds_view import LEAST_SWAPPED, number_in
+from zero_recipes.config.ds_config import LEAST_SWAPPED, number_in
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding

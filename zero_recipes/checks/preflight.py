@@ -23,12 +23,11 @@ from zero_recipes.checks.refused_late import late_findings
 from zero_recipes.checks.rehearsal import rehearsal_findings
 from zero_recipes.checks.this_machine import machine_findings
 from zero_recipes.checks.versions import installed_versions, version_findings
-from zero_recipes.config import fsdp, recipe_keys
+from zero_recipes.config import fsdp, keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import run as run_config
 from zero_recipes.config import strategy as strategies
-from zero_recipes.config.accelerate import launcher_findings, precision_findings
-from zero_recipes.config.launch_keys import launch_key_findings, launch_of
+from zero_recipes.config.accelerate import launch_key_findings, launch_of, launcher_findings, precision_findings
 from zero_recipes.config.recipe import RecipeFile, steps_by_epochs
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import Settings
@@ -51,10 +50,10 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     findings = list(version_findings(installed_versions()))
     if findings:
         return None, findings  # what follows is written for the versions above the floor
-    known = recipe_keys.key_types()
+    known = keys.key_types()
     findings = list(launch_key_findings(path, mapping, environment))
     own = {key: value for key, value in mapping.items() if key not in launch_of(mapping)}
-    findings += recipe_findings(str(path), own, mapping.lines, known, recipe_keys.key_choices())
+    findings += recipe_findings(str(path), own, mapping.lines, known, keys.key_choices())
     wrong = {finding.key for finding in findings if finding.level == "error"}
     sound = RecipeFile({key: value for key, value in mapping.items() if key in known and key not in wrong})
     sound.lines = mapping.lines

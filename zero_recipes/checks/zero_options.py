@@ -10,8 +10,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from zero_recipes.config.ds_auto import NVME_PATH
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import NVME_PATH, DsConfig
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, finding

@@ -46,8 +46,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from zero_recipes.checks import predicted, recipe_code
     from zero_recipes.checks.preflight import preflight, resolved_ds_config
     from zero_recipes.config import recipe as recipes
-    from zero_recipes.config.accelerate import launched_environment
-    from zero_recipes.config.launch_keys import launched_as_named
+    from zero_recipes.config.accelerate import launched_as_named, launched_environment
     from zero_recipes.config.strategy import INLINE_SOURCE
     from zero_recipes.libs.accelerate_launch import launch_findings
     from zero_recipes.libs.warnings import quieten

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from zero_recipes.config.accelerate_file import FOLDER, read_accelerate_file
+from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
 from zero_recipes.core.findings import refusal
 
 RECIPE = "a recipe, e.g. recipes/pythia.yaml"

@@ -14,8 +14,9 @@ from typing import Any
 import yaml
 
 from zero_recipes.checks.ds_keys import ZERO, ds_key_names, unknown_key_findings
-from zero_recipes.config.command_line import named_on
-from zero_recipes.config.validation import LAUNCH_KEYS, RENAMED, key_findings
+from zero_recipes.config.keys import tables
+from zero_recipes.config.recipe import named_on
+from zero_recipes.config.validation import key_findings, launcher_keys
 from zero_recipes.core.findings import Refusal, first_line, refusal
 
 LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
@@ -109,7 +110,7 @@ def _is_ds_key(key: str, types: Mapping[str, Any]) -> bool:
         return True
     if len(path) == 1 and not unknown_key_findings((ZERO, key)):
         raise Refusal(findings)  # it names the block
-    if len(path) == 1 or key in LAUNCH_KEYS | set(RENAMED):
+    if len(path) == 1 or key in launcher_keys() | set(tables()["renamed"]):
         raise Refusal(list(key_findings("--set", [key], {*types, *ds_key_names()})))
     raise Refusal(findings)
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from zero_recipes.checkpoint.output_dir import claim_output_dir, refuse_in_use, refuse_occupied, saved_in
 from zero_recipes.cli.sweep_runs import SweepRun, refuse_own_ds_config, runs_of
-from zero_recipes.config.ds_auto import NVME_PATH
+from zero_recipes.config.ds_config import NVME_PATH
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port

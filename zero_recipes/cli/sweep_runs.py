@@ -15,11 +15,10 @@ from zero_recipes.checks.ds_parser import parser_findings
 from zero_recipes.cli.set_values import SetKey, combinations, option_words, parse_sets, run_names
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import AMBIGUOUS, INLINE, launched_environment
-from zero_recipes.config.ds_schema import schema_findings
-from zero_recipes.config.ds_view import DsConfig
-from zero_recipes.config.recipe_keys import key_choices, key_types
+from zero_recipes.config.ds_config import DsConfig, read_json_mapping, schema_findings
+from zero_recipes.config.keys import key_choices, key_types
 from zero_recipes.config.settings import Settings
-from zero_recipes.config.strategy import launched_ds_config, read_ds_config
+from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.config.validation import recipe_findings
 from zero_recipes.core.files import write_json, write_text
 from zero_recipes.core.findings import Finding, Refusal, raise_errors, refusal
@@ -97,7 +96,7 @@ def refuse_own_ds_config(recipe: Path, runs: Sequence[SweepRun], overrides: list
     settings = recipes.parse_recipe(recipe, mapping, overrides).settings
     if settings.deepspeed is None:
         return
-    own, others = read_ds_config(settings.deepspeed), set()
+    own, others = read_json_mapping(settings.deepspeed), set()
     for run in runs:
         launched = launched_ds_config(launched_environment(run.config, num_processes), settings.precision)[0]
         others |= {run.strategy} if launched != own or run.ds_config is not None else set()

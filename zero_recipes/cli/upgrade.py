@@ -14,9 +14,12 @@ from typing import Any
 
 import yaml
 
-from zero_recipes.config import recipe, recipe_keys
-from zero_recipes.config.validation import DEPRECATED, RENAMED, SWITCHES, accepted_types
+from zero_recipes.config import keys, recipe
+from zero_recipes.config.validation import accepted_types
 
+DEPRECATED = keys.tables()["deprecated"]
+RENAMED = {key: (row.get("to", ""), row.get("note", "")) for key, row in keys.tables()["renamed"].items()}
+SWITCHES = {key: row["switch"] for key, row in keys.tables()["renamed"].items() if "switch" in row}
 VALUES = {"packing_strategy": {"ffd": "bfd"}}  # key: {a former value: what it is called today}
 
 
@@ -53,13 +56,13 @@ def chat_template(path: Path) -> str | None:
 
 def keys_of_ours(text: str) -> list[str]:
     """Keys of a recipe that TRL's own parser does not have."""
-    ours = {field.name for field in dataclasses.fields(recipe_keys.RecipeArguments)}
+    ours = {field.name for field in dataclasses.fields(keys.RecipeArguments)}
     return sorted(set(yaml.safe_load(text) or {}) & ours)
 
 
 def _as_trl_takes_it(text: str, changes: list[str]) -> tuple[str, list[str]]:
-    ours = {field.name for field in dataclasses.fields(recipe_keys.RecipeArguments)}
-    taken = set(recipe_keys.key_types()) - ours | {"env"}
+    ours = {field.name for field in dataclasses.fields(keys.RecipeArguments)}
+    taken = set(keys.key_types()) - ours | {"env"}
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     starts = [key.start_mark.index for key, _ in root.value]
     new = text[: starts[0]]
@@ -140,7 +143,7 @@ def _ratio_counts(mapping: dict[str, Any]) -> bool:
 
 
 def _takes_text_alone(key: str) -> bool:
-    types = recipe_keys.key_types()
+    types = keys.key_types()
     takes = accepted_types(types[key]) if key in types else set()
     return "string" in takes and "boolean" not in takes
 

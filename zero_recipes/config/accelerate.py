@@ -1,20 +1,22 @@
 """What an accelerate file would put into the environment of a run, and what in that contradicts itself.
 
 accelerate reads the file. Its own way from there to the environment (utils/launch.py) is that of a launch: it looks for
-this machine's GPUs, and a free port.
+this machine's GPUs, and a free port. File names are those of accelerate 1.15.
 """
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, MutableMapping
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zero_recipes.config.accelerate_file import UNNAMED, read_accelerate_file
+from zero_recipes.config.ds_config import quiet
 from zero_recipes.core.findings import Finding, finding, first_line, refusal
 
 if TYPE_CHECKING:
@@ -36,6 +38,42 @@ INLINE = {
     "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
 DS_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
+FOLDER = Path("accelerate_configs")
+# keys of a recipe that `trl sft --config` takes for its launch
+LAUNCH_KEYS = ("num_processes", "accelerate_config")
+# variables of a launch that say how it shards
+SHARDING = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_DEEPSPEED_CONFIG_FILE")
+
+
+def read_accelerate_file(path: Path) -> ClusterConfig:
+    """The file as accelerate reads it, its blocks as mappings and its counts at least 1. Raises Refusal.
+
+    accelerate (commands/config/config_args.py, load_config_from_file) takes a path from the working directory, and
+    looks nowhere else.
+    """
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    if not path.is_file():
+        known = sorted(found.name for found in FOLDER.glob("*.yaml"))
+        near = difflib.get_close_matches(f"{path.stem}.yaml", known, 1, 0.8)
+        fix = f"--config_file {FOLDER / near[0]}" if near else f"{FOLDER}/ has {', '.join(known) or 'no file here'}."
+        raise refusal("ZR304", path=path, cwd=Path.cwd(), fix=fix)
+    try:
+        config = load_config_from_file(str(path))
+        if not hasattr(config, "deepspeed_config"):
+            raise TypeError("it is for Amazon SageMaker, which starts its own machines")
+        for name in ("deepspeed_config", "fsdp_config", "parallelism_config"):
+            if not isinstance(getattr(config, name), dict):  # accelerate does not check types
+                raise TypeError(f"{name} is no mapping")
+        for name in ("num_processes", "num_machines"):
+            value = getattr(config, name)
+            if value in (None, -1):  # the file does not say
+                setattr(config, name, 1)
+            elif type(value) is not int or value < 1:
+                raise ValueError(f"{name} is {value!r}, not a whole number of at least 1")
+    except Exception as error:  # the file's own faults, by PyYAML and accelerate
+        raise refusal("ZR306", path=path, error=str(error).replace("\n", " ").rstrip(".")) from error
+    return config
 
 
 def launched_environment(config_file: Path | None, num_processes: int | None) -> dict[str, str]:
@@ -43,7 +81,7 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
     if config_file is None:
         return {} if num_processes in (None, 1) else {"WORLD_SIZE": str(num_processes)}
     config = read_accelerate_file(config_file)
-    refuse_what_no_launch_takes(config, config_file, num_processes)
+    refuse_what_no_launch_takes(config, config_file)
     count = num_processes or config.num_processes
     environment = {"WORLD_SIZE": str(count)}
     if config.num_machines > 1 and count % config.num_machines == 0:
@@ -84,8 +122,6 @@ def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str
     """
     from accelerate.utils import DeepSpeedPlugin, clear_environment
 
-    from zero_recipes.config.ds_schema import quiet
-
     given = {name: text for name, text in environment.items() if name.startswith("ACCELERATE_")}
     try:
         with quiet(), clear_environment():  # which empties `environment` too, where that is os.environ
@@ -108,14 +144,14 @@ def hand_over(environment: MutableMapping[str, str]) -> None:
 
 
 def precision_findings(environment: Mapping[str, str], precision: str) -> Iterator[Finding]:
-    """What an accelerate file's mixed_precision says against the recipe's `precision`: "bf16", "fp16" or "fp32"."""
-    asked = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-    if asked not in ("bf16", "fp16") or asked == precision:
-        return
-    if precision == "fp32":
-        yield finding("ZR338", asked=asked)
-    else:
-        yield finding("ZR339", asked=asked, precision=precision)
+    """What an accelerate file's mixed_precision says against the recipe's `precision`: "bf16", "fp16" or "fp32".
+
+    An fp32 recipe would train in the file's precision; any other keeps its own.
+    """
+    of_the_file = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if of_the_file in ("bf16", "fp16") and of_the_file != precision:
+        level = "error" if precision == "fp32" else "warning"
+        yield finding("ZR339", of_the_file=of_the_file, precision=precision, level=level)
 
 
 def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -132,26 +168,18 @@ def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield finding("ZR303", beside=", ".join(beside))
 
 
-def refuse_what_no_launch_takes(config: ClusterConfig, path: Path, num_processes: int | None) -> None:
-    """Refuse a file that `accelerate launch` itself ends on, or waits on without an end."""
-    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+def refuse_what_no_launch_takes(config: ClusterConfig, path: Path) -> None:
+    """Refuse a file whose launch trains something else silently, or waits without an end."""
     if config.mpirun_config:
         raise refusal("ZR331", path=path)
-    if kind in ("TPU", "XLA", "MEGATRON_LM"):
-        raise refusal("ZR332", path=path, kind=kind)
-    if config.num_processes == UNNAMED and num_processes is None:
-        raise refusal("ZR333", path=path)
-    named = str(config.gpu_ids or "all")
-    if kind.startswith("MULTI_") and named != "all" and "," not in named and config.num_machines == 1:
-        raise refusal("ZR334", path=path, named=named, kind=kind)
     if config.num_machines > 1:
         _refuse_unreachable_machines(config, path)
 
 
 def _refuse_unreachable_machines(config: ClusterConfig, path: Path) -> None:
-    asked, launcher = config.deepspeed_config, config.deepspeed_config.get("deepspeed_multinode_launcher") or "pdsh"
-    if asked and launcher not in ("standard", "nossh"):
-        hosts = asked.get("deepspeed_hostfile")
+    ds, launcher = config.deepspeed_config, config.deepspeed_config.get("deepspeed_multinode_launcher") or "pdsh"
+    if ds and launcher not in ("standard", "nossh"):
+        hosts = ds.get("deepspeed_hostfile")
         missing = f"no {launcher} on this machine" if shutil.which(launcher) is None else f"no hostfile {hosts}"
         if shutil.which(launcher) is None or not (hosts and Path(hosts).is_file()):
             raise refusal("ZR335", path=path, num_machines=config.num_machines, launcher=launcher, missing=missing)
@@ -160,9 +188,47 @@ def _refuse_unreachable_machines(config: ClusterConfig, path: Path) -> None:
         return  # the command line names it: --main_process_ip
     try:
         found = socket.getaddrinfo(str(address), None)[0][4][0]
+        problem = "it is this machine's own loopback address" if ipaddress.ip_address(found).is_loopback else None
     except (OSError, UnicodeError) as error:
-        raise refusal(
-            "ZR336", address=address, path=path, num_machines=config.num_machines, error=first_line(error)
-        ) from None
-    if ipaddress.ip_address(found).is_loopback:
-        raise refusal("ZR337", address=address, path=path, num_machines=config.num_machines)
+        problem = first_line(error)
+    if problem:
+        raise refusal("ZR336", address=address, path=path, num_machines=config.num_machines, problem=problem)
+
+
+def launch_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The launch that a recipe names, as `trl sft --config` reads it: a part of its keys."""
+    return {key: mapping[key] for key in LAUNCH_KEYS if mapping.get(key) is not None}
+
+
+def launched_as_named(mapping: Mapping[str, Any], num_processes: int | None = None) -> dict[str, str]:
+    """The environment of the launch that a recipe names. Raises Refusal.
+
+    `num_processes`: where the recipe names none. An accelerate_config is a file or the name of one of TRL's own
+    (trl/cli/accelerate_config.py).
+    """
+    named = launch_of(mapping)
+    file = named.get("accelerate_config")
+    if file is not None and not Path(str(file)).is_file():
+        trls = resources.files("trl.accelerate_configs").joinpath(f"{file}.yaml")
+        file = str(trls) if trls.is_file() else file
+    return launched_environment(None if file is None else Path(str(file)), named.get("num_processes", num_processes))
+
+
+def launch_key_findings(path: Path, mapping: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Finding]:
+    """At most one finding: the launch is another than the recipe names. `environment`: the launcher's."""
+    named = launch_of(mapping)
+    if not named:
+        return
+    processes = environment.get("WORLD_SIZE", "1")
+    wanted = launched_as_named(mapping, int(processes))
+    different = wanted.get("WORLD_SIZE", "1") != processes
+    if "accelerate_config" in named:
+        different |= any(_in_force(wanted, name) != _in_force(environment, name) for name in SHARDING)
+    if different:
+        written = ", ".join(f"{key}: {value}" for key, value in named.items())
+        yield finding("ZR347", path=path, written=written, processes=processes)
+
+
+def _in_force(environment: Mapping[str, str], name: str) -> str:
+    value = environment.get(name, "").lower()
+    return "" if value in ("false", "none") else value

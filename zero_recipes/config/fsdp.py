@@ -5,13 +5,12 @@ File names are those of accelerate 1.15, transformers 5.23 and torch 2.13.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
+from zero_recipes.config.ds_config import read_json_mapping
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import Finding, Refusal, finding, first_line, refusal
+from zero_recipes.core.findings import Finding, Refusal, finding, refusal
 
 # transformers' `fsdp_config` (training_args.py, _process_fsdp_args) by what `accelerate launch` sets (utils/launch.py)
 _VARIABLES = {
@@ -25,13 +24,9 @@ _VARIABLES = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "cpu_ram_efficient_loading",
     "FSDP_ACTIVATION_CHECKPOINTING": "activation_checkpointing",
 }
-
-
 # where a file says nothing: accelerate's own default (utils/dataclasses.py, FullyShardedDataParallelPlugin), written
 # out wherever transformers has another one
 _DEFAULTS = {"version": 1, "auto_wrap_policy": "NO_WRAP"}
-
-
 _FILE = "accelerate_configs/fsdp2.yaml"
 
 
@@ -99,26 +94,13 @@ def _from_recipe(settings: Settings) -> dict[str, Any] | None:
     if str(requested).lower() != "true":
         raise refusal("ZR312", requested=requested)
     if isinstance(config, str):
-        config = _read(config)
+        config = read_json_mapping(config)
     return {"version": 2} | {key.removeprefix("fsdp_"): value for key, value in (config or {}).items()}
-
-
-def _read(text: str) -> dict[str, Any]:
-    """An `fsdp_config` that is named by its file or written as JSON."""
-    try:
-        config = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
-        if isinstance(config, dict):
-            return config
-        fault = "It is not a mapping."
-    except (OSError, ValueError) as error:
-        fault = f"{first_line(error)}."
-    raise refusal("ZR313", text=text, fault=fault, values=", ".join(_VARIABLES.values()))
 
 
 def _findings(config: Mapping[str, Any], settings: Settings, world_size: int) -> list[Finding]:
     """What of an `fsdp_config` cannot run here."""
     found = []
-
     if config.get("version") != 2:
         found.append(finding("ZR314", file=_FILE))
     unknown = sorted(set(config) - set(_VARIABLES.values()))

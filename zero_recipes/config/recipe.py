@@ -2,17 +2,20 @@
 
 Nothing downstream reads it again.
 
-`read` needs only PyYAML, so that the recipe's `env:` block is in force before torch is imported; `parse` imports TRL.
+`read_recipe_file` needs only PyYAML, so that the recipe's `env:` block is in force before torch is imported;
+`parse_recipe` imports TRL.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import hashlib
+import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,17 +23,71 @@ from typing import Any
 
 import yaml
 
-from zero_recipes.config.command_line import decoded, named_on, refuse_no_text, without_unset
-from zero_recipes.config.launch_keys import LAUNCH
-from zero_recipes.config.recipe_keys import dataclasses_of_a_recipe, key_choices, key_types
-from zero_recipes.config.recipe_text import RecipeFile as RecipeFile
-from zero_recipes.config.recipe_text import read_recipe_file as read_recipe_file
+from zero_recipes.config.accelerate import LAUNCH_KEYS
+from zero_recipes.config.keys import dataclasses_of_a_recipe, key_choices, key_types
 from zero_recipes.config.settings import Settings
-from zero_recipes.config.validation import key_findings, recipe_findings
-from zero_recipes.config.value_limits import MAPPINGS, limit_findings
-from zero_recipes.core.findings import Refusal, first_line, raise_errors, refusal
+from zero_recipes.config.validation import accepted_types, key_findings, range_findings, recipe_findings
+from zero_recipes.core.findings import first_line, raise_errors, refusal
+from zero_recipes.core.pinned_memory import limit_rounding
 
 USAGE = "run_sft.py RECIPE.yaml [--key value ...] [--traceback]"
+# mappings, which the command line gives as JSON
+MAPPINGS = ("model_init_kwargs", "dataset_kwargs", "lr_scheduler_kwargs", "liger_kernel_config", "accelerator_config")
+MAPPINGS += ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+
+
+class RecipeFile(dict):
+    """A recipe's mapping that remembers the line of each key."""
+
+    lines: dict[str, int]
+
+
+def read_recipe_file(path: Path) -> RecipeFile:
+    """The recipe's mapping, its `env:` block already put into the environment. Raises Refusal."""
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], 1, 0.5)
+        fix = f"Did you mean {path.parent / near[0]}?" if near else "Check the path; the recipes are in recipes/."
+        raise refusal("ZR116", path=path, cwd=Path.cwd(), fix=fix)
+    try:
+        mapping = _load(path)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: bytes that are no UTF-8, the date 2024-13-45
+        raise refusal("ZR117", path=path, error=str(error).replace("\n", " ")) from None
+    env = mapping.pop("env", None) or {}
+    if not isinstance(env, dict) or any(value is None or isinstance(value, (dict, list)) for value in env.values()):
+        raise refusal("ZR119", path=path)
+    os.environ.update({str(name): str(value) for name, value in env.items()})
+    limit_rounding(os.environ)
+    return mapping
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's, with an error for a key that occurs twice in one mapping.
+
+    ruamel.yaml has that, but it reads 1e-5 as a number: a recipe must mean what TRL's PyYAML makes of it.
+    """
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            line = key.start_mark.line + 1
+            if (key.tag, key.value) in lines:
+                raise refusal("ZR126", key=key.value, path=self.name, first=lines[key.tag, key.value], line=line)
+            lines[key.tag, key.value] = line
+        return node
+
+
+def _load(path: Path) -> RecipeFile:
+    """Raises Refusal for a file that is no mapping of names, or has a key twice."""
+    with path.open("rb") as stream:  # errors then name the file, and a wrong encoding is one of them
+        loader = _Loader(stream)
+        node = loader.get_single_node()
+        names = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
+        if not isinstance(node, yaml.MappingNode) or any(key.tag not in names for key, _ in node.value):
+            raise refusal("ZR118", path=path)
+        mapping = RecipeFile(loader.construct_document(node))
+    mapping.lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
+    return mapping
 
 
 @dataclass(frozen=True)
@@ -72,25 +129,17 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
     parser = _parser()
     known = key_types()
     lines = getattr(mapping, "lines", {})
-    mapping = {key: value for key, value in mapping.items() if key not in LAUNCH}  # preflight compares them
-    findings = recipe_findings(str(path), mapping, lines, known, key_choices())
-    if any(finding.level == "error" for finding in findings):
-        raise Refusal(findings)
-
-    refuse_no_text(overrides)
+    mapping = {key: value for key, value in mapping.items() if key not in LAUNCH_KEYS}  # preflight compares them
+    raise_errors(recipe_findings(str(path), mapping, lines, known, key_choices()))
     file_values = dict(mapping)
     prompts = file_values.pop("sample_prompts", None)  # a list, a number or a path: argparse has one type per key
     parser.set_defaults_with_config(**file_values)
     valued, unset = without_unset(overrides, known)
     namespace, extra = parser.parse_known_args(valued)
-    stray = [word for word in extra if word.startswith("--")]
-    findings = list(
-        key_findings("the command line", [word[2:].partition("=")[0].replace("-", "_") for word in stray], known)
-    )
-    if findings:
-        raise Refusal(findings)
+    stray = [word[2:].partition("=")[0].replace("-", "_") for word in extra if word.startswith("--")]
+    raise_errors([*key_findings("the command line", stray, known)])
     if extra:
-        raise refusal("ZR120", first_extra=extra[0], usage=USAGE)
+        raise refusal("ZR120", word=extra[0], usage=USAGE)
 
     values = vars(namespace)
     named = named_on(overrides, known)
@@ -100,12 +149,61 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
         dataclasses.asdict(entry) if dataclasses.is_dataclass(entry) else entry for entry in values["datasets"]
     ]  # objects, where the command line names them
     values |= dict.fromkeys(unset)
-    values |= {key: decoded(key, values[key]) for key in (*MAPPINGS, "accelerator_config")}
-    findings = [found for key in named & set(values) for found in limit_findings("the command line", key, values[key])]
-    raise_errors(findings)
+    values |= {key: decoded(values[key]) for key in MAPPINGS}
+    raise_errors([f for key in named & set(values) for f in range_findings("the command line", key, values[key])])
     given = {key: values[key] for key in values if key in mapping or key in named}
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return Recipe(path=path, settings=Settings(values), given=MappingProxyType(given), sha256=digest)
+
+
+def without_unset(overrides: list[str], known: Mapping[str, Any]) -> tuple[list[str], set[str]]:
+    """The overrides without those that unset a key (`--max_length null`), and the keys that they unset.
+
+    Only keys that may be null are; `--report_to none` is a value of its own, no callback at all.
+    """
+    rest, unset, index = [], set(), 0
+    while index < len(overrides):
+        name, equals, value = overrides[index].partition("=")
+        key = name[2:].replace("-", "_") if name.startswith("--") else ""
+        width = 1 if equals else 2
+        value = value if equals else (overrides[index + 1 : index + 2] or [""])[0]
+        is_null = value.lower() == "null" or (value.lower() == "none" and key != "report_to")
+        if is_null and key in known and accepted_types(known[key]) & {"null", "any"}:
+            unset.add(key)
+            index += width
+        else:
+            rest.append(overrides[index])
+            index += 1
+    return rest, unset
+
+
+def named_on(overrides: list[str], known: Container[str]) -> set[str]:
+    """The keys that the command line names."""
+    names = {word[2:].partition("=")[0].replace("-", "_") for word in overrides if word.startswith("--")}
+    return {name if name in known else name.removeprefix("no_") for name in names}
+
+
+def decoded(value: Any) -> Any:
+    """A mapping that the command line gives as JSON; anything else as it is, for its dataclass to take or refuse."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return _as_transformers(json.loads(value))
+    except ValueError:
+        return value
+
+
+def _as_transformers(value: Any) -> Any:
+    """Texts inside of JSON as transformers 5.23 reads them (training_args.py, _convert_str_dict): "true" is true."""
+    if isinstance(value, dict):
+        return {key: _as_transformers(inner) for key, inner in value.items()}
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if value.isdigit():
+        return int(value)
+    return float(value) if value.replace(".", "", 1).isdigit() else value
 
 
 def derive_accumulation(settings: Settings, given: Mapping[str, Any], world_size: int) -> int | None:
@@ -119,9 +217,8 @@ def derive_accumulation(settings: Settings, given: Mapping[str, Any], world_size
     micro = settings.per_device_train_batch_size
     per_pass = world_size * micro
     if total <= 0 or total % per_pass:
-        below, above = total // per_pass * per_pass, (total // per_pass + 1) * per_pass
-        near = f"{below} or {above}" if below > 0 else str(above)
-        raise refusal("ZR121", total=total, world_size=world_size, micro=micro, total_2=total / per_pass, near=near)
+        near = " or ".join(str(per_pass * n) for n in (total // per_pass, total // per_pass + 1) if n > 0)
+        raise refusal("ZR121", total=total, world_size=world_size, micro=micro, near=near)
     derived = total // per_pass
     requested = given.get("gradient_accumulation_steps")
     if requested is not None and requested != derived:

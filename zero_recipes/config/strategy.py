@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from zero_recipes.config import fsdp, sequence_parallel
 from zero_recipes.config.accelerate import inline_ds_config
-from zero_recipes.config.ds_auto import fill_own_autos, needs_sizes
-from zero_recipes.config.ds_schema import schema_findings
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig, fill_own_autos, needs_sizes, read_json_mapping, schema_findings
 from zero_recipes.config.settings import Settings, precision_of
 from zero_recipes.core.findings import Refusal, refusal
 
@@ -147,36 +143,12 @@ def _in_force(
     named = settings.deepspeed
     if named is None:
         return launched, launched_from
-    config = read_ds_config(named)
+    config = read_json_mapping(named)
     if launched is None:
         return config, _shown(named)
     if fill(config) != fill(launched):  # a resolved recipe has our own "auto" values filled in already
         raise refusal("ZR201", shown=_shown(named), launched_from=launched_from)
     return config, launched_from
-
-
-def read_ds_config(named: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """A DeepSpeed configuration from a path, an inline mapping or a JSON string, as a mapping."""
-    if isinstance(named, dict):
-        return named
-    text = str(named)
-    if text.lstrip().startswith("{"):
-        return _loads(text, "the inline deepspeed configuration")
-    path = Path(text)
-    if not path.is_file():
-        raise refusal("ZR202", path=path, cwd=Path.cwd())
-    return _loads(path.read_text(), str(path))
-
-
-def _loads(text: str, place: str) -> dict[str, Any]:
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        comment = " JSON knows no `//` comments." if "//" in text else ""
-        raise refusal("ZR203", place=place, error=error, comment=comment) from None
-    if not isinstance(config, dict):
-        raise refusal("ZR204", place=place)
-    return config
 
 
 def launched_ds_config(env: Mapping[str, str], precision: str) -> tuple[dict[str, Any] | None, str]:
@@ -189,7 +161,7 @@ def launched_ds_config(env: Mapping[str, str], precision: str) -> tuple[dict[str
     path = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if path.lower() in ("none", ""):
         return inline_ds_config(env, precision), INLINE_SOURCE
-    return read_ds_config(path), path
+    return read_json_mapping(path), path
 
 
 def _shown(named: Any) -> str:

@@ -1,66 +1,26 @@
-"""Checks of the recipe's own text: keys of other times and places, values that YAML or TRL would mistake."""
+"""Checks of a recipe's keys and values: keys of other times and places, values that YAML or TRL would mistake."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from zero_recipes.config.other_trainers import ported
-from zero_recipes.config.value_limits import foreign_findings, limit_findings
+from zero_recipes.config.keys import tables
 from zero_recipes.core.findings import Finding, described, finding, ignored_codes, near_codes, table
 
-# keys that former versions of TRL and transformers took: what to write today, and a note where it is not the same
-RENAMED = {
-    "torch_dtype": ("dtype", ""),
-    "max_seq_length": ("max_length", ""),
-    "evaluation_strategy": ("eval_strategy", ""),
-    "warmup_ratio": ("warmup_steps", "A number below 1 is a share of all steps."),
-    "overwrite_output_dir": (
-        "",
-        "Remove it: it never deleted anything, it only let a run write into a folder that was not empty. (`overwrite: "
-        "true` is another key: it deletes what an earlier run left in output_dir.)",
-    ),
-    "no_cuda": ("use_cpu", ""),
-    "num_proc": ("dataset_num_proc", ""),
-    "preprocessing_num_workers": ("dataset_num_proc", ""),
-    "use_flash_attention_2": ("attn_implementation", ""),
-    "per_gpu_train_batch_size": ("per_device_train_batch_size", ""),
-    "per_gpu_eval_batch_size": ("per_device_eval_batch_size", ""),
-    "group_by_length": ("train_sampling_strategy", ""),
-    "push_to_hub_model_id": ("hub_model_id", ""),
-    "hub_model_revision": ("hub_revision", ""),
-    "use_liger": ("use_liger_kernel", ""),
-    "dataset_mixer": ("datasets", "TRL's list of `path:` entries replaces the mapping of names to fractions."),
-    "dataset_mixture": ("datasets", "TRL's list of `path:` entries, with `name:` and `fraction:`."),
-    "chat_template": ("chat_template_path", "It names a file with the template."),
-    "adafactor": ("optim", ""),
-    "include_tokens_per_second": ("", "metrics.json always has tokens per second."),
-    "save_safetensors": ("", "Models are always saved as safetensors."),
-    "logging_dir": ("", "Set the environment variable TENSORBOARD_LOGGING_DIR in the recipe's `env:` block."),
-}
-# of these, switches that became a value of another key: what `true` is written as today (`false` says nothing)
-SWITCHES = {
-    "use_flash_attention_2": "attn_implementation: flash_attention_2",
-    "group_by_length": "train_sampling_strategy: group_by_length",
-    "adafactor": "optim: adafactor",
-}
-# still taken, under a name that transformers deprecates
-DEPRECATED = {
-    "gradient_checkpointing": "activation_checkpointing",
-    "gradient_checkpointing_kwargs": "activation_checkpointing_kwargs",
-}
 # sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too;
 # validating a ParallelismConfig makes one, which reads the environment
 UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp", "parallelism_config"}
-MOST_UNKNOWN = 20  # keys that are named one by one: names that are near are looked for, which takes time
-# keys that people put into a recipe although the launcher owns them, beside accelerate's own (ClusterConfig)
-LAUNCH_KEYS = {"accelerate_config", "config_file", "num_gpus", "nproc_per_node", "launcher", "hostfile"}
-LAUNCH_COMMAND = (
-    "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 run_sft.py RECIPE.yaml"
-)
+TYPE_NAMES = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "array": "a list",
+    "object": "a mapping",
+}
 
 
 def recipe_findings(
@@ -73,62 +33,56 @@ def recipe_findings(
     found: list[Finding] = []
     for key in (key for key in mapping if key in types):
         where, value = f"{place}:{lines[key]}" if key in lines else place, mapping[key]
-        here = [*value_findings(where, key, value, types[key])] or [*foreign_findings(where, key, value)]
+        here = [*value_findings(where, key, value, types[key])]
         here = here or ([*_entry_findings(where, value)] if key == "datasets" else [])
-        here = here or [*_choice_findings(where, key, value, choices.get(key)), *limit_findings(where, key, value)]
-        here += [_deprecated(key, place)] if key in DEPRECATED else []
+        here = here or [*_choice_findings(where, key, value, choices.get(key)), *range_findings(where, key, value)]
+        if key in tables()["deprecated"]:
+            here.append(finding("ZR104", key=key, place=place, deprecated=tables()["deprecated"][key]))
         found += [dataclasses.replace(finding, key=key) for finding in here]
     return found + list(key_findings(place, [key for key in mapping if key not in types], types, lines))
 
 
 def key_findings(
-    place: str, unknown: list[str], known: typing.Iterable[str], lines: dict[str, int] | None = None
+    place: str, unknown: list[str], known: Iterable[str], lines: dict[str, int] | None = None
 ) -> Iterator[Finding]:
-    """One finding for each unknown key: renamed, the launcher's, or misspelt."""
+    """One finding for each unknown key: renamed, the launcher's, another trainer's, or misspelt."""
+    renamed, launcher = tables()["renamed"], launcher_keys()
+    for key in unknown:
+        where = f"{place}:{lines[key]}" if lines and key in lines else place
+        if key in renamed:
+            today, note = renamed[key].get("to"), renamed[key].get("note", "")
+            written = renamed[key].get("switch", today)
+            fix = f"Write `{written}`; zero-recipes check --upgrade does it. {note}" if today else note
+            yield finding("ZR101", key=key, where=where, fix=fix.strip(), recipe_key=key)
+        elif key in launcher:
+            yield finding("ZR102", key=key, where=where, recipe_key=key)
+        elif (other := other_trainers_key(key)) is not None:
+            trainer, fix = other
+            yield finding("ZR187", key=key, where=where, trainer=trainer, fix=fix, recipe_key=key)
+        else:
+            fix = _did_you_mean(key, known) or "Remove it, or see the table of keys in docs/recipe.md."
+            yield finding("ZR103", key=key, where=where, fix=fix, recipe_key=key)
+
+
+def launcher_keys() -> set[str]:
+    """Keys that belong to `accelerate launch` and its like."""
     from accelerate.commands.config.config_args import ClusterConfig
 
-    launch = LAUNCH_KEYS | {f.name for f in dataclasses.fields(ClusterConfig)}
-    nameless = [key for key in unknown if key not in RENAMED and key not in launch and ported(key) is None]
-    left_out = set(nameless[MOST_UNKNOWN:])
-    for key in (key for key in unknown if key not in left_out):
-        where = f"{place}:{lines[key]}" if lines and key in lines else place
-        if key in RENAMED:
-            name, note = RENAMED[key]
-            fix = f"Write `{SWITCHES.get(key, name)}`; zero-recipes check --upgrade does it. {note}" if name else note
-            yield finding(
-                "ZR101",
-                key=key,
-                where=where,
-                why=f"; it is `{name}` now." if name else ".",
-                fix=fix.strip(),
-                recipe_key=key,
-            )
-        elif key in launch:
-            yield finding("ZR102", key=key, where=where, launch_command=LAUNCH_COMMAND, recipe_key=key)
-        elif (other := ported(key)) is not None:
-            trainer, name, fix = other
-            yield finding(
-                "ZR187",
-                key=key,
-                where=where,
-                trainer=trainer,
-                why=f"; there it is `{name}`." if name else ".",
-                fix=fix,
-                recipe_key=key,
-            )
-        else:
-            near = difflib.get_close_matches(key, list(known), 2, 0.7)
-            yield finding(
-                "ZR103",
-                key=key,
-                where=where,
-                fix=f"Did you mean {' or '.join(f'`{name}`' for name in near)}?"
-                if near
-                else "Remove it, or see the table of keys in docs/recipe.md.",
-                recipe_key=key,
-            )
-    if left_out:
-        yield finding("ZR154", number_of_nameless=len(nameless) - MOST_UNKNOWN, place=place, most_unknown=MOST_UNKNOWN)
+    return {*tables()["launcher"], *(field.name for field in dataclasses.fields(ClusterConfig))}
+
+
+def other_trainers_key(key: str) -> tuple[str, str] | None:
+    """(the trainer whose key it is, how to write it in a recipe); None for any other key."""
+    for trainer, keys in tables()["other_trainers"].items():
+        if key in keys:
+            today, note = keys[key].get("to"), keys[key].get("note")
+            return trainer, " ".join(filter(None, (f"Write `{today}`." if today else None, note)))
+    return None
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    near = difflib.get_close_matches(str(name), list(known), 2, 0.7)
+    return f"Did you mean {' or '.join(f'`{other}`' for other in near)}?" if near else None
 
 
 def _entry_findings(where: str, entries: Any) -> Iterator[Finding]:
@@ -136,60 +90,32 @@ def _entry_findings(where: str, entries: Any) -> Iterator[Finding]:
     from trl.scripts.utils import DatasetConfig
 
     known = [field.name for field in dataclasses.fields(DatasetConfig)]
-    found = {key: None for entry in entries or [] if isinstance(entry, dict) for key in entry if key not in known}
-    for key in found:
-        near = difflib.get_close_matches(str(key), known, 1, 0.7)
+    for key in {key: None for entry in entries or [] for key in entry if key not in known}:
         alpaca = "`type: alpaca` of axolotl is `dataset_format: alpaca` of the whole recipe. " if key == "type" else ""
-        yield finding(
-            "ZR189",
-            where=where,
-            key=key,
-            known=", ".join(known),
-            fix=f"Did you mean `{near[0]}`?" if near else f"{alpaca}Remove `{key}`.",
-        )
-
-
-def _deprecated(key: str, place: str) -> Finding:
-    return finding("ZR104", key=key, place=place, deprecated=DEPRECATED[key])
+        fix = _did_you_mean(key, known) or f"{alpaca}Remove `{key}`."
+        yield finding("ZR189", where=where, key=key, known=", ".join(known), fix=fix)
 
 
 def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
     """At most one finding: a value that the key cannot mean, by pydantic and TRL's own type hint."""
     errors = [] if key in UNTYPED else _type_errors(value, hint)
-    if not errors:
-        return
-    takes = accepted_types(hint)
-    what = f"`{key}` in {where} is"
-    why = f"It takes {_named(takes)}."
-    if value is None:
-        if takes <= {"boolean", "integer", "number"}:
-            yield finding("ZR105", what=what, why=why)
-    elif key == "datasets":
-        yield finding("ZR108", where=where)
-    elif isinstance(value, bool) and "string" in takes:
-        yield finding("ZR106", what=what, value=str(value).lower(), key=key, fix="no" if value is False else "yes")
-    elif isinstance(value, bool):
-        yield finding("ZR107", what=what, value=str(value).lower(), why=why)
-    elif isinstance(value, list) and "array" not in takes:
-        yield finding("ZR109", what=what, value=value, why=why)
-    elif isinstance(value, dict) and "object" not in takes:
-        yield finding("ZR110", what=what, why=why)
-    elif isinstance(value, (list, dict)):
-        inner = next(error for error in errors if error["input"] is not value)
-        yield finding("ZR141", key=key, where=where, input=inner["input"], msg=inner["msg"])
-    elif isinstance(value, str):
-        if not takes & {"array", "object"}:  # TRL's parser makes lists and mappings of text
-            yield finding("ZR112", what=what, value=value, why=why, named=_named(takes))
+    takes = accepted_types(hint) if errors else set()
+    if not errors or (value is None and not takes <= {"boolean", "integer", "number"}):
+        return  # TRL's dataclasses have None where they do not say so
+    if isinstance(value, str) and takes & {"array", "object"} and key != "datasets":
+        return  # TRL's parser makes lists and mappings of other texts
+    if isinstance(value, bool) and "string" in takes:
+        written = "yes" if value else "no"
+        yield finding("ZR106", key=key, where=where, value=str(value).lower(), written=written)
     else:
+        inner = next((error for error in errors if error["input"] is not value), None)
         yield finding(
-            "ZR111",
-            what=what,
-            what_2="number" if isinstance(value, (int, float)) else type(value).__name__,
-            value=value,
-            why=why,
-            fix=f'Quote it if it is meant as text: {key}: "{value}"'
-            if "string" in takes
-            else f"Write {_named(takes)}.",
+            "ZR107",
+            key=key,
+            where=where,
+            value="empty" if value is None else repr(value)[:80],
+            named=" or ".join(TYPE_NAMES[kind] for kind in TYPE_NAMES if kind in takes),
+            detail="" if inner is None else f" {inner['input']!r} in it: {inner['msg']}.",
         )
 
 
@@ -209,15 +135,20 @@ def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:
 
 def _choice_findings(where: str, key: str, value: Any, choices: list[str] | None) -> Iterator[Finding]:
     if choices and isinstance(value, str) and value not in choices:
-        near = difflib.get_close_matches(value, choices, 2, 0.5)
-        yield finding(
-            "ZR114",
-            key=key,
-            where=where,
-            value=value,
-            choices=", ".join(choices),
-            fix=f"Did you mean {' or '.join(near)}?" if near else "Write one of them.",
-        )
+        fix = _did_you_mean(value, choices) or "Write one of them."
+        yield finding("ZR114", key=key, where=where, value=value, choices=", ".join(choices), fix=fix)
+
+
+def range_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
+    """At most one finding: a number out of the key's range in keys.yaml, or NaN."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    allowed = next((row for row in tables()["ranges"] if key in row["keys"]), {})
+    low, high, below = allowed.get("min", -float("inf")), allowed.get("max", float("inf")), allowed.get("below")
+    if not low <= value <= high or (below is not None and value >= below):
+        words = [f"at least {low:,}"] if "min" in allowed else []
+        words += [f"at most {high:,}"] if "max" in allowed else [f"below {below:,}"] if below is not None else []
+        yield finding("ZR113", key=key, where=where, value=value, allowed=" and ".join(words) or "a number")
 
 
 def accepted_types(hint: Any) -> set[str]:
@@ -233,26 +164,11 @@ def accepted_types(hint: Any) -> set[str]:
     return {part.get("type", "any") for part in named}
 
 
-def _named(takes: set[str]) -> str:
-    words = {
-        "boolean": "true or false",
-        "integer": "a whole number",
-        "number": "a number",
-        "string": "text",
-        "array": "a list",
-        "object": "a mapping",
-    }
-    return " or ".join(words[kind] for kind in words if kind in takes)
-
-
-def ignore_findings(ignore: list[str] | str | None) -> list[Finding]:
+def ignore_findings(ignore: list[str] | str | None) -> Iterator[Finding]:
     """One finding for each code under `ignore` that is unknown, or stands for an error that no run can go on with."""
-    found = []
+    rows: Mapping[str, Any] = table()
     for code in sorted(ignored_codes(ignore)):
-        if code not in table():
-            near = near_codes(code)
-            fix = f"Did you mean {' or '.join(near)}?" if near else "zero-recipes explain lists the areas of codes."
-            found.append(finding("ZR142", code_name=code, fix=fix))
-        elif table()[code]["level"] != "warning" and "ignore" not in table()[code]:
-            found.append(finding("ZR143", code_name=code, what=described(code)["what"]))
-    return found
+        if code not in rows:
+            yield finding("ZR142", unknown=code, near=", ".join(near_codes(code)) or "none")
+        elif rows[code]["level"] != "warning" and "ignore" not in rows[code]:
+            yield finding("ZR143", ignored=code, what=described(code)["what"])

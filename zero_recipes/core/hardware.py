@@ -89,25 +89,14 @@ def gpu_of_device(device_name: str | None) -> Gpu | None:
 
 
 def _read(path: Path) -> dict[str, Gpu]:
-    if not path.is_file():
-        raise refusal("ZR808", path=path, cwd=Path.cwd())
     try:
         content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
-        raise refusal("ZR809", path=path, error=str(error).replace("\n", " ")) from None
-    if not isinstance(content, dict):
-        raise refusal("ZR810", path=path)
-    return {str(name).lower(): _gpu(str(name).lower(), figures, path) for name, figures in content.items()}
+        return {
+            str(name).lower(): Gpu.model_validate({"name": str(name).lower()} | row) for name, row in content.items()
+        }
+    except (OSError, yaml.YAMLError, AttributeError, TypeError, ValidationError) as error:
+        raise refusal("ZR811", path=path, error=" ".join(str(error).split())) from None
 
 
 def _bare(name: str) -> str:
     return re.sub(r"[\s_-]", "", name.lower())
-
-
-def _gpu(name: str, figures: object, path: Path) -> Gpu:
-    try:
-        return Gpu.model_validate({"name": name} | (figures if isinstance(figures, dict) else {}))
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "the whole entry"
-        raise refusal("ZR811", path=path, name=name, key=key, msg=first["msg"]) from error

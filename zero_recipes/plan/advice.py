@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.plan.excluded import why_not

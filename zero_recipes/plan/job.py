@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.settings import Settings
 
 FSDP = "fsdp2"  # the strategy that no ds_config describes

@@ -17,10 +17,9 @@ from typing import Any
 import yaml
 
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig, read_json_mapping
 from zero_recipes.config.recipe import Recipe, steps_by_epochs
 from zero_recipes.config.settings import Settings
-from zero_recipes.config.strategy import read_ds_config
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.hardware import Gpu, gpu_named, gpus
 from zero_recipes.data.lengths import RowLengths, rows_at_hand, stated
@@ -54,7 +53,7 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
     if names is None and str(recipe.settings.fsdp).lower() == "true":
         return {FSDP: None}
     if own is not None and names is None:
-        config = read_ds_config(own)
+        config = read_json_mapping(own)
         return {DsConfig(config).name: config}
     if own is not None:
         raise refusal("ZR801", names=",".join(names))
@@ -77,7 +76,7 @@ def _ds_config_of(path: Path) -> dict[str, Any] | None:
     kind = launched.get("distributed_type")
     if kind in ("DEEPSPEED", "FSDP") and named is None and path.stem != FSDP:
         raise refusal("ZR367", path=path, kind=kind)
-    return None if named is None else read_ds_config(named)
+    return None if named is None else read_json_mapping(named)
 
 
 def model_config(settings: Settings) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from zero_recipes.config.ds_view import OFFLOADS
+from zero_recipes.config.ds_config import OFFLOADS
 from zero_recipes.core.hardware import Gpu
 from zero_recipes.plan.advice import Change
 from zero_recipes.plan.cost import estimate

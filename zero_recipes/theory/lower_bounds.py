@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from zero_recipes.config.ds_view import LEAST_SWAPPED, DsConfig, number_in
+from zero_recipes.config.ds_config import LEAST_SWAPPED, DsConfig, number_in
 
 
 class SwapTensor(NamedTuple):

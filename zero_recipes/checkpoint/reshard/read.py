@@ -17,7 +17,7 @@ from zero_recipes.checkpoint.documents import LATEST, document_fault
 from zero_recipes.checkpoint.reshard.places import Place, places_of
 from zero_recipes.checkpoint.reshard.unreadable import refuse_unreadable
 from zero_recipes.checkpoint.trust import code_in, refuse_code
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.findings import Refusal, first_line, refusal
 from zero_recipes.libs.safe_loading import load_without_code
 

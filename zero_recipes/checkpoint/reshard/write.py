@@ -26,7 +26,7 @@ from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.documents import STATE
 from zero_recipes.checkpoint.reshard.load import FOLDER, INDEX, is_resharded
 from zero_recipes.checkpoint.reshard.read import Source, open_checkpoint, read_parameter
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core import units
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host_limits import Host

@@ -17,7 +17,7 @@ from zero_recipes.checks.lower_bounds import (
     resumable_bytes,
     swap_buffers,
 )
-from zero_recipes.config.ds_view import number_in
+from zero_recipes.config.ds_config import number_in
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction
 from zero_recipes.plan.formulas import family

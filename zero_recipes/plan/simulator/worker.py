@@ -181,8 +181,8 @@ def train_two_steps(job: Job, folder: str) -> dict:
     from zero_recipes.libs.warnings import quieten
 
     quieten()
+    from zero_recipes.config import keys
     from zero_recipes.config import recipe as recipes
-    from zero_recipes.config import recipe_keys
     from zero_recipes.config import strategy as strategies
     from zero_recipes.config.settings import Settings
     from zero_recipes.model import sizes_of
@@ -195,7 +195,7 @@ def train_two_steps(job: Job, folder: str) -> dict:
     if on_gpu:
         fake_device.emptied.append(lambda: tracker.events.append(("empty",)))
     device = torch.device("gpu:0" if on_gpu else "cpu")
-    settings = Settings(dict.fromkeys(recipe_keys.key_types()) | job.settings.as_dict() | LEFT_OUT)
+    settings = Settings(dict.fromkeys(keys.key_types()) | job.settings.as_dict() | LEFT_OUT)
     settings = settings.replace(output_dir=folder, deepspeed=job.ds_config)
     derived = recipes.derive_accumulation(settings, {}, job.world_size)
     accumulation = settings.gradient_accumulation_steps if derived is None else derived

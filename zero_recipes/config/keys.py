@@ -1,4 +1,4 @@
-"""The keys that a recipe may have: TRL's and ours, with their types and choices."""
+"""The keys that a recipe may have: TRL's and ours, with their types and choices. Tables about them: keys.yaml."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import dataclasses
 import typing
 from dataclasses import dataclass, field
 from enum import EnumType
+from functools import cache
+from importlib import resources
 from typing import Any
+
+import yaml
 
 
 @dataclass
@@ -131,6 +135,12 @@ class RecipeArguments:
         default=False,
         metadata={"help": "Start on a GPU without a plan, also where the plan would say that the run does not fit."},
     )
+
+
+@cache
+def tables() -> dict[str, Any]:
+    """What keys.yaml holds."""
+    return yaml.safe_load(resources.files(__package__).joinpath("keys.yaml").read_text(encoding="utf-8"))
 
 
 def dataclasses_of_a_recipe() -> tuple[type, ...]:

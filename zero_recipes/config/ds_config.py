@@ -1,0 +1,272 @@
+"""A DeepSpeed configuration: read, its form checked, our own "auto" values filled in, and viewed by its meaning.
+
+File names are those of DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_recipes.core.findings import Finding, finding, first_line, refusal
+from zero_recipes.core.process import local_world_size
+
+NVME_PATH = "ZERO_RECIPES_NVME_PATH"
+LEAST_SWAPPED = 2**20  # bytes: swap_tensor/utils.py, MIN_AIO_BYTES (or aio.block_size, if that is more)
+OFFLOADS = ("offload_optimizer", "offload_param")
+AUTOCAST_DTYPES = {name: "bf16" for name in ("bf16", "bfloat16", "torch.bfloat16")}
+AUTOCAST_DTYPES |= {name: "fp16" for name in ("fp16", "half", "float16", "torch.float16")}
+# blocks that transformers or DeepSpeed read with .get(), and stop with a bare AttributeError on anything else
+BLOCKS = ("zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "aio", "activation_checkpointing")
+BLOCKS += ("comms_logger", "flops_profiler", "checkpoint", "tensorboard", "wandb", "csv_monitor", "comet")
+BLOCKS += ("data_types", "tensor_parallel", "torch_autocast", "compile", "zenflow")
+
+
+def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
+    """A mapping that is given as it is, as JSON text, or by the path of a JSON file. Raises Refusal."""
+    if isinstance(named, dict):
+        return named
+    text, place = str(named), "the inline configuration"
+    if not text.lstrip().startswith("{"):
+        place, path = text, Path(text)
+        if not path.is_file():
+            raise refusal("ZR202", path=path, cwd=Path.cwd())
+        text = path.read_text()
+    try:
+        config = json.loads(text)
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds a {type(config).__name__}")
+    except ValueError as error:
+        raise refusal("ZR203", place=place, error=error) from None
+    return config
+
+
+def schema_findings(config: Mapping[str, Any], source: str) -> list[Finding]:
+    """What DeepSpeed or transformers would stop on with an error that names no place, or read as another stage."""
+    found = list(_blocks(config, source))
+    return found or list(_zero_optimization(config.get("zero_optimization", {}), source))
+
+
+def _blocks(config: Mapping[str, Any], source: str) -> Iterator[Finding]:
+    places = {name: config[name] for name in BLOCKS if name in config}
+    for name in ("optimizer", "scheduler"):
+        if isinstance(places.get(name), dict) and "params" in places[name]:
+            places[f"{name}.params"] = places[name]["params"]
+    zero = config.get("zero_optimization")
+    for name in OFFLOADS:  # DeepSpeed takes None
+        if isinstance(zero, dict) and zero.get(name) is not None:
+            places[f"zero_optimization.{name}"] = zero[name]
+    for name, block in places.items():
+        if not isinstance(block, dict):
+            yield finding("ZR208", name=name, source=source, block=block)
+
+
+def _zero_optimization(block: Mapping[str, Any], source: str) -> Iterator[Finding]:
+    """By DeepSpeed's own model of the block (runtime/zero/config.py): an unknown key or a wrong value stops it."""
+    from pydantic import ValidationError
+
+    stage = block.get("stage", 0)
+    if stage == "auto" or isinstance(stage, (bool, float)):
+        yield finding("ZR261", source=source, stage=stage)
+    try:
+        parsed_zero(block)
+    except ValidationError as error:
+        for fault in error.errors():
+            place = ".".join(("zero_optimization", *map(str, fault["loc"])))
+            yield finding("ZR211", place=place, source=source, value=fault.get("input"), error=fault["msg"])
+    except (TypeError, ValueError, AssertionError) as error:
+        yield finding("ZR212", source=source, error=first_line(error))
+
+
+def parsed_zero(block: Mapping[str, Any]):
+    """DeepSpeed's own model of a zero_optimization block, "auto" left out. Raises what DeepSpeed raises."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    with quiet():
+        return DeepSpeedZeroConfig(**_without_auto(block))
+
+
+def _without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
+    """The block without what transformers fills in."""
+    return {
+        key: _without_auto(value) if isinstance(value, dict) else value
+        for key, value in block.items()
+        if value != "auto"
+    }
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide what the libraries print while a check tries them: the run prints it again."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def needs_sizes(config: Mapping[str, Any]) -> bool:
+    """Whether a buffer is sized by the model."""
+    zero = config.get("zero_optimization")
+    swapped = zero.get("offload_param") if isinstance(zero, dict) else None
+    return isinstance(swapped, dict) and swapped.get("buffer_size") == "auto"
+
+
+def fill_own_autos(
+    config: Mapping[str, Any],
+    nvme_path: str | None,
+    world_size: int,
+    environment: Mapping[str, str],
+    sizes: Sequence[int] | None,
+) -> dict[str, Any]:
+    """A copy of `config` with the "auto" values filled in that neither transformers nor DeepSpeed knows.
+
+    What cannot be known stays "auto", and the checks find it.
+
+    zero_hpz_partition_size: the processes of one machine. nvme_path: the recipe's key, else the environment's
+    ZERO_RECIPES_NVME_PATH. offload_param.buffer_size: elements of the model's largest partition (`sizes`: of each of
+    its tensors; stage 3 rounds up), the least that DeepSpeed takes (runtime/swap_tensor/
+    partitioned_param_swapper.py, get_buffer).
+    """
+    filled = copy.deepcopy(dict(config))
+    zero = filled.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        return filled  # schema_findings refuses it
+    if zero.get("zero_hpz_partition_size") == "auto":
+        zero["zero_hpz_partition_size"] = local_world_size(environment, world_size)
+    path = nvme_path or environment.get(NVME_PATH)
+    for block in (zero[key] for key in OFFLOADS if isinstance(zero.get(key), dict)):
+        if block.get("nvme_path") == "auto" and path:
+            block["nvme_path"] = path
+    if needs_sizes(filled) and sizes:
+        zero["offload_param"]["buffer_size"] = math.ceil(max(sizes) / world_size)
+    return filled
+
+
+def number_in(block: Mapping[str, Any], key: str, default: int) -> int:
+    """What is written there, 1e9 included; the default for "auto" and what else DeepSpeed itself will refuse."""
+    value = block.get(key, default)
+    return int(value) if isinstance(value, (int, float)) else default
+
+
+@dataclass(frozen=True)
+class DsConfig:
+    """A typed view of one DeepSpeed configuration, which `raw` holds as it was written ("auto" values included)."""
+
+    raw: Mapping[str, Any]
+
+    @property
+    def zero(self) -> Mapping[str, Any]:
+        """The zero_optimization block; empty where there is none."""
+        return self.raw.get("zero_optimization") or {}
+
+    @property
+    def stage(self) -> int:
+        return self.zero.get("stage", 0)
+
+    def offload_block(self, key: str) -> Mapping[str, Any]:
+        """The block of one of OFFLOADS; empty where there is none."""
+        return self.zero.get(key) or {}
+
+    def offload_device(self, key: str) -> str | None:
+        """Where one of OFFLOADS lies: "cpu", "nvme", or None for the device that trains."""
+        named = self.offload_block(key).get("device")
+        return None if named in (None, "none") else named
+
+    @property
+    def offload_optimizer(self) -> str | None:
+        """Where the optimizer's states lie: "cpu", "nvme", or None for the device that trains."""
+        return self.offload_device("offload_optimizer")
+
+    @property
+    def offload_param(self) -> str | None:
+        """Where the parameters lie: "cpu", "nvme", or None for the device that trains."""
+        return self.offload_device("offload_param")
+
+    @property
+    def offloads(self) -> bool:
+        return bool(self.offload_optimizer or self.offload_param)
+
+    @property
+    def on_nvme(self) -> tuple[str, ...]:
+        """Those of OFFLOADS that swap to NVMe."""
+        return tuple(key for key in OFFLOADS if self.offload_device(key) == "nvme")
+
+    @property
+    def nvme_paths(self) -> list[str]:
+        """The folders swapped to, each once, in the order of OFFLOADS."""
+        return list(dict.fromkeys(self.offload_block(key)["nvme_path"] for key in self.on_nvme))
+
+    @property
+    def hpz_partition_size(self) -> int | str:
+        """ZeRO++'s second partition: processes that share one more copy of the parameters; 1 without, or "auto"."""
+        return self.zero.get("zero_hpz_partition_size", 1)
+
+    @property
+    def quantizes_weights(self) -> bool:
+        return bool(self.zero.get("zero_quantized_weights"))
+
+    @property
+    def quantizes_gradients(self) -> bool:
+        return bool(self.zero.get("zero_quantized_gradients"))
+
+    @property
+    def optimizer(self) -> Mapping[str, Any] | None:
+        """The optimizer block, which then counts instead of the recipe's keys."""
+        return self.raw.get("optimizer")
+
+    @property
+    def aio(self) -> Mapping[str, Any]:
+        return self.raw.get("aio") or {}
+
+    @property
+    def grad_accum_dtype(self) -> str | None:
+        return (self.raw.get("data_types") or {}).get("grad_accum_dtype")
+
+    @property
+    def bf16_masters(self) -> bool:
+        """Whether the master weights are kept in bf16, and not in fp32."""
+        return bool((self.raw.get("bf16") or {}).get("bf16_master_weights_and_grads"))
+
+    @property
+    def bf16_states(self) -> bool:
+        """Whether the optimizer's states are kept in bf16 too."""
+        return bool((self.raw.get("bf16") or {}).get("bf16_optimizer_states"))
+
+    @property
+    def adam_bytes(self) -> int:
+        """Per trained parameter in 16-bit training: the master weight, and Adam's momentum and variance."""
+        return (2 if self.bf16_masters else 4) + (4 if self.bf16_states else 8)
+
+    @property
+    def autocast(self) -> str | None:
+        """ "bf16" or "fp16", in which torch.autocast computes with fp32 weights; None without torch_autocast."""
+        block = self.raw.get("torch_autocast") or {}
+        return AUTOCAST_DTYPES.get(str(block.get("dtype")).lower(), "bf16") if block.get("enabled") else None
+
+    @property
+    def name(self) -> str:
+        """ "zero0" ... "zero3", then "_infinity" where states lie on NVMe, "_offload" where they lie in host memory
+        ("_offload_infinity": one each), "_bf16_states" or "_bf16_masters", "_autocast", and ZeRO++'s parts: "_hpz",
+        "_qwz", "_qgz", for all three "_plus_plus"."""
+        kept = "_offload" if any(self.offload_device(key) == "cpu" for key in OFFLOADS) else ""
+        kept += "_infinity" if self.on_nvme else ""
+        kept += "_bf16_states" if self.bf16_states else "_bf16_masters" if self.bf16_masters else ""
+        kept += "_autocast" if self.autocast else ""
+        parts = ["_hpz"] if self.hpz_partition_size != 1 else []
+        parts += ["_qwz"] if self.quantizes_weights else []
+        parts += ["_qgz"] if self.quantizes_gradients else []
+        return f"zero{self.stage}{kept}" + ("_plus_plus" if len(parts) == 3 else "".join(parts))
