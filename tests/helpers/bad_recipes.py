@@ -630,7 +630,6 @@ SECTIONS = {
             Side(ds={}, accelerate=ACCELERATE),
             "ZR306",
             launcher_stops=True,
-            names="num_processes in accelerate.yaml is 'all'",
         ),
     ],
     "FSDP": [

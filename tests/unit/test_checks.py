@@ -35,7 +35,7 @@ def test_all_findings_come_at_once_with_their_lines(tmp_path, monkeypatch, capsy
         (2, "ZR101", "`dtype`"),
         (3, "ZR106", '"no"'),
         (4, "ZR107", "learning_rate"),
-        (5, "ZR107", '"2024"'),
+        (5, "ZR107", "text"),
         (6, "ZR102", "num_processes"),
         (7, "ZR103", "`learning_rate`"),
         (9, "ZR107", "'many'"),

@@ -100,7 +100,7 @@ def test_experts_that_are_modules_of_their_own(tmp_path):
 
 
 def test_sequences_are_shared_by_groups_and_heads(tmp_path):
-    with pytest.raises(Refusal, match="sequence_parallel_size 3 with 2 processes") as caught:
+    with pytest.raises(Refusal, match="groups of sequence_parallel_size 3") as caught:
         found_in(write_recipe(tmp_path), {"sequence_parallel_size": 3, "deepspeed": SHARED["deepspeed"]})
     assert caught.value.codes == ["ZR243"]
     write_llama(tmp_path / "model", heads=1, keys=1)

@@ -58,7 +58,8 @@ class Finding:
 
     def __str__(self) -> str:
         head = "refused" if self.level == "error" else "warning (ignored)" if self.ignored else "warning"
-        return f"{head}: {self.what} [{self.code}]\n    why: {self.why}\n    fix: {self.fix}"
+        text = f"{head}: {self.what} [{self.code}]\n    why: {self.why}\n    fix: {self.fix}"
+        return text.encode(errors="backslashreplace").decode()  # a path or a key may hold half a surrogate pair
 
 
 @cache
