@@ -23,7 +23,7 @@ from pydantic import BaseModel
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from zero_recipes.config import recipe_keys  # noqa: E402
+from zero_recipes.config import keys  # noqa: E402
 from zero_recipes.config.validation import UNTYPED, accepted_types  # noqa: E402
 from zero_recipes.core import findings  # noqa: E402
 from zero_recipes.metrics.schema import Metrics  # noqa: E402
@@ -120,7 +120,7 @@ def metrics_type(hint: Any) -> tuple[str, type[BaseModel] | None]:
 def key_rows() -> Iterator[str]:
     """The recipe's own keys; TRL's are documented by TRL."""
     yield "| key | default | meaning |\n| --- | --- | --- |"
-    for field in dataclasses.fields(recipe_keys.RecipeArguments):
+    for field in dataclasses.fields(keys.RecipeArguments):
         default = "unset" if field.default is None else str(field.default)
         default = default.lower() if isinstance(field.default, bool) else default
         meaning = " ".join(str(field.metadata.get("help", "")).replace("%%", "%").split())
@@ -130,8 +130,8 @@ def key_rows() -> Iterator[str]:
 def recipe_schema() -> str:
     """With which editors complete a recipe: one property a key, no others."""
     properties = {"env": {"type": "object", "description": "Environment variables, set before anything is imported."}}
-    hints = recipe_keys.key_types()
-    for cls in recipe_keys.dataclasses_of_a_recipe():
+    hints = keys.key_types()
+    for cls in keys.dataclasses_of_a_recipe():
         for field in dataclasses.fields(cls):
             if field.init:
                 properties[field.name] = property_of(field, hints[field.name])

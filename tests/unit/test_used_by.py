@@ -89,20 +89,8 @@ def test_a_strategy_of_ones_own_without_a_ds_config_is_not_planned_as_ddp(copy, 
 def test_from_another_folder_the_message_names_the_folder(tmp_path, monkeypatch, capsys, verb):
     monkeypatch.chdir(tmp_path)
     assert cli.main([*verb, str(ROOT / "recipes" / "tiny.yaml"), "--config_file", "zero2.yaml"]) == 2
-<<<<<<< HEAD
-    printed = capsys.readouterr().err
-    assert "ZR304" in printed and str(tmp_path) in printed and str(ROOT) in printed
-
-
-def test_a_link_that_git_wrote_as_text_is_named(copy):
-    """As after `git -c core.symlinks=false clone`."""
-    Path("zero2.yaml").write_text("accelerate_configs/zero2.yaml")
-    with pytest.raises(Refusal, match="ZR363"):
-        read_accelerate_file(Path("zero2.yaml"))
-=======
     said = capsys.readouterr().err
     assert "there is no accelerate file zero2.yaml [ZR304]" in said and str(tmp_path) in said
->>>>>>> f7f61ed (Recipes, ds_configs and accelerate files: one table (keys.yaml), eight files less, absurd input is the net's)
 
 
 @pytest.mark.parametrize(
