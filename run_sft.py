@@ -76,7 +76,7 @@ def train(run):
             tokenizer = load_tokenizer(model_args, args)
             rows = prepare_rows(script_args, args, dataset_args, ours, tokenizer)
             recorder.predicted = planned(rows)
-        refuse_other_data(run.checkpoint, rows.data_sha256, rows.train)
+        refuse_other_data(run.checkpoint, rows.data_sha256)
         with recorder.loading():
             model = load_model(config, model_args, args, ours)  # the last that can refuse
 

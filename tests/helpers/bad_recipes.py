@@ -184,7 +184,7 @@ SECTIONS = {
         Fault("no model", Side(without=("model_name_or_path",)), Side(), "ZR401"),
         Fault("no data", Side(without=("dataset_name",)), Side(), "ZR504"),
         recipe("a model that is not there", "model_name_or_path: ./modle", "model_name_or_path: ./model", "ZR402"),
-        recipe("data that is not there", "dataset_name: ./row", "dataset_name: ./rows", "ZR505"),
+        recipe("data that is not there", "dataset_name: ./row", "dataset_name: ./rows", "ZR506"),
         recipe(
             "a split that is not there",
             "dataset_train_split: training",
@@ -193,7 +193,7 @@ SECTIONS = {
             names="'training'",
         ),
         recipe("an evaluation without a split", "eval_strategy: steps", 'eval_strategy: "no"', "ZR507", names="'test'"),
-        recipe("no Alpaca columns", "dataset_format: alpaca", "seed: 1", "ZR501", names="instruction"),
+        recipe("no Alpaca columns", "dataset_format: alpaca", "seed: 1", "ZR508", names="prompt"),
         recipe(
             "Alpaca's columns unnamed", "seed: 1", "dataset_format: alpaca", "ZR508", rows=ALPACA, names="instruction"
         ),
@@ -211,18 +211,18 @@ SECTIONS = {
             "a sample prompt that is cut off",
             Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '\n{"prompt": "a", "comple'}),
             Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '\n{"prompt": "a\u2028", "completion": ""}'}),
-            "ZR422",
-            names="p.jsonl line 2",
+            "ZR517",
+            names="p.jsonl",
         ),
         Fault(
             "a sample prompt that is none",
             Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '["a"]'}),
             Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"prompt": "a"}'}),
-            "ZR422",
-            names="p.jsonl line 1",
+            "ZR519",
+            names="row 0 of p.jsonl",
         ),
         recipe(
-            "sample prompts without text", "sample_prompts: [a, null]", "sample_prompts: [a, 5]", "ZR757", names="2"
+            "sample prompts without text", "sample_prompts: [a, null]", "sample_prompts: [a, 5]", "ZR519", names="row 1"
         ),
         Fault(
             "half of a surrogate pair in a sample prompt",
@@ -230,15 +230,15 @@ SECTIONS = {
             Side(
                 recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"prompt": "a", "completion": "\\ud83d\\ude00"}'}
             ),
-            "ZR757",
-            names="p.jsonl line 1",
+            "ZR519",
+            names="row 0 of p.jsonl",
         ),
         Fault(
             "a sample prompt without its columns",
             Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"question": "a"}'}),
             Side(recipe="sample_prompts: p.jsonl", files={"p.jsonl": '{"prompt": "a", "completion": "b"}'}),
             "ZR519",
-            names="question",
+            names="row 0 of p.jsonl",
         ),
         Fault(
             "a row without an answer",
@@ -271,11 +271,11 @@ SECTIONS = {
             "a chat template that is not there",
             Side(recipe="chat_template_path: chat.jinja"),
             Side(recipe="chat_template_path: c.jinja", files={"c.jinja": CHATML}),
-            "ZR510",
+            "ZR511",
             names="chat.jinja",
         ),
         recipe(
-            "an unknown end of text", "eos_token: <|im_end|>", "eos_token: <|endoftext|>", "ZR509", names="<|im_end|>"
+            "an unknown end of text", "eos_token: <|im_end|>", "eos_token: <|endoftext|>", "ZR503", names="<|im_end|>"
         ),
         recipe("padding with the end of text", "pad_token: <|endoftext|>", "pad_token: <|padding|>", "ZR502"),
         recipe("unknown padding", "pad_token: <|pad|>", "pad_token: <|padding|>", "ZR503", names="<|pad|>"),

@@ -293,17 +293,16 @@ def splits_tokenised(argv: list[str], cache: str) -> int:
     rows, which the preflight looks at."""
     import datasets
 
-    from zero_recipes.checks.data_at_hand import FIRST
-    from zero_recipes.data import splits
+    from zero_recipes.data import prepare
 
-    original, kept, calls = splits.tokenise, datasets.config.HF_DATASETS_CACHE, []
-    splits.tokenise = lambda rows, *others: calls.append(len(rows)) or original(rows, *others)
+    original, kept, calls = prepare.tokenise, datasets.config.HF_DATASETS_CACHE, []
+    prepare.tokenise = lambda rows, *others: calls.append(len(rows)) or original(rows, *others)
     datasets.config.HF_DATASETS_CACHE = cache
     try:
         train(argv)
-        return sum(rows > FIRST for rows in calls)
+        return sum(rows > prepare.FIRST_ROWS for rows in calls)
     finally:
-        splits.tokenise, datasets.config.HF_DATASETS_CACHE = original, kept
+        prepare.tokenise, datasets.config.HF_DATASETS_CACHE = original, kept
 
 
 def refusal_of(argv: list[str]) -> str:

@@ -14,11 +14,10 @@ from tests.helpers.plan_jobs import ROOT, job, recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.hardware import gpu_named, gpus
-from zero_recipes.data import lengths as data_lengths
-from zero_recipes.data.lengths import RowLengths, rows_at_hand
+from zero_recipes.data import prepare as data_prepare
+from zero_recipes.data.audit import holding
 from zero_recipes.data.load import load_tokenizer
-from zero_recipes.data.max_length import holding
-from zero_recipes.data.prepare import prepare_rows
+from zero_recipes.data.prepare import RowLengths, prepare_rows, rows_at_hand
 from zero_recipes.plan import cost
 from zero_recipes.plan.formulas.predict import predict_by_formulas
 from zero_recipes.plan.formulas.shape import shape_of
@@ -210,7 +209,7 @@ def test_packed_rows_are_packed_by_trls_own_code(monkeypatch):
     wrapped = rows_at_hand(settings.replace(packing_strategy="wrapped"), own.path)
     assert len([length for length in wrapped.lengths if length < 256]) <= 2  # the last of each thousand rows
     assert sum(wrapped.lengths) == sum(plain.lengths)
-    monkeypatch.setattr(data_lengths, "MOST", 100)
+    monkeypatch.setattr(data_prepare, "PLANNED_ROWS", 100)
     few = rows_at_hand(own.settings, own.path)
     assert 50 < len(few.lengths) <= 100 and few.epoch == plain.epoch
     assert few.mean == pytest.approx(plain.mean, rel=0.1)

@@ -25,7 +25,7 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.hardware import gpu_named, gpus
 from zero_recipes.core.process import lives
-from zero_recipes.data.lengths import RowLengths
+from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.failure import failed_row
 from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.plan import of_run

@@ -16,7 +16,7 @@ from transformers.integrations import hub_kernels
 
 from zero_recipes import model as load
 from zero_recipes.core.findings import Refusal
-from zero_recipes.data import download
+from zero_recipes.data.load import _fetch_kernel
 from zero_recipes.libs import attention
 
 KERNEL = "kernels-community/flash-attn2"
@@ -99,7 +99,7 @@ def test_a_kernel_that_cannot_be_had_is_found_before_anything_is_loaded(kernels,
 
 def test_fetch_brings_the_kernel_or_says_why_not(kernels, monkeypatch):
     def fetched(name):
-        return download._fetch_kernel(SimpleNamespace(attn_implementation=name))
+        return _fetch_kernel(SimpleNamespace(attn_implementation=name))
 
     assert fetched("flash_attention_2") == [(KERNEL, 4)] and kernels[-1][2] is False
     ((said, size),) = fetched("flash_attention_3")

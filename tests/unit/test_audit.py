@@ -1,21 +1,24 @@
-"""What the audit counts is what is trained on."""
+"""What the audit counts is what is trained on, and what it finds is said with the number that helps."""
 
 from __future__ import annotations
 
-import random
+import statistics
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from datasets import Dataset
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
-from trl import SFTConfig
 
+from tests.helpers.bad_data import BASE, arguments
 from zero_recipes.cli import main as cli
-from zero_recipes.data.audit import audit, audit_findings
-from zero_recipes.data.prepare import finish, tokenise
-from zero_recipes.data.splits import prepare_split
+from zero_recipes.data.audit import audit, holding, overlap_findings, padding_findings, padding_of
+from zero_recipes.data.prepare import finish, prepare_split
 
-BASE = Path(__file__).resolve().parents[2] / "tiny_world" / "base"
+EOS = 0
 
 
 @pytest.fixture(scope="module")
@@ -23,86 +26,147 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(BASE)
 
 
-def arguments(tmp_path, **keys):
-    sound = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False}
-    return SFTConfig(output_dir=str(tmp_path), **(sound | keys))
+def audited(rows: list[dict], tokenizer, folder: Path, **keys):
+    """(audit, {code: finding}) of rows."""
+    training_args = arguments(folder, **keys)
+    split, findings = prepare_split(Dataset.from_list(rows), tokenizer, training_args, training_args.packing)
+    return split.audit, {finding.code: finding for finding in findings}
 
 
-def audited(rows: list[dict], tokenizer, tmp_path, **keys):
-    training_args, data = arguments(tmp_path, **keys), Dataset.from_list(rows)
-    tokens = tokenise(data, tokenizer, training_args)
-    ready = finish(tokens, tokenizer, training_args, training_args.packing)
-    found = audit(data, tokens, ready, tokenizer, training_args)
-    return found, audit_findings(found, data, tokenizer)
-
-
-def test_truncated_and_dropped_rows(tokenizer, tmp_path):
-    rows = [{"prompt": "The fish", "completion": " hums."}, {"prompt": "The fish " * 40, "completion": " hums."}]
-    found, findings = audited(rows, tokenizer, tmp_path, max_length=20)
-    assert (found.rows, found.truncated, found.dropped, findings) == (2, 1, 1, [])
-    assert audited(rows, tokenizer, tmp_path, max_length=2)[1][0].code == "ZR513"
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_max_length_that_cuts_more_than_slips_is_said_with_those_that_hold_the_rows(seed, tokenizer, tmp_path):
-    draw = random.Random(seed)
-    rows = [{"text": "The fish hums. " * draw.choice([1, 5, 20])} for _ in range(100)] + [{"text": "The fish " * 300}]
+def test_a_max_length_that_cuts_more_than_slips_is_said_with_those_that_hold_the_rows(tokenizer, tmp_path):
+    lengths = [1, 5, 20, 5] * 25
+    rows = [{"text": "The fish hums. " * n} for n in lengths] + [{"text": "The fish " * 300}]
     whole = [len(ids) + 1 for ids in tokenizer([row["text"] for row in rows])["input_ids"]]
     longest, cut = max(whole), sum(length > 40 for length in whole)
-    split = prepare_split(Dataset.from_list(rows), tokenizer, arguments(tmp_path, max_length=40), False, False)
-    (finding,) = [finding for finding in split[3] if finding.code == "ZR553"]
+    finding = audited(rows, tokenizer, tmp_path, max_length=40)[1]["ZR553"]
     assert finding.level == "warning" and f"max_length 40 cuts {cut} of 101 rows" in finding.what
-    held = -(-longest // 64) * 64
-    assert f"max_length: {held} holds every row (the longest has {longest} tokens)" in finding.fix
-    most = -(-sorted(whole)[99] // 64) * 64
-    assert f"; {most} holds 99 % of them" in finding.fix
-    for keys in ({"max_length": held}, {"max_length": None}, {"max_length": max(w for w in whole if w < longest)},
+    assert f"max_length: {holding(longest)} holds every row (the longest has {longest} tokens)" in finding.fix
+    assert f"{holding(sorted(whole)[99])} holds 99 % of them" in finding.fix
+    assert holding(longest) % 64 == 0 and longest <= holding(longest) < longest + 64
+    for keys in ({"max_length": holding(longest)}, {"max_length": None}, {"max_length": sorted(whole)[-2]},
                  {"max_length": 40, "packing": True, "packing_strategy": "bfd_split"}):  # fmt: skip
-        found = prepare_split(Dataset.from_list(rows), tokenizer, arguments(tmp_path, **keys), "packing" in keys, False)
-        assert "ZR553" not in [finding.code for finding in found[3]], keys
+        assert "ZR553" not in audited(rows, tokenizer, tmp_path, **keys)[1], keys
 
 
-def test_rows_without_any_loss_are_an_error_with_their_number(tokenizer, tmp_path):
+def test_ends_and_prompts_that_are_not_learned_from_are_named(tokenizer, tmp_path):
+    found, findings = audited([{"prompt": "The fish", "completion": " hums."}], tokenizer, tmp_path)
+    assert (found.shifted_prompts, found.unsupervised_ends, findings) == (0, 0, {})
+    found, findings = audited([{"prompt": "The fi", "completion": "sh hums."}], tokenizer, tmp_path)
+    assert found.shifted_prompts == 1 and findings["ZR515"].level == "warning"
     ids = tokenizer("The fish hums.")["input_ids"]
-    rows = [{"input_ids": ids, "labels": ids}, {"input_ids": ids, "labels": [-100] * len(ids)}]
-    found, findings = audited(rows, tokenizer, tmp_path)
-    assert found.without_supervision == [1]
-    assert (findings[0].code, findings[0].level) == ("ZR512", "error") and "the first is row 1" in findings[0].what
-    assert found.unsupervised_ends == 2 and any("learn to stop" in finding.why for finding in findings)
-
-
-def test_a_prompt_that_merges_with_its_answer_is_named(tokenizer, tmp_path):
-    apart = [{"prompt": "The fish", "completion": " hums."}]
-    assert audited(apart, tokenizer, tmp_path)[0].shifted_prompts == 0
-    joined = [{"prompt": "The fi", "completion": "sh hums."}]
-    found, findings = audited(joined, tokenizer, tmp_path)
-    assert found.shifted_prompts == 1 and (findings[0].code, findings[0].level) == ("ZR515", "warning")
+    found, findings = audited([{"input_ids": ids, "labels": ids}] * 2, tokenizer, tmp_path)
+    assert found.unsupervised_ends == 2 and "learn to stop" in findings["ZR514"].why
 
 
 def test_packing_fills_what_padding_wastes(tokenizer, tmp_path):
     rows = [{"text": "The fish hums. " * (1 + i % 7)} for i in range(70)]
-    plain = audited(rows, tokenizer, tmp_path, max_length=64)[0]
-    packed = audited(rows, tokenizer, tmp_path, max_length=64, packing=True)[0]
+    plain, packed = (audited(rows, tokenizer, tmp_path, packing=packing)[0] for packing in (False, True))
     assert plain.packing_share is None and packed.padding_share == 0.0
     assert plain.padding_share > 0.1 and 0.9 < packed.packing_share <= 1.0
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 100])
+def test_padding_is_that_of_shuffled_micro_batches(size):
+    def share(lengths, seed):
+        keys = {"packing": False, "padding_free": False, "per_device_train_batch_size": size, "seed": seed}
+        return padding_of(np.array(lengths), SimpleNamespace(**keys))
+
+    lengths = np.random.default_rng(size).integers(0, 50, 77).tolist()
+    by_hand = []
+    for seed in range(200):
+        order = np.random.default_rng(1000 + seed).permutation(lengths).tolist()
+        batches = [order[at : at + size] for at in range(0, 77, size)]
+        by_hand.append(1 - sum(order) / sum(len(batch) * max(batch) for batch in batches))
+    found = [share(lengths, seed) for seed in range(200)]
+    assert statistics.mean(found) == pytest.approx(statistics.mean(by_hand), abs=0.01)
+    assert share(lengths, 3) == share(lengths, 3) and share([0, 0], 3) == 0.0
+
+
+def test_much_padding_is_said_with_what_it_costs():
+    def codes(share, rows=1000, strategy="random"):
+        keys = SimpleNamespace(train_sampling_strategy=strategy)
+        return list(padding_findings(SimpleNamespace(padding_share=share, rows=rows), keys))
+
+    (finding,) = codes(0.36)
+    assert finding.code == "ZR563" and finding.level == "warning" and "1.6 times fewer" in finding.why
+    assert not codes(0.19) and not codes(0.36, rows=999) and not codes(0.36, strategy="group_by_length")
 
 
 def test_check_data_shows_the_table_and_three_rows(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(BASE.parents[1])
     assert cli.main(["check", "recipes/tiny.yaml", "--data", "--output_dir", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "supervised tokens" in said and said.count("### Response:") == 3
+    shown = capsys.readouterr().out
+    assert "supervised tokens" in shown and shown.count("### Response:") == 3
 
 
-def test_much_padding_is_said_with_what_it_costs():
-    from types import SimpleNamespace
+# counts by loops over rows and tokens
 
-    from zero_recipes.data.padding import padding_findings
 
-    def codes(share, rows=1000, strategy="random"):
-        arguments = SimpleNamespace(train_sampling_strategy=strategy)
-        return list(padding_findings(SimpleNamespace(padding_share=share, rows=rows), arguments))
+def as_dataset(rows: list[dict], kind: str = "int64") -> Dataset:
+    return Dataset.from_list(rows, features=Features({"input_ids": List(Value(kind)), "labels": List(Value(kind))}))
 
-    (finding,) = codes(0.36)
-    assert finding.code == "ZR563" and finding.level == "warning" and "1.6 times fewer" in finding.why
-    assert not codes(0.19) and not codes(0.36, rows=999) and not codes(0.36, strategy="group_by_length")
+
+def counted_slowly(rows: list[dict], ready: list[dict], longest: int | None) -> dict:
+    short = [row for row in rows if longest is None or len(row["input_ids"]) <= longest]
+    unsupervised_ends = 0
+    for row in short:
+        ends = [place for place, token in enumerate(row["input_ids"]) if token == EOS]
+        unsupervised_ends += not ends or row["labels"][ends[-1]] == -100
+    supervised = 0
+    for row in ready:
+        firsts, place = set(), 0
+        for length in row.get("seq_lengths", [len(row["input_ids"])]):
+            firsts.add(place)
+            place += length
+        supervised += sum(label != -100 and place not in firsts for place, label in enumerate(row["labels"]))
+    return {
+        "rows": len(rows),
+        "truncated": len(rows) - len(short),
+        "without_supervision": [n for n, row in enumerate(rows) if all(label == -100 for label in row["labels"])],
+        "longest": max(len(row["input_ids"]) for row in rows),
+        "unsupervised_ends": unsupervised_ends,
+        "tokens": sum(len(row["input_ids"]) for row in ready),
+        "supervised": supervised,
+    }
+
+
+@st.composite
+def token_rows(draw):
+    """Rows of any lengths and labels: none, some or all supervised, the end of text within; more than a batch."""
+    rows = []
+    for ids in draw(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=30), min_size=1, max_size=9)):
+        share = draw(st.sampled_from([[0], [0, 1], [1]]))
+        rows.append({"input_ids": ids, "labels": [id if draw(st.sampled_from(share)) else -100 for id in ids]})
+    return rows * draw(st.sampled_from([1, 150]))
+
+
+def test_the_audit_counts_what_a_loop_over_tokens_counts(tokenizer, tmp_path):
+    assert tokenizer.eos_token_id == EOS
+
+    @settings(max_examples=15, deadline=None, derandomize=True, database=None)
+    @given(token_rows(), st.sampled_from([None, 3, 20]), st.sampled_from([None, "bfd", "bfd_split", "wrapped"]))
+    def holds(rows, longest, strategy):
+        packing = strategy is not None and longest is not None
+        keys = {"max_length": longest, "packing": packing, "packing_strategy": strategy or "bfd"}
+        training_args = arguments(tmp_path, **keys)
+        tokenised = as_dataset(rows, "int32")
+        ready = finish(tokenised, tokenizer, training_args, packing)
+        twice = concatenate_datasets([tokenised, tokenised])  # an index over Arrow's rows, and several chunks
+        tokenised = twice.select(range(len(rows) - 1, -1, -1))
+        found, kept = audit(tokenised, tokenised, ready, tokenizer, training_args), [dict(row) for row in ready]
+        expected = counted_slowly(rows[::-1], kept, longest)
+        assert {name: getattr(found, name) for name in expected} == expected
+        assert found.dropped == (0 if packing else len(rows) - len(kept))
+
+    holds()
+
+
+def test_rows_that_are_in_both_splits_are_found():
+    training = as_dataset(
+        [{"input_ids": [7], "labels": [7]}] * 1100 + [{"input_ids": [7, 8], "labels": [7, 8]}], "int32"
+    )
+    other = {"input_ids": [9, 7, 8], "labels": [1, 1, 1]}
+    evaluation = as_dataset([other, {"input_ids": [7, 8], "labels": [-100, 8]}, other])
+    (finding,) = overlap_findings(training, evaluation, "test")
+    assert "1 of 3 rows of test" in finding.what and "the first is row 1" in finding.what
+    assert not list(overlap_findings(training, evaluation.select([0, 2]), "test"))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
 from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
+from trl import DatasetMixtureConfig
 
+from tests.helpers.bad_data import BASE, arguments
 from zero_recipes.cli import main as cli
 from zero_recipes.core.findings import Refusal
 from zero_recipes.data.load import alpaca_prompt, alpaca_row, format_rows, load_rows, load_tokenizer
-from zero_recipes.data.samples import choose_samples
-from zero_recipes.training.samples import question
-
-BASE = Path(__file__).resolve().parents[2] / "tiny_world" / "base"
+from zero_recipes.data.prepare import finish, tokenise
+from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
+from zero_recipes.training.samples import Answers, question, score
 
 WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
@@ -26,88 +29,145 @@ WITHOUT_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\nTranslate.\n\n### Response:\n"
 )
+ROW = {"instruction": "Translate.", "input": "Hund", "output": "dog"}
 
 
-def test_the_prompt_to_the_byte():
-    assert alpaca_prompt("Translate.", "Hund") == WITH_INPUT
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BASE)
+
+
+def test_training_and_generation_see_the_same_prompt_to_the_byte():
     assert alpaca_prompt("Translate.") == alpaca_prompt("Translate.", "") == WITHOUT_INPUT
-    assert question(WITH_INPUT) == "Translate.\nHund"
-
-
-def test_training_and_generation_see_the_same_prompt():
-    row = {"instruction": "Translate.", "input": "Hund", "output": "dog"}
-    rows = format_rows(Dataset.from_list([row]), "alpaca")
+    rows = format_rows(Dataset.from_list([ROW]), "alpaca")
     (sample,) = choose_samples(1, rows, "alpaca", tokenizer=None)
-    assert rows[0] == alpaca_row(row) == {"prompt": sample.prompt, "completion": sample.reference}
+    assert rows[0] == alpaca_row(ROW) == {"prompt": WITH_INPUT, "completion": "dog"}
+    assert (sample.prompt, sample.reference, question(sample.prompt)) == (WITH_INPUT, "dog", "Translate.\nHund")
     (listed,) = choose_samples(["Translate."], None, "alpaca", tokenizer=None)
     assert listed.prompt == WITHOUT_INPUT and listed.reference is None
 
 
-def test_the_end_of_text_is_supervised_and_the_prompt_is_not(tmp_path):
-    from trl import SFTConfig, SFTTrainer
+def test_the_end_of_text_is_supervised_and_the_prompt_is_not(tmp_path, tokenizer):
+    rows = format_rows(Dataset.from_list([ROW]), "alpaca")
+    (row,) = tokenise(rows, tokenizer, arguments(tmp_path))
+    supervised = [label for label in row["labels"] if label != -100]
+    assert tokenizer.decode(supervised) == "dog" + tokenizer.eos_token
+    assert tokenizer.decode(row["input_ids"][: -len(supervised)]) == WITH_INPUT
 
+
+@pytest.mark.parametrize(
+    ("saved", "named", "taken"),
+    [
+        (None, None, "<|padding|>"),
+        ("<|endoftext|>", None, "<|padding|>"),
+        ("<|padding|>", "The", "The"),
+        (None, "<|endoftext|>", "ZR502"),
+        (None, "<|nowhere|>", "ZR503"),
+    ],
+)
+def test_pad_is_not_the_end_of_text(tmp_path, tokenizer, saved, named, taken):
     tokenizer = AutoTokenizer.from_pretrained(BASE)
-    rows = format_rows(
-        Dataset.from_list([{"instruction": "Say it.", "input": "", "output": "The fish hums."}] * 2), "alpaca"
-    )
-    arguments = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_length=256)
-    trainer = SFTTrainer(model=str(BASE), args=arguments, train_dataset=rows, processing_class=tokenizer)
-    batch = next(iter(trainer.get_train_dataloader()))
-    labels = batch["labels"][0].tolist()
-    supervised = [label for label in labels if label != -100]
-    assert supervised[-1] == tokenizer.eos_token_id
-    assert tokenizer.decode(supervised[:-1]) == "The fish hums."
-    assert tokenizer.decode(batch["input_ids"][0][: labels.index(supervised[0])]) == alpaca_prompt("Say it.")
-
-
-@pytest.mark.parametrize("pad", [None, "<|endoftext|>"])
-def test_pad_is_not_the_end_of_text(tmp_path, pad):
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    tokenizer.pad_token = pad
+    tokenizer.pad_token = saved
     tokenizer.save_pretrained(tmp_path)
     model_args = SimpleNamespace(model_name_or_path=str(tmp_path), model_revision=None)
-    mended = load_tokenizer(model_args, SimpleNamespace(trust_remote_code=False, eos_token=None, pad_token=None))
-    assert (mended.pad_token, mended.eos_token) == ("<|padding|>", "<|endoftext|>")
+    training_args = SimpleNamespace(trust_remote_code=False, eos_token=None, pad_token=named)
+    try:
+        loaded = load_tokenizer(model_args, training_args)
+    except Refusal as refusal:
+        assert refusal.codes == [taken]
+    else:
+        assert (loaded.pad_token, loaded.eos_token) == (taken, "<|endoftext|>")
 
 
-def arguments(**changes):
-    script = SimpleNamespace(
-        dataset_name=None,
-        dataset_config=None,
-        dataset_streaming=False,
-        dataset_train_split="train",
-        dataset_test_split="test",
-    )
-    training = SimpleNamespace(seed=0, eval_strategy="no", dataset_text_field="text")
-    for key, value in changes.items():
-        setattr(training if hasattr(training, key) else script, key, value)
-    return script, training, SimpleNamespace(datasets=[])
+def loads(tmp_path, **changes):
+    """What `load_rows` takes, for the data in `tmp_path`."""
+    script = {"dataset_name": str(tmp_path), "dataset_config": None, "dataset_streaming": False}
+    script |= {"dataset_train_split": "train", "dataset_test_split": "test"}
+    training = {"seed": 0, "eval_strategy": "no", "dataset_text_field": "text", "dataset_kwargs": None}
+    training |= {"assistant_only_loss": False}
+    keys = SimpleNamespace(**script | training | changes)
+    return keys, keys, DatasetMixtureConfig()
 
 
-def test_missing_data_splits_and_columns_are_refused(tmp_path):
-    with pytest.raises(Refusal, match="ZR504"):
-        load_rows(*arguments(), None)
-    (tmp_path / "train.jsonl").write_text('{"question": "a"}\n')
-    with pytest.raises(Refusal, match=r"'test'.*ZR507"):
-        load_rows(*arguments(dataset_name=str(tmp_path), eval_strategy="steps"), None)
-    with pytest.raises(Refusal, match=r"instruction, input, output.*ZR501"):
-        load_rows(*arguments(dataset_name=str(tmp_path)), "alpaca")
-    with pytest.raises(Refusal, match=r"question.*ZR508"):
-        load_rows(*arguments(dataset_name=str(tmp_path)), None)
+def test_data_and_splits_that_are_not_there_are_refused(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    for code, changes in (
+        ("ZR504", {"dataset_name": None}),
+        ("ZR506", {"dataset_name": "./nowhere"}),
+        ("ZR507", {"eval_strategy": "steps"}),
+        ("ZR507", {"dataset_train_split": "training"}),
+    ):
+        with pytest.raises(Refusal, match=code):
+            load_rows(*loads(tmp_path, **changes), None)
+    rows, evaluation = load_rows(*loads(tmp_path), None)
+    assert rows["text"][:] == ["a"] and evaluation is None
 
 
-def test_samples_that_cannot_be_had_are_refused(tmp_path):
-    with pytest.raises(Refusal, match="ZR516"):
-        choose_samples(3, None, "alpaca", None)
-    with pytest.raises(Refusal, match="ZR517"):
-        choose_samples("nowhere.jsonl", None, "alpaca", None)
+def test_fetch_measures_what_is_here_already(monkeypatch, capsys):
+    monkeypatch.chdir(BASE.parents[1])
+    assert cli.main(["fetch", "recipes/tiny.yaml"]) == 0
+    model, data = capsys.readouterr().out.splitlines()
+    assert model.startswith("./tiny_world/base: ") and data.startswith("./tiny_world: ") and data.endswith(" kB")
+
+
+# samples
+
+
+def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path):
+    rows = {split: {"instruction": f"Say {split}.", "input": "", "output": split} for split in ("train", "test")}
+    (tmp_path / "train.jsonl").write_text(json.dumps(rows["train"]) + "\n")
+    loaded = (*loads(tmp_path), "alpaca")
+    assert rows_to_ask(1, None, *loaded) is None, "there is no such split"
+    with pytest.raises(Refusal, match=r"'test'.*ZR516"):
+        choose_samples(1, rows_to_ask(1, None, *loaded), "alpaca", None, "test")
+    (tmp_path / "test.jsonl").write_text(json.dumps(rows["test"]) + "\n")
+    (sample,) = choose_samples("1", rows_to_ask("1", None, *loaded), "alpaca", None, "test")
+    assert sample.prompt == alpaca_row(rows["test"])["prompt"] and sample.source == "the split 'test'"
+    evaluation = Dataset.from_list([{"prompt": "a", "completion": "b"}])
+    assert rows_to_ask(1, evaluation, *loaded) is evaluation
+    assert not any(rows_to_ask(requested, None, *loaded) for requested in (None, ["a"], "x"))
+    (tmp_path / "test.jsonl").write_text('{"question": "a"}\n')
+    with pytest.raises(Refusal, match="ZR50"):
+        rows_to_ask(1, None, *loaded)
+
+
+@pytest.mark.parametrize(
+    ("requested", "code", "words"),
+    [
+        (b'{"prompt": "a"', "ZR517", "Expecting"),
+        (b"[" * 100_000, "ZR517", "recursion"),
+        (b'{"prompt": "\xe9"}', "ZR517", "utf-8"),
+        ("nowhere.jsonl", "ZR517", "nowhere.jsonl"),
+        (-3, "ZR517", "-3"),
+        (["a", None], "ZR519", "row 1"),
+        (b'\n\n"a"\n', "ZR519", "row 0"),
+        (b'{"prompt": null}', "ZR519", "row 0"),
+        (b'{"prompt": "a", "completion": 1.5}\n{"prompt": {"a": 1}}', "ZR519", "row 1"),
+        (b'{"prompt": "\\udfff"}', "ZR519", "surrogates not allowed"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', "ZR519", "chat_template"),
+        (b'{"question": "a"}', "ZR519", "prompt"),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_refused(tmp_path, tokenizer, requested, code, words):
+    path = tmp_path / "prompts.jsonl"
+    if isinstance(requested, bytes):
+        path.write_bytes(requested)
+        requested = str(path)
+    with pytest.raises(Refusal) as caught:
+        choose_samples(requested, None, None, tokenizer)
+    assert caught.value.codes == [code] and words in str(caught.value)
     assert choose_samples(None, None, None, None) == choose_samples("0", None, None, None) == []
 
 
-def test_scores_by_the_metric_modules_that_the_project_carries():
-    from zero_recipes.data.samples import Sample
-    from zero_recipes.training.samples import Answers, score
+def test_prompts_of_a_file_are_rows_of_the_recipes_format(tmp_path, tokenizer):
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(ROW) + "\n\n" + json.dumps(ROW | {"input": "a\u2028b"}, ensure_ascii=False))
+    first, second = choose_samples(str(path), None, "alpaca", tokenizer)
+    assert (first.prompt, first.reference, first.source) == (WITH_INPUT, "dog", str(path))
+    assert "a\u2028b" in second.prompt
 
+
+def test_scores_by_the_metric_modules_that_the_project_carries():
     samples = [Sample("p", "The fish hums."), Sample("p", "The fish hums."), Sample("p", None)]
     found = score(samples, Answers([" The fish hums.", "The cat hums.", "x"], [0.5, 1.5, None]))
     assert found[0] == {"exact_match": 1.0, "token_f1": 1.0, "reference_loss": 0.5}
@@ -115,8 +175,44 @@ def test_scores_by_the_metric_modules_that_the_project_carries():
     assert found[2] == {}
 
 
-def test_fetch_measures_what_is_here_already(monkeypatch, capsys):
-    monkeypatch.chdir(Path(__file__).resolve().parents[2])
-    assert cli.main(["fetch", "recipes/tiny.yaml"]) == 0
-    model, data = capsys.readouterr().out.splitlines()
-    assert model.startswith("./tiny_world/base: ") and data.startswith("./tiny_world: ") and data.endswith(" kB")
+WORDS = st.lists(
+    st.sampled_from(["Once", "upon", " a", "time,", "\n", " ", "", "x1", "Ünï", "語", "</s>", "  "]), max_size=9
+)
+TEXT = WORDS.map("".join)
+
+
+def same_tokens(tokenizer, folder) -> None:
+    """Of any rows, the samples' tokens are those of the training rows; empty where training drops the row."""
+
+    @settings(max_examples=8, deadline=None, derandomize=True, database=None)
+    @given(
+        st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4),
+        st.sampled_from([None, 1, 4, 9, 30]),
+        st.sampled_from(["keep_start", "keep_end"]),
+    )
+    def holds(texts, max_length, mode):
+        rows = [{"prompt": prompt, "completion": completion} for prompt, completion in texts]
+        training_args = arguments(folder, max_length=max_length, truncation_mode=mode, shuffle_dataset=True)
+        samples = choose_samples(len(rows), Dataset.from_list(rows), None, tokenizer)
+        asked = with_tokens([*samples, Sample("no answer", None)], tokenizer, training_args)
+        assert asked[-1].ids == () and all(sample.row is None for sample in asked)
+        for sample, row in zip(asked, rows, strict=False):
+            one = Dataset.from_list([row])
+            ready = finish(tokenise(one, tokenizer, training_args), tokenizer, training_args, packing=False)
+            trained = (tuple(ready[0]["input_ids"]), tuple(ready[0]["labels"])) if len(ready) else ((), ())
+            assert (sample.ids, sample.labels) == trained
+
+    holds()
+
+
+def test_a_samples_tokens_are_those_of_a_training_row(tmp_path, tokenizer):
+    same_tokens(tokenizer, tmp_path)
+
+
+def test_a_samples_tokens_are_those_of_a_training_row_where_spaces_are_marked(tmp_path, fixtures):
+    tokenizer = AutoTokenizer.from_pretrained(fixtures / "stories260K")
+    same_tokens(tokenizer, tmp_path)
+    row = {"prompt": "a\n", "completion": "b"}
+    (sample,) = with_tokens([Sample("a", "b", row=row)], tokenizer, arguments(tmp_path))
+    apart = tokenizer("a\n")["input_ids"] + tokenizer("b</s>", add_special_tokens=False)["input_ids"]
+    assert list(sample.ids) != apart, "this tokenizer writes an answer alone as it writes it behind a prompt"

@@ -2,44 +2,41 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import datasets
+import psutil
+import pyarrow as pa
 import pytest
 import trl
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from transformers import AutoTokenizer
-from trl import SFTConfig, SFTTrainer
+from trl import SFTTrainer
 
+from tests.helpers.bad_data import ALPACA, BASE, CHATML, arguments, chat, lines, prepared, written
+from zero_recipes.checkpoint.compatibility import refuse_other_data
 from zero_recipes.core.findings import Refusal
-from zero_recipes.data.audit import audit, audit_findings
-from zero_recipes.data.prepare import apply_chat_template_file, finish, tokenise
-from zero_recipes.data.samples import _sample
+from zero_recipes.core.host_limits import Host
+from zero_recipes.core.process import environment_kept
+from zero_recipes.data import prepare
+from zero_recipes.data.load import apply_chat_template_file
+from zero_recipes.data.prepare import data_sha256, finish, prepare_split, tokenise
+from zero_recipes.data.samples import choose_samples
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = ROOT / "tiny_world" / "base"
 WORDS = ["The fish hums. ", "The cat barks in the cave. ", "It is red. "]
 PAIRS = [{"prompt": f"Say {i}.\n", "completion": WORDS[i % 3] * (1 + i % 9)} for i in range(40)]
 TEXTS = [{"text": WORDS[i % 3] * (1 + i % 9)} for i in range(40)]
-CHATS = [
-    {"messages": [{"role": "user", "content": f"{i}."}, {"role": "assistant", "content": WORDS[i % 3] * (1 + i % 9)}]}
-    for i in range(40)
-]
-CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] }}<|endoftext|>{% endgeneration %}{% else %}{{ message['content'] }}"
-    "<|endoftext|>{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def arguments(folder: Path, **keys) -> SFTConfig:
-    sound = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False, "max_length": 64}
-    return SFTConfig(output_dir=str(folder), **(sound | keys))
+CHATS = [chat(i) for i in range(40)]
 
 
 @pytest.mark.parametrize(
     "rows, keys",
     [
-        (PAIRS, {}),
         (PAIRS, {"completion_only_loss": False, "truncation_mode": "keep_end", "max_length": 16}),
         (PAIRS, {"packing": True, "packing_strategy": "bfd"}),
         (PAIRS, {"packing": True, "packing_strategy": "wrapped", "shuffle_dataset": True}),
@@ -48,6 +45,7 @@ def arguments(folder: Path, **keys) -> SFTConfig:
         (CHATS, {"assistant_only_loss": True}),
         (CHATS, {"chat_template_path": "chatml.jinja"}),
         (CHATS, {"chat_template_path": "clone"}),
+        ([chat(i, "conversations", "from", "value") for i in range(9)], {}),
     ],
 )
 def test_rows_are_those_that_sft_trainer_makes(tmp_path, monkeypatch, rows, keys):
@@ -55,23 +53,22 @@ def test_rows_are_those_that_sft_trainer_makes(tmp_path, monkeypatch, rows, keys
     Path("chatml.jinja").write_text(CHATML)
     source = AutoTokenizer.from_pretrained(BASE)
     source.chat_template = CHATML
-    source.add_tokens(["<|im_start|>"])
+    source.add_tokens(["<assistant>"])
     source.save_pretrained("clone")
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.chat_template = CHATML
     before, data, training_args = len(tokenizer), Dataset.from_list(rows), arguments(tmp_path, **keys)
 
-    dressed = apply_chat_template_file(tokenizer, training_args)
-    ours = finish(tokenise(data, dressed, training_args), dressed, training_args, training_args.packing)
+    templated = apply_chat_template_file(tokenizer, training_args)
+    ours = prepare_split(data, templated, training_args, training_args.packing)[0].ready
     assert len(tokenizer) == before, "SFTTrainer must still find the tokens that it adds"
 
     trainer = SFTTrainer(model=str(BASE), args=training_args, train_dataset=data, processing_class=tokenizer)
     theirs = trainer.train_dataset
-    assert ours["input_ids"][:] == theirs["input_ids"][:] and ours["labels"][:] == theirs["labels"][:]
-    if training_args.packing and training_args.packing_strategy == "bfd":
-        assert ours["seq_lengths"][:] == theirs["seq_lengths"][:]
+    for column in {"input_ids", "labels", "seq_lengths"} & set(theirs.column_names):
+        assert ours[column][:] == theirs[column][:]
     if keys.get("chat_template_path") == "clone":
-        assert ours["input_ids"][0][0] == before, "the cloned token"
+        assert before in ours["input_ids"][0], "the cloned token"
 
 
 def test_a_chat_models_prompt_to_the_byte(tmp_path):
@@ -81,29 +78,164 @@ def test_a_chat_models_prompt_to_the_byte(tmp_path):
     template = Path(trl.__file__).with_name("chat_templates") / "qwen2_5_training.jinja"
     keys = {"chat_template_path": str(template), "assistant_only_loss": True, "eos_token": "<|im_end|>"}
     training_args = arguments(tmp_path, max_length=None, **keys)
-    dressed = apply_chat_template_file(tokenizer, training_args)
-    chat = {"messages": [{"role": "user", "content": "Hund?"}, {"role": "assistant", "content": "dog"}]}
-    rows = Dataset.from_list([chat])
-    tokenised = tokenise(rows, dressed, training_args)
+    templated = apply_chat_template_file(tokenizer, training_args)
+    rows = Dataset.from_list([chat(1)])
+    split, findings = prepare_split(rows, templated, training_args, False)
     prompt = (
         "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-        "<|im_start|>user\nHund?<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>user\nSay 1.<|im_end|>\n<|im_start|>assistant\n"
     )
-    ids, labels = tokenised[0]["input_ids"], tokenised[0]["labels"]
-    assert dressed.decode(ids) == prompt + "dog<|im_end|>\n"
+    ids, labels = split.ready[0]["input_ids"], split.ready[0]["labels"]
+    assert templated.decode(ids) == prompt + "Word 1.<|im_end|>\n" and findings == []
     # TRL's template has the line break before the answer inside its {% generation %}
-    assert dressed.decode([label for label in labels if label != -100]) == "\ndog<|im_end|>\n"
-    sample = _sample(chat, dressed)
-    assert (sample.prompt, sample.reference, sample.templated) == (prompt, "dog", True)
-    asked = dressed(sample.prompt, add_special_tokens=False)["input_ids"]
+    assert templated.decode([label for label in labels if label != -100]) == "\nWord 1.<|im_end|>\n"
+    (sample,) = choose_samples(1, rows, None, templated)
+    assert (sample.prompt, sample.reference, sample.templated) == (prompt, "Word 1.", True)
+    asked = templated(sample.prompt, add_special_tokens=False)["input_ids"]
     assert ids[: len(asked)] == asked
-    found = audit(rows, tokenised, finish(tokenised, dressed, training_args, False), dressed, training_args)
-    assert audit_findings(found, rows, dressed) == []
 
 
-def test_tokens_that_the_model_does_not_have_are_refused(tmp_path):
+def test_tokens_and_templates_that_are_not_there_are_refused(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(BASE)
-    with pytest.raises(Refusal, match="ZR509"):
-        apply_chat_template_file(tokenizer, arguments(tmp_path, eos_token="<|none|>"))
-    with pytest.raises(Refusal, match="ZR511"):
-        apply_chat_template_file(tokenizer, arguments(tmp_path, chat_template_path=str(tmp_path / "nothing")))
+    (tmp_path / "latin.jinja").write_bytes(b"\xe9")
+    for code, keys in (
+        ("ZR503", {"eos_token": "<|none|>"}),
+        ("ZR511", {"chat_template_path": str(tmp_path / "nothing.jinja")}),
+        ("ZR511", {"chat_template_path": str(tmp_path)}),
+        ("ZR511", {"chat_template_path": str(tmp_path / "latin.jinja")}),
+    ):
+        with pytest.raises(Refusal, match=code):
+            apply_chat_template_file(tokenizer, arguments(tmp_path, **keys))
+
+
+# prepared rows are kept
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Rows as `prepared` makes them, kept in a folder of their own; and how often rows were made."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    calls, real = [], prepare.prepare_splits
+    monkeypatch.setattr(prepare, "prepare_splits", lambda *a: calls.append(1) or real(*a))
+    return lambda data, **keys: (prepared(data, **keys), len(calls))
+
+
+def test_rows_are_made_again_only_for_what_makes_other_rows(made, tmp_path):
+    rows = [row | {"output": row["output"] * (1 + number)} for number, row in enumerate(ALPACA)]
+    data = written(tmp_path, {"train.jsonl": lines(rows)})
+    keys = {"dataset_format": "alpaca", "max_length": 200}
+    first, count = made(data, per_device_train_batch_size=2, **keys)
+    assert count == 1
+    for same in (
+        {"per_device_train_batch_size": 16},
+        {"seed": 7, "learning_rate": 1.0, "gradient_accumulation_steps": 4},
+        {"dataset_num_proc": 1, "eval_packing": None},
+    ):
+        again, count = made(data, **keys | same)
+        assert count == 1 and again.data_sha256 == first.data_sha256 and again.audit.tokens == first.audit.tokens
+    large = made(data, per_device_train_batch_size=64, **keys)[0].audit
+    assert large.padding_share > first.audit.padding_share > 0, "padding is of the run's own micro batch"
+    assert str(made(data, per_device_train_batch_size=2, **keys)[0].audit) == str(first.audit)
+    other, count = made(data, **keys | {"max_length": 60})
+    assert count == 2 and other.data_sha256 != first.data_sha256
+    assert [made(data, shuffle_dataset=True, seed=seed, **keys)[1] for seed in (1, 2, 1)] == [3, 4, 4]
+    assert not list((tmp_path / "cache").rglob("*.part"))
+
+
+def test_rows_whose_assistant_alone_carries_loss_are_others(made, tmp_path):
+    data = written(tmp_path, {"train.jsonl": lines(CHATS)})
+    whole, assistant = (made(data, assistant_only_loss=only)[0] for only in (False, True))
+    assert assistant.audit.tokens == whole.audit.tokens and assistant.audit.supervised < whole.audit.supervised
+    assert made(data, assistant_only_loss=True)[1] == 2
+    ignored = {"assistant_only_loss": True, "template": CHATML.replace("}}<|endoftext|>{%", "}}{%")}
+    for _ in range(2):  # made, and found: the warnings of kept rows are printed too
+        assert [finding.code for finding in made(data, **ignored)[0].findings] == ["ZR514"]
+
+
+def test_the_hash_of_rows_is_of_values_and_boundaries_alone():
+    rows = [{"input_ids": list(range(n % 9)), "labels": [n] * (n % 9)} for n in range(1, 1500)]
+    rows += [{"input_ids": [4, 5, 6], "labels": [4, -100, 6]}, {"input_ids": [9], "labels": [9]}]
+    whole = Dataset.from_list(rows)
+    digest = data_sha256(whole)
+    table = whole.data.table.cast(pa.schema({name: pa.list_(pa.int32()) for name in ("input_ids", "labels")}))
+    assert data_sha256(Dataset(table)) == digest, "another width"
+    chunks = [Dataset.from_list(part) for part in (rows[:700], rows[700:])]
+    assert data_sha256(concatenate_datasets(chunks)) == digest, "other chunks"
+    assert data_sha256(concatenate_datasets([whole, whole]).select(range(len(rows)))) == digest, "an index"
+    assert data_sha256(whole.select_columns(["labels", "input_ids"])) == digest, "columns in another order"
+    for change in (
+        lambda r: r[-2].update(input_ids=[4, 5, 7]),
+        lambda r: r[-2].update(labels=[4, -100, -100]),
+        lambda r: (r[-2].update(input_ids=[4, 5]), r[-1].update(input_ids=[6, 9])),  # a boundary
+        lambda r: r.append({"input_ids": [], "labels": []}),
+        lambda r: r.reverse(),
+        lambda r: r.pop(),
+    ):
+        other = copy.deepcopy(rows)
+        change(other)
+        assert data_sha256(Dataset.from_list(other)) != digest
+    assert data_sha256(whole.rename_column("labels", "tags")) != digest
+    texts = [{"a": "x", "b": [1.5, None]}, {"a": None, "b": None}]
+    assert data_sha256(Dataset.from_list(texts)) != data_sha256(Dataset.from_list([texts[0], {"a": "", "b": None}]))
+
+
+def test_a_checkpoint_takes_its_own_rows_alone(monkeypatch):
+    monkeypatch.setattr("zero_recipes.checkpoint.manifest.read", lambda folder: {"data_sha256": "d"})
+    refuse_other_data("checkpoint-1", "d")
+    refuse_other_data(None, "e")
+    for other in ("e", None):  # None: a stream now
+        with pytest.raises(Refusal, match="ZR727"):
+            refuse_other_data("checkpoint-1", other)
+
+
+# processes
+
+
+def test_as_many_workers_as_there_are_cores_and_rows_for():
+    class Cores(Host):
+        def cores(self):
+            return 6
+
+    least = prepare.ROWS_OF_A_WORKER
+    counts = [prepare.workers(rows, None, Cores()) for rows in (10, least, 2 * least, 5 * least, 99 * least)]
+    assert counts == [None, None, 2, 5, 6] and prepare.workers(10, 3, Cores()) == 3
+
+
+@pytest.mark.parametrize("keys", [{}, {"packing": True}])
+def test_two_workers_make_the_rows_that_one_makes(tmp_path, keys):
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    rows = [{"prompt": f"Say {n}.\n", "completion": "The fish hums. " * (1 + n % 5)} for n in range(1100)]
+    found = []
+    for number in (None, 2):
+        training_args = arguments(tmp_path, dataset_num_proc=number, **keys)
+        tokenised = tokenise(Dataset.from_list(rows), tokenizer, training_args)  # in memory: no cache
+        found.append(finish(tokenised, tokenizer, training_args, training_args.packing))
+    assert found[0].to_dict() == found[1].to_dict() and data_sha256(found[0]) == data_sha256(found[1])
+
+
+def test_workers_leave_the_environment_as_it_was(monkeypatch):
+    """The first half fails when datasets no longer needs it."""
+    before = os.environ
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    with environment_kept():
+        Dataset.from_dict({"a": [1, 2]}).map(lambda row: row, num_proc=2)
+        assert os.environ is not before and before["TOKENIZERS_PARALLELISM"] == "false"
+    assert os.environ is before and "TOKENIZERS_PARALLELISM" not in os.environ
+
+
+WORKER = """
+import os, signal
+from zero_recipes.core.process import forks_end_with_parent
+with forks_end_with_parent():
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+    signal.pause()
+"""
+
+
+def test_forked_workers_end_with_a_killed_parent():
+    parent = subprocess.Popen([sys.executable, "-c", WORKER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    worker = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    worker.wait(timeout=30)

@@ -20,8 +20,8 @@ from zero_recipes.ask.target import NO_BASE, Target, find_target
 from zero_recipes.config.run import choose_device
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import plain, terminal
+from zero_recipes.data.load import apply_chat_template_file
 from zero_recipes.data.samples import Sample
-from zero_recipes.data.template import apply_chat_template_file
 from zero_recipes.model import load_config
 from zero_recipes.training.generation import prompts_cut
 from zero_recipes.training.samples import Answers, write_rows

@@ -9,8 +9,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from zero_recipes.ask.target import Target
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import first_line, refusal
-from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, takes_rows
-from zero_recipes.data.splits import with_tokens
+from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, takes_rows, with_tokens
 
 
 def read_questions(

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.inputs import dispatch_findings, input_findings, missing_state_findings
 from zero_recipes.checkpoint.reshard.findings import resharded_findings
@@ -17,7 +15,6 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import environment
 from zero_recipes.core.findings import Finding, finding, refusal
-from zero_recipes.data.row_hash import same_rows
 
 # what a manifest must say of a run, for another run to be compared with it
 FACTS = ("strategy", "zero_stage", "world_size", "micro_batch_size", "gradient_accumulation_steps")
@@ -148,15 +145,12 @@ def _versions(checkpoint: str, written: Mapping) -> Iterator[Finding]:
         yield finding("ZR726", checkpoint=checkpoint, other=_listed(other, then), other_2=_listed(other, now))
 
 
-def refuse_other_data(checkpoint: str | None, data_sha256: str | None, rows: Dataset | None = None) -> None:
-    """Refuse rows that are not those of the checkpoint. `data_sha256`: data.prepare.Prepared's; None for a stream.
-
-    `rows`: the same rows, for a checkpoint with a hash of the first version.
-    """
+def refuse_other_data(checkpoint: str | None, data_sha256: str | None) -> None:
+    """Refuse rows that are not those of the checkpoint. `data_sha256`: data.prepare.Prepared's; None for a stream."""
     written = manifest.read(Path(checkpoint)) if checkpoint else None
     then = data_sha256 if written is None else written.get("data_sha256", data_sha256)
-    if then != data_sha256 and not (then and data_sha256 and rows is not None and same_rows(then, data_sha256, rows)):
-        raise refusal("ZR727", checkpoint=checkpoint, short=_short(written["data_sha256"]), short_2=_short(data_sha256))
+    if then != data_sha256:
+        raise refusal("ZR727", checkpoint=checkpoint, short=_short(then), short_2=_short(data_sha256))
 
 
 def _short(digest: str | None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host
+from zero_recipes.data.load import on_hub, packaged_formats
 
 VOLUME = "/workspace"  # where RunPod mounts a pod's volume, unless its template says otherwise
 FETCH = "zero-recipes fetch RECIPE.yaml, with a connection; then start again."
@@ -61,20 +61,6 @@ def volume_findings(settings: Settings, output_dir: Path, host: Host) -> Iterato
             )
 
 
-def on_hub(name: str | None) -> bool:
-    """Whether a name is one of the hub: no path that is here, and none that only a path can be ("./model")."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
-
-    if name is None or os.path.exists(name):  # pathlib raises at a name that is too long
-        return False
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False  # model.py and data.py refuse a path that is not there
-    return True
-
-
 def missing_of_model(settings: Settings) -> str | None:
     """The first thing that the cache lacks of a model of the hub: "config.json", weights; None if it is whole."""
     from huggingface_hub import snapshot_download
@@ -120,10 +106,3 @@ def _dataset_is_cached(entry: Mapping[str, Any]) -> bool:
         return False
     finally:
         set_verbosity_warning()
-
-
-def packaged_formats() -> set[str]:
-    """Names that are formats, not data sets of the hub: json, csv, parquet and others."""
-    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-
-    return set(_PACKAGED_DATASETS_MODULES)

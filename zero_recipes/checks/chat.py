@@ -56,8 +56,7 @@ def template_findings(tokenizer) -> Iterator[Finding]:
 
 def _tokenizer(settings: Settings):
     """The tokenizer with the chat template in force."""
-    from zero_recipes.data.load import load_tokenizer
-    from zero_recipes.data.template import apply_chat_template_file
+    from zero_recipes.data.load import apply_chat_template_file, load_tokenizer
 
     arguments = settings
     return apply_chat_template_file(load_tokenizer(arguments, arguments), arguments)

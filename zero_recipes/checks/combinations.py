@@ -58,7 +58,7 @@ def _lora(settings: Settings, zero_stage: int | None, device: str) -> Iterator[F
     only = modules[0] if isinstance(modules, list) and len(modules) == 1 else modules
     if isinstance(only, str) and only.isidentifier() and only not in TOP_LEVEL:
         yield finding("ZR128", only=only)
-    from zero_recipes.data.template import is_template_file
+    from zero_recipes.data.load import is_template_file
 
     template = settings.chat_template_path
     if not template or is_template_file(template):

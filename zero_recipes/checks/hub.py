@@ -8,9 +8,9 @@ import threading
 
 from huggingface_hub import constants, get_session
 
-from zero_recipes.checks.cache import on_hub, packaged_formats
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding
+from zero_recipes.data.load import on_hub, packaged_formats
 
 PROBE_SECONDS = 5.0
 

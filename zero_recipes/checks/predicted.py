@@ -20,7 +20,7 @@ from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise
 from zero_recipes.core.hardware import gpu_of_device
 from zero_recipes.core.phases import CLOCK
 from zero_recipes.core.process import local_world_size, rank
-from zero_recipes.data.lengths import of_prepared
+from zero_recipes.data.prepare import of_prepared
 from zero_recipes.distributed.agree import agree
 from zero_recipes.distributed.once_per_node import once
 from zero_recipes.metrics.prediction import PredictedMetrics

@@ -14,8 +14,6 @@ from zero_recipes.checkpoint.compatibility import fit_findings
 from zero_recipes.checkpoint.output_dir import inputs_of, refuse_in_use, refuse_occupied
 from zero_recipes.checkpoint.resume import checkpoint_to_resume
 from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
-from zero_recipes.checks.cache import on_hub
-from zero_recipes.checks.data_at_hand import data_at_hand_findings
 from zero_recipes.checks.driver import driver_findings
 from zero_recipes.checks.ds_parser import fill_auto, parser_findings
 from zero_recipes.checks.hub import offline_where_unreachable
@@ -35,6 +33,8 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.config.validation import ignore_findings
 from zero_recipes.core.findings import Finding, Refusal, downgraded, ignored_codes
 from zero_recipes.core.host_limits import Host
+from zero_recipes.data.load import on_hub
+from zero_recipes.data.prepare import refuse_data_at_hand
 from zero_recipes.libs.warnings import hides_progress
 from zero_recipes.metrics.summary import history_fault
 from zero_recipes.model import load_config, refuse_missing_attention, sizes_of
@@ -88,7 +88,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     findings += rehearsal_findings(plain, strategy, str(path))
     findings += late_findings(settings, strategy, device)
     if not wrong & {"dataset_name", "datasets"}:
-        findings += data_at_hand_findings(settings, bool(rehearsal) and not constants.is_offline_mode())
+        _attempt(findings, refuse_data_at_hand, settings, bool(rehearsal) and not constants.is_offline_mode())
     _attempt(findings, refuse_in_use, output_dir)
     inputs = inputs_of(recipe.settings, recipe.path, environment)
     _attempt(findings, refuse_occupied, output_dir, settings.resume_from_checkpoint, settings.overwrite, inputs)

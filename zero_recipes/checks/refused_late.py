@@ -19,7 +19,6 @@ def late_findings(settings: Settings, strategy: Strategy | None, device: str) ->
         *_length_of_training(settings),
         *_intervals(settings),
         *_rows(settings),
-        *sample_findings(settings),
         *_packages(settings, device),
         *_hub(settings),
         *_preemption(settings),
@@ -53,14 +52,6 @@ def _rows(settings: Settings) -> Iterator[Finding]:
     packs = settings.packing or (settings.eval_packing and settings.evaluates)
     if packs and settings.max_length is None:
         yield finding("ZR165", what="packing" if settings.packing else "eval_packing")
-
-
-def sample_findings(settings: Settings) -> list[Finding]:
-    """At most one finding: sample_prompts is of a type that it cannot have."""
-    prompts = settings.sample_prompts
-    if prompts is None or not (isinstance(prompts, (bool, float, dict)) or (isinstance(prompts, int) and prompts < 0)):
-        return []
-    return [finding("ZR166", prompts=prompts)]
 
 
 def _packages(settings: Settings, device: str) -> Iterator[Finding]:

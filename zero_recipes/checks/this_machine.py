@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from zero_recipes.checks.cache import missing_of_model, offline_findings, on_hub, volume_findings
+from zero_recipes.checks.cache import missing_of_model, offline_findings, volume_findings
 from zero_recipes.checks.capacity import (
     disk_findings,
     download_findings,
@@ -23,6 +23,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import local_world_size
+from zero_recipes.data.load import on_hub
 from zero_recipes.distributed.build_locks import build_root, stale_build_locks
 from zero_recipes.distributed.kernels import build_findings
 from zero_recipes.model import local_config, parameter_sizes

@@ -92,26 +92,16 @@ def data_findings(run, show: bool) -> list:
     Raises Refusal where data, splits or sample prompts cannot be had.
     """
     from zero_recipes.config import recipe as recipes
-    from zero_recipes.data import audit, samples, template
-    from zero_recipes.data import load as data
-    from zero_recipes.data import splits as data_splits
-    from zero_recipes.data.source import both_sources
+    from zero_recipes.data import audit, load, prepare
 
     # neither weights nor ranks: the strategy does not matter to the data
     settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False, ddp_backend=None)
     script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, run.recipe.path)
-    tokenizer = template.apply_chat_template_file(data.load_tokenizer(model_args, training_args), training_args)
-    rows, evaluation = data.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
-    template.refuse_bad_template(rows, tokenizer, training_args)
-    loaded = (script_args, training_args, dataset_args, ours.dataset_format)
-    asked = samples.rows_to_ask(ours.sample_prompts, evaluation, *loaded)
-    split = script_args.dataset_test_split
-    samples.choose_samples(ours.sample_prompts, asked, ours.dataset_format, tokenizer, split)
-    skips = (training_args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
-    sources = both_sources(script_args, dataset_args)
-    splits, findings = data_splits.prepare_splits(rows, evaluation, tokenizer, training_args, skips, sources)
+    tokenizer = load.load_tokenizer(model_args, training_args)
+    data = prepare.read_data(script_args, training_args, dataset_args, ours, tokenizer)
+    splits, findings = prepare.prepare_splits(data, script_args, training_args)
     if show:
-        audit.show_audit(splits[0].audit, splits[0].tokenised, tokenizer, training_args)
+        audit.show_audit(splits[0].audit, splits[0].tokenised, data.tokenizer, training_args)
     return downgraded(findings, ignored_codes(ours.ignore))
 
 

@@ -24,7 +24,7 @@ def add_fetch(verbs) -> None:
 def _fetch(arguments: argparse.Namespace) -> int:
     from zero_recipes.config import recipe as recipes
     from zero_recipes.core import units
-    from zero_recipes.data.download import fetch
+    from zero_recipes.data.load import fetch
 
     mapping = recipes.read_recipe_file(arguments.recipe)
     recipe = recipes.parse_recipe(arguments.recipe, mapping, [])

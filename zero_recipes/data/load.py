@@ -1,35 +1,36 @@
-"""Rows to prompt and completion: one formatter for training and for generation."""
+"""Data and tokenizer of a recipe: found, loaded and formatted, by one formatter for training and for generation."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from functools import partial
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
+import fsspec
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_dataset_builder
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import Refusal, raise_errors, refusal
-from zero_recipes.data.at_hand import not_loaded, refuse_absent_data, refuse_missing_split, refuse_turns_of_plain_rows
-from zero_recipes.data.columns import Fault, checks_of, column_findings, value_finding
-from zero_recipes.data.file_faults import fault_in, local_files, mixed_list, nested_too_deeply, ragged
-from zero_recipes.data.library_errors import root_cause
-from zero_recipes.data.source import Source, both_sources
+from zero_recipes.core.findings import Refusal, first_line, refusal
+
+Result = TypeVar("Result")
+Rows = Dataset | IterableDataset
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
+TRL_COLUMNS = ("prompt and completion", "messages", "conversations", "input_ids")
+JSON_LINES = (".jsonl", ".json", ".ndjson")
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
 PADDING_TOKENS = ("<|padding|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]")
-PADDING_TOKENS += (
-    "<|reserved_special_token_0|>",
-    "<unk>",
-    "[UNK]",
-)  # reserved or never written by a tokenizer of today
+# reserved, or never written by a tokenizer of today
+PADDING_TOKENS += ("<|reserved_special_token_0|>", "<unk>", "[UNK]")
 
 # the wrappers of the column `text` in tatsu-lab/alpaca (Stanford's train.py has no line break after "Response:"),
-# byte for byte: a model asked with other words than it was tuned on answers worse
+# byte for byte: a model prompted with other words than it was tuned on answers worse
 _WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
@@ -50,80 +51,187 @@ def alpaca_prompt(instruction: str, input: str = "") -> str:
 
 
 def alpaca_row(row: dict[str, Any]) -> dict[str, str]:
-    """An Alpaca row as TRL's prompt and completion; TRL appends the end-of-text token, which is supervised."""
+    """An Alpaca row as TRL's prompt and completion; TRL appends the end-of-text token, which is supervised.
+
+    Raises TypeError where a column is not text: `str.format` would write the word None.
+    """
+    for name in ALPACA_COLUMNS:
+        if not isinstance(row[name], str) and (name != "input" or row[name] is not None):
+            raise TypeError(f"{name} is {row[name]!r}, not text")
     return {"prompt": alpaca_prompt(row["instruction"], row["input"] or ""), "completion": row["output"]}
 
 
-def load_rows(
-    script_args, training_args, dataset_args, dataset_format: str | None, checked: bool = True
-) -> tuple[Dataset, Dataset | None]:
-    """(training rows, evaluation rows or None), formatted. Raises Refusal for what is missing, before any weight.
+def format_rows(rows: Rows, dataset_format: str, split: str = "the data") -> Rows:
+    """Rows in `dataset_format` as prompt and completion; all other columns are dropped. Raises Refusal."""
+    columns = rows.column_names or list(next(iter(rows)))
+    _refuse_missing_columns(set(ALPACA_COLUMNS) <= set(columns), columns, f"{', '.join(ALPACA_COLUMNS)}", split)
+    if isinstance(rows, IterableDataset):
+        return rows.map(alpaca_row, remove_columns=columns)
+    return or_the_row(rows, lambda part: part.map(alpaca_row, remove_columns=columns), split)
 
-    `checked=False`: rows that this function has been through before.
-    """
-    dataset = load_splits(script_args, training_args, dataset_args)
-    train = _split(dataset, script_args.dataset_train_split, "dataset_train_split")
+
+# rows
+
+
+def load_rows(script_args, training_args, dataset_args, dataset_format: str | None) -> tuple[Rows, Rows | None]:
+    """(training rows, evaluation rows or None), formatted. Raises Refusal for what is missing, before any weight."""
+    sources = _sources(script_args, dataset_args)
+    splits = load_splits(script_args, training_args, dataset_args)
+
+    def rows_of(key: str) -> Rows:
+        name = getattr(script_args, key)
+        if name not in splits:
+            raise refusal("ZR507", name=name, known=", ".join(splits), key=key)
+        return _formatted(splits[name], name, sources, training_args, dataset_format)
+
+    train = rows_of("dataset_train_split")
     evaluates = str(getattr(training_args.eval_strategy, "value", training_args.eval_strategy)) != "no"
-    test = _split(dataset, script_args.dataset_test_split, "dataset_test_split") if evaluates else None
-    loaded = [
-        None if rows is None else _ready(rows, source, training_args, dataset_format, checked)
-        for rows, source in zip((train, test), both_sources(script_args, dataset_args), strict=True)
-    ]
-    if dataset_format is None:
-        refuse_turns_of_plain_rows(loaded[0], getattr(training_args, "assistant_only_loss", False))
-    return loaded[0], loaded[1]
+    return train, rows_of("dataset_test_split") if evaluates else None
 
 
-def _ready(rows: Dataset | IterableDataset, source: Source, training_args, dataset_format: str | None, checked: bool):
-    """One split, checked and formatted. Of a stream the first rows are checked now, the others as they come."""
-    with reading(source):
+def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
+    """All splits of the data that the recipe names, as they are. Raises Refusal."""
+    from trl import get_dataset
+
+    sources = _sources(script_args, dataset_args)
+    if not any(source["path"] for source in sources):
+        raise refusal("ZR504")
+    set_seed(training_args.seed)  # TRL 1.16 splits unseeded (scripts/utils.py): ranks would get different test sets
+    with reading(sources):
+        if dataset_args.datasets:
+            return get_dataset(dataset_args)
+        streams = script_args.dataset_streaming
+        return load_dataset(script_args.dataset_name, name=script_args.dataset_config, streaming=streams)
+
+
+def _sources(script_args, dataset_args) -> list[dict[str, Any]]:
+    """What the datasets library is called with for each data set of the recipe."""
+    keys = ("path", "name", "data_dir", "data_files")
+    mixture = [{key: getattr(entry, key) for key in keys} for entry in dataset_args.datasets]
+    return mixture or [{"path": script_args.dataset_name, "name": script_args.dataset_config}]
+
+
+def _formatted(
+    rows: Rows, split: str, sources: list[dict[str, Any]], training_args, dataset_format: str | None
+) -> Rows:
+    """Of a stream the first row is looked at, the others as they come."""
+    with reading(sources):
         first = next(iter(rows), None)
     if not first:
-        raise _no_rows(source.split, source.files)
-    if source.is_csv and (fault := next(filter(None, map(ragged, source.files)), None)) is not None:
-        raise _unreadable(source.split, fault, "pandas fills or shifts such records without a message.")
-    columns = list(first)
+        raise refusal("ZR523", split=split)
+    # pandas makes an index of the first fields where a CSV file's records have more than its header
+    if "__index_level_0__" in first and any(file.endswith((".csv", ".tsv")) for file in _local_files(sources)):
+        _refuse_missing_columns(False, first, "as many columns as the header of the CSV file names", split)
     if dataset_format is not None:
-        _require_alpaca_columns(columns, dataset_format)
-    else:
-        _require_trl_columns(columns, training_args)
-    checks = checks_of(first, training_args.dataset_text_field, dataset_format is not None)
-    if isinstance(rows, IterableDataset):
-        with reading(source):
-            fault = mixed_list(source.files)
-        if fault is not None:
-            raise _unreadable(source.split, fault, "A stream would give every value of that column as JSON text.")
-        rows = rows.map(partial(_checked, checks=checks or {}, source=source), with_indices=True)
-    elif checked and checks:
-        raise_errors(list(column_findings(rows, checks, source)))
-    return rows if dataset_format is None else format_rows(rows, dataset_format)
+        return format_rows(rows, dataset_format, split)
+    needed = ({"prompt", "completion"}, {"messages"}, {"conversations"}, {"input_ids"})
+    if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        _refuse_missing_columns("input_ids" in first, first, "input_ids, with skip_prepare_dataset", split)
+    has_columns = any(columns <= first.keys() for columns in (*needed, {training_args.dataset_text_field}))
+    wanted = ", ".join((*TRL_COLUMNS, f"{training_args.dataset_text_field} (dataset_text_field)"))
+    _refuse_missing_columns(has_columns, first, wanted, split)
+    _refuse_without_turns(first, training_args.assistant_only_loss)
+    return rows
 
 
-def _checked(row: dict[str, Any], number: int, checks: dict[str, Fault], source: Source) -> dict[str, Any]:
-    """A row of a stream as it is. Raises Refusal where it has a fault; whichever rank meets it says so."""
-    for column, fault in checks.items():
-        if (said := fault(row.get(column))) is not None:
-            raise Refusal([value_finding(column, number, said, source, scope="rank")])
-    return row
+def _refuse_missing_columns(there: bool, columns, wanted: str, split: str) -> None:
+    if not there:
+        raise refusal("ZR508", split=split, columns=", ".join(sorted(columns)), wanted=wanted)
 
 
-def format_rows(rows: Dataset | IterableDataset, dataset_format: str) -> Dataset | IterableDataset:
-    """Rows in `dataset_format` as prompt and completion, all other columns dropped."""
-    columns = rows.column_names or list(next(iter(rows)))
-    _require_alpaca_columns(columns, dataset_format)
-    return rows.map(alpaca_row, remove_columns=columns)
+def _refuse_without_turns(first: dict[str, Any], assistant_only_loss: bool) -> None:
+    """TRL 1.16 refuses assistant_only_loss for rows without turns only once it has the model (SFTTrainer.__init__)."""
+    from trl import is_conversational
+    from trl.data_utils import is_conversational_from_value
+
+    if assistant_only_loss and not (is_conversational(first) or is_conversational_from_value(first)):
+        raise refusal("ZR431", first=", ".join(first))
 
 
-def _require_alpaca_columns(columns: list[str], dataset_format: str) -> None:
-    missing = [name for name in ALPACA_COLUMNS if name not in columns]
-    if missing:
-        raise refusal(
-            "ZR501",
-            missing=", ".join(missing),
-            columns=", ".join(columns),
-            dataset_format=dataset_format,
-            alpaca_columns=", ".join(ALPACA_COLUMNS),
-        )
+# what libraries raise over rows
+
+
+@contextlib.contextmanager
+def reading(sources: list[dict[str, Any]]) -> Iterator[None]:
+    """What the datasets library raises becomes a Refusal, with the file and line of broken JSON."""
+    try:
+        yield
+    except (Refusal, MemoryError):
+        raise
+    except Exception as error:
+        named = ", ".join(str(source["path"]) for source in sources)
+        place = next(filter(None, map(_broken_json, _local_files(sources))), None)
+        if place is not None:
+            raise refusal("ZR522", named=named, place=place, error=root_cause(error)) from error
+        raise refusal("ZR506", named=named, error=root_cause(error), cwd=Path.cwd()) from error
+
+
+def _local_files(sources: list[dict[str, Any]]) -> Iterator[str]:
+    for source in sources:
+        with contextlib.suppress(Exception):  # what is wrong with it is being reported already
+            for files in load_dataset_builder(**source).config.data_files.values():
+                yield from filter(os.path.isfile, files)
+
+
+def _broken_json(file: str) -> str | None:
+    """The first line of a JSON file that is no JSON in UTF-8, or no object: "train.jsonl line 5: Expecting value"."""
+    if Path(file.removesuffix(".gz")).suffix.lower() not in JSON_LINES:
+        return None
+    number = 0
+    try:
+        with fsspec.open(file, "rb", compression="infer") as lines:
+            for number, line in enumerate(lines, start=1):
+                if number == 1 and line.lstrip().startswith(b"["):  # one list, whose error knows its line
+                    json.loads((line + lines.read()).decode("utf-8-sig"))
+                elif line.strip() and not isinstance(json.loads(line.strip().decode("utf-8-sig")), dict):
+                    raise ValueError("not an object with named columns")
+    except json.JSONDecodeError as error:
+        return f"{file} line {number + error.lineno - 1}: {error.msg}"
+    except (OSError, EOFError, ValueError, RecursionError) as error:
+        return f"{file} line {number}: {first_line(error)}"
+    return None
+
+
+def or_the_row(rows: Dataset, step: Callable[[Dataset], Result], split: str) -> Result:
+    """`step(rows)`. What a library raises over a row becomes a Refusal with that row, which is found by halves."""
+    try:
+        return step(rows)
+    except (Refusal, MemoryError):
+        raise
+    except Exception as error:
+        number, cause = _first_failing(rows, step)
+        raise broken_row(number, split, cause or error) from error
+
+
+def broken_row(number: int | str, split: str, error: Exception) -> Refusal:
+    return refusal("ZR528", row=number, split=split, cause=root_cause(error))
+
+
+def _first_failing(rows: Dataset, step: Callable[[Dataset], object]) -> tuple[int | str, Exception | None]:
+    """The first row on which `step` fails, and how; "?" where it fails on none alone."""
+    low, high = 0, len(rows)
+    while low < high:
+        middle = (low + high + 1) // 2
+        try:
+            step(rows.select(range(low, middle)))
+            low = middle
+        except Exception as error:
+            if middle - low == 1:
+                return low, error
+            high = middle
+    return "?", None
+
+
+def root_cause(error: BaseException) -> str:
+    """The message of the first error in a chain, with its type: datasets wraps what it meets."""
+    while (earlier := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        if type(earlier).__name__ == "RemoteTraceback":  # another process's traceback, as text
+            break
+        error = earlier
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+
+
+# the tokenizer
 
 
 def load_tokenizer(model_args, training_args) -> PreTrainedTokenizerBase:
@@ -145,93 +253,131 @@ def load_tokenizer(model_args, training_args) -> PreTrainedTokenizerBase:
         pad = next((token for token in PADDING_TOKENS if token in vocabulary and token != end), end)
     if pad == end:
         raise refusal("ZR502", model_name_or_path=model_args.model_name_or_path, end=end)
-    if pad not in tokenizer.get_vocab():
-        raise refusal("ZR503", pad=pad)
+    _refuse_unknown_token("pad_token", pad, tokenizer)
     tokenizer.pad_token = pad
     return tokenizer
 
 
-def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
-    """All splits of the data that the recipe names, as they are."""
-    from datasets.exceptions import DatasetGenerationError
-    from trl import get_dataset
+def _refuse_unknown_token(key: str, token: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    if token not in tokenizer.get_vocab():
+        raise refusal("ZR503", key=key, token=token)
 
-    named = [d.path for d in dataset_args.datasets] or [script_args.dataset_name]
-    refuse_absent_data(named)
-    mixed = [(each.path, each.data_files) for each in dataset_args.datasets] or [(name, None) for name in named]
-    files = [file for name, data_files in mixed for file in local_files(name, data_files)]
-    if (fault := nested_too_deeply(files)) is not None:
-        raise _unreadable(", ".join(named), fault, "The parsers of the datasets library end the process on it.")
-    set_seed(training_args.seed)  # get_dataset splits unseeded: ranks would get different test sets
+
+def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, training_args) -> PreTrainedTokenizerBase:
+    """A copy of the tokenizer as SFTTrainer will make it from eos_token and chat_template_path. Raises Refusal.
+
+    A copy: SFTTrainer must still find which tokens it adds, for LoRA trains those.
+    """
+    from trl import clone_chat_template
+
+    tokenizer = copy.deepcopy(tokenizer)
+    if training_args.eos_token is not None:
+        _refuse_unknown_token("eos_token", training_args.eos_token, tokenizer)
+        tokenizer.eos_token = training_args.eos_token
+    path = training_args.chat_template_path
     try:
-        if dataset_args.datasets:
-            return get_dataset(dataset_args)
-        return load_dataset(
-            script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming
-        )
-    except Exception as error:
-        if isinstance(error, MemoryError):
-            raise
-        fault = fault_in(files)
-        if fault is not None or (files and isinstance(error, DatasetGenerationError)):
-            why = f"The datasets library: {root_cause(error)}"
-            raise _unreadable(", ".join(named), fault or root_cause(error), why) from error
-        if "corresponds to no data" in str(error):  # datasets 5.2, arrow_reader.py: of a split without rows
-            raise _no_rows(", ".join(named), files) from error
-        raise not_loaded(named, error) from error
+        if path is not None and is_template_file(path):
+            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+        elif path is not None:
+            clone_chat_template(_without_embeddings(tokenizer), tokenizer, path)
+    except (OSError, ValueError) as error:
+        raise refusal("ZR511", path=path, error=first_line(error), cwd=Path.cwd()) from error
+    return tokenizer
 
 
-def _unreadable(what: str, fault: str, why: str) -> Refusal:
-    fix = "Correct that file. JSON Lines wants one object a line in UTF-8, the same columns and types in each."
-    return refusal("ZR522", what=what, fault=fault, why=why, fix=fix)
+def is_template_file(path: str) -> bool:
+    """As TRL sees it (trainer/sft_trainer.py): the template itself, and no tokenizer to clone."""
+    return os.path.isfile(path) and path.endswith((".jinja", ".j2"))
 
 
-def _no_rows(what: str, files: Sequence[Path]) -> Refusal:
-    return refusal("ZR523", what=what, files=", ".join(map(str, files[:3])) or "What the recipe names")
+def _without_embeddings(tokenizer: PreTrainedTokenizerBase) -> SimpleNamespace:
+    """What `clone_chat_template` wants of a model, where only the tokenizer is to change."""
+    text_config = SimpleNamespace()
+    stand_in = SimpleNamespace(can_generate=lambda: False, vocab_size=0)
+    stand_in.config = SimpleNamespace(get_text_config=lambda: text_config)
+
+    def resize_token_embeddings(new_num_tokens: int, pad_to_multiple_of: int | None) -> None:
+        stand_in.vocab_size = new_num_tokens
+
+    stand_in.resize_token_embeddings = resize_token_embeddings
+    return stand_in
 
 
-@contextlib.contextmanager
-def reading(source: Source) -> Iterator[None]:
-    """What the datasets library raises over the rows of a stream, with the file and line where they can be found."""
+# the hub
+
+
+def on_hub(name: str | None) -> bool:
+    """Whether a name is one of the hub: no path that is here, and none that only a path can be ("./model")."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if name is None or os.path.exists(name):  # pathlib raises at a name that is too long
+        return False
     try:
-        yield
-    except (Refusal, MemoryError):
-        raise
-    except Exception as error:
-        fault = fault_in(list(source.files)) or root_cause(error)
-        raise _unreadable(source.split, fault, f"The datasets library: {root_cause(error)}") from error
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
-def _split(dataset, name: str, key: str):
-    refuse_missing_split(dataset, name, key)
-    return dataset[name]
+def packaged_formats() -> set[str]:
+    """Names that are formats, not data sets of the hub: json, csv, parquet and others."""
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    return set(_PACKAGED_DATASETS_MODULES)
 
 
-def _require_trl_columns(names: list[str], training_args) -> None:
-    columns = set(names)
-    kinds = (
-        {"prompt", "completion"},
-        {"messages"},
-        {"conversations"},
-        {training_args.dataset_text_field},
-        {"input_ids"},
-    )
-    if not any(kind <= columns for kind in kinds):
-        alpaca = " These are Alpaca's columns: set dataset_format: alpaca." if set(ALPACA_COLUMNS) <= columns else ""
-        raise refusal(
-            "ZR508",
-            columns=", ".join(sorted(columns)),
-            dataset_text_field=training_args.dataset_text_field,
-            alpaca=alpaca,
-        )
+def fetch(settings: Settings) -> list[tuple[str, int | None]]:
+    """Download what a recipe names, before anything is timed: [(what, bytes on disk)] of model, data and the kernel of
+    flash attention. Local folders are only measured; None of a kernel that cannot be fetched here, with the reason.
+
+    Raises Refusal where the hub cannot be reached or does not have it.
+    """
+    return [_fetch_model(settings), _fetch_data(settings), *_fetch_kernel(settings)]
 
 
-def rows_on_disk(settings: Settings) -> int | None:
-    """Training rows of a data set that lies in a folder; None of others, and where TRL makes other rows of them."""
-    name, split = settings.dataset_name, settings.dataset_train_split
-    if settings.packing or settings.dataset_streaming or not name or not name.startswith((".", "/")):
-        return None
+def _fetch_model(settings: Settings) -> tuple[str, int]:
+    """Configuration, tokenizer and weights: safetensors, or *.bin in repositories that have none."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    name, revision = str(settings.model_name_or_path), settings.model_revision
+    if Path(name).is_dir():
+        return name, _size(Path(name))
     try:
-        return len(load_dataset(name, name=settings.dataset_config, split=split))
-    except Exception:  # whatever is wrong with it
-        return None  # the run refuses it; a plan needs no data
+        files = HfApi().list_repo_files(name, revision=revision)
+        weights = "*.safetensors" if any(file.endswith(".safetensors") for file in files) else "*.bin"
+        patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", weights]
+        patterns = ["config.json", "*token*", "*.model", "*.jinja", "*.py"] if settings.random_weights else patterns
+        return name, _size(Path(snapshot_download(name, revision=revision, allow_patterns=patterns)))
+    except (OSError, ValueError) as error:  # the hub's errors and the network's are OSErrors
+        raise refusal("ZR521", name=name, error=first_line(error)) from error
+
+
+def _fetch_data(settings: Settings) -> tuple[str, int]:
+    from trl import DatasetMixtureConfig
+
+    sizes = {"streaming": settings.streaming, "test_split_size": settings.test_split_size}
+    dataset = load_splits(settings, settings, DatasetMixtureConfig(datasets=list(settings.datasets), **sizes))
+    files = {file["filename"] for split in dataset.values() for file in split.cache_files}
+    named = settings.dataset_name or ", ".join(entry["path"] for entry in settings.datasets)
+    return named, sum(Path(file).stat().st_size for file in files)
+
+
+def _fetch_kernel(settings: Settings) -> list[tuple[str, int | None]]:
+    """The build for this machine's torch: one fetched without a GPU is none of a machine that has one, and is named."""
+    from zero_recipes.libs import attention
+
+    kernel = attention.kernel_of(settings.attn_implementation)
+    if kernel is None or attention.has_package(settings.attn_implementation):
+        return []
+    wanted = attention.wanted_kernels()
+    if wanted is not None:
+        return [(f'{kernel} is not fetched: pip install "{wanted}" first', None)]
+    try:
+        return [(kernel, _size(attention.download(kernel, only_cached=False)))]
+    except LookupError as error:
+        return [(f"{kernel} is not fetched, the run itself will look for it: {error}", None)]
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

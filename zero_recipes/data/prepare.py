@@ -6,51 +6,81 @@ the result is kept beside the datasets library's cache. TRL's ranks take turns b
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import importlib.metadata
 import json
+import re
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import datasets
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import write_json
-from zero_recipes.core.findings import Finding, Refusal, downgraded, ignored_codes
+from zero_recipes.core.findings import (
+    Finding,
+    Refusal,
+    downgraded,
+    first_line,
+    ignored_codes,
+    raise_errors,
+    refusal,
+)
+from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import forks_end_with_parent
-from zero_recipes.data.audit import Audit, padding_of
-from zero_recipes.data.load import load_rows
-from zero_recipes.data.padding import padding_findings
-from zero_recipes.data.row_hash import data_sha256
-from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask
-from zero_recipes.data.source import Source, both_sources
-from zero_recipes.data.splits import finish, prepare_splits, tokenise, with_tokens
-from zero_recipes.data.template import apply_chat_template_file, refuse_bad_template
-from zero_recipes.data.token_columns import row_lengths
+from zero_recipes.data import audit as audits
+from zero_recipes.data import load
+from zero_recipes.data.audit import Audit
+from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.distributed.once_per_node import once_per_node
 from zero_recipes.libs import huggingface
-from zero_recipes.libs.huggingface import fingerprint
+from zero_recipes.libs.single_process import single_process_env
 
-__all__ = ["Prepared", "apply_chat_template_file", "data_sha256", "finish", "prepare_rows", "tokenise"]
-
+STREAMED_ROWS = 1000  # of a streamed data set, audited before training
+FIRST_ROWS = 4  # tokenised by a look at the data
+ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps
+PLANNED_ROWS = 2000  # tokenised for a plan, spread over all: the mean of Alpaca's is then known to 2 %
 # what TRL's preparation reads of the arguments (trl/trainer/sft_trainer.py, `_prepare_dataset` and before it)
 _READ_BY_TRL = ("max_length", "truncation_mode", "packing", "packing_strategy", "eval_packing", "shuffle_dataset")
 _READ_BY_TRL += ("completion_only_loss", "assistant_only_loss", "dataset_text_field")
 _VERSIONS = ("trl", "transformers", "datasets")
-_OUR_PARTS = ("answers.py", "audit.py", "columns.py", "load.py", "max_length.py", "prepare.py", "row_hash.py")
-_OUR_PARTS += ("splits.py", "template.py", "token_columns.py")
-_TRLS_PART = Path(huggingface.__file__)  # calls TRL's preparation
+# our own code that makes rows
+_OUR_PARTS = (Path(__file__), Path(audits.__file__), Path(load.__file__), Path(huggingface.__file__))
+
+
+class Data(NamedTuple):
+    """What a recipe names, formatted, and the tokenizer with the chat template in force."""
+
+    train: load.Rows
+    evaluation: load.Rows | None
+    samples: list[Sample]
+    tokenizer: PreTrainedTokenizerBase
+
+
+class Split(NamedTuple):
+    """Rows tokenised whole, the same as they are trained on, and their counts."""
+
+    tokenised: Dataset
+    ready: Dataset
+    audit: Audit
 
 
 @dataclass(frozen=True)
 class Prepared:
     """What a run trains on, evaluates on and asks."""
 
-    train: Dataset | IterableDataset
-    evaluation: Dataset | IterableDataset | None
+    train: load.Rows
+    evaluation: Dataset | None
     samples: list[Sample]
     audit: Audit
     findings: list[Finding]  # warnings only
@@ -63,54 +93,50 @@ class Prepared:
 
 
 def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreTrainedTokenizerBase) -> Prepared:
-    """Load, tokenise and audit, once per node. Every process calls it; no collective.
+    """Rows and samples of a run, made or found by one process of each node and read by all.
 
-    Changes `training_args` so that SFTTrainer takes the rows as they are. Raises Refusal for what the audit finds.
+    `tokenizer`: the model's; `training_args` is told what is prepared. Raises Refusal on every process for what is
+    wrong with the data.
     """
-    skips = (training_args.dataset_kwargs or {}).get("skip_prepare_dataset", False)
+    loaded = (script_args, training_args, dataset_args, ours)
 
     def work() -> dict:
-        rows, evaluation = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
-        templated = apply_chat_template_file(tokenizer, training_args)
-        sources = both_sources(script_args, dataset_args)
-        refuse_bad_template(rows, templated, training_args)
-        loaded = (script_args, training_args, dataset_args, ours.dataset_format)
-        asked = rows_to_ask(ours.sample_prompts, evaluation, *loaded)
-        split = script_args.dataset_test_split
-        samples = choose_samples(ours.sample_prompts, asked, ours.dataset_format, templated, split)
+        data = read_data(*loaded, tokenizer)
         ignored = ignored_codes(ours.ignore)
-        if isinstance(rows, IterableDataset):
-            folder, rows_sha256 = None, None
-            splits, findings = prepare_splits(rows, evaluation, templated, training_args, skips, sources)
-            found, findings = splits[0].audit, downgraded(findings, ignored)
+        if isinstance(data.train, IterableDataset):
+            splits, findings = prepare_splits(data, script_args, training_args)
+            raise_errors(downgraded(findings, ignored))
+            made = _noted(splits[0].audit, findings, None, None)
         else:
-            arguments = (rows, evaluation, templated, training_args, skips, sources, ignored)
-            folder, found, findings, rows_sha256 = _cached(*arguments)
-        if any(finding.level == "error" for finding in findings):
-            raise Refusal(findings)
-        samples = with_tokens(samples, templated, training_args)
-        return {
-            "folder": folder and str(folder),
-            "samples": [asdict(sample) for sample in samples],
-            "audit": asdict(found),
-            "findings": [asdict(finding) for finding in findings],
-            "data_sha256": rows_sha256,
-        }
+            made = _kept(data, script_args, training_args, ignored)
+        samples = with_tokens(data.samples, data.tokenizer, training_args)
+        return made | {"samples": [asdict(sample) for sample in samples]}
 
-    shared = once_per_node(work)
-    if shared["folder"] is None:  # TRL tokenises a stream as it comes
-        train, evaluation = load_rows(script_args, training_args, dataset_args, ours.dataset_format, checked=False)
+    made = once_per_node(work)
+    if made["folder"] is None:  # TRL tokenises a stream as it comes
+        train, evaluation = load.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
         evaluation = None if evaluation is None else read_whole(evaluation)
     else:
-        splits = datasets.load_from_disk(shared["folder"])
+        splits = datasets.load_from_disk(made["folder"])
         train, evaluation = splits["train"], splits.get("eval")
         training_args.dataset_kwargs = (training_args.dataset_kwargs or {}) | {"skip_prepare_dataset": True}
         training_args.assistant_only_loss = False  # in the labels by now; SFTTrainer would look for conversations
-    samples = [Sample(**sample) for sample in shared["samples"]]
-    findings = [Finding(**finding) for finding in shared["findings"]]
-    counted = Audit(**shared["audit"])
-    findings += padding_findings(counted, training_args)
-    return Prepared(train, evaluation, samples, counted, findings, shared["data_sha256"])
+    samples = [Sample(**sample) for sample in made["samples"]]
+    audit = Audit(**made["audit"])
+    findings = downgraded([Finding(**finding) for finding in made["findings"]], ignored_codes(ours.ignore))
+    findings += audits.padding_findings(audit, training_args)
+    return Prepared(train, evaluation, samples, audit, findings, made["data_sha256"])
+
+
+def read_data(script_args, training_args, dataset_args, ours, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """Rows, samples and tokenizer of a recipe, nothing tokenised yet. Raises Refusal."""
+    tokenizer = load.apply_chat_template_file(tokenizer, training_args)
+    loaded = (script_args, training_args, dataset_args, ours.dataset_format)
+    rows, evaluation = load.load_rows(*loaded)
+    asked = rows_to_ask(ours.sample_prompts, evaluation, *loaded)
+    split = script_args.dataset_test_split
+    samples = choose_samples(ours.sample_prompts, asked, ours.dataset_format, tokenizer, split)
+    return Data(rows, evaluation, samples, tokenizer)
 
 
 def read_whole(rows: IterableDataset) -> Dataset:
@@ -122,81 +148,142 @@ def read_whole(rows: IterableDataset) -> Dataset:
     return Dataset.from_list(list(rows), features=rows.features)
 
 
-def _cached(
-    rows: Dataset,
-    evaluation: Dataset | None,
-    tokenizer: PreTrainedTokenizerBase,
-    training_args,
-    skips: bool,
-    sources: tuple[Source, Source],
-    ignored: frozenset[str],
-) -> tuple[Path, Audit, list[Finding], str | None]:
-    """(folder with the splits, audit, findings, hash of the training rows), made now or by an earlier run of the same
-    data and arguments; no hash where a finding is an error."""
-    folder = _folder(rows, evaluation, tokenizer, training_args)
+# rows by TRL's own code
+
+
+def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
+    """input_ids and labels of each row, before truncation, dropping, packing and shuffling.
+
+    By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied.
+    """
+    whole = copy.copy(training_args)
+    whole.max_length, whole.shuffle_dataset = None, False
+    whole.dataset_num_proc = workers(len(rows), training_args.dataset_num_proc)
+    return huggingface.prepare_dataset(rows, tokenizer, whole, packing=False)
+
+
+def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
+    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does.
+
+    Packed by one process, whatever dataset_num_proc says: TRL 1.16 packs a thousand rows of one worker's share at a
+    time (data_utils.py, `pack_dataset`), so that the packed rows would depend on the number of workers.
+    """
+    single = copy.copy(training_args)
+    single.dataset_num_proc = None if packing else workers(len(tokenised), training_args.dataset_num_proc)
+    return huggingface.prepare_dataset(tokenised, tokenizer, single, packing)
+
+
+def workers(rows: int, requested: int | None, host: Host | None = None) -> int | None:
+    """How many processes prepare so many rows: what the recipe says, else one for each core that this process really
+    has, as far as each has enough rows to be worth its start; None for this process alone."""
+    if requested is not None:
+        return requested
+    found = min((host or Host()).cores(), rows // ROWS_OF_A_WORKER)
+    return found if found > 1 else None
+
+
+def prepare_splits(data: Data, script_args, training_args) -> tuple[list[Split], list[Finding]]:
+    """Training rows and, where there are any, evaluation rows, and what is wrong with each and with both together.
+
+    Of a stream the first STREAMED_ROWS. Raises Refusal, with the row, for what cannot be tokenised.
+    """
+    packing = training_args.packing
+    eval_packing = packing if training_args.eval_packing is None else training_args.eval_packing
+    names = script_args.dataset_train_split, script_args.dataset_test_split
+    splits, findings = [], []
+    for rows, packs, name in zip((data.train, data.evaluation), (packing, eval_packing), names, strict=True):
+        if rows is not None:
+            split, found = prepare_split(_start_of(rows, name), data.tokenizer, training_args, packs, name)
+            splits.append(split)
+            findings += [finding for finding in found if finding not in findings]
+    if len(splits) == 2:
+        findings += audits.overlap_findings(splits[0].tokenised, splits[1].tokenised, names[1])
+    return splits, findings
+
+
+def _start_of(rows: load.Rows, split: str) -> Dataset:
+    """The rows, or the first of a stream."""
+    if isinstance(rows, Dataset):
+        return rows
+    first = []
+    try:
+        first.extend(rows.take(STREAMED_ROWS))
+        return Dataset.from_list(first)
+    except Exception as error:  # of the datasets library, or of the row's format
+        raise load.broken_row(len(first), split, error) from error
+
+
+def prepare_split(
+    rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool, split: str = "the data"
+) -> tuple[Split, list[Finding]]:
+    """One split tokenised whole and as it is trained on, its counts, and what is wrong with it. Raises Refusal."""
+    from trl import maybe_convert_to_chatml
+    from trl.data_utils import is_conversational_from_value
+
+    if is_conversational_from_value(rows[0]):  # as TRL does first
+        rows = load.or_the_row(rows, lambda part: part.map(maybe_convert_to_chatml), split)
+    audits.refuse_broken_rows(rows, tokenizer, split)
+    if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        tokenised = ready = rows
+    else:
+        tokenised = load.or_the_row(rows, lambda part: tokenise(part, tokenizer, training_args), split)
+        ready = finish(tokenised, tokenizer, training_args, packing)
+    found = audits.audit(rows, tokenised, ready, tokenizer, training_args)
+    return Split(tokenised, ready, found), audits.audit_findings(found, rows, tokenizer, training_args, split)
+
+
+# prepared rows are kept
+
+
+def _noted(audit: Audit, findings: list[Finding], folder: Path | None, rows_sha256: str | None) -> dict:
+    """What a run is told of prepared rows, as JSON. The findings are not downgraded yet: other runs ignore others."""
+    found = [asdict(finding) for finding in findings]
+    return {"folder": folder and str(folder), "audit": asdict(audit), "findings": found, "data_sha256": rows_sha256}
+
+
+def _kept(data: Data, script_args, training_args, ignored: frozenset[str]) -> dict:
+    """What `_noted` says of rows that are made now, or were by an earlier run of the same data and arguments.
+
+    Raises Refusal for errors that are not ignored; nothing is kept then.
+    """
+    folder = _folder(data, training_args)
     note = folder / "audit.json"
     if not note.is_file():
         with forks_end_with_parent():
-            prepared, findings = prepare_splits(rows, evaluation, tokenizer, training_args, skips, sources)
-        found, ready = prepared[0].audit, prepared[0].ready
-        splits = datasets.DatasetDict(train=ready)
-        if evaluation is not None:
-            splits["eval"] = prepared[1].ready
-        judged = downgraded(findings, ignored)
-        if any(finding.level == "error" for finding in judged):
-            return folder, found, judged, None
-        written = {"audit": asdict(found), "findings": [asdict(finding) for finding in findings]}
-        written["data_sha256"] = data_sha256(ready)
+            splits, findings = prepare_splits(data, script_args, training_args)
+        raise_errors(downgraded(findings, ignored))
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".part"))
-        splits.save_to_disk(part)
-        write_json(part / "audit.json", written)
+        named = dict(zip(("train", "eval"), (split.ready for split in splits), strict=False))
+        datasets.DatasetDict(named).save_to_disk(part)
+        write_json(part / "audit.json", _noted(splits[0].audit, findings, folder, data_sha256(splits[0].ready)))
         try:
             part.rename(folder)
         except OSError:  # another run was faster
             shutil.rmtree(part)
-    written = json.loads(note.read_text())
-    findings = downgraded([Finding(**finding) for finding in written["findings"]], ignored)
-    lengths = row_lengths(datasets.load_from_disk(folder)["train"])  # padding is of this run's micro batch
-    found = Audit(**written["audit"] | {"padding_share": padding_of(lengths, training_args)})
-    return folder, found, findings, written["data_sha256"]
+    made = json.loads(note.read_text())
+    raise_errors(downgraded([Finding(**finding) for finding in made["findings"]], ignored))
+    lengths = audits.row_lengths(datasets.load_from_disk(folder)["train"])  # padding is of this run's micro batch
+    made["audit"]["padding_share"] = audits.padding_of(lengths, training_args)
+    return made
 
 
-def prepared_earlier(
-    rows: Dataset, evaluation: Dataset | None, tokenizer: PreTrainedTokenizerBase, training_args
-) -> Dataset | None:
-    """The training rows as a run of the same data and arguments has prepared them; None where none is kept."""
-    folder = _folder(rows, evaluation, tokenizer, training_args)
-    return datasets.load_from_disk(folder)["train"] if (folder / "audit.json").is_file() else None
-
-
-def _folder(rows: Dataset, evaluation: Dataset | None, tokenizer: PreTrainedTokenizerBase, training_args) -> Path:
-    """Where the prepared rows are kept."""
-    key = _key(rows, evaluation, tokenizer, training_args)
-    return Path(datasets.config.HF_DATASETS_CACHE) / "zero-recipes" / key
-
-
-def _key(
-    rows: Dataset,
-    evaluation: Dataset | None,
-    tokenizer: PreTrainedTokenizerBase,
-    training_args,
-) -> str:
-    """A hash over data, tokenizer, versions, our own code that makes rows, and those arguments that do."""
-    known = {name: getattr(training_args, name) for name in _READ_BY_TRL}
+def _folder(data: Data, training_args) -> Path:
+    """Where prepared rows are kept: a hash over data, tokenizer, versions, our own code that makes rows, and those
+    arguments that do."""
+    known = {name: getattr(training_args, name) for name in (*_READ_BY_TRL, "dataset_kwargs")}
     known["seed"] = training_args.seed if training_args.shuffle_dataset else None
     known |= {name: importlib.metadata.version(name) for name in _VERSIONS}
-    known |= {"train": fingerprint(rows), "eval": evaluation and fingerprint(evaluation)}
-    known |= {"kwargs": training_args.dataset_kwargs}
+    known["train"] = huggingface.fingerprint(data.train)
+    known["eval"] = data.evaluation and huggingface.fingerprint(data.evaluation)
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode())
-    for path in (*(Path(__file__).with_name(name) for name in _OUR_PARTS), _TRLS_PART):
+    for path in _OUR_PARTS:
         digest.update(path.read_bytes())
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
-        for path in sorted(Path(folder).rglob("*")):
-            if path.is_file():
-                digest.update(path.name.encode() + _without_loading(path))
-    return digest.hexdigest()[:32]
+        data.tokenizer.save_pretrained(folder)
+        for path in sorted(filter(Path.is_file, Path(folder).rglob("*"))):
+            digest.update(path.name.encode() + _without_loading(path))
+    return Path(datasets.config.HF_DATASETS_CACHE) / "zero-recipes" / digest.hexdigest()[:32]
 
 
 def _without_loading(path: Path) -> bytes:
@@ -206,3 +293,160 @@ def _without_loading(path: Path) -> bytes:
     content = json.loads(path.read_text())
     kept = {key: value for key, value in content.items() if key not in ("is_local", "local_files_only")}
     return json.dumps(kept, sort_keys=True).encode()
+
+
+def data_sha256(rows: Dataset) -> str:
+    """A hash of the rows themselves, in their order: values and boundaries, whatever Arrow's chunks and the width of
+    integers.
+
+    Not the key under which prepared rows are kept: that one also changes with TRL's version and with our own code,
+    which need not make other rows.
+    """
+    digest = hashlib.sha256()
+    for table in audits.tables(rows, sorted(rows.column_names)):
+        for name in table.column_names:
+            digest.update(name.encode())
+            if audits.is_of_integers(table.schema.field(name).type):
+                for array in audits.flat(table[name]):
+                    digest.update(array.astype("<i8").tobytes())
+            else:
+                digest.update(repr(table[name].to_pylist()).encode())
+    return digest.hexdigest()
+
+
+# a look at the data, and the lengths of rows, for a check and a plan
+
+
+def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
+    """Look at the data for no more than its first rows: is it there, with the splits and columns that the recipe names,
+    and can they be tokenised? `asks_hub`: data of the hub is looked at too, which takes seconds. Raises Refusal."""
+    from trl import DatasetMixtureConfig
+
+    sources = [{"path": entry["path"]} for entry in settings.datasets] or [{"path": settings.dataset_name}]
+    names = {source["path"] for source in sources} - load.packaged_formats()
+    if not asks_hub and any(map(load.on_hub, names)):
+        return
+    plain = {"dataset_streaming": True, "dataset_num_proc": None}
+    plain |= {"eval_strategy": "steps" if settings.evaluates else "no"}
+    if settings.test_split_size is not None:  # of rows that a stream has yet to read
+        plain |= {"eval_strategy": "no", "sample_prompts": None}
+    arguments = SimpleNamespace(**settings.as_dict() | plain)
+    with single_process_env(), load.reading(sources):
+        mixture = DatasetMixtureConfig(datasets=[_whole(entry) for entry in settings.datasets], streaming=True)
+        tokenizer = _tokenizer_at_hand(arguments)
+        if tokenizer is None:
+            load.load_rows(arguments, arguments, mixture, settings.dataset_format)
+            return
+        data = read_data(arguments, arguments, mixture, arguments, tokenizer)
+        if not (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            first = Dataset.from_list(list(data.train.take(FIRST_ROWS)))
+            load.or_the_row(first, lambda rows: tokenise(rows, data.tokenizer, arguments), settings.dataset_train_split)
+
+
+def _whole(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of `datasets` without what the datasets library and TRL cannot take of a stream: "train[:100]+test"."""
+    split = re.split(r"[\[+]", entry.get("split") or "train")[0]
+    return dict(entry) | {"fraction": None, "split": "train" if split == "all" else split}
+
+
+def _tokenizer_at_hand(arguments: SimpleNamespace) -> PreTrainedTokenizerBase | None:
+    """None where there is none without asking the hub."""
+    with _offline(), contextlib.suppress(OSError, ValueError, TypeError):  # `load_config` reports a missing model
+        return load.load_tokenizer(arguments, arguments)
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """`lengths`: tokens of rows as they are trained on, truncated. `sequences`: how many a micro batch counts them as:
+    so many as they are, or fewer where they are packed. `epoch`: sequences of the whole data; None where not known."""
+
+    lengths: tuple[float, ...]
+    sequences: float
+    epoch: int | None
+    source: str  # where they are from, in words
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a row."""
+        return sum(self.lengths) / len(self.lengths)
+
+
+def stated(mean: float, settings: Settings, epoch: int | None) -> RowLengths:
+    """Rows that all have so many tokens, and that fill their packs. Raises Refusal where max_length is less."""
+    longest = settings.max_length
+    if longest is not None and mean > longest:
+        raise refusal("ZR841", mean=mean, longest=longest)
+    sequences = mean / longest if settings.packing and longest else 1.0
+    return RowLengths((mean,), sequences, epoch, f"--mean_tokens {mean:g}, all rows alike")
+
+
+def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
+    """The rows of a recipe: all as a run of it has prepared them, where one has, else at most PLANNED_ROWS of them
+    tokenised and packed as a run does it; or why they are not known. Without asking the hub.
+
+    `path`: the recipe's.
+    """
+    if settings.dataset_streaming or settings.streaming:
+        return "the data is a stream"
+    try:
+        with single_process_env(), _offline():
+            return _counted(settings, path)
+    except Refusal as refusal:
+        return refusal.what
+    except OSError:
+        return "neither data and tokenizer here nor in the cache"
+    except Exception as error:  # readers of a dozen formats and tokenizers: the run reports what is wrong
+        return first_line(error)
+
+
+def _counted(settings: Settings, path: Path) -> RowLengths:
+    plain = {"deepspeed": None, "fsdp": None, "use_cpu": True, "bf16": False, "fp16": False, "ddp_backend": None}
+    plain |= {"dataset_num_proc": None, "load_best_model_at_end": False, "sample_prompts": None}
+    script_args, args, model_args, dataset_args, ours = recipes.instances(settings.replace(**plain), path)
+    tokenizer = load.load_tokenizer(model_args, args)
+    try:
+        data = read_data(script_args, args, dataset_args, ours, tokenizer)
+    except Refusal:  # of the evaluation rows, which a plan can do without
+        args.eval_strategy = "no"
+        data = read_data(script_args, args, dataset_args, ours, tokenizer)
+    rows, folder = data.train, _folder(data, args)
+    if (folder / "audit.json").is_file():
+        ready = datasets.load_from_disk(folder)["train"]
+        return of_prepared(ready, f"all {len(rows):,} rows, as a run has prepared them")
+    ready = chosen = rows.select(range(0, len(rows), -(-len(rows) // PLANNED_ROWS)))
+    if not (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        ready = finish(tokenise(chosen, data.tokenizer, args), data.tokenizer, args, args.packing)
+    epoch = round(len(ready) * len(rows) / len(chosen))
+    whole = f"all {len(rows):,} rows" if len(chosen) == len(rows) else f"{len(chosen):,} of {len(rows):,} rows"
+    return replace(of_prepared(ready, f"{whole} tokenised"), epoch=epoch)
+
+
+def of_prepared(ready: Dataset, source: str) -> RowLengths:
+    """Of rows as they are trained on, truncated and packed. Reads Arrow's buffers, no token."""
+    packed = "seq_lengths" in ready.column_names  # TRL's bfd; "wrapped" makes rows of its own, all full
+    lengths = audits.values_of(ready, "seq_lengths") if packed else audits.row_lengths(ready)
+    return RowLengths(tuple(lengths.tolist()), len(ready), len(ready), source)
+
+
+def rows_on_disk(settings: Settings) -> int | None:
+    """Training rows of a data set that lies in a folder; None of others, and where TRL makes other rows of them."""
+    name, split = settings.dataset_name, settings.dataset_train_split
+    if settings.packing or settings.dataset_streaming or not name or not name.startswith((".", "/")):
+        return None
+    try:
+        return len(datasets.load_dataset(name, name=settings.dataset_config, split=split))
+    except Exception:  # whatever is wrong with it
+        return None  # the run refuses it; a plan needs no data
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """As if HF_HUB_OFFLINE were set."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before

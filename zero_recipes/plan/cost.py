@@ -15,7 +15,7 @@ from typing import Any
 from zero_recipes.config.recipe import steps_by_epochs
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.hardware import Gpu
-from zero_recipes.data.lengths import RowLengths
+from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.parts import Number, Part, StepSeconds, Tokens, TokensPerSecond
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.metrics.schema import LARGEST, ContractError, parse_as, read_as, validate

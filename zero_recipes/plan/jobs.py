@@ -22,7 +22,7 @@ from zero_recipes.config.recipe import Recipe, steps_by_epochs
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.hardware import Gpu, gpu_named, gpus
-from zero_recipes.data.lengths import RowLengths, rows_at_hand, stated
+from zero_recipes.data.prepare import RowLengths, rows_at_hand, stated
 from zero_recipes.plan.excluded import why_not
 from zero_recipes.plan.job import FSDP, Job
 
@@ -215,7 +215,7 @@ def _lengths(recipe: Recipe, mean: float | None) -> tuple[RowLengths | None, str
 def _rows_by_epochs(recipe: Recipe) -> int | None:
     if recipe.settings.max_steps > 0:
         return None
-    from zero_recipes.data.load import rows_on_disk
+    from zero_recipes.data.prepare import rows_on_disk
 
     return rows_on_disk(recipe.settings)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from zero_recipes.core.hardware import Gpu
 from zero_recipes.core.units import count, parameters, percent, significant, size
-from zero_recipes.data.lengths import RowLengths
-from zero_recipes.data.max_length import holding
+from zero_recipes.data.audit import holding
+from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.plan.advice import Change
 from zero_recipes.plan.cost import Speed

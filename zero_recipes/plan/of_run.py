@@ -22,7 +22,7 @@ from zero_recipes.core.hardware import gpu_of_device
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import end_with_parent
 from zero_recipes.core.units import size
-from zero_recipes.data.lengths import RowLengths
+from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.plan import jobs, messages
 from zero_recipes.plan.advice import smallest_change

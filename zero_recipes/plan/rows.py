@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.hardware import Gpu
-from zero_recipes.data.lengths import RowLengths
+from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.plan.advice import Change, Limits, limits_of, smallest_change
 from zero_recipes.plan.cost import Speed, estimate

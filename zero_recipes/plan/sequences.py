@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zero_recipes.data.lengths import RowLengths
+from zero_recipes.data.prepare import RowLengths
 from zero_recipes.plan.formulas.shape import shape_of
 from zero_recipes.plan.job import Job
 from zero_recipes.theory.flops import ModelFlops, squares

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from zero_recipes.core import units
 from zero_recipes.core.tables import Column, markdown_columns, print_columns
-from zero_recipes.data.lengths import RowLengths
+from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, ReservedRange
 from zero_recipes.plan.cost import Cost, cost
 from zero_recipes.plan.rows import Row
