@@ -17,7 +17,7 @@ import pytest
 from tests.helpers.tiny import ROOT, write_recipe
 from tests.launch.conftest import HOSTS
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.run import refuse_shared_gpus
+from zero_recipes.config.run import refuse_uneven_gpus
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host_limits import Host
@@ -186,9 +186,9 @@ def test_processes_of_this_machine_by_each_launcher(monkeypatch):
     assert local_world_size({}, 8) == 8
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     sixteen = Strategy("zero3", 16, DsConfig({"zero_optimization": {"stage": 3}}), "ds_configs/zero3.json")
-    refuse_shared_gpus(sixteen, "cuda", {"LOCAL_SIZE": "8"})
+    refuse_uneven_gpus(sixteen, "cuda", {"LOCAL_SIZE": "8"})
     with pytest.raises(Refusal, match="16 processes on this machine"):
-        refuse_shared_gpus(sixteen, "cuda", {})
+        refuse_uneven_gpus(sixteen, "cuda", {})
 
 
 def test_the_transport_is_what_nccl_would_take(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from zero_recipes.config.run import refuse_data_parallel, refuse_shared_gpus
+from zero_recipes.config.run import refuse_uneven_gpus
 from zero_recipes.core.findings import Refusal
 from zero_recipes.distributed import kernels
 from zero_recipes.distributed.build_locks import remove_stale_build_locks, stale_build_locks, wait_for_builds
@@ -113,13 +113,13 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     four = SimpleNamespace(world_size=4)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(Refusal, match=r"4 processes .* 2 GPUs .ZR309"):
-        refuse_shared_gpus(four, "cuda", {})
-    refuse_shared_gpus(four, "cuda", {"LOCAL_WORLD_SIZE": "2"})  # two machines
-    refuse_shared_gpus(four, "cpu", {})
+        refuse_uneven_gpus(four, "cuda", {})
+    refuse_uneven_gpus(four, "cuda", {"LOCAL_WORLD_SIZE": "2"})  # two machines
+    refuse_uneven_gpus(four, "cpu", {})
 
 
 def test_one_plain_process_with_several_gpus_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(Refusal, match=r"2 GPUs .*ZR308"):
-        refuse_data_parallel(SimpleNamespace(world_size=1), "cuda", {})
-    refuse_data_parallel(SimpleNamespace(world_size=1), "cuda", {"RANK": "0"})
+        refuse_uneven_gpus(SimpleNamespace(world_size=1), "cuda", {})
+    refuse_uneven_gpus(SimpleNamespace(world_size=1), "cuda", {"RANK": "0"})

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from zero_recipes.core import pinned_memory
 from zero_recipes.core.pinned_memory import LIMIT_MIB, limit_rounding, pinned_bytes
 
 SET = f"pinned_max_cached_size_mb:{LIMIT_MIB}"
@@ -40,14 +39,6 @@ def test_the_limit_is_added_and_nothing_of_the_users_is_lost(before, after):
     limit_rounding(environment)
     limit_rounding(environment)  # the second time changes nothing
     assert environment == after
-
-
-def test_a_torch_that_does_not_know_the_key_is_left_alone_and_rounds(monkeypatch):
-    monkeypatch.setattr(pinned_memory.metadata, "version", lambda name: "2.11.0+cu128")
-    environment: dict[str, str] = {}
-    limit_rounding(environment)
-    assert environment == {}
-    assert pinned_bytes(47_384_000_000, {}) == 68_719_476_736  # the fp32 weights of Pythia-12B
 
 
 @given(size=draw.integers(2, 1 << 40), mib=draw.integers(1, 4096))

@@ -112,8 +112,7 @@ def _strategy_findings(
     if strategy is None:
         return []
     findings: list[Finding] = []
-    _attempt(findings, run_config.refuse_data_parallel, strategy, device, environment)
-    _attempt(findings, run_config.refuse_shared_gpus, strategy, device, environment)
+    _attempt(findings, run_config.refuse_uneven_gpus, strategy, device, environment)
     findings += precision_findings(environment, settings.precision)
     if strategy.is_deepspeed:
         findings += ds_config_findings(strategy.ds_config.raw, strategy.source, settings, strategy.world_size, device)

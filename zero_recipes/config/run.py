@@ -81,20 +81,14 @@ def output_dir_of(recipe: Recipe) -> Path:
     return Path(recipe.settings.output_dir or f"output/{recipe.name}")
 
 
-def refuse_data_parallel(strategy: Strategy, device: str, environment: Mapping[str, str]) -> None:
-    """One plain process with several GPUs would become nn.DataParallel, which SFTTrainer does not take."""
+def refuse_uneven_gpus(strategy: Strategy, device: str, environment: Mapping[str, str]) -> None:
+    """One plain process with several GPUs would become nn.DataParallel, which SFTTrainer does not take; more processes
+    than GPUs on a machine end in NCCL, which does not take two ranks on one device."""
     import torch
 
-    count = torch.cuda.device_count() if device == "cuda" else 1
+    here = local_world_size(environment, strategy.world_size)
+    count = torch.cuda.device_count() if device == "cuda" else here
     if strategy.world_size == 1 and "RANK" not in environment and count > 1:
         raise refusal("ZR308", count=count)
-
-
-def refuse_shared_gpus(strategy: Strategy, device: str, environment: Mapping[str, str]) -> None:
-    """More processes than GPUs on this machine: NCCL does not take two ranks on one device."""
-    here = local_world_size(environment, strategy.world_size)
-    import torch
-
-    count = torch.cuda.device_count() if device == "cuda" else here
     if here > count:
-        raise refusal("ZR309", here=here, count=count, what="s" if count > 1 else "")
+        raise refusal("ZR309", here=here, count=count)

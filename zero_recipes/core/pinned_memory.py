@@ -10,35 +10,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, MutableMapping
-from importlib import metadata
 
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first of them that is set
 KEY = "pinned_max_cached_size_mb"
 LIMIT_MIB = 4  # a batch of a data loader stays below it, what DeepSpeed offloads above
-KNOWN_SINCE = (2, 13)  # torch 2.11 has no such key, and refuses keys that it does not know
 
 
 def limit_rounding(environment: MutableMapping[str, str]) -> None:
     """Have torch, which is not imported yet, round no large pinned allocation; a limit of the user's own stays."""
-    if not _known() or _own_limit(environment) is not None:
-        return
-    name = _in_force(environment)
-    environment[name] = ",".join(filter(None, (environment.get(name, ""), f"{KEY}:{LIMIT_MIB}")))
+    if _own_limit(environment) is None:
+        name = _in_force(environment)
+        environment[name] = ",".join(filter(None, (environment.get(name, ""), f"{KEY}:{LIMIT_MIB}")))
 
 
 def pinned_bytes(size: int, environment: Mapping[str, str]) -> int:
     """Bytes of host memory that a run under this environment takes for a pinned tensor of `size` bytes."""
-    limit = None
-    if _known():
-        limit = _own_limit(environment)
-        limit = LIMIT_MIB if limit is None else limit
-    if size <= 1 or (limit is not None and size > limit << 20):
+    limit = _own_limit(environment)
+    if size <= 1 or size > (LIMIT_MIB if limit is None else limit) << 20:
         return size
     return 1 << (size - 1).bit_length()
-
-
-def _known() -> bool:
-    return tuple(map(int, metadata.version("torch").split(".")[:2])) >= KNOWN_SINCE
 
 
 def _in_force(environment: Mapping[str, str]) -> str:
@@ -48,4 +38,4 @@ def _in_force(environment: Mapping[str, str]) -> str:
 def _own_limit(environment: Mapping[str, str]) -> int | None:
     """MiB that somebody has set."""
     found = re.search(rf"(?:^|,)\s*{KEY}\s*:\s*(\d+)", environment.get(_in_force(environment), ""))
-    return found and int(found[1])
+    return int(found[1]) if found else None

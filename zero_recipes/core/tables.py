@@ -13,7 +13,7 @@ from rich.text import Text
 
 Row = Any  # whatever the cells of its columns take
 # characters that turn the direction of the line around them, and with it of the columns beside
-_TURNS = {chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+TURNS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 
 
 def plain(text: str, style: str = "") -> Text:
@@ -27,15 +27,12 @@ def plain(text: str, style: str = "") -> Text:
 
 def shown(text: str) -> str:
     """The same for what is printed without rich."""
-    return "".join(_shown(c) for c in text)
+    return "".join(repr(c)[1:-1] if _is_order(c) else c for c in text)
 
 
-def _shown(character: str) -> str:
-    if character in "\t\n":
-        return character
-    if unicodedata.category(character) in ("Cc", "Cs") or character in _TURNS:
-        return character.encode("unicode_escape", "backslashreplace").decode("ascii")
-    return character
+def _is_order(character: str) -> bool:
+    turns_the_line = unicodedata.bidirectional(character) in TURNS
+    return character not in "\t\n" and (turns_the_line or unicodedata.category(character) in ("Cc", "Cs"))
 
 
 def terminal(stderr: bool = False) -> Console:
