@@ -1,4 +1,4 @@
-"""Every committed recipe, ds_config and accelerate config is valid, and headers quote the committed figures."""
+"""Every committed recipe, ds_config and accelerate config is valid."""
 
 from __future__ import annotations
 
@@ -38,40 +38,6 @@ def test_a_recipe_parses_and_trl_takes_it(path, monkeypatch, tmp_path):
     recipes.write_resolved(recipe.given, tmp_path / "resolved.yaml", ["x"], None)
     again = recipes.parse_recipe(tmp_path / "resolved.yaml", recipes.read_recipe_file(tmp_path / "resolved.yaml"), [])
     assert again.given == recipe.given
-
-
-def test_long_rows_are_asked_of_a_data_set_that_has_them():
-    """Alpaca's rows have 120 tokens in the mean, and the longest 1,500."""
-    for path in RECIPES:
-        recipe = yaml.safe_load(path.read_text())
-        assert recipe["max_length"] <= 2048 or recipe["dataset_name"] != "tatsu-lab/alpaca", path.name
-        header, _, _ = path.read_text().partition("\nmodel_name_or_path")
-        assert recipe["max_length"] <= 2048 or recipe["dataset_name"] in header, "its licence stands there"
-
-
-def test_rows_with_longalpacas_columns_are_taken_in_alpacas_format():
-    """`input` is null in its long rows, and a column `file` says which book or paper they are about."""
-    asked = {"instruction": "Below is a paper. Whose is it?", "input": None, "output": "Ours.", "file": "a paper"}
-    short = {"instruction": "Add.", "input": "1 and 2", "output": "3", "file": None}
-    rows = format_rows(Dataset.from_list([asked, short]), "alpaca")
-    assert rows.column_names == ["prompt", "completion"] and rows["completion"][0] == "Ours."
-    assert "Whose is it?" in rows["prompt"][0] and "### Input" not in rows["prompt"][0]
-    assert "### Input:\n1 and 2" in rows["prompt"][1]
-
-
-def test_a_token_that_reads_the_whole_model_from_a_disk_is_asked_for_eight_times_at_most():
-    for path in RECIPES:
-        if "infinity" in path.read_text().lower():
-            assert yaml.safe_load(path.read_text())["sample_max_new_tokens"] <= 8, path.name
-
-
-def test_the_full_run_is_the_missions():
-    full = yaml.safe_load((ROOT / "recipes" / "pythia-full.yaml").read_text())
-    assert (full["max_steps"], full["warmup_steps"], full["eval_steps"]) == (2000, 100, 200)
-    reference = yaml.safe_load((ROOT / "recipes" / "pythia.yaml").read_text())
-    for recipe in (full, reference):
-        assert (recipe["per_device_train_batch_size"], recipe["gradient_accumulation_steps"]) == (4, 2)
-        assert recipe["model_name_or_path"] == "EleutherAI/pythia-6.9b-deduped"
 
 
 @pytest.mark.parametrize("path", DS_CONFIGS, ids=lambda path: path.stem)
@@ -129,14 +95,11 @@ def test_a_recipe_that_names_its_ds_config_is_the_same_job_otherwise(name, job, 
     assert found.name == strategy_name and found.source == f"ds_configs/{strategy_name}.json"
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_fits_its_schema(path):
-    properties = json.loads((ROOT / "recipes" / "schema.json").read_text())["properties"]
-    assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    for key, value in yaml.safe_load(path.read_text()).items():
-        entry = properties[key]
-        kind = kinds[type(value)]
-        taken = entry.get("type", [kind])
-        assert kind in taken or (kind == "integer" and "number" in taken), key
-        assert value in entry.get("enum", [value]), key
+def test_rows_with_longalpacas_columns_are_taken_in_alpacas_format():
+    """`input` is null in its long rows, and a column `file` names the book or paper that they are about."""
+    long = {"instruction": "Below is a paper. Whose is it?", "input": None, "output": "Ours.", "file": "a paper"}
+    short = {"instruction": "Add.", "input": "1 and 2", "output": "3", "file": None}
+    rows = format_rows(Dataset.from_list([long, short]), "alpaca")
+    assert rows.column_names == ["prompt", "completion"] and rows["completion"][0] == "Ours."
+    assert "Whose is it?" in rows["prompt"][0] and "### Input" not in rows["prompt"][0]
+    assert "### Input:\n1 and 2" in rows["prompt"][1]
