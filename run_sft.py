@@ -53,7 +53,7 @@ def train(run):
     from trl import get_peft_config
 
     from zero_recipes.checkpoint.compatibility import refuse_other_data
-    from zero_recipes.checkpoint.contents import settle_checkpoint
+    from zero_recipes.checkpoint.resume import resolve_resume_checkpoint
     from zero_recipes.checks.predicted import planning
     from zero_recipes.checks.preflight import resolved_ds_config
     from zero_recipes.data.load import load_tokenizer
@@ -63,7 +63,7 @@ def train(run):
     from zero_recipes.training.recorder import RunRecorder
     from zero_recipes.training.trainer import RecipeTrainer, prepare_libraries
 
-    run = settle_checkpoint(run)
+    run = resolve_resume_checkpoint(run)
     recorder = RunRecorder(run)
     with nvme.swap_space(run.strategy) as recorder.disks, recorder.on_failure():
         # 1. What may still refuse: nothing on disk is touched.

@@ -15,8 +15,8 @@ import pytest
 from tests.helpers.checkpoint_files import write_checkpoint
 from tests.helpers.grid import grid
 from tests.helpers.tiny import write_recipe, write_rows
-from zero_recipes.checkpoint.reshard.load import FOLDER
 from zero_recipes.checkpoint.reshard.write import reshard
+from zero_recipes.checkpoint.resharded import FOLDER
 from zero_recipes.cli import main as cli
 from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
@@ -229,13 +229,13 @@ def test_deepspeeds_own_scheduler_goes_on(fp32):
 
 
 def test_round_robin_gradients_cannot_be_a_target(two):
-    """Fails when DeepSpeed maps what it lays out: then remove the refusal in checks/resharded.py."""
+    """Fails when DeepSpeed maps what it lays out: then remove the refusal in checkpoint/compatibility.py."""
     assert all(result == [True, False] for result in two.run("reshard_cases.masters_read_through_round_robin"))
 
 
 @pytest.mark.private
 def test_setting_a_part_at_stage_3_is_still_needed(two):
-    """Fails when DeepSpeed pads what it is given whole: then use safe_set_full_* alone in reshard_load.py."""
+    """Fails when DeepSpeed pads what it is given whole: then use safe_set_full_* alone in resharded.py."""
     first, last = two.run("reshard_cases.set_whole_at_stage_3")
     assert first == "no error" and "exceeds dimension size" in last
 

@@ -306,7 +306,7 @@ SECTIONS = {
             "a checkpoint that is not there",
             "resume_from_checkpoint: out/checkpoint-5",
             "resume_from_checkpoint: true",
-            "ZR706",
+            "ZR707",
         ),
     ],
     "The DeepSpeed configuration": [

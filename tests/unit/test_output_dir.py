@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint import manifest, output_dir
 from zero_recipes.checkpoint.output_dir import (
     LOCK,
@@ -23,7 +22,7 @@ from zero_recipes.checkpoint.output_dir import (
     refuse_occupied,
     saved_in,
 )
-from zero_recipes.config.recipe import parse_recipe, read_recipe_file
+from zero_recipes.config.recipe import parse_recipe
 from zero_recipes.core.findings import Finding, Refusal
 
 FORK = get_context("fork")
@@ -274,10 +273,3 @@ def test_an_occupied_folder_is_refused_by_what_it_holds(old_run):
         assert refusal_of(refuse_occupied, out, resume, overwrite) == ""
     assert "ZR702" in refusal_of(refuse_occupied, out, "another/checkpoint-2", False)
     assert refusal_of(refuse_occupied, old_run / "new", None, False) == ""
-
-
-def test_the_recipes_keys_that_are_paths_are_known(tmp_path):
-    """Every key of the recipe whose text is read as a path by TRL or by us, without a slash."""
-    path = write_recipe(tmp_path)
-    settings = parse_recipe(path, read_recipe_file(path), []).settings.as_dict()
-    assert settings.keys() >= output_dir.PATHS | output_dir.WRITTEN

@@ -12,8 +12,7 @@ import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from zero_recipes.ask.target import Target
-from zero_recipes.checkpoint.adapter import embedding_rows
-from zero_recipes.checkpoint.weights import entries_of
+from zero_recipes.checkpoint.saved_model import embedding_rows, entries_of
 from zero_recipes.core import units
 from zero_recipes.core.findings import Refusal, first_line, refusal
 from zero_recipes.core.host_limits import Host

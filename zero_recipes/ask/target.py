@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from zero_recipes.checkpoint.adapter import compare_with_adapter
-from zero_recipes.checkpoint.documents import read_json
-from zero_recipes.checkpoint.verify import NotWhole, verify
-from zero_recipes.checkpoint.weights import ADAPTER, INDEX, SINGLE, Entry, entries_of
+from zero_recipes.checkpoint.saved_model import (
+    ADAPTER,
+    INDEX,
+    SINGLE,
+    Entry,
+    NotWhole,
+    compare_with_adapter,
+    entries_of,
+)
+from zero_recipes.checkpoint.verify import verify
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.settings import Settings
@@ -126,8 +133,8 @@ def _is_checkpoint(folder: Path) -> bool:
 
 def _base_of_adapter(folder: Path) -> str | None:
     try:
-        return read_json(folder / "adapter_config.json").get("base_model_name_or_path") or None
-    except (ValueError, AttributeError):
+        return json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path") or None
+    except (OSError, ValueError, AttributeError):
         return None  # what is wrong with the file is said where PEFT reads it
 
 

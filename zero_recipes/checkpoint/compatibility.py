@@ -1,26 +1,28 @@
-"""Whether a run fits the checkpoint that it is to go on from; where not, what differs and which command cures it."""
+"""Whether a run fits the checkpoint that it is to go on from, before data and weights are loaded.
+
+A checkpoint holds what was made with the run's values: Adam's states, the scheduler's base rates, the order of the
+rows. transformers and DeepSpeed mix them with other values silently.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import try_to_load_from_cache
+from transformers.trainer_pt_utils import AcceleratorConfig
+
 from zero_recipes.checkpoint import manifest
-from zero_recipes.checkpoint.inputs import dispatch_findings, input_findings, missing_state_findings
-from zero_recipes.checkpoint.reshard.findings import resharded_findings
-from zero_recipes.checkpoint.reshard.load import is_resharded
+from zero_recipes.checkpoint.resharded import is_resharded, read_index
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import environment
 from zero_recipes.core.findings import Finding, finding, refusal
 
-# what a manifest must say of a run, for another run to be compared with it
-FACTS = ("strategy", "zero_stage", "world_size", "micro_batch_size", "gradient_accumulation_steps")
-
-# other values of these are another training: a checkpoint holds what was made with the old ones, Adam's states, the
-# scheduler's base rates and the order of the rows among it, and transformers would mix the two silently
+# other values of these keys are another training
 DECIDES = ("model_name_or_path", "model_revision", "dtype", "bf16", "fp16", "load_in_4bit", "load_in_8bit")
 DECIDES += ("bnb_4bit_quant_storage", "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_peft", "use_dora")
 DECIDES += ("use_rslora", "lora_alpha", "lora_dropout", "lora_modules_to_save", "lora_r", "lora_target_modules")
@@ -29,82 +31,104 @@ DECIDES += ("dataloader_drop_last", "ignore_data_skip", "average_tokens_across_d
 DECIDES += ("neftune_noise_alpha", "label_smoothing_factor", "optim", "optim_args", "optim_target_modules")
 DECIDES += ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
 DECIDES += ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+# blocks of a ds_config that count instead of the recipe's keys
+BLOCKS = ("optimizer", "scheduler", "gradient_clipping")
 # how long the run goes on: may be raised
 LENGTH = ("max_steps", "num_train_epochs")
-# shown in a warning where they differ: speed or rounding, not what is trained
-TOLD = ("attn_implementation", "activation_checkpointing", "gradient_checkpointing", "padding_free", "use_liger_kernel")
-TOLD += ("torch_compile", "tf32", "full_determinism", "per_device_train_batch_size", "supervised_logits_only")
+# a warning where they differ: speed or rounding, not what is trained
+ROUNDING = ("attn_implementation", "activation_checkpointing", "gradient_checkpointing", "padding_free")
+ROUNDING += ("use_liger_kernel", "torch_compile", "tf32", "full_determinism", "per_device_train_batch_size")
+ROUNDING += ("supervised_logits_only",)
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # what from_pretrained loads of a folder
+SAMPLES, SAMPLE = 64, 2**18  # pieces of each file of weights, and bytes of a piece: 16 MiB are read
 
 
-def recipe_facts(settings: Settings) -> dict[str, Any]:
-    """The part of a recipe that a manifest keeps, as JSON."""
+def recipe_facts(settings: Settings, strategy: Strategy) -> dict[str, Any]:
+    """The part of a manifest that another run is compared with, as JSON."""
     values = settings.as_dict()
-    kept = {key: values[key] for key in (*DECIDES, *LENGTH, *TOLD) if key in values}
-    return json.loads(json.dumps(kept, default=lambda value: getattr(value, "value", str(value))))
+    facts = {key: values[key] for key in (*DECIDES, *LENGTH, *ROUNDING) if key in values}
+    raw = strategy.ds_config.raw if strategy.ds_config is not None else {}
+    facts |= {f"the ds_config's {block}": raw.get(block) for block in BLOCKS}
+    facts["accelerator_config"] = _accelerator_config(settings.accelerator_config)
+    facts["base_weights"] = base_weights(settings) if settings.use_peft and not settings.random_weights else None
+    return json.loads(json.dumps(facts, default=lambda value: getattr(value, "value", str(value))))
 
 
 def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
-    """What of a run does not fit the checkpoint, before data and weights are loaded.
+    """What of a run does not fit the checkpoint; with a command where one helps.
 
     A checkpoint without a manifest cannot be compared; whoever names it by its path vouches for it.
     """
-    yield from _on_nvme(checkpoint, strategy)
-    yield from dispatch_findings(checkpoint, settings, strategy)
+    if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
+        yield finding("ZR719", name=strategy.name, checkpoint=checkpoint)
+    dispatches = _accelerator_config(settings.accelerator_config).get("dispatch_batches")
+    if dispatches and strategy.world_size > 1 and not settings.dataset_streaming:  # TRL turns it off for a stream
+        yield finding("ZR771", world_size=strategy.world_size, checkpoint=checkpoint)
     written = manifest.read(Path(checkpoint))
+    if is_resharded(checkpoint):
+        yield from _resharded(checkpoint, settings, strategy)
     if written is None:
         yield finding("ZR718", checkpoint=checkpoint)
-        yield from missing_state_findings(checkpoint, settings, strategy)
+        missing = _missing_states(Path(checkpoint), strategy)
+        if missing:
+            yield finding("ZR769", checkpoint=checkpoint, missing=", ".join(missing))
         return
-    missing = manifest.missing_facts(written, FACTS)
-    if missing:
-        yield finding("ZR781", checkpoint=checkpoint, missing=", ".join(missing))
-        return
-    if is_resharded(checkpoint):
-        yield from resharded_findings(settings, strategy)
-    else:
+    if not is_resharded(checkpoint):
         yield from _ranks(checkpoint, written, strategy)
-        yield from _global_batch(checkpoint, written, settings, strategy)
-    yield from _recipe(checkpoint, written, settings)
-    yield from input_findings(checkpoint, written, settings, strategy)
+    yield from _global_batch(checkpoint, written, settings, strategy)
+    yield from _recipe(checkpoint, written, recipe_facts(settings, strategy))
     yield from _versions(checkpoint, written)
 
 
-def _on_nvme(checkpoint: str, strategy: Strategy) -> Iterator[Finding]:
-    if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
-        yield finding("ZR719", name=strategy.name, checkpoint=checkpoint)
+def refuse_other_data(checkpoint: str | None, data_sha256: str | None) -> None:
+    """Refuse rows that are not those of the checkpoint. `data_sha256`: data.prepare.Prepared's; None for a stream."""
+    written = manifest.read(Path(checkpoint)) if checkpoint else None
+    then = data_sha256 if written is None else written.get("data_sha256", data_sha256)
+    if then != data_sha256:
+        old, new = ("none (streamed)" if digest is None else digest[:12] for digest in (then, data_sha256))
+        raise refusal("ZR727", checkpoint=checkpoint, old=old, new=new)
+
+
+def _missing_states(folder: Path, strategy: Strategy) -> list[str]:
+    """Files that a resume would go on without: transformers and DeepSpeed begin with fresh states.
+
+    transformers 5.23, trainer.py `_load_optimizer_and_scheduler` loads neither where one is missing; DeepSpeed 0.19.8,
+    runtime/engine.py `load_checkpoint` keeps the fresh optimizer. Where DeepSpeed keeps the schedule, transformers
+    writes no scheduler.pt.
+    """
+    own_schedule = strategy.ds_config is not None and strategy.ds_config.raw.get("scheduler") is not None
+    missing = [] if own_schedule or (folder / "scheduler.pt").is_file() else ["scheduler.pt"]
+    if is_resharded(folder):
+        return missing
+    if strategy.is_deepspeed:
+        wanted, name = (strategy.world_size, "*_optim_states.pt") if strategy.zero_stage else (1, "*_model_states.pt")
+        found = len(list(folder.glob(f"global_step*/{name}")))
+        return missing + ([] if found >= wanted else [f"{wanted - found} of {wanted} files {name}"])
+    there = any((folder / name).is_file() for name in ("optimizer.pt", "optimizer.bin"))
+    return missing + ([] if there or any(path.is_dir() for path in folder.glob("optimizer_*")) else ["optimizer.pt"])
 
 
 def _ranks(checkpoint: str, written: Mapping, strategy: Strategy) -> Iterator[Finding]:
     there = (written["zero_stage"], written["world_size"], written["strategy"] == "fsdp2")
     here = (strategy.zero_stage, strategy.world_size, strategy.is_fsdp)
     if there != here:
-        back = f"launch {written['strategy']} on {_processes(written['world_size'])} again"
         command = f"zero-recipes reshard {checkpoint} --world_size {strategy.world_size} --stage {strategy.zero_stage}"
         yield finding(
             "ZR720",
             checkpoint=checkpoint,
-            strategy=written["strategy"],
-            processes=_processes(written["world_size"]),
-            name=strategy.name,
-            processes_2=_processes(strategy.world_size),
-            fix=f"{back[0].upper()}{back[1:]}." if None in (there[0], here[0]) else f"{command}; or {back}.",
+            old=f"{written['strategy']} on {written['world_size']}",
+            new=f"{strategy.name} on {strategy.world_size}",
+            reshard="" if None in (there[0], here[0]) else f", or: {command}",
         )
     elif written["strategy"] != strategy.name:
-        onto_cpu = "_offload" in strategy.name
-        yield finding(
-            "ZR721",
-            checkpoint=checkpoint,
-            strategy=written["strategy"],
-            name=strategy.name,
-            fix="." if onto_cpu else " if that matters.",
-            level="error" if onto_cpu else "warning",
-        )
+        level = "error" if "_offload" in strategy.name else "warning"
+        yield finding("ZR721", checkpoint=checkpoint, strategy=written["strategy"], name=strategy.name, level=level)
 
 
 def _global_batch(checkpoint: str, written: Mapping, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
     there = written["micro_batch_size"] * written["gradient_accumulation_steps"] * written["world_size"]
-    micro, accumulation = settings.per_device_train_batch_size, settings.gradient_accumulation_steps
-    here = micro * accumulation * strategy.world_size
+    micro = settings.per_device_train_batch_size
+    here = micro * settings.gradient_accumulation_steps * strategy.world_size
     if there != here:
         per_pass = micro * strategy.world_size
         fitting = f"--per_device_train_batch_size {micro} --gradient_accumulation_steps {there // per_pass}"
@@ -113,53 +137,88 @@ def _global_batch(checkpoint: str, written: Mapping, settings: Settings, strateg
         yield finding("ZR722", checkpoint=checkpoint, there=there, here=here, fitting=fitting)
 
 
-def _recipe(checkpoint: str, written: Mapping, settings: Settings) -> Iterator[Finding]:
-    then, now = written.get("recipe", {}), recipe_facts(settings)
-    other = [key for key in then if key in DECIDES and then[key] != now.get(key)]
+def _recipe(checkpoint: str, written: Mapping, now: Mapping) -> Iterator[Finding]:
+    then = written.get("recipe", {})
+    changed = [key for key in then if then[key] != now.get(key)]
+    other = [key for key in changed if key not in (*LENGTH, *ROUNDING, "base_weights")]
     if other:
-        yield finding(
-            "ZR723",
-            checkpoint=checkpoint,
-            other=_listed(other, then),
-            other_2=_listed(other, now),
-            other_3=" ".join(f"--{key} {then[key]}" for key in other),
-        )
-    told = [key for key in then if key in TOLD and then[key] != now.get(key)]
-    longer = [key for key in LENGTH if key in then and then[key] != now[key]]
-    if longer and now["lr_scheduler_type"] not in ("constant", "constant_with_warmup"):
-        told += longer
-    if told:
-        schedule = " The schedule is computed anew for the new length, from this step on." if longer else ""
-        yield finding(
-            "ZR724", checkpoint=checkpoint, told=_listed(told, then), told_2=_listed(told, now), schedule=schedule
-        )
-    steps = now["max_steps"]
-    if 0 < steps < written["step"]:
-        yield finding("ZR725", checkpoint=checkpoint, step=written["step"], steps=steps)
+        yield finding("ZR723", checkpoint=checkpoint, then=_listed(other, then), now=_listed(other, now))
+    weights, weights_now = then.get("base_weights"), now["base_weights"]
+    if None not in (weights, weights_now) and weights != weights_now:
+        model = now["model_name_or_path"]
+        yield finding("ZR768", checkpoint=checkpoint, model=model, then=weights, now=weights_now)
+    rounding = [key for key in changed if key in ROUNDING]
+    if now["lr_scheduler_type"] not in ("constant", "constant_with_warmup"):
+        rounding += [key for key in changed if key in LENGTH]
+    if rounding:
+        yield finding("ZR724", checkpoint=checkpoint, then=_listed(rounding, then), now=_listed(rounding, now))
+    if 0 < now["max_steps"] < written["step"]:
+        yield finding("ZR725", checkpoint=checkpoint, step=written["step"], steps=now["max_steps"])
 
 
 def _versions(checkpoint: str, written: Mapping) -> Iterator[Finding]:
     then, now = written.get("versions") or {}, environment.versions()
     other = [name for name in then if then[name] != now.get(name)]
     if other:
-        yield finding("ZR726", checkpoint=checkpoint, other=_listed(other, then), other_2=_listed(other, now))
-
-
-def refuse_other_data(checkpoint: str | None, data_sha256: str | None) -> None:
-    """Refuse rows that are not those of the checkpoint. `data_sha256`: data.prepare.Prepared's; None for a stream."""
-    written = manifest.read(Path(checkpoint)) if checkpoint else None
-    then = data_sha256 if written is None else written.get("data_sha256", data_sha256)
-    if then != data_sha256:
-        raise refusal("ZR727", checkpoint=checkpoint, short=_short(then), short_2=_short(data_sha256))
-
-
-def _short(digest: str | None) -> str:
-    return "none (streamed)" if digest is None else digest[:12]
-
-
-def _processes(count: int) -> str:
-    return f"{count} process{'es' if count > 1 else ''}"
+        yield finding("ZR726", checkpoint=checkpoint, then=_listed(other, then), now=_listed(other, now))
 
 
 def _listed(keys: list[str], values: Mapping) -> str:
-    return ", ".join(f"{key} {values.get(key)}" for key in keys)
+    values = {key: values.get(key) for key in keys}
+    shown = {key: value if isinstance(value, str) else json.dumps(value) for key, value in values.items()}
+    return ", ".join(f"{key} {value}" for key, value in shown.items())
+
+
+def _resharded(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
+    """What would make a run from a resharded checkpoint another one than that which was saved."""
+    if strategy.zero_stage not in (1, 2, 3):
+        yield finding("ZR712", name=strategy.name, checkpoint=checkpoint)
+        return
+    index, config = read_index(checkpoint), strategy.ds_config
+    old_world, order = index["source"]["world_size"], str(settings.train_sampling_strategy)
+    if order in ("group_by_length", "batch_rebalance") and strategy.world_size != old_world:
+        yield finding("ZR714", order=order, world_size=strategy.world_size, checkpoint=checkpoint, old_world=old_world)
+    round_robin = strategy.zero_stage != 3 and config.zero.get("round_robin_gradients")
+    if round_robin or (strategy.zero_stage == 1 and config.grad_accum_dtype is not None):
+        key = "round_robin_gradients" if round_robin else "data_types.grad_accum_dtype at stage 1"
+        yield finding("ZR715", key=key, checkpoint=checkpoint)
+    if index["states"] == "fp32" and config.bf16_masters:
+        yield finding("ZR289", checkpoint=checkpoint, zero_stage=strategy.zero_stage)
+    best = json.loads((Path(checkpoint) / manifest.STATE).read_text()).get("best_model_checkpoint")
+    if settings.load_best_model_at_end and best is not None:
+        yield finding("ZR717", best=best)
+
+
+def base_weights(settings: Settings) -> str | None:
+    """What identifies the weights of a model: of one of the hub its commit, of a folder a hash over its files.
+
+    Of each file its name, size, and bytes spread evenly over it, the first and last ones among them: whoever trains or
+    converts a model changes all of it. None where there are no weights.
+    """
+    name = settings.model_name_or_path
+    if name is None:
+        return None
+    if not Path(name).is_dir():
+        config = try_to_load_from_cache(name, "config.json", revision=settings.model_revision)
+        return f"commit {Path(config).parent.name}" if isinstance(config, str) else None
+    files = sorted(path for pattern in WEIGHTS for path in Path(name).glob(pattern))
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with open(path, "rb") as file:
+            for number in range(SAMPLES):
+                file.seek(max(0, size - SAMPLE) * number // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE))
+    return f"sha256 {digest.hexdigest()[:16]}" if files else None
+
+
+def _accelerator_config(value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """All its values, defaults included, but `non_blocking`, which is speed."""
+    if isinstance(value, str):  # as the command line gives it, or a file
+        try:
+            value = json.loads(value if value.lstrip().startswith("{") else Path(value).read_text())
+        except (OSError, ValueError):  # refused where it is used
+            return {"file": value}
+    values = AcceleratorConfig().to_dict() | (value if isinstance(value, dict) else {})
+    return {key: each for key, each in values.items() if key != "non_blocking"}

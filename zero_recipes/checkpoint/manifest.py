@@ -8,48 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zero_recipes.checkpoint import checksums
-from zero_recipes.checkpoint.documents import cannot_be_read, document_fault, first_fault, read_json
+from zero_recipes.core.findings import first_line
 
-SCHEMA = 2  # 1: sizes of the files, no checksums
+SCHEMA = 1
 MANIFEST, UNFINISHED = "manifest.json", "unfinished"
+STATE, HISTORY, LATEST, STATES_INDEX = "trainer_state.json", "history.json", "latest", "zero_states/index.json"
+SMALL = 2**20  # bytes of a file whose checksum is compared whenever a checkpoint is looked at
 _PART = MANIFEST + ".part"
 _LOADED = (".safetensors", ".safetensors.index.json", ".pt", ".pth", ".bin", ".bin.index.json")
-
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-Name = Annotated[str, Field(pattern=r"^[^/]+(/[^/]+)*$")]
-
-
-class _Manifest(BaseModel):
-    """Facts may be missing (another program's checkpoint that was resharded); those that are there have their type."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    schema_: Annotated[int, Field(alias="schema", ge=1, le=SCHEMA)]
-    step: Count
-    files: dict[Name, Count]
-    checksums: dict[Name, Digest] = {}
-    checksum: Digest = ""  # of the other keys; the default is not validated
-    strategy: str = ""
-    zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
-    world_size: Positive = 1
-    precision: str = ""
-    micro_batch_size: Positive = 1
-    gradient_accumulation_steps: Positive = 1
-    versions: dict[str, str | None] = {}
-    recipe_sha256: str | None = None
-    data_sha256: str | None = None
-    recipe: dict[str, Any] = {}
 
 
 def begin(checkpoint: Path) -> None:
@@ -65,9 +39,8 @@ retire = begin  # before a checkpoint is deleted: a process killed halfway leave
 def write(checkpoint: Path, facts: dict[str, Any], with_checksums: bool = True) -> None:
     """Write manifest.json after all ranks have written their files; every file reaches the disk before it does.
 
-    `facts`: step, strategy, zero_stage, world_size, precision, micro_batch_size, gradient_accumulation_steps,
-    versions, recipe_sha256, data_sha256, and `recipe`: the values that another run is compared with (fit.py).
-    Checksums are computed while the disk writes, from what the system still holds in memory.
+    `facts`: `compatibility.run_facts` and the step. Checksums are computed while the disk writes, from what the system
+    still holds in memory.
     """
     names = [path.relative_to(checkpoint).as_posix() for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     paths = {name: checkpoint / name for name in names if name not in (MANIFEST, UNFINISHED, _PART)}
@@ -98,11 +71,17 @@ def read(checkpoint: Path) -> dict[str, Any] | None:
     return found
 
 
+def facts(checkpoint: Path) -> dict[str, Any]:
+    """What a manifest says beside its files; nothing where there is none."""
+    of_the_files = ("schema", "files", "checksums", "checksum")
+    return {key: value for key, value in (read(checkpoint) or {}).items() if key not in of_the_files}
+
+
 def damage(checkpoint: Path) -> str | None:
     """None if the checkpoint is whole, without a look at the contents of its large files. Else its first fault.
 
-    Every file of the manifest is there with its size, none that would be loaded stands beside them, and the small
-    files that a run reads (documents.py) say what they can say.
+    Every file of the manifest is there with its size, the small ones with their checksum, and none that would be
+    loaded stands beside them.
     """
     if is_unfinished(checkpoint):
         return f"{checkpoint} was not written to its end: a process was killed while it saved, or the disk was full."
@@ -111,27 +90,57 @@ def damage(checkpoint: Path) -> str | None:
         return fault
     for name, size in found["files"].items():
         path = checkpoint / name
-        if not os.path.isfile(path):  # also for a name that no file can have
-            return f"{checkpoint} lacks {name[:200]}."
+        if not path.is_file():
+            return f"{checkpoint} lacks {name}."
         if path.stat().st_size != size:
             return f"{path} has {path.stat().st_size:,} bytes; {size:,} were written."
     strange = [path for path in sorted(checkpoint.rglob("*")) if path.name.endswith(_LOADED) and path.is_file()]
     strange = [path for path in strange if path.relative_to(checkpoint).as_posix() not in found["files"]]
     if strange:
         return f"{strange[0]} is no file of this checkpoint: it was put there later, and might be loaded."
-    return document_fault(checkpoint, found["step"])
+    named = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
+    if named and int(named[1]) != found["step"]:
+        return f"{checkpoint} is the checkpoint of step {found['step']}, by its manifest."
+    small = [name for name, size in found["files"].items() if size <= SMALL]
+    return _altered(checkpoint, checksums.different(checkpoint, found["checksums"], small)) or document_fault(
+        checkpoint
+    )
 
 
 def content_fault(checkpoint: Path, share: int = 0, of: int = 1) -> str | None:
     """The first file whose checksum is not the manifest's. Each of `of` processes looks at a `share` of the files."""
     expected = (read(checkpoint) or {}).get("checksums", {})
     largest_first = sorted(expected, key=lambda name: (-(checkpoint / name).stat().st_size, name))
-    wrong = checksums.different(checkpoint, expected, largest_first[share::of])
-    return None if wrong is None else f"{checkpoint / wrong} is not what was written: its checksum is another."
+    return _altered(checkpoint, checksums.different(checkpoint, expected, largest_first[share::of]))
+
+
+def document_fault(checkpoint: Path) -> str | None:
+    """The first small file that a resume could not read, where no checksum shows it; None if there is none.
+
+    transformers reads trainer_state.json once the weights are loaded; DeepSpeed opens the folder that `latest` names,
+    wherever that is.
+    """
+    from transformers import TrainerState
+
+    name = STATE
+    try:
+        if (checkpoint / STATE).exists() and TrainerState.load_from_json(str(checkpoint / STATE)).global_step < 0:
+            raise ValueError("global_step is negative")
+        for name in (HISTORY, STATES_INDEX):
+            if (checkpoint / name).exists():
+                json.loads((checkpoint / name).read_text())
+        name = LATEST
+        if (checkpoint / LATEST).exists():
+            states = (checkpoint / LATEST).read_text().strip()
+            if not re.fullmatch(r"[\w.-]*\w[\w.-]*", states) or not (checkpoint / states).is_dir():
+                raise ValueError(f"{states[:40]!r} is no folder of this checkpoint")
+    except Exception as error:  # whatever the readers of these files raise
+        return f"{name} of {checkpoint} cannot be read: {first_line(error)}."
+    return None
 
 
 def has_checksums(checkpoint: Path) -> bool:
-    """Not those of earlier versions, of other programs, and of runs with skip_checksums."""
+    """Not those of other programs, and of runs with skip_checksums."""
     return bool((read(checkpoint) or {}).get("checksums"))
 
 
@@ -145,26 +154,24 @@ def is_foreign(checkpoint: Path) -> bool:
     return not (checkpoint / UNFINISHED).exists() and not (checkpoint / MANIFEST).exists()
 
 
-def missing_facts(written: dict[str, Any], keys: Sequence[str]) -> list[str]:
-    """Those of `keys` that a manifest does not say."""
-    return [key for key in keys if key not in written]
-
-
 def _read(checkpoint: Path) -> tuple[dict[str, Any] | None, str | None]:
     """(the manifest, None), or (None, why there is none)."""
     path = checkpoint / MANIFEST
     if not path.exists():
         return None, f"{checkpoint} has no {MANIFEST}."
     try:
-        found = read_json(path)
-        _Manifest.model_validate(found)
-    except ValidationError as error:
-        return None, cannot_be_read(path, first_fault(error))
-    except ValueError as error:
-        return None, cannot_be_read(path, str(error))
-    if (found["schema"] > 1 or "checksum" in found) and found.get("checksum") != _checksum_of(found):
-        return None, cannot_be_read(path, "it was changed after it was written")
+        found = json.loads(path.read_text())
+        if found["schema"] != SCHEMA:
+            raise ValueError(f"its schema is {found['schema']}; {SCHEMA} is known")
+        if found["checksum"] != _checksum_of(found):
+            raise ValueError("it was changed after it was written")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        return None, f"{path} cannot be read: {first_line(error)}."
     return found, None
+
+
+def _altered(checkpoint: Path, name: str | None) -> str | None:
+    return None if name is None else f"{checkpoint / name} is not what was written: its checksum is another."
 
 
 def _checksum_of(document: dict[str, Any]) -> str:

@@ -36,10 +36,7 @@ LOCK = ".zero-recipes.lock"
 LOCK_SECONDS = 1.0  # `refuse_in_use` of another start holds the lock for a moment
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 UNFINISHED_STATUS = ("failed", "oom", "diverged", "refused")  # of metrics.json
-# keys whose text may be a path without a slash in it; of any other key, text with one that exists is a path
-PATHS = {"model_name_or_path", "dataset_name", "datasets", "chat_template_path", "sample_prompts", "deepspeed"}
-PATHS |= {"resume_from_checkpoint", "fsdp_config", "accelerator_config", "nvme_path"}
-WRITTEN = {"output_dir", "run_name"}
+NOT_READ = {"output_dir", "run_name", "dataset_train_split", "dataset_test_split"}  # keys whose text is no path to read
 
 
 def saved_in(output_dir: Path) -> list[Path]:
@@ -80,19 +77,11 @@ class Input:
 
 
 def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) -> list[Input]:
-    """What exists of what the recipe, its keys and the launcher's environment name. `settings`: as the recipe says."""
-    found = [Input("the recipe", path) for path in _paths(str(recipe), True)]
-    found.append(Input("the working directory", Path.cwd()))
-    for key, value in settings.as_dict().items():
-        if key not in WRITTEN:
-            found += [Input(key, path) for text in _texts(value) for path in _paths(text, key in PATHS)]
-    for entry in settings.datasets if isinstance(settings.datasets, list) else ():
-        if isinstance(entry, Mapping):
-            files = _texts([entry.get("data_files"), entry.get("data_dir")])
-            names = [os.path.join(str(entry.get("path")), text) for text in files]
-            found += [Input("datasets", path) for name in names for path in _paths(name, True)]
-    config = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    found += [Input("the DeepSpeed configuration", path) for path in _paths(config or "", True)]
+    """What exists of what the recipe, any key of it and the launcher's environment name."""
+    named = {key: _texts(value) for key, value in settings.as_dict().items() if key not in NOT_READ}
+    named |= {"the recipe": [str(recipe)], "the working directory": [str(Path.cwd())]}
+    named["the DeepSpeed configuration"] = [environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")]
+    found = [Input(key, path) for key, texts in named.items() for text in texts for path in _existing(text)]
     return found + [base for model in found if model.key == "model_name_or_path" for base in _base_of(model.path)]
 
 
@@ -105,14 +94,11 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _paths(text: str, surely: bool) -> list[Path]:
+def _existing(text: str) -> list[Path]:
     """The path that a text names, if there is one; of a pattern with wildcards the folder that it looks into."""
     with suppress(OSError, ValueError):  # too long, or a NUL: no path
-        path = Path(text).expanduser()
-        while surely and not path.exists() and any(mark in str(path) for mark in "*?["):
-            path = path.parent
-        if text and (surely or os.sep in text) and path.exists():
-            return [path]
+        path = Path(text.partition("*")[0]).expanduser()
+        return [path] if text and path.exists() else []
     return []
 
 
@@ -120,7 +106,7 @@ def _base_of(model: Path) -> list[Input]:
     """The model that an adapter belongs to."""
     try:
         base = json.loads((model / "adapter_config.json").read_text())["base_model_name_or_path"]
-        return [Input("model_name_or_path (the adapter's base)", path) for path in _paths(base, True)]
+        return [Input("model_name_or_path (the adapter's base)", path) for path in _existing(base)]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 

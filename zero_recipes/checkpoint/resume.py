@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from zero_recipes.checkpoint import manifest
-from zero_recipes.checkpoint.documents import STATE, document_fault
-from zero_recipes.checkpoint.reshard.load import is_resharded
-from zero_recipes.core.findings import refusal
+from zero_recipes.checkpoint.compatibility import fit_findings
+from zero_recipes.config.run import RunConfig
+from zero_recipes.core.findings import raise_errors, refusal
 from zero_recipes.core.process import rank
+from zero_recipes.distributed.agree import agree
+from zero_recipes.libs.safe_loading import not_plain
 
 
 def resumes(requested: object) -> bool:
-    """Whether `resume_from_checkpoint` asks for anything. transformers takes the command line's "true" for a path."""
+    """Whether `resume_from_checkpoint` names anything. transformers takes the command line's "true" for a path."""
     return str(requested).lower() not in ("none", "false")
 
 
 def resumes_in(output_dir: Path, requested: object) -> bool:
-    """Whether it asks for what stands in output_dir: `true`, or the path of a checkpoint there."""
+    """Whether it means a checkpoint in output_dir: `true`, or the path of one there."""
     text = str(requested).lower()
     return resumes(requested) and (text == "true" or Path(str(requested)).resolve().parent == output_dir.resolve())
 
@@ -38,94 +42,155 @@ def step_of(checkpoint: Path) -> int:
     return int(digits[1]) if digits else -1
 
 
-def no_fault(checkpoint: Path) -> str | None:
-    """Nothing more is looked at."""
-    return None
-
-
 def checkpoint_to_resume(
-    output_dir: Path,
-    requested: object,
-    overwrite: bool = False,
-    fault_of: Callable[[Path], str | None] = no_fault,
-    before: int | None = None,
+    output_dir: Path, requested: object, overwrite: bool = False, before: int | None = None
 ) -> str | None:
     """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the last whole one in output_dir.
 
     `true` where there is none starts fresh and says so: a pod that restarts runs the same command. Nothing is changed
-    here (`clear_unfinished` does, once every rank has looked). `fault_of`: what else a checkpoint must be free of;
-    `before`: only checkpoints of earlier steps. Raises Refusal.
+    here (`clear_unfinished` does, once every rank has looked). `before`: only checkpoints of earlier steps. Raises
+    Refusal.
     """
     if not resumes(requested):
         return None
+    if overwrite and resumes_in(output_dir, requested):
+        raise refusal("ZR703", requested=requested, output_dir=output_dir)
     if str(requested).lower() != "true":
         checkpoint = Path(str(requested))
-        _refuse_unusable(checkpoint, fault_of)
-        _refuse_newer(output_dir, checkpoint, overwrite)
-    elif overwrite:
-        raise refusal("ZR703", output_dir=output_dir)
+        _refuse_unusable(checkpoint)
+        _refuse_newer(output_dir, checkpoint)
     else:
-        checkpoint = _last_whole(output_dir, fault_of, before)
-    if checkpoint is None:
-        _say(f"no checkpoint in {output_dir}: starting fresh")
-        return None
-    _say(f"going on from {checkpoint}")
-    return str(checkpoint)
+        checkpoint = _last_whole(output_dir, before)
+    _print(f"no checkpoint in {output_dir}: starting fresh" if checkpoint is None else f"going on from {checkpoint}")
+    return None if checkpoint is None else str(checkpoint)
 
 
-def _last_whole(output_dir: Path, fault_of: Callable[[Path], str | None], before: int | None) -> Path | None:
+def _last_whole(output_dir: Path, before: int | None) -> Path | None:
     for checkpoint in reversed(numbered(output_dir)):
         if before is not None and step_of(checkpoint) >= before:
             continue
-        fault = manifest.damage(checkpoint) or fault_of(checkpoint)
+        fault = manifest.damage(checkpoint)
         if fault is None:
             return checkpoint
         if manifest.is_foreign(checkpoint):
             raise refusal("ZR704", checkpoint=checkpoint)
-        _say(f"passed over: {fault}")
+        _print(f"passed over: {fault}")
     done = [*output_dir.glob("*.safetensors"), *output_dir.glob("pytorch_model*.bin")]
     if done:
         raise refusal("ZR705", output_dir=output_dir, name=done[0].name)
     return None
 
 
-def refuse_not_whole(checkpoint: Path, fault: str) -> None:
-    """Of a checkpoint that is named by its path. Raises Refusal."""
-    raise refusal("ZR707", checkpoint=checkpoint, fault=fault, another=_another(checkpoint))
-
-
-def _another(checkpoint: Path) -> str:
-    whole = [p.name for p in numbered(checkpoint.parent) if p != checkpoint and manifest.damage(p) is None]
-    there = f"{checkpoint.parent} has: {', '.join(whole) or 'none'}"
-    return f"--resume_from_checkpoint true takes the last whole one in output_dir ({there})."
-
-
-def _refuse_unusable(checkpoint: Path, fault_of: Callable[[Path], str | None]) -> None:
+def _refuse_unusable(checkpoint: Path) -> None:
     """Of a checkpoint that is named by its path."""
     if not checkpoint.is_dir():
-        raise refusal("ZR706", checkpoint=checkpoint, cwd=Path.cwd(), another=_another(checkpoint))
-    foreign = manifest.is_foreign(checkpoint)
-    fault = (document_fault(checkpoint) if foreign else manifest.damage(checkpoint)) or fault_of(checkpoint)
-    if fault is None and foreign and not (checkpoint / STATE).is_file():
-        fault = f"{checkpoint} has no {STATE}: nothing says how many steps it has behind it."
+        fault = f"There is no such folder; paths are relative to the working directory, {Path.cwd()}."
+    elif not manifest.is_foreign(checkpoint):
+        fault = manifest.damage(checkpoint)
+    elif (checkpoint / manifest.STATE).is_file():
+        fault = manifest.document_fault(checkpoint)
+    else:
+        fault = f"It has no {manifest.STATE}: nothing says how many steps it has behind it."
     if fault is not None:
-        refuse_not_whole(checkpoint, fault)
-    states = [*checkpoint.glob("optimizer.pt"), *checkpoint.glob("optimizer.bin"), *checkpoint.glob("global_step*")]
-    if not states and not is_resharded(checkpoint):
-        raise refusal("ZR708", checkpoint=checkpoint)
+        _refuse_not_whole(checkpoint, fault)
 
 
-def _refuse_newer(output_dir: Path, checkpoint: Path, overwrite: bool) -> None:
-    """Going on from an earlier step writes into the folders of later checkpoints, and overwrite deletes this one."""
+def _refuse_not_whole(checkpoint: Path, fault: str) -> None:
+    whole = [p.name for p in numbered(checkpoint.parent) if p != checkpoint and manifest.damage(p) is None]
+    raise refusal(
+        "ZR707", checkpoint=checkpoint, fault=fault, folder=checkpoint.parent, whole=", ".join(whole) or "none"
+    )
+
+
+def _refuse_newer(output_dir: Path, checkpoint: Path) -> None:
+    """Going on from an earlier step writes into the folders of later checkpoints."""
     if not resumes_in(output_dir, checkpoint):
-        return  # refuse_occupied sees to it that nothing stands there
-    if overwrite:
-        raise refusal("ZR709", checkpoint=checkpoint, output_dir=output_dir)
-    found = manifest.read(checkpoint)
-    step = step_of(checkpoint) if found is None else found["step"]
+        return  # refuse_occupied sees to it that none is there
+    step = (manifest.read(checkpoint) or {"step": step_of(checkpoint)})["step"]
     newer = [p.name for p in numbered(output_dir) if step_of(p) > step and manifest.damage(p) is None]
     if newer:
         raise refusal("ZR710", output_dir=output_dir, newer=", ".join(newer[:4]), step=step)
+
+
+def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
+    """The run, to go on from a checkpoint whose contents are what was written.
+
+    Collective: every rank calls it, and each reads its share of the files. Where `resume_from_checkpoint: true` found
+    one whose checksums differ, the one before it is taken, as for one that is cut off. Raises Refusal, the same on all
+    ranks.
+    """
+    _refuse_different_checkpoints(run.checkpoint)
+    while run.checkpoint is not None:
+        checkpoint = Path(run.checkpoint)
+        if not (run.settings.trust_checkpoint or resumes_in(run.output_dir, run.checkpoint)):
+            agree(partial(_refuse_code_in_share, checkpoint))
+        fault = None if run.settings.skip_checksums else _first_content_fault(checkpoint)
+        if fault is None:
+            break
+        run = _run_from_the_one_before(run, checkpoint, fault)
+    return run
+
+
+def _refuse_different_checkpoints(checkpoint: str | None) -> None:
+    """Refuse ranks that would go on from different checkpoints."""
+    found = agree(lambda: checkpoint)
+    if len(set(found)) > 1:
+        listed = ", ".join(f"rank {rank}: {path or 'starts fresh'}" for rank, path in enumerate(found))
+        raise refusal("ZR711", listed=listed)
+
+
+def _first_content_fault(checkpoint: Path) -> str | None:
+    faults = agree(lambda: manifest.content_fault(checkpoint, *_share()))
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def _run_from_the_one_before(run: RunConfig, checkpoint: Path, fault: str) -> RunConfig:
+    """The run with the last whole checkpoint before this one. Raises Refusal where this one was named."""
+    requested = run.recipe.settings.resume_from_checkpoint
+    if str(requested).lower() != "true":
+        _refuse_not_whole(checkpoint, fault)
+    _print(f"passed over: {fault}")
+    earlier = checkpoint_to_resume(run.output_dir, requested, before=step_of(checkpoint))
+    if earlier is not None:
+        raise_errors(list(fit_findings(earlier, run.settings, run.strategy)))
+    return dataclasses.replace(run, settings=run.settings.replace(resume_from_checkpoint=earlier))
+
+
+def _refuse_code_in_share(checkpoint: Path) -> None:
+    """DeepSpeed and transformers load pickles of a checkpoint, and of the best one that it names."""
+    best = json.loads((checkpoint / manifest.STATE).read_text()).get("best_model_checkpoint")
+    for folder in {checkpoint.resolve(), Path(best or checkpoint).resolve()}:
+        refuse_code(checkpoint, code_in(folder, *_share()))
+
+
+def refuse_code(checkpoint: Path, found: str | None) -> None:
+    """Refuse a checkpoint with a pickle that is more than data. `found`: of `code_in`."""
+    if found is not None:
+        raise refusal("ZR780", checkpoint=checkpoint, found=found)
+
+
+def code_in(folder: Path, share: int = 0, of: int = 1) -> str | None:
+    """The first file of a checkpoint that cannot be read without running what it holds, and why."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file())[share::of]:
+        why = not_plain(path)
+        if why is not None:
+            return f"{path.relative_to(folder)}, which cannot be read as plain data: {why}"
+    return None
+
+
+def _share() -> tuple[int, int]:
+    """(rank, world size) of the process group."""
+    import torch.distributed as dist
+
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def passed_over(output_dir: Path, requested: object, chosen: str | None) -> list[Path]:
+    """The checkpoints in output_dir that are later than the one that was chosen there: none of them is whole."""
+    if not resumes_in(output_dir, requested):
+        return []
+    step = -1 if chosen is None else step_of(Path(chosen))
+    return [checkpoint for checkpoint in numbered(output_dir) if step_of(checkpoint) > step]
 
 
 def clear_unfinished(output_dir: Path, passed_over: Collection[Path] = ()) -> None:
@@ -139,44 +204,17 @@ def clear_unfinished(output_dir: Path, passed_over: Collection[Path] = ()) -> No
         if checkpoint.is_symlink():
             continue  # no run of ours made it
         if manifest.is_unfinished(checkpoint):
-            _say(f"deleted: {checkpoint}, which was not written to its end")
+            _print(f"deleted: {checkpoint}, which was not written to its end")
             shutil.rmtree(checkpoint)
         elif not manifest.is_foreign(checkpoint) and (checkpoint in passed_over or manifest.damage(checkpoint)):
             fault = manifest.damage(checkpoint) or f"{checkpoint} is not what was written."
             aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
             while aside.exists():
                 aside = aside.with_name(f"{aside.name}-again")
-            _say(f"moved aside: {fault} It is now {aside}")
+            _print(f"moved aside: {fault} It is now {aside}")
             checkpoint.rename(aside)
 
 
-def refuse_different_checkpoints(checkpoint: str | None) -> None:
-    """Refuse ranks that would go on from different checkpoints. Collective: every rank calls it."""
-    found = gathered(checkpoint)
-    if len(set(found)) > 1:
-        listed = ", ".join(f"rank {rank}: {path or 'starts fresh'}" for rank, path in enumerate(found))
-        raise refusal("ZR711", listed=listed)
-
-
-def gathered(mine: Any) -> list[Any]:
-    """What each rank has, by rank, before TrainingArguments exist (accelerate's gather_object needs them)."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return [mine]
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
-
-
-def passed_over(output_dir: Path, requested: object, chosen: str | None) -> list[Path]:
-    """The checkpoints in output_dir that are later than the one that was chosen there: none of them is whole."""
-    if not resumes_in(output_dir, requested):
-        return []
-    step = -1 if chosen is None else step_of(Path(chosen))
-    return [checkpoint for checkpoint in numbered(output_dir) if step_of(checkpoint) > step]
-
-
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     if rank() == 0:
         print(text, flush=True)

@@ -36,7 +36,6 @@ from zero_recipes.core.host_limits import Host
 from zero_recipes.data.load import on_hub
 from zero_recipes.data.prepare import refuse_data_at_hand
 from zero_recipes.libs.warnings import hides_progress
-from zero_recipes.metrics.summary import history_fault
 from zero_recipes.model import load_config, refuse_missing_attention, sizes_of
 
 
@@ -92,7 +91,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     _attempt(findings, refuse_in_use, output_dir)
     inputs = inputs_of(recipe.settings, recipe.path, environment)
     _attempt(findings, refuse_occupied, output_dir, settings.resume_from_checkpoint, settings.overwrite, inputs)
-    resume = (output_dir, settings.resume_from_checkpoint, settings.overwrite, history_fault)
+    resume = (output_dir, settings.resume_from_checkpoint, settings.overwrite)
     checkpoint = _attempt(findings, checkpoint_to_resume, *resume)
     settings = settings.replace(resume_from_checkpoint=checkpoint)
     if strategy is None:

@@ -172,7 +172,8 @@ def add_verify(verbs) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from zero_recipes.checkpoint.verify import NotWhole, verify
+    from zero_recipes.checkpoint.saved_model import NotWhole
+    from zero_recipes.checkpoint.verify import verify
 
     try:
         whole = verify(arguments.folder, arguments.deep, arguments.skip_checksums, arguments.trust_remote_code)
@@ -193,7 +194,7 @@ def add_reshard(verbs) -> None:
     verb.add_argument(
         "--world_size", type=number("--world_size", int, 1), required=True, help="processes of the run to come"
     )
-    verb.add_argument("--stage", type=int, required=True, help="its ZeRO stage: 1, 2 or 3")
+    verb.add_argument("--stage", type=number("--stage", int, 1, 3), required=True, help="its ZeRO stage: 1, 2 or 3")
     verb.add_argument("--skip_checksums", action="store_true", help="neither compare nor write checksums")
     verb.add_argument(
         "--trust_checkpoint",

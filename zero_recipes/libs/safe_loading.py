@@ -7,7 +7,6 @@ them runs. transformers 5.23 loads its own with weights_only=True.
 
 from __future__ import annotations
 
-import pickle
 import re
 import zipfile
 from pathlib import Path
@@ -35,24 +34,12 @@ def load_without_code(path: Path) -> Any:
 
 def not_plain(path: Path) -> str | None:
     """Why a file cannot be read without running code; None if it can, or is no pickle by its name."""
-    error = _error(path)
-    if error is None:
-        return None
-    lines = str(error).splitlines()
-    refused = [line for line in lines if REFUSED.search(line)]
-    return (refused or lines or [type(error).__name__])[0].strip().rstrip(".")
-
-
-def may_run_code(path: Path) -> str | None:
-    """The same of a file that is more than data: not of one that is merely cut off."""
-    return not_plain(path) if isinstance(_error(path), pickle.UnpicklingError) else None
-
-
-def _error(path: Path) -> Exception | None:
     if not path.name.endswith(PICKLES) or path.name == NEVER_LOADED:
         return None
     try:
         load_without_code(path)
     except Exception as error:  # of any kind: the file is a stranger's
-        return error
+        lines = str(error).splitlines()
+        refused = [line for line in lines if REFUSED.search(line)]
+        return (refused or lines or [type(error).__name__])[0].strip().rstrip(".")
     return None

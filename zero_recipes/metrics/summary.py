@@ -5,13 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 import torch
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from zero_recipes.checkpoint.documents import HISTORY, cannot_be_read, first_fault, read_json
 from zero_recipes.metrics.model_flops import utilisation
 from zero_recipes.metrics.parts import (
     DiskTraffic,
@@ -63,20 +61,6 @@ class History(Part):
     first_step: Annotated[int, Field(ge=1)] | None = None  # of the loss history
     resumed_at: list[Annotated[int, Field(ge=0)]] = Field([])
     answers_before: AnswersBefore | None = None
-
-
-def history_fault(checkpoint: Path) -> str | None:
-    """Why the history that a checkpoint carries cannot be taken up; None if it can, or there is none."""
-    path = checkpoint / HISTORY
-    if not path.exists():
-        return None
-    try:
-        History.model_validate(read_json(path))
-    except ValidationError as error:
-        return cannot_be_read(path, first_fault(error))
-    except ValueError as error:
-        return cannot_be_read(path, str(error))
-    return None
 
 
 def summarise(

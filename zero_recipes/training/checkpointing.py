@@ -14,8 +14,7 @@ from trl import SFTTrainer
 
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.compatibility import recipe_facts
-from zero_recipes.checkpoint.documents import HISTORY
-from zero_recipes.checkpoint.inputs import input_facts
+from zero_recipes.checkpoint.manifest import HISTORY
 from zero_recipes.checkpoint.resume import numbered
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
@@ -115,8 +114,7 @@ def carry_on(trainer: CheckpointingSFTTrainer, run: RunConfig, data_sha256: str 
         "versions": environment.versions(),
         "recipe_sha256": run.recipe.sha256,
         "data_sha256": data_sha256,
-        "recipe": recipe_facts(run.settings),
-        "inputs": input_facts(run.settings, run.strategy),
+        "recipe": recipe_facts(run.settings, run.strategy),
     }
     trainer.with_checksums = not run.settings.skip_checksums
     trainer.checkpoint_history = lambda: measurements.history() | {"answers_before": answers.history()}

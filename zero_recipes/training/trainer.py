@@ -7,10 +7,8 @@ import os
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
-from zero_recipes.checkpoint.finite import refuse_nonfinite
-from zero_recipes.checkpoint.reshard import load as reshard_load
-from zero_recipes.checkpoint.saved_files import write_checksums
-from zero_recipes.checkpoint.verify import NotWhole, verify
+from zero_recipes.checkpoint import resharded
+from zero_recipes.checkpoint.saved_model import NotWhole, compare_with_class, refuse_nonfinite, write_checksums
 from zero_recipes.config.run import RunConfig
 from zero_recipes.data.prepare import Prepared
 from zero_recipes.distributed import ulysses
@@ -122,11 +120,12 @@ class RecipeTrainer(TokenWeightedSFTTrainer, TokenMetricsSFTTrainer, Checkpointi
         """Raises NotWhole."""
         folder, trusted = self.run_config.output_dir, self.run_config.settings.trust_remote_code
         with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
-            whole = verify(folder, skip_checksums=True, trust_remote_code=trusted)
-        refuse_nonfinite(folder)
+            tensors = compare_with_class(folder, trusted)
+        refuse_nonfinite(tensors)
         if self.with_checksums:
             write_checksums(folder)
-        print(f"saved {folder}: whole, {whole['tensors']} tensors, {whole['bytes']:,} bytes", flush=True)
+        size = sum(path.stat().st_size for path in {tensor.file for tensor in tensors.values()})
+        print(f"saved {folder}: whole, {len(tensors)} tensors, {size:,} bytes", flush=True)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.stage_metrics.count_tokens(inputs, self.repeated_tokens(inputs))
@@ -151,10 +150,10 @@ class RecipeTrainer(TokenWeightedSFTTrainer, TokenMetricsSFTTrainer, Checkpointi
 
     def _build_engine(self, max_steps, train_dataloader, resume_from_checkpoint):
         """A resharded checkpoint has no files of DeepSpeed's: the engine is built fresh, then filled by parameter."""
-        if resume_from_checkpoint is None or not reshard_load.is_resharded(resume_from_checkpoint):
+        if resume_from_checkpoint is None or not resharded.is_resharded(resume_from_checkpoint):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        reshard_load.load(self.model_wrapped, resume_from_checkpoint)
+        resharded.load(self.model_wrapped, resume_from_checkpoint)
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
         return prepared
 

@@ -1,6 +1,13 @@
 """Read a DeepSpeed checkpoint of stage 1, 2 or 3, of any world size, one parameter at a time and without a launch.
 
-Each rank's file holds, for each flat group, its partition of the fp32 master and of Adam's moments: places.py.
+Each rank's file holds, for each flat group, its partition of the fp32 master and of Adam's moments.
+Layouts as DeepSpeed 0.19.8 writes them; paths below are relative to deepspeed/runtime.
+
+- Stages 1 and 2 (zero/stage_1_and_2.py, `state_dict`): the parameters of a group lie one after another, padded where
+  `param_alignment_paddings` says, and are cut into equal partitions. The order is that of `param_shapes`
+  (engine.py `_get_zero_param_shapes`), which is right with round_robin_gradients too; `param_slice_mappings` is not.
+- Stage 3 (zero/stage3.py, `_rigid_state_dict`): each parameter is cut into equal partitions, ceil(elements / world)
+  each, and every rank's group holds its partitions of the group's parameters one after another.
 """
 
 from __future__ import annotations
@@ -9,21 +16,34 @@ import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from zero_recipes.checkpoint.documents import LATEST, document_fault
-from zero_recipes.checkpoint.reshard.places import Place, places_of
-from zero_recipes.checkpoint.reshard.unreadable import refuse_unreadable
-from zero_recipes.checkpoint.trust import code_in, refuse_code
+from zero_recipes.checkpoint.manifest import LATEST, document_fault
+from zero_recipes.checkpoint.resharded import ADAM_STATES, HYPERPARAMETERS, is_resharded
+from zero_recipes.checkpoint.resume import code_in, refuse_code
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.findings import Refusal, first_line, refusal
 from zero_recipes.libs.safe_loading import load_without_code
 
-ADAM_STATES = ("exp_avg", "exp_avg_sq")
-HYPERPARAMETERS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+class Piece(NamedTuple):
+    """Where a part of a parameter lies: elements start to start + count of a rank's flat group."""
+
+    rank: int
+    start: int
+    count: int
+
+
+class Place(NamedTuple):
+    """A parameter: the flat group that holds it, its shape, and its pieces in order."""
+
+    group: int
+    shape: tuple[int, ...]
+    pieces: list[Piece]
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,7 @@ def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
         return _opened(checkpoint, trusted)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         how = f"its files do not hold what DeepSpeed writes ({type(error).__name__}: {error})"
-        raise _damaged(checkpoint, how) from error
+        raise damaged(checkpoint, how) from error
 
 
 def _opened(checkpoint: Path, trusted: bool) -> Source:
@@ -65,20 +85,19 @@ def _opened(checkpoint: Path, trusted: bool) -> Source:
     files = _optimizer_files(folder)
     model_file = next(iter(sorted(folder.glob("*_model_states.pt"))), None)
     if model_file is None:
-        raise _damaged(checkpoint, f"{folder.name} has no *_model_states.pt")
+        raise damaged(checkpoint, f"{folder.name} has no *_model_states.pt")
     model = _load(model_file, trusted)
-    refuse_unreadable(checkpoint, folder, model)
-    if len(files) != model["dp_world_size"]:
-        raise _damaged(
-            checkpoint, f"{folder.name} has optimizer states of {len(files)} of {model['dp_world_size']} ranks"
-        )
+    _refuse(checkpoint, _unreadable(folder, model))
+    world_size = model["dp_world_size"]
+    if len(files) != world_size:
+        raise damaged(checkpoint, f"{folder.name} has optimizer states of {len(files)} of {world_size} ranks")
 
     shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
     stage, steps, groups = 0, set(), []
     for file in files:
         states = _load(file, trusted)["optimizer_state_dict"]
-        if "zero_stage" not in states:
-            raise refusal("ZR728", checkpoint=checkpoint)
+        if "zero_stage" not in states:  # stage 1 in bf16 with gradients accumulated in fp32
+            _refuse(checkpoint, "by DeepSpeed's BF16_Optimizer")
         stage = int(states["zero_stage"])
         base = _base_states(states)
         _refuse_other_optimizers(checkpoint, base, _flat_groups(states))
@@ -87,7 +106,7 @@ def _opened(checkpoint: Path, trusted: bool) -> Source:
             groups = _hyperparameters(base, shapes)
             places = places_of(_flat_groups(states), states, stage, len(files), shapes)
     if len(steps) != 1:
-        raise _damaged(checkpoint, f"Adam's step counters differ between groups or ranks: {sorted(steps)}")
+        raise damaged(checkpoint, f"Adam's step counters differ between groups or ranks: {sorted(steps)}")
     engine = {key: model[key] for key in ("global_steps", "global_samples", "skipped_steps", "lr_scheduler")}
     ds_config = dict(model["ds_config"])
     return Source(checkpoint, stage, len(files), files, places, groups, steps.pop(), engine, ds_config, trusted)
@@ -108,7 +127,7 @@ def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
         flat = {"fp32": _flat_groups(states)[place.group]} | {key: adam[key] for key in ADAM_STATES}
         for key, tensor in flat.items():
             if start + count > tensor.numel():
-                raise _damaged(source.checkpoint, f"{source.files[rank].name} is too short for {name}")
+                raise damaged(source.checkpoint, f"{source.files[rank].name} is too short for {name}")
             parts[key].append(tensor[start : start + count])
     return {key: torch.cat(pieces).view(place.shape) for key, pieces in parts.items()}
 
@@ -120,26 +139,53 @@ def _load(file: Path, trusted: bool) -> dict[str, Any]:
         return load_without_code(file)
     except pickle.UnpicklingError:
         refuse_code(file.parents[1], code_in(file.parents[1]))
-        raise _damaged(file.parents[1], f"{file.name} cannot be read") from None
+        raise damaged(file.parents[1], f"{file.name} cannot be read") from None
     except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise _damaged(file.parents[1], f"{file.name} cannot be read: {first_line(error)}") from None
+        raise damaged(file.parents[1], f"{file.name} cannot be read: {first_line(error)}") from None
 
 
-def _damaged(checkpoint: Path, how: str) -> Refusal:
+def damaged(checkpoint: Path, how: str) -> Refusal:
     return refusal("ZR729", checkpoint=checkpoint, how=how)
 
 
 def _states_folder(checkpoint: Path) -> Path:
-    latest = checkpoint / LATEST
-    if not latest.is_file():
-        raise refusal("ZR730", checkpoint=checkpoint)
+    if is_resharded(checkpoint):
+        _refuse(checkpoint, "by zero-recipes reshard; take the checkpoint that it was made from")
+    if not (checkpoint / LATEST).is_file():
+        _refuse(checkpoint, "without DeepSpeed or with save_only_model: it has no file `latest`")
     fault = document_fault(checkpoint)
     if fault is not None:
-        raise _damaged(checkpoint, fault)
-    folder = checkpoint / latest.read_text().strip()
-    if not folder.is_dir():
-        raise _damaged(checkpoint, f"{folder.name} is missing")
-    return folder
+        raise damaged(checkpoint, fault)
+    return checkpoint / (checkpoint / LATEST).read_text().strip()
+
+
+def _unreadable(folder: Path, model: dict[str, Any]) -> str | None:
+    """Why states cannot be read by parameter. `folder`: of each rank's states; `model`: rank 0's *_model_states.pt.
+
+    Of DeepSpeed 0.19.8, runtime/: stage 0 numbers its states (engine.py `_common_checkpoint_state`), NVMe offload
+    leaves them on the disk (engine.py `load_checkpoint`), MiCS repeats its parts in groups of ranks, and the masters
+    alone in bf16 are gathered in bf16 at stage 3 (zero/stage3.py `_fp32_state_allgather`).
+    """
+    config = model["ds_config"]
+    zero = config.get("zero_optimization", {})
+    reasons = {
+        "at ZeRO stage 0": zero.get("stage", 0) == 0,
+        "by a model-parallel run": model["mp_world_size"] != 1 or any(folder.glob("*mp_rank_01*")),
+        "by a mixture-of-experts run": "num_experts" in model,
+        "in fp16": config.get("fp16", {}).get("enabled"),
+        "with masters in bf16 and states in fp32": DsConfig(config).bf16_masters and not DsConfig(config).bf16_states,
+        "with mics_shard_size": zero.get("mics_shard_size", -1) > 0,
+        "with states on NVMe": any(
+            (zero.get(key) or {}).get("device") == "nvme" for key in ("offload_optimizer", "offload_param")
+        ),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _refuse(checkpoint: Path, how: str | None) -> None:
+    """Refuse a checkpoint that was written in such a way."""
+    if how is not None:
+        raise refusal("ZR731", checkpoint=checkpoint, how=how)
 
 
 def _optimizer_files(folder: Path) -> list[Path]:
@@ -166,7 +212,8 @@ def _refuse_other_optimizers(checkpoint: Path, base: Any, flats: list[torch.Tens
     if isinstance(base, dict):
         found = {key for state in base["state"].values() for key in state} - {"step"}
     if found != set(ADAM_STATES) or len(base["state"]) != len(flats):
-        raise refusal("ZR736", checkpoint=checkpoint, found=", ".join(sorted(map(str, found))) or "none")
+        held = ", ".join(sorted(map(str, found))) or "none"
+        _refuse(checkpoint, f"with other optimizer states than Adam's: {held}")
 
 
 def _steps(base: dict[str, Any]) -> set[int]:
@@ -182,3 +229,42 @@ def _hyperparameters(base: dict[str, Any], shapes: list[dict[str, Any]]) -> list
         | {"names": [name for flat in group["params"] for name in shapes[flat]]}
         for group in base["param_groups"]
     ]
+
+
+def places_of(
+    flats: list[torch.Tensor],
+    states: dict[str, Any],
+    stage: int,
+    world_size: int,
+    shapes: list[dict[str, tuple[int, ...]]],
+) -> dict[str, Place]:
+    """Where every parameter lies, by name. `states`: the optimizer's of rank 0, whose partitions are never cut short;
+    `flats`: their flat groups; `shapes`: of the parameters of each group, in the order of `param_shapes`."""
+    places = {}
+    for group, (flat, named) in enumerate(zip(flats, shapes, strict=True)):
+        start = 0
+        aligned = states.get("param_alignment_paddings")  # not at stage 3, nor before DeepSpeed 0.19
+        paddings = aligned[group] if aligned else [0] * len(named)
+        for (name, shape), padding in zip(named.items(), paddings, strict=True):
+            count = torch.Size(shape).numel()
+            if stage == 3:
+                part = -(-count // world_size)
+                left = [max(0, min(part, count - rank * part)) for rank in range(world_size)]
+                pieces = [Piece(rank, start, size) for rank, size in enumerate(left) if size]
+                start += part
+            else:
+                pieces = _cut(start, count, flat.numel())
+                start += count + padding
+            places[name] = Place(group, shape, pieces)
+    return places
+
+
+def _cut(start: int, count: int, partition: int) -> list[Piece]:
+    """Elements start to start + count of the whole group, cut at the borders of the ranks' partitions."""
+    pieces = []
+    while count:
+        rank, inside = divmod(start, partition)
+        size = min(count, partition - inside)
+        pieces.append(Piece(rank, inside, size))
+        start, count = start + size, count - size
+    return pieces

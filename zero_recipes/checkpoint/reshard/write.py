@@ -1,6 +1,6 @@
 """Write a checkpoint from which another ZeRO stage and world size goes on: zero-recipes reshard.
 
-Weights and Adam's states are kept parameter by parameter (reshard_load.py), so that any stage and world can take them.
+Weights and Adam's states are kept parameter by parameter (../resharded.py), so that any stage and world can take them.
 DeepSpeed's universal checkpoint refuses 3 to 2 and 2 to 3 (runtime/state_dict_factory.py asserts on the other stage's
 file names) and, at stage 3, gives one step counter to all groups (runtime/zero/stage3.py,
 `load_hp_checkpoint_state_from_checkpoint_dir_stage3`: `state_step`); it is not used.
@@ -23,15 +23,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_recipes.checkpoint import manifest
-from zero_recipes.checkpoint.documents import STATE
-from zero_recipes.checkpoint.reshard.load import FOLDER, INDEX, is_resharded
-from zero_recipes.checkpoint.reshard.read import Source, open_checkpoint, read_parameter
+from zero_recipes.checkpoint.reshard.read import Source, damaged, open_checkpoint, read_parameter
+from zero_recipes.checkpoint.resharded import FOLDER, INDEX
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core import units
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host_limits import Host
 
-RESHARD_STAGES = (1, 2, 3)
 _LEFT_BEHIND = ("global_step*", "latest", "zero_to_fp32.py", "zero_to_torch.py", "rng_state*.pth", manifest.MANIFEST)
 
 
@@ -61,7 +59,7 @@ def reshard(
     """
     checkpoint = Path(os.path.normpath(checkpoint))
     target = checkpoint.with_name(f"{checkpoint.name}-zero{stage}-world{world_size}")
-    _refuse_early(checkpoint, world_size, stage, target, skip_checksums)
+    _refuse_early(checkpoint, target, skip_checksums)
     source = open_checkpoint(checkpoint, trusted)
     batch = _batch(source, world_size)
     copied = _copied(checkpoint)
@@ -71,7 +69,7 @@ def reshard(
     if unfinished.exists():  # a killed reshard left it
         shutil.rmtree(unfinished)
     (unfinished / FOLDER).mkdir(parents=True)
-    _write_states(source, batch, unfinished / FOLDER)
+    _write_states(source, unfinished / FOLDER)
     for path, _ in copied:
         copy = unfinished / path.relative_to(checkpoint)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -101,24 +99,14 @@ def strategy_of(source_config: dict[str, Any], stage: int) -> str:
     return f"zero{stage}" + (kept if stage > 1 else "")
 
 
-def _refuse_early(checkpoint: Path, world_size: int, stage: int, target: Path, skip_checksums: bool) -> None:
-    if not checkpoint.is_dir():
-        raise refusal("ZR737", checkpoint=checkpoint, cwd=Path.cwd())
-    if stage not in RESHARD_STAGES:
-        raise refusal("ZR738", stage=stage)
-    if world_size < 1:
-        raise refusal("ZR739", world_size=world_size)
-    if is_resharded(checkpoint):
-        raise refusal("ZR740", checkpoint=checkpoint)
+def _refuse_early(checkpoint: Path, target: Path, skip_checksums: bool) -> None:
     if target.exists():
         raise refusal("ZR741", target=target)
     damage = None if manifest.is_foreign(checkpoint) else manifest.damage(checkpoint)
     if damage is None and not skip_checksums:
         damage = manifest.content_fault(checkpoint)
-    if damage is None and not (checkpoint / STATE).is_file():
-        damage = f"it has no {STATE}"
     if damage is not None:
-        raise refusal("ZR742", checkpoint=checkpoint, damage=damage, manifest=manifest.MANIFEST)
+        raise damaged(checkpoint, damage)
 
 
 def _batch(source: Source, world_size: int) -> Batch:
@@ -147,7 +135,7 @@ def _refuse_full_disk(target: Path, needed: int) -> None:
         raise refusal("ZR744", target=target, size=units.size(needed), size_2=units.size(free))
 
 
-def _write_states(source: Source, batch: Batch, folder: Path) -> None:
+def _write_states(source: Source, folder: Path) -> None:
     from rich.progress import track
     from safetensors.torch import save_file
 
@@ -155,7 +143,6 @@ def _write_states(source: Source, batch: Batch, folder: Path) -> None:
         save_file(read_parameter(source, name), folder / f"{name}.safetensors")
     index = {
         "source": {"checkpoint": source.checkpoint.name, "stage": source.stage, "world_size": source.world_size},
-        "global_batch": batch.total,
         "adam_step": source.adam_step,
         "states": "bf16" if DsConfig(source.ds_config).bf16_states else "fp32",
         "engine": source.engine,
@@ -178,16 +165,19 @@ def _random_state(rank: int, world_size: int) -> str:
 
 def _facts(source: Source, batch: Batch, stage: int) -> dict[str, Any]:
     """For the manifest: what the old one says, with the new stage, world and batch."""
-    old = manifest.read(source.checkpoint) or {}
     config = source.ds_config
     known = {
-        "step": json.loads((source.checkpoint / "trainer_state.json").read_text())["global_step"],
+        "step": json.loads((source.checkpoint / manifest.STATE).read_text())["global_step"],
         "precision": "bf16" if config.get("bf16", {}).get("enabled") else "fp32",
-    } | {key: value for key, value in old.items() if key not in ("schema", "files")}
-    return known | {
-        "strategy": strategy_of(config, stage),
-        "zero_stage": stage,
-        "world_size": batch.world_size,
-        "micro_batch_size": batch.micro,
-        "gradient_accumulation_steps": batch.accumulation,
     }
+    return (
+        known
+        | manifest.facts(source.checkpoint)
+        | {
+            "strategy": strategy_of(config, stage),
+            "zero_stage": stage,
+            "world_size": batch.world_size,
+            "micro_batch_size": batch.micro,
+            "gradient_accumulation_steps": batch.accumulation,
+        }
+    )

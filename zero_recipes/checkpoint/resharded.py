@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from zero_recipes.checkpoint.reshard.read import ADAM_STATES, HYPERPARAMETERS
 from zero_recipes.core.findings import refusal
 from zero_recipes.libs import deepspeed_engine, deepspeed_tensors
 
 FOLDER, INDEX = "zero_states", "index.json"
+ADAM_STATES = ("exp_avg", "exp_avg_sq")
+HYPERPARAMETERS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
 
 
 def is_resharded(checkpoint: str | Path) -> bool:
@@ -25,10 +26,9 @@ def is_resharded(checkpoint: str | Path) -> bool:
 
 
 def read_index(checkpoint: str | Path) -> dict[str, Any]:
-    """{"adam_step", "global_batch" (sequences), "source": {"checkpoint", "stage", "world_size"}, "engine": counters and
-    DeepSpeed's scheduler, "groups": the optimizer's, each with its hyperparameters and names; "states": "fp32" or
-    "bf16", the dtype of masters and moments, fp32 where an earlier version wrote none}.
-    """
+    """{"adam_step", "source": {"checkpoint", "stage", "world_size"}, "engine": counters and DeepSpeed's scheduler,
+    "groups": the optimizer's, each with its hyperparameters and names; "states": "fp32" or "bf16", the dtype of masters
+    and moments}."""
     return json.loads((Path(checkpoint) / FOLDER / INDEX).read_text())
 
 
@@ -45,8 +45,7 @@ def load(engine, checkpoint: str | Path) -> None:
     parameters = {
         name: p for name, p in engine.module.named_parameters() if p.requires_grad and deepspeed_tensors.whole_size(p)
     }
-    _refuse_other_parameters(index, parameters, checkpoint)
-    _set_hyperparameters(index, optimizer, parameters)
+    _set_hyperparameters(index, optimizer, parameters, checkpoint)
     deepspeed_engine.make_adam_states(optimizer)
     for name, p in parameters.items():
         with safe_open(Path(checkpoint) / FOLDER / f"{name}.safetensors", "pt") as file:
@@ -84,15 +83,7 @@ def _set(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
         utils.safe_set_local_optimizer_state(p, part, key)
 
 
-def _refuse_other_parameters(index: dict[str, Any], parameters: dict[str, Any], checkpoint: str | Path) -> None:
-    saved = {name for group in index["groups"] for name in group["names"]}
-    if saved == set(parameters):
-        return
-    strange = sorted(saved ^ set(parameters))
-    raise refusal("ZR745", checkpoint=checkpoint, strange=", ".join(strange[:3]), number_of_strange=len(strange))
-
-
-def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str, Any]) -> None:
+def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str, Any], checkpoint: str | Path) -> None:
     """The learning rate of the moment, and what else DeepSpeed's own load takes from the checkpoint's groups.
 
     transformers makes the scheduler anew and loads its counter only: until its next step the rate is the group's.
@@ -100,10 +91,12 @@ def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str,
     names = {id(p): name for name, p in parameters.items()}
     groups = [{names[id(p)] for p in members} for members in deepspeed_engine.members_of_groups(optimizer)]
     saved = {frozenset(group["names"]): group for group in index["groups"]}
+    strange = set().union(*saved) ^ set(parameters)
+    if strange or not all(frozenset(group) in saved for group in groups):
+        first = ", ".join(sorted(strange)[:3]) or "the same, in other groups"
+        raise refusal("ZR745", checkpoint=checkpoint, first=first, count=len(strange))
     for target, members in zip(optimizer.param_groups, groups, strict=True):
-        group = saved.get(frozenset(members))
-        if group is None:
-            raise refusal("ZR746")
+        group = saved[frozenset(members)]
         target.update({key: group[key] for key in HYPERPARAMETERS if key in group})
         target["betas"] = tuple(group["betas"])  # JSON knows no tuples
 
