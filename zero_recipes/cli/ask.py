@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero_recipes.cli.options import number, refuse_no_folder, subcommand
+from zero_recipes.cli.options import above_zero, subcommand
 
 
 def add_ask(verbs) -> None:
@@ -24,7 +24,7 @@ def add_ask(verbs) -> None:
     verb.add_argument("--chat", action="store_true", help="talk to it; with --base to both")
     verb.add_argument(
         "--max_new_tokens",
-        type=number("--max_new_tokens", int, 1),
+        type=above_zero(int),
         help="longest answer in tokens; default: the recipe's sample_max_new_tokens, 256 in a conversation",
     )
     verb.add_argument("--output_dir", type=Path, help="for samples.jsonl; default: output/ask-<model>")
@@ -38,6 +38,4 @@ def _ask(arguments: argparse.Namespace) -> int:
     quieten()
     from zero_recipes.ask.command import run
 
-    if arguments.output_dir is not None:
-        refuse_no_folder(arguments.output_dir, "--output_dir")
     return run(arguments, arguments.overrides)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from zero_recipes.cli.options import CONFIG_FILE, RECIPE, number, subcommand
+from zero_recipes.cli.options import CONFIG_FILE, RECIPE, above_zero, subcommand
 from zero_recipes.core.findings import downgraded, ignored_codes, refusal
 
 
@@ -17,7 +17,7 @@ def add_check(verbs) -> None:
     verb.add_argument("--config_file", type=Path, help=CONFIG_FILE)
     verb.add_argument(
         "--num_processes",
-        type=number("--num_processes", int, 1),
+        type=above_zero(int),
         help="processes of the launch to come, one a GPU; default: the accelerate file's",
     )
     verb.add_argument(

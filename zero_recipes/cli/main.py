@@ -10,7 +10,7 @@ from zero_recipes.cli.ask import add_ask
 from zero_recipes.cli.check import add_check
 from zero_recipes.cli.env import add_env
 from zero_recipes.cli.explain import add_explain
-from zero_recipes.core.findings import Refusal, print_refusal
+from zero_recipes.core.findings import Refusal, print_refusal, refusal
 from zero_recipes.libs.warnings import quieten_loggers
 
 # each adds its parser, with set_defaults(func=...); func takes the arguments and returns the exit code
@@ -48,11 +48,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run one verb. Returns the exit code: 0 done, 1 a run or a check failed, 2 refused."""
     quieten_loggers()
+    with_traceback = "--traceback" in (sys.argv if argv is None else argv)
+    arguments = parse_arguments(argv)
     try:
-        arguments = parse_arguments(argv)
         return arguments.func(arguments)
-    except Refusal as refusal:
-        return print_refusal(refusal, "--traceback" in (sys.argv if argv is None else argv))
+    except Refusal as refused:
+        return print_refusal(refused, with_traceback)
+    except OSError as error:  # a path of the command line: no such file, no folder, not to be read or written
+        refused = refusal("ZR352", error=error)
+        refused.__cause__ = error
+        return print_refusal(refused, with_traceback)
 
 
 if __name__ == "__main__":

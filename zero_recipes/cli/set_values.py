@@ -17,7 +17,7 @@ from zero_recipes.checks.ds_keys import ZERO, ds_key_names, unknown_key_findings
 from zero_recipes.config.keys import tables
 from zero_recipes.config.recipe import named_on
 from zero_recipes.config.validation import key_findings, launcher_keys
-from zero_recipes.core.findings import Refusal, first_line, refusal
+from zero_recipes.core.findings import Refusal, refusal
 
 LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
 # what each run of a sweep has of its own, or all of them alike
@@ -26,7 +26,6 @@ EXAMPLE = "--set per_device_train_batch_size=2,4,8"
 # YAML 1.1 takes these for text: 5e8, 1e-5
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 SAFE = re.compile(r"[^A-Za-z0-9._+-]")
-BRACKETS = {"[": "]", "{": "}"}
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,12 @@ def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[s
     Raises Refusal for a key that neither a recipe nor a ds_config has, for values that cannot be read, and for a key
     that is given twice (`overrides`: the other options).
     """
-    sets = [_parsed(text, types) for text in texts]
-    keys = [each.key for each in sets]
-    twice = {key for key in keys if keys.count(key) > 1} | ({each.key for each in sets} & named_on(overrides, types))
-    if twice:
-        raise refusal("ZR357", twice=", ".join(sorted(twice)), example=EXAMPLE)
+    sets: list[SetKey] = []
+    for text in texts:
+        parsed = _parsed(text, types)
+        if parsed.key in named_on(overrides, types) | {other.key for other in sets}:
+            raise _unreadable(text, f"{parsed.key} is given twice. Name it in one --set, with all its values.")
+        sets.append(parsed)
     return sets
 
 
@@ -86,16 +86,17 @@ def option_words(key: str, value: Any) -> list[str]:
 
 
 def _parsed(text: str, types: Mapping[str, Any]) -> SetKey:
-    key, equals, values = text.partition("=")
-    key = key.strip()
-    if not equals or not key or not values.strip():
-        raise _unreadable(text, "It names a key and its values by comma.")
-    is_ds = _is_ds_key(key, types)
-    read = tuple(_value(part, text) for part in _split(values, text))
-    written = [json.dumps(value, sort_keys=True) for value in read]
-    if len(set(written)) < len(written):
-        raise _unreadable(text, "A value stands there twice: its run would be the same.")
-    return SetKey(key, read, is_ds)
+    """The values are a YAML list without its brackets."""
+    key, _, listed = text.partition("=")
+    is_ds = _is_ds_key(key.strip(), types)
+    try:
+        values = _numbers(yaml.safe_load(f"[{listed}]"))
+        written = [json.dumps(value, sort_keys=True, allow_nan=False) for value in values]
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise _unreadable(text, f"{' '.join(str(error).split())}.") from None
+    if not values or len(set(written)) < len(values):
+        raise _unreadable(text, "It has a key, and distinct values by comma.")
+    return SetKey(key.strip(), tuple(values), is_ds)
 
 
 def _is_ds_key(key: str, types: Mapping[str, Any]) -> bool:
@@ -113,40 +114,6 @@ def _is_ds_key(key: str, types: Mapping[str, Any]) -> bool:
     if len(path) == 1 or key in launcher_keys() | set(tables()["renamed"]):
         raise Refusal(list(key_findings("--set", [key], {*types, *ds_key_names()})))
     raise Refusal(findings)
-
-
-def _split(text: str, whole: str) -> list[str]:
-    """The parts between the commas that stand in no brackets and no quotes."""
-    parts, closing, quote = [""], [], ""
-    for character in text:
-        if quote:
-            quote = "" if character == quote else quote
-        elif character in "'\"" and parts[-1].rstrip()[-1:] in ("", *"[{,:"):  # elsewhere it is an apostrophe
-            quote = character
-        elif character in BRACKETS:
-            closing.append(BRACKETS[character])
-        elif closing and character == closing[-1]:
-            closing.pop()
-        elif character == "," and not closing:
-            parts.append("")
-            continue
-        parts[-1] += character
-    if closing or quote:
-        raise _unreadable(whole, f"A {closing[-1] if closing else quote} is missing.")
-    if any(not part.strip() for part in parts):
-        raise _unreadable(whole, "A value is empty.")
-    return [part.strip() for part in parts]
-
-
-def _value(text: str, whole: str) -> Any:
-    try:
-        value = _numbers(yaml.safe_load(text))
-        json.dumps(value, allow_nan=False)
-        return value
-    except yaml.YAMLError as error:
-        raise _unreadable(whole, f"{text} is not YAML: {first_line(error)}.") from None
-    except (TypeError, ValueError):
-        raise _unreadable(whole, f"YAML makes of {text} what JSON cannot hold.") from None
 
 
 def _numbers(value: Any) -> Any:

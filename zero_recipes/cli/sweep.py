@@ -1,5 +1,5 @@
-"""One strategy or value after another through the real launcher, each into a folder of its own below OUT/; a failure is
-a row, not a crash."""
+"""`zero-recipes sweep`: one strategy or value after another through the real launcher, each into a folder of its own; a
+failure is a row, not a crash."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from rich.console import Console
 
 from zero_recipes.checkpoint.output_dir import claim_output_dir, refuse_in_use, refuse_occupied, saved_in
 from zero_recipes.cli.sweep_runs import SweepRun, refuse_own_ds_config, runs_of
+from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import NVME_PATH
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port
 from zero_recipes.core.tables import plain, terminal
+from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.failure import failed_row
 from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, ContractError, Metrics
 from zero_recipes.metrics.sweep_file import SWEEP_FILE, SweptRun, read_sweep_file
-
-MEASURES_ONLY = ["--save_model", "false", "--save_strategy", "no"]
 
 
 @dataclass
@@ -53,23 +53,30 @@ def sweep(
 ) -> list[Outcome]:
     """Run `recipe` under each strategy, and each combination of the values in `sets` (KEY=a,b,c).
 
-    Saves no weights unless the overrides ask for them. Raises Refusal before the first run where a file is missing, a
+    Saves no weights unless the overrides name that. Raises Refusal before the first run where a file is missing, a
     key is unknown, the recipe names a ds_config itself, or a folder holds an earlier run's results.
     """
+    quieten()
     configs = {name: config_folder / f"{name}.yaml" for name in strategies}
     _refuse_absent(recipe, script, configs)
     console = terminal()
+    # what it refuses here, it would refuse in every run
+    settings = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings
     runs = runs_of(recipe, configs, sets, overrides, num_processes)
-    refuse_own_ds_config(recipe, runs, overrides, num_processes)
-    _refuse_occupied([output_dir / run.name for run in runs], overrides)
+    refuse_own_ds_config(recipe, settings, runs, num_processes)
+    _refuse_occupied([output_dir / run.name for run in runs], settings.overwrite)
     if sets:
         _announce(runs, output_dir, console)
-    swap = output_dir / "swap"
-    swaps_here = [name for name in configs if name.endswith("_infinity")] and "--nvme_path" not in overrides
-    if swaps_here and NVME_PATH not in os.environ:
-        console.print(f"no {NVME_PATH}: ZeRO-Infinity swaps to {swap}", markup=False, highlight=False, soft_wrap=True)
+    shared = list(overrides)
+    if (
+        settings.nvme_path is None
+        and NVME_PATH not in os.environ
+        and any(name.endswith("_infinity") for name in configs)
+    ):
+        swap = output_dir / "swap"
+        console.print(plain(f"no {NVME_PATH}: ZeRO-Infinity swaps to {swap}"), soft_wrap=True)
         swap.mkdir(parents=True, exist_ok=True)
-        overrides = [*overrides, "--nvme_path", str(swap)]
+        shared += ["--nvme_path", str(swap)]
     outcomes = []
     for number, run in enumerate(runs, 1):
         folder = output_dir / run.name
@@ -80,20 +87,25 @@ def sweep(
         if run.refusal is not None:
             row = _refused_row(folder, recipe.stem, run)
         else:
-            config = run.config_in(folder)
-            words = [*overrides, *run.words]
-            command = launch_of_strategy(recipe, config, num_processes, folder, words, script)
+            words = [*shared, *run.words]
+            command = launch_of_strategy(recipe, run.config_in(folder), num_processes, folder, words, script)
             exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
             row = _row(folder, run.strategy, exit_code, log)
-        seconds = time.perf_counter() - start
-        outcomes.append(Outcome(run.name, row.status, seconds, folder))
-        ending = f"{label}: {row.status} after {seconds:.0f} s"
+        outcome = Outcome(run.name, row.status, time.perf_counter() - start, folder)
+        outcomes.append(outcome)
+        ending = f"{label}: {row.status} after {outcome.seconds:.0f} s"
         ending += f", see {folder / 'log.txt'}" if row.status != "ok" and run.refusal is None else ""
         if row.status == "refused":
             ending += f": {row.error.removeprefix('refused: ').partition(' why: ')[0]}"
         ending += f"; the results that were there are in {previous}" if previous else ""
-        console.print(ending, markup=False, highlight=False, soft_wrap=True)
+        console.print(plain(ending), soft_wrap=True)
     return outcomes
+
+
+def _measures_only(overrides: list[str]) -> list[str]:
+    """A sweep saves no weights, unless its command line says what to save."""
+    named = {word.partition("=")[0] for word in overrides}
+    return [] if named & {"--save_model", "--save_strategy"} else ["--save_model", "false", "--save_strategy", "no"]
 
 
 def _announce(runs: list[SweepRun], output_dir: Path, console: Console) -> None:
@@ -109,8 +121,8 @@ def _announce(runs: list[SweepRun], output_dir: Path, console: Console) -> None:
     counts = [f"{strategies} strateg{'y' if strategies == 1 else 'ies'}"]
     counts += [f"{count} value{'' if count == 1 else 's'} of {key}" for key, count in keys.items()]
     refused = sum(run.refusal is not None for run in runs)
-    said = f"{len(runs)} runs: {' x '.join(counts)}" + (f"; {refused} refused before the start" if refused else "")
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    counted = f"{len(runs)} runs: {' x '.join(counts)}" + (f"; {refused} refused before the start" if refused else "")
+    console.print(plain(counted), soft_wrap=True)
 
 
 def _refused_row(folder: Path, name: str, run: SweepRun) -> Metrics:
@@ -147,12 +159,11 @@ def launch_of_strategy(
     recipe: Path, config: Path, num_processes: int, folder: Path, overrides: list[str], script: Path
 ) -> list[str]:
     """The command line that a user would type for this strategy."""
-    saving = [] if _asks_to_save(overrides) else MEASURES_ONLY
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", str(config), "--num_processes", str(num_processes)),
         *("--main_process_port", str(free_port())),
-        *(str(script), str(recipe), "--output_dir", str(folder), *saving, *overrides),
+        *(str(script), str(recipe), "--output_dir", str(folder), *_measures_only(overrides), *overrides),
     ]
 
 
@@ -163,13 +174,12 @@ def _refuse_absent(recipe: Path, script: Path, configs: dict[str, Path]) -> None
             raise refusal("ZR328", path=path, cwd=Path.cwd(), known=", ".join(known) or "none")
 
 
-def _refuse_occupied(folders: list[Path], overrides: list[str]) -> None:
+def _refuse_occupied(folders: list[Path], overwrite: bool) -> None:
     for folder in folders:
         refuse_in_use(folder)
     occupied = [folder for folder in folders if saved_in(folder)]
-    overwrites = "--overwrite" in overrides and overrides[overrides.index("--overwrite") + 1 :][:1] != ["false"]
-    if occupied and not overwrites:
-        raise refusal("ZR329", occupied=", ".join(map(str, occupied)), what="s" if len(occupied) == 1 else "")
+    if occupied and not overwrite:
+        raise refusal("ZR329", occupied=", ".join(map(str, occupied)))
     for folder in occupied:
         refuse_occupied(folder, None, overwrite=True)
 
@@ -208,7 +218,3 @@ def _echo_progress(line: str, label: str, console: Console) -> None:
     """Without a terminal there is no moving status: the log's loss lines are printed instead."""
     if not console.is_terminal and line.startswith("{'loss'"):
         console.print(f"{label}: {line.strip()}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _asks_to_save(overrides: list[str]) -> bool:
-    return "--save_model" in overrides or "--save_strategy" in overrides

@@ -22,7 +22,6 @@ from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.config.validation import recipe_findings
 from zero_recipes.core.files import write_json, write_text
 from zero_recipes.core.findings import Finding, Refusal, raise_errors, refusal
-from zero_recipes.libs.warnings import quieten
 
 DS_CONFIG, ACCELERATE_CONFIG = "ds_config.json", "accelerate.yaml"
 SOURCE = "--set"
@@ -65,15 +64,12 @@ def runs_of(
 ) -> list[SweepRun]:
     """One run a strategy and combination of values. `configs`: {strategy: accelerate file}; `sets`: KEY=a,b,c.
 
-    Raises Refusal for a key that nothing here has, and for a recipe that no run can be made of; values that cannot be
-    are refused each in its run.
+    Raises Refusal for a key that nothing here has; values that cannot be are refused each in its run.
     """
     if not sets:
         return [SweepRun(strategy, strategy, config, {}) for strategy, config in configs.items()]
-    quieten()
     parsed = parse_sets(sets, key_types(), overrides)
     mapping = recipes.read_recipe_file(recipe)
-    recipes.parse_recipe(recipe, mapping, overrides)  # what it refuses here, it would refuse in every run
     environments = {name: launched_environment(config, num_processes) for name, config in configs.items()}
     _refuse_without_deepspeed(parsed, environments)
     chosen = [(strategy, values) for strategy in configs for values in combinations(parsed)]
@@ -84,16 +80,11 @@ def runs_of(
     return runs
 
 
-def refuse_own_ds_config(recipe: Path, runs: Sequence[SweepRun], overrides: list[str], num_processes: int) -> None:
+def refuse_own_ds_config(recipe: Path, settings: Settings, runs: Sequence[SweepRun], num_processes: int) -> None:
     """Refuse a recipe or command line whose `deepspeed:` is not the ds_config of every run. Raises Refusal.
 
     Under a launch without DeepSpeed it would train by its own ds_config, in a row that is called ddp.
     """
-    mapping = recipes.read_recipe_file(recipe)
-    if "deepspeed" not in mapping and not any(word.partition("=")[0] == "--deepspeed" for word in overrides):
-        return
-    quieten()
-    settings = recipes.parse_recipe(recipe, mapping, overrides).settings
     if settings.deepspeed is None:
         return
     own, others = read_json_mapping(settings.deepspeed), set()
@@ -133,12 +124,11 @@ def with_values(config: Mapping[str, Any], values: Mapping[tuple[str, ...], Any]
     filled = copy.deepcopy(dict(config))
     for path, value in values.items():
         block = filled
-        for depth, name in enumerate(path[:-1], 1):
-            if block.get(name) is None:
-                block[name] = {}
+        for name in path[:-1]:
+            block[name] = {} if block.get(name) is None else block[name]
+            if not isinstance(block[name], dict):
+                raise refusal("ZR360", path=".".join(path), block=name, value=json.dumps(block[name]))
             block = block[name]
-            if not isinstance(block, dict):
-                raise refusal("ZR360", path=".".join(path), path_2=".".join(path[:depth]), dumps=json.dumps(block))
         block[path[-1]] = value
     return filled
 

@@ -9,9 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from zero_recipes.cli.options import RECIPE, names, number, refuse_no_folder, strategies_asked, subcommand
+from zero_recipes.cli.options import RECIPE, above_zero, add_strategies, names, strategies_of, subcommand
 
-DAY = 86_400.0  # seconds
 DEFAULT_STRATEGIES = "ddp,zero0,zero1,zero2,zero3"
 
 
@@ -44,41 +43,32 @@ def add_plan(verbs) -> None:
         "--gpus", required=True, help="how many; several by comma (1,2,4,8): the smallest machine is looked for"
     )
     verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb; docs/commands.md lists all")
-    verb.add_argument(
-        "--strategies",
-        help="names of accelerate_configs/*.yaml, by comma; or all: FSDP2, Infinity, ZeRO++ and 16-bit states too; "
-        "default: the stages and CPU offload",
-    )
-    verb.add_argument(
-        "--config_file", type=Path, help="one of them by its file, as for accelerate launch, e.g. zero3.yaml"
-    )
+    add_strategies(verb, "the stages and CPU offload")
     verb.add_argument(
         "--gpus_per_node",
-        type=number("--gpus_per_node", int, 1),
+        type=above_zero(int),
         default=8,
         help="GPUs of one machine at most; default: %(default)s",
     )
     verb.add_argument(
         "--host_memory",
-        type=number("--host_memory", float, 0),
+        type=above_zero(float),
         help="of each machine in GB: what needs more does not fit; default: no limit",
     )
-    verb.add_argument(
-        "--nvme", type=number("--nvme", float, 0), help="disk of each machine in GB, for Infinity to swap to"
-    )
+    verb.add_argument("--nvme", type=above_zero(float), help="disk of each machine in GB, for Infinity to swap to")
     verb.add_argument(
         "--network",
-        type=number("--network", float, 0),
+        type=above_zero(float),
         help="between machines, GB/s for each GPU (400 Gb/s are 50); default: of the hardware table",
     )
     verb.add_argument("--quick", action="store_true", help="textbook formulas instead of the engine")
     verb.add_argument("--max", action="store_true", help="the largest micro batch and the longest sequences that fit")
     verb.add_argument(
-        "--price", type=number("--price", float, 0), help="of one GPU for one hour, on demand or spot: what a run costs"
+        "--price", type=above_zero(float), help="of one GPU for one hour, on demand or spot: what a run costs"
     )
     verb.add_argument(
         "--mean_tokens",
-        type=number("--mean_tokens", float, 1),
+        type=above_zero(float),
         help="tokens of a training row on average, for time and price where data or tokenizer are not at hand",
     )
     verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU: its speed")
@@ -96,10 +86,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     quieten()
     from zero_recipes.plan import cli as command
 
-    if arguments.output_dir is not None:
-        refuse_no_folder(arguments.output_dir, "--output_dir")
-    asked = strategies_asked(arguments.strategies, arguments.config_file)
-    arguments.strategies = asked and ",".join(asked)
+    strategies = strategies_of(arguments)
+    arguments.strategies = strategies and ",".join(strategies)
     return command.run(arguments, arguments.overrides)
 
 
@@ -108,15 +96,10 @@ def add_sweep(verbs) -> None:
         verbs, "sweep", "one strategy or value after another, measured; other options override the recipe's keys"
     )
     verb.add_argument("recipe", type=Path, help=RECIPE)
-    verb.add_argument(
-        "--strategies", help=f"names of accelerate_configs/*.yaml, by comma; or: all; default: {DEFAULT_STRATEGIES}"
-    )
-    verb.add_argument(
-        "--config_file", type=Path, help="one of them by its file, as for accelerate launch, e.g. zero3.yaml"
-    )
+    add_strategies(verb, DEFAULT_STRATEGIES)
     verb.add_argument(
         "--num_processes",
-        type=number("--num_processes", int, 1),
+        type=above_zero(int),
         default=2,
         help="processes of each run, one a GPU; default: %(default)s",
     )
@@ -137,12 +120,11 @@ def _sweep(arguments: argparse.Namespace) -> int:
     from zero_recipes.cli.sweep import all_strategies, sweep
 
     output_dir = arguments.output_dir or Path("output") / f"{arguments.recipe.stem}-sweep"
-    refuse_no_folder(output_dir, "--output_dir")
-    strategies = strategies_asked(arguments.strategies, arguments.config_file) or names(DEFAULT_STRATEGIES, "")
+    strategies = strategies_of(arguments) or names(DEFAULT_STRATEGIES)
     everything = strategies == ["all"]
     strategies = all_strategies() if everything else strategies
-    asked = (arguments.recipe, strategies, arguments.num_processes, output_dir, arguments.overrides)
-    ended = [outcome.status for outcome in sweep(*asked, sets=arguments.sets)]
+    requested = (arguments.recipe, strategies, arguments.num_processes, output_dir, arguments.overrides)
+    ended = [outcome.status for outcome in sweep(*requested, sets=arguments.sets)]
     print(f"zero-recipes report {output_dir}")
     # where values or all strategies are tried, what cannot run here is an answer too
     fine = ("ok", "refused") if everything or (arguments.sets and "ok" in ended) else ("ok",)
@@ -191,10 +173,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 def add_reshard(verbs) -> None:
     verb = subcommand(verbs, "reshard", "a checkpoint for another ZeRO stage and number of processes")
     verb.add_argument("checkpoint", type=Path, help="e.g. output/pythia/checkpoint-500; it stays as it is")
-    verb.add_argument(
-        "--world_size", type=number("--world_size", int, 1), required=True, help="processes of the run to come"
-    )
-    verb.add_argument("--stage", type=number("--stage", int, 1, 3), required=True, help="its ZeRO stage: 1, 2 or 3")
+    verb.add_argument("--world_size", type=above_zero(int), required=True, help="processes of the run to come")
+    verb.add_argument("--stage", type=int, choices=(1, 2, 3), required=True, help="its ZeRO stage")
     verb.add_argument("--skip_checksums", action="store_true", help="neither compare nor write checksums")
     verb.add_argument(
         "--trust_checkpoint",
@@ -211,7 +191,6 @@ def _reshard(arguments: argparse.Namespace) -> int:
     from zero_recipes.checkpoint import manifest
     from zero_recipes.checkpoint.reshard.write import reshard, resume_command
 
-    refuse_no_folder(arguments.checkpoint, "CHECKPOINT", is_written=False)
     asked = (arguments.checkpoint, arguments.world_size, arguments.stage)
     folder, batch = reshard(*asked, arguments.skip_checksums, arguments.trust_checkpoint)
     print(f"written: {folder}", f"global batch kept: {batch.total} sequences ({batch})", sep="\n")
@@ -221,19 +200,19 @@ def _reshard(arguments: argparse.Namespace) -> int:
 
 def add_meet(verbs) -> None:
     verb = subcommand(verbs, "meet", "several machines find each other, or say who is missing; before a launch")
-    verb.add_argument("--hosts", required=True, help="names or addresses of all machines by comma, by machine rank")
-    verb.add_argument("--machine_rank", type=int, required=True, help="which of them this machine is, from 0")
     verb.add_argument(
-        "--port", type=number("--port", int, 1, 65535), help="of the first machine, open to the others; default: 29501"
+        "--hosts", type=names, required=True, help="names or addresses of all machines by comma, by machine rank"
     )
-    verb.add_argument("--seconds", type=number("--seconds", float, 0, DAY), help="how long to wait; default: 60")
+    verb.add_argument("--machine_rank", type=int, required=True, help="which of them this machine is, from 0")
+    verb.add_argument("--port", type=above_zero(int), help="of the first machine, open to the others; default: 29501")
+    verb.add_argument("--seconds", type=above_zero(float), help="how long to wait; default: 60")
     verb.set_defaults(func=_meet)
 
 
 def _meet(arguments: argparse.Namespace) -> int:
     from zero_recipes.distributed.wait_for_hosts import PORT, SECONDS, wait_for_hosts
 
-    hosts = names(arguments.hosts, "--hosts", each=True)
+    hosts = arguments.hosts
     met = wait_for_hosts(hosts, arguments.machine_rank, arguments.port or PORT, arguments.seconds or SECONDS)
     listed = ", ".join(f"{rank}: {name} ({host})" for rank, (name, host) in enumerate(zip(met, hosts, strict=True)))
     print(f"{len(met)} machines have met: {listed}")

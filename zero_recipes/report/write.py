@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from zero_recipes.core.files import without_nan
-from zero_recipes.core.findings import first_line, refusal
+from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import plain, print_columns, terminal
 from zero_recipes.metrics.read_runs import MeasuredRun, UnreadableRun, read_what_can_be_read
 from zero_recipes.metrics.schema import ContractError
@@ -22,7 +22,7 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     """Write report.html, report.json, report.md and the pictures into `folder`, print the tables and judgements.
 
     A metrics.json that cannot be read is a row that says why. Returns the path of the page. Raises Refusal where there
-    is none that can be read, and where nothing can be written.
+    is none that can be read.
     """
     folder = Path(folder)
     try:
@@ -31,12 +31,9 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
         raise refusal("ZR560", folder=folder, error=str(error)) from error
     judgements = judge_runs(runs)
     page = folder / "report.html"
-    try:
-        (folder / "report.json").write_text(_as_json(runs, judgements), encoding="utf-8")
-        (folder / "report.md").write_text(_as_markdown(runs), encoding="utf-8")
-        page.write_text(render_page(runs, judgements, _draw(runs, folder)), encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise refusal("ZR561", folder=folder, error=first_line(error)) from error
+    (folder / "report.json").write_text(_as_json(runs, judgements), encoding="utf-8")
+    (folder / "report.md").write_text(_as_markdown(runs), encoding="utf-8")
+    page.write_text(render_page(runs, judgements, _draw(runs, folder)), encoding="utf-8", errors="replace")
     _print(runs, judgements, console or terminal())
     return page
 
