@@ -85,19 +85,17 @@ def metrics_schema() -> str:
     return json.dumps(named | {"title": "metrics.json of zero-recipes"}, indent=1) + "\n"
 
 
-def metrics_rows(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """A row for each key; those of a nested model below it: `peak_memory_bytes[].rss`."""
-    if not prefix:
-        yield "| key | type | meaning |\n| --- | --- | --- |"
+def metrics_rows(model: type[BaseModel]) -> Iterator[str]:
+    """A row for each top-level key, with the names of the keys inside; the schema describes those."""
+    yield "| key | type | meaning |\n| --- | --- | --- |"
     for name, field in model.model_fields.items():
         more = field.json_schema_extra or {}
         kind, nested = metrics_type(field.annotation)
-        unit = f", {more['unit']}" if more.get("unit") else ""
+        kind += f", {more['unit']}" if more.get("unit") else ""
         meaning = (field.description or "") + (f"; null {more['null']}" if "null" in more else "")
-        key = f"{prefix}{field.alias or name}"
-        yield f"| `{key}` | {kind}{unit} | {meaning} |"
-        if nested is not None:
-            yield from metrics_rows(nested, f"{key}[]." if kind.startswith("list") else f"{key}.")
+        inside = [inner.alias or key for key, inner in nested.model_fields.items()] if nested else []
+        meaning += f" ({', '.join(inside)})" if inside else ""
+        yield f"| `{field.alias or name}` | {kind} | {meaning} |"
 
 
 def metrics_type(hint: Any) -> tuple[str, type[BaseModel] | None]:
