@@ -20,7 +20,7 @@ ARG BASE_IMAGE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel
 FROM ${BASE_IMAGE}
 
 # libaio-dev: NVMe offload; openssh-client and pdsh: the deepspeed launcher on several machines; ninja comes from pip
-# libibverbs1, ibverbs-providers: NCCL over InfiniBand or RoCE, with the flags of docs/multi_node.md
+# libibverbs1, ibverbs-providers: NCCL over InfiniBand or RoCE, with the flags of docs/launch.md
 # g++ brings gcc and python3-dev Python.h: Triton compiles with them in every run on GPUs
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \

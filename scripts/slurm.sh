@@ -1,6 +1,6 @@
 #!/bin/bash
 # One recipe on several machines of a SLURM cluster: sbatch --nodes 2 scripts/slurm.sh recipes/pythia.yaml [--key value ...]
-# One task per machine starts that machine's ranks, one per GPU asked for. docs/multi_node.md explains the parts.
+# One task per machine starts that machine's ranks, one per GPU asked for. docs/launch.md explains the parts.
 #SBATCH --job-name=zero-recipes
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

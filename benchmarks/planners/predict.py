@@ -2,7 +2,7 @@
 
 The engine is simulated where the planner can, as `zero-recipes plan` does; the formulas answer elsewhere. A row that
 stands in predictions.json already with the same job and the same planner is left alone; `--rows a,b` takes some only.
-What was measured is not read here. docs/planners.md is made from the file by score.py.
+What was measured is not read here.
 """
 
 from __future__ import annotations

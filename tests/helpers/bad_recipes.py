@@ -1,4 +1,4 @@
-"""Recipes with one fault each, and their fixed twins: the tests refuse and accept them, docs/checks.md shows them."""
+"""Recipes with one fault each, and their fixed twins: the tests refuse and accept them, docs/codes.md shows them."""
 
 from __future__ import annotations
 

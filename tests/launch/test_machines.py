@@ -83,7 +83,7 @@ def assert_equal_and_measured(ended: list[tuple[int, str]], folder: Path, namesp
 
 @pytest.mark.launch
 def test_two_hosts_by_accelerate_equal_one(namespaces, recipe, one_host, tmp_path):
-    """The command lines of docs/multi_node.md, `zero-recipes meet` before them."""
+    """The command lines of docs/launch.md, `zero-recipes meet` before them."""
     port, meeting = free_port(), free_port()
     commands = []
     for machine in ("0", "1"):

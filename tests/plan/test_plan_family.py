@@ -51,7 +51,7 @@ def test_what_is_not_simulated_is_by_formulas_and_says_so(name):
 
 
 def test_fsdp2_is_not_planned_as_ddp():
-    """16Ψ/N of model states (docs/fsdp.md), not 16Ψ; a run of it would be refused for what it does not need."""
+    """16Ψ/N of model states (docs/strategies.md), not 16Ψ; a run of it would be refused for what it does not need."""
     fsdp, ddp = (predict_by_formulas(member(name, gradient_accumulation_steps=1)) for name in ("fsdp2", "ddp"))
     states = fsdp.model_state_bytes
     assert (states.params, states.grads, states.optimizer) == (PSI, PSI, 2 * PSI)
@@ -91,7 +91,7 @@ MEASURED = json.loads((ROOT / "benchmarks" / "results" / "zero_family.json").rea
 
 @pytest.mark.parametrize("name", ["zero3", "zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus"])
 def test_plus_plus_holds_and_moves_what_was_measured(name):
-    """Four processes as two nodes of two (docs/zero_family.md): weights on a rank with hpZ's second copy, and the bytes
+    """Four processes as two nodes of two (docs/strategies.md): weights on a rank with hpZ's second copy, and the bytes
     of a step between nodes; a plan's all-gathers go into the node and out of it."""
     found = MEASURED["plus_plus"][name]
     psi = MEASURED["plus_plus"]["zero3"]["between_nodes_by_collective"]["reduce_scatter"] // 2

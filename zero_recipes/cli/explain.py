@@ -33,7 +33,7 @@ def _areas() -> list[str]:
     counts = Counter(AREAS[code[2]] for code in table())
     width = max(map(len, counts))
     listed = [f"ZR{digit}xx  {area:{width}}  {counts[area]} codes" for digit, area in AREAS.items()]
-    return [*listed, "", "All of them: docs/checks.md. One: zero-recipes explain ZR104"]
+    return [*listed, "", "All of them: docs/codes.md. One: zero-recipes explain ZR104"]
 
 
 def _explained(code: str) -> list[str]:

@@ -99,7 +99,7 @@ class RecipeArguments:
     ignore: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Codes of errors that become warnings, e.g. `[ZR608]`. Only codes that docs/checks.md marks as "
+            "help": "Codes of errors that become warnings, e.g. `[ZR608]`. Only codes that docs/codes.md marks as "
             "ignorable; any other is refused."
         },
     )

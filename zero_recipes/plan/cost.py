@@ -138,7 +138,7 @@ def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> Range:
     """Seconds for what crosses the host link, for Adam on the CPU, and for NVMe; all ranks of a node share these two.
 
     On NVMe a step reads and writes the optimizer's 12 bytes a parameter and its gradient (4), reads the parameters (2)
-    for each forward and backward, and writes them once (docs/zero_family.md). Nothing is taken to overlap.
+    for each forward and backward, and writes them once (docs/strategies.md). Nothing is taken to overlap.
     """
     here, passes = job.ranks_per_node, prediction.gradient_accumulation_steps
     crossing, updated = 0.0, 0.0

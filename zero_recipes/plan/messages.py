@@ -193,19 +193,19 @@ def _of_its_kind(advice: Recommendation) -> Iterator[str]:
     """What else is to be known of the chosen strategy, and of those that were left out."""
     chosen = kind(advice.chosen.job)
     if chosen in PLUS_PLUS:
-        rounds = "" if chosen == "zero3_hpz" else " Its collectives are quantised, which rounds (docs/zero_family.md)."
+        rounds = "" if chosen == "zero3_hpz" else " Its collectives are quantised, which rounds (docs/strategies.md)."
         yield f"The network between the machines is what a plain stage 3 waits for.{rounds}"
     shared = [row for row in advice.fitting if kind(row.job) == "fsdp2"]
     if chosen == "zero3" and shared:
         yield (
             f"fsdp2 shares out as much without DeepSpeed, and would leave {size(shared[0].fit.margin)}; it has no "
-            "offload, and its checkpoints cannot be resharded (docs/fsdp.md)."
+            "offload, and its checkpoints cannot be resharded (docs/strategies.md)."
         )
     if chosen == "fsdp2":
-        yield "It has no offload, and its checkpoints cannot be resharded (docs/fsdp.md)."
+        yield "It has no offload, and its checkpoints cannot be resharded (docs/strategies.md)."
     if advice.other_arithmetic:
         names = _names(advice.other_arithmetic)
-        yield f"{names} would fit too, with another arithmetic: other losses (docs/precision.md)."
+        yield f"{names} would fit too, with another arithmetic: other losses (docs/performance.md)."
 
 
 def _of_change(advice: Recommendation) -> Iterator[str]:

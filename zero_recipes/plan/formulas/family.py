@@ -24,7 +24,7 @@ def packed_bytes(job: Job, shape: Shape, width: int) -> float:
 
 
 def fsdp_states(job: Job, shape: Shape, each: int, width: int) -> ModelState:
-    """Shards in the dtype of loading, `each` bytes an element, are their own master; docs/fsdp.md measures it.
+    """Shards in the dtype of loading, `each` bytes an element, are their own master; docs/strategies.md measures it.
 
     Under accumulation whole gradients of `width` bytes stay from one micro step to the next: accelerate 1.15,
     accelerator.py `no_sync`, puts their reduction off.
