@@ -12,17 +12,12 @@ from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import Refusal, finding, first_line, refusal
+from zero_recipes.core.findings import Refusal, finding, first_line, raise_errors, refusal
 from zero_recipes.libs import attention, deepspeed_tensors
 from zero_recipes.libs.attention import attention_in_force
 from zero_recipes.libs.huggingface import without_deepspeed_announcement
 from zero_recipes.libs.patches import keep_4bit_layout
 
-_PACKAGES = {
-    "flash_attention_2": "flash_attn",
-    "flash_attention_3": "flash_attn_interface",
-    "flash_attention_4": "flash_attn (4)",
-}
 # what transformers reports of a load: what it would have done about it
 _KEY_PROBLEMS = {
     "missing_keys": "The model has these tensors and the checkpoint does not: they would begin with random numbers.",
@@ -36,29 +31,25 @@ def load_config(model_args, training_args) -> PretrainedConfig:
     name = model_args.model_name_or_path
     if name is None:
         raise refusal("ZR401")
-    if name.startswith((".", "/")) and not Path(name).is_dir():
-        raise refusal("ZR402", name=name, cwd=Path.cwd())
     try:
-        return AutoConfig.from_pretrained(
-            name, revision=model_args.model_revision, trust_remote_code=training_args.trust_remote_code
-        )
+        if name.startswith((".", "/")) and not Path(name).is_dir():
+            raise OSError(f"There is no such folder in {Path.cwd()}.")  # transformers takes it for a name of the hub
+        return _config(model_args, training_args.trust_remote_code)
     except (OSError, ValueError) as error:
         raise refusal("ZR403", name=name, error=first_line(error)) from error
 
 
 def local_config(settings: Settings) -> PretrainedConfig | None:
     """The model's configuration from a folder or the cache, never from the hub; None where it is in neither."""
-    if settings.model_name_or_path is None:
-        return None
     try:
-        return AutoConfig.from_pretrained(
-            settings.model_name_or_path,
-            revision=settings.model_revision,
-            trust_remote_code=settings.trust_remote_code,
-            local_files_only=True,
-        )
-    except (OSError, ValueError):
-        return None  # load_config says what is wrong with it
+        return _config(settings, settings.trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, TypeError):
+        return None  # `load_config` says what is wrong with it
+
+
+def _config(model_args, trust_remote_code: bool, **keywords) -> PretrainedConfig:
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **keywords)
 
 
 def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False, **keywords) -> PreTrainedModel:
@@ -82,23 +73,22 @@ def parameter_sizes(config: PretrainedConfig, trust_remote_code: bool) -> list[i
 
 
 def refuse_missing_attention(attn_implementation: str | None, device: str) -> None:
-    """Refuse flash attention without a GPU, package or kernel. Raises Refusal."""
+    """Refuse flash attention without a GPU, package or kernel, before weights are downloaded. Raises Refusal."""
     kernel = attention.kernel_of(attn_implementation)
     if kernel is None:
         return
-    if device == "cpu" and not attention.runs_on(kernel, "cpu"):
-        raise refusal("ZR404", attn_implementation=attn_implementation)
-    if attention.has_package(attn_implementation):
+    is_for_gpus = device == "cpu" and not attention.runs_on(kernel, "cpu")
+    if attention.has_package(attn_implementation) and not is_for_gpus:
         return
     wanted = attention.wanted_kernels()
-    if wanted is not None:
-        native = _PACKAGES.get(attn_implementation)
-        missing = f"{wanted} is not installed" if native is None else f"neither {native} nor {wanted} is installed"
-        raise refusal("ZR405", attn_implementation=attn_implementation, missing=missing, kernel=kernel, wanted=wanted)
     try:
+        if is_for_gpus:
+            raise LookupError("its kernels exist for GPUs only")
+        if wanted is not None:
+            raise LookupError(f'neither its own package is installed nor "{wanted}", which loads {kernel}')
         attention.download(kernel, only_cached=constants.is_offline_mode())
     except LookupError as error:
-        raise refusal("ZR433", attn_implementation=attn_implementation, kernel=kernel, error=error) from error
+        raise refusal("ZR405", attn_implementation=attn_implementation, error=error) from error
 
 
 def refuse_other_keys(config: PretrainedConfig, model_args, training_args, ours) -> None:
@@ -111,29 +101,28 @@ def refuse_other_keys(config: PretrainedConfig, model_args, training_args, ours)
     if ours.random_weights or _quantization(model_args, config) is not None:  # load_model asks the load itself
         return
     with _library_refuses(model_args.model_name_or_path), without_deepspeed_announcement():
-        _, report = _from_pretrained(config, model_args, training_args, _keywords(model_args, training_args), "meta")
+        _, report = _from_pretrained(config, model_args, training_args, device_map="meta")
     _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
 
 
 def load_model(config: PretrainedConfig, model_args, training_args, ours) -> PreTrainedModel:
     """The model, on CPU or (stage 3) already partitioned by deepspeed.zero.Init, in the recipe's dtype."""
-    keywords = _keywords(model_args, training_args)
+    requested = _keywords(model_args, training_args)["attn_implementation"]
+    with _library_refuses(model_args.model_name_or_path):
+        if ours.random_weights:
+            keywords, report = _keywords(model_args, training_args, config), None
+            trust = training_args.trust_remote_code
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, **keywords)
+        else:
+            model, report = _from_pretrained(config, model_args, training_args)
     training_args.model_init_kwargs = None  # used here; SFTTrainer would warn that it ignores them
-    if ours.random_weights:
-        if keywords["dtype"] == "auto":
-            keywords["dtype"] = config.dtype or torch.float32
-        with _library_refuses(model_args.model_name_or_path):
-            model = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=training_args.trust_remote_code, **keywords
-            )
+    if report is None:
         draw_weights(model, training_args.seed)
     else:
-        with _library_refuses(model_args.model_name_or_path):
-            model, report = _from_pretrained(config, model_args, training_args, keywords)
         _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
         if _quantization(model_args, config) is not None:
             keep_4bit_layout(model)
-    requested, got = keywords["attn_implementation"], attention_in_force(model)
+    got = attention_in_force(model)
     if not attention.is_requested(requested, got):
         raise refusal("ZR406", requested=requested, name=type(model).__name__, got=got)
     return model
@@ -144,32 +133,31 @@ def rehearse_model(config: PretrainedConfig, settings: Settings, model_args, tra
 
     Raises whatever the libraries raise at its dtype, attention or keywords.
     """
-    keywords = _keywords(model_args, training_args)
     is_folder = Path(str(settings.model_name_or_path)).is_dir()
     if is_folder and training_args.model_init_kwargs and not settings.random_weights:
         with torch.device("meta"), without_deepspeed_announcement():
-            return _from_pretrained(config, model_args, training_args, keywords, "meta")[0]
-    if keywords["dtype"] == "auto":
-        keywords["dtype"] = config.dtype or torch.float32
-    return build_on_meta(config, training_args.trust_remote_code, **keywords)
+            return _from_pretrained(config, model_args, training_args, device_map="meta")[0]
+    return build_on_meta(config, training_args.trust_remote_code, **_keywords(model_args, training_args, config))
 
 
-def _keywords(model_args, training_args) -> dict:
-    """What from_pretrained and from_config take from the recipe."""
+def _keywords(model_args, training_args, config: PretrainedConfig | None = None) -> dict:
+    """What from_pretrained takes from the recipe; with a `config` what from_config does, which knows no "auto"."""
     dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
-    keywords = dict(training_args.model_init_kwargs or {})
-    keywords.setdefault("dtype", dtype)
-    keywords.setdefault("attn_implementation", model_args.attn_implementation)
+    keywords = {"dtype": dtype, "attn_implementation": model_args.attn_implementation}
+    keywords |= training_args.model_init_kwargs or {}
+    if config is not None and keywords["dtype"] == "auto":
+        keywords["dtype"] = config.dtype or torch.float32
     return keywords
 
 
 @contextlib.contextmanager
 def _library_refuses(name: str) -> Iterator[None]:
-    """What transformers raises at the recipe's dtype, attention, keywords or quantization, as a Refusal."""
+    """What transformers raises at the folder, dtype, attention, keywords or quantization, as a Refusal. No more: memory
+    that is not enough is no refusal."""
     try:
         yield
-    except (TypeError, ValueError, ImportError, AttributeError) as error:
-        raise refusal("ZR432", name=name, name_2=type(error).__name__, error=first_line(error)) from error
+    except (OSError, TypeError, ValueError, ImportError, AttributeError) as error:
+        raise refusal("ZR407", name=name, error=f"{type(error).__name__}: {first_line(error)}") from error
 
 
 def _quantization(model_args, config: PretrainedConfig):
@@ -178,28 +166,21 @@ def _quantization(model_args, config: PretrainedConfig):
     return get_quantization_config(model_args) or getattr(config, "quantization_config", None)
 
 
-def _from_pretrained(
-    config: PretrainedConfig, model_args, training_args, keywords: dict, device: str | None = None
-) -> tuple[PreTrainedModel, dict]:
-    """(the model, transformers' report on its keys). On the `device` "meta" no weight is read."""
+def _from_pretrained(config: PretrainedConfig, model_args, training_args, **more) -> tuple[PreTrainedModel, dict]:
+    """(the model, transformers' report on its keys). With device_map "meta" no weight is read."""
     from trl import get_quantization_config
 
     quantization = get_quantization_config(model_args)
-    if quantization is not None:
-        keywords = keywords | {"quantization_config": quantization}
-    if device is not None:
-        keywords = keywords | {"device_map": device}
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            model_args.model_name_or_path,
-            config=config,
-            revision=model_args.model_revision,
-            trust_remote_code=training_args.trust_remote_code,
-            output_loading_info=True,
-            **(keywords | {"ignore_mismatched_sizes": True}),  # refused by name instead
-        )
-    except OSError as error:
-        raise refusal("ZR407", model_name_or_path=model_args.model_name_or_path, error=first_line(error)) from error
+    more |= {} if quantization is None else {"quantization_config": quantization}
+    more |= {"ignore_mismatched_sizes": True}  # refused by name instead
+    return AutoModelForCausalLM.from_pretrained(
+        model_args.model_name_or_path,
+        config=config,
+        revision=model_args.model_revision,
+        trust_remote_code=training_args.trust_remote_code,
+        output_loading_info=True,
+        **(_keywords(model_args, training_args) | more),
+    )
 
 
 def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
@@ -210,19 +191,9 @@ def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
         keys = sorted(found - set(allowed or ()))
         if keys:
             shown = ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
-            findings.append(
-                finding(
-                    "ZR408",
-                    name=name,
-                    problem=problem.replace("_", " "),
-                    shown=shown,
-                    consequence=consequence,
-                    keys=", ".join(keys[:5]),
-                    fix=", ..." if len(keys) > 5 else "",
-                )
-            )
-    if findings:
-        raise Refusal(findings)
+            about = {"name": name, "problem": problem.replace("_", " "), "consequence": consequence}
+            findings.append(finding("ZR408", keys=shown, **about))
+    raise_errors(findings)
 
 
 def draw_weights(model: PreTrainedModel, seed: int) -> None:

@@ -9,26 +9,23 @@ import yaml
 
 from tests.helpers.tiny import write_recipe
 from zero_recipes.config import recipe as recipes
-from zero_recipes.data.audit import audit
-from zero_recipes.data.load import load_rows, load_tokenizer
-from zero_recipes.data.prepare import finish, tokenise
+from zero_recipes.data.load import load_tokenizer
+from zero_recipes.data.prepare import prepare_splits, read_data
 
 
 def test_the_audit_counts_what_a_run_trains_on(one, tmp_path):
     """One epoch of a real run reports the same rows, tokens and supervised tokens."""
     path = write_recipe(tmp_path, max_steps=-1, num_train_epochs=1, max_length=80, per_device_train_batch_size=8)
-    argv = [str(path), "--output_dir", str(tmp_path / "out")]
-    trained = one.run("train", argv=argv)[0]["metrics"]
+    trained = one.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]["metrics"]["tokens"]
     recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
     settings = recipe.settings.replace(use_cpu=True, bf16=False, output_dir=str(tmp_path / "a"))
-    script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, path)
+    script_args, training_args, model_args, *others = recipes.instances(settings, path)
     tokenizer = load_tokenizer(model_args, training_args)
-    rows, _ = load_rows(script_args, training_args, dataset_args, ours.dataset_format)
-    tokens = tokenise(rows, tokenizer, training_args)
-    found = audit(rows, tokens, finish(tokens, tokenizer, training_args, False), tokenizer, training_args)
+    data = read_data(script_args, training_args, *others, tokenizer)
+    found = prepare_splits(data, script_args, training_args)[0][0].audit
     assert found.truncated > 0 and found.rows == 240
-    assert (found.tokens, found.supervised) == (trained["tokens"]["non_padding"], trained["tokens"]["supervised"])
-    share = 1 - trained["tokens"]["non_padding"] / trained["tokens"]["all"]
+    assert (found.tokens, found.supervised) == (trained["non_padding"], trained["supervised"])
+    share = 1 - trained["non_padding"] / trained["all"]
     assert found.padding_share == pytest.approx(share, abs=0.05), "another shuffle, the same rows"
 
 
@@ -40,17 +37,16 @@ def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):
     assert two.run("splits_tokenised", argv=argv, cache=cache) == [2, 0]
     assert two.run("splits_tokenised", argv=argv, cache=cache) == [0, 0]
     assert two.run("splits_tokenised", argv=[*argv, "--max_length", "99"], cache=cache) == [2, 0]
-    assert not list((tmp_path / "cache").rglob("*.part"))
 
 
 def test_what_the_audit_refuses_is_refused_on_every_rank(two, tmp_path):
     path = write_recipe(tmp_path, max_length=2)
     refused = two.run("refusal_of", argv=[str(path), "--output_dir", str(tmp_path / "out")])
-    assert refused == ["no row of train is left [ZR513]"] * 2
+    assert refused == ["no token of train carries loss [ZR513]"] * 2
     assert not (tmp_path / "out").exists()
 
 
-def test_a_streamed_data_set_is_audited_at_its_start(two, tmp_path):
+def test_a_stream_is_audited_at_its_start(two, tmp_path):
     path = write_recipe(tmp_path, dataset_streaming=True, max_steps=2)
     trained = two.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]
     assert trained["metrics"]["status"] == "ok" and trained["metrics"]["tokens"]["supervised"] > 0

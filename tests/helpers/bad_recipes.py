@@ -183,7 +183,7 @@ SECTIONS = {
         ),
         Fault("no model", Side(without=("model_name_or_path",)), Side(), "ZR401"),
         Fault("no data", Side(without=("dataset_name",)), Side(), "ZR504"),
-        recipe("a model that is not there", "model_name_or_path: ./modle", "model_name_or_path: ./model", "ZR402"),
+        recipe("a model that is not there", "model_name_or_path: ./modle", "model_name_or_path: ./model", "ZR403"),
         recipe("data that is not there", "dataset_name: ./row", "dataset_name: ./rows", "ZR506"),
         recipe(
             "a split that is not there",
@@ -249,13 +249,6 @@ SECTIONS = {
         ),
         recipe("rows cut before their answers", "max_length: 2", "max_length: 64", "ZR513"),
         Fault(
-            "a prompt that merges with its answer",
-            Side(rows=({"prompt": "The fi", "completion": "sh hums."},)),
-            Side(rows=({"prompt": "The fish", "completion": " hums."},)),
-            "ZR515",
-            "warning",
-        ),
-        Fault(
             "an answer that does not learn to end",
             Side(
                 rows=CHAT,
@@ -283,7 +276,7 @@ SECTIONS = {
             "flash attention on a CPU",
             "attn_implementation: flash_attention_2",
             "attn_implementation: sdpa",
-            "ZR404",
+            "ZR405",
             names="flash_attention_2",
         ),
     ],

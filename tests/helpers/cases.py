@@ -289,8 +289,7 @@ def engine_config(argv: list[str]) -> dict:
 
 
 def splits_tokenised(argv: list[str], cache: str) -> int:
-    """How many splits this process tokenised in one run, with the datasets library's cache in `cache`; not the first
-    rows, which the preflight looks at."""
+    """How many splits this process tokenised in one run, with the datasets library's cache in `cache`."""
     import datasets
 
     from zero_recipes.data import prepare
@@ -300,7 +299,7 @@ def splits_tokenised(argv: list[str], cache: str) -> int:
     datasets.config.HF_DATASETS_CACHE = cache
     try:
         train(argv)
-        return sum(rows > prepare.FIRST_ROWS for rows in calls)
+        return len(calls)
     finally:
         prepare.tokenise, datasets.config.HF_DATASETS_CACHE = original, kept
 

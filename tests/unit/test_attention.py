@@ -20,11 +20,21 @@ from zero_recipes.data.load import _fetch_kernel
 from zero_recipes.libs import attention
 
 KERNEL = "kernels-community/flash-attn2"
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+CALLS = []
+
+
+def flash_attn_func(query, key, value, dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, **_):
+    """sdpa in disguise."""
+    CALLS.append(causal)
+    heads = [each.transpose(1, 2) for each in (query, key, value)]
+    kept = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=causal, scale=softmax_scale)
+    return kept.transpose(1, 2)
 
 
 @pytest.fixture
 def kernels(monkeypatch, tmp_path):
-    """A package `kernels` of a version that transformers takes, with one kernel in its cache."""
+    """A package `kernels` of a version that transformers takes, with one kernel in its cache; what it was asked for."""
     asked = []
 
     def install_kernel(repo_id, *, revision, local_files_only=False, backend=None, **_):
@@ -35,7 +45,9 @@ def kernels(monkeypatch, tmp_path):
         (tmp_path / "build" / "flash.so").write_bytes(b"1234")
         return tmp_path / "build"
 
-    module = SimpleNamespace(flash_attn_func=print, flash_attn_varlen_func=print, flash_attn_with_kvcache=print)
+    module = SimpleNamespace(
+        flash_attn_func=flash_attn_func, flash_attn_varlen_func=print, flash_attn_with_kvcache=None
+    )
     monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(install_kernel=install_kernel))
     monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: module)
     monkeypatch.setattr(attention.flash, "_loaded_implementation", None)  # transformers keeps the last one
@@ -44,56 +56,51 @@ def kernels(monkeypatch, tmp_path):
     return asked
 
 
-def tiny_llama() -> transformers.LlamaConfig:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return transformers.LlamaConfig(**sizes, vocab_size=32)
+def loaded(attn_implementation: str | None):
+    """A small Llama as the recipe's attn_implementation makes it."""
+    keys = {"model_name_or_path": "m", "dtype": "float32", "attn_implementation": attn_implementation}
+    keys |= {"load_in_4bit": False, "load_in_8bit": False, "model_init_kwargs": None, "trust_remote_code": False}
+    arguments = SimpleNamespace(**keys, seed=0, random_weights=True)
+    return load.load_model(transformers.LlamaConfig(**SIZES), arguments, arguments, arguments)
 
 
-def arguments(attn_implementation: str | None):
-    model = SimpleNamespace(model_name_or_path="m", dtype="float32", attn_implementation=attn_implementation)
-    model.load_in_4bit = model.load_in_8bit = False
-    return model, SimpleNamespace(model_init_kwargs=None, trust_remote_code=False, seed=0)
-
-
-RANDOM = SimpleNamespace(random_weights=True)
-
-
-@pytest.mark.parametrize("requested", ["flash_attention_2", KERNEL])
-def test_a_kernel_of_the_hub_is_what_was_requested(kernels, requested):
-    """transformers goes by the kernel's name then, which is not the recipe's."""
-    model = load.load_model(tiny_llama(), *arguments(requested), RANDOM)
-    assert model.config._attn_implementation == KERNEL == attention.name_in_force(requested)
+def test_a_kernel_of_the_hub_is_what_was_requested_and_computes_what_sdpa_does(kernels):
+    """transformers goes by the kernel's name then, which is not the recipe's; DeepSpeed compares it (ulysses_sp.py)."""
+    for requested in ("flash_attention_2", KERNEL):
+        assert loaded(requested).config._attn_implementation == KERNEL == attention.name_in_force(requested)
     assert attention.name_in_force("sdpa") == "sdpa" and attention.name_in_force(None) is None
+    ids = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(3))
+    CALLS.clear()
+    torch.testing.assert_close(*(loaded(name).eval()(ids).logits for name in ("sdpa", KERNEL)))
+    assert CALLS == [True]
 
 
 def test_another_implementation_than_the_kernels_is_still_refused(kernels, monkeypatch):
     monkeypatch.setattr(load, "attention_in_force", lambda model: "kernels-community/vllm-flash-attn3")
     with pytest.raises(Refusal, match=r"flash_attention_2 was requested.*vllm-flash-attn3.*ZR406"):
-        load.load_model(tiny_llama(), *arguments("flash_attention_2"), RANDOM)
+        loaded("flash_attention_2")
 
 
-def test_without_the_package_kernels_it_is_named_with_its_versions():
+def test_what_cannot_run_here_is_refused_before_weights_are_downloaded():
     for requested in ("flash_attention_2", KERNEL, "flash_attention_3", "somebody/a-kernel@abc:forward"):
-        with pytest.raises(Refusal, match=r'(?s)ZR405.*kernels>=[\d.]+,<[\d.]+" \(nothing is compiled\)'):
+        with pytest.raises(Refusal, match=r'(?s)kernels>=[\d.]+,<[\d.]+".*ZR405'):
             load.refuse_missing_attention(requested, "cuda")
     for requested in (None, "sdpa", "eager", "flex_attention"):
         load.refuse_missing_attention(requested, "cuda")
-
-
-def test_a_kernel_for_gpus_is_refused_on_a_cpu(kernels):
-    for requested in ("flash_attention_2", "flash_attention_4", KERNEL, f"{KERNEL}@v3"):
-        with pytest.raises(Refusal, match="ZR404"):
-            load.refuse_missing_attention(requested, "cpu")
-    assert not kernels
+        load.refuse_missing_attention(requested, "cpu")
 
 
 def test_a_kernel_that_cannot_be_had_is_found_before_anything_is_loaded(kernels, monkeypatch):
+    for requested in ("flash_attention_2", "flash_attention_4", KERNEL, f"{KERNEL}@v3"):
+        with pytest.raises(Refusal, match=r"for GPUs only.*ZR405"):
+            load.refuse_missing_attention(requested, "cpu")
+    assert not kernels
     monkeypatch.setattr(load.constants, "HF_HUB_OFFLINE", True)
     load.refuse_missing_attention("flash_attention_2", "cuda")
     load.refuse_missing_attention(f"{KERNEL}@abc", "cuda")
     version = hub_kernels.get_attn_kernel_version(KERNEL)
     assert kernels == [(KERNEL, f"v{version}", True), (KERNEL, "abc", True)]
-    with pytest.raises(Refusal, match=r"(?s)vllm-flash-attn3 cannot be had.*ZR433.*Cannot find a build variant"):
+    with pytest.raises(Refusal, match=r"Cannot find a build variant.*vllm-flash-attn3.*ZR405"):
         load.refuse_missing_attention("flash_attention_3", "cuda")
 
 
@@ -108,33 +115,3 @@ def test_fetch_brings_the_kernel_or_says_why_not(kernels, monkeypatch):
     monkeypatch.setattr(attention.import_utils, "is_kernels_available", lambda: False)
     ((said, size),) = fetched("flash_attention_2")
     assert 'pip install "kernels>=' in said and size is None
-
-
-def test_ulysses_takes_the_kernel_by_the_name_that_the_model_will_have(kernels):
-    """accelerate asks for the name, DeepSpeed compares it with the model's (ulysses_sp.py)."""
-    from accelerate.utils import DeepSpeedSequenceParallelConfig
-
-    name = attention.name_in_force("flash_attention_2")
-    taken = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=name)
-    assert taken.sp_attn_implementation == KERNEL
-
-
-def test_the_kernel_computes_what_sdpa_does(kernels, monkeypatch):
-    """The whole way through transformers with a kernel that is sdpa in disguise: on CPU, in float32."""
-
-    called = []
-
-    def flash_attn_func(query, key, value, dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, **_):
-        called.append(causal)
-        heads = [each.transpose(1, 2) for each in (query, key, value)]
-        kept = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=causal, scale=softmax_scale)
-        return kept.transpose(1, 2)
-
-    module = SimpleNamespace(
-        flash_attn_func=flash_attn_func, flash_attn_varlen_func=print, flash_attn_with_kvcache=None
-    )
-    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: module)
-    ids = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(3))
-    found = [load.load_model(tiny_llama(), *arguments(name), RANDOM).eval()(ids).logits for name in ("sdpa", KERNEL)]
-    torch.testing.assert_close(*found)
-    assert called == [True]

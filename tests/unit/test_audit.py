@@ -48,11 +48,9 @@ def test_a_max_length_that_cuts_more_than_slips_is_said_with_those_that_hold_the
         assert "ZR553" not in audited(rows, tokenizer, tmp_path, **keys)[1], keys
 
 
-def test_ends_and_prompts_that_are_not_learned_from_are_named(tokenizer, tmp_path):
+def test_ends_that_are_not_learned_are_said(tokenizer, tmp_path):
     found, findings = audited([{"prompt": "The fish", "completion": " hums."}], tokenizer, tmp_path)
-    assert (found.shifted_prompts, found.unsupervised_ends, findings) == (0, 0, {})
-    found, findings = audited([{"prompt": "The fi", "completion": "sh hums."}], tokenizer, tmp_path)
-    assert found.shifted_prompts == 1 and findings["ZR515"].level == "warning"
+    assert (found.unsupervised_ends, findings) == (0, {})
     ids = tokenizer("The fish hums.")["input_ids"]
     found, findings = audited([{"input_ids": ids, "labels": ids}] * 2, tokenizer, tmp_path)
     assert found.unsupervised_ends == 2 and "learn to stop" in findings["ZR514"].why

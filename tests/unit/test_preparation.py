@@ -7,18 +7,24 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import psutil
 import pyarrow as pa
 import pytest
 import trl
+from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset, concatenate_datasets
-from transformers import AutoTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, Trainer
 from trl import SFTTrainer
 
 from tests.helpers.bad_data import ALPACA, BASE, CHATML, arguments, chat, lines, prepared, written
 from zero_recipes.checkpoint.compatibility import refuse_other_data
+from zero_recipes.config.recipe import steps_by_epochs
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import environment_kept
@@ -186,6 +192,24 @@ def test_a_checkpoint_takes_its_own_rows_alone(monkeypatch):
     for other in ("e", None):  # None: a stream now
         with pytest.raises(Refusal, match="ZR727"):
             refuse_other_data("checkpoint-1", other)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    rows=st.integers(1, 60), micro=st.integers(1, 5), replicas=st.integers(1, 4), accumulation=st.integers(1, 4),
+    drop_last=st.booleans(), epochs=st.sampled_from([0.3, 1, 2.5]),
+)  # fmt: skip
+def test_steps_by_epochs_are_those_that_transformers_counts(rows, micro, replicas, accumulation, drop_last, epochs):
+    loader = prepare_data_loader(
+        DataLoader(range(rows), batch_size=micro, drop_last=drop_last), num_processes=replicas, process_index=0
+    )
+    keys = {"gradient_accumulation_steps": accumulation, "num_train_epochs": epochs, "max_steps": -1}
+    recipe = SimpleNamespace(per_device_train_batch_size=micro, dataloader_drop_last=drop_last, **keys)
+    if len(loader) == 0:
+        return  # the run is refused: there is no step
+    trainer = SimpleNamespace(get_total_train_batch_size=lambda args: 1, get_sp_size=lambda: 1, num_examples=len)
+    counted = Trainer.set_initial_training_values(trainer, recipe, loader)[-1]
+    assert steps_by_epochs(rows, recipe, replicas) == counted
 
 
 # processes

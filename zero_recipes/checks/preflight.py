@@ -33,8 +33,7 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.config.validation import ignore_findings
 from zero_recipes.core.findings import Finding, Refusal, downgraded, ignored_codes
 from zero_recipes.core.host_limits import Host
-from zero_recipes.data.load import on_hub
-from zero_recipes.data.prepare import refuse_data_at_hand
+from zero_recipes.data.load import on_hub, refuse_data_at_hand
 from zero_recipes.libs.warnings import hides_progress
 from zero_recipes.model import load_config, refuse_missing_attention, sizes_of
 

@@ -42,7 +42,6 @@ class Audit:
     longest: int  # of a row, before truncation
     most: int  # tokens that 99 % of the rows have at most, before truncation
     unsupervised_ends: int  # rows short enough whose end of text is absent or carries no loss
-    shifted_prompts: int  # rows in which the tokenised prompt is no prefix of the tokenised whole
     padding_share: float  # of the tokens computed, in shuffled batches of per_device_train_batch_size
     packing_share: float | None  # of the packed places that hold a token; None without packing
     empty: list[int]  # row numbers whose text, or whose every answer, is empty or blank
@@ -81,7 +80,6 @@ def audit(
         longest=int(whole.max()),
         most=int(np.quantile(whole, 0.99, method="higher")),
         unsupervised_ends=int((fits & ~ended).sum()),
-        shifted_prompts=_shifted_prompts(rows, tokenised, tokenizer),
         padding_share=padding_of(kept, training_args),
         packing_share=int(kept.sum()) / (len(kept) * longest) if packed and len(kept) else None,
         empty=np.flatnonzero(answers == 0).tolist(),
@@ -194,8 +192,6 @@ def audit_findings(
     if found.unsupervised_ends:
         count = found.unsupervised_ends
         findings.append(finding("ZR514", count=count, split=split, eos_token=tokenizer.eos_token))
-    if found.shifted_prompts:
-        findings.append(finding("ZR515", count=found.shifted_prompts, split=split))
     return findings
 
 
@@ -384,17 +380,3 @@ def _supervised(ready: Dataset, packed: bool) -> int:
         firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
         total += int(carries.sum() - carries[firsts].sum())
     return total
-
-
-def _shifted_prompts(rows: Dataset, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase) -> int:
-    if "prompt" not in rows.column_names:
-        return 0
-    shifted = 0
-    for (_, texts), (_, whole) in zip(_batches(rows, ["prompt"]), _batches(tokenised, ["input_ids"]), strict=True):
-        if isinstance(texts["prompt"][0], str):
-            prompts = tokenizer(texts["prompt"])["input_ids"]
-        else:
-            template = {"add_generation_prompt": True, "return_dict": True}
-            prompts = tokenizer.apply_chat_template(texts["prompt"], **template)["input_ids"]
-        shifted += sum(ids[: len(prompt)] != prompt for prompt, ids in zip(prompts, whole["input_ids"], strict=True))
-    return shifted

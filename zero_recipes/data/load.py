@@ -6,7 +6,8 @@ import contextlib
 import copy
 import json
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -17,12 +18,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal, first_line, refusal
+from zero_recipes.libs.single_process import single_process_env
 
 Result = TypeVar("Result")
 Rows = Dataset | IterableDataset
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
-TRL_COLUMNS = ("prompt and completion", "messages", "conversations", "input_ids")
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
 PADDING_TOKENS = ("<|padding|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]")
@@ -64,7 +65,6 @@ def alpaca_row(row: dict[str, Any]) -> dict[str, str]:
 def format_rows(rows: Rows, dataset_format: str, split: str = "the data") -> Rows:
     """Rows in `dataset_format` as prompt and completion; all other columns are dropped. Raises Refusal."""
     columns = rows.column_names or list(next(iter(rows)))
-    _refuse_missing_columns(set(ALPACA_COLUMNS) <= set(columns), columns, f"{', '.join(ALPACA_COLUMNS)}", split)
     if isinstance(rows, IterableDataset):
         return rows.map(alpaca_row, remove_columns=columns)
     return or_the_row(rows, lambda part: part.map(alpaca_row, remove_columns=columns), split)
@@ -114,38 +114,56 @@ def _sources(script_args, dataset_args) -> list[dict[str, Any]]:
 def _formatted(
     rows: Rows, split: str, sources: list[dict[str, Any]], training_args, dataset_format: str | None
 ) -> Rows:
-    """Of a stream the first row is looked at, the others as they come."""
+    """One split, whose first row has the columns that are read. Raises Refusal."""
     with reading(sources):
         first = next(iter(rows), None)
     if not first:
         raise refusal("ZR523", split=split)
+    wanted = _columns_read(training_args, dataset_format)
     # pandas makes an index of the first fields where a CSV file's records have more than its header
     if "__index_level_0__" in first and any(file.endswith((".csv", ".tsv")) for file in _local_files(sources)):
-        _refuse_missing_columns(False, first, "as many columns as the header of the CSV file names", split)
-    if dataset_format is not None:
-        return format_rows(rows, dataset_format, split)
-    needed = ({"prompt", "completion"}, {"messages"}, {"conversations"}, {"input_ids"})
-    if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        _refuse_missing_columns("input_ids" in first, first, "input_ids, with skip_prepare_dataset", split)
-    has_columns = any(columns <= first.keys() for columns in (*needed, {training_args.dataset_text_field}))
-    wanted = ", ".join((*TRL_COLUMNS, f"{training_args.dataset_text_field} (dataset_text_field)"))
-    _refuse_missing_columns(has_columns, first, wanted, split)
-    _refuse_without_turns(first, training_args.assistant_only_loss)
-    return rows
-
-
-def _refuse_missing_columns(there: bool, columns, wanted: str, split: str) -> None:
-    if not there:
-        raise refusal("ZR508", split=split, columns=", ".join(sorted(columns)), wanted=wanted)
-
-
-def _refuse_without_turns(first: dict[str, Any], assistant_only_loss: bool) -> None:
-    """TRL 1.16 refuses assistant_only_loss for rows without turns only once it has the model (SFTTrainer.__init__)."""
-    from trl import is_conversational
-    from trl.data_utils import is_conversational_from_value
-
-    if assistant_only_loss and not (is_conversational(first) or is_conversational_from_value(first)):
+        wanted = {"as many fields as the header of the CSV file names": {""}}
+    if not any(columns <= first.keys() for columns in wanted.values()):
+        raise refusal("ZR508", split=split, columns=", ".join(sorted(first)), wanted=", ".join(wanted))
+    chats = [name for name in ("prompt", "messages", "conversations") if isinstance(first.get(name), list)]
+    if training_args.assistant_only_loss and not chats:  # TRL 1.16 refuses it once it has the model
         raise refusal("ZR431", first=", ".join(first))
+    return rows if dataset_format is None else format_rows(rows, dataset_format, split)
+
+
+def _columns_read(training_args, dataset_format: str | None) -> dict[str, set[str]]:
+    """{in words: the columns} of each kind of rows that can be trained on."""
+    if dataset_format is not None:
+        return {", ".join(ALPACA_COLUMNS): set(ALPACA_COLUMNS)}
+    if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return {"input_ids, with skip_prepare_dataset": {"input_ids"}}
+    kinds = {"prompt and completion": {"prompt", "completion"}}
+    kinds |= {name: {name} for name in ("messages", "conversations", "input_ids")}
+    return kinds | {f"{training_args.dataset_text_field} (dataset_text_field)": {training_args.dataset_text_field}}
+
+
+def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
+    """Look at the first rows of the data: is it there, with the splits and columns that the recipe names?
+
+    `asks_hub`: data of the hub is looked at too, which takes seconds. Raises Refusal.
+    """
+    from trl import DatasetMixtureConfig
+
+    sources = [{"path": entry["path"]} for entry in settings.datasets] or [{"path": settings.dataset_name}]
+    if not asks_hub and any(map(on_hub, {source["path"] for source in sources} - packaged_formats())):
+        return
+    made_later = settings.test_split_size is not None  # of rows that a stream has yet to read
+    evaluates = "steps" if settings.evaluates and not made_later else "no"
+    arguments = SimpleNamespace(**settings.as_dict() | {"dataset_streaming": True, "eval_strategy": evaluates})
+    with single_process_env(), reading(sources):
+        mixture = DatasetMixtureConfig(datasets=[_streamed(entry) for entry in settings.datasets], streaming=True)
+        load_rows(arguments, arguments, mixture, settings.dataset_format)
+
+
+def _streamed(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of `datasets` without what the datasets library and TRL cannot take of a stream: "train[:100]+test"."""
+    split = re.split(r"[\[+]", entry.get("split") or "train")[0]
+    return dict(entry) | {"fraction": None, "split": "train" if split == "all" else split}
 
 
 # what libraries raise over rows

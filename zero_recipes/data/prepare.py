@@ -11,14 +11,12 @@ import copy
 import hashlib
 import importlib.metadata
 import json
-import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import datasets
 from datasets import Dataset, IterableDataset
@@ -27,15 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import write_json
-from zero_recipes.core.findings import (
-    Finding,
-    Refusal,
-    downgraded,
-    first_line,
-    ignored_codes,
-    raise_errors,
-    refusal,
-)
+from zero_recipes.core.findings import Finding, Refusal, downgraded, first_line, ignored_codes, raise_errors, refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import forks_end_with_parent
 from zero_recipes.data import audit as audits
@@ -47,7 +37,6 @@ from zero_recipes.libs import huggingface
 from zero_recipes.libs.single_process import single_process_env
 
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
-FIRST_ROWS = 4  # tokenised by a look at the data
 ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps
 PLANNED_ROWS = 2000  # tokenised for a plan, spread over all: the mean of Alpaca's is then known to 2 %
 # what TRL's preparation reads of the arguments (trl/trainer/sft_trainer.py, `_prepare_dataset` and before it)
@@ -106,7 +95,7 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
         if isinstance(data.train, IterableDataset):
             splits, findings = prepare_splits(data, script_args, training_args)
             raise_errors(downgraded(findings, ignored))
-            made = _noted(splits[0].audit, findings, None, None)
+            made = _noted(splits[0].audit, findings, None)
         else:
             made = _kept(data, script_args, training_args, ignored)
         samples = with_tokens(data.samples, data.tokenizer, training_args)
@@ -217,11 +206,7 @@ def prepare_split(
     rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool, split: str = "the data"
 ) -> tuple[Split, list[Finding]]:
     """One split tokenised whole and as it is trained on, its counts, and what is wrong with it. Raises Refusal."""
-    from trl import maybe_convert_to_chatml
-    from trl.data_utils import is_conversational_from_value
-
-    if is_conversational_from_value(rows[0]):  # as TRL does first
-        rows = load.or_the_row(rows, lambda part: part.map(maybe_convert_to_chatml), split)
+    rows = load.or_the_row(rows, _as_messages, split)
     audits.refuse_broken_rows(rows, tokenizer, split)
     if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
         tokenised = ready = rows
@@ -232,13 +217,23 @@ def prepare_split(
     return Split(tokenised, ready, found), audits.audit_findings(found, rows, tokenizer, training_args, split)
 
 
+def _as_messages(rows: Dataset) -> Dataset:
+    """Conversations with "from" and "value" as messages, as TRL's preparation begins."""
+    from trl import maybe_convert_to_chatml
+    from trl.data_utils import is_conversational_from_value
+
+    if not is_conversational_from_value(rows[0]):
+        return rows
+    return rows.map(maybe_convert_to_chatml, remove_columns="conversations")
+
+
 # prepared rows are kept
 
 
-def _noted(audit: Audit, findings: list[Finding], folder: Path | None, rows_sha256: str | None) -> dict:
+def _noted(audit: Audit, findings: list[Finding], rows_sha256: str | None) -> dict:
     """What a run is told of prepared rows, as JSON. The findings are not downgraded yet: other runs ignore others."""
     found = [asdict(finding) for finding in findings]
-    return {"folder": folder and str(folder), "audit": asdict(audit), "findings": found, "data_sha256": rows_sha256}
+    return {"folder": None, "audit": asdict(audit), "findings": found, "data_sha256": rows_sha256}
 
 
 def _kept(data: Data, script_args, training_args, ignored: frozenset[str]) -> dict:
@@ -256,12 +251,12 @@ def _kept(data: Data, script_args, training_args, ignored: frozenset[str]) -> di
         part = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".part"))
         named = dict(zip(("train", "eval"), (split.ready for split in splits), strict=False))
         datasets.DatasetDict(named).save_to_disk(part)
-        write_json(part / "audit.json", _noted(splits[0].audit, findings, folder, data_sha256(splits[0].ready)))
+        write_json(part / "audit.json", _noted(splits[0].audit, findings, data_sha256(splits[0].ready)))
         try:
             part.rename(folder)
         except OSError:  # another run was faster
             shutil.rmtree(part)
-    made = json.loads(note.read_text())
+    made = json.loads(note.read_text()) | {"folder": str(folder)}
     raise_errors(downgraded([Finding(**finding) for finding in made["findings"]], ignored))
     lengths = audits.row_lengths(datasets.load_from_disk(folder)["train"])  # padding is of this run's micro batch
     made["audit"]["padding_share"] = audits.padding_of(lengths, training_args)
@@ -314,45 +309,7 @@ def data_sha256(rows: Dataset) -> str:
     return digest.hexdigest()
 
 
-# a look at the data, and the lengths of rows, for a check and a plan
-
-
-def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
-    """Look at the data for no more than its first rows: is it there, with the splits and columns that the recipe names,
-    and can they be tokenised? `asks_hub`: data of the hub is looked at too, which takes seconds. Raises Refusal."""
-    from trl import DatasetMixtureConfig
-
-    sources = [{"path": entry["path"]} for entry in settings.datasets] or [{"path": settings.dataset_name}]
-    names = {source["path"] for source in sources} - load.packaged_formats()
-    if not asks_hub and any(map(load.on_hub, names)):
-        return
-    plain = {"dataset_streaming": True, "dataset_num_proc": None}
-    plain |= {"eval_strategy": "steps" if settings.evaluates else "no"}
-    if settings.test_split_size is not None:  # of rows that a stream has yet to read
-        plain |= {"eval_strategy": "no", "sample_prompts": None}
-    arguments = SimpleNamespace(**settings.as_dict() | plain)
-    with single_process_env(), load.reading(sources):
-        mixture = DatasetMixtureConfig(datasets=[_whole(entry) for entry in settings.datasets], streaming=True)
-        tokenizer = _tokenizer_at_hand(arguments)
-        if tokenizer is None:
-            load.load_rows(arguments, arguments, mixture, settings.dataset_format)
-            return
-        data = read_data(arguments, arguments, mixture, arguments, tokenizer)
-        if not (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
-            first = Dataset.from_list(list(data.train.take(FIRST_ROWS)))
-            load.or_the_row(first, lambda rows: tokenise(rows, data.tokenizer, arguments), settings.dataset_train_split)
-
-
-def _whole(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of `datasets` without what the datasets library and TRL cannot take of a stream: "train[:100]+test"."""
-    split = re.split(r"[\[+]", entry.get("split") or "train")[0]
-    return dict(entry) | {"fraction": None, "split": "train" if split == "all" else split}
-
-
-def _tokenizer_at_hand(arguments: SimpleNamespace) -> PreTrainedTokenizerBase | None:
-    """None where there is none without asking the hub."""
-    with _offline(), contextlib.suppress(OSError, ValueError, TypeError):  # `load_config` reports a missing model
-        return load.load_tokenizer(arguments, arguments)
+# the lengths of rows, for a plan
 
 
 @dataclass(frozen=True)
