@@ -14,9 +14,10 @@ from zero_recipes.core.tables import terminal
 from zero_recipes.data.samples import Sample
 from zero_recipes.metrics.read_runs import SampleRow
 from zero_recipes.training.generation import generate_texts, reference_losses
-from zero_recipes.training.samples import SCORES, TEXT_SCORES, Answers, score, why_unscored
+from zero_recipes.training.samples import TEXT_SCORES, Answers, score, why_unscored
+from zero_recipes.training.scores import perplexity, rouge
 
-MODULES = (*TEXT_SCORES, "rouge")
+SCORES = (*TEXT_SCORES, rouge)
 
 
 @dataclass(frozen=True)
@@ -90,15 +91,13 @@ def means(rows: Sequence[SampleRow], tokens: Sequence[int]) -> dict[str, tuple[f
 
 
 def perplexities(losses: list[float], tokens: list[int]) -> tuple[float, list[float]]:
-    """(of all tokens together, of each row), by the module in trainer/scores/."""
-    import evaluate
-
-    found = evaluate.load(str(SCORES / "perplexity")).compute(losses=losses, tokens=tokens)
-    return found["perplexity"], found["each"]
+    """(of all tokens together, of each row)."""
+    mean = sum(loss * count for loss, count in zip(losses, tokens, strict=True)) / sum(tokens)
+    return perplexity(mean), [perplexity(loss) for loss in losses]
 
 
 def _scores(samples: list[Sample], answers: Answers) -> list[dict[str, float | None]]:
-    scores = score(samples, answers, MODULES)
+    scores = score(samples, answers, SCORES)
     known = [i for i, row in enumerate(scores) if row.get("reference_loss") is not None]
     if known:
         _, each = perplexities([scores[i]["reference_loss"] for i in known], [_tokens(samples[i]) for i in known])

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import gather_object
-from transformers import TrainerCallback
 from trl import SFTTrainer
 
 from zero_recipes.core.files import json_lines, write_text
-from zero_recipes.core.phases import PhaseClock
 from zero_recipes.core.tables import plain, print_texts, terminal
 from zero_recipes.data.samples import Sample
 from zero_recipes.libs import fsdp
 from zero_recipes.libs.deepspeed_engine import forget_trace_of_generation
 from zero_recipes.metrics.read_runs import SampleRow
 from zero_recipes.training.generation import generate_texts, prompts_cut, reference_losses
+from zero_recipes.training.scores import exact_match, token_f1
 
-SCORES = Path(__file__).with_name("scores")
-TEXT_SCORES = ("exact_match", "token_f1")
+TEXT_SCORES = (exact_match, token_f1)
 
 
 @dataclass
@@ -48,77 +46,61 @@ def answer(trainer: SFTTrainer, samples: list[Sample], max_new_tokens: int) -> A
     tokenizer, device = trainer.processing_class, trainer.accelerator.device
     was_training = model.training
     model.eval()
-    found = []
+    answered = []
     for start in range(0, share, batch):
         chosen = mine[start : start + batch]
         part = [samples[i] for i in chosen]
         texts = generate_texts(model, tokenizer, part, max_new_tokens, device)
         losses = reference_losses(model, tokenizer, part, device)
-        found += list(zip(chosen, texts, losses, strict=True))
+        answered += list(zip(chosen, texts, losses, strict=True))
     model.train(was_training)
     forget_trace_of_generation(trainer.model_wrapped)
     fsdp.reshard_model(trainer.model)
-    everyone = {i: (text, loss) for i, text, loss in gather_object(found)}
+    everyone = {i: (text, loss) for i, text, loss in gather_object(answered)}
     return Answers([everyone[i][0] for i in range(len(samples))], [everyone[i][1] for i in range(len(samples))])
 
 
-class AnswersBeforeTraining(TrainerCallback):
-    """Asks once the engine stands, before the first step.
-
-    A resumed run takes the answers that its checkpoint carries: its own weights are trained by now.
-    """
-
-    def __init__(self, samples: list[Sample], max_new_tokens: int, clock: PhaseClock):
-        self.samples, self.max_new_tokens, self.clock = samples, max_new_tokens, clock
-        self.trainer: SFTTrainer | None = None
-        self.answers: Answers | None = None
-
-    def history(self) -> dict[str, Any]:
-        """What a checkpoint carries of them."""
-        return {"prompts": [sample.prompt for sample in self.samples], **asdict(self.answers)}
-
-    def take_up(self, carried: dict[str, Any]) -> None:
-        """Answers of the run that wrote the checkpoint, if it was asked the same."""
-        if carried.get("prompts") == [sample.prompt for sample in self.samples]:
-            self.answers = Answers(carried["texts"], carried["reference_losses"])
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if self.answers is not None:
-            return
-        if state.global_step and self.samples and args.process_index == 0:
-            print(f"sample prompts: `before` is what the model says after step {state.global_step}", flush=True)
-        asked = (self.trainer.model, self.trainer.processing_class, self.samples, self.max_new_tokens)
-        if args.process_index == 0 and (cut := prompts_cut(*asked)) is not None:
+def answer_before(trainer: SFTTrainer, samples: list[Sample], max_new_tokens: int) -> Answers:
+    """`answer` before the first step of this process, with what is worth knowing on rank 0. Collective."""
+    if trainer.args.process_index == 0 and samples:
+        if trainer.state.global_step:
+            print(f"sample prompts: `before` is what the model says after step {trainer.state.global_step}", flush=True)
+        cut = prompts_cut(trainer.model, trainer.processing_class, samples, max_new_tokens)
+        if cut is not None:
             print(cut, flush=True)
-        with self.clock.phase("eval"):
-            self.answers = answer(self.trainer, self.samples, self.max_new_tokens)
+    return answer(trainer, samples, max_new_tokens)
+
+
+def carried(samples: list[Sample], answers: Answers) -> dict[str, Any]:
+    """What a checkpoint carries of the answers before training: a resumed run's own weights are trained."""
+    return {"prompts": [sample.prompt for sample in samples], **asdict(answers)}
+
+
+def answers_carried(history: dict[str, Any], samples: list[Sample]) -> Answers | None:
+    """The answers that a checkpoint's history carries; None where it has none or was given other prompts."""
+    before = history.get("answers_before") or {}
+    if before.get("prompts") != [sample.prompt for sample in samples]:
+        return None
+    return Answers(before["texts"], before["reference_losses"])
 
 
 def score(
-    samples: list[Sample], answers: Answers, modules: Sequence[str] = TEXT_SCORES
+    samples: list[Sample], answers: Answers, text_scores: Sequence[Callable] = TEXT_SCORES
 ) -> list[dict[str, float | None]]:
-    """{metric: value} for each sample; empty where there is no reference. `why_unscored` has the reason of a None.
+    """{score: value} for each sample; empty where there is no reference. `why_unscored` has the reason of a None.
 
-    `modules`: of trainer/scores/, those that compare texts. A module gives one value for each row as `each`, or
-    several by name.
+    `text_scores`: of scores.py; each gives one value, or several by name.
     """
-    import evaluate
-
-    scored = [i for i, sample in enumerate(samples) if sample.reference is not None]
-    result: list[dict[str, float | None]] = [{} for _ in samples]
-    if not scored:
-        return result
-    for name in modules:
-        each = evaluate.load(str(SCORES / name)).compute(
-            predictions=[answers.texts[i] for i in scored], references=[samples[i].reference for i in scored]
-        )["each"]
-        for metric, values in (each if isinstance(each, dict) else {name: each}).items():
-            for i, value in zip(scored, values, strict=True):
-                result[i][metric] = value
-    for i in scored:
-        loss = answers.reference_losses[i]
-        result[i]["reference_loss"] = loss if loss is not None and math.isfinite(loss) else None
-    return result
+    scored: list[dict[str, float | None]] = []
+    for sample, text, loss in zip(samples, answers.texts, answers.reference_losses, strict=True):
+        values: dict[str, float | None] = {}
+        if sample.reference is not None:
+            for compare in text_scores:
+                value = compare(text, sample.reference)
+                values |= value if isinstance(value, dict) else {compare.__name__: value}
+            values["reference_loss"] = loss if loss is not None and math.isfinite(loss) else None
+        scored.append(values)
+    return scored
 
 
 def why_unscored(sample: Sample, losses: list[float | None]) -> str | None:
