@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import run_sft
 from zero_recipes.libs import deepspeed_tensors
@@ -46,19 +47,19 @@ def parameter_groups(trainer) -> list[list[int]]:
 
 def train_counted(argv: list[str]) -> dict:
     """`train`, with the step (from 0) of every call of training_step, one a micro batch."""
-    from zero_recipes.training.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import ZeroSFTTrainer
 
-    original, steps = RecipeTrainer.training_step, []
+    original, steps = ZeroSFTTrainer.training_step, []
 
     def training_step(self, *arguments, **keywords):
         steps.append(self.state.global_step)
         return original(self, *arguments, **keywords)
 
-    RecipeTrainer.training_step = training_step
+    ZeroSFTTrainer.training_step = training_step
     try:
         return train(argv) | {"calls": steps}
     finally:
-        RecipeTrainer.training_step = original
+        ZeroSFTTrainer.training_step = original
 
 
 def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
@@ -98,14 +99,14 @@ def order_of_saving(argv: list[str]) -> list[str]:
 @contextlib.contextmanager
 def transformers_own(method: str):
     """A method of the trainer as transformers has it, without ours before it."""
-    from zero_recipes.training.checkpointing import CheckpointingSFTTrainer
+    from zero_recipes.training.trainer import ZeroSFTTrainer
 
-    ours = getattr(CheckpointingSFTTrainer, method)
-    delattr(CheckpointingSFTTrainer, method)
+    ours = getattr(ZeroSFTTrainer, method)
+    delattr(ZeroSFTTrainer, method)
     try:
         yield
     finally:
-        setattr(CheckpointingSFTTrainer, method, ours)
+        setattr(ZeroSFTTrainer, method, ours)
 
 
 def train_past_the_end(argv: list[str]) -> dict:
@@ -118,12 +119,15 @@ def train_with_adam_reset(argv: list[str]) -> dict:
     """`train`, with stage 0's mending applied to a resumed run as if it were a fresh one."""
     from zero_recipes.libs.patches import FreshAdamAtStage0
 
-    original = FreshAdamAtStage0.__init__
-    FreshAdamAtStage0.__init__ = lambda self, resumes: original(self, False)
+    original = FreshAdamAtStage0.on_train_begin
+    fresh = SimpleNamespace(global_step=0)
+    FreshAdamAtStage0.on_train_begin = lambda self, args, state, control, **more: original(
+        self, args, fresh, control, **more
+    )
     try:
         return train(argv)
     finally:
-        FreshAdamAtStage0.__init__ = original
+        FreshAdamAtStage0.on_train_begin = original
 
 
 def checkpoint_gaps(one: str, other: str) -> dict[str, float]:
@@ -192,10 +196,10 @@ def train_with_stowaway(argv: list[str]) -> dict:
 
     original = StageMetricsCallback.on_train_begin
 
-    def hide(self, args, state, control, **kwargs):
-        inner = deepspeed_tensors.base_optimizer(self.trainer.optimizer)
+    def hide(self, args, state, control, optimizer=None, **kwargs):
+        inner = deepspeed_tensors.base_optimizer(optimizer)
         inner.state[torch.nn.Parameter(torch.zeros(1))] = {"hidden": torch.ones(2**18).clone()}
-        return original(self, args, state, control, **kwargs)
+        return original(self, args, state, control, optimizer=optimizer, **kwargs)
 
     StageMetricsCallback.on_train_begin = hide
     try:
@@ -230,8 +234,6 @@ def train_without_fresh_adam(argv: list[str]) -> dict:
 
 def fresh_adam_on_resume() -> dict:
     """The step counter that FreshAdamAtStage0 leaves on a fresh and on a resumed run, from 7."""
-    from types import SimpleNamespace
-
     import deepspeed
     import torch
 
@@ -247,7 +249,8 @@ def fresh_adam_on_resume() -> dict:
         )
         for tensors in optimizer.state.values():
             tensors["step"].fill_(7.0)
-        FreshAdamAtStage0(resumes).on_train_begin(None, None, None, optimizer=SimpleNamespace(optimizer=optimizer))
+        state = SimpleNamespace(global_step=int(resumes))
+        FreshAdamAtStage0().on_train_begin(None, state, None, optimizer=SimpleNamespace(optimizer=optimizer))
         left[name] = max(float(tensors["step"]) for tensors in optimizer.state.values())
     return left
 

@@ -15,9 +15,9 @@ def train_compacted(argv: list[str], compacted: bool, masked: list[list[int]]) -
     """
     from trl.trainer import utils
 
-    from zero_recipes.training.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import ZeroSFTTrainer
 
-    original, calls, asked = RecipeTrainer.training_step, iter(range(10**6)), []
+    original, calls, asked = ZeroSFTTrainer.training_step, iter(range(10**6)), []
 
     def training_step(self, model, inputs, *arguments, **keywords):
         if [next(calls), self.args.process_index] in masked:
@@ -30,7 +30,7 @@ def train_compacted(argv: list[str], compacted: bool, masked: list[list[int]]) -
 
     with (
         mock.patch.object(utils, "_use_triton", use_triton),
-        mock.patch.object(RecipeTrainer, "training_step", training_step),
+        mock.patch.object(ZeroSFTTrainer, "training_step", training_step),
     ):
         return train(argv) | {"asked": len(asked)}
 
@@ -39,10 +39,10 @@ def train_counted(argv: list[str]) -> dict:
     """`train`, and of each micro batch the positions that the LM head scored, those with a loss, and all."""
     from trl.trainer import utils
 
-    from zero_recipes.training.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import ZeroSFTTrainer
 
     scored, supervised, positions = [], [], []
-    function, original = utils._ChunkedLogProbFunction, RecipeTrainer.training_step
+    function, original = utils._ChunkedLogProbFunction, ZeroSFTTrainer.training_step
 
     class Counting:
         @staticmethod
@@ -58,6 +58,6 @@ def train_counted(argv: list[str]) -> dict:
 
     with (
         mock.patch.object(utils, "_ChunkedLogProbFunction", Counting),
-        mock.patch.object(RecipeTrainer, "training_step", training_step),
+        mock.patch.object(ZeroSFTTrainer, "training_step", training_step),
     ):
         return train(argv) | {"scored": scored, "supervised": supervised, "positions": positions}

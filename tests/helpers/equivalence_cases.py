@@ -14,8 +14,8 @@ import run_sft
 from tests.helpers import equivalence_reference
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows
-from zero_recipes.training import token_weighting
-from zero_recipes.training import trainer as metrics
+from zero_recipes.training import token_loss
+from zero_recipes.training import trainer as trainers
 
 
 def prepared(argv: list[str]) -> tuple:
@@ -92,37 +92,35 @@ def train_watched(argv: list[str]) -> dict:
     """`train`, and which tensors its first step changed."""
     from tests.helpers.cases import train
 
-    watcher, original = FirstStep(), metrics.RecipeTrainer.train
+    watcher, original = FirstStep(), trainers.ZeroSFTTrainer.train
 
     def watched(self, *arguments, **keywords):
         self.add_callback(watcher)
         return original(self, *arguments, **keywords)
 
-    with replaced(metrics.RecipeTrainer, "train", watched):
+    with replaced(trainers.ZeroSFTTrainer, "train", watched):
         return train(argv) | {"changed": watcher.changed, "unchanged": watcher.unchanged}
 
 
 def train_with_repeated_rows(argv: list[str]) -> dict:
     """`train_watched`, with the loss of the rows that accelerate repeats left in place."""
-    with replaced(token_weighting, "without_loss", lambda *_: None):
+    with replaced(token_loss, "without_loss", lambda *_: None):
         return train_watched(argv)
 
 
 def train_with_a_stream_that_ends(argv: list[str]) -> dict:
     """`train`, with transformers' own epochs of a streamed data set."""
     from tests.helpers.cases import train
-    from zero_recipes.training import row_order
 
-    with replaced(row_order, "EndlessRows", lambda rows: rows):
+    with replaced(trainers, "EndlessRows", lambda rows: rows):
         return train(argv)
 
 
 def train_in_transformers_order(argv: list[str]) -> dict:
     """`train`, with the samplers as transformers leaves them."""
     from tests.helpers.cases import train
-    from zero_recipes.training.row_order import SeededOrderSFTTrainer
 
-    with replaced(SeededOrderSFTTrainer, "_run_epoch", SFTTrainer._run_epoch):
+    with replaced(trainers.ZeroSFTTrainer, "_run_epoch", SFTTrainer._run_epoch):
         return train(argv)
 
 
@@ -142,10 +140,9 @@ def train_by(argv: list[str], mended: bool, accepts_loss_kwargs: bool = True) ->
         if not accepts_loss_kwargs:
             stack.enter_context(replaced(GPTNeoXForCausalLM, "accepts_loss_kwargs", False))
         if not mended:
-            ours = token_weighting.TokenWeightedSFTTrainer
             for name in ("get_batch_samples", "evaluation_loop", "prediction_step"):
-                stack.enter_context(replaced(ours, name, getattr(SFTTrainer, name)))
-            stack.enter_context(replaced(ours, "__init__", lambda self, *a, **k: super(ours, self).__init__(*a, **k)))
+                stack.enter_context(replaced(trainers.ZeroSFTTrainer, name, getattr(SFTTrainer, name)))
+            stack.enter_context(replaced(token_loss, "count_tokens_with_loss", lambda trainer: None))
         found = train(argv)["metrics"]
     return {"losses": found["loss_history"], "evaluations": [entry["loss"] for entry in found["eval_history"]]}
 

@@ -97,33 +97,33 @@ def _shared_layer_gap(stage, dtype, width, calls, recompute, forwards, accumulat
 def train_recomputing_without_reentrance(argv: list[str]) -> dict:
     """`train` with LoRA at stage 3, recomputing as TRL 1.16 does not dare to; {"loss_history", "reentrant"}."""
     from tests.helpers.cases import train
-    from zero_recipes.training.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import ZeroSFTTrainer
 
-    original, found = RecipeTrainer.train_to_the_end, {}
+    original, found = ZeroSFTTrainer.train, {}
 
-    def train_to_the_end(self):
+    def without_reentrance(self, *arguments):
         found["reentrant"] = self.args.gradient_checkpointing_kwargs["use_reentrant"]
         self.args.gradient_checkpointing_kwargs["use_reentrant"] = False
-        return original(self)
+        return original(self, *arguments)
 
-    with mock.patch.object(RecipeTrainer, "train_to_the_end", train_to_the_end):
+    with mock.patch.object(ZeroSFTTrainer, "train", without_reentrance):
         return found | {"loss_history": train(argv)["metrics"]["loss_history"]}
 
 
 def train_and_look_at_the_head(argv: list[str]) -> dict:
     """`train`, and of each tensor of modules_to_save: [whole elements, this rank's]."""
     from tests.helpers.cases import train
-    from zero_recipes.training.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import ZeroSFTTrainer
 
-    original, held = RecipeTrainer.save_and_verify, {}
+    original, held = ZeroSFTTrainer.save_verified, {}
 
-    def save_and_verify(self):
+    def save_verified(self):
         for name, p in self.model.named_parameters():
             if "modules_to_save" in name:
                 held[name] = [p.ds_numel, p.ds_tensor.numel()] if hasattr(p, "ds_numel") else [p.numel(), p.numel()]
         return original(self)
 
-    with mock.patch.object(RecipeTrainer, "save_and_verify", save_and_verify):
+    with mock.patch.object(ZeroSFTTrainer, "save_verified", save_verified):
         return {"loss_history": train(argv)["metrics"]["loss_history"], "held": held}
 
 
@@ -190,10 +190,10 @@ def train_with_a_slow_writer(argv: list[str]) -> str:
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     from tests.helpers.cases import train
-    from zero_recipes.training.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import ZeroSFTTrainer
 
     limit, usual = timedelta(seconds=1), timedelta(minutes=10)
-    save_model, save = RecipeTrainer.save_model, RecipeTrainer._save
+    save_model, save = ZeroSFTTrainer.save_model, ZeroSFTTrainer._save
 
     def quickly_ending(self, *arguments, **keywords):
         distributed.barrier()
@@ -209,8 +209,8 @@ def train_with_a_slow_writer(argv: list[str]) -> str:
         save(self, *arguments, **keywords)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(RecipeTrainer, "save_model", quickly_ending))
-        stack.enter_context(mock.patch.object(RecipeTrainer, "_save", slowly))
+        stack.enter_context(mock.patch.object(ZeroSFTTrainer, "save_model", quickly_ending))
+        stack.enter_context(mock.patch.object(ZeroSFTTrainer, "_save", slowly))
         try:
             train(argv)
             return "saved"
@@ -271,16 +271,16 @@ def bytes_read_at_resume(argv: list[str]) -> int:
 def train_with_a_writer_that_fails(argv: list[str]) -> str:
     """What ends `train` where rank 0 cannot write the model."""
     from tests.helpers.cases import train
-    from zero_recipes.training.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import ZeroSFTTrainer
 
-    save = RecipeTrainer._save
+    save = ZeroSFTTrainer._save
 
     def fail(self, *arguments, **keywords):
         if distributed.get_rank() == 0:
             raise OSError("no room")
         save(self, *arguments, **keywords)
 
-    with mock.patch.object(RecipeTrainer, "_save", fail):
+    with mock.patch.object(ZeroSFTTrainer, "_save", fail):
         try:
             train(argv)
             return "saved"

@@ -33,7 +33,7 @@ def train_without_the_patch(argv: list[str]) -> str:
     original = metrics.StageMetricsCallback.on_train_begin
 
     def look(self, *arguments, **keywords):
-        wrapped.append(type(self.trainer.model_wrapped).__name__)
+        wrapped.append(type(self.engine).__name__)
         return original(self, *arguments, **keywords)
 
     with (

@@ -61,15 +61,15 @@ class Watch(TrainerCallback):
 def train_in_fp16(argv: list[str], environment: dict[str, str] | None = None) -> dict:
     """`train` in fp16, with what `Watch` saw of each step. `environment`: what a launcher sets."""
     os.environ.update(environment or {})
-    from zero_recipes.training.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import ZeroSFTTrainer
 
-    watch, original = Watch(), RecipeTrainer.__init__
+    watch, original = Watch(), ZeroSFTTrainer.__init__
 
     def start(self, *arguments, **keywords):
         original(self, *arguments, **keywords)
         self.add_callback(watch)
 
-    with fp16_on_cpu(), mock.patch.object(RecipeTrainer, "__init__", start):
+    with fp16_on_cpu(), mock.patch.object(ZeroSFTTrainer, "__init__", start):
         return train(argv) | {"steps": watch.steps}
 
 

@@ -30,7 +30,7 @@ def sabotage(place: str, step: int) -> None:
     import torch
 
     from zero_recipes.checkpoint import manifest
-    from zero_recipes.training.trainer import RecipeTrainer as Trainer
+    from zero_recipes.training.trainer import ZeroSFTTrainer as Trainer
 
     saves = []
 

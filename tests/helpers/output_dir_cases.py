@@ -11,7 +11,7 @@ import run_sft
 from zero_recipes.checkpoint.output_dir import LOCK, hold_output_dir, refuse_in_use
 from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.core.process import rank
-from zero_recipes.training.trainer import RecipeTrainer
+from zero_recipes.training.trainer import ZeroSFTTrainer
 
 
 def held_and_refused(folder: str) -> str:
@@ -53,7 +53,7 @@ def failure_in_the_first_step(argv: list[str]) -> list[str]:
         distributed.barrier()
         raise Broken(f"rank {rank()}")
 
-    with mock.patch.object(RecipeTrainer, "training_step", training_step):
+    with mock.patch.object(ZeroSFTTrainer, "training_step", training_step):
         try:
             run_sft.train(run_sft.prepare(argv))
         except Broken:

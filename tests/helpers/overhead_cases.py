@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel, TrainerCallback
 
 import run_sft
-from zero_recipes.training import token_metrics
-from zero_recipes.training.trainer import RecipeTrainer
+from zero_recipes.training import token_loss
+from zero_recipes.training.trainer import ZeroSFTTrainer
 
 
 class CountHostWork(TorchDispatchMode):
@@ -51,16 +51,16 @@ def host_work(argv: list[str]) -> list[dict[str, int]]:
     """{operator: calls} of each optimizer step of one run."""
     mode = CountHostWork()
     snapshots = Snapshots(mode)
-    train = RecipeTrainer.train_to_the_end
+    train = ZeroSFTTrainer.train
 
-    def counted(self):
+    def counted(self, *arguments):
         self.add_callback(snapshots)
         with mode:
-            train(self)
+            return train(self, *arguments)
 
     tolist, walk = torch.Tensor.tolist, PreTrainedModel.num_parameters
     with (
-        mock.patch.object(RecipeTrainer, "train_to_the_end", counted),
+        mock.patch.object(ZeroSFTTrainer, "train", counted),
         mock.patch.object(torch.Tensor, "tolist", mode.counting(tolist, "read")),
         mock.patch.object(PreTrainedModel, "num_parameters", mode.counting(walk, "num_parameters")),
     ):
@@ -70,7 +70,7 @@ def host_work(argv: list[str]) -> list[dict[str, int]]:
 
 def log_of(argv: list[str], most_kept: int | None = None) -> dict:
     """The log of a run, and the losses and gradient norms of its steps. `most_kept`: micro batches until a gather."""
-    with mock.patch.object(token_metrics, "MOST_KEPT", most_kept or token_metrics.MOST_KEPT):
+    with mock.patch.object(token_loss, "MOST_KEPT", most_kept or token_loss.MOST_KEPT):
         trainer = run_sft.train(run_sft.prepare(argv))
     trainer.accelerator.wait_for_everyone()
     return {

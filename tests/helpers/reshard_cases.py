@@ -16,12 +16,12 @@ def train_and_keep_states(argv: list[str], step: int, path: str) -> dict:
 
     original = StageMetricsCallback.on_save
 
-    def keep(self, args, state, control, **kwargs):
+    def keep(self, args, state, control, model=None, optimizer=None, **kwargs):
         if state.global_step == step:
-            states = gathered_states(self.trainer)
+            states = gathered_states(model, optimizer)
             if args.process_index == 0:
                 torch.save(states, path)
-        return original(self, args, state, control, **kwargs)
+        return original(self, args, state, control, model=model, optimizer=optimizer, **kwargs)
 
     StageMetricsCallback.on_save = keep
     try:
@@ -41,11 +41,11 @@ def train_and_compare_states(argv: list[str], path: str) -> dict:
 
     original, seen = StageMetricsCallback.on_train_begin, {}
 
-    def counters(trainer) -> list:
-        return [state["step"] for state in deepspeed_tensors.base_optimizer(trainer.optimizer).state.values()]
+    def counters(optimizer) -> list:
+        return [state["step"] for state in deepspeed_tensors.base_optimizer(optimizer).state.values()]
 
-    def compare(self, args, state, control, **kwargs):
-        wanted, found = torch.load(path), gathered_states(self.trainer)
+    def compare(self, args, state, control, model=None, optimizer=None, **kwargs):
+        wanted, found = torch.load(path), gathered_states(model, optimizer)
         assert wanted.keys() == found.keys() and wanted
         seen["different"] = sorted(
             f"{name} {key}"
@@ -53,8 +53,8 @@ def train_and_compare_states(argv: list[str], path: str) -> dict:
             for key in wanted[name]
             if wanted[name][key].dtype != found[name][key].dtype or not wanted[name][key].equal(found[name][key])
         )
-        seen["steps"] = [{int(step) for step in counters(self.trainer)}.pop()]
-        return original(self, args, state, control, **kwargs)
+        seen["steps"] = [{int(step) for step in counters(optimizer)}.pop()]
+        return original(self, args, state, control, model=model, optimizer=optimizer, **kwargs)
 
     StageMetricsCallback.on_train_begin = compare
     try:
@@ -63,7 +63,7 @@ def train_and_compare_states(argv: list[str], path: str) -> dict:
         trainer.accelerator.wait_for_everyone()
     finally:
         StageMetricsCallback.on_train_begin = original
-    steps = counters(trainer)
+    steps = counters(trainer.optimizer)
     assert len({int(step) for step in steps}) == 1
     shared = {step.data_ptr() if torch.is_tensor(step) else number for number, step in enumerate(steps)}
     return {
@@ -76,7 +76,7 @@ def train_and_compare_states(argv: list[str], path: str) -> dict:
     }
 
 
-def gathered_states(trainer) -> dict:
+def gathered_states(model, optimizer) -> dict:
     """{name: {"fp32", "exp_avg", "exp_avg_sq", "weight"}} of what is trained, whole, gathered by DeepSpeed.
 
     States in bf16 come in fp32 from stages 1 and 2 and in bf16 from stage 3: all are given in fp32, exactly.
@@ -84,13 +84,13 @@ def gathered_states(trainer) -> dict:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    optimizer, states = trainer.optimizer.optimizer, {}
+    optimizer, states = optimizer.optimizer, {}
     if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
         # DeepSpeed 0.19.8, zero/stage_1_and_2.py `_optimizer_step` links all groups after the first one's step: the
         # moments of the others do not exist yet, and safe_get_full_optimizer_state does not find them
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
-    for name, p in trainer.model.named_parameters():
+    for name, p in model.named_parameters():
         if p.requires_grad:
             states[name] = {"fp32": safe_get_full_fp32_param(p).float().clone()}
             for key in ("exp_avg", "exp_avg_sq"):

@@ -15,7 +15,7 @@ import torch
 import run_sft
 from zero_recipes.core.findings import Finding, Refusal, RunFailed
 from zero_recipes.metrics.callback import StageMetricsCallback
-from zero_recipes.training import recorder, trainer
+from zero_recipes.training import samples, trainer
 
 
 def strict(text: str) -> Any:
@@ -47,11 +47,11 @@ def ending(argv: list[str]) -> dict:
 # what a run does, and where it can break: (owner, name of what is called)
 POINTS = {
     "load": (run_sft, None),
-    "step": (trainer.RecipeTrainer, "training_step"),
-    "save": (trainer.RecipeTrainer, "save_model"),
-    "samples": (trainer, "answer"),
-    "scores": (trainer, "write_samples"),
-    "print": (trainer, "show_samples"),
+    "step": (trainer.ZeroSFTTrainer, "training_step"),
+    "save": (trainer.ZeroSFTTrainer, "save_model"),
+    "samples": (samples, "answer"),
+    "scores": (samples, "write_samples"),
+    "print": (samples, "show_samples"),
 }
 
 
@@ -104,7 +104,7 @@ def killed_while_loading(argv: list[str]) -> dict | None:
     def load_model(*_arguments, **_keywords):
         path = Path(run.output_dir) / "metrics.json"
         seen.append(strict(path.read_text()) if path.is_file() else None)
-        raise recorder.Refusal([Finding("ZR000", "not now", "why", "fix")])
+        raise Refusal([Finding("ZR000", "not now", "why", "fix")])
 
     with mock.patch.object(load, "load_model", load_model):
         try:

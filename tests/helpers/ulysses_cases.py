@@ -9,7 +9,7 @@ from trl import SFTTrainer
 
 from tests.helpers.cases import train
 from tests.helpers.equivalence_cases import replaced
-from zero_recipes.training.token_weighting import TokenWeightedSFTTrainer
+from zero_recipes.training.trainer import ZeroSFTTrainer
 
 
 @contextlib.contextmanager
@@ -35,14 +35,14 @@ def train_sharing(argv: list[str]) -> dict:
 
 def train_with_a_mean_for_each_micro_batch(argv: list[str]) -> dict:
     """`train_sharing`, with the loss left to transformers and TRL."""
-    original = TokenWeightedSFTTrainer.__init__
+    original = ZeroSFTTrainer.__init__
 
     def init(self, *arguments, **keywords):
         original(self, *arguments, **keywords)
         self.model_accepts_loss_kwargs = False
 
     with (
-        replaced(TokenWeightedSFTTrainer, "__init__", init),
-        replaced(TokenWeightedSFTTrainer, "compute_loss", SFTTrainer.compute_loss),
+        replaced(ZeroSFTTrainer, "__init__", init),
+        replaced(ZeroSFTTrainer, "compute_loss", SFTTrainer.compute_loss),
     ):
         return train_sharing(argv)

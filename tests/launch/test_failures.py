@@ -40,15 +40,15 @@ original = run_sft.train
 
 def train(run):
     import torch
-    from zero_recipes.training.trainer import RecipeTrainer
+    from zero_recipes.training.trainer import ZeroSFTTrainer
 
-    step = RecipeTrainer.training_step
+    step = ZeroSFTTrainer.training_step
 
     def training_step(self, *arguments, **keywords):
 {act}
         return step(self, *arguments, **keywords)
 
-    RecipeTrainer.training_step = training_step
+    ZeroSFTTrainer.training_step = training_step
     return original(run)
 
 

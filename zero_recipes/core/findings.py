@@ -191,6 +191,13 @@ def raise_errors(findings: list[Finding]) -> None:
         raise Refusal(findings)
 
 
+def raise_or_print(findings: list[Finding]) -> None:
+    """Raise one Refusal where there is an error among the findings, else print them on rank 0."""
+    raise_errors(findings)
+    if rank() == 0 and findings:
+        print(*findings, sep="\n", flush=True)
+
+
 def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:
     """Print why a run ends, with `tracebacks` also where a library raised. Returns the exit code of every rank."""
     if isinstance(ending, Refusal):

@@ -38,15 +38,12 @@ class FreshAdamAtStage0(TrainerCallback):
     deepspeedai/DeepSpeed#5104, the same at stages 1 to 3.
     """
 
-    def __init__(self, resumes: bool):
-        self.resumes = resumes
-
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
         from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 
         inner = getattr(optimizer, "optimizer", None)
-        if self.resumes or not isinstance(inner, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        if state.global_step or not isinstance(inner, (FP16_Optimizer, FP16_UnfusedOptimizer)):
             return
         base = base_optimizer(inner)
         for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups, with integers

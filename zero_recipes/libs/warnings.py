@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.process import rank
+from zero_recipes.core.process import imported_for_good, rank
 
 BAR_SECONDS = "10"  # between two states of a bar without a terminal; what takes less time shows none
 # (category, message, module): all as regular expressions of the warnings filter
@@ -41,6 +43,15 @@ def quieten() -> None:
         import datasets
 
         datasets.disable_progress_bars()
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """The model libraries are imported inside, for good (core/process.py), and quiet from then on."""
+    quieten_loggers()
+    with imported_for_good():
+        yield
+    quieten()
 
 
 def quieten_loggers() -> None:

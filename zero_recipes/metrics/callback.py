@@ -1,12 +1,13 @@
 """What a strategy cost: memory, model states, tokens per second, communication and loss of one run, in metrics.json.
 
 Everything is read off the engine's own tensors and collectives; nothing here knows the formulas that it is compared
-with. The contract of the file stands in docs/metrics.md.
+with. The contract of the file is in docs/metrics.md.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,16 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from zero_recipes.config.run import RunConfig
+from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.settings import precision_of
+from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import environment
-from zero_recipes.core.phases import PhaseClock
+from zero_recipes.core.phases import CLOCK
 from zero_recipes.core.process import rank
 from zero_recipes.distributed import nvme
 from zero_recipes.distributed.agree import gather_rows
 from zero_recipes.libs import deepspeed_tensors
 from zero_recipes.metrics.communication import CommunicationCounter
-from zero_recipes.metrics.gradient_dtypes import gradient_dtypes
-from zero_recipes.metrics.identity import identity
-from zero_recipes.metrics.memory_probe import MemoryPhases, StateProbe
 from zero_recipes.metrics.model_flops import UsedFlops
 from zero_recipes.metrics.parts import (
     Disk,
@@ -43,51 +43,100 @@ from zero_recipes.metrics.parts import (
     SecondsInStep,
 )
 from zero_recipes.metrics.prediction import PredictedMetrics
-from zero_recipes.metrics.schema import FILE, SCHEMA, Measurements, Metrics, Status, first_nonfinite
+from zero_recipes.metrics.probe import (
+    EngineSeconds,
+    MemoryPhases,
+    StateProbe,
+    StepClock,
+    gradient_dtypes,
+    steps_not_timed,
+)
+from zero_recipes.metrics.schema import FILE, SCHEMA, Measurements, Metrics, RunIdentity, Status, first_nonfinite
 from zero_recipes.metrics.summary import History, RankFigures, continued, summarise, tokens_of
-from zero_recipes.metrics.timers import EngineSeconds, StepClock, steps_not_timed
 from zero_recipes.model import parameter_counts
+
+UNFINISHED = "the run has not finished"
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run that no event of the Trainer carries."""
+
+    name: str
+    strategy: Strategy
+    device: str  # "cpu" or "cuda"
+    precision: str
+    model: str | None
+    recipe_sha256: str | None = None
+    disks: list[dict[str, Any]] = field(default_factory=list)  # zero_recipes/distributed/nvme.py, swap_space
+    host_link: dict[str, Any] | None = None  # zero_recipes/distributed/bandwidth.py
+    network: dict[str, Any] | None = None  # likewise; None on one machine
+    predicted: PredictedMetrics | None = None
+
+    @classmethod
+    def of_trainer(cls, args, model: torch.nn.Module, output_dir: Path) -> RunFacts:
+        """Of anybody's Trainer, which has made accelerate's state by now."""
+        name = getattr(getattr(model, "config", None), "name_or_path", None)
+        return cls(output_dir.name, strategy_of(args), args.device.type, precision_of(args), name or None)
+
+
+def strategy_of(args) -> Strategy:
+    """The strategy that accelerate's state says. `args`: TrainingArguments."""
+    from accelerate.state import AcceleratorState
+
+    state = AcceleratorState()
+    if state.deepspeed_plugin is not None:
+        ds_config = DsConfig(state.deepspeed_plugin.hf_ds_config.config)
+        return Strategy(ds_config.name, args.world_size, ds_config, "accelerate's state")
+    if getattr(state, "fsdp_plugin", None) is not None:
+        return Strategy(f"fsdp{state.fsdp_plugin.fsdp_version}", args.world_size, fsdp_config={})
+    return Strategy("ddp" if args.world_size > 1 else "single", args.world_size)
 
 
 class StageMetricsCallback(TrainerCallback):
-    """Collects the metrics of one training run; `write` puts them into output_dir/metrics.json on rank 0."""
+    """Measures a training run and writes metrics.json into `output_dir` (default: the Trainer's) on rank 0.
 
-    def __init__(
-        self,
-        run: RunConfig,
-        training_args,
-        model: torch.nn.Module,
-        clock: PhaseClock,
-        *,
-        disks: list,  # zero_recipes/distributed/nvme.py, swap_space
-        link: dict[str, Any] | None = None,  # zero_recipes/distributed/bandwidth.py
-        links: dict[str, Any] | None = None,  # zero_recipes/distributed/bandwidth.py; None on one machine
-        predicted: PredictedMetrics | None = None,
-    ):
-        self.strategy, self.device, self.clock, self.predicted = run.strategy, run.device, clock, predicted
-        self.disks, self.traffic = [Disk(**disk) for disk in disks], nvme.Traffic()
-        self.link = None if link is None else HostLink(**link)
-        self.network = None if links is None else Network(**links)
-        self.identity = identity(run, training_args, model)
-        self.used = UsedFlops(self.identity)
-        self.trainer: Any = None  # trainer.trainer.RecipeTrainer
-        self.phases = MemoryPhases(run.device)
+    In any Trainer: tokens are counted as they enter the model's forward pass, losses and gradient norms are those of
+    the log, where logging_steps is 1. ZeroSFTTrainer hands over the exact numbers of every micro batch instead.
+    `facts`: of a recipe's run, which writes the end of the file itself, once the model is saved.
+    """
+
+    def __init__(self, output_dir: str | Path | None = None, facts: RunFacts | None = None):
+        self.output_dir = None if output_dir is None else Path(output_dir)
+        self.facts = facts
+        self.ends_with_training = facts is None
+        self.identity: RunIdentity | None = None
+        self.engine: torch.nn.Module | None = None  # known inside ZeroSFTTrainer alone
+        self.phases = MemoryPhases(self._device_so_far())
         self.phases.record("model_loaded")
-        self.steps = StepClock(run.device)
+        self.begin()
+
+    def _device_so_far(self) -> str:
+        return self.facts.device if self.facts else "cuda" if torch.cuda.is_available() else "cpu"
+
+    def begin(self) -> None:
+        """Nothing is measured yet."""
+        self.finished = False
+        self.steps = StepClock(self._device_so_far())
         self.losses: list[torch.Tensor] = []  # one scalar per optimizer step, of this rank
         self.step_losses: list[float] = []  # the same of all ranks, as soon as the step is over
+        self.logged_losses: dict[int, float] = {}  # by step, of a Trainer that does not hand its losses over
         self.last_step = (0.0, 0.0)  # loss of all ranks and the worst rank's gradient norm, 0 where there is none
         self.grad_norms: list[float] = []
         self.skipped = 0  # steps, by the loss scale of fp16
         self.evaluations: list[Evaluation] = []
         self.norm: torch.Tensor | None = None  # of the step at work, not read back yet
+        self.has_labels = False
         self.tokens: torch.Tensor | None = None  # all, non-padding, supervised, squares; of this rank and run
         self.tokens_timed: torch.Tensor | None = None  # the same over the timed steps
         self.states = dict.fromkeys((*deepspeed_tensors.STATE_PARTS, "offloaded_host", "offloaded_disk"), 0)
+        self.traffic = nvme.Traffic()
+        self.forward_hook = None
         self.probe: StateProbe | None = None
         self.communication: CommunicationCounter | None = None
         self.engine_seconds: EngineSeconds | None = None
         self.gradient_dtypes: GradientDtypes | None = None
+        self.started_at = 0  # step
         self.warmup = 0
         self.probed = 0  # steps before the one that the probe looks into
         self.done = 0
@@ -95,6 +144,8 @@ class StageMetricsCallback(TrainerCallback):
         self.earlier = Measurements()  # of the run that wrote the checkpoint
         self.first_step = 1  # of loss_history
         self.resumed_at: list[int] = []
+
+    # called by ZeroSFTTrainer
 
     def take_up(self, carried: dict[str, Any], step: int) -> None:
         """Go on from what the checkpoint of `step` carries; `carried` is empty where another program wrote it."""
@@ -116,15 +167,9 @@ class StageMetricsCallback(TrainerCallback):
         )
         return history.model_dump(mode="json")
 
-    def watch(self, trainer) -> None:
-        """Join callback and trainer; TRL has put LoRA's adapter around the model by now, so count it again."""
-        self.trainer, trainer.stage_metrics = trainer, self
-        parameters, trainable = parameter_counts(trainer.model)
-        counted = {"parameters": parameters, "trainable_parameters": trainable}
-        self.identity = self.identity.model_copy(update=counted)
-        self.used.count(trainer.model)
-
-    # called by RecipeTrainer
+    def engine_built(self, engine: torch.nn.Module) -> None:
+        """`engine`: what wraps the model; no event carries it."""
+        self.engine = engine
 
     def count_tokens(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None = None) -> None:
         """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent;
@@ -132,6 +177,7 @@ class StageMetricsCallback(TrainerCallback):
 
         The sums stay on the device until the run ends: reading one would wait for the GPU in every micro batch."""
         counted = self.used.counted(inputs, repeated)
+        self.has_labels = self.has_labels or "labels" in inputs or "shift_labels" in inputs
         self.tokens = counted if self.tokens is None else self.tokens + counted
         if self.done >= self.warmup:
             self.tokens_timed = counted if self.tokens_timed is None else self.tokens_timed + counted
@@ -139,7 +185,7 @@ class StageMetricsCallback(TrainerCallback):
     def since_last_log(self) -> dict[str, float]:
         """For the progress line, of all ranks. Every rank calls it (a collective)."""
         with self.communication.not_counted():
-            return self.used.since_last_log(self.tokens, self.steps, self.trainer.accelerator)
+            return self.used.since_last_log(self.tokens, self.steps, self.identity.world_size)
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Add one micro batch's share of the step's loss (the Trainer has scaled it already)."""
@@ -155,34 +201,80 @@ class StageMetricsCallback(TrainerCallback):
 
     # called by the Trainer
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        total = state.max_steps - state.global_step
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        self.identify(args, model)
+
+    def identify(self, args, model: torch.nn.Module) -> None:
+        """Who the run is. TRL has put LoRA's adapter around the model by now."""
+        self.output_dir = self.output_dir or Path(args.output_dir)
+        self.facts = self.facts or RunFacts.of_trainer(args, model, self.output_dir)
+        parameters, trainable = parameter_counts(model)
+        self.identity = RunIdentity(
+            name=self.facts.name,
+            strategy=self.facts.strategy.name,
+            zero_stage=self.facts.strategy.zero_stage,
+            world_size=self.facts.strategy.world_size,
+            device=environment.device_name(self.facts.device),
+            model=self.facts.model,
+            parameters=parameters,
+            trainable_parameters=trainable,
+            precision=self.facts.precision,
+            micro_batch_size=args.per_device_train_batch_size,
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            max_length=getattr(args, "max_length", None),
+            recipe_sha256=self.facts.recipe_sha256,
+        )
+        self.used = UsedFlops(self.identity)
+        self.used.count(model)
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if self.finished:  # of an earlier training of the same Trainer
+            self.begin()
+        if self.identity is None:  # added to a Trainer that was there
+            self.identify(args, model)
+        if state.global_step and not self.resumed_at:
+            self.take_up({}, state.global_step)
+        CLOCK.switch("train")
+        self.started_at, total = state.global_step, state.max_steps - state.global_step
         self.warmup, self.probed = steps_not_timed(total), min(1, max(0, total - 1))
         self.phases.record("engine_built")
-        if self.device == "cuda":  # earlier callbacks have generated samples, which use memory of their own
+        if self.facts.device == "cuda":  # samples may have been generated, which use memory of their own
             torch.cuda.empty_cache()  # peaks begin again at what is reserved, and the allocator keeps what was freed
             torch.cuda.reset_peak_memory_stats()
-        self.probe = StateProbe(self.trainer, self.strategy, self.phases)
-        self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy.world_size)
-        self.engine_seconds = EngineSeconds(self.trainer.model_wrapped)
-        self.gradient_dtypes = gradient_dtypes(self.trainer)
+        self.steps = StepClock(self.facts.device)
+        engine = model if self.engine is None else self.engine
+        self.probe = StateProbe(model, optimizer, self.facts.strategy, self.phases)
+        self.communication = CommunicationCounter(engine, self.facts.strategy)
+        self.engine_seconds = EngineSeconds(engine)
+        if self.engine is not None or not self.facts.strategy.is_deepspeed:
+            self.gradient_dtypes = gradient_dtypes(engine)
+        if self.engine is None:
+            self.forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        if self.engine is None:
+            self.write("failed", UNFINISHED)
         if total:  # a resumed run may have no step left, and then nothing would stop it
             self.communication.start()
-        if self.disks:
+        if self.facts.disks:
             self.traffic.start()
         self.steps.open()
+
+    def _before_forward(self, model, arguments, inputs) -> None:
+        """Count what a Trainer that hands nothing over gives its model."""
+        if model.training and torch.is_grad_enabled() and "input_ids" in inputs:
+            self.count_tokens(inputs)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.done == self.probed:  # the second one where there is one: Adam's states exist from it on
             self.probe.attach()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
         self.steps.close()
         if self.done < max(1, self.warmup):
             self.communication.end_step()
         self.done += 1
-        self.skipped += bool(self.trainer.accelerator.optimizer_step_was_skipped)
-        self._bring_losses_together()
+        self.skipped += bool(getattr(optimizer, "step_was_skipped", False))
+        if self.losses:
+            self._bring_losses_together()
         if self.probe.attached:
             self.states = self.probe.detach()
         if self.done == max(1, self.warmup):
@@ -204,7 +296,10 @@ class StageMetricsCallback(TrainerCallback):
             self.grad_norms.append(norms[rank()])
         self.norm = None
 
-    def on_log(self, args, state, control, **kwargs):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not self.losses and logs and "loss" in logs and args.logging_steps == 1:
+            self.logged_losses[state.global_step] = logs["loss"]
+            self.grad_norms += [logs["grad_norm"]] if "grad_norm" in logs else []
         self.steps.open()
 
     def on_save(self, args, state, control, **kwargs):
@@ -213,23 +308,33 @@ class StageMetricsCallback(TrainerCallback):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if metrics and "eval_loss" in metrics:
             self.evaluations.append(Evaluation(step=state.global_step, loss=metrics["eval_loss"]))
+        if self.finished and self.ends_with_training:
+            self.write()
         self.steps.open()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.end_steps()
+        if self.ends_with_training:
+            self.write()
 
     def end_steps(self) -> None:
         """Training has ended: the figures are complete. Every rank calls it (collectives)."""
+        if self.forward_hook is not None:
+            self.forward_hook.remove()
         self.summary = self._summary()
+        self.finished = True
 
     def _summary(self) -> Measurements:
         """Read peaks and bring all ranks' figures together, those of the run that was resumed included."""
         losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64)
         own = RankFigures(
-            peak=PeakMemory(**environment.peak_memory(self.device)),
+            peak=PeakMemory(**environment.peak_memory(self.facts.device)),
             states=ModelStateBytes(**self.states),
-            losses=losses.cpu().tolist(),
-            tokens=tokens_of(self.tokens),
-            timed_tokens=tokens_of(self.tokens_timed),
+            losses=losses.cpu().tolist() if self.losses else self._logged(),
+            tokens=tokens_of(self.tokens, self.has_labels),
+            timed_tokens=tokens_of(self.tokens_timed, self.has_labels),
             timed_flops=self.used.of(self.tokens_timed),
-            traffic=DiskTraffic(**self.traffic.per_step(self.done)) if self.disks else None,
+            traffic=DiskTraffic(**self.traffic.per_step(self.done)) if self.facts.disks else None,
         )
         ranks = gather_object([own])
         seconds = self.steps.seconds()
@@ -237,18 +342,24 @@ class StageMetricsCallback(TrainerCallback):
             peaks = Measurements(peak_memory_bytes=[rank.peak for rank in ranks], loss_history=[])
             return peaks if self.earlier == Measurements() else self.earlier
         within = self.engine_seconds.median(self.warmup)
+        traffic, disks = [rank.traffic for rank in ranks], [Disk(**disk) for disk in self.facts.disks]
         now = summarise(
             ranks,
             seconds,
             min(self.warmup, len(seconds)),
             self.used.peak,
-            nvme=Nvme(disks=self.disks, bytes_per_step=[rank.traffic for rank in ranks]) if self.disks else None,
+            nvme=Nvme(disks=disks, bytes_per_step=traffic) if disks else None,
             engine_seconds=None if within is None else SecondsInStep(**within),
             communication_bytes_per_step=self.communication.median(),
             communication_bytes_between_nodes=self.communication.median_between_nodes(),
             skipped_steps=self.skipped if self.identity.precision == "fp16" else None,
         )
         return continued(self.earlier, now)
+
+    def _logged(self) -> list[float] | None:
+        """Losses of all steps so far by the log; None where it has not each of them."""
+        steps = range(self.started_at + 1, self.started_at + self.done + 1)
+        return [self.logged_losses[step] for step in steps] if {*steps} <= self.logged_losses.keys() else None
 
     def states_so_far(self) -> dict[str, int]:
         """Model-state bytes of this rank, for a run that fails: the largest seen, or those of this moment."""
@@ -260,36 +371,35 @@ class StageMetricsCallback(TrainerCallback):
         """Of the whole run, without a collective."""
         return [*(self.earlier.loss_history or []), *self.step_losses]
 
-    def write(
-        self, output_dir: Path, status: Status = "ok", error: str | None = None, failure: Failure | None = None
-    ) -> None:
+    def write(self, status: Status = "ok", error: str | None = None, failure: Failure | None = None) -> None:
         """Write metrics.json on rank 0: complete after `end_steps`, before it with null for what was not measured."""
         if rank():
             return
-        if not self.summary.loss_history:
+        if not self.finished:
             self.summary = self.summary.model_copy(update={"loss_history": self.losses_so_far()})
-        self.clock.book()
+        facts, losses = self.facts, self.summary.loss_history or []
+        CLOCK.book()
         row = Metrics(
             schema=SCHEMA,
             status=status,
             error=error,
             **dict(self.identity),
             **dict(self.summary),
-            memory_phases=PhaseBytes(**self.phases.bytes) if self.device == "cuda" else None,
+            memory_phases=PhaseBytes(**self.phases.bytes) if facts.device == "cuda" else None,
             host_memory_phases=PhaseBytes(**self.phases.host_bytes),
-            host_device_bytes_per_second=self.link,
+            host_device_bytes_per_second=None if facts.host_link is None else HostLink(**facts.host_link),
             host_threads=torch.get_num_threads(),
-            phase_seconds=PhaseSeconds(**{name: round(spent, 3) for name, spent in self.clock.seconds.items()}),
+            phase_seconds=PhaseSeconds(**{name: round(spent, 3) for name, spent in CLOCK.seconds.items()}),
             first_step=self.first_step,
             resumed_at=self.resumed_at,
             gradient_dtypes=self.gradient_dtypes,
             grad_norm_history=self.grad_norms,
-            first_nonfinite_step=first_nonfinite(self.summary.loss_history, self.first_step),
+            first_nonfinite_step=first_nonfinite(losses, self.first_step),
             eval_history=self.evaluations,
-            network=self.network,
-            predicted=self.predicted,
+            network=None if facts.network is None else Network(**facts.network),
+            predicted=facts.predicted,
             versions=environment.versions(),
-            hardware=Hardware(**environment.hardware(self.device)),
+            hardware=Hardware(**environment.hardware(facts.device)),
             **({} if failure is None else {"failure": failure}),
         )
-        row.write(output_dir / FILE)
+        row.write(self.output_dir / FILE)

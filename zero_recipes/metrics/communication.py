@@ -1,7 +1,4 @@
-"""Bytes that PyTorch's own collectives carry, for engines that have no logger of their own (FSDP2).
-
-Bytes that one optimizer step sends through each collective, as sizes of the full, unsharded tensors.
-"""
+"""Bytes that one optimizer step sends through each collective, as sizes of the full, unsharded tensors."""
 
 from __future__ import annotations
 
@@ -10,13 +7,14 @@ import functools
 import os
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.process import local_world_size
 from zero_recipes.libs.collectives import COLLECTIVES, communication_backend, ddp_bucket_bytes
 
@@ -79,21 +77,16 @@ class CommunicationCounter:
     know which group it was, so that what stays inside a machine cannot be told from what crosses the network.
     """
 
-    def __init__(self, engine: Any, world_size: int):
-        self.engine, self.world_size = engine, world_size
-        self.per_node = local_world_size(os.environ, world_size)
+    def __init__(self, engine: torch.nn.Module, strategy: Strategy):
+        """`engine`: what wraps the model; of DDP and DeepSpeed the model itself will do."""
+        self.engine, self.strategy = engine, strategy
+        self.per_node = local_world_size(os.environ, strategy.world_size)
         self.steps: list[tuple[Bytes, Bytes]] = []  # all of one step, and what of it went between machines
         self.now: tuple[Bytes, Bytes] = ({}, {})
         self.passing = CountCollectives() if isinstance(engine, FSDPModule) else None
 
-    @property
-    def _is_deepspeed(self) -> bool:
-        from deepspeed import DeepSpeedEngine
-
-        return isinstance(self.engine, DeepSpeedEngine)
-
     def start(self) -> None:
-        if self._is_deepspeed:
+        if self.strategy.is_deepspeed:
             backend = communication_backend()
             for name in COLLECTIVES:
                 setattr(backend, name, self._counting(name, getattr(backend, name)))
@@ -102,17 +95,17 @@ class CommunicationCounter:
 
     def end_step(self) -> None:
         """Close one optimizer step."""
-        everyone = list(range(self.world_size))
+        everyone = list(range(self.strategy.world_size))
         if self.passing is not None:
             for collective, size in self.passing.take().items():
                 self._add(collective, size, everyone)
-        elif not self._is_deepspeed and self.world_size > 1:
-            self._add("all_reduce", ddp_bucket_bytes(self.engine), everyone)
+        elif not self.strategy.is_deepspeed and self.strategy.world_size > 1:
+            self._add("all_reduce", _gradient_bytes(self.engine), everyone)
         self.steps.append(self.now)
         self.now = ({}, {})
 
     def stop(self) -> None:
-        if self._is_deepspeed:
+        if self.strategy.is_deepspeed:
             backend = communication_backend()
             for name in COLLECTIVES:
                 vars(backend).pop(name, None)  # the class's own method shows again
@@ -159,6 +152,13 @@ class CommunicationCounter:
             # to the same whole
             others = self.per_node * len(nodes) // len(ranks) if collective == "all_to_all" else 1
             between[collective] = between.get(collective, 0) + size * others
+
+
+def _gradient_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the buckets of DistributedDataParallel, which hold each gradient once; `model`: it, or what it wraps."""
+    if isinstance(model, DistributedDataParallel):
+        return ddp_bucket_bytes(model)
+    return _bytes_of([p for p in model.parameters() if p.requires_grad])
 
 
 def _bytes_of(tensors: torch.Tensor | list[torch.Tensor]) -> int:

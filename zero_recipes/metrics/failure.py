@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import sys
 import time
@@ -53,7 +54,7 @@ class RankFailure(Part):
     status: Literal["oom", "diverged", "failed"] = known(
         "oom: memory was short, on the accelerator or on the host; diverged: loss or weights were not finite any more"
     )
-    phase: str = known("the innermost phase that the error left: a key of phase_seconds, or of its earlier versions")
+    phase: str = known("the innermost phase that the error left: a key of phase_seconds")
     error: str = known("type and message of the exception")
     largest_memory: list[Holding] = known("what held memory on this rank, the largest first")
     traceback: str = measured("as Python prints it", default="")
@@ -181,13 +182,11 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> Met
 
 def signal_in(exit_code: int, log: str) -> str | None:
     """The signal that ended a worker, from the launcher's exit code or torchrun's closing table ("exitcode: -9")."""
-    if exit_code < 0:
-        return signal.Signals(-exit_code).name
-    for line in log.splitlines():
-        if "exitcode" in line and "-" in line.partition("exitcode")[2]:
-            digits = line.partition("exitcode")[2].partition("-")[2].split()[0].strip("():,")
-            if digits.isdigit() and int(digits) != signal.SIGTERM:  # SIGTERM is the launcher ending the others
-                return signal.Signals(int(digits)).name
+    printed = [int(digits) for digits in re.findall(r"exitcode\s*:\s*-(\d+)", log)]
+    for number in [-exit_code] if exit_code < 0 else printed:
+        # SIGTERM in the table is the launcher ending the others
+        if number in set(signal.Signals) and (exit_code < 0 or number != signal.SIGTERM):
+            return signal.Signals(number).name
     return None
 
 

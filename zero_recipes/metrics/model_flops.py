@@ -6,9 +6,10 @@ import torch
 
 from zero_recipes.core.hardware import peak_flops_of
 from zero_recipes.core.process import rank
+from zero_recipes.distributed.agree import gather_rows
 from zero_recipes.libs import deepspeed_tensors
+from zero_recipes.metrics.probe import StepClock
 from zero_recipes.metrics.schema import RunIdentity
-from zero_recipes.metrics.timers import StepClock
 from zero_recipes.theory.flops import ModelFlops, model_flops
 
 
@@ -39,7 +40,8 @@ class UsedFlops:
         """
         ids = inputs["input_ids"]
         shared = "shift_labels" in inputs  # this process's part of each row (zero_recipes/distributed/ulysses.py)
-        supervised = inputs["shift_labels"] if shared else inputs["labels"][..., 1:]
+        labels = inputs.get("labels", torch.full_like(ids, -100))
+        supervised = inputs["shift_labels"] if shared else labels[..., 1:]
         first = torch.ones_like(ids, dtype=torch.bool) if repeated is None else ~repeated
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         non_padding = first if mask is None else first & (mask != 0)
@@ -73,7 +75,7 @@ class UsedFlops:
         _, tokens, _, *squares = counted.tolist()
         return self.model.of_step(tokens, squares)
 
-    def since_last_log(self, counted: torch.Tensor | None, steps: StepClock, accelerator) -> dict[str, float]:
+    def since_last_log(self, counted: torch.Tensor | None, steps: StepClock, world_size: int) -> dict[str, float]:
         """Tokens per second without padding, of all ranks, and MFU where the peak is known; for the progress line.
 
         Every rank calls it (one gather). `counted`: by this rank over the whole run.
@@ -81,10 +83,10 @@ class UsedFlops:
         seconds = sum(steps.seconds(self.logged_steps))
         if counted is None or not seconds:
             return {}
-        everyone = accelerator.gather((counted - self.logged).reshape(1, -1)).sum(0)
+        everyone = gather_rows((counted - self.logged).reshape(1, -1)).sum(0)
         self.logged, self.logged_steps = counted, len(steps.steps)
         tokens = int(everyone[1])
-        used = utilisation(self.of(everyone), tokens, seconds, accelerator.num_processes, self.peak)
+        used = utilisation(self.of(everyone), tokens, seconds, world_size, self.peak)
         return {"tokens_per_second": tokens / seconds} | ({"mfu": used["mfu"]} if used.get("mfu") else {})
 
 

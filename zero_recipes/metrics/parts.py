@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 NO_ACCELERATOR = "without an accelerator"
+NO_LABELS = "where the model is given no labels (a Trainer with a loss of its own)"
 ENDED_BEFORE = "where the run ended before"
 EARLIER = "in files of earlier versions"
 NOT_TIMED = "where no step was timed: a run of one or two steps"
@@ -82,7 +83,7 @@ class Tokens(Part):
 
     all: int | None = measured("padding included", "tokens")
     non_padding: int | None = measured("without padding", "tokens")
-    supervised: int | None = measured("those that carry the loss", "tokens")
+    supervised: int | None = measured("those that carry the loss", "tokens", NO_LABELS)
 
 
 class TokensPerSecond(Part):
@@ -90,7 +91,7 @@ class TokensPerSecond(Part):
 
     all: float | None = measured("padding included", "tokens/s")
     non_padding: float | None = measured("without padding", "tokens/s")
-    supervised: float | None = measured("those that carry the loss", "tokens/s")
+    supervised: float | None = measured("those that carry the loss", "tokens/s", NO_LABELS)
 
 
 class StepSeconds(Part):

@@ -31,7 +31,7 @@ class RankFigures:
 
     peak: PeakMemory
     states: ModelStateBytes
-    losses: list[float]  # one per optimizer step of this process
+    losses: list[float] | None  # one per optimizer step of this process; None where they are not known
     tokens: Tokens  # over all its steps
     timed_tokens: Tokens  # over the timed ones
     traffic: DiskTraffic | None  # None where nothing is swapped
@@ -77,14 +77,14 @@ def summarise(
         peak_memory_bytes=[rank.peak for rank in ranks],
         model_state_bytes=[rank.states for rank in ranks],
         tokens=_sum([rank.tokens for rank in ranks]),
-        tokens_per_second=TokensPerSecond(**{key: count / sum(timed) for key, count in speed}) if timed else None,
+        tokens_per_second=TokensPerSecond(**_rates(speed, sum(timed))) if timed else None,
         step_seconds=StepSeconds(
             median=statistics.median(timed) if timed else None,
             p90=sorted(timed)[min(len(timed) - 1, int(0.9 * len(timed)))] if timed else None,
             warmup_steps_excluded=warmup,
         ),
         **used,
-        loss_history=[sum(step) / len(ranks) for step in zip(*(rank.losses for rank in ranks), strict=True)],
+        loss_history=_means([rank.losses for rank in ranks]),
         **more,
     )
 
@@ -100,11 +100,22 @@ def continued(earlier: Measurements, now: Measurements) -> Measurements:
     return now.model_copy(update=more)
 
 
-def tokens_of(counted: torch.Tensor | None) -> Tokens:
-    """The first three of what StageMetricsCallback counts."""
-    numbers = [0, 0, 0] if counted is None else counted[:3].tolist()
-    return Tokens(**dict(zip(Tokens.model_fields, numbers, strict=True)))
+def tokens_of(counted: torch.Tensor | None, labelled: bool = True) -> Tokens:
+    """The first three of what StageMetricsCallback counts. `labelled`: whether anything says which carry the loss."""
+    every, non_padding, supervised = [0, 0, 0] if counted is None else counted[:3].tolist()
+    return Tokens(all=every, non_padding=non_padding, supervised=supervised if labelled else None)
+
+
+def _means(losses: list[list[float] | None]) -> list[float] | None:
+    if None in losses:
+        return None
+    return [sum(step) / len(losses) for step in zip(*losses, strict=True)]
+
+
+def _rates(counts: Tokens, seconds: float) -> dict[str, float | None]:
+    return {key: None if count is None else count / seconds for key, count in counts}
 
 
 def _sum(counts: Sequence[Tokens]) -> Tokens:
-    return Tokens(**{key: sum(getattr(each, key) for each in counts) for key in Tokens.model_fields})
+    columns = {key: [getattr(count, key) for count in counts] for key in Tokens.model_fields}
+    return Tokens(**{key: None if None in column else sum(column) for key, column in columns.items()})

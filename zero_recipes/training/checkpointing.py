@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import Trainer
 from transformers.trainer_utils import sort_checkpoints
-from trl import SFTTrainer
 
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.compatibility import recipe_facts
@@ -21,72 +20,52 @@ from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import first_line
 from zero_recipes.distributed.writer import rank_0_writes
-from zero_recipes.libs.patches import without_aliases
 from zero_recipes.metrics.failure import is_out_of_memory
+from zero_recipes.metrics.schema import RunIdentity
 
 
 class NotSaved(Exception):
     """A checkpoint could not be written. The run ends; the checkpoints before it are as they were."""
 
 
-class CheckpointingSFTTrainer(SFTTrainer):
-    """SFTTrainer whose checkpoints carry the run's history and a manifest.
+def save(
+    trainer: Trainer,
+    write: Callable[[], None],
+    facts: dict[str, Any],
+    history: Callable[[], dict[str, Any]],
+    with_checksums: bool,
+) -> None:
+    """A checkpoint of this step, by `write`, the trainer's own, with the run's history and a manifest. Collective.
 
     transformers 5.23, trainer.py `_save_checkpoint` deletes the oldest checkpoints (`rotate_checkpoints`) when rank 0
     has written its own files, before `on_save` and while other ranks still write theirs: a run killed there has lost
     the last whole checkpoint under save_total_limit: 1. Here rotation comes after the manifest.
+    `facts`: of the run, for the manifest; `history`: collective.
     """
-
-    checkpoint_facts: dict[str, Any]
-    with_checksums: bool
-    checkpoint_history: Callable[[], dict[str, Any]]  # collective
-
-    def _run_epoch(self, *arguments, **keywords) -> None:
-        """Nothing where no step is left.
-
-        transformers 5.23, trainer.py `_run_epoch` looks at max_steps after a step only: a run resumed from its last
-        step within an epoch takes one more, with a learning rate of 0 or past the schedule.
-        """
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-        else:
-            super()._run_epoch(*arguments, **keywords)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    folder, args = Path(trainer.args.output_dir), trainer.args
+    checkpoint = folder / f"checkpoint-{trainer.state.global_step}"
+    limit, args.save_total_limit = args.save_total_limit, None
+    try:
+        if args.should_save:
+            manifest.begin(checkpoint)
+        trainer.accelerator.wait_for_everyone()  # no rank writes before the mark stands
+        write()
+        measured = history()
+        trainer.accelerator.wait_for_everyone()  # all ranks have written
         with rank_0_writes():
-            super().save_model(output_dir, _internal_call=_internal_call)
-
-    def _save(self, output_dir=None, state_dict=None) -> None:
-        super()._save(output_dir, without_aliases(self.model, state_dict))
-
-    def _save_checkpoint(self, model, trial) -> None:
-        if self.args.save_only_model:  # nothing goes on from it
-            return super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial))
-        checkpoint = folder / f"checkpoint-{self.state.global_step}"
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            if self.args.should_save:
-                manifest.begin(checkpoint)
-            self.accelerator.wait_for_everyone()  # no rank writes before the mark stands
-            super()._save_checkpoint(model, trial)
-            history = self.checkpoint_history()
-            self.accelerator.wait_for_everyone()  # all ranks have written
-            with rank_0_writes():
-                if self.args.should_save:
-                    write_json(checkpoint / HISTORY, history)
-                    facts = {"step": self.state.global_step, **self.checkpoint_facts}
-                    manifest.write(checkpoint, facts, self.with_checksums)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise NotSaved(_not_saved(checkpoint, error)) from error
-        finally:
-            self.args.save_total_limit = limit
-        with rank_0_writes():
-            if self.args.should_save:
-                rotate(folder, limit, self.state.best_model_checkpoint)
-        self.accelerator.wait_for_everyone()
+            if args.should_save:
+                write_json(checkpoint / HISTORY, measured)
+                manifest.write(checkpoint, {"step": trainer.state.global_step, **facts}, with_checksums)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise NotSaved(_not_saved(checkpoint, error)) from error
+    finally:
+        args.save_total_limit = limit
+    with rank_0_writes():
+        if args.should_save:
+            rotate(folder, limit, trainer.state.best_model_checkpoint)
+    trainer.accelerator.wait_for_everyone()
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
@@ -103,28 +82,29 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
         shutil.rmtree(checkpoint)
 
 
-def carry_on(trainer: CheckpointingSFTTrainer, run: RunConfig, data_sha256: str | None, answers, measurements) -> None:
-    """Let the trainer's checkpoints carry manifest and history, and take up the history of the one it goes on from.
-
-    `answers`: generation.AnswersBeforeTraining; `measurements`: metrics.StageMetricsCallback.
-    """
-    identity, checkpoint = measurements.identity, trainer.args.resume_from_checkpoint
+def facts_of(identity: RunIdentity, run: RunConfig | None, data_sha256: str | None) -> dict[str, Any]:
+    """What a manifest says of the run that wrote it; without a recipe only what the trainer knows."""
     keys = ("strategy", "zero_stage", "world_size", "precision", "micro_batch_size", "gradient_accumulation_steps")
-    trainer.checkpoint_facts = {key: getattr(identity, key) for key in keys} | {
-        "versions": environment.versions(),
+    facts = {key: getattr(identity, key) for key in keys} | {"versions": environment.versions()}
+    if run is None:
+        return facts
+    return facts | {
         "recipe_sha256": run.recipe.sha256,
         "data_sha256": data_sha256,
         "recipe": recipe_facts(run.settings, run.strategy),
     }
-    trainer.with_checksums = not run.settings.skip_checksums
-    trainer.checkpoint_history = lambda: measurements.history() | {"answers_before": answers.history()}
-    if checkpoint is None:
-        return
-    path = Path(checkpoint) / HISTORY
-    history = json.loads(path.read_text()) if path.is_file() else {}  # another program writes none
-    state = json.loads((Path(checkpoint) / TRAINER_STATE_NAME).read_text())
-    measurements.take_up(history, state["global_step"])
-    answers.take_up(history.get("answers_before") or {})
+
+
+def history_of(checkpoint: str | None) -> dict[str, Any]:
+    """What a checkpoint carries of the measurements; empty where another program wrote it."""
+    path = Path(checkpoint or "") / HISTORY
+    return json.loads(path.read_text()) if checkpoint and path.is_file() else {}
+
+
+def last_whole(output_dir: str) -> str | None:
+    """The newest checkpoint of a folder that is whole; None where there is none."""
+    whole = [path for path in numbered(Path(output_dir)) if manifest.damage(path) is None]
+    return str(whole[-1]) if whole else None
 
 
 def _not_saved(checkpoint: Path, error: Exception) -> str:

@@ -35,11 +35,15 @@ class StopAtDivergence(TrainerCallback):
 
     def __init__(self, metrics: StageMetricsCallback, limit: int):
         self.metrics, self.limit = metrics, limit
-        self.scales = metrics.identity.precision == "fp16"
         self.in_a_row = 0
         self.overflows = False  # at the smallest loss scale of fp16
         self.first: tuple[int, str] | None = None  # the step at which the row began, and what was wrong
         self.printed: set[str] = set()
+
+    @property
+    def scales(self) -> bool:
+        """Whether a loss scale makes gradients overflow now and then."""
+        return self.metrics.identity.precision == "fp16"
 
     def on_step_end(self, args, state, control, **kwargs):
         loss, norm = self.metrics.last_step
@@ -70,7 +74,7 @@ class StopAtDivergence(TrainerCallback):
                 flush=True,
             )
 
-    def spoiled(self, trainer: SFTTrainer) -> bool:
+    def has_nonfinite_weights(self, trainer: SFTTrainer) -> bool:
         """Whether the weights of this moment are not worth keeping. Collective."""
         if self.in_a_row:
             return True
@@ -96,7 +100,7 @@ class StopAtDivergence(TrainerCallback):
     def raise_if_diverged(self, trainer: SFTTrainer) -> None:
         """Raises Diverged, on all ranks, for a run that was ended here or whose weights are not finite. Collective."""
         ended = self.in_a_row and (self.in_a_row >= self.limit or not self.scales)
-        if ended or (not self.in_a_row and self.spoiled(trainer)):
+        if ended or (not self.in_a_row and self.has_nonfinite_weights(trainer)):
             raise Diverged(self._message(Path(trainer.args.output_dir), trainer.state.global_step))
 
     def _message(self, output_dir: Path, step: int) -> str:

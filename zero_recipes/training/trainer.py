@@ -1,152 +1,142 @@
-"""The trainer of a run: TRL's SFTTrainer with token weights, checkpoints and measurements."""
+"""TRL's SFTTrainer with token-weighted losses, whole checkpoints and measurements."""
 
 from __future__ import annotations
 
-import os
+import functools
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
 
+import datasets
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
+from transformers.trainer import TRAINER_STATE_NAME
+from trl import SFTTrainer, get_peft_config
 
 from zero_recipes.checkpoint import resharded
 from zero_recipes.checkpoint.saved_model import NotWhole, compare_with_class, refuse_nonfinite, write_checksums
 from zero_recipes.config.run import RunConfig
+from zero_recipes.core.phases import CLOCK
 from zero_recipes.data.prepare import Prepared
 from zero_recipes.distributed import ulysses
-from zero_recipes.distributed.init import set_host_threads
 from zero_recipes.distributed.writer import rank_0_writes
-from zero_recipes.libs import attention, fsdp, patches
+from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.huggingface import rows_are_cut, without_deepspeed_announcement
-from zero_recipes.libs.patches import FreshAdamAtStage0, adapter_dtypes_kept, load_weights_by_class
-from zero_recipes.training.checkpointing import CheckpointingSFTTrainer, carry_on
-from zero_recipes.training.divergence import StopAtDivergence
-from zero_recipes.training.recorder import RunRecorder
-from zero_recipes.training.row_order import SeededOrderSFTTrainer
-from zero_recipes.training.samples import AnswersBeforeTraining, answer, show_samples, write_samples
-from zero_recipes.training.token_metrics import TokenMetricsSFTTrainer
-from zero_recipes.training.token_weighting import TokenWeightedSFTTrainer
+from zero_recipes.metrics.callback import UNFINISHED, StageMetricsCallback
+from zero_recipes.training import checkpointing, samples
+from zero_recipes.training.divergence import Diverged, StopAtDivergence
+from zero_recipes.training.output import Output
+from zero_recipes.training.parts import RunData, RunParts
+from zero_recipes.training.row_order import EndlessRows, begin_epoch
+from zero_recipes.training.token_loss import TokenMetrics, TokenWeights
+
+STOP_AFTER_NONFINITE_STEPS = 3  # the default of the recipe's key
 
 
-def prepare_libraries(run: RunConfig, args) -> int | None:
-    """Set the libraries up for this run, once TrainingArguments exist and before model and trainer do.
+@dataclass(frozen=True)
+class RecipeRun:
+    """What a recipe's run adds to SFTTrainer."""
 
-    Returns the threads that each process's optimizer on the host was given; None where nothing was changed.
+    parts: RunParts
+    rows: Prepared
+    output: Output
+
+    @property
+    def run(self) -> RunConfig:
+        return self.parts.run
+
+
+class ZeroSFTTrainer(SFTTrainer):
+    """SFTTrainer, with its own signature, whose losses are token-weighted means over all ranks, whose checkpoints are
+    whole or recognised as not, and which writes metrics.json.
+
+    Without a StageMetricsCallback among `callbacks` it makes one, for args.output_dir. Raises Diverged where the loss
+    stays NaN or infinite. `recipe_run`: of run_sft.py.
     """
-    patches.patch_libraries(run.strategy, run.settings.ddp_timeout)
-    patches.score_supervised_positions_only(run.settings.supervised_logits_only)
-    if run.strategy.is_fsdp:
-        fsdp.fix_arguments(args, run.device)
-    attn_implementation = attention.name_in_force(run.settings.attn_implementation)
-    ulysses.share_sequences(args, run.strategy.sequence_parallel, attn_implementation)
-    return set_host_threads(run.strategy, run.device, os.environ)
 
+    @functools.wraps(SFTTrainer.__init__)
+    def __init__(self, *arguments, recipe_run: RecipeRun | None = None, **keywords):
+        given = inspect.signature(SFTTrainer.__init__).bind(self, *arguments, **keywords).arguments
+        given.pop("self")
+        callbacks = given.pop("callbacks", None) or []
+        measuring = [callback for callback in callbacks if isinstance(callback, StageMetricsCallback)]
+        settings = recipe_run and recipe_run.run.settings
+        self.recipe_run, self._flops_per_token, self._train_sampler = recipe_run, None, None
+        self.samples = recipe_run.rows.samples if recipe_run else []
+        self.answers_before: samples.Answers | None = None
+        self.stage_metrics = recipe_run.output.metrics if recipe_run else [*measuring, StageMetricsCallback()][0]
+        self.token_metrics = TokenMetrics(self, settings.token_metrics if settings else "logging_steps")
+        limit = settings.stop_after_nonfinite_steps if settings else STOP_AFTER_NONFINITE_STEPS
+        self.divergence = StopAtDivergence(self.stage_metrics, limit)
+        ours = [patches.FreshAdamAtStage0(), self.stage_metrics, self.divergence]
+        others = [callback for callback in callbacks if callback is not self.stage_metrics]
+        with CLOCK.phase("model"):
+            if recipe_run is None:
+                super().__init__(**given, callbacks=[*ours, *others])
+                patches.patch_libraries(self.stage_metrics.facts.strategy, self.args.ddp_timeout)
+            else:
+                if recipe_run.run.strategy.is_fsdp:
+                    ours.insert(0, fsdp.RefuseUnsharded())
+                    fsdp.keep_names_of_the_file(given["model"])
+                with rows_are_cut(given["args"]):
+                    super().__init__(**given, callbacks=[*ours, *others])
+        self.token_weights = TokenWeights(self)
+        if isinstance(self.train_dataset, datasets.IterableDataset):
+            self.train_dataset = EndlessRows(self.train_dataset)
 
-class RecipeTrainer(TokenWeightedSFTTrainer, TokenMetricsSFTTrainer, CheckpointingSFTTrainer, SeededOrderSFTTrainer):
-    """TRL's SFTTrainer for one run: it asks the sample prompts, tells the metrics of each micro batch and gradient norm
-    (which no callback event carries), and goes on from the run's checkpoint."""
+    @classmethod
+    def of_recipe(cls, model: PreTrainedModel, parts: RunParts, data: RunData, output: Output) -> ZeroSFTTrainer:
+        return cls(
+            model=model,
+            args=parts.args,
+            train_dataset=data.prepared.train,
+            eval_dataset=data.prepared.evaluation,
+            processing_class=data.tokenizer,
+            peft_config=get_peft_config(parts.model_args),
+            recipe_run=RecipeRun(parts, data.prepared, output),
+        )
 
-    _flops_per_token: int | None = None
+    # training
 
-    def __init__(self, model, tokenizer, args, rows: Prepared, run: RunConfig, recorder: RunRecorder, peft_config=None):
-        self.run_config, self.samples = run, rows.samples
-        self.token_metrics = run.settings.token_metrics
-        self.clock = recorder.clock
-        self.stage_metrics = recorder.measure(model, args)
-        self.answers_before = AnswersBeforeTraining(self.samples, run.settings.sample_max_new_tokens, self.clock)
-        self.divergence = StopAtDivergence(self.stage_metrics, run.settings.stop_after_nonfinite_steps)
-        sharded = [fsdp.RefuseUnsharded()] if run.strategy.is_fsdp else []
-        if sharded:
-            fsdp.keep_names_of_the_file(model)
-        with self.clock.phase("model"), rows_are_cut(args):
-            super().__init__(
-                model=model,
-                args=args,
-                train_dataset=rows.train,
-                eval_dataset=rows.evaluation,
-                processing_class=tokenizer,
-                peft_config=peft_config,
-                callbacks=[
-                    *sharded,
-                    FreshAdamAtStage0(run.checkpoint is not None),
-                    self.answers_before,
-                    self.stage_metrics,
-                    self.divergence,
-                ],
-            )
-        self.answers_before.trainer = self
-        self.stage_metrics.watch(self)
-        carry_on(self, run, rows.data_sha256, self.answers_before, self.stage_metrics)
-        recorder.progress()  # what a killed run leaves
+    def train(self, resume_from_checkpoint=None, *arguments, **keywords):
+        """All steps. The metrics are complete then. Raises Diverged on all ranks.
 
-    def train_to_the_end(self) -> None:
-        """All steps, from the run's checkpoint on. The metrics are complete then. Raises Diverged on all ranks."""
-        with self.clock.phase("train"):
-            with self.divergence.at_the_smallest_scale(self):
-                self.train(resume_from_checkpoint=self.run_config.checkpoint)
-            self.stage_metrics.end_steps()
-            self.divergence.raise_if_diverged(self)
-
-    def answer_samples(self) -> None:
-        """The sample prompts once more; samples.jsonl and a table on rank 0. Collective."""
-        with self.clock.phase("eval"):
-            after = answer(self, self.samples, self.run_config.settings.sample_max_new_tokens)
-            if self.args.process_index == 0 and self.samples:
-                path = self.run_config.output_dir / "samples.jsonl"
-                rows = write_samples(path, self.samples, self.answers_before.answers, after)
-                show_samples(rows, f"from {self.samples[0].source}")
-
-    def save_and_verify(self) -> str:
-        """The model in output_dir, whole; nothing with save_model: false. Returns how it stands with it.
-
-        Collective. Raises NotWhole on every rank.
+        `resume_from_checkpoint`: as of SFTTrainer; True is the last checkpoint of args.output_dir that is whole.
         """
-        folder = self.run_config.output_dir
-        with self.clock.phase("save"):
-            if not self.run_config.settings.save_model:
-                return "no model was to be saved"
-            self.save_model(str(folder))
-            fault = [None]
-            with rank_0_writes():
-                if self.args.process_index == 0:
-                    try:
-                        self._verify()
-                    except NotWhole as error:
-                        fault = [str(error)]
-            broadcast_object_list(fault)
-            if fault[0] is not None:
-                raise NotWhole(fault[0])
-        return f"the model in {folder} is saved and whole"
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = checkpointing.last_whole(self.args.output_dir) or True
+        if self.stage_metrics.finished:  # of an earlier training
+            self.stage_metrics.begin()
+        self._take_up(resume_from_checkpoint)
+        try:
+            with CLOCK.phase("train"):
+                with self.divergence.at_the_smallest_scale(self):
+                    result = super().train(resume_from_checkpoint, *arguments, **keywords)
+                self.divergence.raise_if_diverged(self)
+        except Diverged as error:
+            self.stage_metrics.write("diverged", str(error))
+            raise
+        return result
 
-    def _verify(self) -> None:
-        """Raises NotWhole."""
-        folder, trusted = self.run_config.output_dir, self.run_config.settings.trust_remote_code
-        with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
-            tensors = compare_with_class(folder, trusted)
-        refuse_nonfinite(tensors)
-        if self.with_checksums:
-            write_checksums(folder)
-        size = sum(path.stat().st_size for path in {tensor.file for tensor in tensors.values()})
-        print(f"saved {folder}: whole, {len(tensors)} tensors, {size:,} bytes", flush=True)
-
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        self.stage_metrics.count_tokens(inputs, self.repeated_tokens(inputs))
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self.stage_metrics.add_loss(loss)
-        return loss
-
-    def evaluate(self, *arguments, **keywords):
-        with self.clock.phase("eval"):
-            return super().evaluate(*arguments, **keywords)
-
-    def floating_point_ops(self, inputs):
-        """transformers 5.23 counts the parameters anew in every micro batch, through all modules."""
-        tokens = inputs["input_ids"].numel()
-        if self._flops_per_token is None:
-            self._flops_per_token = super().floating_point_ops(inputs) // max(1, tokens)
-        return self._flops_per_token * tokens
+    def _take_up(self, checkpoint: str | bool | None) -> None:
+        """The history that a checkpoint carries; then metrics.json says what a killed run leaves."""
+        state = Path(str(checkpoint)) / TRAINER_STATE_NAME
+        if state.is_file():
+            history = checkpointing.history_of(checkpoint)
+            self.stage_metrics.take_up(history, json.loads(state.read_text())["global_step"])
+            self.answers_before = samples.answers_carried(history, self.samples)
+        self.stage_metrics.write("failed", UNFINISHED)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        with self.clock.phase("model"):
-            return self._build_engine(max_steps, train_dataloader, resume_from_checkpoint)
+        """Before the first step: the engine and the sample prompts."""
+        with CLOCK.phase("model"):
+            prepared = self._build_engine(max_steps, train_dataloader, resume_from_checkpoint)
+        self.stage_metrics.engine_built(self.model_wrapped)
+        if self.answers_before is None:
+            with CLOCK.phase("eval"):
+                self.answers_before = samples.answer_before(self, self.samples, self._max_new_tokens)
+        return prepared
 
     def _build_engine(self, max_steps, train_dataloader, resume_from_checkpoint):
         """A resharded checkpoint has no files of DeepSpeed's: the engine is built fresh, then filled by parameter."""
@@ -157,37 +147,187 @@ class RecipeTrainer(TokenWeightedSFTTrainer, TokenMetricsSFTTrainer, Checkpointi
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
         return prepared
 
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        model = self.model if model is None else model
-        if isinstance(model, PreTrainedModel) and not self.is_fsdp_enabled:
-            load_weights_by_class(model, resume_from_checkpoint)
-        else:
-            with adapter_dtypes_kept(model):
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
+    def _get_train_sampler(self, train_dataset=None):
+        self._train_sampler = super()._get_train_sampler(train_dataset)
+        return self._train_sampler
 
-    def _save_checkpoint(self, model, trial):
-        """None of weights that are not finite: it would push out the last one that can be gone on from."""
-        if self.divergence.spoiled(self):
-            if self.args.process_index == 0:
-                print(f"no checkpoint is saved at step {self.state.global_step}: it is not finite", flush=True)
+    def _run_epoch(self, *arguments, epoch: int, **keywords) -> None:
+        """Nothing where no step is left.
+
+        transformers 5.23, trainer.py `_run_epoch` looks at max_steps after a step only: a run resumed from its last
+        step within an epoch takes one more, with a learning rate of 0 or past the schedule.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
             return
-        with self.clock.phase("save"):
-            super()._save_checkpoint(model, trial)
+        begin_epoch(self._train_sampler, epoch, self.args.seed if self.args.data_seed is None else self.args.data_seed)
+        super()._run_epoch(*arguments, epoch=epoch, **keywords)
 
-    def _load_best_model(self):
-        by_names_of_the_file = not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
-        if by_names_of_the_file and isinstance(self.model, PreTrainedModel):
-            load_weights_by_class(self.model, self.state.best_model_checkpoint)
-        else:
-            super()._load_best_model()
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return self.token_weights.of_step(batches, count, device, self._get_num_items_in_batch)
 
-    def log(self, logs, start_time=None):
-        if "loss" in logs:  # of training; evaluations have their own
-            logs |= self.stage_metrics.since_last_log()
-        super().log(logs, start_time)
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if "input_ids" in inputs:
+            self.stage_metrics.count_tokens(inputs, self.token_weights.repeated_tokens(inputs))
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.stage_metrics.add_loss(loss)
+        return loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        if self.model.training and self.token_weights.shares_sequences:
+            return ulysses.loss_of_a_part(model, inputs, num_items_in_batch, self.accelerator.num_processes)
+        if not return_outputs and self.token_metrics.are_put_off(self._is_vlm):
+            loss = self.token_metrics.loss(model, inputs, num_items_in_batch)
+            if self.token_metrics.are_many:
+                self._hand_over_token_metrics()
+            return loss
+        self._hand_over_token_metrics()  # an evaluation's log has the tokens trained on so far
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _get_grad_norm(self, model, grad_norm=None):
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is not None:  # DeepSpeed keeps none at stage 0 in fp32 (engine.py `clip_fp32_gradients`)
             self.stage_metrics.add_norm(norm)
         return norm
+
+    def floating_point_ops(self, inputs):
+        """transformers 5.23 counts the parameters anew in every micro batch, through all modules."""
+        if "input_ids" not in inputs:
+            return super().floating_point_ops(inputs)
+        tokens = inputs["input_ids"].numel()
+        if self._flops_per_token is None:
+            self._flops_per_token = super().floating_point_ops(inputs) // max(1, tokens)
+        return self._flops_per_token * tokens
+
+    def log(self, logs, start_time=None):
+        if "loss" in logs:  # of training; evaluations have their own
+            logs |= self.stage_metrics.since_last_log()
+        self._hand_over_token_metrics()
+        super().log(logs, start_time)
+
+    def _hand_over_token_metrics(self) -> None:
+        """TRL logs what is in `_metrics`. Collective where there are any."""
+        metrics = self._metrics["train"]
+        for entropy, accuracy, tokens in self.token_metrics.take():
+            metrics["entropy"].append(entropy)
+            metrics["mean_token_accuracy"].append(accuracy)
+            self._total_train_tokens += tokens // self._tp_size
+            metrics["num_tokens"] = [self._total_train_tokens]
+
+    # evaluation
+
+    def evaluate(self, *arguments, **keywords):
+        with CLOCK.phase("eval"):
+            return super().evaluate(*arguments, **keywords)
+
+    def evaluation_loop(self, *arguments, metric_key_prefix="eval", **keywords):
+        self.token_weights.begin_evaluation()
+        output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **keywords)
+        loss = self.token_weights.evaluated_loss()
+        if loss is not None:
+            output.metrics[f"{metric_key_prefix}_loss"] = loss
+        return output
+
+    def prediction_step(self, model, inputs, *arguments, **keywords):
+        return self.token_weights.predict(super().prediction_step, model, inputs, *arguments, **keywords)
+
+    def sample_after(self) -> None:
+        """The sample prompts once more; samples.jsonl and a table on rank 0. Collective."""
+        with CLOCK.phase("eval"):
+            after = samples.answer(self, self.samples, self._max_new_tokens)
+            if self.args.process_index == 0 and self.samples:
+                path = self.recipe_run.run.output_dir / "samples.jsonl"
+                rows = samples.write_samples(path, self.samples, self.answers_before, after)
+                samples.show_samples(rows, f"from {self.samples[0].source}")
+
+    @property
+    def _max_new_tokens(self) -> int:
+        return self.recipe_run.run.settings.sample_max_new_tokens if self.recipe_run else 0
+
+    # checkpoints and the model
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        with rank_0_writes():
+            super().save_model(output_dir, _internal_call=_internal_call)
+
+    def _save(self, output_dir=None, state_dict=None) -> None:
+        super()._save(output_dir, patches.without_aliases(self.model, state_dict))
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """None of weights that are not finite: it would push out the last one that can be gone on from."""
+        if self.divergence.has_nonfinite_weights(self):
+            if self.args.process_index == 0:
+                print(f"no checkpoint is saved at step {self.state.global_step}: it is not finite", flush=True)
+            return
+        with CLOCK.phase("save"):
+            write = functools.partial(super()._save_checkpoint, model, trial)
+            if self.args.save_only_model or trial is not None:  # nothing goes on from it
+                write()
+            else:
+                checkpointing.save(self, write, self._checkpoint_facts(), self._history, self._with_checksums)
+
+    def _checkpoint_facts(self) -> dict:
+        recipe_run = self.recipe_run
+        run, data = (recipe_run.run, recipe_run.rows.data_sha256) if recipe_run else (None, None)
+        return checkpointing.facts_of(self.stage_metrics.identity, run, data)
+
+    def _history(self) -> dict:
+        """What the checkpoint carries beside the states. Collective."""
+        return self.stage_metrics.history() | {"answers_before": samples.carried(self.samples, self.answers_before)}
+
+    @property
+    def _with_checksums(self) -> bool:
+        return not (self.recipe_run and self.recipe_run.run.settings.skip_checksums)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        model = self.model if model is None else model
+        if isinstance(model, PreTrainedModel) and not self.is_fsdp_enabled:
+            patches.load_weights_by_class(model, resume_from_checkpoint)
+        else:
+            with patches.adapter_dtypes_kept(model):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self):
+        by_names_of_the_file = not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        if by_names_of_the_file and isinstance(self.model, PreTrainedModel):
+            patches.load_weights_by_class(self.model, self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def save_verified(self) -> str:
+        """The model in output_dir, whole; nothing with save_model: false. Returns what is known of it then.
+
+        Collective. Raises NotWhole on every rank.
+        """
+        run = self.recipe_run.run
+        with CLOCK.phase("save"):
+            if not run.settings.save_model:
+                return "no model was to be saved"
+            self.save_model(str(run.output_dir))
+            fault = [None]
+            with rank_0_writes():
+                if self.args.process_index == 0:
+                    try:
+                        self._verify(run.output_dir, run.settings.trust_remote_code)
+                    except NotWhole as error:
+                        fault = [str(error)]
+            broadcast_object_list(fault)
+            if fault[0] is not None:
+                raise NotWhole(fault[0])
+        return f"the model in {run.output_dir} is saved and whole"
+
+    def _verify(self, folder: Path, trust_remote_code: bool) -> None:
+        """Raises NotWhole."""
+        with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
+            tensors = compare_with_class(folder, trust_remote_code)
+        refuse_nonfinite(tensors)
+        if self._with_checksums:
+            write_checksums(folder)
+        size = sum(path.stat().st_size for path in {tensor.file for tensor in tensors.values()})
+        print(f"saved {folder}: whole, {len(tensors)} tensors, {size:,} bytes", flush=True)
+
+    def push_if_requested(self) -> None:
+        """Upload the model where the recipe says push_to_hub."""
+        if self.args.push_to_hub:
+            self.push_to_hub(dataset_name=self.recipe_run.parts.script_args.dataset_name)

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 import torch
 from transformers import TrainerCallback
+from trl import SFTTrainer
 
 from zero_recipes.libs import deepspeed_tensors
 from zero_recipes.metrics.communication import CommunicationCounter
-from zero_recipes.metrics.memory_probe import StateProbe
+from zero_recipes.metrics.probe import StateProbe
 from zero_recipes.model import parameter_counts
 from zero_recipes.plan.simulator import autocast
 from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
-from zero_recipes.training.token_weighting import TokenWeightedSFTTrainer
+from zero_recipes.training.token_loss import TokenWeights
 
 TRAINING = ("forward", "backward", "step", "between")
 AFTERWARDS = ("evaluation", "best model")  # what a run does beside its steps
 
 
-class WatchedSFTTrainer(TokenWeightedSFTTrainer):
-    """The trainer of a real run, which says when forward ends and backward begins."""
+class WatchedSFTTrainer(SFTTrainer):
+    """SFTTrainer with a real run's token weights, which says when forward ends and backward begins."""
 
     watch: Watch
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.token_weights = TokenWeights(self)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return self.token_weights.of_step(batches, count, device, self._get_num_items_in_batch)
+
+    def prediction_step(self, model, inputs, *arguments, **keywords):
+        return self.token_weights.predict(super().prediction_step, model, inputs, *arguments, **keywords)
 
     def compute_loss(self, model, inputs, *arguments, **keywords):
         if not self.model.training:
@@ -73,10 +85,10 @@ class Watch(TrainerCallback):
         self.record("engine_built")
         self.host_load = max(self.host.peaks.values(), default=0)
         self.host.forget_peaks()
-        self.probe = StateProbe(self.trainer, self.strategy, self)
+        self.probe = StateProbe(self.trainer.model, self.trainer.optimizer, self.strategy, self)
         self._assign()
         self._name_the_step()
-        self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy.world_size)
+        self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy)
         self.communication.start()
         self.tracker.enter("between")
         self.tracker.forget_peaks()
@@ -119,7 +131,7 @@ class Watch(TrainerCallback):
     def evaluate(self, rows) -> None:
         """One batch of an evaluation, as the Trainer's loop takes it."""
         trainer, self.observed.counts_flops = self.trainer, False
-        trainer._evaluated = torch.zeros(2, device=trainer.args.device)  # what evaluation_loop begins with
+        trainer.token_weights.begin_evaluation()
         batch = trainer._prepare_inputs(next(iter(trainer.get_eval_dataloader(rows))))
         self.tracker.enter("evaluation")
         trainer.model_wrapped.eval()

@@ -1,0 +1,205 @@
+"""One token, one weight: the loss is the mean over all tokens that count, however rows lie on ranks and micro batches.
+
+TRL 1.16 and transformers 5.23 do this in training for most models and rows. What they leave is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from trl import SFTTrainer
+
+from zero_recipes.distributed import ulysses
+from zero_recipes.libs.huggingface import count_tokens_with_loss, rows_left_over
+
+ROW_LENGTHS = "row_lengths"
+MOST_KEPT = 1000  # micro batches: a log that is far away must not fill the device
+Batch = dict[str, Any]
+
+
+class TokenWeights:
+    """Makes a trainer's losses, in training and in evaluation, token-weighted means over all ranks.
+
+    Training: transformers counts the tokens of a step (trainer.py, `_get_num_items_in_batch`) by rules for the model's
+    own loss, but SFTTrainer computes the loss itself (`compute_loss`). Of models with `accepts_loss_kwargs = False`
+    (Gemma 3n, Gemma 4) nothing is counted, and each micro batch of each rank weighs the same; of models without a
+    `loss_type` of their own (GPT-2) the first token of each row is counted, which has no loss.
+
+    Evaluation: SFTTrainer's `prediction_step` passes no count, and the evaluation loop weights the means of each rank's
+    batches by their rows.
+
+    Ulysses: transformers weighs each micro batch of each group the same (integrations/deepspeed.py).
+
+    Rows that accelerate repeats to fill the last batches of an epoch (data_loader.py, BatchSamplerShard) have no loss.
+    A mixture of experts' auxiliary loss stays a mean over micro batches.
+    """
+
+    def __init__(self, trainer: SFTTrainer):
+        self.trainer = trainer
+        count_tokens_with_loss(trainer)
+        if trainer.padding_free:
+            trainer.data_collator = CollatorWithRowLengths(trainer.data_collator)
+        self._repeated: tuple[Batch, torch.Tensor] | None = None  # an epoch's last batch, and which of its tokens
+        self._evaluated = torch.zeros(2)  # summed loss, tokens
+
+    @property
+    def shares_sequences(self) -> bool:
+        """Whether each row is shared by several processes (zero_recipes/distributed/ulysses.py)."""
+        parallelism = self.trainer.accelerator.parallelism_config
+        return parallelism is not None and parallelism.sp_enabled
+
+    def of_step(self, batches: list[Batch], count, device, count_again: Callable):
+        """(micro batches of a step, its tokens with a loss on all ranks), from what the Trainer has found of both.
+
+        `count_again`: the trainer's own count.
+        """
+        lengths = [batch.pop(ROW_LENGTHS, None) for batch in batches]
+        if self.shares_sequences and batches:
+            return batches, self.trainer.accelerator.gather(ulysses.shared_tokens(batches).to(device)).sum()
+        left_over = rows_left_over(self.trainer.callback_handler.train_dataloader) if batches else 0
+        if self._ends_with_repeated_rows(left_over) and "labels" in batches[-1]:
+            self._repeated = batches[-1], self._tokens_repeated(batches[-1], lengths[-1], left_over)
+            without_loss(*self._repeated)
+            count = count_again(batches, device)
+        return batches, count
+
+    def repeated_tokens(self, batch: Batch) -> torch.Tensor | None:
+        """Which tokens of a batch that `training_step` is given are of rows that the epoch had before.
+
+        A mask of the shape of `labels`; None where there is no such row. Their labels are -100 by then.
+        """
+        return self._repeated[1] if self._repeated is not None and self._repeated[0] is batch else None
+
+    def begin_evaluation(self) -> None:
+        self._evaluated = torch.zeros(2, dtype=torch.float64, device=self.trainer.args.device)
+
+    def predict(self, predict: Callable, model, inputs: Batch, *arguments, **keywords):
+        """A batch of an evaluation by `predict`, the trainer's own prediction_step, with its loss and tokens added."""
+        lengths = inputs.pop(ROW_LENGTHS, None)
+        left_over = self.trainer.accelerator.gradient_state.remainder
+        if self._ends_with_repeated_rows(left_over) and "labels" in inputs:
+            without_loss(inputs, self._tokens_repeated(inputs, lengths, left_over))
+        result = predict(model, inputs, *arguments, **keywords)
+        if "labels" in inputs and result[0] is not None:
+            tokens = (inputs["labels"][..., 1:] != -100).sum().to(self._evaluated)
+            self._evaluated += torch.stack([result[0].to(self._evaluated) * tokens, tokens])
+        return result
+
+    def evaluated_loss(self) -> float | None:
+        """Of the evaluation that has ended; None where no token had a loss. Collective."""
+        loss, tokens = self.trainer.accelerator.reduce(self._evaluated).tolist()
+        return loss / tokens if tokens else None
+
+    def _ends_with_repeated_rows(self, left_over: int) -> bool:
+        """Whether this is the last batch of a data loader, filled with rows that it had before. Agrees on all ranks.
+
+        `left_over`: rows of all ranks' last batches that are no repetition; 0 or less where nothing is filled.
+        """
+        accelerator = self.trainer.accelerator
+        return accelerator.gradient_state.end_of_dataloader and left_over > 0 and accelerator.num_processes > 1
+
+    def _tokens_repeated(self, batch: Batch, lengths: list[int] | None, left_over: int) -> torch.Tensor:
+        """Which tokens of this rank's last batch are of repeated rows. What is no repetition stands first, by rank."""
+        rows = len(batch["labels"]) if lengths is None else len(lengths)
+        rank = self.trainer.accelerator.process_index
+        return tokens_after(batch["labels"], kept_rows(rows, left_over, rank), lengths)
+
+
+class CollatorWithRowLengths:
+    """TRL's padding-free collator, which puts rows one after the other, with how long each of them is."""
+
+    def __init__(self, collate: Callable[[list[dict]], Batch]):
+        self.collate = collate
+
+    def __call__(self, rows: list[dict]) -> Batch:
+        return self.collate(rows) | {ROW_LENGTHS: [len(row["input_ids"]) for row in rows]}
+
+
+def kept_rows(rows: int, left_over: int, rank: int) -> int:
+    """How many of the `rows` of a rank's last batch are no repetition, of `left_over` over all ranks."""
+    return max(0, min(rows, left_over - rows * rank))
+
+
+def tokens_after(labels: torch.Tensor, kept: int, lengths: list[int] | None) -> torch.Tensor:
+    """Which tokens stand after the first `kept` rows: a mask of the shape of `labels`.
+
+    `lengths`: those of the rows that stand in one, in tokens; None where each has a line of its own.
+    """
+    after = torch.zeros_like(labels, dtype=torch.bool)
+    if lengths is None:
+        after[kept:] = True
+    else:
+        after[:, sum(lengths[:kept]) :] = True
+    return after
+
+
+def without_loss(batch: Batch, tokens: torch.Tensor) -> None:
+    """Take the loss of some tokens away; `tokens`: a mask of the shape of `labels`."""
+    batch["labels"].masked_fill_(tokens, -100)
+
+
+class TokenMetrics:
+    """Entropy, token accuracy and tokens of the log, brought together once a log line instead of in every micro batch.
+
+    TRL 1.16, trainer/sft_trainer.py `compute_loss` gathers four numbers from all ranks and reads each of them in every
+    micro batch. Here they stay on the device until they are logged; the log has the same values. One exception: of
+    an epoch's last rows, where they are fewer than the processes, TRL leaves out the numbers of some processes
+    (`gather_for_metrics`), here all are counted.
+    """
+
+    def __init__(self, trainer: SFTTrainer, when: str):
+        """`when`: the recipe's token_metrics, "logging_steps" or "micro_batch" (TRL's own)."""
+        self.trainer, self.when = trainer, when
+        self._kept: list[torch.Tensor] = []  # per micro batch: supervised, entropy, right ones, tokens
+
+    def are_put_off(self, is_vlm: bool) -> bool:
+        """Whether `loss` may take the place of TRL's: neither in evaluation nor for any loss but cross-entropy."""
+        trainer = self.trainer
+        return (
+            self.when == "logging_steps"
+            and trainer.model.training
+            and trainer.args.loss_type == "nll"
+            and trainer.compute_loss_func is None
+            and trainer.label_smoother is None
+            and not trainer.aux_loss_enabled
+            and not is_vlm  # TRL has a message of its own for images that max_length has cut
+        )
+
+    def loss(self, model, inputs: Batch, num_items_in_batch) -> torch.Tensor:
+        """TRL's loss of a micro batch. Waits for no other rank and reads nothing back from the device."""
+        trainer = self.trainer
+        inputs["use_cache"] = False
+        outputs = model(**inputs, fused_lm_head=True)
+        supervised = outputs.label_mask.sum()
+        tokens = supervised if num_items_in_batch is None else num_items_in_batch
+        loss = (-outputs.log_probs).sum() / torch.as_tensor(tokens).clamp(min=1)  # 0 where no token has a loss
+        if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())  # gradients are averaged
+        counted = supervised, outputs.entropy.detach().sum(), outputs.is_top1.sum(), _non_padding(inputs)
+        self._kept.append(torch.stack([number.double() for number in counted]))
+        return loss
+
+    @property
+    def are_many(self) -> bool:
+        return len(self._kept) >= MOST_KEPT
+
+    def take(self) -> list[tuple[float, float, int]]:
+        """(entropy, token accuracy, tokens) of each micro batch since the last call. Collective where there are any."""
+        if not self._kept:
+            return []
+        own = torch.stack(self._kept).unsqueeze(0)  # (1, micro batches, 4)
+        self._kept = []
+        return [
+            (entropy / supervised, right / supervised, int(tokens)) if supervised else (0.0, 0.0, int(tokens))
+            for supervised, entropy, right, tokens in self.trainer.accelerator.gather(own).sum(0).tolist()
+        ]
+
+
+def _non_padding(inputs: Batch) -> torch.Tensor:
+    """Non-padding tokens of a batch; rows that stand one after the other have no mask and no padding."""
+    if "attention_mask" in inputs:
+        return inputs["attention_mask"].sum()
+    ids = inputs["position_ids"]
+    return torch.tensor(ids.size(1), device=ids.device)
