@@ -15,17 +15,18 @@ import pytest
 import torch
 
 from tests.helpers import fake_cuda
+from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import environment
 from zero_recipes.core.phases import PhaseClock
 from zero_recipes.distributed import bandwidth, init
 from zero_recipes.distributed.build_locks import extension_folder
 from zero_recipes.libs import deepspeed_tensors
 from zero_recipes.metrics import callback as callbacks
-from zero_recipes.metrics.callback import StageMetricsCallback
+from zero_recipes.metrics.callback import RunFacts, StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure
 from zero_recipes.metrics.model_flops import UsedFlops
+from zero_recipes.metrics.probe import StepClock
 from zero_recipes.metrics.schema import Metrics, RunIdentity
-from zero_recipes.metrics.timers import StepClock
 from zero_recipes.theory.flops import ModelFlops
 
 MIB = 2**20
@@ -62,23 +63,21 @@ def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2, devic
     """
     monkeypatch.setattr(callbacks, "gather_object", list)
     identity = IDENTITY if device is None else IDENTITY.model_copy(update={"device": device})
-    monkeypatch.setattr(callbacks, "identity", lambda *_: identity)
+    monkeypatch.setattr(callbacks, "RunIdentity", lambda **_: identity)
     model = torch.nn.Linear(4, 4)
     config = SimpleNamespace(num_attention_heads=2, hidden_size=4, num_hidden_layers=1)
     model.config = SimpleNamespace(get_text_config=lambda: config)
     optimizer = torch.optim.AdamW(model.parameters())
-    strategy = SimpleNamespace(is_deepspeed=False, offload_optimizer=None, offload_param=None, world_size=1)
-    strategy.nvme_path, strategy.ds_config = None, None
-    accelerator = SimpleNamespace(gather=lambda tensor: tensor, optimizer_step_was_skipped=False, num_processes=1)
-    trainer = SimpleNamespace(model=model, optimizer=optimizer, model_wrapped=model, accelerator=accelerator)
-    run = SimpleNamespace(strategy=strategy, device="cuda")
+    facts = RunFacts("r", Strategy("single", 1), "cuda", "bf16", "m")
+    args = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, logging_steps=1)
     cuda.hold(100 * MIB)
-    found = StageMetricsCallback(run, None, model, PhaseClock(), disks=[])
-    found.watch(trainer)
+    found = StageMetricsCallback(folder, facts)
+    found.engine_built(model)
+    found.identify(args, model)
     cuda.hold(900 * MIB)  # samples before training, with a cache of keys and values
     cuda.hold(150 * MIB)
     state = SimpleNamespace(max_steps=steps, global_step=0)
-    found.on_train_begin(None, state, None)
+    found.on_train_begin(args, state, None, model=model, optimizer=optimizer)
     before, by_step, logs = list(cuda.calls), [], []
     ids = torch.ones(2, 8, dtype=torch.long)
     for step in range(1, steps + 1):
@@ -103,7 +102,7 @@ def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2, devic
             found.on_evaluate(None, state, None)
     cuda.calls.clear()
     found.end_steps()
-    found.write(folder)
+    found.write()
     return Metrics.read(folder / "metrics.json"), before, by_step, list(cuda.calls), logs
 
 
@@ -177,7 +176,7 @@ class Reads(torch.utils._python_dispatch.TorchDispatchMode):
 def test_counting_tokens_and_losses_reads_nothing_back(repeated):
     """Tensors without memory: a number that is read out of one, or copied between it and the host, is an error."""
     found = StageMetricsCallback.__new__(StageMetricsCallback)
-    found.tokens = found.tokens_timed = None
+    found.tokens = found.tokens_timed = found.has_labels = None
     found.losses, found.done, found.warmup = [], 0, 0
     found.used = UsedFlops.__new__(UsedFlops)
     found.used.model = ModelFlops(10, 10, {None: 4, 5: 2})

@@ -65,7 +65,7 @@ def test_an_overflow_at_the_smallest_scale_is_a_divergence(tmp_path, precision):
     trainer = SimpleNamespace(args=SimpleNamespace(output_dir=tmp_path), state=SimpleNamespace(global_step=4))
     callback = StopAtDivergence(SimpleNamespace(identity=SimpleNamespace(precision=precision)), 3)
     text = "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
-    with pytest.raises(Exception) as caught, callback.at_the_smallest_scale(trainer):  # noqa: B017
+    with pytest.raises(Exception) as caught, callback.at_the_smallest_scale(trainer):
         raise Exception(text)  # DeepSpeed raises no other kind
     named = "the gradients of step 5 overflow fp16" if precision == "fp16" else text
     assert named in str(caught.value) and isinstance(caught.value, Diverged) == (precision == "fp16")

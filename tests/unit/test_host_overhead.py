@@ -15,7 +15,8 @@ from trl import SFTConfig
 
 from tests.helpers.tiny import llama_config
 from zero_recipes.libs import patches
-from zero_recipes.training.token_metrics import TokenMetricsSFTTrainer
+from zero_recipes.training.token_loss import TokenMetrics
+from zero_recipes.training.trainer import ZeroSFTTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,14 +47,14 @@ def test_the_loss_and_the_log_are_trls_without_a_gather_a_micro_batch(tmp_path, 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
     args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], loss_type=loss_type)
     rows = Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[5, 6, 7]]})
-    trainer = TokenMetricsSFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+    trainer = ZeroSFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
     gathered, gather = [], trainer.accelerator.gather
     monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: gathered.append(1) or gather(tensor))
     batches = [batch(draw, packed) for _ in range(5)]
     model.train()
     found = {}
     for when in ("micro_batch", "logging_steps"):
-        trainer.token_metrics, trainer._total_train_tokens, before = when, 0, len(gathered)
+        trainer.token_metrics, trainer._total_train_tokens, before = TokenMetrics(trainer, when), 0, len(gathered)
         losses = [trainer.compute_loss(model, dict(each), num_items_in_batch=torch.tensor(11)) for each in batches]
         losses.append(trainer.compute_loss(model, dict(batches[0])))  # without a count: the mean of its own tokens
         waited = len(gathered) - before

@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from zero_recipes.config.ds_view import DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.settings import precision_of
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import environment
