@@ -5,7 +5,7 @@
     python benchmarks/gpu_session.py --collect FOLDER      # after: benchmarks/results/gpu_*.json, constants of the plan
 
 Each run is a row of OUT/partN.jsonl as soon as it ends, a failed run too. A second call with the same OUT runs what is
-missing or failed. --rehearse runs everything on a CPU with models of two layers, to find what would stop the session.
+missing or failed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=ROOT / "output" / "gpu_session_work")
     parser.add_argument("--minutes", type=float, default=9.5, help="for all parts of this call")
     parser.add_argument("--only", default="", metavar="WORD", help="runs whose name has it, e.g. 2.8b")
-    parser.add_argument("--rehearse", action="store_true")
     given = parser.parse_args()
     planned = [case for part in PLANNED_PARTS for case in cases.cases(part)]
     if given.plans:
@@ -80,7 +79,7 @@ def plans_of(wanted: list[Case], work: Path) -> dict[str, Any]:
 
     jobs = {}
     for case in wanted:
-        recipe = plan_jobs.read_recipe(write_recipe(case, work, rehearse=False), [])
+        recipe = plan_jobs.read_recipe(write_recipe(case, work), [])
         strategy = "ddp" if case.strategy == "single" else case.strategy
         known = plan_jobs.read_strategies(recipe, (strategy,))
         config = plan_jobs.model_config(recipe.settings)
@@ -95,7 +94,7 @@ def run_parts(given: argparse.Namespace) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     given.work.mkdir(parents=True, exist_ok=True)
     plans = json.loads(PLANS.read_text())["plans"] if PLANS.is_file() else {}
-    session = Session(given.out, given.work, time.time() + given.minutes * 60, plans, given.rehearse)
+    session = Session(given.out, given.work, time.time() + given.minutes * 60, plans)
     for part in given.part:
         print(f"part {part}: {cases.PARTS[part]}", flush=True)
         session.write(part, {"case": "machine", "machine": describe()})
@@ -119,12 +118,11 @@ class Session:
     work: Path
     deadline: float
     plans: dict[str, Any]
-    rehearse: bool = False
 
     def write(self, part: int, row: dict[str, Any]) -> None:
         """Append a row to the part's file; it is on the disk when this returns."""
         with open(self.out / f"part{part}.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(without_nan({"part": part, "rehearsal": self.rehearse} | row)) + "\n")
+            file.write(json.dumps(without_nan({"part": part} | row)) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
@@ -145,7 +143,7 @@ class Session:
         folder = self.work / case.slug / "run"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        command = command_of(case, write_recipe(case, self.work, self.rehearse), folder)
+        command = command_of(case, self.work, folder)
         started = time.time()
         code = self._ended(command, folder.parent / "log.txt", case)
         log = (folder.parent / "log.txt").read_text(errors="replace").splitlines()
@@ -161,10 +159,10 @@ class Session:
 
     def _cannot(self, case: Case) -> str | None:
         left = self.deadline - time.time()
-        if left < (20 if self.rehearse else case.seconds):
+        if left < case.seconds:
             return f"{max(left, 0):.0f} s are left, it takes about {case.seconds}"
         plan, memory = self.plans.get(case.slug), psutil.virtual_memory().available
-        needed = 0 if plan is None or self.rehearse else max(plan["host_bytes"]["load"], plan["host_bytes"]["training"])
+        needed = 0 if plan is None else max(plan["host_bytes"]["load"], plan["host_bytes"]["training"])
         return f"the plan needs {needed:,} bytes of host memory of {memory:,}" if needed > memory else None
 
     def _ended(self, command: list[str], log: Path, case: Case) -> int:
@@ -179,11 +177,11 @@ class Session:
                 return child.wait()
 
 
-def command_of(case: Case, recipe: Path, folder: Path) -> list[str]:
+def command_of(case: Case, work: Path, folder: Path) -> list[str]:
     program = f"benchmarks/session/{case.script}"
     if case.script == "side_by_side.py":
-        return [sys.executable, program, case.strategy, str(recipe), str(folder)]
-    script = [program, str(recipe), "--output_dir", str(folder)]
+        return [sys.executable, program, case.strategy, case.model, str(folder), json.dumps(case.keys)]
+    script = [program, str(write_recipe(case, work)), "--output_dir", str(folder)]
     if case.strategy == "single":
         return [sys.executable, *script]
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]

@@ -49,7 +49,7 @@ if [ "${1:-}" = wheels ]; then
     wheels
     exit
 fi
-[ $# -gt 0 ] || { sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -gt 0 ] || { sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2; }
 if [ -d $WHEELS ]; then
     install || exit 1
     export PYTHONPATH="$SITE${PYTHONPATH:+:$PYTHONPATH}"

@@ -1,9 +1,9 @@
-"""Non-padding tokens per second of four programs side by side: python -m benchmarks.throughput [--workloads NAME ...]
+"""Non-padding tokens per second of three programs side by side: python -m benchmarks.throughput [--workloads NAME ...]
 
-`trl sft` with its defaults, run_sft.py with a fast recipe, a bare loop around deepspeed.initialize (around torch's DDP
-for ddp) and a plain PyTorch loop, the last two on the very batches of the recipe. They take turns in one pair of
-processes, so that what else the machine does hits all alike. Their speeds are compared only where all saw the same rows
-in as many steps and their losses on held-out rows agree; otherwise this ends with exit code 1.
+`trl sft` with its defaults, run_sft.py with a fast recipe, and a bare loop around deepspeed.initialize (around torch's
+DDP for ddp) on the very batches of the recipe. They take turns in one pair of processes, so that what else the machine
+does hits all alike. Speeds are compared only where all saw the same rows in as many steps and their losses on held-out
+rows agree; otherwise this ends with exit code 1.
 
 Writes benchmarks/results/throughput.json, where each workload replaces its earlier measurement. --quick: a minute, one
 strategy, writes nothing without --result.
@@ -32,17 +32,17 @@ from zero_recipes.core.files import write_json  # noqa: E402
 RESULT = ROOT / "benchmarks" / "results" / "throughput.json"
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3")
 WORKLOADS = (
-    Workload("1M, own rows", "own", "own", steps=24, learning_rate=1e-4, packs=2, at_once=2),
-    Workload("1M, Alpaca", "gpt_neox-1m", "alpaca", steps=6, learning_rate=5e-4, packs=2),
-    Workload("12M, Alpaca", "gpt_neox-12m", "alpaca", steps=5, learning_rate=5e-4, packs=2),
+    Workload("1M, own rows", "own", "own", steps=24, learning_rate=1e-4, at_once=2),
+    Workload("1M, Alpaca", "gpt_neox-1m", "alpaca", steps=6, learning_rate=5e-4),
+    Workload("12M, Alpaca", "gpt_neox-12m", "alpaca", steps=5, learning_rate=5e-4),
     # a packed step has other rows than a padded one: at 2e-4 four steps ended 1.3 % apart, at 5e-5 0.1 %
-    Workload("45M, Alpaca", "llama-45m", "alpaca", steps=4, learning_rate=5e-5, packs=2),
+    Workload("45M, Alpaca", "llama-45m", "alpaca", steps=4, learning_rate=5e-5),
 )
 BY_DEFAULT = [each.name for each in WORKLOADS[:3]]  # ten minutes; the last alone takes as long
 QUICK = replace(WORKLOADS[0], name="quick", steps=4)
 NOT_TIMED = 2  # steps: buffers are made, and the recipe's probe reads the second one
 TOLERANCE = 0.01  # of the loss per supervised token
-RATIOS = {"recipe/trl": ("recipe", "trl"), "recipe/engine": ("recipe", "engine"), "engine/plain": ("engine", "plain")}
+PROGRAMS = ("trl", "recipe", "engine")
 Row = dict[str, Any]
 
 
@@ -86,13 +86,11 @@ def measure(group: Group, workload: Workload, strategies: list[str], rounds: int
         job = job_of(workload, Path(folder))
         turns: dict[str, list[dict[str, Row]]] = {strategy: [] for strategy in strategies}
         for number in range(rounds):
-            plain = None  # it knows no strategy: one a round
             for strategy in strategies:
                 named = job | {"strategy": strategy}
-                turn = {p: run(group, p, named, workload) for p in ("trl", "recipe", "engine")}
-                plain = plain or run(group, "plain", named, workload)
-                check(turn | {"plain": plain}, f"{workload.name}, {strategy}")
-                turns[strategy].append(turn | {"plain": plain})
+                turn = {program: run(group, program, named, workload) for program in PROGRAMS}
+                check(turn, f"{workload.name}, {strategy}")
+                turns[strategy].append(turn)
                 print(f"{workload.name}, round {number + 1}, {strategy}: {in_a_line(turns[strategy][-1])}", flush=True)
     return {
         "name": workload.name,
@@ -161,9 +159,9 @@ def summary(turns: list[dict[str, Row]]) -> Row:
         for name in turns[0]
     }
     ratios = {}
-    for ratio, (one, other) in RATIOS.items():
-        by_round = [tokens_per_second(turn[one]) / tokens_per_second(turn[other]) for turn in turns]
-        ratios[ratio] = {"median": statistics.median(by_round), "by_round": by_round}
+    for other in ("trl", "engine"):
+        by_round = [tokens_per_second(turn["recipe"]) / tokens_per_second(turn[other]) for turn in turns]
+        ratios[f"recipe/{other}"] = {"median": statistics.median(by_round), "by_round": by_round}
     return {"programs": programs, "ratios": ratios, "overhead_ms": overhead_ms(turns)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from zero_recipes.data.load import alpaca_row
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ROOT / "tiny_world"
+MODELS = ROOT / "zero_recipes" / "plan" / "models"
 ALPACA = ROOT.parent / "shared" / "fixtures" / "alpaca_2k.jsonl"
-MICRO_BATCH, RANKS = 8, 2  # TRL's default, and the processes
+MICRO_BATCH = 8  # TRL's default
 LONGEST = 1024  # tokens of a row: TRL's default max_length, so that nobody cuts one
 HELD_OUT = 32  # rows
 SHAPES = {  # random weights, for the tokenizer of tiny_world/base
@@ -33,12 +34,15 @@ class Workload:
     """A model and rows, and how the recipe lays these into packs."""
 
     name: str
-    model: str  # "own" (tiny_world/base) or a name of SHAPES
-    rows: str  # "own" or "alpaca"
+    model: str  # "own" (tiny_world/base), a name of SHAPES or of zero_recipes/plan/models/
+    rows: str  # "own", "alpaca", or "drawn": as uneven as Alpaca's, of any number
     steps: int
     learning_rate: float
-    packs: int = 1  # of a process in a step
+    packs: int = 2  # of a process in a step
     at_once: int = 1  # of them in a micro batch
+    ranks: int = 2
+    device: str = "cpu"
+    recipe: dict[str, Any] = field(default_factory=dict)  # keys laid over the fast recipe
 
     @property
     def accumulation(self) -> int:
@@ -55,58 +59,71 @@ def missing(workload: Workload) -> str | None:
 def job_of(workload: Workload, folder: Path) -> dict[str, Any]:
     """What benchmarks/throughput_programs.py takes, but for the strategy; writes model, rows and recipe to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = model_folder(workload.model, folder / "model")
+    model = model_folder(workload.model, folder / "model", workload.device)
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = [row for row in all_rows(workload.rows) if len(tokens_of(row, tokenizer)["input_ids"]) <= LONGEST]
     held_out, rows = rows[:HELD_OUT], rows[HELD_OUT:]
     lengths = [len(tokens_of(row, tokenizer)["input_ids"]) for row in rows]
-    pack, chosen = pack_length(lengths, workload.steps, workload.packs)
-    _write_lines(folder / "rows" / "train.jsonl", rows[:chosen])
+    count = workload.steps * workload.ranks * MICRO_BATCH
+    pack = pack_length(lengths[:count], workload.steps * workload.ranks * workload.packs)
+    (folder / "rows").mkdir()
+    (folder / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
     (folder / "held_out.json").write_text(json.dumps([tokens_of(row, tokenizer) for row in held_out]))
-    same = {"model_name_or_path": str(model), "dataset_name": str(folder / "rows"), "use_cpu": True}
-    same |= {"learning_rate": workload.learning_rate, "num_train_epochs": 1, "report_to": "none"}
-    same |= {"save_strategy": "no"}
+    same = {"model_name_or_path": str(model), "dataset_name": str(folder / "rows"), "num_train_epochs": 1}
+    same |= {"learning_rate": workload.learning_rate, "report_to": "none", "save_strategy": "no"}
+    same |= {"use_cpu": True} if workload.device == "cpu" else {}
     fast = {"bf16": True, "packing": True, "max_length": pack, "per_device_train_batch_size": workload.at_once}
     fast |= {"gradient_accumulation_steps": workload.accumulation, "activation_checkpointing": False}
     fast |= {"ddp_find_unused_parameters": False}  # the Trainer would look for some after each backward pass
-    fast |= {"supervised_logits_only": True}
-    fast |= {"save_model": False, "overwrite": True, "skip_plan": True, "logging_steps": 10}
+    fast |= {"supervised_logits_only": True, "save_model": False, "overwrite": True, "skip_plan": True}
+    fast |= {"logging_steps": 10} | workload.recipe
     (folder / "recipe.yaml").write_text(json.dumps(same | fast, indent=2))  # JSON is YAML
     return {
         "folder": str(folder),
         "model": str(model),
         "held_out": str(folder / "held_out.json"),
-        "device": "cpu",
-        "attention": "sdpa",
+        "device": workload.device,
+        "attention": workload.recipe.get("attn_implementation", "sdpa"),
         "learning_rate": workload.learning_rate,
         "accumulation": workload.accumulation,
         "trl": same,
         "recipe": {},
         "max_length": pack,
-        "rows": chosen,
-        "longest_row": max(lengths[:chosen]),
+        "rows": count,
+        "longest_row": max(lengths[:count]),
     }
 
 
-def model_folder(name: str, folder: Path) -> Path:
-    """A folder with weights and tokenizer."""
+def model_folder(name: str, folder: Path, device: str) -> Path:
+    """A folder with weights and tokenizer; random weights are fp32, drawn on the device."""
     if name == "own":
         return OWN / "base"
     tokenizer = AutoTokenizer.from_pretrained(OWN / "base")
-    kind = name.partition("-")[0]
-    known = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 0}
-    known |= {"pad_token_id": 1, "attention_dropout": 0.0} | ({"hidden_dropout": 0.0} if kind == "gpt_neox" else {})
+    if name in SHAPES:
+        kind, shape = name.partition("-")[0], SHAPES[name] | {"vocab_size": len(tokenizer), "attention_dropout": 0.0}
+        shape |= {"max_position_embeddings": 2048, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+        shape |= {"hidden_dropout": 0.0} if kind == "gpt_neox" else {}
+    else:
+        shape = json.loads((MODELS / f"{name}.json").read_text())["config"]
+        kind = shape.pop("model_type")
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **known, **SHAPES[name])).save_pretrained(folder)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape), dtype=torch.float32)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def all_rows(name: str) -> list[dict[str, str]]:
     """Prompts and completions, as TRL takes them; this project's own in an order drawn with a seed."""
+    draw = random.Random(0)
+    if name == "drawn":
+        words = ["the", "red", "fish", "hums", "in", "the", "cave", "by", "the", "river", "."] * LONGEST
+        lengths = [int(200 * draw.lognormvariate(0, 0.7)) for _ in range(1000)]
+        return [{"prompt": "Go on:", "completion": " ".join(words[:length])} for length in lengths]
     path = ALPACA if name == "alpaca" else OWN / "train.jsonl"
     rows = [alpaca_row(json.loads(line)) for line in path.read_text().splitlines()]
-    random.Random(0).shuffle(rows)
+    draw.shuffle(rows)
     return rows
 
 
@@ -117,28 +134,13 @@ def tokens_of(row: dict[str, str], tokenizer) -> dict[str, list[int]]:
     return {"input_ids": ids, "labels": [-100] * len(prompt) + ids[len(prompt) :]}
 
 
-def pack_length(lengths: list[int], steps: int, packs: int, ranks: int = RANKS) -> tuple[int, int]:
-    """(tokens of a pack, rows): so many rows that TRL's micro batches fill `steps` steps exactly, and the shortest pack
-    at which the same rows fill as many steps of `packs` packs a process. Raises ValueError where none is."""
-    rows = steps * ranks * MICRO_BATCH
-    if rows > len(lengths):
-        raise ValueError(f"{steps} steps need {rows} rows, {len(lengths)} are there")
-    wanted = steps * ranks * packs
-    for length in range(max(max(lengths[:rows]), sum(lengths[:rows]) // wanted), sum(lengths[:rows])):
-        made = packs_of(lengths[:rows], length)
-        if made == wanted:
-            return length, rows
-        if made < wanted:
-            break
-    raise ValueError(f"{rows} rows do not fill {wanted} packs of any length; take fewer packs a step")
-
-
-def packs_of(lengths: list[int], longest: int) -> int:
-    """Packs that TRL makes of rows of these lengths."""
+def pack_length(lengths: list[int], packs: int) -> int:
+    """The shortest pack at which these rows fill exactly so many. Raises ValueError where there is none."""
     rows = Dataset.from_dict({"input_ids": [[0] * length for length in lengths]})
-    return len(pack_dataset(rows, longest, "bfd"))
-
-
-def _write_lines(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for length in range(max(max(lengths), sum(lengths) // packs), sum(lengths)):
+        made = len(pack_dataset(rows, length, "bfd"))
+        if made == packs:
+            return length
+        if made < packs:
+            break
+    raise ValueError(f"{len(lengths)} rows do not fill {packs} packs of any length; take fewer packs a step")

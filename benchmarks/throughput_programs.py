@@ -1,8 +1,7 @@
-"""The four programs that benchmarks/throughput.py alternates, as every rank of a process group runs them.
+"""The programs that benchmarks/throughput.py alternates, as every rank of a process group runs them.
 
 trl: `trl sft` (trl/scripts/sft.py, main) with its defaults; recipe: run_sft.py; engine: a bare loop around
-deepspeed.initialize, or around torch's DDP; plain: PyTorch alone. The last two train on the very batches that the
-recipe's data loader made.
+deepspeed.initialize, or around torch's DDP, on the very batches that the recipe's data loader made.
 """
 
 from __future__ import annotations
@@ -49,6 +48,9 @@ class Seen:
         if self.device == "cuda":
             torch.cuda.synchronize()
         self.marks.append(time.perf_counter())
+
+    def step_seconds(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.marks, self.marks[1:], strict=False)]
 
     def add(self, batch: Batch, lengths: list[int]) -> None:
         self.lengths.append(lengths)
@@ -129,7 +131,7 @@ def arguments_of(job: dict, program: str) -> list[str]:
 def engine(job: dict, seen: Seen, batches: list[Batch], config: dict | None) -> None:
     """A bare loop around the engine of the strategy, with the configuration of the recipe's engine."""
     if config is None:
-        plain(job, seen, batches, wrap=dist.get_world_size() > 1)
+        plain(job, seen, batches)
         return
     import deepspeed
 
@@ -152,26 +154,22 @@ def engine(job: dict, seen: Seen, batches: list[Batch], config: dict | None) -> 
             seen.model.step()
 
 
-def plain(job: dict, seen: Seen, batches: list[Batch], wrap: bool = False) -> None:
-    """A plain PyTorch loop on `batches`: bf16 autocast over fp32 weights. `wrap`: torch's DDP brings the gradients
-    together; otherwise one all-reduce a step does."""
+def plain(job: dict, seen: Seen, batches: list[Batch]) -> None:
+    """A plain PyTorch loop on `batches`: bf16 autocast over fp32 weights, torch's DDP where there are several ranks."""
     model = load(job).to(seen.device)
-    seen.model = torch.nn.parallel.DistributedDataParallel(model) if wrap else model
+    ranks, each = dist.get_world_size(), job["accumulation"]
+    seen.model = torch.nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     optimizer = adam(model, None, job)
-    ranks, each = (dist.get_world_size() if dist.is_initialized() else 1), job["accumulation"]
     seen.model.train()
     for rate, micro in steps_of(job, batches, seen):
         for group in optimizer.param_groups:
             group["lr"] = rate
         tokens = supervised_of_all(micro, seen.device)
         for number, batch in enumerate(micro, 1):
-            waits = wrap and number < each
-            with seen.model.no_sync() if waits else contextlib.nullcontext():
+            with seen.model.no_sync() if ranks > 1 and number < each else contextlib.nullcontext():
                 with torch.autocast(seen.device, torch.bfloat16):
                     loss = summed_loss(seen.model, batch, seen.device) / tokens
-                (loss * ranks if wrap else loss).backward()  # DDP divides by them
-        if not wrap and ranks > 1:
-            add_up([p.grad for p in model.parameters()])
+                (loss * ranks).backward()  # DDP divides by them
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
@@ -211,21 +209,13 @@ def summed_loss(model, batch: Batch, device: str) -> torch.Tensor:
 def supervised_of_all(batches: list[Batch], device: str) -> torch.Tensor:
     """Tokens with a loss in these batches, over all ranks."""
     tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches).to(device)
-    if dist.is_initialized():
-        dist.all_reduce(tokens)
+    dist.all_reduce(tokens)
     return tokens
-
-
-def add_up(gradients: list[torch.Tensor]) -> None:
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    dist.all_reduce(flat)
-    for gradient, summed in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
-        gradient.copy_(summed.view_as(gradient))
 
 
 def held_out_loss(seen: Seen, rows: list[dict[str, list[int]]]) -> float:
     """The loss per supervised token of the trained model on rows that no program has trained on. Collective."""
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    ranks, rank = dist.get_world_size(), dist.get_rank()
     seen.model.eval()
     found = torch.zeros(2, dtype=torch.float64, device=seen.device)
     with torch.no_grad(), torch.autocast(seen.device, torch.bfloat16):
@@ -233,8 +223,7 @@ def held_out_loss(seen: Seen, rows: list[dict[str, list[int]]]) -> float:
             batch = {key: torch.tensor([value]) for key, value in row.items()}
             tokens = (batch["labels"][:, 1:] != -100).sum()
             found += torch.stack([summed_loss(seen.model, batch, seen.device).double(), tokens.to(found)])
-    if dist.is_initialized():
-        dist.all_reduce(found)
+    dist.all_reduce(found)
     return float(found[0] / found[1])
 
 
@@ -250,13 +239,11 @@ def run(program: str, job: dict) -> dict:
     elif program == "recipe":
         recipe(job, seen)
         LAST_RECIPE[:] = [seen]
-    elif program == "engine":
-        engine(job, seen, LAST_RECIPE[0].batches, LAST_RECIPE[0].config)
     else:
-        plain(job, seen, LAST_RECIPE[0].batches)
+        engine(job, seen, LAST_RECIPE[0].batches, LAST_RECIPE[0].config)
     fed = seen if seen.lengths else LAST_RECIPE[0]
     found = {
-        "step_seconds": [later - earlier for earlier, later in zip(seen.marks, seen.marks[1:], strict=False)],
+        "step_seconds": seen.step_seconds(),
         "tokens": [sum(lengths) for lengths in fed.lengths],
         "elements": fed.elements,
         "supervised": fed.supervised,

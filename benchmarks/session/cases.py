@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 TABLE = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text())
-PARTS, SHAPES = TABLE["parts"], TABLE["shapes"]
+PARTS = TABLE["parts"]
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ Row = dict[str, Any]
 def collect(folder: Path, results: Path) -> list[str]:
     """Write results/gpu_*.json from all partN.jsonl below `folder`; lines that say what was written.
 
-    Raises ValueError where there are no rows, or rows of a rehearsal on a CPU.
+    Raises ValueError where there are no rows.
     """
     rows = read_rows(folder)
-    if not rows or any(row["rehearsal"] for row in rows):
-        raise ValueError(f"no partN.jsonl with rows of a GPU below {folder}")
+    if not rows:
+        raise ValueError(f"no partN.jsonl with rows below {folder}")
     lines = []
     for part, name in NAMES.items():
         own = [row for row in rows if row["part"] == part]

@@ -8,12 +8,11 @@ from typing import Any
 
 import yaml
 
-from benchmarks.session.cases import SHAPES, Case
+from benchmarks.session.cases import Case
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ROOT / "zero_recipes" / "plan" / "models"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-SMALLER = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 ROWS, LENGTH = 512, 512  # of the data, and tokens of a row
 BASE = {
     "bf16": True,
@@ -29,11 +28,10 @@ BASE = {
 ALWAYS = {"eval_strategy": "no", "save_strategy": "no", "save_model": False, "logging_steps": 1, "report_to": "none"}
 
 
-def write_recipe(case: Case, work: Path, rehearse: bool) -> Path:
+def write_recipe(case: Case, work: Path) -> Path:
     """The case's recipe, its model's folder and its rows beneath `work`.
 
-    The plan is held against the run, so the run makes none itself: `skip_plan`. `rehearse`: the same on the CPU, a
-    few steps of a model of two layers.
+    The run makes no plan of its own (`skip_plan`): it is compared with one made before.
     """
     saves = case.keys.get("save_model", False)
     if case.model == "tiny":
@@ -41,24 +39,19 @@ def write_recipe(case: Case, work: Path, rehearse: bool) -> Path:
         recipe |= {"model_name_or_path": str(ROOT / "tiny_world" / "base"), "dataset_name": str(ROOT / "tiny_world")}
         recipe |= {"save_model": False} | ({} if saves else {"eval_strategy": "no", "sample_prompts": None})
     else:
-        recipe = _shaped(case.model, work, rehearse)
+        recipe = _shaped(case.model, work)
     recipe |= case.keys | {"skip_plan": True, "overwrite": True}
     if case.strategy.endswith("_infinity"):
         swap = work / "swap"
         swap.mkdir(parents=True, exist_ok=True)
         recipe["nvme_path"] = str(swap)
-    if rehearse:
-        recipe |= {"use_cpu": True, "max_steps": min(recipe["max_steps"], 6), "max_length": 64}
-        recipe |= {"eval_steps": 3} if saves else {}
-        recipe |= {"fp16": False, "bf16": True}  # fp16 is refused on CPUs
-        recipe |= {"attn_implementation": "sdpa"}  # torch's flex_attention has no backward pass on CPUs
     path = work / case.slug / "recipe.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump({key: value for key, value in recipe.items() if value is not None}))
     return path
 
 
-def _shaped(model: str, work: Path, rehearse: bool) -> dict[str, Any]:
+def _shaped(model: str, work: Path) -> dict[str, Any]:
     """A shape under `BASE`, or a shipped recipe on such a shape and full rows: its model and data are on a hub."""
     recipe = dict(BASE)
     if model.endswith(".yaml"):
@@ -66,16 +59,16 @@ def _shaped(model: str, work: Path, rehearse: bool) -> dict[str, Any]:
         model = recipe["model_name_or_path"].rpartition("/")[2].removesuffix("-deduped")
         for key in ("dataset_format", "datasets", "test_split_size", "sample_prompts", "sample_max_new_tokens"):
             recipe.pop(key, None)
-    folder = model_folder(model, work, rehearse)
+    folder = model_folder(model, work)
     return recipe | ALWAYS | {"model_name_or_path": str(folder), "random_weights": True, "dataset_name": _rows(work)}
 
 
-def model_folder(name: str, work: Path, rehearse: bool) -> Path:
-    """A folder with a shape's config (plan/models/ or `SHAPES`) and the tiny world's tokenizer, and no weights."""
-    config = SHAPES.get(name) or json.loads((MODELS / f"{name}.json").read_text())["config"]
+def model_folder(name: str, work: Path) -> Path:
+    """A folder with a shape's config (plan/models/) and the tiny world's tokenizer, and no weights."""
+    config = json.loads((MODELS / f"{name}.json").read_text())["config"]
     folder = work / "models" / name
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | (SMALLER if rehearse else {})))
+    (folder / "config.json").write_text(json.dumps(config))
     for file in TOKENIZER:
         (folder / file).write_bytes((ROOT / "tiny_world" / "base" / file).read_bytes())
     return folder

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,44 +27,23 @@ def main(arguments: list[str]) -> None:
 def time_training(folder: Path) -> None:
     """Time every step that SFTTrainer trains; nothing of the run knows of it."""
     import torch
-    from transformers import TrainerCallback
     from trl import SFTTrainer
 
-    class Clock(TrainerCallback):
-        def __init__(self) -> None:
-            self.marks: list[float] = []
-
-        def on_step_begin(self, args, state, control, **kwargs):
-            if not self.marks:
-                self.on_step_end(args, state, control)
-
-        def on_step_end(self, args, state, control, **kwargs):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.marks.append(time.perf_counter())
+    from benchmarks.throughput_programs import Clock, Seen
 
     plain = SFTTrainer.train
 
     def timed_train(self, *arguments, **keywords):
-        clock = Clock()
-        self.add_callback(clock)
+        seen = Seen("cuda")
+        self.add_callback(Clock(seen))
         ended = plain(self, *arguments, **keywords)
-        seconds = [later - earlier for earlier, later in zip(clock.marks, clock.marks[1:], strict=False)]
+        free, total = torch.cuda.mem_get_info()
+        found = {"total_bytes": total, "free_bytes": free, "reserved_now_bytes": torch.cuda.memory_reserved()}
         if self.is_world_process_zero():
-            (folder / "beside.json").write_text(json.dumps({"step_seconds": seconds} | card_bytes()))
+            (folder / "beside.json").write_text(json.dumps(found | {"step_seconds": seen.step_seconds()}))
         return ended
 
     SFTTrainer.train = timed_train
-
-
-def card_bytes() -> dict[str, int]:
-    """Memory of the card now: all of it, what is free, what torch's allocator has reserved."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return {}
-    free, total = torch.cuda.mem_get_info()
-    return {"total_bytes": total, "free_bytes": free, "reserved_now_bytes": torch.cuda.memory_reserved()}
 
 
 if __name__ == "__main__":

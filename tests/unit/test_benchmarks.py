@@ -20,7 +20,7 @@ GB = 10**9
 
 
 def turn_of() -> dict:
-    """Four steps of 100 tokens: 2 s in trl, half of it in the recipe, 0.9 s and 0.8 s in the loops."""
+    """Four steps of 100 tokens: 2 s in trl, half of it in the recipe, 0.9 s in the bare loop."""
 
     def program(seconds: float, accumulation: int) -> dict:
         tokens = [50 // accumulation] * (4 * accumulation)
@@ -29,14 +29,14 @@ def turn_of() -> dict:
         return throughput.together(ranks, accumulation) | {"row_lengths": [25] * 16}
 
     turn = {"trl": program(2.0, 1), "recipe": program(1.0, 2), "engine": program(0.9, 2)}
-    return turn | {"plain": program(0.8, 2)}
+    return turn
 
 
 def test_speeds_are_tokens_of_both_ranks_by_the_slower_rank_s_seconds_without_the_first_steps():
     turn = turn_of()
     assert turn["trl"]["tokens"] == turn["recipe"]["tokens"] == [100] * 4
     speeds = {name: throughput.tokens_per_second(program) for name, program in turn.items()}
-    assert speeds == pytest.approx({"trl": 50, "recipe": 100, "engine": 100 / 0.9, "plain": 125})
+    assert speeds == pytest.approx({"trl": 50, "recipe": 100, "engine": 100 / 0.9})
 
 
 def test_the_summary_has_the_median_of_the_rounds():
@@ -68,19 +68,20 @@ def test_programs_that_did_not_train_alike_are_not_compared(tmp_path, monkeypatc
     assert "no result: 1M, own rows, ddp: " in capsys.readouterr().err and not result.exists()
 
 
-@pytest.mark.parametrize("rehearse", [False, True])
-def test_every_recipe_of_a_session_is_one_that_a_run_takes(tmp_path, monkeypatch, rehearse):
+def test_every_recipe_of_a_session_is_one_that_a_run_takes(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert len({case.slug for case in ALL}) == len(ALL)
     for case in ALL:
         assert case.strategy == "single" or Path(f"accelerate_configs/{case.strategy}.yaml").is_file()
-        path = inputs.write_recipe(case, tmp_path, rehearse)
+        if case.script == "side_by_side.py":
+            continue
+        path = inputs.write_recipe(case, tmp_path)
         read = recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
-        assert Path(read.settings.model_name_or_path, "config.json").is_file() and read.settings.use_cpu == rehearse
+        assert Path(read.settings.model_name_or_path, "config.json").is_file()
 
 
 def test_a_run_that_fails_or_does_not_fit_the_time_is_a_row(tmp_path, monkeypatch):
-    session = gpu_session.Session(tmp_path, tmp_path / "work", time.time() + 600, {}, rehearse=True)
+    session = gpu_session.Session(tmp_path, tmp_path / "work", time.time() + 600, {})
     words = "raise SystemExit('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB')"
     monkeypatch.setattr(gpu_session, "command_of", lambda *_: [sys.executable, "-c", words])
     case = ALL[0]
