@@ -40,11 +40,6 @@ from zero_recipes.metrics.schema import FILE, Metrics  # noqa: E402
 PLANS = ROOT / "benchmarks" / "session" / "plans.json"
 PLANNED_PARTS = (2, 3, 4)
 PATIENCE = 3  # times the expected seconds of a run, then it is killed
-# a process of its own: a CUDA context here would take memory of the card during every run
-DESCRIBE_CARD = (
-    "import json, torch; p = torch.cuda.get_device_properties(0); print(json.dumps({'name': p.name, "
-    "'total_bytes': p.total_memory, 'torch': torch.__version__, 'cuda': torch.version.cuda}))"
-)
 
 
 def main() -> None:
@@ -97,17 +92,10 @@ def run_parts(given: argparse.Namespace) -> None:
     session = Session(given.out, given.work, time.time() + given.minutes * 60, plans)
     for part in given.part:
         print(f"part {part}: {cases.PARTS[part]}", flush=True)
-        session.write(part, {"case": "machine", "machine": describe()})
         done = session.done(part)
         for case in cases.cases(part):
             if case.slug not in done and given.only in case.slug:
                 session.run(case)
-
-
-def describe() -> dict[str, Any]:
-    card = subprocess.run([sys.executable, "-c", DESCRIBE_CARD], capture_output=True, text=True)
-    described = {"cores": psutil.cpu_count(), "host_memory_bytes": psutil.virtual_memory().total}
-    return described | {"card": json.loads(card.stdout) if card.returncode == 0 else None}
 
 
 @dataclass

@@ -162,16 +162,7 @@ def summary(turns: list[dict[str, Row]]) -> Row:
     for other in ("trl", "engine"):
         by_round = [tokens_per_second(turn["recipe"]) / tokens_per_second(turn[other]) for turn in turns]
         ratios[f"recipe/{other}"] = {"median": statistics.median(by_round), "by_round": by_round}
-    return {"programs": programs, "ratios": ratios, "overhead_ms": overhead_ms(turns)}
-
-
-def overhead_ms(turns: list[dict[str, Row]]) -> float:
-    """Milliseconds of a step that the recipe takes more than the bare loop: the median over the timed steps, each
-    beside the same step of the loop, which has the same batch."""
-    pairs = (
-        zip(turn["recipe"]["seconds"][NOT_TIMED:], turn["engine"]["seconds"][NOT_TIMED:], strict=True) for turn in turns
-    )
-    return 1000 * statistics.median(mine - bare for turn in pairs for mine, bare in turn)
+    return {"programs": programs, "ratios": ratios}
 
 
 def keep(path: Path, measured: Row) -> None:

@@ -27,8 +27,7 @@ class Case:
 
     @property
     def slug(self) -> str:
-        model = self.model.removeprefix("recipes/").removesuffix(".yaml")
-        name = f"{self.part} {model} {self.strategy} {self.words}".lower()
+        name = f"{self.part} {self.model} {self.strategy} {self.words}".lower()
         return re.sub(r"[^a-z0-9.]+", "-", name).strip("-")
 
 
