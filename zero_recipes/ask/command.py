@@ -3,134 +3,313 @@
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import datasets
+import torch
 import transformers
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from zero_recipes.ask.answers import answer_all, compare
-from zero_recipes.ask.chat import Side, chat, wording
-from zero_recipes.ask.load import forget, load_base, load_tokenizer, load_tuned, refuse_what_does_not_load
-from zero_recipes.ask.questions import read_questions
-from zero_recipes.ask.show import show
-from zero_recipes.ask.target import NO_BASE, Target, find_target
+from zero_recipes.ask.model import NO_BASE, Loaded, Target, find_target, forget, load_base, load_tokenizer, load_tuned
+from zero_recipes.config import recipe as recipes
 from zero_recipes.config.run import choose_device
-from zero_recipes.core.findings import refusal
-from zero_recipes.core.tables import plain, terminal
-from zero_recipes.data.load import apply_chat_template_file
-from zero_recipes.data.samples import Sample
+from zero_recipes.core.findings import library_error_as_finding, refusal
+from zero_recipes.core.tables import Column, plain, print_columns, print_texts, shown, terminal
+from zero_recipes.data.load import alpaca_prompt
+from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, takes_rows, with_tokens
+from zero_recipes.metrics.read_runs import SampleRow
 from zero_recipes.model import load_config
-from zero_recipes.training.generation import prompts_cut
-from zero_recipes.training.samples import Answers, write_rows
+from zero_recipes.training.generation import generate_texts, places, prompts_cut, reference_losses
+from zero_recipes.training.samples import TEXT_SCORES, Answers, question, score, short, why_unscored, write_rows
+from zero_recipes.training.scores import perplexity, rouge
 
 SAMPLES = "samples.jsonl"
 CHAT_TOKENS = 256  # of an answer in a conversation
+SCORES = (*TEXT_SCORES, rouge)
+LOWER_IS_BETTER = ("reference_loss", "perplexity")
+SHOWN = 6  # prompts in the terminal
+CHAT_COMMANDS = "/reset forgets the conversation, /exit (or Ctrl-D) ends it."
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     """The verb. Returns the exit code; raises Refusal before any weight is loaded."""
-    if arguments.chat and arguments.prompts is not None:
-        raise refusal("ZR574")
     datasets.disable_progress_bars()  # of the checks: they take a moment
     transformers.utils.logging.disable_progress_bar()
     device = choose_device(use_cpu=False)
     target = find_target(arguments.model, arguments.base, overrides, arguments.trust_remote_code)
-    tokenizer = load_tokenizer(target)
-    if any(word.startswith("--chat_template_path") for word in overrides):  # the recipe's own is saved with the model
-        tokenizer = apply_chat_template_file(tokenizer, target.settings)
+    tokenizer = load_tokenizer(target, overrides)
+    if target.recipe.settings.load_in_4bit or target.recipe.settings.load_in_8bit:
+        print("trained on a quantized base: the base has its own weights here")
     if arguments.chat:
-        return _chat(target, tokenizer, device, arguments)
+        beside = arguments.base not in (None, NO_BASE)
+        return _chat(target, tokenizer, device, beside, arguments.max_new_tokens or CHAT_TOKENS)
     out = _output_dir(arguments.output_dir, target)
     most = arguments.max_new_tokens or target.settings.sample_max_new_tokens
-    samples = read_questions(target, arguments.prompts, tokenizer, _config(target))
-    refuse_what_does_not_load(target, tokenizer, device)
-    source = samples[0].source if arguments.prompts is None else arguments.prompts
-    _describe(target, device, f"{len(samples)}, from {source}; at most {most} new tokens, greedy")
+    samples = read_questions(target, arguments.prompts, tokenizer)
+    console = terminal()
+    console.print(plain(f"model: {target.folder}\nbase: {target.base or 'none (--base NAME)'}"), soft_wrap=True)
+    console.print(plain(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}"), soft_wrap=True)
+    if sys.stderr.isatty():  # loading may take minutes
+        transformers.utils.logging.enable_progress_bar()
     base, tuned = _answers(target, tokenizer, device, samples, most)
-    asked = compare(samples, base, tuned)
-    write_rows(out / SAMPLES, asked.rows)
-    show(asked, terminal(), None if base is None else "base", "model")
+    rows = compare(samples, base, tuned)
+    write_rows(out / SAMPLES, rows)
+    show(rows, means(rows, [_count(sample) for sample in samples]), console)
     print(f"written: {out / SAMPLES}")
     return 0
 
 
+def _output_dir(requested: Path | None, target: Target) -> Path:
+    """Where samples.jsonl goes: the folder named, else the first of output/ask-NAME, ask-NAME-2, ... without one."""
+    if requested is None:
+        names = (f"ask-{target.name}{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
+        return next(Path("output") / name for name in names if not os.path.lexists(Path("output") / name / SAMPLES))
+    if os.path.lexists(requested / SAMPLES):
+        raise refusal("ZR793", requested=requested / SAMPLES)
+    requested.mkdir(parents=True, exist_ok=True)
+    return requested
+
+
+def read_questions(target: Target, prompts: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+    """The prompts of the recipe, or of a file that is read as a recipe's `sample_prompts` is, with the tokens of their
+    references as a training row has them. Raises Refusal."""
+    requested, settings = target.settings.sample_prompts if prompts is None else _of_file(prompts), target.settings
+    if not target.is_ours and "max_length" not in target.recipe.given:
+        name = target.base if target.is_adapter else str(target.folder)
+        config = load_config(settings.replace(model_name_or_path=name, model_revision="main"), settings)
+        settings = settings.replace(max_length=getattr(config.get_text_config(), "max_position_embeddings", None))
+    script_args, args, _, dataset_args, ours = recipes.instances(settings, target.recipe.path)
+    rows = None
+    if takes_rows(requested):
+        rows = rows_to_ask(requested, None, script_args, args, dataset_args, ours.dataset_format)
+    samples = choose_samples(requested, rows, ours.dataset_format, tokenizer, script_args.dataset_test_split)
+    if not samples:
+        raise refusal("ZR570", source=prompts or f"the recipe of {target.folder}")
+    return with_tokens(samples, tokenizer, args)
+
+
+def _of_file(path: Path) -> str | list[str]:
+    """The path of JSON Lines, or the lines of a plain text: .txt, or a first line that is no JSON object."""
+    if not path.is_file() or path.suffix == ".jsonl":
+        return str(path)
+    with library_error_as_finding(f"reading {path}"):
+        lines = [line.strip("\r") for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    return str(path) if path.suffix != ".txt" and lines and lines[0].lstrip().startswith("{") else lines
+
+
 def _answers(
-    target: Target, tokenizer, device: str, samples: list[Sample], most: int
+    target: Target, tokenizer: PreTrainedTokenizerBase, device: str, samples: list[Sample], most: int
 ) -> tuple[Answers | None, Answers]:
     """(the base's, the model's): one model in memory after the other, an adapter's base with the adapter off."""
-    asked = (samples, most, target.settings.per_device_eval_batch_size)
-    base = None
+    batch, base = target.settings.per_device_eval_batch_size, None
     if target.base is not None and not target.is_adapter:
-        loaded = load_base(target, tokenizer, device)
-        base = answer_all(loaded, *asked, "the base")
-        del loaded
+        base = _answer(load_base(target, tokenizer, device), samples, most, batch)
         forget(device)
     loaded = load_tuned(target, tokenizer, device)
     if (cut := prompts_cut(loaded.model, tokenizer, samples, most)) is not None:
         print(cut, flush=True)
     if target.is_adapter:
-        with loaded.without_adapter():
-            base = answer_all(loaded, *asked, "the base")
-    return base, answer_all(loaded, *asked, "the model")
+        with loaded.model.disable_adapter():
+            base = _answer(loaded, samples, most, batch)
+    return base, _answer(loaded, samples, most, batch)
 
 
-def _chat(target: Target, tokenizer, device: str, arguments: argparse.Namespace) -> int:
-    """With the model; beside its base where --base names one."""
+def _answer(loaded: Loaded, samples: list[Sample], most: int, batch: int) -> Answers:
+    """Greedy answers and reference losses of one model, `batch` prompts at a time as its run took them."""
+    answers = Answers([], [])
+    for part in (samples[start : start + batch] for start in range(0, len(samples), batch)):
+        with loaded.computing():
+            answers.texts += generate_texts(loaded.model, loaded.tokenizer, part, most, loaded.device)
+            answers.reference_losses += reference_losses(loaded.model, loaded.tokenizer, part, loaded.device)
+    return answers
+
+
+def compare(samples: list[Sample], base: Answers | None, tuned: Answers) -> list[SampleRow]:
+    """Rows of samples.jsonl: before is the base, None where the model answered alone."""
+    before = [{}] * len(samples) if base is None else _scores(samples, base)
+    rows = []
+    for i, (sample, scores_before, scores_after) in enumerate(
+        zip(samples, before, _scores(samples, tuned), strict=True)
+    ):
+        losses = [side.reference_losses[i] for side in (base, tuned) if side is not None]
+        row = {"prompt": sample.prompt, "reference": sample.reference, "unscored": why_unscored(sample, losses)}
+        row |= {"before": None if base is None else base.texts[i], "after": tuned.texts[i]}
+        rows.append(SampleRow(**row, scores_before=scores_before, scores_after=scores_after))
+    return rows
+
+
+def _scores(samples: list[Sample], answers: Answers) -> list[dict[str, float | None]]:
+    scores = score(samples, answers, SCORES)
+    for row in scores:
+        if row.get("reference_loss") is not None and math.isfinite(perplexity(row["reference_loss"])):
+            row["perplexity"] = perplexity(row["reference_loss"])
+    return scores
+
+
+def means(rows: Sequence[SampleRow], tokens: Sequence[int]) -> dict[str, tuple[float | None, float]]:
+    """{score: (base, model)} over the rows that have it on every side; perplexity over all tokens of the references.
+
+    `tokens`: of the reference of each row, those that carry loss.
+    """
+    alone = all(row.before is None for row in rows)
+    found: dict[str, tuple[float | None, float]] = {}
+    for name in dict.fromkeys(name for row in rows for name in row.scores_after if name != "perplexity"):
+        sides = [(row.scores_before.get(name), row.scores_after.get(name)) for row in rows]
+        known = [i for i, (before, after) in enumerate(sides) if after is not None and (alone or before is not None)]
+        if not known:
+            continue
+        values = [None if alone else [sides[i][0] for i in known], [sides[i][1] for i in known]]
+        found[name] = tuple(None if side is None else fmean(side) for side in values)
+        if name == "reference_loss":
+            counts = [tokens[i] for i in known]
+            found["perplexity"] = tuple(None if side is None else perplexity(fmean(side, counts)) for side in values)
+    return found
+
+
+def _count(sample: Sample) -> int:
+    """Tokens of the reference that carry loss."""
+    return sum(label != -100 for label in sample.labels[1:])
+
+
+def show(rows: list[SampleRow], scores: Mapping[str, tuple[float | None, float]], console: Console) -> None:
+    """Print the first prompts with all answers, and the scores over all prompts."""
+    alone, referenced = all(row.before is None for row in rows), any(row.reference is not None for row in rows)
+    headers = ["prompt", *([] if alone else ["base"]), "model", *(["reference"] if referenced else [])]
+    cells = {"prompt": lambda row: question(row.prompt), "base": lambda row: short(row.before)}
+    cells |= {"model": lambda row: short(row.after), "reference": lambda row: short(row.reference)}
+    texts = [[cells[header](row) for header in headers] for row in rows[:SHOWN]]
+    print_texts(f"Answers ({len(texts)} of {len(rows)} prompts)", headers, texts, console)
+    if not scores:
+        console.print(plain("No prompt has a reference: nothing is scored."))
+        return
+    columns = [Column("score", lambda line: line[0])]
+    columns += [] if alone else [Column("base", lambda line: f"{line[1][0]:.3f}")]
+    columns += [Column("model", lambda line: f"{line[1][1]:.3f}")]
+    columns += [Column("better", lambda line: "lower" if line[0] in LOWER_IS_BETTER else "higher")]
+    print_columns(columns[:1], columns[1:], list(scores.items()), console)
+    for why in dict.fromkeys(row.unscored for row in rows if row.unscored):
+        count = sum(row.unscored == why for row in rows)
+        console.print(plain(f"{count} of {len(rows)} rows have no reference_loss: {why}"))
+
+
+# a conversation
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How a conversation becomes the text that a model goes on with."""
+
+    described: str
+    keeps_turns: bool  # whether earlier turns are part of it
+    templated: bool  # whether the special tokens are in the text already
+    write: Callable[[list[dict[str, str]]], str]
+
+
+def wording(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None) -> Wording:
+    """The chat template; without one the recipe's Alpaca wrapper; without either plain text. Raises Refusal."""
+    if tokenizer.chat_template:
+
+        def write(turns: list[dict[str, str]]) -> str:
+            with library_error_as_finding("writing the conversation with the model's chat template"):
+                return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+
+        write([{"role": "user", "content": "a"}])
+        return Wording("The model's chat template writes the conversation.", True, True, write)
+    if dataset_format == "alpaca":
+        described = "No chat template: each message is an instruction in Alpaca's words, without earlier turns."
+        return Wording(described, False, False, lambda turns: alpaca_prompt(turns[-1]["content"]))
+    described = "No chat template and no dataset_format: the model goes on with the plain text of all turns."
+    return Wording(described, True, False, lambda turns: "".join(turn["content"] for turn in turns))
+
+
+@dataclass
+class Side:
+    """One model of the conversation, with its own turns."""
+
+    name: str
+    loaded: Loaded
+    switched_off: bool = False  # the base of an adapter
+    turns: list[dict[str, str]] = field(default_factory=list)
+
+
+def _chat(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, beside: bool, most: int) -> int:
+    """Until /exit, the end of the input or Ctrl-C. Answers are greedy and appear word by word."""
     words = wording(tokenizer, target.settings.dataset_format)
-    beside = arguments.base not in (None, NO_BASE)
-    both = beside and not target.is_adapter
-    if not beside and not target.is_adapter:
-        target = replace(target, base=None)
-    refuse_what_does_not_load(target, tokenizer, device, 2 if both else 1)
-    _describe(target, device, "from the terminal", beside)
     model = load_tuned(target, tokenizer, device)
     sides = [Side("model", model)]
     if beside:
-        base = load_base(target, tokenizer, device) if both else model
+        base = model if target.is_adapter else load_base(target, tokenizer, device)
         sides.insert(0, Side("base", base, switched_off=target.is_adapter))
-    chat(sides, words, arguments.max_new_tokens or CHAT_TOKENS)
+    print(f"{words.described} {CHAT_COMMANDS}", flush=True)
+    try:
+        for text in _lines():
+            if text == "/exit":
+                break
+            if text == "/reset":
+                for side in sides:
+                    side.turns.clear()
+                print("(forgotten)", flush=True)
+                continue
+            for side in sides:
+                _turn(side, text, words, most)
+    except KeyboardInterrupt:
+        pass
+    print(flush=True)
     return 0
 
 
-def _output_dir(requested: Path | None, target: Target) -> Path:
-    """Where samples.jsonl goes: the folder named, else the first of output/ask-NAME, ask-NAME-2, ... without one.
-
-    Raises Refusal where one lies there.
-    """
-    if requested is None:
-        name, number = f"ask-{target.name}", 1
-        while os.path.lexists(Path("output") / (name if number == 1 else f"{name}-{number}") / SAMPLES):
-            number += 1
-        return Path("output") / (name if number == 1 else f"{name}-{number}")
-    if os.path.lexists(requested / SAMPLES):
-        raise refusal("ZR793", requested=requested / SAMPLES)
-    return requested
-
-
-def _config(target: Target):
-    name = target.base if target.is_adapter else str(target.folder)
-    args = target.settings.replace(model_name_or_path=name, model_revision="main")
-    return load_config(args, args)
+def _lines() -> Iterator[str]:
+    """What is written, without blanks around it and without empty lines. Of a pipe it is printed, to be read later."""
+    is_typed = sys.stdin.isatty()
+    while True:
+        try:
+            text = input("\nyou> ") if is_typed else next(sys.stdin)
+        except (EOFError, StopIteration):
+            return
+        if text.strip():
+            if not is_typed:
+                print(f"\nyou> {shown(text.strip())}", flush=True)
+            yield text.strip()
 
 
-def _describe(target: Target, device: str, prompts: str, shows_base: bool = True) -> None:
-    kind = "adapter" if target.is_adapter else "model"
-    computed = "" if target.dtype == "auto" else f", {target.dtype}"
-    computed += f", computed in {target.autocast}" if target.autocast else ""
-    lines = {"model": f"{target.folder} ({kind}{computed})"}
-    if target.base is None or not shows_base:
-        lines["base"] = "none: the model answers alone (--base NAME puts one beside it)"
-    else:
-        how = ", the adapter switched off" if target.is_adapter else ""
-        lines["base"] = target.base + (", with random weights" if target.draws_base else how)
-    if target.recipe.settings.load_in_4bit or target.recipe.settings.load_in_8bit:
-        lines["note"] = "trained on a quantized base; both are asked with the base's own weights"
-    lines |= {"prompts": prompts, "device": device}
-    console = terminal()
-    for name, text in lines.items():
-        console.print(plain(f"{name:8}{text}"), soft_wrap=True)
-    if sys.stderr.isatty():  # loading may take minutes
-        transformers.utils.logging.enable_progress_bar()
+def _turn(side: Side, text: str, words: Wording, max_new_tokens: int) -> None:
+    loaded, tokenizer = side.loaded, side.loaded.tokenizer
+    side.turns.append({"role": "user", "content": text})
+    room, most = places(loaded.model, max_new_tokens)
+    ids = _ids(side, words)
+    if len(ids) > room:
+        print(f"(the last {room:,} tokens of the conversation: the model takes no more)", flush=True)
+    print(f"{side.name}> ", end="", flush=True)
+    prompt = torch.tensor([ids[-room:]], device=loaded.device)
+    with torch.no_grad(), loaded.computing(), loaded.model.disable_adapter() if side.switched_off else nullcontext():
+        answered = loaded.model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=most,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            streamer=_Shown(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        )
+    content = tokenizer.decode(answered[0, prompt.shape[1] :], skip_special_tokens=True)
+    side.turns.append({"role": "assistant", "content": content.strip() if words.templated else content})
+
+
+def _ids(side: Side, words: Wording) -> list[int]:
+    turns = side.turns if words.keeps_turns else side.turns[-1:]
+    return side.loaded.tokenizer(words.write(turns), add_special_tokens=not words.templated)["input_ids"]
+
+
+class _Shown(TextStreamer):
+    """Words as they come; a control character is shown, and is no order to the terminal."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False):
+        print(shown(text), end="\n" if stream_end else "", flush=True)

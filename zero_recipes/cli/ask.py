@@ -18,10 +18,10 @@ def add_ask(verbs) -> None:
     )
     verb.add_argument("model", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
     verb.add_argument("--base", help="folder or name; default: of the run's recipe or the adapter; none: no base")
-    verb.add_argument(
-        "--prompts", type=Path, help="rows as JSON Lines, or a prompt a line; default: the recipe's sample_prompts"
-    )
-    verb.add_argument("--chat", action="store_true", help="talk to it; with --base to both")
+    either = verb.add_mutually_exclusive_group()
+    prompts = "rows as JSON Lines, or a prompt a line; default: the recipe's sample_prompts"
+    either.add_argument("--prompts", type=Path, help=prompts)
+    either.add_argument("--chat", action="store_true", help="talk to it; with --base to both")
     verb.add_argument(
         "--max_new_tokens",
         type=above_zero(int),
