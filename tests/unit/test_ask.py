@@ -22,6 +22,7 @@ from zero_recipes.data.samples import Sample
 from zero_recipes.metrics.read_runs import SampleRow, read_runs, read_samples
 from zero_recipes.report import judge_runs, write_report
 from zero_recipes.training.samples import Answers
+from zero_recipes.training.scores import rouge
 
 BASE = ROOT / "tiny_world" / "base"
 ROWS = [json.loads(line) for line in (ROOT / "tiny_world" / "test.jsonl").read_text().splitlines()[:40:10]]
@@ -99,6 +100,13 @@ def test_perplexity_is_what_torch_makes_of_all_tokens_at_once(tuned, prompts, tm
     line = next(line for line in printed.splitlines() if line.startswith(" perplexity")).split()
     assert [float(number) for number in line[1:3]] == pytest.approx(totals, abs=2e-3)
     assert {"rouge1", "rouge2", "rougeL", "exact_match", "token_f1"} < set(rows[0].scores_after)
+
+
+def test_rouge_by_hand():
+    """3 of 3 and of 6 words, 2 of 2 and of 5 pairs; "running" and "runs" have one stem."""
+    scores = rouge("the cat sat", "the cat sat on the mat")
+    assert scores == pytest.approx({"rouge1": 2 / 3, "rouge2": 4 / 7, "rougeL": 2 / 3})
+    assert rouge("running", "Runs.")["rouge1"] == 1
 
 
 def test_rows_without_a_score_on_one_side_count_on_neither():
