@@ -123,94 +123,76 @@ def test_flex_attention_still_has_no_backward_on_a_cpu(tmp_path):
     assert ("error", "ZR462") not in found_in(path, {"attn_implementation": "flex_attention"})
 
 
-@pytest.mark.parametrize("kind", sorted(CONVOLVING))
-def test_a_convolution_that_needs_a_package_to_keep_rows_apart(kind, tmp_path):
-    model = tiny_model(kind, "eager")
-    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
-        seen_of_the_row_before(model)
-    model.config.save_pretrained(tmp_path / kind)
-    path = write_recipe(tmp_path)
-    assert ("error", "ZR461") in found_in(path, {"packing": True, "model_name_or_path": str(tmp_path / kind)})
-
-
-@pytest.mark.parametrize("kind", sorted(LEAKING))
-def test_packed_rows_leak_where_the_architecture_drops_positions(kind, tmp_path):
-    model = tiny_model(kind, "eager")
-    assert seen_of_the_row_before(model) > 0.1, f"{kind} no longer leaks: take it off LEAKING"
+@pytest.mark.parametrize("kind", sorted(CONVOLVING | LEAKING))
+def test_packing_is_refused_where_rows_are_not_kept_apart(kind, tmp_path):
+    """By a convolution that needs a package for it, or because the architecture drops the positions."""
+    model, code = tiny_model(kind, "eager"), "ZR461" if kind in CONVOLVING else "ZR133"
+    if kind in CONVOLVING:
+        with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+            seen_of_the_row_before(model)
+    else:
+        assert seen_of_the_row_before(model) > 0.1, f"{kind} no longer leaks: take it off LEAKING"
+    (tmp_path / kind).mkdir()
     if kind == "recurrent_gemma":  # its configuration cannot be read again as it is saved
-        (tmp_path / kind).mkdir()
         (tmp_path / kind / "config.json").write_text('{"model_type": "recurrent_gemma"}')
     else:
         model.config.save_pretrained(tmp_path / kind)
-    path = write_recipe(tmp_path)
-    assert ("error", "ZR133") in found_in(path, {"packing": True, "model_name_or_path": str(tmp_path / kind)})
-    assert ("error", "ZR133") not in found_in(path, {"packing": False, "model_name_or_path": str(tmp_path / kind)})
-    assert ("error", "ZR133") not in found_in(path, {"packing": True})  # GPT-NeoX
+    path, named = write_recipe(tmp_path), {"model_name_or_path": str(tmp_path / kind)}
+    assert ("error", code) in found_in(path, named | {"packing": True})
+    assert ("error", code) not in found_in(path, named | {"packing": False})
+    assert ("error", code) not in found_in(path, {"packing": True})  # GPT-NeoX
 
 
-def first_step(group, recipe, out, **keys) -> tuple[dict, dict[str, torch.Tensor]]:
-    """(metrics.json, what each parameter changed) of one step of plain gradient descent over all rows."""
+def one_step(folder, **keys):
+    """A recipe of one step of plain gradient descent over 48 rows of 1 to 60 words, each once."""
+    keys |= {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 1e9}
+    keys |= {"bf16": False, "max_steps": 1, "save_model": True, "weight_decay": 0.0}
+    return write_recipe(folder, dataset_name=str(write_rows(folder / "few", count=48)), **keys)
+
+
+def step(group, recipe, out, **keys) -> tuple[dict, dict[str, torch.Tensor]]:
+    """(metrics.json, the parameters afterwards)."""
     argv = [str(recipe), "--output_dir", str(out), *(part for key, v in keys.items() for part in (f"--{key}", str(v)))]
-    metrics = group.run("train", argv=argv)[0]["metrics"]
-    return metrics, load_file(out / "model.safetensors")
+    return group.run("train", argv=argv)[0]["metrics"], load_file(out / "model.safetensors")
+
+
+def assert_same(found, expected) -> None:
+    """The same loss, gradient and tokens but for padding."""
+    for key in ("loss_history", "grad_norm_history"):
+        assert found[0][key] == pytest.approx(expected[0][key], rel=1e-5)
+    for key in ("non_padding", "supervised"):
+        assert found[0]["tokens"][key] == expected[0]["tokens"][key]
+    for name, weights in expected[1].items():
+        torch.testing.assert_close(found[1][name], weights, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("ranks", [grid("one"), "two"])
 def test_padding_free_rows_that_max_length_cuts_have_the_loss_and_the_gradient_of_padded_ones(ranks, request, tmp_path):
-    """Rows of 1 to 60 words cut to 70 tokens, every row once in a step; on two processes under eager attention."""
-    group = request.getfixturevalue(ranks)
-    recipe = write_recipe(
-        tmp_path, dataset_name=str(write_rows(tmp_path / "few", count=48)), bf16=False, max_steps=1, save_model=True,
-        optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=1e9, weight_decay=0.0,
-        max_length=70, attn_implementation={"one": "sdpa", "two": "eager"}[ranks],
-        per_device_train_batch_size=24 // group.world_size, gradient_accumulation_steps=2,
-    )  # fmt: skip
-    padded, plain = first_step(group, recipe, tmp_path / "a")
-    free, found = first_step(group, recipe, tmp_path / "b", padding_free="true")
-    whole, _ = first_step(group, recipe, tmp_path / "c", padding_free="true", max_length=128)
-    for key in ("non_padding", "supervised"):
-        assert free["tokens"][key] == padded["tokens"][key] < whole["tokens"][key]
-    assert free["tokens"]["all"] == free["tokens"]["non_padding"] < 0.9 * padded["tokens"]["all"]
-    assert free["max_length"] == padded["max_length"] == 70
-    for key in ("loss_history", "grad_norm_history"):
-        assert free[key] == pytest.approx(padded[key], rel=1e-5)
-    for name, weights in plain.items():
-        torch.testing.assert_close(found[name], weights, rtol=1e-5, atol=1e-5, msg=name)
-
-
-def test_a_padding_free_micro_batch_is_one_of_packed_rows():
-    """What is shown of packed rows above holds for padding_free too: TRL's collator makes the same batch."""
-    rows = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14]]
-    collate = DataCollatorForLanguageModeling(pad_token_id=1, padding_free=True)
-    apart = collate([{"input_ids": row, "labels": row} for row in rows])
-    flat = [token for row in rows for token in row]
-    packed = collate([{"input_ids": flat, "labels": flat, "seq_lengths": [len(row) for row in rows]}])
-    assert apart.keys() == packed.keys() and "attention_mask" not in apart
-    for key, value in packed.items():
-        assert torch.equal(torch.as_tensor(apart[key]), torch.as_tensor(value)), key
+    group, attention = request.getfixturevalue(ranks), {"one": "sdpa", "two": "eager"}[ranks]
+    keys = {"per_device_train_batch_size": 24 // group.world_size, "gradient_accumulation_steps": 2}
+    recipe = one_step(tmp_path, max_length=70, attn_implementation=attention, **keys)
+    padded = step(group, recipe, tmp_path / "a")
+    free = step(group, recipe, tmp_path / "b", padding_free="true")
+    whole = step(group, recipe, tmp_path / "c", padding_free="true", max_length=128)
+    assert_same(free, padded)
+    tokens = free[0]["tokens"]
+    assert tokens["all"] == tokens["non_padding"] < 0.9 * padded[0]["tokens"]["all"]
+    assert tokens["non_padding"] < whole[0]["tokens"]["non_padding"]
+    assert free[0]["max_length"] == padded[0]["max_length"] == 70
 
 
 @pytest.mark.parametrize("ranks", [grid("one"), "two"])
 def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(ranks, request, tmp_path):
-    """Every row once in a step, of 1 to 60 words: packed with accumulation against padded in one micro batch a rank."""
+    """Packed with accumulation against padded in one micro batch a rank."""
     group = request.getfixturevalue(ranks)
-    recipe = write_recipe(
-        tmp_path, dataset_name=str(write_rows(tmp_path / "few", count=48)), bf16=False, max_steps=1, save_model=True,
-        optim="sgd", learning_rate=1.0, lr_scheduler_type="constant", max_grad_norm=1e9, weight_decay=0.0,
-    )  # fmt: skip
-    padded, plain = first_step(group, recipe, tmp_path / "a", per_device_train_batch_size=48 // group.world_size)
-    packs = -(-padded["tokens"]["non_padding"] // 128)
-    while True:  # the fewest packs that the rows can have, or a few more
+    recipe = one_step(tmp_path)
+    padded = step(group, recipe, tmp_path / "a", per_device_train_batch_size=48 // group.world_size)
+    needed = padded[0]["tokens"]["non_padding"]
+    for packs in range(-(-needed // 128), 48):  # the fewest packs that the rows can have, or a few more
         keys = {"packing": "true", "per_device_train_batch_size": 1}
         keys |= {"gradient_accumulation_steps": -(-packs // group.world_size)}
-        packed, found = first_step(group, recipe, tmp_path / f"b{packs}", **keys)
-        if packed["tokens"]["non_padding"] == padded["tokens"]["non_padding"]:
+        packed = step(group, recipe, tmp_path / f"b{packs}", **keys)
+        if packed[0]["tokens"]["non_padding"] == needed:
             break
-        packs += 1
-        assert packs < 48, "no number of packs holds every row once"
-    assert packed["tokens"]["supervised"] == padded["tokens"]["supervised"]
-    assert packed["tokens"]["all"] < 0.8 * padded["tokens"]["all"]
-    for key in ("loss_history", "grad_norm_history"):
-        assert packed[key] == pytest.approx(padded[key], rel=1e-5)
-    for name, weights in plain.items():
-        torch.testing.assert_close(found[name], weights, rtol=1e-5, atol=1e-5, msg=name)
+    assert_same(packed, padded)
+    assert packed[0]["tokens"]["all"] < 0.8 * padded[0]["tokens"]["all"]
