@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from datasets import Dataset, Features, List, Value, concatenate_datasets
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -142,6 +142,7 @@ def test_the_audit_counts_what_a_loop_over_tokens_counts(tokenizer, tmp_path):
     assert tokenizer.eos_token_id == EOS
 
     @settings(max_examples=15, deadline=None, derandomize=True, database=None)
+    @example([{"input_ids": [5], "labels": [5]}, {"input_ids": [EOS, 5], "labels": [EOS, 5]}], None, None)
     @given(token_rows(), st.sampled_from([None, 3, 20]), st.sampled_from([None, "bfd", "bfd_split", "wrapped"]))
     def holds(rows, longest, strategy):
         packing = strategy is not None and longest is not None
