@@ -1,4 +1,4 @@
-"""Fine-tuning under DeepSpeed's ZeRO stages, measured. Two names are for programs of your own (docs/library.md)."""
+"""Fine-tuning under DeepSpeed's ZeRO stages, measured. Two names are for programs of your own (docs/your_own.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two programs of docs/library.md run as they are printed, and `zero-recipes report` reads what they leave."""
+"""The two programs of docs/your_own.md ("In your own program") run as they are printed, and `zero-recipes report` reads what they leave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ LAUNCHERS = {1: [sys.executable], 2: [sys.executable, *TORCHRUN]}
 
 
 def programs() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "library.md").read_text(), re.DOTALL)
+    page = (ROOT / "docs" / "your_own.md").read_text()
+    return re.findall(r"```python\n(.*?)```", page.partition("## In your own program")[2], re.DOTALL)
 
 
 @pytest.mark.launch
