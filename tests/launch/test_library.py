@@ -1,4 +1,4 @@
-"""The two programs of docs/your_own.md ("In your own program") run as they are printed, and `zero-recipes report` reads what they leave."""
+"""The programs of docs/your_own.md, "In your own program", run as printed; `zero-recipes report` reads their files."""
 
 from __future__ import annotations
 
