@@ -17,9 +17,9 @@ from zero_recipes.libs.warnings import quiet_imports
 
 def main(argv: list[str]) -> None:
     run = prepare(argv)
-    from zero_recipes.distributed.init import process_group
+    from zero_recipes.distributed.group import session
 
-    with process_group(run):
+    with session(run):
         trainer = train(run)
         trainer.accelerator.wait_for_everyone()
         trainer.end()

@@ -7,7 +7,7 @@ import os
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host_limits import Host
-from zero_recipes.distributed.init import set_host_threads
+from zero_recipes.distributed.group import set_host_threads
 
 ON_HOST = DsConfig({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
 OFFLOADED = Strategy("zero2_offload", 4, ON_HOST, "ds_configs/zero2_offload.json")

@@ -24,13 +24,10 @@ def be_rank(rank: int, world_size: int, port: int, log: Path, environment: dict,
     import torch
     from deepspeed.utils import numa
 
-    from zero_recipes.distributed import once_per_node
-
     os.set_inheritable(group.fileno(), False)  # the group learns of a rank's end where nobody else holds it
     torch.set_num_threads(1)
     # stage 3 asks at every bucket, and each time starts a process: a fifth of a tiny model's backward pass
     numa.get_numa_cores = functools.cache(numa.get_numa_cores)
-    once_per_node.POLL_SECONDS = 0.01  # rank 0 prepares a test's rows in a moment, and the others wait for it
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     kept = dict(os.environ)
     with suppress(EOFError):

@@ -13,6 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from zero_recipes.distributed.wait_for_hosts import JOINED, wait_for_hosts
 
 from tests.helpers.tiny import ROOT, write_recipe
 from tests.launch.conftest import HOSTS
@@ -23,7 +24,6 @@ from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import free_port, local_world_size
 from zero_recipes.distributed import bandwidth
-from zero_recipes.distributed.wait_for_hosts import JOINED, wait_for_hosts
 
 CLI = [sys.executable, "-m", "zero_recipes.cli.main"]
 

@@ -18,8 +18,8 @@ from tests.helpers import fake_cuda
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import environment
 from zero_recipes.core.phases import PhaseClock
-from zero_recipes.distributed import bandwidth, init
-from zero_recipes.distributed.build_locks import extension_folder
+from zero_recipes.distributed import group, links
+from zero_recipes.distributed.kernels import extension_folder
 from zero_recipes.libs import deepspeed_tensors
 from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import RunFacts, StageMetricsCallback
@@ -219,7 +219,7 @@ class Copied:
         self.cuda, self.rate = cuda, rate
 
     def copy_(self, source, non_blocking: bool = False):
-        self.cuda.queue(bandwidth.PROBE_BYTES / (self.rate if self.rate else source.rate))
+        self.cuda.queue(links.PROBE_BYTES / (self.rate if self.rate else source.rate))
         if not non_blocking:
             self.cuda.host = max(self.cuda.host, self.cuda.done)
 
@@ -232,12 +232,12 @@ def test_the_link_is_timed_from_the_first_copy_to_the_last_ones_end(cuda, monkey
         return Copied(cuda, 25e9 if device == "cuda" else 20e9)
 
     monkeypatch.setattr(torch, "empty", empty)
-    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: cuda.host)
-    found = bandwidth.copy_bandwidth("cuda")
+    monkeypatch.setattr(links.time, "perf_counter", lambda: cuda.host)
+    found = links.copy_rates("cuda")
     assert made == [("cpu", True), ("cuda", False)]
     assert found == {"to_device": pytest.approx(25e9), "to_host": pytest.approx(20e9)}
     offloads = SimpleNamespace(offload_optimizer="cpu", offload_param=None)
-    link = bandwidth.measure_host_link(offloads, "cuda")
+    link = links.measure_host_link(offloads, "cuda")
     assert link == {"alone": pytest.approx(found), "together": None}
     assert cuda.calls[-1] == "empty_cache", "the probe's memory goes back to the driver"
 
@@ -258,7 +258,7 @@ def test_the_link_is_measured_one_process_after_the_other_and_then_all_at_once(m
     distributed = SimpleNamespace(
         get_world_size=lambda: ranks, all_gather_object=all_gather_object, barrier=lambda: barrier.wait()
     )
-    monkeypatch.setattr(bandwidth, "distributed", distributed)
+    monkeypatch.setattr(links, "distributed", distributed)
 
     def measure():
         own.calls = getattr(own, "calls", 0) + 1
@@ -277,7 +277,7 @@ def test_the_link_is_measured_one_process_after_the_other_and_then_all_at_once(m
 
     def process(rank):
         own.rank = rank
-        results[rank] = bandwidth.link_of_all(rank % 2, measure)
+        results[rank] = links.link_of_all(rank % 2, measure)
 
     results = [None] * ranks
     threads = [threading.Thread(target=process, args=(rank,)) for rank in range(ranks)]
@@ -291,10 +291,10 @@ def test_the_link_is_measured_one_process_after_the_other_and_then_all_at_once(m
 
 def test_an_all_reduce_is_over_when_the_device_is(cuda, monkeypatch):
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: cuda.host)
+    monkeypatch.setattr(links.time, "perf_counter", lambda: cuda.host)
     taken = iter([9.0, 0.25, 0.5, 1.0])
-    monkeypatch.setattr(bandwidth, "distributed", SimpleNamespace(all_reduce=lambda _: cuda.queue(next(taken))))
-    assert bandwidth._all_reduce_seconds("cuda", 256 * MIB) == 0.5
+    monkeypatch.setattr(links, "distributed", SimpleNamespace(all_reduce=lambda _: cuda.queue(next(taken))))
+    assert links._all_reduce_seconds("cuda", 256 * MIB) == 0.5
 
 
 # what else asks torch.cuda
@@ -320,10 +320,10 @@ def test_a_failure_on_a_gpu_names_what_held_its_memory(cuda, tmp_path):
 def test_a_process_takes_its_own_gpu_before_it_meets_the_others(cuda, monkeypatch):
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(init, "rendezvous", lambda backend, *_: cuda.calls.append(backend))
-    monkeypatch.setattr(init, "missing", lambda *_: set())
+    monkeypatch.setattr(group, "rendezvous", lambda backend, *_: cuda.calls.append(backend))
+    monkeypatch.setattr(group, "missing", lambda *_: set())
     strategy = SimpleNamespace(world_size=8, is_deepspeed=False)
-    init.start_process_group(strategy, "cuda", 60, set())
+    group.start_process_group(strategy, "cuda", 60, set())
     assert cuda.calls == ["set_device 1", "nccl"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ from zero_recipes.config.ds_config import NVME_PATH, DsConfig, fill_own_autos
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.host_limits import Host
-from zero_recipes.distributed import bandwidth, kernels
+from zero_recipes.distributed import kernels, links
 from zero_recipes.model import local_config, parameter_sizes, sizes_of
 
 INFINITY = json.loads((ROOT / "ds_configs" / "zero3_infinity.json").read_text())
@@ -142,12 +141,6 @@ def test_ops_are_compiled_once_and_said(monkeypatch, tmp_path, capsys):
     assert kernels.missing(["some_op"], "cpu") == []
 
 
-def test_a_long_compilation_says_that_it_goes_on(capsys):
-    waits = iter([False, False, True])
-    kernels._say_that_it_goes_on("some_op", time.monotonic(), SimpleNamespace(wait=lambda seconds: next(waits)))
-    assert capsys.readouterr().out.count("still compiling some_op") == 2
-
-
 def test_async_io_is_left_out_by_name_where_libaio_is_missing(monkeypatch, capsys):
     monkeypatch.setattr(Host, "libaio_headers", lambda self: False)
     monkeypatch.setattr(kernels, "missing", lambda names, device: names)
@@ -166,10 +159,10 @@ def test_all_strategies_are_the_folders_files(tmp_path):
 
 def test_the_link_to_a_gpu_by_a_stand_in():
     """The same copies between two places in host memory: no GPU has run them."""
-    link = bandwidth.copy_bandwidth("cpu", size=2**20)
+    link = links.copy_rates("cpu", size=2**20)
     assert set(link) == {"to_device", "to_host"} and min(link.values()) > 0
     one, several = ({"alone": link, "together": together} for together in (None, link))
-    assert bandwidth.host_link_header(one)[0].startswith("host to GPU") and bandwidth.host_link_header(None) == []
-    assert ["alone" in line for line in bandwidth.host_link_header(several)] == [True, False]
+    assert links.host_link_header(one)[0].startswith("host to GPU") and links.host_link_header(None) == []
+    assert ["alone" in line for line in links.host_link_header(several)] == [True, False]
     offloads = SimpleNamespace(offload_optimizer="cpu", offload_param=None)
-    assert bandwidth.measure_host_link(offloads, "cpu") is None
+    assert links.measure_host_link(offloads, "cpu") is None

@@ -226,7 +226,7 @@ def test_the_quantizer_is_built_and_needs_the_cuda_toolkit(settings, tmp_path, m
         strategy = Strategy("z", 2, ds_config({"zero_optimization": {key: True}}, stage=stage), "c.json")
         assert ops_of(strategy, device, settings) == ops
     found = build(settings, machine(tmp_path), config={"zero_optimization": {"stage": 3, key: True}})
-    assert "error: there is no CUDA toolkit (nvcc) [ZR606]" in found
+    assert "the CUDA toolkit 13.0 (nvcc) [ZR603]" in found
 
 
 # the GPUs of a machine and the processes on it
@@ -338,6 +338,6 @@ def test_infiniband_that_a_container_only_sees_is_named(tmp_path, monkeypatch):
 
 
 def test_the_network_is_measured_with_more_bytes_on_gpus():
-    from zero_recipes.distributed.bandwidth import ALL_REDUCE_BYTES
+    from zero_recipes.distributed.links import ALL_REDUCE_BYTES
 
     assert ALL_REDUCE_BYTES["cuda"] == 256 * 2**20 > ALL_REDUCE_BYTES["cpu"]

@@ -11,7 +11,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 from tests.helpers.thread_cases import OFFLOADED, SixteenCores
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.distributed import init as host_threads
+from zero_recipes.distributed import group as host_threads
 
 
 @pytest.fixture

@@ -32,8 +32,7 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, Refusal, print_refusal
 from zero_recipes.core.host_limits import Host
-from zero_recipes.distributed.build_locks import extension_folder
-from zero_recipes.distributed.kernels import build_findings, is_compiled, ops_of
+from zero_recipes.distributed.kernels import build_findings, extension_folder, is_compiled, ops_of
 from zero_recipes.model import local_config, parameter_sizes
 
 GB = 10**9
@@ -288,7 +287,7 @@ def build(settings, host, device="cuda", config=None, offload=None) -> str:
 
 def test_a_compiler_is_needed_where_an_op_is_built(settings, tmp_path):
     bare = without(machine(tmp_path), "/usr/bin/c++")
-    assert "there is no C++ compiler (c++) [ZR603]" in build(settings, bare, "cpu")
+    assert "lacks a C++ compiler (c++) [ZR603]" in build(settings, bare, "cpu")
     assert build(settings, machine(tmp_path / "with"), "cpu") == ""
     assert build(settings, bare, "cuda") == ""  # nothing is built
     assert said(build_findings(Strategy("ddp", 2), "cpu", settings, bare)) == ""
@@ -296,10 +295,8 @@ def test_a_compiler_is_needed_where_an_op_is_built(settings, tmp_path):
     assert build(settings, without(clang, "/usr/bin/c++"), "cpu") == ""
     without(machine(tmp_path), "/usr/bin/c++")
     write_compiled(tmp_path / "extensions" / "deepspeed_shm_comm")
-    assert build(settings, bare, "cpu") == ""  # compiled before: ninja finds nothing to do
-    assert "compile cpu_adam" in next(
-        f.why for f in build_findings(Strategy("z", 2, ds_config({}, "cpu"), "c"), "cpu", settings, bare)
-    )
+    assert build(settings, bare, "cpu") == ""  # compiled before
+    assert "cannot compile cpu_adam, for" in build(settings, bare, "cpu", {}, "cpu")
 
 
 def test_what_another_environment_has_compiled_does_not_count(tmp_path):
@@ -308,14 +305,8 @@ def test_what_another_environment_has_compiled_does_not_count(tmp_path):
     extensions = tmp_path / "extensions"
     write_compiled(extensions / "mine")
     assert is_compiled("mine", host)
-    for name, other in (("deepspeed", "/other/deepspeed"), ("torch", "/other/torch"), ("cxx", "clang++")):
-        write_compiled(extensions / f"by_{name}", **{name: other})
-        assert not is_compiled(f"by_{name}", host), name
-    source = write_compiled(extensions / "updated")
-    assert is_compiled("updated", host)
-    later = source.stat().st_mtime + 10
-    os.utime(source, (later, later))  # as after an update in place
-    assert not is_compiled("updated", host)
+    write_compiled(extensions / "others", "/other/deepspeed")
+    assert not is_compiled("others", host)
     write_compiled(extensions / "py311_cpu" / "elsewhere")  # below the default root alone
     assert not is_compiled("elsewhere", host)
     write_compiled(extensions / "async_io")
@@ -337,7 +328,7 @@ def test_headers_of_python_and_libaio(settings, tmp_path):
     host = without(machine(tmp_path), f"{sysconfig.get_path('include')}/Python.h")
     assert "Python.h" in build(settings, host, "cpu")
     host = without(machine(tmp_path), "/usr/include/libaio.h")
-    assert "libaio.h is missing" in build(settings, host, "cpu", NVME, "nvme")
+    assert "lacks libaio.h" in build(settings, host, "cpu", NVME, "nvme")
     assert build(settings, host, "cpu", {}, "cpu") == ""
     elsewhere = machine(tmp_path, {"/opt/aio/libaio.h": ""}, CFLAGS="-O2 -I/opt/aio")
     assert build(settings, without(elsewhere, "/usr/include/libaio.h"), "cpu", NVME, "nvme") == ""
@@ -354,7 +345,7 @@ def test_a_prebuilt_op_needs_nothing(settings, tmp_path, monkeypatch):
 def test_the_cuda_toolkit_where_a_cuda_op_is_built(settings, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.version.cuda", "13.0")
     host = machine(tmp_path)
-    assert "error: there is no CUDA toolkit (nvcc) [ZR606]" in build(settings, host, config=ADAM)
+    assert "lacks the CUDA toolkit 13.0 (nvcc) [ZR603]" in build(settings, host, config=ADAM)
     assert build(settings, host, config={}, offload="cpu") == ""  # cpu_adam is plain C++ on a GPU machine too
     for release, found in (
         ("13.1", ""),
@@ -512,8 +503,8 @@ def test_one_bad_machine_refuses_a_run_and_only_warns_where_a_run_elsewhere_is_c
     host = without(machine(tmp_path), "/usr/bin/c++")
     run = run_of(settings, device="cpu", output_dir=tmp_path)
     for rehearsal, level, start in (
-        (False, "error", "there"),
-        ("here", "error", "there"),
+        (False, "error", "DeepSpeed"),
+        ("here", "error", "DeepSpeed"),
         ("elsewhere", "warning", "on"),
     ):
         (finding,) = this_machine.machine_findings(run, {}, host, rehearsal)
@@ -522,7 +513,7 @@ def test_one_bad_machine_refuses_a_run_and_only_warns_where_a_run_elsewhere_is_c
 
 
 def test_check_names_a_stale_lock_and_a_run_does_not_repeat_it(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr("psutil.process_iter", lambda attributes: [])
+    monkeypatch.setattr("psutil.process_iter", lambda: [])
     host = machine(tmp_path, {"/extensions/cpu_adam/lock": ""})
     os.utime(tmp_path / "extensions" / "cpu_adam" / "lock", (1, 1))
     run = run_of(settings, device="cpu", stage=None, output_dir=tmp_path)
@@ -538,10 +529,10 @@ def test_check_refuses_a_machine_that_the_recipe_means(tmp_path, monkeypatch, ca
     recipe = write_recipe(tmp_path, deepspeed="ds_configs/zero2.json")
     argv = ["check", str(recipe), "--output_dir", str(tmp_path / "out")]
     assert cli.main([*argv, "--use_cpu", "true"]) == 2
-    assert "refused: there is no C++ compiler" in capsys.readouterr().out
+    assert "refused: DeepSpeed cannot compile" in capsys.readouterr().out
     if not torch.cuda.is_available():
         assert cli.main(argv) == 0
-        assert "warning: on this machine: there is no C++ compiler" in capsys.readouterr().out
+        assert "warning: on this machine: DeepSpeed cannot compile" in capsys.readouterr().out
 
 
 def test_each_finding_is_said_by_the_ranks_of_its_scope(monkeypatch, capsys):

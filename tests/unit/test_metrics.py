@@ -239,7 +239,7 @@ def test_a_checkpoint_carries_the_history_as_json():
 
 
 def test_what_is_measured_before_training_fits_the_model(tmp_path):
-    from zero_recipes.distributed import bandwidth, nvme
+    from zero_recipes.distributed import links, nvme
 
     locks = []
     claimed = nvme.claim_swap_folder(tmp_path, locks)
@@ -249,7 +249,7 @@ def test_what_is_measured_before_training_fits_the_model(tmp_path):
     traffic = nvme.Traffic()
     traffic.start()
     assert DiskTraffic(**traffic.per_step(1)).read >= 0
-    rates = bandwidth.copy_bandwidth("cpu", size=2**12)
+    rates = links.copy_rates("cpu", size=2**12)
     assert HostLink(alone=rates, together=None).alone.to_host > 0
 
 

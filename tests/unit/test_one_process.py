@@ -7,7 +7,7 @@ import os
 import pytest
 
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.distributed.init import start_process_group
+from zero_recipes.distributed.group import start_process_group
 
 LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # torchrun --nproc_per_node 1
 

@@ -30,7 +30,7 @@ from zero_recipes.checkpoint.resume import clear_unfinished, numbered, resumes_i
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.process import rank
-from zero_recipes.distributed.agree import agree
+from zero_recipes.distributed.group import agree
 
 LOCK = ".zero-recipes.lock"
 LOCK_SECONDS = 1.0  # `refuse_in_use` of another start holds the lock for a moment

@@ -15,7 +15,7 @@ from zero_recipes.checkpoint.compatibility import fit_findings
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core.findings import raise_errors, refusal
 from zero_recipes.core.process import rank
-from zero_recipes.distributed.agree import agree
+from zero_recipes.distributed.group import agree
 from zero_recipes.libs.safe_loading import not_plain
 
 

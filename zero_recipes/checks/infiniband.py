@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host
-from zero_recipes.distributed.bandwidth import has_libibverbs, infiniband_devices
+from zero_recipes.distributed.links import has_libibverbs, infiniband_devices
 
 REGISTERED = 64 * 2**20  # bytes: more than the 8 MiB that systems allow by default, less than a run registers
 FLAGS = "docker run --network host --device /dev/infiniband --cap-add IPC_LOCK --ulimit memlock=-1"

@@ -21,8 +21,7 @@ from zero_recipes.core.hardware import gpu_of_device
 from zero_recipes.core.phases import CLOCK
 from zero_recipes.core.process import local_world_size, rank
 from zero_recipes.data.prepare import of_prepared
-from zero_recipes.distributed.agree import agree
-from zero_recipes.distributed.once_per_node import once
+from zero_recipes.distributed.group import agree, once
 from zero_recipes.metrics.prediction import PredictedMetrics
 
 if TYPE_CHECKING:

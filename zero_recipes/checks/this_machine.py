@@ -24,8 +24,7 @@ from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host_limits import Host
 from zero_recipes.core.process import local_world_size
 from zero_recipes.data.load import on_hub
-from zero_recipes.distributed.build_locks import build_root, stale_build_locks
-from zero_recipes.distributed.kernels import build_findings
+from zero_recipes.distributed.kernels import build_findings, build_root, stale_locks
 from zero_recipes.model import local_config, parameter_sizes
 
 
@@ -79,7 +78,7 @@ def _sized(run: RunConfig, here: int, host: Host) -> list[Finding]:
 
 
 def _locks(host: Host) -> list[Finding]:
-    return [finding("ZR623", lock=lock) for lock in stale_build_locks(host.at(build_root(host.environment)))]
+    return [finding("ZR623", lock=lock) for lock in stale_locks(host.at(build_root(host.environment)))]
 
 
 def _labelled(finding: Finding) -> Finding:

@@ -164,7 +164,7 @@ def _disks(host: Host) -> list[dict[str, Any]]:
     import datasets
     from huggingface_hub import constants
 
-    from zero_recipes.distributed.build_locks import build_root
+    from zero_recipes.distributed.kernels import build_root
 
     folders = {
         "this folder, output/": Path.cwd(),
@@ -178,7 +178,7 @@ def _disks(host: Host) -> list[dict[str, Any]]:
 
 
 def _infiniband(host: Host) -> dict[str, bool]:
-    from zero_recipes.distributed.bandwidth import infiniband_devices
+    from zero_recipes.distributed.links import infiniband_devices
 
     return infiniband_devices(host)
 

@@ -204,16 +204,16 @@ def add_meet(verbs) -> None:
         "--hosts", type=names, required=True, help="names or addresses of all machines by comma, by machine rank"
     )
     verb.add_argument("--machine_rank", type=int, required=True, help="which of them this machine is, from 0")
-    verb.add_argument("--port", type=above_zero(int), help="of the first machine, open to the others; default: 29501")
-    verb.add_argument("--seconds", type=above_zero(float), help="how long to wait; default: 60")
+    verb.add_argument("--port", type=above_zero(int), default=29501, help="of the first machine, open to the others")
+    verb.add_argument("--seconds", type=above_zero(float), default=60.0, help="how long to wait")
     verb.set_defaults(func=_meet)
 
 
 def _meet(arguments: argparse.Namespace) -> int:
-    from zero_recipes.distributed.wait_for_hosts import PORT, SECONDS, wait_for_hosts
+    from zero_recipes.distributed.group import wait_for_hosts
 
     hosts = arguments.hosts
-    met = wait_for_hosts(hosts, arguments.machine_rank, arguments.port or PORT, arguments.seconds or SECONDS)
+    met = wait_for_hosts(hosts, arguments.machine_rank, arguments.port, arguments.seconds)
     listed = ", ".join(f"{rank}: {name} ({host})" for rank, (name, host) in enumerate(zip(met, hosts, strict=True)))
     print(f"{len(met)} machines have met: {listed}")
     return 0

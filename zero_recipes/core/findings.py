@@ -95,6 +95,9 @@ class Refusal(Exception):
         self.findings = [finding for finding in findings if finding.level == "error"]
         super().__init__(self.what)
 
+    def __reduce__(self):
+        return Refusal, ([replace(finding, error=None) for finding in self.findings],)  # to other ranks
+
     @property
     def codes(self) -> list[str]:
         return [finding.code for finding in self.findings]

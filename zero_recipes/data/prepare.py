@@ -32,7 +32,7 @@ from zero_recipes.data import audit as audits
 from zero_recipes.data import load
 from zero_recipes.data.audit import Audit
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
-from zero_recipes.distributed.once_per_node import once_per_node
+from zero_recipes.distributed.group import once_per_node
 from zero_recipes.libs import huggingface
 from zero_recipes.libs.single_process import single_process_env
 

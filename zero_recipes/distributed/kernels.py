@@ -3,60 +3,35 @@
     python -m zero_recipes.distributed.kernels OP ...
 
 DeepSpeed compiles an op where it is first loaded: on every rank at once, in silence, after the process group has
-started. async_io takes two to five minutes on two cores.
+started. async_io takes two to five minutes on two cores. torch (utils/file_baton.py) waits while `lock` exists in an
+op's folder, silently and for ever, also where the process that made it was killed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
-import subprocess
 import sys
-import sysconfig
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
+import psutil
 import torch
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import Finding, finding, print_refusal
+from zero_recipes.core.findings import Finding, Refusal, finding, print_refusal, refusal
 from zero_recipes.core.host_limits import Host
-from zero_recipes.distributed.build_locks import (
-    COMPILE_SECONDS,
-    SAY_SECONDS,
-    extension_folder,
-    names_of,
-    remove_stale_build_locks,
-    still_locked,
-)
 
+COMPILE_SECONDS = 1800.0  # more for the ranks to come together, for each op that the first of a machine compiles
+SAY_SECONDS = 30.0
 BY_OPTIMIZER = {"adam": "adam", "adamw": "adam", "adagrad": "adagrad", "lion": "lion", "lamb": "lamb"}
 # ops whose builder is a CUDAOpBuilder where there is a GPU (deepspeed/ops/op_builder): they need the CUDA toolkit
 ON_CUDA = {"fused_adam", "fused_lamb", "fused_lion", "async_io", "quantizer"}
-
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-
-
-def build_findings(strategy: Strategy, device: str, settings: Settings, host: Host) -> Iterator[Finding]:
-    """What is missing to build or to load the ops of this run."""
-    ops = {op for op in ops_of(strategy, device, settings) if not is_prebuilt(op, device)}
-    if not ops:
-        return
-    named = ", ".join(sorted(ops))
-    if Host(environment=with_our_ninja(host)).which("ninja") is None:
-        yield finding("ZR602", named=named)
-    compiled = {op for op in ops if is_compiled(op, host)}
-    if ops - compiled and host.compiler() is None:
-        yield finding("ZR603", cxx=host.environment.get("CXX", "c++"), ops=", ".join(sorted(ops - compiled)))
-    if ops - compiled and not host.python_headers():
-        yield finding("ZR604", ops=", ".join(sorted(ops - compiled)))
-    if "async_io" in ops - compiled and not host.libaio_headers():
-        yield finding("ZR605")
-    if device == "cuda" and ops & ON_CUDA:
-        yield from _toolkit(", ".join(sorted(ops & ON_CUDA)), host)
 
 
 def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
@@ -87,6 +62,32 @@ def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
     return ops
 
 
+# what is there, and what it takes
+
+
+def build_findings(strategy: Strategy, device: str, settings: Settings, host: Host) -> Iterator[Finding]:
+    """What is missing to build the ops of this run."""
+    ops = {op for op in ops_of(strategy, device, settings) if not is_prebuilt(op, device)}
+    to_compile = {op for op in ops if not is_compiled(op, host)}
+    on_cuda, release, built_for = ops & ON_CUDA if device == "cuda" else set(), host.cuda_release(), torch.version.cuda
+    parts = {
+        f"a C++ compiler ({host.environment.get('CXX', 'c++')})": to_compile and host.compiler() is None,
+        "Python.h": to_compile and not host.python_headers(),
+        "libaio.h": "async_io" in to_compile and not host.libaio_headers(),
+        f"the CUDA toolkit {built_for} (nvcc)": on_cuda and release is None,
+    }
+    absent = [part for part, is_missing in parts.items() if is_missing]
+    if absent:
+        yield finding("ZR603", ops=", ".join(sorted(to_compile | on_cuda)), parts=", ".join(absent))
+    if on_cuda and release and built_for and release.split(".")[0] != built_for.split(".")[0]:
+        yield finding("ZR607", release=release, built_for=built_for, ops=", ".join(sorted(on_cuda)))
+
+
+def missing(ops: Iterable[str], device: str) -> list[str]:
+    """Those that neither came with DeepSpeed's installation nor were compiled by an earlier launch."""
+    return sorted(op for op in ops if not is_prebuilt(op, device) and not is_compiled(op, Host()))
+
+
 def is_prebuilt(op: str, device: str) -> bool:
     """Installed with DeepSpeed (DS_BUILD_OPS), for this kind of device: op_builder/builder.py `load`."""
     from deepspeed.git_version_info import accelerator_name, installed_ops
@@ -95,76 +96,115 @@ def is_prebuilt(op: str, device: str) -> bool:
 
 
 def is_compiled(op: str, host: Host) -> bool:
-    """Whether an earlier launch has left it where torch looks for it, and ninja would find nothing to do there.
+    """Whether an earlier launch of this environment's DeepSpeed has left it where torch looks for it.
 
-    torch (utils/cpp_extension.py, `_write_ninja_file_to_build_library`) writes build.ninja anew in every process. What
-    another environment has compiled, with the paths of its DeepSpeed, torch and Python or with another compiler, ninja
-    then compiles again, inside the run; so it does after an update, whose headers are newer.
+    async_io loads pin_memory first (deepspeed 0.19.8, op_builder/async_io.py `load`).
     """
-    return all(_is_fresh(name, host) for name in names_of(op))
-
-
-def _is_fresh(op: str, host: Host) -> bool:
-    from torch.utils import cpp_extension
-
-    folder = host.at(extension_folder(host.environment, op))
-    if not (folder / f"{op}.so").is_file() or not (folder / "build.ninja").is_file():
-        return False
-    written = (folder / "build.ninja").read_text()
     deepspeed = Path(importlib.util.find_spec("deepspeed").origin).parent
-    here = [f"cxx = {host.environment.get('CXX', 'c++')}\n", f" {deepspeed}/ops/csrc/"]
-    here += [f"-isystem {path} " for path in (cpp_extension.include_paths()[0], sysconfig.get_path("include"))]
-    if not all(part in written for part in here):
-        return False
-    ninja = Host(environment=with_our_ninja(host)).which("ninja")
-    looked = ninja and subprocess.run([ninja, "-n", "-C", folder], capture_output=True, text=True)
-    return bool(looked) and "no work to do" in looked.stdout
+    for name in ("pin_memory", op) if op == "async_io" else (op,):
+        folder = host.at(extension_folder(host.environment, name))
+        if not (folder / f"{name}.so").is_file() or not (folder / "build.ninja").is_file():
+            return False
+        if f" {deepspeed}/" not in (folder / "build.ninja").read_text():
+            return False
+    return True
 
 
-def with_our_ninja(host: Host) -> dict[str, str]:
-    """The PATH on which DeepSpeed finds ninja: it stands beside the interpreter, a venv need not be activated."""
-    return {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{host.environment.get('PATH', '')}"}
+def build_root(environment: Mapping[str, str]) -> Path:
+    """The folder that torch builds extensions in, and DeepSpeed its kernels."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(environment.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
-def _toolkit(named: str, host: Host) -> Iterator[Finding]:
+def extension_folder(environment: Mapping[str, str], name: str) -> Path:
+    """The folder of one extension: torch/utils/cpp_extension.py, `_get_build_directory`."""
+    if environment.get("TORCH_EXTENSIONS_DIR"):
+        return Path(environment["TORCH_EXTENSIONS_DIR"], name)
+    release = torch.version.hip or torch.version.cuda
+    device = f"{'rocm' if torch.version.hip else 'cu'}{release.replace('.', '')}" if release else "cpu"
+    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
+    return build_root(environment) / f"{python}_{device}" / name
 
-    release, wanted = host.cuda_release(), torch.version.cuda
-    if release is None:
-        yield finding("ZR606", named=named, wanted=wanted)
-    elif wanted is not None and release.split(".")[0] != wanted.split(".")[0]:
-        yield finding("ZR607", release=release, wanted=wanted, named=named)
 
-
-def missing(ops: Iterable[str], device: str) -> list[str]:
-    """Those that neither came with DeepSpeed's installation nor were compiled by an earlier launch."""
-    return sorted(op for op in ops if not is_prebuilt(op, device) and not is_compiled(op, Host()))
+# building
 
 
 def build(ops: Iterable[str]) -> None:
-    """Compile these ops into torch's folder of extensions, one after another, and say how it goes."""
+    """Compile these ops into torch's folder of extensions, one after another, and print how it goes."""
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-    # DeepSpeed compiles with ninja, which stands beside the interpreter: a venv need not be activated
+    # DeepSpeed compiles with ninja, which is beside the interpreter: a venv need not be activated
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for op in ops:
-        start, done = time.monotonic(), threading.Event()
+        start = time.monotonic()
         print(f"compiling {op}, once for this machine (async_io takes minutes, others less than one)", flush=True)
-        threading.Thread(target=_say_that_it_goes_on, args=(op, start, done), daemon=True).start()
-        try:
+        with _still_compiling(op), deadline(COMPILE_SECONDS, lambda op=op: _not_compiled(op)):
             ALL_OPS[op].load(verbose=False)
-        finally:
-            done.set()
         print(f"compiled {op} in {time.monotonic() - start:.0f} s", flush=True)
 
 
-def _say_that_it_goes_on(op: str, start: float, done: threading.Event) -> None:
-    """Until it is done; where it takes too long this process ends, for its main thread may wait in torch for ever."""
-    waited = 0
-    while not done.wait(SAY_SECONDS):
-        print(f"still compiling {op}, {time.monotonic() - start:.0f} s", flush=True)
-        waited += SAY_SECONDS
-        if waited > COMPILE_SECONDS:
-            os._exit(print_refusal(still_locked(extension_folder(os.environ, op), COMPILE_SECONDS)))
+@contextlib.contextmanager
+def _still_compiling(op: str) -> Iterator[None]:
+    """Print a line every SAY_SECONDS; another process may be the one that compiles."""
+    done = threading.Event()
+
+    def say() -> None:
+        spent = 0.0
+        while not done.wait(SAY_SECONDS):
+            spent += SAY_SECONDS
+            print(f"still compiling {op}, {spent:.0f} s ({extension_folder(os.environ, op)})", flush=True)
+
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+@contextlib.contextmanager
+def deadline(seconds: float, refused: Callable[[], Refusal]) -> Iterator[None]:
+    """End this process with exit code 2 and the refusal's message where what is inside takes longer.
+
+    Not by an exception: none reaches a main thread that waits in NCCL, in gloo or for torch's lock.
+    """
+    timer = threading.Timer(seconds, lambda: os._exit(print_refusal(refused())))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _not_compiled(op: str) -> Refusal:
+    lock = extension_folder(os.environ, op) / "lock"
+    return refusal("ZR626", op=op, seconds=COMPILE_SECONDS, lock=lock, scope="machine")
+
+
+def stale_locks(root: Path) -> list[Path]:
+    """Locks that a killed compiler left: older than this process and its siblings, and held by nobody.
+
+    Who made a lock keeps it open (torch, utils/file_baton.py).
+    """
+    started = psutil.Process().create_time()
+    old = {lock.resolve() for lock in root.rglob("lock") if lock.stat().st_mtime < started - 1}
+    return sorted(old - _open_files()) if old else []
+
+
+def _open_files() -> set[Path]:
+    """Of all processes of this machine that this user may look into."""
+    found = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            found |= {Path(file.path) for file in process.open_files()}
+    return found
+
+
+def remove_stale_locks() -> None:
+    for lock in stale_locks(build_root(os.environ)):
+        print(f"removed a build lock that a killed compiler left: {lock}", flush=True)
+        lock.unlink(missing_ok=True)
 
 
 def main(names: list[str]) -> None:
@@ -172,7 +212,7 @@ def main(names: list[str]) -> None:
     if "async_io" in names and not Host().libaio_headers():
         print("async_io is not compiled: there is no libaio.h (apt-get install libaio-dev); NVMe offload needs it")
         names = [name for name in names if name != "async_io"]
-    remove_stale_build_locks()
+    remove_stale_locks()
     build(missing(names, "cpu"))
 
 

@@ -21,7 +21,7 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.process import rank
-from zero_recipes.distributed.once_per_node import once_per_node
+from zero_recipes.distributed.group import once_per_node
 
 LOCK = "zero-recipes.lock"
 SWAPPED = "zero_stage_3"  # DeepSpeed's folder below nvme_path

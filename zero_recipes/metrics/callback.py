@@ -22,7 +22,7 @@ from zero_recipes.core import environment
 from zero_recipes.core.phases import CLOCK
 from zero_recipes.core.process import rank
 from zero_recipes.distributed import nvme
-from zero_recipes.distributed.agree import gather_rows
+from zero_recipes.distributed.group import gather_rows
 from zero_recipes.libs import deepspeed_tensors
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.model_flops import UsedFlops
@@ -69,7 +69,7 @@ class RunFacts:
     model: str | None
     recipe_sha256: str | None = None
     disks: list[dict[str, Any]] = field(default_factory=list)  # zero_recipes/distributed/nvme.py, swap_space
-    host_link: dict[str, Any] | None = None  # zero_recipes/distributed/bandwidth.py
+    host_link: dict[str, Any] | None = None  # zero_recipes/distributed/links.py
     network: dict[str, Any] | None = None  # likewise; None on one machine
     predicted: PredictedMetrics | None = None
 

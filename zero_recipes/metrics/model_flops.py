@@ -6,7 +6,7 @@ import torch
 
 from zero_recipes.core.hardware import peak_flops_of
 from zero_recipes.core.process import rank
-from zero_recipes.distributed.agree import gather_rows
+from zero_recipes.distributed.group import gather_rows
 from zero_recipes.libs import deepspeed_tensors
 from zero_recipes.metrics.probe import StepClock
 from zero_recipes.metrics.schema import RunIdentity

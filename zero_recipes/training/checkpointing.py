@@ -19,7 +19,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import first_line
-from zero_recipes.distributed.writer import rank_0_writes
+from zero_recipes.distributed.group import rank_0_writes
 from zero_recipes.metrics.failure import is_out_of_memory
 from zero_recipes.metrics.schema import RunIdentity
 

@@ -15,8 +15,8 @@ from zero_recipes.core import environment
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.phases import CLOCK
 from zero_recipes.core.process import rank
-from zero_recipes.distributed import bandwidth, init, nvme
-from zero_recipes.distributed.agree import agree
+from zero_recipes.distributed import links, nvme
+from zero_recipes.distributed.group import agree, host_threads_header
 from zero_recipes.metrics.callback import UNFINISHED, RunFacts, StageMetricsCallback
 from zero_recipes.metrics.failure import if_the_disk_takes_it, keep_failure, write_failure
 from zero_recipes.metrics.prediction import PredictedMetrics
@@ -58,13 +58,13 @@ class Output:
         """
         run = self.run
         with CLOCK.phase("startup"):
-            network = bandwidth.measure_network(run.device)
-            link = bandwidth.measure_host_link(run.strategy, run.device)
+            network = links.measure_network(run.device)
+            link = links.measure_host_link(run.strategy, run.device)
         agree(self._move_earlier_run if rank() == 0 else lambda: None)
         if rank() == 0:
-            header = [*run.strategy.described(run.device, parts.args), *bandwidth.network_header(network)]
-            header += [*nvme.described(disks), *bandwidth.host_link_header(link)]
-            header += [*init.host_threads_header(parts.host_threads), str(data.prepared.audit)]
+            header = [*run.strategy.described(run.device, parts.args), *links.network_header(network)]
+            header += [*nvme.described(disks), *links.host_link_header(link)]
+            header += [*host_threads_header(parts.host_threads), str(data.prepared.audit)]
             print(*header, *data.prepared.findings, sep="\n", flush=True)
             write_resolved(run.given, run.output_dir / "recipe.resolved.yaml", header, ds_config)
         parts.args.distributed_state.wait_for_everyone()

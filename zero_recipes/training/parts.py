@@ -16,7 +16,7 @@ from zero_recipes.core.phases import CLOCK
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows
 from zero_recipes.distributed import ulysses
-from zero_recipes.distributed.init import set_host_threads
+from zero_recipes.distributed.group import set_host_threads
 from zero_recipes.libs import attention, fsdp, patches
 
 

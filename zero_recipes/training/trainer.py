@@ -20,7 +20,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.core.phases import CLOCK
 from zero_recipes.data.prepare import Prepared
 from zero_recipes.distributed import ulysses
-from zero_recipes.distributed.writer import rank_0_writes
+from zero_recipes.distributed.group import rank_0_writes
 from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.huggingface import rows_are_cut, without_deepspeed_announcement
 from zero_recipes.metrics.callback import UNFINISHED, StageMetricsCallback

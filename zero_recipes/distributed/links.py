@@ -15,54 +15,55 @@ from torch import distributed
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.host_limits import Host
-from zero_recipes.distributed.rendezvous import interface
+from zero_recipes.distributed.group import interface
 
-# of NCCL smaller ones are held up by latency (nccl-tests reaches the bus's rate from about 128 MiB on); gloo on CPUs
+# of NCCL smaller ones are limited by latency (nccl-tests reaches the bus's rate from about 128 MiB on); gloo on CPUs
 # is at its rate with less, and slow
 ALL_REDUCE_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 REPETITIONS = 3
 PROBE_BYTES = 256 * 2**20
 COPIES = 4
+Rates = dict[str, float]
 
 
-def measure_host_link(strategy: Strategy, device: str) -> dict[str, dict[str, float] | None] | None:
-    """{"alone", "together"}: copies of each process of a machine after the other, and of all at once, as `slowest` has
-    them; "together" is None where a machine has one. None where nothing is offloaded, or no GPU trains. A collective.
-    """
+def measure_host_link(strategy: Strategy, device: str) -> dict[str, Rates | None] | None:
+    """{"alone", "together"}: the slowest copies of each process of a machine after the other, and of all at once;
+    "together" is None where a machine has one. None where nothing is offloaded, or no GPU trains. A collective."""
     offloads = strategy.offload_optimizer or strategy.offload_param
     if not offloads or device != "cuda":
         return None
     if distributed.is_initialized():
-        found = link_of_all(int(os.environ.get("LOCAL_RANK", 0)), lambda: copy_bandwidth(device))
+        found = link_of_all(int(os.environ.get("LOCAL_RANK", 0)), lambda: copy_rates(device))
     else:
-        found = {"alone": copy_bandwidth(device), "together": None}
+        found = {"alone": copy_rates(device), "together": None}
     torch.cuda.empty_cache()  # the probe's memory is free for what comes
     return found
 
 
-def link_of_all(local_rank: int, measure: Callable[[], dict[str, float]]) -> dict[str, dict[str, float] | None]:
+def link_of_all(local_rank: int, measure: Callable[[], Rates]) -> dict[str, Rates | None]:
     """`measure` on one process of each machine at a time, then on all at once. A collective."""
-    local_ranks: list = [None] * distributed.get_world_size()
-    distributed.all_gather_object(local_ranks, local_rank)
-    alone, together = {}, None
-    for turn in range(1 + max(local_ranks)):
+    most, alone = max(_gathered(local_rank)), {}
+    for turn in range(1 + most):
         if turn == local_rank:
             alone = measure()
         distributed.barrier()
-    if max(local_ranks):
-        together = slowest(measure())
-    return {"alone": slowest(alone), "together": together}
+    return {"alone": _slowest(alone), "together": _slowest(measure()) if most else None}
 
 
-def slowest(own: dict[str, float]) -> dict[str, float]:
+def _slowest(own: Rates) -> Rates:
     """The lowest rate of each direction over all ranks. A collective."""
-    found: list = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, own)
+    found = _gathered(own)
     return {name: min(rates[name] for rates in found) for name in own}
 
 
-def copy_bandwidth(device: str, size: int = PROBE_BYTES) -> dict[str, float]:
-    """Copies of page-locked memory, as pin_memory makes it. On "cpu" (a stand-in for tests) plain copies."""
+def _gathered(own: Any) -> list[Any]:
+    found: list = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, own)
+    return found
+
+
+def copy_rates(device: str, size: int = PROBE_BYTES) -> Rates:
+    """Bytes per second of copies of page-locked memory, as pin_memory makes it. On "cpu" (for tests) plain copies."""
     host = torch.empty(size, dtype=torch.uint8, pin_memory=device == "cuda")
     there = torch.empty(size, dtype=torch.uint8, device=device)
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -78,7 +79,7 @@ def copy_bandwidth(device: str, size: int = PROBE_BYTES) -> dict[str, float]:
     return found
 
 
-def host_link_header(link: dict[str, dict[str, float] | None] | None) -> list[str]:
+def host_link_header(link: Mapping[str, Rates | None] | None) -> list[str]:
     """The lines of a run's header; none where nothing was measured."""
     named = {"alone": "each GPU alone", "together": "all GPUs at once"}
     return [
@@ -97,15 +98,13 @@ def measure_network(device: str) -> dict[str, Any] | None:
     if not distributed.is_initialized():
         return None
     backend = distributed.get_backend()
-    found: list = [None] * distributed.get_world_size()
     first_of_its_machine = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    distributed.all_gather_object(found, interface(backend) if first_of_its_machine else None)
+    found = _gathered(interface(backend) if first_of_its_machine else None)
     interfaces = [name for name in found if name is not None]
     if len(interfaces) < 2:
         return None
-    size = ALL_REDUCE_BYTES[device]
+    size, ranks = ALL_REDUCE_BYTES[device], len(found)
     seconds = _all_reduce_seconds(device, size)
-    ranks = len(found)
     return {
         "machines": len(interfaces),
         "backend": backend,
@@ -154,9 +153,8 @@ def infiniband_devices(host: Host) -> dict[str, bool]:
     shown = host.at("/sys/class/infiniband")
     found = {path.name: False for path in sorted(shown.iterdir())} if shown.is_dir() else {}
     for verbs in host.at("/sys/class/infiniband_verbs").glob("uverbs*"):
-        file = host.at(f"/dev/infiniband/{verbs.name}")
         name = (verbs / "ibdev").read_text().strip() if (verbs / "ibdev").is_file() else ""
-        if name in found and os.access(file, os.R_OK | os.W_OK):
+        if name in found and os.access(host.at(f"/dev/infiniband/{verbs.name}"), os.R_OK | os.W_OK):
             found[name] = True
     return found
 

@@ -1,0 +1,81 @@
+"""Cases of tests/launch/test_group.py: ranks that meet (as a program) and that share what one of them did."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from zero_recipes.core.findings import Finding, Refusal, RunFailed, print_refusal
+from zero_recipes.core.process import leave
+from zero_recipes.distributed import group
+
+TIMEOUT = timedelta(seconds=1234)
+
+
+def main(order: dict) -> int:
+    """One rank: meets the others, or stops on the way and stays alive until its input ends."""
+    if order.get("stops"):  # joins, and never exchanges anything
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        group._join(address, port, order["rank"] == 0, order["rank"], order["world_size"], 60)
+        sys.stdin.read()
+        return 0
+    if order.get("reduces wrongly"):
+        distributed.all_reduce = lambda tensor: None
+    try:
+        group.rendezvous("gloo", TIMEOUT, order.get("join_seconds", 60), order.get("exchange_seconds", 60))
+    except Refusal as refusal:
+        return print_refusal(refusal)
+    made = distributed.distributed_c10d._get_default_group()
+    assert made._get_backend(torch.device("cpu")).options._timeout == TIMEOUT
+    print("met", distributed.get_world_size(), flush=True)
+    return 0
+
+
+class Diverging(RunFailed):
+    """A failure that the run knows."""
+
+
+FAULTS = {
+    "refusal": Refusal([Finding("ZR000", "what", "why", "fix", error=ValueError("a library's"))]),
+    "known": Diverging("lost"),
+    "unknown": OSError("no room"),
+}
+
+
+def shared(fault: str | None, on: int) -> dict[str, str]:
+    """What this rank gets of each way to share, where rank `on` fails of `fault`."""
+    me, group.READ_SECONDS = distributed.get_rank(), 60.0
+
+    def work() -> int:
+        if fault is not None and me == on:
+            raise FAULTS[fault]
+        return 10 * me
+
+    def writes() -> str:
+        with group.rank_0_writes():
+            work() if me == 0 else None
+        return "went on"
+
+    ways = {
+        "agree": lambda: group.agree(work),
+        "once": lambda: group.once(work, "plans the run"),
+        "once_per_node": lambda: group.once_per_node(work),
+        "rank_0_writes": writes,
+    }
+    return {name: _outcome(way) for name, way in ways.items()}
+
+
+def _outcome(way) -> str:
+    try:
+        return str(way())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+if __name__ == "__main__":
+    leave(main(json.loads(sys.argv[1])))
