@@ -22,7 +22,7 @@ from zero_recipes.core.files import write_json  # noqa: E402
 from zero_recipes.core.findings import Refusal  # noqa: E402
 from zero_recipes.metrics.prediction import Prediction  # noqa: E402
 from zero_recipes.plan import predict as planner  # noqa: E402
-from zero_recipes.plan.formulas.predict import predict_by_formulas  # noqa: E402
+from zero_recipes.plan.formulas import predict_by_formulas  # noqa: E402
 from zero_recipes.plan.job import Job  # noqa: E402
 from zero_recipes.plan.overheads import overheads  # noqa: E402
 from zero_recipes.plan.simulator import parent as simulation  # noqa: E402
@@ -63,7 +63,7 @@ def save(written: dict[str, Any], jobs: dict[str, Job]) -> None:
 
 def digest(job: Job) -> str:
     """Of the job and the planner's code: another planner answers anew."""
-    return job.key({"planner": planner._own_code()})[:16]  # noqa: SLF001
+    return job.key({"planner": planner.own_code()})[:16]
 
 
 def predict(jobs: list[Job]) -> list[Prediction | str]:

@@ -20,7 +20,7 @@ from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed import nvme
 from zero_recipes.distributed.nvme import SWAPPED, claim_swap_folder, measure
-from zero_recipes.plan.formulas.predict import predict_by_formulas
+from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.jobs import job_of, model_config, read_recipe
 
 STEPS = 3

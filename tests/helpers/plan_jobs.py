@@ -2,37 +2,60 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import chdir
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from zero_recipes.core.hardware import gpu_named, gpus
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction, ReservedRange
+from zero_recipes.plan import jobs
 from zero_recipes.plan.job import Job
-from zero_recipes.plan.jobs import ALL, job_of, model_config, read_recipe
+from zero_recipes.plan.recommend import Row, make_row
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 10**9
+H100 = gpu_named("h100-80gb", gpus())
 
 
 @lru_cache
 def recipe(name: str, *overrides: str):
-    return read_recipe(ROOT / "recipes" / f"{name}.yaml", overrides)
+    return jobs.read_recipe(ROOT / "recipes" / f"{name}.yaml", overrides)
 
 
 @lru_cache
+def every_strategy() -> dict:
+    """All that a plan knows, whatever the working directory is."""
+    with chdir(ROOT):
+        return jobs.read_strategies(recipe("pythia"), ["all"])
+
+
 def strategies() -> dict:
-    """All of accelerate_configs/, whatever the working directory is."""
-    named = {"ddp": None}
-    named |= {name: json.loads((ROOT / "ds_configs" / f"{name}.json").read_text()) for name in ALL if name != "ddp"}
-    return named
+    """The stages and CPU offload."""
+    return {name: every_strategy()[name] for name in jobs.ALL}
 
 
 def job(strategy: str, ranks: int = 2, name: str = "pythia", gpus_per_node: int = 8, **values) -> Job:
     own = recipe(name)
-    made = job_of(own, model_config(own.settings), strategy, strategies()[strategy], ranks, gpus_per_node)
+    made = jobs.job_of(own, jobs.model_config(own.settings), strategy, every_strategy()[strategy], ranks, gpus_per_node)
     return replace(made, settings=made.settings.replace(**values))
+
+
+def rows_of(needs: dict[str, int | tuple], ranks: int = 2, with_change: bool = False, **request) -> list[Row]:
+    """Rows of recipes/pythia.yaml on H100s. `needs`: {strategy: GB, or (GB, seconds of a step)}."""
+    own, names = recipe("pythia"), {name: every_strategy()[name] for name in needs}
+    asked = jobs.PlanRequest(own, [], job("zero3").config, names, [ranks], 8, H100, gpus(), **request)
+    taken = {name: need if isinstance(need, tuple) else (need, None) for name, need in needs.items()}
+    rows = []
+    for name, (size, seconds) in taken.items():
+        made = make_row(
+            asked, job(name, ranks), lambda one, size=size: made_up(one, size * GB), with_change=with_change
+        )
+        if seconds is not None:
+            made = replace(made, speed=replace(made.speed, step_seconds=(0.9 * seconds, 1.1 * seconds)))
+        rows.append(made)
+    return rows
 
 
 def made_up(job: Job, peak: int, states: int | None = None, phase: str = "backward", overhead: int = 0) -> Prediction:

@@ -47,8 +47,9 @@ def test_nothing_that_is_no_metrics_json_calibrates(tmp_path, content):
 @pytest.mark.parametrize("key", ["world_size", "micro_batch_size", "gradient_accumulation_steps", "max_length"])
 def test_a_number_that_no_run_has_does_not_calibrate(tmp_path, key):
     save(tmp_path, metrics("zero1") | {key: -1})
-    with pytest.raises(Refusal, match=rf"{key} is -1.*ZR562"):
+    with pytest.raises(Refusal, match="ZR812") as refusal:
         read_measured(tmp_path / "metrics.json")
+    assert f"{key} is -1" in refusal.value.why
 
 
 def test_a_sweep_goes_on_where_a_run_left_damaged_files(tmp_path):

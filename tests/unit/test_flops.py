@@ -15,7 +15,7 @@ from tests.helpers.plan_jobs import job
 from zero_recipes.core.hardware import gpus, peak_flops_of
 from zero_recipes.metrics.model_flops import UsedFlops, utilisation
 from zero_recipes.metrics.schema import RunIdentity
-from zero_recipes.plan.formulas.shape import shape_of
+from zero_recipes.plan.formulas import shape_of
 from zero_recipes.plan.jobs import known_models
 from zero_recipes.theory.flops import ModelFlops, model_flops, squares
 

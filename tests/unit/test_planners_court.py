@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.planners import court, score
 from benchmarks.planners.other_trainers import HEADS
-from zero_recipes.plan.formulas.predict import predict_by_formulas
+from zero_recipes.plan.formulas import predict_by_formulas
 
 ROWS = court.read_rows()
 PREDICTIONS = json.loads((court.FOLDER / "predictions.json").read_text())["rows"]

@@ -59,7 +59,9 @@ def test_a_program_that_plans_keeps_its_libraries():
     before = torch.Tensor.data_ptr, torch.nn.Module._apply, torch.nn.functional.scaled_dot_product_attention
     assert simulation.simulate([]) == []
     assert (torch.Tensor.data_ptr, torch.nn.Module._apply, torch.nn.functional.scaled_dot_product_attention) == before
-    loaded = "import sys; import zero_recipes.plan.simulator.parent, zero_recipes.plan.cli; print(sorted(sys.modules))"
+    loaded = (
+        "import sys; import zero_recipes.plan.simulator.parent, zero_recipes.plan.command; print(sorted(sys.modules))"
+    )
     ended = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, cwd=ROOT, check=True)
     assert (
         "zero_recipes.plan.simulator.parent" in ended.stdout

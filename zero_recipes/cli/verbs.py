@@ -84,7 +84,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from zero_recipes.libs.warnings import quieten
 
     quieten()
-    from zero_recipes.plan import cli as command
+    from zero_recipes.plan import command
 
     strategies = strategies_of(arguments)
     arguments.strategies = strategies and ",".join(strategies)

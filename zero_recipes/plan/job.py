@@ -76,6 +76,11 @@ class Job:
         return self.settings.sequence_parallel_size or 1
 
     @property
+    def quantizes(self) -> bool:
+        """Whether bitsandbytes packs the weights."""
+        return bool(self.settings.load_in_4bit or self.settings.load_in_8bit)
+
+    @property
     def recomputes(self) -> bool:
         """Whether activations are recomputed, under TRL's new name or transformers' old one."""
         new = self.settings.activation_checkpointing

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.hardware import Gpu, gpu_named, gpus
 from zero_recipes.data.prepare import RowLengths, rows_at_hand, stated
-from zero_recipes.plan.excluded import why_not
 from zero_recipes.plan.job import FSDP, Job
 
 MODELS = Path(__file__).with_name("models")
@@ -32,11 +33,14 @@ GPUS_PER_NODE = 8  # of most machines that are rented; --gpus_per_node says othe
 ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 EVERY = (*ALL, "zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", "fsdp2")  # what `--strategies all` means
 EVERY += ("zero3_offload_infinity", "zero3_infinity", "zero2_bf16_states", "zero3_bf16_states", "zero2_autocast")
-
+# keys that a plan may change
 CHANGED = ("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft")
 CHANGED += ("per_device_eval_batch_size",)
+NO_FOLDER = ("ZR232", "ZR233")  # the folder on NVMe is the machine's, and a plan is made elsewhere
+USELESS = ("ZR224", "ZR228")  # warnings: ZeRO++ on one node, which costs and saves nothing
 
 Strategies = dict[str, dict[str, Any] | None]  # {name: its ds_config, None without DeepSpeed}
+_installed = functools.cache(version)  # reads a file
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
@@ -80,17 +84,11 @@ def _ds_config_of(path: Path) -> dict[str, Any] | None:
 
 
 def model_config(settings: Settings) -> dict[str, Any]:
-    """The model's config.json: of a folder, of those in plan/models/, or of the cache. Never asks the hub.
-
-    Raises Refusal where it is in none of them.
-    """
-    name, revision = settings.model_name_or_path, settings.model_revision
-    if name is None:
-        raise refusal("ZR803")
-    local = Path(name) / "config.json"
+    """The model's config.json: of a folder, of those in plan/models/, or of the cache. Raises Refusal without one."""
+    name, revision = str(settings.model_name_or_path), settings.model_revision
+    local, known = Path(name) / "config.json", known_models()
     if local.is_file():
         return json.loads(local.read_text())
-    known = known_models()
     if name in known and revision in (None, "main"):
         return known[name]["config"]
     from huggingface_hub import try_to_load_from_cache
@@ -102,21 +100,17 @@ def model_config(settings: Settings) -> dict[str, Any]:
         cached = None  # a path of a folder that is not there
     if isinstance(cached, str):
         return json.loads(Path(cached).read_text())
-    at = "" if revision in (None, "main") else f" at revision {revision}"
-    raise refusal("ZR804", name=name, at=at)
+    raise refusal("ZR804", name=name, at="" if revision in (None, "main") else f" at revision {revision}")
 
 
 def known_models() -> dict[str, dict[str, Any]]:
     """{model's name on the hub: its file in plan/models/ with config, source, revision and parameters}."""
-    models = {}
-    for path in sorted(MODELS.glob("*.json")):
-        entry = json.loads(path.read_text())
-        models |= dict.fromkeys((entry["model"], *entry["names"]), entry)
-    return models
+    entries = [json.loads(path.read_text()) for path in sorted(MODELS.glob("*.json"))]
+    return {name: entry for entry in entries for name in (entry["model"], *entry["names"])}
 
 
 def with_hpz(ds_config: dict[str, Any] | None, ranks_per_node: int) -> dict[str, Any] | None:
-    """A copy in which hpZ's "auto" is the ranks of a node, as config/ds_auto.py fills it in a run."""
+    """A copy in which hpZ's "auto" is the ranks of a node, as a run fills it in."""
     filled = copy.deepcopy(ds_config)
     if filled is not None and DsConfig(filled).hpz_partition_size == "auto":
         filled["zero_optimization"]["zero_hpz_partition_size"] = ranks_per_node
@@ -132,13 +126,13 @@ def job_of(
     gpus_per_node: int = GPUS_PER_NODE,
 ) -> Job:
     """One job. Raises Refusal where global_batch_size cannot be made of so many ranks."""
-    ds_config = with_hpz(ds_config, min(gpus_per_node, world_size))
+    per_node = min(gpus_per_node, world_size)
+    ds_config = with_hpz(ds_config, per_node)
     settings = recipe.settings.replace(deepspeed=ds_config)
     accumulation = recipes.derive_accumulation(settings, recipe.given, world_size)
     if accumulation is not None:
         settings = settings.replace(gradient_accumulation_steps=accumulation)
     name = "single" if ds_config is None and world_size == 1 else strategy
-    per_node = min(gpus_per_node, world_size)
     return Job(settings.model_name_or_path, config, settings, name, ds_config, world_size, per_node)
 
 
@@ -154,15 +148,14 @@ class PlanRequest:
     gpus_per_node: int
     gpu: Gpu
     known: dict[str, Gpu]
-    host: int | None  # bytes of each machine's memory, where it was given
+    host: int | None = None  # bytes of each machine's memory, where it was given
     nvme: int | None = None  # the same of its NVMe
     rows: int | None = None  # of the data, where a run by epochs has it at hand
     lengths: RowLengths | None = None  # of the rows, where they are at hand or stated
     no_lengths: str | None = None  # why they are not known
 
     def job(self, strategy: str, count: int) -> Job:
-        ds_config = self.strategies[strategy]
-        job = job_of(self.recipe, self.config, strategy, ds_config, count, self.gpus_per_node)
+        job = job_of(self.recipe, self.config, strategy, self.strategies[strategy], count, self.gpus_per_node)
         if self.rows is None:
             return job
         steps = steps_by_epochs(self.rows, job.settings, count // (job.settings.sequence_parallel_size or 1))
@@ -197,38 +190,45 @@ def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanReq
         raise refusal("ZR273", name=gpu.name)
     names = None if arguments.strategies is None else [n.strip() for n in arguments.strategies.split(",") if n.strip()]
     counts = _counts(arguments.gpus, arguments.gpus_per_node)
-    strategies = read_strategies(recipe, names)
-    config = model_config(recipe.settings)
-    host, nvme = (None if held is None else int(held * 1e9) for held in (arguments.host_memory, arguments.nvme))
-    requested = (recipe, overrides, config, strategies, counts, arguments.gpus_per_node, gpu, known, host, nvme)
-    return PlanRequest(*requested, _rows_by_epochs(recipe), *_lengths(recipe, arguments.mean_tokens))
+    strategies, config = read_strategies(recipe, names), model_config(recipe.settings)
+    host, nvme = (None if size is None else int(size * 1e9) for size in (arguments.host_memory, arguments.nvme))
+    rows = None
+    if recipe.settings.max_steps <= 0:
+        from zero_recipes.data.prepare import rows_on_disk
 
-
-def _lengths(recipe: Recipe, mean: float | None) -> tuple[RowLengths | None, str | None]:
-    """(lengths of the rows, why they are not known). `mean`: tokens of a row, where the command line says it."""
-    if mean is not None:
-        return stated(mean, recipe.settings, _rows_by_epochs(recipe)), None
-    found = rows_at_hand(recipe.settings, recipe.path)
-    return (None, found) if isinstance(found, str) else (found, None)
-
-
-def _rows_by_epochs(recipe: Recipe) -> int | None:
-    if recipe.settings.max_steps > 0:
-        return None
-    from zero_recipes.data.prepare import rows_on_disk
-
-    return rows_on_disk(recipe.settings)
+        rows = rows_on_disk(recipe.settings)
+    if arguments.mean_tokens is not None:
+        lengths, unknown = stated(arguments.mean_tokens, recipe.settings, rows), None
+    else:
+        found = rows_at_hand(recipe.settings, recipe.path)
+        lengths, unknown = (None, found) if isinstance(found, str) else (found, None)
+    machine = (arguments.gpus_per_node, gpu, known, host, nvme)
+    return PlanRequest(recipe, overrides, config, strategies, counts, *machine, rows, lengths, unknown)
 
 
 def _counts(text: str, per_node: int) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     counts = sorted({int(part) for part in parts if part.isdigit()} - {0})
-    if not counts or len(counts) < len(set(parts)):
-        raise refusal("ZR805", text=text)
     uneven = [count for count in counts if per_node < 1 or (count > per_node and count % per_node)]
-    if uneven:
-        raise refusal("ZR806", first_uneven=uneven[0], per_node=per_node)
+    if not counts or len(counts) < len(set(parts)) or uneven:
+        raise refusal("ZR805", text=text, per_node=per_node)
     return counts
+
+
+def why_not(job: Job) -> str | None:
+    """What a run of `job` would be refused for, or would gain nothing by; None where it is neither."""
+    zero = job.zero
+    special = (zero.on_nvme, zero.quantizes_weights, zero.quantizes_gradients, zero.bf16_masters, zero.autocast)
+    if not any(special) and zero.hpz_partition_size == 1:
+        return None  # the others need no import of all checks
+    from zero_recipes.checks.low_precision import low_precision_findings
+    from zero_recipes.checks.zero_options import zero_option_findings
+
+    ranks = (job.world_size, job.ranks_per_node)
+    found = zero_option_findings(zero, job.settings, *ranks, "cuda", _installed("deepspeed"))
+    found += low_precision_findings(zero, job.settings)
+    named = (one for one in found if one.code in USELESS or (one.level == "error" and one.code not in NO_FOLDER))
+    return next((f"{one.what} ({one.code})" for one in named), None)
 
 
 def run_command(recipe: Path, settings: Settings, overrides: Sequence[str], job: Job) -> str:
@@ -236,8 +236,10 @@ def run_command(recipe: Path, settings: Settings, overrides: Sequence[str], job:
     fixed = settings.global_batch_size is not None
     named = [key for key in CHANGED if not (fixed and key == "gradient_accumulation_steps")]
     changed = {key: getattr(job.settings, key) for key in named}
-    changed = {key: value for key, value in changed.items() if value != getattr(settings, key)}
-    options = [*overrides, *(part for key, value in changed.items() for part in (f"--{key}", _written(value)))]
+    options = [*overrides]
+    for key, value in changed.items():
+        if value != getattr(settings, key):
+            options += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     if job.on_nvme and settings.nvme_path is None:
         options += ["--nvme_path", "FOLDER"]
     script = ["run_sft.py", str(recipe), *options]
@@ -253,7 +255,3 @@ def run_command(recipe: Path, settings: Settings, overrides: Sequence[str], job:
     if machines > 1:
         launch += ["--num_machines", str(machines), "--machine_rank", "K", "--main_process_ip", "HOST"]
     return shlex.join([*launch, *script])
-
-
-def _written(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -25,13 +25,12 @@ from zero_recipes.core.units import size
 from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.plan import jobs, messages
-from zero_recipes.plan.advice import smallest_change
+from zero_recipes.plan.changes import smallest_change
 from zero_recipes.plan.cost import estimate
-from zero_recipes.plan.fit import fit_of
-from zero_recipes.plan.formulas.predict import predict_by_formulas
+from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.overheads import overheads
-from zero_recipes.plan.predict import BY_FORMULAS, Predict, Predictor
+from zero_recipes.plan.predict import BY_FORMULAS, Predict, Predictor, fit_of
 from zero_recipes.plan.simulator.time_limit import TimeLimit
 
 NAMED = 10**9  # bytes; less may be the process's own: contexts and communicators differ by GPU and driver
@@ -202,7 +201,7 @@ def certain_states(job: Job, prediction: Prediction) -> dict[str, int]:
     states = prediction.model_state_bytes
     if prediction.source == "engine":
         return {"weights": states.params, "gradients": states.grads, "optimizer": states.optimizer}
-    if job.settings.load_in_4bit or job.settings.load_in_8bit or job.zero.zero.get(PACKS_FROZEN):
+    if job.quantizes or job.zero.zero.get(PACKS_FROZEN):
         return {}
     return {"weights": states.params, "optimizer": states.optimizer if _is_plain_adam(job) else 0}
 

@@ -1,4 +1,4 @@
-"""The plan as it is written: for the terminal, as JSON and into a folder."""
+"""The plan as it is written: tables for the terminal, JSON, and a folder with a picture."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from zero_recipes.core import units
 from zero_recipes.core.files import write_json
-from zero_recipes.core.tables import Column, print_columns
+from zero_recipes.core.tables import Column, markdown_columns, print_columns
 from zero_recipes.metrics.prediction import Prediction
-from zero_recipes.plan import messages, table
-from zero_recipes.plan.advice import Change
-from zero_recipes.plan.cost import cost
+from zero_recipes.plan import messages
+from zero_recipes.plan.changes import Change
+from zero_recipes.plan.cost import Cost, Range, Speed, cost
+from zero_recipes.plan.job import Job
 from zero_recipes.plan.jobs import PlanRequest
-from zero_recipes.plan.recommend import Recommendation, rule_of_thumb
-from zero_recipes.plan.rows import Excluded, Row, fewest_gpus
+from zero_recipes.plan.recommend import Excluded, Recommendation, Row, fewest_gpus
 from zero_recipes.report import plots
+from zero_recipes.theory.zero_paper import paper_volume
 
 SCHEMA = 1
 STATUS_STYLE = {"fits": "bold green", "tight": "bold yellow", "no": "bold red"}
+PARTS = {"params": "Params", "grads": "Grads", "optimizer": "Optimizer", "activations": "Activa-\ntions"}
+PARTS |= {"buckets": "Buckets,\ngathered", "loss_head": "Loss\nhead", "other": "Other"}
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,12 @@ class Answer:
     rows: Sequence[Row]
     chosen: Sequence[Row]
     refused: dict[int, str]  # {number of GPUs: why the recipe cannot run on so many}
-    excluded: Excluded  # {number of GPUs: {strategy: why it is not planned}}
+    excluded: Excluded
     advice: Recommendation
     price: float | None  # of one GPU for one hour
+
+
+# JSON
 
 
 def document(answer: Answer) -> dict[str, Any]:
@@ -57,14 +64,18 @@ def document(answer: Answer) -> dict[str, Any]:
         "not_planned": {str(count): reasons for count, reasons in answer.excluded.items()},
         "smallest_machine": fewest_gpus(rows, with_offload=True),
         "smallest_machine_without_offload": fewest_gpus(rows, with_offload=False),
-        "recommendation": _recommendation(answer),
-        "rule_of_thumb": [messages.rule(rule_of_thumb(answer.chosen))],
+        "recommendation": {
+            "strategy": answer.advice.job and answer.advice.job.strategy,
+            "reasons": messages.reasons(answer.advice),
+            "command": answer.advice.job and request.command(answer.advice.job),
+        },
         "cannot_know": messages.CANNOT_KNOW,
     }
 
 
 def _row(row: Row, answer: Answer) -> dict[str, Any]:
-    return {
+    lengths = answer.request.lengths
+    own = {
         "strategy": row.job.strategy,
         "world_size": row.job.world_size,
         "gpus_per_node": row.job.gpus_per_node,
@@ -74,26 +85,22 @@ def _row(row: Row, answer: Answer) -> dict[str, Any]:
         "nvme_lacks_bytes": row.fit.nvme_lacks,
         "resume_lacks_bytes": row.fit.resume_lacks,
         "prediction": row.prediction.model_dump(),
-        "step_seconds": list(row.speed.step_seconds),
-        "tokens_per_step": row.speed.tokens_per_step,
-        "tokens_per_second": list(row.speed.tokens_per_second),
-        "mfu": list(row.speed.mfu),
-        "cost": None if answer.price is None else asdict(cost(row.job, row.speed, answer.price)),
-        "real_rows": None if row.real is None else _of_real_rows(row, answer),
-        "cure": None if row.change is None else _change(row.change, answer.request),
+    }
+    return (own | _speed(row.job, row.speed, answer.price)) | {
+        "real_rows": row.real and _speed(row.job, row.real, answer.price, lengths),
+        "cure": row.change and _change(row.change, answer.request),
         "max": row.limits and asdict(row.limits),
     }
 
 
-def _of_real_rows(row: Row, answer: Answer) -> dict[str, Any]:
-    """What depends on how long the rows are, as in `_row`, where it is for sequences as long as they may be."""
-    real, lengths = row.real, answer.request.lengths
+def _speed(job: Job, speed: Speed, price: float | None, *lengths: Any) -> dict[str, Any]:
+    """Of sequences as long as they may be, or of the rows."""
     return {
-        "step_seconds": list(real.step_seconds),
-        "tokens_per_step": real.tokens_per_step,
-        "tokens_per_second": list(real.tokens_per_second),
-        "mfu": list(real.mfu),
-        "cost": None if answer.price is None else asdict(cost(row.job, real, answer.price, lengths)),
+        "step_seconds": list(speed.step_seconds),
+        "tokens_per_step": speed.tokens_per_step,
+        "tokens_per_second": list(speed.tokens_per_second),
+        "mfu": list(speed.mfu),
+        "cost": None if price is None else asdict(cost(job, speed, price, *lengths)),
     }
 
 
@@ -109,38 +116,87 @@ def _change(change: Change, request: PlanRequest) -> dict[str, Any]:
     }
 
 
-def _recommendation(answer: Answer) -> dict[str, Any]:
-    job = answer.advice.job
-    return {
-        "strategy": job and job.strategy,
-        "reasons": messages.reasons(answer.advice),
-        "command": job and answer.request.command(job),
-    }
+# tables
 
 
-def write_answer(answer: Answer, folder: Path) -> None:
-    """plan.json, plan.md and plan.png."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "plan.json", document(answer))
-    chosen, heading = answer.chosen, messages.heading(answer.chosen, answer.request.gpu)
-    lines = [heading, "", table.markdown(chosen, answer.price, answer.request.lengths)]
-    lines += [f"- {line}" for line in _notes(answer)]
-    (folder / "plan.md").write_text("\n".join(lines) + "\n")
-    bars = [_bar(row.job.strategy, row.prediction) for row in chosen]
-    plots.draw_memory(bars, "Planned memory", heading, folder / "plan.png", answer.request.gpu.memory_bytes)
+def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
+    """(those naming the row, the others): memory first, then what is beside the GPU, time and money."""
+    rows, price, lengths = answer.chosen, answer.price, answer.request.lengths
+    mixed = len({row.prediction.source for row in rows}) > 1
+    named = [Column("Strategy", partial(_name, mixed=mixed)), Column("Status", status)]
+    memory = [
+        Column("Margin", lambda row: ("" if row.fit.margin < 0 else "+") + units.size(row.fit.margin)),
+        Column("Peak", lambda row: units.size(row.prediction.allocated_peak_bytes)),
+        Column("in", lambda row: row.prediction.peak_phase),
+        *(Column(header, partial(_part, part=part)) for part, header in PARTS.items()),
+        Column("Reserved", lambda row: _between(tuple(dict(row.prediction.reserved_bytes).values()), units.size)),
+    ]
+    beside = [
+        Column("Host", lambda row: _sizes(*dict(row.prediction.host_bytes).values())),
+        Column("NVMe a node\n/ in all", _nvme),
+        Column("Disk", lambda row: _sizes(*dict(row.prediction.checkpoint_bytes).values())),
+        Column("Comm.\nper step", lambda row: units.size(_moved(row)) if _moved(row) else ""),
+    ]
+    speed = [
+        Column("Step", lambda row: f"{_between(row.speed.step_seconds)} s"),
+        Column("Tokens/s", lambda row: _between(row.speed.tokens_per_second, units.count)),
+    ]
+    if lengths is not None:
+        speed += [
+            Column("Step of\nthe rows", lambda row: f"{_between(row.real.step_seconds)} s"),
+            Column("Real\ntokens/s", lambda row: _between(row.real.tokens_per_second, units.count)),
+        ]
+    speed.append(Column("MFU", lambda row: _between(row.expected.mfu, units.percent)))
+
+    def costs(row: Row) -> Cost:
+        return cost(row.job, row.expected, price or 1.0, lengths)
+
+    if any(costs(row).hours for row in rows):
+        speed.append(Column("Run\nin hours", lambda row: _between(costs(row).hours)))
+    if price is not None:
+        full = Column("Cost of\n1M tokens", lambda row: _between(cost(row.job, row.speed, price).per_million_tokens))
+        real = Column("1M real\ntokens", lambda row: _between(costs(row).per_million_tokens))
+        run = Column("Cost of\nthe run", lambda row: _between(costs(row).run))
+        speed += [full, *([] if lengths is None else [real]), *([run] if any(costs(row).run for row in rows) else [])]
+    shown = [column for column in memory if any(column.cell(row) for row in rows)]
+    swaps = any(row.prediction.nvme_bytes for row in rows)
+    return named, [*shown, *(column for column in beside if swaps or column.cell is not _nvme), *speed]
 
 
-def _bar(name: str, prediction: Prediction) -> plots.Bar:
-    reserved = prediction.reserved_bytes
-    return plots.Bar(name, prediction.at_peak, reserved=(reserved.low, reserved.high))
+def status(row: Row) -> str:
+    if row.fit.host_lacks or row.fit.nvme_lacks:
+        return "no (host)" if row.fit.host_lacks else "no (NVMe)"
+    return row.fit.status
 
 
-def _notes(answer: Answer) -> list[str]:
-    """What a reader needs to know of the columns and of these predictions."""
-    rows, request = answer.chosen, answer.request
-    said = messages.row_lengths(rows[0], request.lengths, request.no_lengths)
-    excluded = messages.not_planned(answer.excluded.get(rows[0].job.world_size, {}))
-    return [*messages.COLUMNS, said, *excluded, *dict.fromkeys(note for row in rows for note in row.prediction.notes)]
+def _between(values: Range | None, written=units.significant) -> str:
+    """A range: 0.43 - 0.64; nothing where it is not known."""
+    return "" if values is None else f"{written(values[0])} - {written(values[1])}"
+
+
+def _name(row: Row, mixed: bool) -> str:
+    return f"{row.job.strategy} *" if mixed and row.prediction.source == "formulas" else row.job.strategy
+
+
+def _moved(row: Row) -> int:
+    return paper_volume(row.prediction.communication_bytes_per_step)
+
+
+def _part(row: Row, part: str) -> str:
+    return units.size(row.prediction.at_peak[part] or None)
+
+
+def _nvme(row: Row) -> str:
+    """Swap files of one node and of all."""
+    nodes, each = row.job.world_size // row.job.gpus_per_node, row.prediction.nvme_bytes
+    return _sizes(each, nodes * each) if each else "-"
+
+
+def _sizes(*sizes: int | None) -> str:
+    return " / ".join(units.size(taken) if taken else "0" for taken in sizes)
+
+
+# what is printed and written
 
 
 def print_answer(answer: Answer, console: Console) -> None:
@@ -149,54 +205,68 @@ def print_answer(answer: Answer, console: Console) -> None:
     if len(request.counts) > 1:
         _show_machines(answer, console)
     console.print(Text(messages.heading(chosen, request.gpu), style="bold"))
-    table.print_rows(chosen, answer.price, request.lengths, console)
+    print_columns(*plan_columns(answer), chosen, console)
     if all(row.limits for row in chosen):
-        _show_limits(chosen, console)
+        limits = [
+            Column("Largest\nmicro batch", lambda row: f"{row.limits.micro_batch_size:,}"),
+            Column("Longest\nsequences", lambda row: f"{row.limits.max_length:,}"),
+        ]
+        print_columns([Column("Strategy", lambda row: row.job.strategy)], limits, chosen, console)
     for line in _notes(answer):
         console.print(Text(line, style="dim"))
     for row in chosen:
         if row.fit.status != "fits" and (row.change or len(request.counts) == 1):
             change = messages.change_and_need(row.change) if row.change else "none was found"
-            styled = (row.job.strategy, STATUS_STYLE[row.fit.status])
-            console.print(Text.assemble(styled, f": the mildest fix: {change}"))
-    for line in filter(None, map(messages.resume_too_large, chosen)):
-        console.print(Text(line))
+            name = (row.job.strategy, STATUS_STYLE[row.fit.status])
+            console.print(Text.assemble(name, f": the change that costs least: {change}"))
+        for line in messages.resume_too_large(row):
+            console.print(Text(line))
     console.print(Text(f"\nRecommended: {job.strategy if job else 'another machine'}", style="bold"))
-    for line in (*messages.reasons(answer.advice), messages.rule(rule_of_thumb(chosen))):
+    for line in messages.reasons(answer.advice):
         console.print(Text(line))
     if job:
         console.print(Text(f"\n{request.command(job)}\n"), soft_wrap=True)
-    console.print(Text("What this plan cannot know:", style="dim"))
-    for line in messages.CANNOT_KNOW:
-        console.print(Text(f"  {line}", style="dim"))
+    for line in ("What this plan cannot know:", *(f"  {line}" for line in messages.CANNOT_KNOW)):
+        console.print(Text(line, style="dim"))
 
 
-def _show_limits(rows: Sequence[Row], console: Console) -> None:
-    named = [Column("Strategy", lambda row: row.job.strategy)]
-    others = [
-        Column("Largest\nmicro batch", lambda row: f"{row.limits.micro_batch_size:,}"),
-        Column("Longest\nsequences", lambda row: f"{row.limits.max_length:,}"),
-    ]
-    print_columns(named, others, rows, console)
+def _notes(answer: Answer) -> list[str]:
+    """What a reader needs to know of the columns and of these predictions."""
+    rows, request = answer.chosen, answer.request
+    lengths = messages.row_lengths(rows[0], request.lengths, request.no_lengths)
+    excluded = messages.not_planned(answer.excluded.get(rows[0].job.world_size, {}))
+    notes = dict.fromkeys(note for row in rows for note in row.prediction.notes)
+    return [*messages.COLUMNS, lengths, *excluded, *notes]
 
 
 def _show_machines(answer: Answer, console: Console) -> None:
     """One line a number of GPUs, one column a strategy."""
     request, rows = answer.request, answer.rows
     console.print(Text(f"Which machine runs {request.recipe.path}?", style="bold"))
-    found = {(row.job.world_size, request.named(row.job)): row for row in rows}
-
-    def cell(line: dict, name: str) -> str:
-        row = found.get((line["count"], name))
-        return "-" if row is None else row.fit.status
-
-    named = [Column("GPUs", lambda line: str(line["count"]))]
-    others = [Column(name, partial(cell, name=name)) for name in request.strategies]
-    print_columns(named, others, [{"count": count} for count in request.counts], console)
+    found = {(row.job.world_size, request.named(row.job)): row.fit.status for row in rows}
+    named = [Column("GPUs", str)]
+    others = [Column(name, lambda count, name=name: found.get((count, name), "-")) for name in request.strategies]
+    print_columns(named, others, request.counts, console)
     for count, why in answer.refused.items():
         console.print(Text(f"{count}: {why}", style="dim"))
     for offload, name in ((True, "Smallest machine"), (False, "Without offload")):
         count = fewest_gpus(rows, offload)
-        named_gpus = "no number of these GPUs" if count is None else f"{count} x {request.gpu.name}"
-        console.print(Text(f"{name}: {named_gpus}"))
+        machine = "no number of these GPUs" if count is None else f"{count} x {request.gpu.name}"
+        console.print(Text(f"{name}: {machine}"))
     console.print()
+
+
+def write_answer(answer: Answer, folder: Path) -> None:
+    """plan.json, plan.md and plan.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "plan.json", document(answer))
+    chosen, heading = answer.chosen, messages.heading(answer.chosen, answer.request.gpu)
+    lines = [heading, "", markdown_columns(*plan_columns(answer), chosen), *(f"- {line}" for line in _notes(answer))]
+    (folder / "plan.md").write_text("\n".join(lines) + "\n")
+    bars = [_bar(row.job.strategy, row.prediction) for row in chosen]
+    plots.draw_memory(bars, "Planned memory", heading, folder / "plan.png", answer.request.gpu.memory_bytes)
+
+
+def _bar(name: str, prediction: Prediction) -> plots.Bar:
+    reserved = prediction.reserved_bytes
+    return plots.Bar(name, prediction.at_peak, reserved=(reserved.low, reserved.high))

@@ -7,14 +7,17 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from pydantic import ValidationError
 
+import zero_recipes
 from zero_recipes.core import environment
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.prediction import Prediction
-from zero_recipes.plan.formulas.predict import predict_by_formulas
+from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.simulator import parent as simulation
 from zero_recipes.plan.simulator.time_limit import TimeLimit
@@ -32,19 +35,18 @@ class Predictor:
 
     def __init__(self, quick: bool = False, folder: Path | None = None, limit: TimeLimit | None = None):
         self.quick, self.folder, self.limit = quick, folder, limit
-        self._unknown = [] if quick else simulation.unknown_versions()
-        self._versions = environment.versions() | {"zero_recipes/plan": _own_code()}
+        self._versions = environment.versions() | {"zero_recipes": own_code()}
         self._known: dict[str, Prediction] = {}
 
     def __call__(self, job: Job) -> Prediction:
         """Raises Refusal where the job can neither be simulated nor predicted by formulas."""
         key = job.key(self._versions)
         if key not in self._known:
-            reason = None if self.quick else self._not_simulated(job)
-            if not self.quick and reason is None:
-                reason = self._simulate(job)
+            reason = None if self.quick else simulation.not_simulated(job) or self._simulate(job)
             if self.quick or reason:
-                self._known[key] = _by_formulas(job, reason)
+                notes = [] if self.quick else [f"{job.strategy}{BY_FORMULAS}{reason}."]
+                prediction = predict_by_formulas(job)
+                self._known[key] = prediction.model_copy(update={"notes": [*notes, *prediction.notes]})
         return self._known[key]
 
     def _simulate(self, job: Job) -> str | None:
@@ -64,7 +66,7 @@ class Predictor:
 
         Raises Refusal where a simulation fails.
         """
-        wanted = {job.key(self._versions): job for job in jobs if self._not_simulated(job) is None}
+        wanted = {job.key(self._versions): job for job in jobs if simulation.not_simulated(job) is None}
         for key, job in wanted.items():
             kept = self._read(key)
             if kept is not None:
@@ -74,12 +76,6 @@ class Predictor:
         for key, prediction in zip(missing, simulation.simulate(list(missing.values()), done, self.limit), strict=True):
             self._known[key] = prediction
             self._keep(key, prediction)
-
-    def _not_simulated(self, job: Job) -> str | None:
-        """Why this job is not simulated; None where it is."""
-        if self._unknown:
-            return f"the simulation does not know {', '.join(self._unknown)}"
-        return simulation.not_simulated(job)
 
     def _read(self, key: str) -> Prediction | None:
         try:
@@ -106,18 +102,40 @@ class Predictor:
         return Path(constants.HF_HOME, "zero-recipes", "plans", f"{key}.json")
 
 
-def _by_formulas(job: Job, reason: str | None) -> Prediction:
-    prediction = predict_by_formulas(job)
-    if reason is None:
-        return prediction
-    return prediction.model_copy(update={"notes": [f"{job.strategy}{BY_FORMULAS}{reason}.", *prediction.notes]})
-
-
 @functools.cache
-def _own_code() -> str:
-    """A hash of this folder: other code or other overheads, other answers."""
-    digest = hashlib.sha256()
-    folder = Path(__file__).parent
-    for path in (*sorted(folder.rglob("*.py")), folder / "overheads.yaml"):
+def own_code() -> str:
+    """A hash of the whole package, for a simulation runs its trainer, its probes and its configuration: other code or
+    other tables, other answers."""
+    folder, digest = Path(zero_recipes.__file__).parent, hashlib.sha256()
+    for path in sorted(path for kind in ("*.py", "*.yaml") for path in folder.rglob(kind)):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A prediction compared with the memory of a GPU and of its machine.
+
+    "fits": the high end of the reserved range fits. "tight": only the low end does. "no": not even that, or the host's
+    memory or NVMe is too small. `margin`: bytes left of the GPU at the high end; below 0 it lacks.
+    """
+
+    status: Literal["fits", "tight", "no"]
+    margin: int
+    capacity: int
+    host_lacks: int = 0  # bytes of one machine's memory; 0 where it is enough or not known
+    nvme_lacks: int = 0  # bytes of one machine's NVMe, in the same way
+    resume_lacks: int = 0  # the same, for going on from a checkpoint; the run itself needs none of it
+
+
+def fit_of(prediction: Prediction, capacity: int, host: int | None = None, nvme: int | None = None) -> Fit:
+    """`capacity`: bytes of the GPU's memory; `host`, `nvme`: of the memory and the NVMe of each machine, None where
+    they are not known."""
+    reserved, needed = prediction.reserved_bytes, prediction.host_bytes
+    status = "fits" if reserved.high <= capacity else "tight" if reserved.low <= capacity else "no"
+    lacks = 0 if host is None else max(0, max(needed.load, needed.training) - host)
+    resume_lacks = 0 if host is None else max(0, (needed.resume or 0) - host)
+    nvme_lacks = 0 if nvme is None else max(0, prediction.nvme_bytes - nvme)
+    return Fit(
+        "no" if lacks or nvme_lacks else status, capacity - reserved.high, capacity, lacks, nvme_lacks, resume_lacks
+    )

@@ -18,25 +18,15 @@ import psutil
 from zero_recipes.checks.lower_bounds import resumable_bytes
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host_limits import Host
-from zero_recipes.libs import versions
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, Prediction
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.overheads import overheads
 from zero_recipes.plan.simulator.time_limit import TimeLimit
-from zero_recipes.theory.lower_bounds import read_at_resume
+from zero_recipes.theory.deepspeed_memory import read_at_resume
 
-LIBRARIES = ("torch", "deepspeed", "transformers", "trl", "accelerate")  # that patches.py takes parts of
 WORKER = ("-m", "zero_recipes.plan.simulator.worker")  # what the child runs; benchmarks/planners/ has its own
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
-
-
-def unknown_versions() -> list[str]:
-    """Installed libraries whose version the patches are not tested with: "torch 2.14.0 (tested: >=2.13,<2.14)".
-
-    No self-check can stand in for the tests here: a prediction that is wrong looks like one that is right.
-    """
-    return versions.untested(LIBRARIES)
 
 
 def not_simulated(job: Job) -> str | None:
@@ -51,7 +41,9 @@ def not_simulated(job: Job) -> str | None:
         return "ZeRO++'s quantisers are not simulated: they are CUDA kernels"
     if job.sequence_parallel > 1:
         return "sequences that Ulysses shares out are not simulated"
-    if job.settings.load_in_4bit or job.settings.load_in_8bit:
+    if job.settings.max_length is None:
+        return "the recipe sets no max_length"
+    if job.quantizes:
         return "quantised weights are not simulated: bitsandbytes packs them in kernels of its own"
     return None
 
@@ -62,10 +54,8 @@ def simulate(
     """Predictions in the order of the jobs; `done` is told of each job as it is ready, in any order.
 
     All jobs of one device in one child, which imports the libraries once and forks for each job and rank.
-    Raises Refusal where a job cannot be simulated, or where the time `limit` is over.
+    Raises Refusal where a simulation fails, or where the time `limit` is over.
     """
-    for job in jobs:
-        _refuse_unknown(job)
     with tempfile.TemporaryDirectory() as folder:
         answers = [[Path(folder, f"{index}.{rank}.json") for rank in _ranks(job)] for index, job in enumerate(jobs)]
 
@@ -89,25 +79,6 @@ def simulate(
             _prediction(job, [json.loads(path.read_text()) for path in paths])
             for job, paths in zip(jobs, answers, strict=True)
         ]
-
-
-def _refuse_unknown(job: Job) -> None:
-    unknown, settings = unknown_versions(), job.settings
-    quick = "zero-recipes plan --quick answers by formulas."
-    if unknown:
-        raise refusal("ZR818", unknown=", ".join(unknown), quick=quick)
-    other = not_simulated(job)
-    if other:
-        raise refusal(
-            "ZR819",
-            strategy=job.strategy,
-            world_size=job.world_size,
-            first_other=other[0].upper(),
-            other=other[1:],
-            quick=quick,
-        )
-    if settings.max_length is None:
-        raise refusal("ZR820")
 
 
 def _ranks(job: Job) -> list[int]:

@@ -8,32 +8,30 @@ from dataclasses import dataclass, replace
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.prediction import Prediction
-from zero_recipes.plan.excluded import why_not
-from zero_recipes.plan.fit import Fit, fit_of
 from zero_recipes.plan.job import Job
-from zero_recipes.plan.jobs import Strategies, with_hpz
-from zero_recipes.plan.predict import Predict
+from zero_recipes.plan.jobs import Strategies, why_not, with_hpz
+from zero_recipes.plan.predict import Fit, Predict, fit_of
 
 MOST_GPUS = 1024
 MOST_SEQUENCES = 4096  # a micro batch beyond it gains nothing
 LENGTH_STEP = 64  # tokens; tensor cores want multiples of it
-# from mild to harsh: what a change costs is time first, then another way of training, then money
-MILDNESS = ("nothing", "evaluation", "checkpointing", "micro batch", "stage", "offload", "LoRA", "GPUs")
+# what a change costs: first time, then another way of training, then money
+COST_ORDER = ("nothing", "evaluation", "checkpointing", "micro batch", "stage", "offload", "LoRA", "GPUs")
 
 
 @dataclass(frozen=True)
 class Change:
-    """From a job to one that fits. `harshest`: of MILDNESS."""
+    """From a job to one that fits. `costliest`: of COST_ORDER."""
 
     start: Job
-    harshest: str
+    costliest: str
     job: Job
     prediction: Prediction
     fit: Fit
 
-    @property
-    def mildness(self) -> int:
-        return MILDNESS.index(self.harshest)
+
+def costliest_change(*changes: str) -> str:
+    return max(changes, key=COST_ORDER.index)
 
 
 def smallest_change(
@@ -44,13 +42,13 @@ def smallest_change(
     host: int | None = None,
     nvme: int | None = None,
 ) -> Change | None:
-    """The first change, in the order of MILDNESS, under which `job` fits into `capacity` bytes; None where none does.
+    """The first change, in COST_ORDER, under which `job` fits into `capacity` bytes; None where none does.
 
-    Each stronger setting is tried as it is, with activation checkpointing and with smaller micro batches, unless its
-    peak stands where smaller activations change nothing. `strategies`: where higher stages and offload come from.
-    `host`, `nvme`: bytes of each machine's memory and NVMe, None where they are not known; without NVMe none is used.
+    Each setting is tried as it is, with activation checkpointing and with smaller micro batches, unless its peak is
+    where smaller activations change nothing. `strategies`: where higher stages and offload come from. `host`, `nvme`:
+    bytes of each machine's memory and NVMe, None where they are not known; without NVMe none is used.
     """
-    for harshest, changed in _settings(job, _eligible(job, strategies, nvme)):
+    for setting, changed in _settings(job, _eligible(job, strategies, nvme)):
         for extra, smaller in _smaller(changed):
             try:
                 prediction = predict(smaller)
@@ -58,13 +56,13 @@ def smallest_change(
                 break
             fit = fit_of(prediction, capacity, host, nvme)
             if fit.status != "fits" and prediction.peak_phase == "evaluation":
-                extra, smaller = max(extra, "evaluation", key=MILDNESS.index), _evaluating_in_micro_batches(smaller)
+                extra, smaller = costliest_change(extra, "evaluation"), _evaluating_in_micro_batches(smaller)
                 prediction = predict(smaller)
                 fit = fit_of(prediction, capacity, host, nvme)
             if fit.host_lacks or fit.nvme_lacks or _beyond_smaller_activations(prediction, capacity):
                 break
             if fit.status == "fits" and smaller is not job:
-                return Change(job, max(harshest, extra, key=MILDNESS.index), smaller, prediction, fit)
+                return Change(job, costliest_change(setting, extra), smaller, prediction, fit)
     return None
 
 
@@ -85,19 +83,19 @@ def _arithmetic(zero: DsConfig) -> tuple:
 
 
 def _settings(job: Job, strategies: Strategies) -> Iterator[tuple[str, Job]]:
-    """(how harsh, the job): as it is, higher stages, offload, LoRA, more GPUs."""
+    """(of COST_ORDER, the job): as it is, higher stages, offload, LoRA, more GPUs."""
     yield "nothing", job
     views = {name: DsConfig(config or {}) for name, config in strategies.items()}
-    higher = [name for name, zero in views.items() if zero.stage > job.zero.stage]
-    for name in (name for name in higher if not views[name].offloads):
-        yield "stage", _under(job, name, strategies)
+    flat = [name for name, zero in views.items() if not zero.offloads]
+    for name in flat:
+        if views[name].stage > job.zero.stage:
+            yield "stage", _under(job, name, strategies)
     if not job.zero.offloads:
         for name, zero in views.items():
             if zero.offloads and zero.stage >= job.zero.stage:
                 yield "offload", _under(job, name, strategies)
     if not job.settings.use_peft:
         yield "LoRA", job.changed(use_peft=True)
-    flat = [name for name, zero in views.items() if not zero.offloads]
     highest = max(flat, key=lambda name: views[name].stage, default=job.strategy)
     spread = [job] if highest == job.strategy else [job, _under(job, highest, strategies)]
     ranks = 2 * job.world_size
@@ -110,7 +108,7 @@ def _settings(job: Job, strategies: Strategies) -> Iterator[tuple[str, Job]]:
 
 
 def _smaller(job: Job) -> Iterator[tuple[str, Job]]:
-    """(how harsh, the job): as it is, recomputing activations, and with its micro batch halved again and again."""
+    """(of COST_ORDER, the job): as it is, recomputing activations, and its micro batch halved again and again."""
     yield "nothing", job
     recomputing = job
     if not job.recomputes:
@@ -171,7 +169,7 @@ def limits_of(job: Job, capacity: int, predict: Predict, guess: Predict) -> Limi
 
 def largest_micro_batch(job: Job, capacity: int, predict: Predict, start: int = 1) -> int:
     """Sequences of the recipe's max_length in one micro batch; 0 where not even one fits. `start`: a guess."""
-    return _largest(lambda size: _fits(job, capacity, predict, per_device_train_batch_size=size), MOST_SEQUENCES, start)
+    return largest(lambda size: _fits(job, capacity, predict, per_device_train_batch_size=size), MOST_SEQUENCES, start)
 
 
 def longest_sequence(job: Job, capacity: int, predict: Predict, start: int = LENGTH_STEP) -> int:
@@ -181,7 +179,7 @@ def longest_sequence(job: Job, capacity: int, predict: Predict, start: int = LEN
     """
     positions = job.config.get("max_position_embeddings") or job.config.get("n_positions") or 131072
     fits = lambda steps: _fits(job, capacity, predict, max_length=LENGTH_STEP * steps)  # noqa: E731
-    return LENGTH_STEP * _largest(fits, positions // LENGTH_STEP, start // LENGTH_STEP)
+    return LENGTH_STEP * largest(fits, positions // LENGTH_STEP, start // LENGTH_STEP)
 
 
 def _fits(job: Job, capacity: int, predict: Predict, **values: int) -> bool:
@@ -190,7 +188,7 @@ def _fits(job: Job, capacity: int, predict: Predict, **values: int) -> bool:
     return fit_of(predict(changed), capacity).status == "fits"
 
 
-def _largest(fits: Callable[[int], bool], most: int, start: int) -> int:
+def largest(fits: Callable[[int], bool], most: int, start: int) -> int:
     """The largest size up to `most` that fits, if whatever is smaller than a size that fits does so too; 0 for none.
 
     From `start` in growing steps, then by bisection: near a good guess few sizes are predicted.

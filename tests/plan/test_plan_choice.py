@@ -1,0 +1,305 @@
+"""What the plan recommends, changes and finds the limits of: by rows and predictions made up to order."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as draw
+
+from tests.helpers.plan_jobs import GB, H100, ROOT, every_strategy, job, made_up, recipe, rows_of, strategies
+from zero_recipes.core.findings import Refusal, refusal
+from zero_recipes.core.hardware import gpu_named, gpus
+from zero_recipes.metrics.prediction import HostBytes
+from zero_recipes.plan import messages
+from zero_recipes.plan.changes import COST_ORDER, largest, largest_micro_batch, longest_sequence, smallest_change
+from zero_recipes.plan.formulas import predict_by_formulas
+from zero_recipes.plan.job import Job
+from zero_recipes.plan.jobs import ALL, EVERY, PlanRequest, run_command
+from zero_recipes.plan.predict import fit_of
+from zero_recipes.plan.recommend import ORDER, PLACES, PLUS_PLUS, fastest_of, kind, make_row, recommend
+
+CAPACITY = 80 * GB
+OTHERWISE = {"zero2_bf16_states", "zero3_bf16_states", "zero2_autocast"}
+
+
+# what fits
+
+
+@pytest.mark.parametrize(
+    ("peak", "overhead", "status", "margin"),
+    [(70, 9, "fits", 1), (70, 10, "fits", 0), (70, 11, "tight", -1), (80, 5, "tight", -5), (81, 0, "no", -1)],
+)
+def test_a_status_is_that_of_the_reserved_range(peak, overhead, status, margin):
+    fit = fit_of(made_up(job("zero3"), peak * GB, overhead=overhead * GB), CAPACITY)
+    assert (fit.status, fit.margin) == (status, margin * GB)
+
+
+def test_memory_and_nvme_of_the_host_count_where_they_are_known():
+    offloads = made_up(job("zero3_offload"), 10 * GB)  # 100 GB of host memory
+    assert fit_of(offloads, CAPACITY).status == fit_of(offloads, CAPACITY, 100 * GB).status == "fits"
+    short = fit_of(offloads, CAPACITY, 99 * GB)
+    assert (short.status, short.host_lacks, short.margin) == ("no", GB, 70 * GB)
+    swaps = offloads.model_copy(update={"nvme_bytes": 50 * GB})
+    assert fit_of(swaps, CAPACITY, nvme=50 * GB).status == "fits"
+    assert fit_of(swaps, CAPACITY, nvme=49 * GB).nvme_lacks == GB
+    resumed = made_up(job("zero2"), 10 * GB)
+    resumed = resumed.model_copy(update={"host_bytes": HostBytes(load=0, training=0, resume=60 * GB)})
+    for host, lacks in ((None, 0), (60 * GB, 0), (50 * GB, 10 * GB)):
+        fit = fit_of(resumed, CAPACITY, host)
+        assert (fit.status, fit.host_lacks, fit.resume_lacks) == ("fits", 0, lacks)  # the run itself needs none of it
+
+
+# the rules, in their order: {strategy: (GB on an H100 of 85.5, seconds of a step)} on 16 GPUs
+
+CHOICES = {
+    "ddp": {"ddp": (60, 1), "zero0": (50, 1), "zero2": (20, 1), "zero3": (20, 1)},
+    "zero0": {"ddp": (80, 1), "zero0": (60, 1), "zero3": (20, 1)},
+    "zero1": {"ddp": (75, 1), "zero1": (40, 1), "zero3": (20, 1)},
+    "zero2": {"zero1": (50, 1), "zero2": (60, 1), "zero3_offload": (10, 1), "zero2_bf16_states": (10, 1)},
+    "zero3": {"zero2": (70, 1), "zero3": (60, 1), "fsdp2": (20, 1), "zero3_hpz": (60, 0.99)},
+    "zero3_hpz": {"zero2": (70, 9), "zero3": (60, 9), "zero3_hpz": (62, 5), "zero3_plus_plus": (62, 4.9)},
+    "zero3_plus_plus": {"zero3": (60, 9), "zero3_hpz": (62, 5), "zero3_plus_plus": (62, 1), "zero3_qwz": (60, 4)},
+    "zero3_qwz": {"zero3": (60, 9), "zero3_plus_plus": (90, 1), "zero3_qwz": (60, 4), "zero3_qgz": (60, 5)},
+    "zero3_qgz": {"zero3": (60, 9), "zero3_qgz": (60, 5)},
+    "fsdp2": {"ddp": (90, 1), "fsdp2": (60, 1)},
+    "zero2_offload": {"zero3": (90, 1), "zero2_offload": (10, 5), "zero3_infinity": (5, 1)},
+    "zero3_offload": {"zero2_offload": (90, 1), "zero3_offload": (60, 5)},
+    "zero3_infinity": {"zero3_offload": (90, 1), "zero3_infinity": (5, 9)},
+    "zero3_offload_infinity": {"zero3_offload_infinity": (5, 9), "zero3_infinity": (5, 9)},
+    "zero2_bf16_states": {"zero2_bf16_states": (10, 1)},
+}
+
+
+@pytest.mark.parametrize("wanted", CHOICES)
+def test_each_rule_chooses_its_strategy(wanted):
+    rows = rows_of(CHOICES[wanted], ranks=16)
+    advice = recommend(rows, H100, gpus())
+    assert advice.job.strategy == wanted
+    beside = set() if wanted in OTHERWISE else OTHERWISE & set(CHOICES[wanted])
+    assert {row.job.strategy for row in advice.other_arithmetic} == beside
+
+
+def test_the_rules_have_every_strategy_once():
+    assert sorted(ORDER) == sorted(set(EVERY) - OTHERWISE) and set(CHOICES) >= set(ORDER)
+
+
+STEP = draw.tuples(draw.integers(1, 100), draw.sampled_from([0.5, 1, 1.05, 2, 9]))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(needs=draw.dictionaries(draw.sampled_from(sorted(set(EVERY) - OTHERWISE)), STEP, min_size=1))
+def test_what_is_recommended_fits_and_no_earlier_place_or_rule_holds(needs):
+    rows = rows_of(needs, ranks=16)
+    chosen = recommend(rows, H100, gpus()).chosen
+    fitting = [row for row in rows if row.fit.status == "fits"]
+    assert (chosen is None) == (not fitting)
+    if chosen is None:
+        return
+    assert chosen in fitting
+    names = {rule.strategy: place for place in PLACES for rule in place.rules}
+    here = [row for row in fitting if names[kind(row.job)] is names[kind(chosen.job)]]
+    earlier = PLACES[: PLACES.index(names[kind(chosen.job)])]
+    assert not any(names[kind(row.job)] in earlier for row in fitting)
+    plain = [row for row in here if kind(row.job) not in PLUS_PLUS] or here
+    if kind(chosen.job) in PLUS_PLUS and plain != here:
+        assert all(chosen.speed.step_seconds[1] < row.speed.middle for row in plain)
+    elif kind(chosen.job) not in PLUS_PLUS:
+        assert chosen in fastest_of(plain)
+        roomy = [row for row in fastest_of(plain) if row.has_room]
+        assert chosen in (roomy or [max(fastest_of(plain), key=lambda row: row.fit.margin)])
+
+
+def said(needs, **more) -> str:
+    rows = rows_of(needs, **more)
+    return " ".join(messages.reasons(recommend(rows, H100, gpus())))
+
+
+@pytest.mark.parametrize(
+    ("needs", "more", "part"),
+    [
+        ({"zero2": 60, "zero1": 40}, {}, "it is the lowest stage of them that leaves room"),
+        ({"zero2": 70, "zero3": 65}, {}, "equally fast within the estimate's error, and it leaves most room"),
+        ({"zero2": (20, 1), "zero3": (10, 3)}, {}, "the fastest of them"),
+        ({"zero3": 90, "zero3_offload": 10}, {}, "It keeps states in 100 GB of host memory a machine"),
+        ({"zero3": 10}, {}, "A smaller GPU takes it too: rtx4090-24gb"),
+        ({"zero2": 80, "zero2_bf16_states": 10}, {}, "zero2_bf16_states would fit too, with another arithmetic"),
+        (CHOICES["zero3_qwz"], {"ranks": 16}, "Its collectives are quantised, which rounds."),
+        (CHOICES["zero3"], {"ranks": 16}, "2 machines: collectives cross the network, 50.0 GB/s for each GPU"),
+        ({"zero2": 500}, {"with_change": True}, "No change that was tried makes one fit."),
+    ],
+)
+def test_a_recommendation_says_why(needs, more, part):
+    assert part in said(needs, **more)
+    assert "smaller GPU" not in said({"zero3": 60})
+
+
+def test_where_nothing_fits_the_change_of_all_rows_that_costs_least_is_recommended():
+    def predict(asked):
+        helped = asked.strategy == "zero3" and asked.recomputes
+        return made_up(asked, (50 if helped else 84 if asked.strategy == "zero2" else 90) * GB, overhead=3 * GB)
+
+    names = {name: strategies()[name] for name in ("zero2", "zero3")}
+    request = PlanRequest(recipe("pythia"), [], {}, names, [2], 8, H100, gpus())
+    found = recommend([make_row(request, job(name), predict) for name in names], H100, gpus())
+    text = " ".join(messages.reasons(found))
+    assert found.job.strategy == "zero3" and "costs least: activation checkpointing (from zero3)" in text
+    assert "zero2 may" in text  # 84 GB fit, 87 do not
+
+
+HEADERS = {  # what the recipes' headers say of GPUs
+    ("pythia-full", 2, "b200"): "zero2",
+    ("pythia-full", 2, "h100-80gb"): "zero3",
+    ("pythia", 2, "h200"): "zero2",
+    ("pythia", 2, "h100-80gb"): "zero3",
+    ("pythia-410m", 1, "rtx4090"): "single",
+    ("pythia-12b", 1, "h200"): "zero2_offload",
+}
+
+
+@pytest.mark.parametrize("name, count, gpu", HEADERS)
+def test_the_plan_recommends_what_the_recipes_header_says(name, count, gpu):
+    """And what fits by the formulas does so when it is asked for alone."""
+    card = gpu_named(gpu, gpus())
+    request = PlanRequest(recipe(name), [], {}, strategies(), [count], 8, card, gpus())
+    rows = [make_row(request, job(strategy, count, name), predict_by_formulas, with_change=False) for strategy in ALL]
+    chosen = recommend(rows, card, gpus()).job
+    assert chosen.strategy == HEADERS[name, count, gpu]
+    assert fit_of(predict_by_formulas(chosen), card.memory_bytes).status == "fits"
+
+
+# changes: `need` says how many GB a job takes; every job that is predicted is seen
+
+
+def change_for(need, start: Job, seen: list | None = None, states=lambda job: 0, phase="backward", named=None, **more):
+    def predict(asked: Job):
+        if seen is not None:
+            seen.append(asked)
+        return made_up(asked, need(asked) * GB, states(asked) * GB, phase)
+
+    return smallest_change(start, CAPACITY, predict, named or strategies(), **more)
+
+
+def batch(asked: Job) -> int:
+    return asked.settings.per_device_train_batch_size
+
+
+def offloads_to_host(asked: Job) -> bool:
+    return asked.strategy.endswith("_offload")
+
+
+@pytest.mark.parametrize(
+    ("need", "costliest", "words"),
+    [
+        (lambda j: 90 - 20 * (j != job("zero1")), "checkpointing", "activation checkpointing"),
+        (lambda j: 60 + 10 * batch(j), "micro batch", "micro batches of 2 with 4 accumulations"),
+        (
+            lambda j: 75 + 10 * batch(j) - 5 * j.recomputes,
+            "micro batch",
+            "activation checkpointing and micro batches of 1 with 8 accumulations",
+        ),
+        (lambda j: 90 - 20 * (j.strategy == "zero2"), "stage", "zero2"),
+        (
+            lambda j: 100 - 15 * (j.strategy == "zero3") - 10 * j.recomputes,
+            "stage",
+            "zero3 and activation checkpointing",
+        ),
+        (lambda j: 90 - 20 * offloads_to_host(j), "offload", "zero2_offload"),
+        (lambda j: 90 - 20 * j.settings.use_peft, "LoRA", "LoRA (use_peft: true)"),
+        (lambda j: 320 // j.world_size, "GPUs", "4 GPUs"),
+        (lambda j: 90 - 20 * (j.strategy == "zero3" and j.world_size == 16), "GPUs", "16 GPUs under zero3"),
+    ],
+)
+def test_the_change_that_costs_least_is_found(need, costliest, words):
+    found = change_for(need, job("zero1"))
+    assert (found.costliest, messages.change_in_words(found)) == (costliest, words)
+    assert found.fit.status == "fits" and found.costliest in COST_ORDER
+
+
+def test_an_evaluation_that_is_too_large_takes_smaller_batches_and_nothing_else():
+    start = job("zero3", per_device_eval_batch_size=64, per_device_train_batch_size=4)
+    change = change_for(lambda j: 90 if j.settings.per_device_eval_batch_size > 4 else 70, start, phase="evaluation")
+    assert change.costliest == "evaluation" and messages.change_in_words(change) == "evaluation in batches of 4"
+    assert change.job.settings.as_dict() == start.settings.as_dict() | {"per_device_eval_batch_size": 4}
+    assert "--per_device_eval_batch_size 4" in run_command(ROOT, recipe("pythia").settings, [], change.job)
+
+
+def test_a_change_keeps_the_global_batch_and_all_that_it_does_not_name():
+    start = job("zero1")
+    found = change_for(lambda j: 60 + 10 * batch(j), start)
+    was, now = start.settings.as_dict(), found.job.settings.as_dict()
+    changed = {key for key in was if was[key] != now[key]}
+    assert changed == {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    assert batch(found.job) * now["gradient_accumulation_steps"] == batch(start) * was["gradient_accumulation_steps"]
+    more = change_for(lambda j: 320 // j.world_size, start)
+    assert more.job.world_size == 4 and more.job.settings.gradient_accumulation_steps == 1
+    fixed = job("zero1", global_batch_size=16)  # 33 GPUs and more would be needed: 16 sequences are 4 micro batches
+    assert change_for(lambda j: 2600 // j.world_size, fixed) is None
+    assert change_for(lambda j: 2600 // j.world_size, start).job.world_size == 64
+
+
+def test_states_that_are_too_large_are_not_tried_with_smaller_activations():
+    seen, in_step = [], []
+    found = change_for(lambda j: 300 // j.world_size, job("zero1"), seen, states=lambda j: 290 // j.world_size)
+    assert messages.change_in_words(found) == "4 GPUs" and not any(j.recomputes or batch(j) < 4 for j in seen)
+    change_for(lambda j: 300 // j.world_size, job("zero1"), in_step, phase="step")
+    assert not any(j.recomputes for j in in_step)
+
+
+def test_a_change_is_to_nothing_that_does_not_help_cannot_run_or_trains_otherwise():
+    """From stage 1: not to hpZ on one node, not to NVMe that nobody named, not to 16-bit states."""
+    seen, on_disk, ddp, offload = [], [], [], []
+    assert change_for(lambda j: 500, job("zero1", 8), seen, named=every_strategy()) is None
+    exact = {"zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"}
+    assert {j.strategy for j in seen if j.world_size == 8} == exact
+    change_for(lambda j: 500, job("zero1", 8), on_disk, named=every_strategy(), nvme=1000 * GB)
+    assert {"zero3_infinity", "zero3_offload_infinity"} <= {j.strategy for j in on_disk}
+    assert change_for(lambda j: 90, job("ddp"), ddp) is None
+    assert all(j.zero_stage for j in ddp if j.world_size > 2)  # DDP is never spread over more GPUs
+    assert change_for(lambda j: 90, job("zero2_offload"), offload) is None
+    assert all(offloads_to_host(j) for j in offload if j.world_size == 2 and j.zero_stage == 2)
+    host = change_for(lambda j: 10 if offloads_to_host(j) or j.world_size == 4 else 90, job("zero3"), host=99 * GB)
+    assert messages.change_in_words(host) == "4 GPUs"
+    named = {"zero2_offload": strategies()["zero2_offload"]}
+    more = change_for(lambda j: 320 // j.world_size, job("zero2_offload"), named=named)
+    assert messages.change_in_words(more) == "4 GPUs"  # where every strategy offloads
+
+
+def test_hpz_is_found_as_a_change_with_the_ranks_of_a_node():
+    """Its "auto" is filled in, as for a job that is requested."""
+    named = {name: every_strategy()[name] for name in ("zero2", "zero3_hpz")}
+    found = change_for(lambda j: 90 - 20 * (j.zero_stage == 3), job("zero2", 4, gpus_per_node=2), named=named)
+    assert messages.change_in_words(found) == "zero3_hpz" and found.job.zero.hpz_partition_size == 2
+
+
+def test_a_change_that_cannot_be_predicted_is_passed_over():
+    def need(asked: Job) -> int:
+        if asked.settings.use_peft:
+            raise refusal("ZR817", model_type="x", error="PEFT does not know the architecture.")
+        return 50 if asked.world_size == 8 else 90
+
+    assert messages.change_in_words(change_for(need, job("zero3_offload"))) == "8 GPUs"
+    with pytest.raises(Refusal):
+        need(job("zero3", use_peft=True))
+
+
+# limits
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(limit=draw.integers(0, 120), most=draw.integers(1, 100), start=draw.integers(0, 130))
+def test_a_guess_changes_only_how_many_sizes_are_tried(limit, most, start):
+    tried = []
+    assert largest(lambda size: tried.append(size) or size <= limit, most, start) == min(limit, most)
+    assert all(1 <= size <= most for size in tried) and len(tried) <= 16
+
+
+@pytest.mark.parametrize(("limit", "found"), [(63, 0), (64, 64), (1000, 960), (2048, 2048), (10**9, 2048)])
+def test_the_longest_sequence_is_a_multiple_of_64_within_the_models_positions(limit, found):
+    predict = lambda j: made_up(j, (80 if j.settings.max_length <= limit else 81) * GB)  # noqa: E731
+    assert longest_sequence(job("zero3"), CAPACITY, predict) == found
+
+
+def test_what_is_just_below_the_limit_fits_and_what_is_above_does_not():
+    most = largest_micro_batch(job("zero3"), H100.memory_bytes, predict_by_formulas)
+    found = [predict_by_formulas(job("zero3", per_device_train_batch_size=size)) for size in (most, most + 1)]
+    assert most > 4 and [fit_of(one, H100.memory_bytes).status == "fits" for one in found] == [True, False]

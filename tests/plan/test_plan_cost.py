@@ -1,0 +1,299 @@
+"""Time, price and MFU of a plan: by hand, for rows as they are, and from a measured run."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as draw
+
+from tests.helpers.plan_jobs import GB, H100, ROOT, job, made_up, recipe
+from zero_recipes.cli import main as cli
+from zero_recipes.config import recipe as recipes
+from zero_recipes.core.hardware import gpus
+from zero_recipes.data.audit import holding
+from zero_recipes.data.load import load_tokenizer
+from zero_recipes.data.prepare import RowLengths, prepare_rows, rows_at_hand
+from zero_recipes.plan import cost
+from zero_recipes.plan.cost import padded_together, sequence_of
+from zero_recipes.plan.formulas import predict_by_formulas, shape_of
+
+TINY = "recipes/tiny.yaml"
+
+
+@pytest.fixture(autouse=True)
+def at_home(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))  # no rows of other tests' runs
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def estimated(asked, rows=None, factor=None) -> cost.Speed:
+    return cost.estimate(asked, predict_by_formulas(asked), H100, factor, rows)
+
+
+# a step
+
+
+def test_computation_is_flops_over_the_share_of_the_rate():
+    gpu = H100.model_copy(update={"achievable": (0.25, 0.5), "memory_gb_s": 1e9})
+    found = cost.estimate(job("zero0", ranks=1), made_up(job("zero0", ranks=1), GB), gpu)
+    assert found.computing == pytest.approx((1e15 / (989e12 * 0.5), 1e15 / (989e12 * 0.25)))
+    assert found.communicating == (0, 0)  # one rank
+    assert found.tokens_per_step == 4 * 2 * 512
+
+
+def test_communication_is_what_the_computation_does_not_hide():
+    asked, still = job("zero2", ranks=2), H100.model_copy(update={"bf16_tflops": 1e9, "memory_gb_s": 1e9})
+    moved = (2 * 2e9 + 2e9) / 2  # an all-reduce goes around twice; half of each on two ranks
+    found = cost.estimate(asked, made_up(asked, GB), still).communicating
+    assert found == pytest.approx((moved / (450e9 * 0.85), moved / (450e9 * 0.5)), rel=1e-3)
+    hidden = cost.estimate(asked, made_up(asked, GB), H100).communicating
+    assert hidden == pytest.approx((1e9 / (450e9 * 0.85), 1e9 / (450e9 * 0.5)))  # only the gather after the step
+    apart = job("zero2", ranks=2, gpus_per_node=1)
+    network = cost.estimate(apart, made_up(apart, GB), still).communicating[0]
+    assert network == pytest.approx(moved / (50e9 * 0.85), rel=1e-3)
+    plain, copied = job("zero3", 4, gpus_per_node=2), job("zero3_hpz", 4, gpus_per_node=2)
+    assert estimated(copied).communicating[1] < estimated(plain).communicating[1]  # hpZ spares the network
+
+
+@pytest.mark.parametrize(
+    "strategy, changed, passes, overlapping, window",
+    [
+        ("ddp", {}, 2, {"all_reduce"}, 1 / 3),
+        ("zero0", {}, 2, set(), 1 / 3),
+        ("zero1", {}, 2, {"all_reduce"}, 1 / 3),
+        ("zero1", {"overlap_comm": False}, 2, set(), 1 / 3),
+        ("zero2", {}, 2, {"all_reduce"}, 2 / 3),
+        ("zero2", {"overlap_comm": None}, 1, set(), 2 / 3),
+        ("zero3", {}, 2, {"all_gather", "reduce_scatter"}, 1),
+        ("zero3", {"overlap_comm": None}, 2, {"all_gather", "reduce_scatter"}, 1),  # DeepSpeed's default is true
+        ("zero3", {"overlap_comm": False}, 2, set(), 1),
+        ("zero3", {"stage3_prefetch_bucket_size": 0}, 2, {"reduce_scatter"}, 1),
+    ],
+)
+def test_what_overlaps_is_what_the_libraries_do(strategy, changed, passes, overlapping, window):
+    asked = job(strategy, gradient_accumulation_steps=passes)
+    if asked.ds_config is not None:
+        zero = asked.ds_config.get("zero_optimization", {})
+        asked = replace(asked, ds_config=asked.ds_config | {"zero_optimization": zero | changed})
+    moved = ("all_gather", "reduce_scatter") if strategy == "zero3" else ("all_reduce",)
+    assert {name for name in moved if cost.overlaps(asked, name)} == overlapping
+    assert not cost.overlaps(job("zero2"), "all_gather")  # after the step
+    assert cost.window(asked) == pytest.approx(window)
+
+
+def test_offload_pays_for_the_link_and_for_adam_on_the_cpu():
+    asked = job("zero2_offload", ranks=2)
+    crossing = 2 * GB / 2 * (2 + 1)  # gradients of two passes, weights once, half of a billion parameters each
+    adam = GB  # two halves on one machine
+    found = cost.estimate(asked, made_up(asked, GB), H100).offloading
+    assert found == pytest.approx((crossing / (64e9 * 0.8) + adam / 3.5e9, crossing / (64e9 * 0.5) + adam / 1.3e9))
+    assert cost.estimate(job("zero2"), made_up(job("zero2"), GB), H100).offloading == (0, 0)
+
+
+def test_an_uncalibrated_range_is_at_most_30_percent_to_either_side_with_nvlink():
+    joined = [gpu for gpu in gpus().values() if gpu.link_gb_s >= 300]
+    assert len(joined) == 5
+    for gpu in joined:
+        low, high = cost.estimate(job("zero3"), predict_by_formulas(job("zero3")), gpu).step_seconds
+        assert 0.1 < (high - low) / (high + low) < 0.30
+
+
+# rows as they are
+
+LENGTHS = draw.lists(draw.integers(1, 512), min_size=2, max_size=60)
+
+
+def rows_of(lengths, sequences: float | None = None) -> RowLengths:
+    return RowLengths(tuple(lengths), sequences or len(lengths), len(lengths), "drawn")
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(lengths=LENGTHS, batch=draw.integers(1, 3))
+def test_padding_is_that_of_all_batches_that_can_be_drawn(lengths, batch):
+    """Of each of the n^b batches the longest row, for small n."""
+    from itertools import product
+
+    rows = lengths[:6]
+    asked = job("ddp", 2, per_device_train_batch_size=batch, gradient_accumulation_steps=4)
+    longest = [max(drawn) for drawn in product(rows, repeat=batch)]
+    model = shape_of(asked.config, asked.settings).flops
+    found = sequence_of(asked, 512, rows_of(rows))
+    assert found.places == pytest.approx(statistics.mean(longest))
+    padded = statistics.mean(model.of_rows([length]) for length in longest)
+    assert found.computed == pytest.approx(padded / model.of_rows([512]))
+    assert found.tokens == pytest.approx(statistics.mean(rows)) and found.places >= found.tokens - 1e-9
+
+
+def test_who_waits_for_the_longest_row_of_all_ranks_and_where_nothing_is_padded():
+    assert padded_together(job("ddp", 8)) == padded_together(job("zero1", 8)) == 4  # two passes: they meet after both
+    assert padded_together(job("ddp", 8, gradient_accumulation_steps=1)) == 4 * 8
+    assert padded_together(job("zero2", 8)) == padded_together(job("zero3", 8)) == 4 * 8
+    for key in ({"padding_free": True}, {"train_sampling_strategy": "group_by_length"}):
+        found = sequence_of(job("zero3", **key), 512, rows_of([100, 300]))
+        assert found.places == found.tokens == 200
+    for asked in (job("zero3"), job("zero3", packing=True), job("ddp", padding_free=True)):
+        assert estimated(asked, rows_of([512] * 7)) == estimated(asked)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(lengths=LENGTHS)
+def test_packed_rows_cost_what_full_ones_do_and_padded_ones_more_for_each_token(lengths):
+    full = estimated(job("zero3"))
+    pack = estimated(job("zero3", packing=True), rows_of(lengths, sum(lengths) / 512 / 0.97))
+    padded = estimated(job("zero3"), rows_of(lengths))
+    assert pack.tokens_per_step == pytest.approx(0.97 * full.tokens_per_step, abs=1)
+    assert 0.85 * full.middle < pack.middle <= full.middle  # attention within rows is less than that of a whole pack
+    assert padded.middle <= full.middle * (1 + 1e-9)
+    assert padded.tokens_per_second[1] <= pack.tokens_per_second[1] * 1.04
+
+
+def test_the_price_of_rows_of_known_lengths_by_hand():
+    """On one GPU, without Adam and links: 2 of 4 rows of 100 tokens, 2 of 300, in micro batches of 2."""
+    asked = job("ddp", 1, per_device_train_batch_size=2, gradient_accumulation_steps=1)
+    gpu = H100.model_copy(update={"achievable": (0.5, 0.5), "memory_gb_s": 1e12})
+    prediction = predict_by_formulas(asked)
+    found = cost.estimate(asked, prediction, gpu, rows=rows_of((100, 300, 100, 300)))
+    model = shape_of(asked.config, asked.settings).flops
+    padded = 0.25 * model.of_rows([100]) + 0.75 * model.of_rows([300])  # the longer of two
+    seconds = prediction.flops_per_step * padded / model.of_rows([512]) / (989e12 * 0.5)
+    assert found.step_seconds == pytest.approx((seconds, seconds), rel=1e-6)
+    assert found.tokens_per_step == 2 * 200
+    per_million = cost.cost(asked, found, price=3.6).per_million_tokens[0]
+    assert per_million == pytest.approx(seconds * 3.6 / 3600 / 400 * 1e6, rel=1e-6)
+    useful = 2 * (model.of_rows([100]) + model.of_rows([300])) / 2
+    assert found.mfu[0] == pytest.approx(useful / seconds / 989e12, rel=1e-6)
+    unknown = cost.cost(job("zero3", max_steps=-1), found, price=3.6)
+    assert unknown.run is None and unknown.hours is None
+
+
+# where the lengths are from
+
+
+@pytest.mark.parametrize("keys", [{}, {"packing": True}])
+def test_rows_are_tokenised_as_a_run_does_it_or_read_as_a_run_has_prepared_them(keys, monkeypatch):
+    """The run with the hub at hand, which tokenizers note; a plan never asks it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    own = recipe("tiny")
+    settings = own.settings.replace(**keys)
+    few = rows_at_hand(settings, own.path)
+    assert few.source.startswith("1,080 of 2,160 rows")
+    script_args, args, model_args, dataset_args, ours = recipes.instances(settings.replace(use_cpu=True), own.path)
+    rows = prepare_rows(script_args, args, dataset_args, ours, load_tokenizer(model_args, args))
+    found = rows_at_hand(settings, own.path)
+    assert found.source == "all 2,160 rows, as a run has prepared them"
+    assert found.epoch == found.sequences == len(rows.train) and sum(found.lengths) == rows.audit.tokens
+    assert len(found.lengths) == 2160 and found.mean == pytest.approx(few.mean, rel=0.02)
+    assert max(rows_at_hand(settings.replace(max_length=40), own.path).lengths) == 40
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dataset_streaming": True}, "a stream"),
+        ({"dataset_name": "no-such/data-set"}, "no-such/data-set"),
+        ({"model_name_or_path": "no-such/model"}, "nor in the cache"),
+    ],
+)
+def test_where_rows_are_not_at_hand_it_is_said_why(changes, says):
+    own = recipe("tiny")
+    found = rows_at_hand(own.settings.replace(**changes), own.path)
+    assert isinstance(found, str) and says in found
+
+
+def plan(capsys, *options: str) -> str:
+    assert cli.main(["plan", TINY, "--gpus", "2", "--gpu", "h100-80gb", "--quick", *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_plan_prints_the_rows_beside_full_ones(capsys):
+    options = ("--strategies", "zero2", "--price", "2")
+    said, document = plan(capsys, *options), json.loads(plan(capsys, "--json", *options))
+    assert "1,080 of 2,160 rows tokenised: 49 tokens on average" in said and "to the longest of 16" in said
+    assert all(header in said for header in ("Step of", "Real", "1M real", "MFU"))
+    (row,) = document["rows"]
+    real, mean = row["real_rows"], document["row_lengths"]["mean_tokens"]
+    assert real["tokens_per_step"] == round(16 * mean) and row["tokens_per_step"] == 16 * 256
+    for shown in (row, real):
+        per_step = [2 * 2 / 3600 * end for end in shown["step_seconds"]]
+        assert shown["cost"]["per_step"] == pytest.approx(per_step)
+        each = [end * 1e6 / shown["tokens_per_step"] for end in per_step]
+        assert shown["cost"]["per_million_tokens"] == pytest.approx(each)
+    assert real["step_seconds"][1] < row["step_seconds"][1]
+    longest = max(rows_at_hand(recipe("tiny").settings, recipe("tiny").path).lengths)
+    assert f"--max_length {holding(longest)} trains them all" in " ".join(said.split())
+
+
+def test_an_epoch_of_packed_rows_is_an_epoch_of_packs(capsys):
+    options = ("--strategies", "zero2", "--price", "2", "--max_steps", "-1", "--packing", "true")
+    (row,) = json.loads(plan(capsys, "--json", *options))["rows"]
+    own = recipe("tiny")
+    packs = rows_at_hand(own.settings.replace(packing=True), own.path).epoch
+    steps = math.ceil(math.ceil(packs / 8) / 2) * own.settings.num_train_epochs
+    hours = [steps * end / 3600 for end in row["real_rows"]["step_seconds"]]
+    assert row["real_rows"]["cost"]["hours"] == pytest.approx(hours)
+
+
+def test_a_stated_mean_takes_the_place_of_the_rows(capsys):
+    for options, places in ((("--mean_tokens", "64"), 64), (("--mean_tokens", "64", "--packing", "true"), 256)):
+        found = json.loads(plan(capsys, "--json", *options))
+        assert {row["real_rows"]["tokens_per_step"] for row in found["rows"]} == {16 * places}
+    assert cli.main(["plan", TINY, "--gpus", "2", "--gpu", "h200", "--mean_tokens", "300"]) == 2
+    assert "ZR841" in capsys.readouterr().err
+    said = plan(capsys, "--dataset_name", "no-such/data-set", "--strategies", "zero2")
+    assert "Rows: lengths unknown" in said and "each is taken to have 256 tokens" in said
+
+
+# a measured run
+
+
+def measured(asked, rows=None, slower: float = 2.0, **changes) -> dict:
+    """What matters of a metrics.json: of a run that took so many times as long as estimated."""
+    found = estimated(asked, rows)
+    own = {"model": asked.model, "strategy": "zero3", "device": "NVIDIA H100 80GB HBM3", "world_size": 2}
+    own |= {"micro_batch_size": asked.settings.per_device_train_batch_size, "gradient_accumulation_steps": 2}
+    own |= {"max_length": 512, "step_seconds": {"median": 1.0}}
+    return own | {"tokens_per_second": {"all": found.tokens_per_step / (slower * found.middle)}} | changes
+
+
+def calibrated(capsys, tmp_path, content: dict) -> list[dict]:
+    (tmp_path / "metrics.json").write_text(json.dumps(content))
+    command = ["plan", "recipes/pythia.yaml", "--gpus", "2", "--gpu", "h100-80gb", "--quick", "--json"]
+    assert cli.main([*command, "--calibrate", str(tmp_path / "metrics.json")]) == 0
+    return json.loads(capsys.readouterr().out)["rows"]
+
+
+def test_a_measured_run_narrows_the_range(capsys, tmp_path):
+    asked = job("zero3", per_device_train_batch_size=2)
+    free = [estimated(job(row["strategy"])) for row in calibrated(capsys, tmp_path, measured(asked))]
+    for before, after in zip(free, calibrated(capsys, tmp_path, measured(asked)), strict=True):
+        low, high = after["step_seconds"]
+        assert low + high == pytest.approx(2 * sum(before.step_seconds))
+        assert (high - low) / (high + low) == pytest.approx(0.10)
+    rows = rows_of([150])  # a file that says how many tokens its steps had: compared with rows as long
+    tokens = {"tokens": {"all": 8 * 150 * 10, "non_padding": 1, "supervised": 1}, "loss_history": [1.0] * 10}
+    full, short = measured(asked), measured(asked, rows, **tokens)
+    factors = [calibrated(capsys, tmp_path, one)[0]["step_seconds"] for one in (full, short)]
+    assert factors[0] == pytest.approx(factors[1], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"device": "cpu"}, "ZR812"),
+        ({"step_seconds": None}, "ZR812"),
+        ({"world_size": 0}, "ZR812"),
+        ({"model": "another/model"}, "ZR814"),
+        ({"strategy": "zero3_own"}, "ZR814"),
+    ],
+)
+def test_a_run_of_something_else_does_not_calibrate(capsys, tmp_path, changes, code):
+    (tmp_path / "metrics.json").write_text(json.dumps(measured(job("zero3")) | changes))
+    options = ["recipes/pythia.yaml", "--gpus", "2", "--gpu", "h100-80gb", "--quick"]
+    assert cli.main(["plan", *options, "--calibrate", str(tmp_path / "metrics.json")]) == 2
+    assert f"[{code}]" in capsys.readouterr().err
