@@ -208,7 +208,7 @@ def test_all_means_every_strategy_of_one_node():
          "ZR801"),
         ([RECIPE, "--gpus", "2", "--gpu", "h200", "--max_stepz", "5"], "ZR103"),
         ([RECIPE, "--gpus", "2", "--gpu", "h200", "--model_name_or_path", "no/body"], "ZR804"),
-        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--hardware", "none.yaml"], "ZR808"),
+        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--hardware", "none.yaml"], "ZR811"),
         ([RECIPE, "--gpus", "2", "--gpu", "h200", "--quick", "--calibrate", RECIPE], "ZR812"),
         (["recipes/pythia-410m.yaml", "--gpus", "2", "--gpu", "t4", "--quick"], "ZR273"),
         (["recipes/tiny.yaml", "--gpus", "3", "--gpu", "h200", "--quick"], "ZR121"),

@@ -264,7 +264,7 @@ def _trainer(job: Job, strategy, training_args, model_args, watch):
             train_dataset=rows,
             processing_class=_tokenizer(),
             peft_config=get_peft_config(model_args),
-            callbacks=[FreshAdamAtStage0(False), watch],
+            callbacks=[FreshAdamAtStage0(), watch],
         )
     watch.join(trainer)
     return trainer
