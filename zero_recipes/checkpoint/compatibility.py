@@ -17,28 +17,15 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.resharded import is_resharded, read_index
+from zero_recipes.config.keys import tables
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import environment
 from zero_recipes.core.findings import Finding, finding, refusal
 
-# other values of these keys are another training
-DECIDES = ("model_name_or_path", "model_revision", "dtype", "bf16", "fp16", "load_in_4bit", "load_in_8bit")
-DECIDES += ("bnb_4bit_quant_storage", "bnb_4bit_quant_type", "use_bnb_nested_quant", "use_peft", "use_dora")
-DECIDES += ("use_rslora", "lora_alpha", "lora_dropout", "lora_modules_to_save", "lora_r", "lora_target_modules")
-DECIDES += ("lora_target_parameters", "lora_task_type", "seed", "data_seed", "train_sampling_strategy")
-DECIDES += ("dataloader_drop_last", "ignore_data_skip", "average_tokens_across_devices", "loss_type")
-DECIDES += ("neftune_noise_alpha", "label_smoothing_factor", "optim", "optim_args", "optim_target_modules")
-DECIDES += ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm")
-DECIDES += ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
-# blocks of a ds_config that count instead of the recipe's keys
-BLOCKS = ("optimizer", "scheduler", "gradient_clipping")
-# how long the run goes on: may be raised
-LENGTH = ("max_steps", "num_train_epochs")
-# a warning where they differ: speed or rounding, not what is trained
-ROUNDING = ("attn_implementation", "activation_checkpointing", "gradient_checkpointing", "padding_free")
-ROUNDING += ("use_liger_kernel", "torch_compile", "tf32", "full_determinism", "per_device_train_batch_size")
-ROUNDING += ("supervised_logits_only",)
+# other values of the first are another training, the second may be raised, the third are speed or rounding: a warning
+DECIDES, LENGTH, ROUNDING = (tuple(tables()["resume"][kind]) for kind in ("decides", "length", "rounding"))
+BLOCKS = ("optimizer", "scheduler", "gradient_clipping")  # of a ds_config: they count instead of the recipe's keys
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")  # what from_pretrained loads of a folder
 SAMPLES, SAMPLE = 64, 2**18  # pieces of each file of weights, and bytes of a piece: 16 MiB are read
 

@@ -21,7 +21,7 @@ from zero_recipes.core.findings import first_line
 SCHEMA = 1
 MANIFEST, UNFINISHED = "manifest.json", "unfinished"
 STATE, HISTORY, LATEST, STATES_INDEX = "trainer_state.json", "history.json", "latest", "zero_states/index.json"
-SMALL = 2**20  # bytes of a file whose checksum is compared whenever a checkpoint is looked at
+DOCUMENTS = (STATE, HISTORY, LATEST, STATES_INDEX)  # small files that a run reads before it compares all checksums
 _PART = MANIFEST + ".part"
 _LOADED = (".safetensors", ".safetensors.index.json", ".pt", ".pth", ".bin", ".bin.index.json")
 
@@ -80,8 +80,8 @@ def facts(checkpoint: Path) -> dict[str, Any]:
 def damage(checkpoint: Path) -> str | None:
     """None if the checkpoint is whole, without a look at the contents of its large files. Else its first fault.
 
-    Every file of the manifest is there with its size, the small ones with their checksum, and none that would be
-    loaded stands beside them.
+    Every file of the manifest is there with its size, its documents with their checksums, and none that would be
+    loaded lies beside them.
     """
     if is_unfinished(checkpoint):
         return f"{checkpoint} was not written to its end: a process was killed while it saved, or the disk was full."
@@ -101,10 +101,8 @@ def damage(checkpoint: Path) -> str | None:
     named = re.fullmatch(r"checkpoint-(\d+)", checkpoint.name)
     if named and int(named[1]) != found["step"]:
         return f"{checkpoint} is the checkpoint of step {found['step']}, by its manifest."
-    small = [name for name, size in found["files"].items() if size <= SMALL]
-    return _altered(checkpoint, checksums.different(checkpoint, found["checksums"], small)) or document_fault(
-        checkpoint
-    )
+    altered = _altered(checkpoint, checksums.different(checkpoint, found["checksums"], DOCUMENTS))
+    return altered or document_fault(checkpoint)
 
 
 def content_fault(checkpoint: Path, share: int = 0, of: int = 1) -> str | None:
@@ -137,11 +135,6 @@ def document_fault(checkpoint: Path) -> str | None:
     except Exception as error:  # whatever the readers of these files raise
         return f"{name} of {checkpoint} cannot be read: {first_line(error)}."
     return None
-
-
-def has_checksums(checkpoint: Path) -> bool:
-    """Not those of other programs, and of runs with skip_checksums."""
-    return bool((read(checkpoint) or {}).get("checksums"))
 
 
 def is_unfinished(checkpoint: Path) -> bool:

@@ -16,9 +16,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,17 +31,18 @@ from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.process import rank
 from zero_recipes.distributed.group import agree
 
+OURS = ("recipe.resolved.yaml", "metrics.json")  # a run leaves at least one of them
 LOCK = ".zero-recipes.lock"
 LOCK_SECONDS = 1.0  # `refuse_in_use` of another start holds the lock for a moment
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 UNFINISHED_STATUS = ("failed", "oom", "diverged", "refused")  # of metrics.json
 NOT_READ = {"output_dir", "run_name", "dataset_train_split", "dataset_test_split"}  # keys whose text is no path to read
 
+Inputs = Iterable[tuple[str, Path]]  # what a run reads: (what names it, a path that is there)
+
 
 def saved_in(output_dir: Path) -> list[Path]:
     """Checkpoints, weights and finished measurements in a folder."""
-    if not output_dir.is_dir():
-        return []
     weights = sorted(p for pattern in ("*.safetensors", "pytorch_model*.bin") for p in output_dir.glob(pattern))
     metrics = [output_dir / "metrics.json"] if _is_finished(output_dir / "metrics.json") else []
     return [*numbered(output_dir), *weights, *metrics]
@@ -52,37 +52,24 @@ def _is_finished(metrics: Path) -> bool:
     """Whether a metrics.json is there and does not say that its run has failed; one that cannot be read is kept."""
     try:
         return json.loads(metrics.read_text())["status"] not in UNFINISHED_STATUS
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return True
 
 
-# what the run reads
-
-
-@dataclass(frozen=True)
-class Input:
-    """One path that a run reads, and what names it."""
-
-    key: str
-    path: Path
-
-    def identities(self) -> set[tuple[int, int]]:
-        """Device and inode of the path, of the files in it, and of every folder above: a rename of one of them, under
-        whatever name or mount, takes the input away."""
-        above = {*self.path.absolute().parents, *self.path.resolve().parents}
-        files = [path for path in self.path.glob("*") if path.is_file()] if self.path.is_dir() else []
-        return {_identity(path.stat()) for path in (self.path, *above, *files)}
-
-
-def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) -> list[Input]:
+def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) -> Inputs:
     """What exists of what the recipe, any key of it and the launcher's environment name."""
     named = {key: _texts(value) for key, value in settings.as_dict().items() if key not in NOT_READ}
     named |= {"the recipe": [str(recipe)], "the working directory": [str(Path.cwd())]}
     named["the DeepSpeed configuration"] = [environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")]
-    found = [Input(key, path) for key, texts in named.items() for text in texts for path in _existing(text)]
-    return found + [base for model in found if model.key == "model_name_or_path" for base in _base_of(model.path)]
+    for key, texts in named.items():
+        for text in texts:
+            with suppress(OSError, ValueError):  # too long, or a NUL: no path
+                path = Path(text.partition("*")[0]).expanduser()  # of a pattern the folder that it looks into
+                if text and path.exists():
+                    yield key, path
+                    yield from _base_of_adapter(key, path)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -94,43 +81,24 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _existing(text: str) -> list[Path]:
-    """The path that a text names, if there is one; of a pattern with wildcards the folder that it looks into."""
-    with suppress(OSError, ValueError):  # too long, or a NUL: no path
-        path = Path(text.partition("*")[0]).expanduser()
-        return [path] if text and path.exists() else []
-    return []
+def _base_of_adapter(key: str, model: Path) -> Inputs:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        base = Path(json.loads((model / "adapter_config.json").read_text())["base_model_name_or_path"])
+        if base.exists():
+            yield f"{key} (the adapter's base)", base
 
 
-def _base_of(model: Path) -> list[Input]:
-    """The model that an adapter belongs to."""
-    try:
-        base = json.loads((model / "adapter_config.json").read_text())["base_model_name_or_path"]
-        return [Input("model_name_or_path (the adapter's base)", path) for path in _existing(base)]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
-# before anything is loaded
-
-
-def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: Sequence[Input] = ()) -> None:
+def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: Inputs = ()) -> None:
     """Refuse a folder that holds what an earlier run saved, unless the recipe resumes it or overwrites it; and to
     overwrite what the run reads. Touches nothing."""
     existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
     if not existing.is_dir():
         raise _not_writable(output_dir, f"{existing} is a file")
     found = saved_in(output_dir)
-    if not found:
-        return
-    if overwrite:
+    if found and overwrite:
         _refuse_foreign(output_dir)
         _refuse_moving(output_dir, inputs)
-    elif not resumes_in(output_dir, resume):
+    elif found and not resumes_in(output_dir, resume):
         listed = ", ".join(path.name for path in found[:4]) + (" ..." if len(found) > 4 else "")
         raise refusal("ZR702", output_dir=output_dir, found=listed, previous=previous_of(output_dir))
 
@@ -138,22 +106,26 @@ def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: S
 def _refuse_foreign(output_dir: Path) -> None:
     """Neither what is renamed nor what is deleted may be another program's."""
     for folder in (output_dir, previous_of(output_dir)):
-        ours = [*folder.glob("metrics.json"), *folder.glob("recipe.resolved.yaml")]
+        ours = [name for name in OURS if (folder / name).exists()]
         ours += [path for path in numbered(folder) if not manifest.is_foreign(path)]
         if folder.exists() and not ours:
             raise _not_kept(output_dir, f"{folder} holds no run of zero-recipes")
 
 
-def _refuse_moving(output_dir: Path, inputs: Sequence[Input]) -> None:
-    """Refuse to overwrite what the run reads, also by a link or another mount."""
-    going = {}
-    for folder in (output_dir.resolve(), previous_of(output_dir)):
-        paths = (folder, *folder.rglob("*")) if folder.is_dir() else ()
-        going |= {_identity(path.lstat()): path for path in paths}
-    for used in inputs:
-        met = used.identities() & going.keys()
+def _refuse_moving(output_dir: Path, inputs: Inputs) -> None:
+    """Refuse to take away what the run reads: the same device and inode, under whatever name, link or mount."""
+    folders = [folder for folder in (output_dir.resolve(), previous_of(output_dir)) if folder.is_dir()]
+    going = {_identity(path.lstat()): path for folder in folders for path in (folder, *folder.rglob("*"))}
+    for key, path in inputs:
+        files = [file for file in path.glob("*") if file.is_file()] if path.is_dir() else []
+        used = {path, *files, *path.absolute().parents, *path.resolve().parents}
+        met = {_identity(each.stat()) for each in used} & going.keys()
         if met:
-            raise refusal("ZR751", path=going[met.pop()], key=used.key, read=used.path)
+            raise refusal("ZR751", path=going[met.pop()], key=key, read=path)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def refuse_in_use(output_dir: Path) -> None:
@@ -163,9 +135,6 @@ def refuse_in_use(output_dir: Path) -> None:
         with suppress(PermissionError):  # a folder of another user: `hold_output_dir` refuses it
             _acquire(lock, output_dir)
         lock.release()
-
-
-# the run's own
 
 
 @contextmanager
@@ -220,9 +189,9 @@ def claim_output_dir(output_dir: Path, overwrite: bool, passed_over: Collection[
     """Make the folder this run's, on rank 0, which holds it: an earlier run's failure files and unfinished checkpoints
     go; under `overwrite` the folder as it was is kept beside it, and returned.
 
-    `passed_over`: checkpoints whose contents were found damaged.
+    `passed_over`: checkpoints whose contents were found damaged. Raises Refusal.
     """
-    previous = keep_previous(output_dir) if overwrite else None
+    previous = _keep_previous(output_dir) if overwrite and saved_in(output_dir) else None
     clear_unfinished(output_dir, passed_over)
     for path in output_dir.glob("failure.rank*.json"):
         if re.fullmatch(r"failure\.rank\d+\.json", path.name) and path.is_file():
@@ -230,16 +199,12 @@ def claim_output_dir(output_dir: Path, overwrite: bool, passed_over: Collection[
     return previous
 
 
-def keep_previous(output_dir: Path) -> Path | None:
-    """Rename the folder, if anything was saved in it, to `previous_of(output_dir)`, which is returned, and make it
-    anew; a lock that is held in it goes on in the new one. Raises Refusal."""
-    if not saved_in(output_dir):
-        return None
+def _keep_previous(output_dir: Path) -> Path:
+    """Rename the folder and make it anew; a lock that is held in it goes on in the new one."""
     _refuse_foreign(output_dir)
     previous = previous_of(output_dir)
     try:
-        if previous.exists():
-            shutil.rmtree(previous)
+        _delete(previous)
         output_dir.resolve().rename(previous)
         output_dir.resolve().mkdir()
         if (previous / LOCK).exists():
@@ -247,6 +212,14 @@ def keep_previous(output_dir: Path) -> Path | None:
     except OSError as error:
         raise _not_kept(output_dir, f"{error.strerror}: {error.filename}") from None
     return previous
+
+
+def _delete(previous: Path) -> None:
+    """What shows whose folder it is goes last: killed on the way, the next start deletes the rest."""
+    for path in sorted(previous.glob("*"), key=lambda path: path.name in OURS):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    with suppress(FileNotFoundError):
+        previous.rmdir()
 
 
 def previous_of(output_dir: Path) -> Path:

@@ -119,29 +119,20 @@ def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
     one whose checksums differ, the one before it is taken, as for one that is cut off. Raises Refusal, the same on all
     ranks.
     """
-    _refuse_different_checkpoints(run.checkpoint)
-    while run.checkpoint is not None:
+    chosen = agree(lambda: run.checkpoint)
+    if len(set(chosen)) > 1:
+        listed = ", ".join(f"rank {rank}: {path or 'starts fresh'}" for rank, path in enumerate(chosen))
+        raise refusal("ZR711", listed=listed)
+    while run.checkpoint is not None and not run.settings.skip_checksums:
         checkpoint = Path(run.checkpoint)
-        if not (run.settings.trust_checkpoint or resumes_in(run.output_dir, run.checkpoint)):
-            agree(partial(_refuse_code_in_share, checkpoint))
-        fault = None if run.settings.skip_checksums else _first_content_fault(checkpoint)
+        faults = agree(partial(manifest.content_fault, checkpoint, *_share()))
+        fault = next((fault for fault in faults if fault is not None), None)
         if fault is None:
             break
         run = _run_from_the_one_before(run, checkpoint, fault)
+    if run.checkpoint is not None and not (run.settings.trust_checkpoint or resumes_in(run.output_dir, run.checkpoint)):
+        agree(partial(_refuse_code_in_share, Path(run.checkpoint)))
     return run
-
-
-def _refuse_different_checkpoints(checkpoint: str | None) -> None:
-    """Refuse ranks that would go on from different checkpoints."""
-    found = agree(lambda: checkpoint)
-    if len(set(found)) > 1:
-        listed = ", ".join(f"rank {rank}: {path or 'starts fresh'}" for rank, path in enumerate(found))
-        raise refusal("ZR711", listed=listed)
-
-
-def _first_content_fault(checkpoint: Path) -> str | None:
-    faults = agree(lambda: manifest.content_fault(checkpoint, *_share()))
-    return next((fault for fault in faults if fault is not None), None)
 
 
 def _run_from_the_one_before(run: RunConfig, checkpoint: Path, fault: str) -> RunConfig:

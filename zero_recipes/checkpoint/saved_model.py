@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -138,7 +137,7 @@ def _load_on_meta(folder: Path, trust_remote_code: bool) -> None:
 def compare_with_adapter(
     folder: Path, entries: dict[str, Entry], trust_remote_code: bool = False, base: str | None = None
 ) -> None:
-    """Every matrix that PEFT would make for this base and no other; without the base, each lora_A has its lora_B.
+    """Every matrix that PEFT would make for its base and no other; a base that is not at hand is not compared with.
 
     `base`: another than adapter_config.json names. Raises NotWhole.
     """
@@ -154,7 +153,6 @@ def compare_with_adapter(
             base or config.base_model_name_or_path, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, TypeError):
-        _raise_first(folder, {"missing": _without_partner(entries)})
         return
     try:
         made, optional = _adapter_of(config, base, entries, trust_remote_code)
@@ -195,13 +193,6 @@ def embedding_rows(entries: dict[str, Entry], model) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def _without_partner(entries: dict[str, Entry]) -> set[str]:
-    pairs = {name for name in entries if ".lora_A." in name or ".lora_B." in name}
-    wanted = {name.replace(".lora_A.", ".lora_B.") for name in pairs}
-    wanted |= {name.replace(".lora_B.", ".lora_A.") for name in pairs}
-    return wanted - entries.keys()
-
-
 def _raise_first(folder: Path, problems: dict[str, set[str]]) -> None:
     for what, names in problems.items():
         if names:
@@ -236,19 +227,3 @@ def write_checksums(folder: Path) -> None:
         digests = list(pool.map(checksums.sha256, paths))
     files = {path.name: digest for path, digest in zip(paths, digests, strict=True)}
     write_json(folder / CHECKSUMS, {"algorithm": "sha256", "files": files})
-
-
-def changed_since_saved(folder: Path) -> str | None:
-    """The first file that is not what checksums.json says; None where all are, or there is no such file."""
-    path = folder / CHECKSUMS
-    if not path.is_file():
-        return None
-    try:
-        expected: dict[str, Any] = dict(json.loads(path.read_text())["files"])
-        wrong = checksums.different(folder, expected, sorted(expected), checksums.sha256)
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        return f"{path} cannot be read: {first_line(error)}"
-    if wrong is None:
-        return None
-    how = "is not what was saved: its SHA-256 is another" if (folder / wrong).is_file() else "is not there"
-    return f"{folder} is not whole: {wrong} {how}. If that is meant, delete {path}."

@@ -6,17 +6,18 @@ Headers and checksums are read; `deep` reads the numbers too, one tensor at a ti
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint import checksums, manifest
 from zero_recipes.checkpoint.resume import code_in
 from zero_recipes.checkpoint.saved_model import (
     ADAPTER,
+    CHECKSUMS,
     Entry,
     NotWhole,
-    changed_since_saved,
     compare_with_class,
     count_nonfinite,
     tensors_of,
@@ -43,7 +44,7 @@ def verify(
     if not (folder / ADAPTER).is_file():
         notes += _check_tokenizer(folder, trust_remote_code)
     if not skip_checksums:
-        _raise_if(changed_since_saved(folder))
+        _raise_if(_changed_since_saved(folder))
     if deep:
         for fault in _bad_numbers(entries):
             raise NotWhole(f"{folder} is not whole: {fault}.")
@@ -75,43 +76,32 @@ def _unread_weights(folder: Path, entries: dict[str, Entry]) -> list[str]:
 
 def _check_tokenizer(folder: Path, trust_remote_code: bool) -> list[str]:
     """Raises NotWhole where the tokenizer cannot be read, or the token that ends a text is none of the model's."""
-    config = _read_json(folder / "config.json")
-    rows = (config.get("text_config") or config).get("vocab_size")
-    ends = {"config.json": config.get("eos_token_id")}
-    if (folder / "generation_config.json").is_file():
-        ends["generation_config.json"] = _read_json(folder / "generation_config.json").get("eos_token_id")
-    notes = ["no tokenizer lies beside it"]
-    if any((folder / name).is_file() for name in TOKENIZER):
-        tokenizer = _tokenizer(folder, trust_remote_code)
-        ends["the tokenizer"] = tokenizer.eos_token_id
-        notes = [f"its tokenizer has {len(tokenizer):,} tokens, the model {rows:,} rows for them"]
-        notes = notes if rows is not None and len(tokenizer) > rows else []
-    for where, found in ends.items():
-        for end in found if isinstance(found, list) else [found]:
-            if isinstance(end, int) and rows is not None and not 0 <= end < rows:
-                beyond = f"eos_token_id {end} of {where} is beyond its {rows:,} tokens"
-                raise NotWhole(f"{folder} is not whole: {beyond}. No text would end.")
-    return notes
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-
-def _read_json(path: Path) -> dict[str, Any]:
+    ends, notes = {}, ["no tokenizer lies beside it"]
     try:
-        return dict(json.loads(path.read_text()))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise NotWhole(f"{path} cannot be read: {first_line(error)}") from error
-
-
-def _tokenizer(folder: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-        empty = not tokenizer("a b c 1 2 3 .")["input_ids"]
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        rows = getattr(config.get_text_config(), "vocab_size", math.inf)
+        ends["config.json"] = config.eos_token_id
+        if (folder / "generation_config.json").is_file():
+            ends["generation_config.json"] = GenerationConfig.from_pretrained(folder).eos_token_id
+        if any((folder / name).is_file() for name in TOKENIZER):
+            tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+            ends["the tokenizer"] = tokenizer.eos_token_id
+            notes = [f"its tokenizer has {len(tokenizer):,} tokens, the model {rows:,} rows for them"]
+            notes = notes if len(tokenizer) > rows else []
     except Exception as error:  # the library's parsers raise what they like; tokenizers a bare Exception
         raise NotWhole(f"{folder} is not whole: its tokenizer cannot be read: {first_line(error)}") from error
-    if empty:
-        raise NotWhole(f"{folder} is not whole: its tokenizer knows no tokens; one of its files is missing")
-    return tokenizer
+    for where, found in ends.items():
+        beyond = [
+            end for end in (found if isinstance(found, list) else [found]) if end is not None and not 0 <= end < rows
+        ]
+        if beyond:
+            named = f"eos_token_id {beyond[0]} of {where} is beyond its {rows:,} tokens"
+            raise NotWhole(f"{folder} is not whole: {named}. No text would end.")
+    return notes
 
 
 def _bad_numbers(entries: dict[str, Entry]) -> Iterator[str]:
@@ -120,3 +110,19 @@ def _bad_numbers(entries: dict[str, Entry]) -> Iterator[str]:
             yield f"{name} has {count:,} numbers that are NaN or infinite"
         elif tensor.is_floating_point() and tensor.ndim >= 2 and not tensor.any():
             yield f"{name} is all zero"
+
+
+def _changed_since_saved(folder: Path) -> str | None:
+    """The first file that is not what checksums.json says; None where all are, or there is no such file."""
+    path = folder / CHECKSUMS
+    if not path.is_file():
+        return None
+    try:
+        expected: dict[str, Any] = dict(json.loads(path.read_text())["files"])
+        wrong = checksums.different(folder, expected, sorted(expected), checksums.sha256)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        return f"{path} cannot be read: {first_line(error)}"
+    if wrong is None:
+        return None
+    how = "is not what was saved: its SHA-256 is another" if (folder / wrong).is_file() else "is not there"
+    return f"{folder} is not whole: {wrong} {how}. If that is meant, delete {path}."

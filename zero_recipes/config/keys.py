@@ -106,8 +106,8 @@ class RecipeArguments:
     overwrite: bool = field(
         default=False,
         metadata={
-            "help": "Replace what an earlier run left in output_dir: it is deleted once the new run has taken its "
-            "first step. Without it such a folder is refused."
+            "help": "Start over in a folder that holds an earlier run: it is renamed to OUTPUT_DIR.previous, and what "
+            "was kept so before is deleted. Without it such a folder is refused."
         },
     )
     skip_checksums: bool = field(
