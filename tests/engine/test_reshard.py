@@ -148,7 +148,7 @@ def test_states_in_bf16_go_on_in_fp32(runs):
 
 
 def test_other_layouts_and_deepspeeds_own_scheduler(runs):
-    """Several flat groups each, another order in them, and a schedule of the engine's (then there is no scheduler.pt)."""
+    """Several flat groups each, another order in them, and a schedule of the engine's."""
     fp32 = runs["fp32"]
     automatic = dict.fromkeys(("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
     scheduler = {"scheduler": {"type": "WarmupDecayLR", "params": automatic}}

@@ -130,7 +130,7 @@ def test_a_finished_run_trains_nothing_and_keeps_its_figures(two, zero0, tmp_pat
 
 
 def test_what_does_not_fit_is_refused_on_every_rank(two, zero0, tmp_path):
-    """The manifest holds what unit/test_manifest.py compares: rows, strategy, recipe, loading, blocks of the ds_config."""
+    """The manifest holds what unit/test_manifest.py compares."""
     recipe, whole, _ = zero0
     folder = Path(shutil.copytree(whole, tmp_path / "copy"))
     write_rows(tmp_path / "others", count=20, seed=1)
