@@ -141,6 +141,7 @@ def old_run(tmp_path, monkeypatch) -> Path:
     write(out / "checkpoint-4" / "model.safetensors", "w")
     manifest.write(out / "checkpoint-4", {"step": 4})
     write(tmp_path / "other" / "rows.jsonl", "rows")
+    (out / "link").symlink_to(tmp_path / "other")  # the link goes, not what it leads to
     (tmp_path / "linked").symlink_to(out / "checkpoint-4")
     (tmp_path / "twice").symlink_to(tmp_path / "linked")
     (tmp_path / "model").mkdir()
