@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from zero_recipes.cli.options import CONFIG_FILE, RECIPE, above_zero, subcommand
-from zero_recipes.core.findings import downgraded, ignored_codes, refusal
+from zero_recipes.core.findings import downgraded, ignored_codes
 
 
 def add_check(verbs) -> None:
@@ -53,8 +53,10 @@ def _check(arguments: argparse.Namespace) -> int:
 
     quieten()
     if arguments.upgrade:
-        arguments.recipe = _write_upgraded(arguments.recipe, arguments.for_trl)
-        arguments.config_file = _write_for_fsdp2(arguments.config_file)
+        from zero_recipes.cli.upgrade import write_for_fsdp2, write_upgraded
+
+        arguments.recipe = write_upgraded(arguments.recipe, arguments.for_trl)
+        arguments.config_file = write_for_fsdp2(arguments.config_file)
         if arguments.for_trl:
             return 0
     before = dict(os.environ)
@@ -103,43 +105,3 @@ def data_findings(run, show: bool) -> list:
     if show:
         audit.show_audit(splits[0].audit, splits[0].tokenised, data.tokenizer, training_args)
     return downgraded(findings, ignored_codes(ours.ignore))
-
-
-def _write_upgraded(old: Path, for_trl: bool) -> Path:
-    from zero_recipes.cli.upgrade import chat_template, keys_of_ours, template_path, upgrade
-
-    text, changes = upgrade(old, for_trl)
-    new = old.with_suffix(".trl.yaml" if for_trl else ".upgraded.yaml")
-    template = chat_template(old)
-    if template and any("now chat_template_path" in change for change in changes):
-        _write(template_path(old), template)
-    _write(new, text)
-    ours = keys_of_ours(text)
-    if ours:
-        changes.append(f"keys of zero-recipes, which `trl sft` does not take: {', '.join(ours)} (--for-trl)")
-    print(*changes, f"written: {new}", sep="\n")
-    return new
-
-
-def _write_for_fsdp2(old: Path | None) -> Path | None:
-    """An accelerate file for FSDP1 as accelerate itself converts it; any other file stays."""
-    import yaml
-    from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
-
-    try:
-        config = yaml.safe_load(old.read_text()) if old is not None and old.is_file() else None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return old  # refused where it is read
-    asked = config.get("fsdp_config") if isinstance(config, dict) else None
-    if not isinstance(asked, dict) or asked.get("fsdp_version", 1) == 2 or config.get("distributed_type") != "FSDP":
-        return old
-    new = old.with_suffix(".fsdp2.yaml")
-    _write(new, yaml.safe_dump(convert_config_to_fsdp2(config), sort_keys=False))
-    print(f"written: {new}, for FSDP2 (accelerate to-fsdp2)")
-    return new
-
-
-def _write(new: Path, text: str) -> None:
-    if new.exists() and new.read_text() != text:
-        raise refusal("ZR127", new=new)
-    new.write_text(text)
