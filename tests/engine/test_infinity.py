@@ -149,7 +149,7 @@ def test_the_saved_model_is_whole(runs, recipe):
 
 def test_a_folder_in_use_is_refused_and_its_files_stay(two, recipe, tmp_path):
     """The other run's swap files have the names that this run would delete and write."""
-    locks: list[int] = []
+    locks: list = []
     claim_swap_folder(tmp_path, locks)
     theirs = tmp_path / SWAPPED / "optimizer" / "rank0" / "0_1.tensor.swp"
     theirs.parent.mkdir(parents=True)
@@ -158,18 +158,18 @@ def test_a_folder_in_use_is_refused_and_its_files_stay(two, recipe, tmp_path):
     said = two.run("refusal_of", argv=[*argv, "--nvme_path", str(tmp_path)])
     assert said == [f"another run swaps to {tmp_path} [ZR622]"] * 2
     assert theirs.read_text() == "states"
-    os.close(locks[0])
+    locks[0].release()
 
 
 def test_what_a_killed_run_left_is_deleted(tmp_path, capsys):
     left = tmp_path / SWAPPED / "optimizer" / "rank7"
     left.mkdir(parents=True)
-    locks: list[int] = []
+    locks: list = []
     claim_swap_folder(tmp_path, locks)
     assert not (tmp_path / SWAPPED).exists() and "a killed run left" in capsys.readouterr().out
     with pytest.raises(Refusal, match="another run swaps"):
         claim_swap_folder(tmp_path, locks)
-    os.close(locks[0])
+    locks[0].release()
 
 
 def test_the_disk_is_measured_with_what_is_written(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -243,7 +242,7 @@ def test_what_is_measured_before_training_fits_the_model(tmp_path):
 
     locks = []
     claimed = nvme.claim_swap_folder(tmp_path, locks)
-    os.close(*locks)
+    locks[0].release()
     disk = Disk(**claimed, write_bytes_per_second=1.5, read_bytes_per_second=2.5)
     assert disk.path == str(tmp_path) and disk.free_bytes > 0
     traffic = nvme.Traffic()

@@ -6,8 +6,6 @@ states silently, and what a run has swapped stays there when it ends (runtime/sw
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from filelock import FileLock, Timeout
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
@@ -45,7 +44,7 @@ def swap_space(strategy: Strategy) -> Iterator[list[dict[str, Any]]]:
     if not folders:
         yield []
         return
-    locks: list[int] = []
+    locks: list[FileLock] = []
     aio = strategy.ds_config.aio
     try:
         yield once_per_node(lambda: [claim_swap_folder(folder, locks) | measure(folder, aio) for folder in folders])
@@ -53,17 +52,16 @@ def swap_space(strategy: Strategy) -> Iterator[list[dict[str, Any]]]:
         # by the process that holds the lock: another run's files have the same names, and may be there once it is free
         for lock, folder in zip(locks, folders, strict=False):
             shutil.rmtree(folder / SWAPPED, ignore_errors=True)
-            os.close(lock)
+            lock.release()
 
 
-def claim_swap_folder(folder: Path, locks: list[int]) -> dict[str, Any]:
+def claim_swap_folder(folder: Path, locks: list[FileLock]) -> dict[str, Any]:
     """Hold `folder` for this run (its lock is appended to `locks`) and delete what a killed run has left there."""
-    lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR)
+    lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)  # ends with the process, however that ends
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with the process, however that ends
-    except OSError:
-        os.close(lock)
-        raise refusal("ZR622", folder=folder, folder_2=folder / LOCK, swapped=SWAPPED, scope="machine") from None
+        lock.acquire()
+    except Timeout:
+        raise refusal("ZR622", folder=folder, lock=folder / LOCK, swapped=SWAPPED, scope="machine") from None
     locks.append(lock)
     if (folder / SWAPPED).exists():
         print(f"deleted: {folder / SWAPPED}, swap files that a killed run left", flush=True)

@@ -65,15 +65,13 @@ def state_bytes(
         "optimizer": list(map(local, optimizer_states(parameters, optimizer))),
     }
     offloaded = {"params": offload_param, "grads": offload_optimizer, "optimizer": offload_optimizer}
-    result, host = {}, []
+    here: dict[str, list[torch.Tensor]] = {part: [] for part in STATE_PARTS}
+    host = []
     for part in STATE_PARTS:
-        elsewhere = [
-            (t.device.type != device and t.dim() > 0) or (device == "cpu" and offloaded[part]) for t in tensors[part]
-        ]
-        here = [t for t, away in zip(tensors[part], elsewhere, strict=True) if not away]
-        host += [t for t, away in zip(tensors[part], elsewhere, strict=True) if away]
-        result[part] = distinct_bytes(here)
-    return {**result, "offloaded_host": distinct_bytes(host)}
+        for tensor in tensors[part]:
+            elsewhere = tensor.device.type != device and tensor.dim() > 0
+            (host if elsewhere or (device == "cpu" and offloaded[part]) else here[part]).append(tensor)
+    return {part: distinct_bytes(here[part]) for part in STATE_PARTS} | {"offloaded_host": distinct_bytes(host)}
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -135,32 +133,22 @@ def gradients(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Itera
 
     From stage 2 on a parameter's own gradient is in flight only, on its way through the reduce bucket.
     """
-    if not _partitions_gradients(optimizer):
+    stage_1_or_2 = _is(optimizer, "DeepSpeedZeroOptimizer")
+    if not (_is(optimizer, "DeepSpeedZeroOptimizer_Stage3") or (stage_1_or_2 and optimizer.partition_gradients)):
         # stage 1 leaves small gradients as views into the bucket that has reduced them
-        buckets = {buffer.untyped_storage() for buffer in _bucket_buffers(optimizer)}
+        reducing = optimizer.ipg_buckets.values() if stage_1_or_2 else ()
+        buckets = {buffer.untyped_storage() for bucket in reducing for buffer in bucket.buffer}
         for p in parameters:
             # zero/stage_1_and_2.py: fill_grad_accum_attribute makes the second one, where it makes any
             for grad in (p.grad, getattr(p, "grad_accum", None)):
                 if grad is not None and local(grad).untyped_storage() not in buckets:
                     yield grad
     yield from _held(optimizer, "gradients")
-    if _is(optimizer, "DeepSpeedZeroOptimizer"):  # the buffer of copy_grads_in_partition: made by the first gradient
+    if stage_1_or_2:  # the buffer of copy_grads_in_partition: made by the first gradient
         yield from _flatten(getattr(optimizer, "grads_in_partition", None))
     for master in _held(optimizer, "masters"):
         if master.grad is not None:
             yield master.grad
-
-
-def _partitions_gradients(optimizer: Any) -> bool:
-    if _is(optimizer, "DeepSpeedZeroOptimizer"):
-        return optimizer.partition_gradients
-    return _is(optimizer, "DeepSpeedZeroOptimizer_Stage3")
-
-
-def _bucket_buffers(optimizer: Any) -> Iterator[torch.Tensor]:
-    if _is(optimizer, "DeepSpeedZeroOptimizer"):
-        for bucket in optimizer.ipg_buckets.values():
-            yield from bucket.buffer
 
 
 def optimizer_states(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:

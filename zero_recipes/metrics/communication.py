@@ -41,7 +41,11 @@ _OPERATORS = {
 
 
 class CountCollectives(TorchDispatchMode):
-    """Adds up, while it is in force, {collective: bytes of the full tensors}; autograd's threads are counted too."""
+    """Adds up, while it is in force, {collective: bytes of the full tensors}; autograd's threads are counted too.
+
+    Private: TorchDispatchMode and the names of torch's operators of collectives (torch 2.13, utils/_python_dispatch.py
+    and _OPERATORS above). CommDebugMode, which is public, counts calls and no bytes.
+    """
 
     def __init__(self):
         super().__init__()

@@ -53,6 +53,10 @@ class ZeroSFTTrainer(SFTTrainer):
 
     Without a StageMetricsCallback among `callbacks` it makes one, for args.output_dir. Raises Diverged where the loss
     stays NaN or infinite. `recipe_run`: of run_sft.py.
+
+    Private: the methods of the Trainer (transformers 5.23, trainer.py) and of SFTTrainer (TRL 1.16) with an underscore
+    that are overridden here: no public event comes before a checkpoint's first file, an epoch's sampler or an engine's
+    first step, or carries a step's gradient norm.
     """
 
     @functools.wraps(SFTTrainer.__init__)
