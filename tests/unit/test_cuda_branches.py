@@ -24,10 +24,10 @@ from zero_recipes.libs import deepspeed_tensors
 from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import RunFacts, StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure
+from zero_recipes.metrics.flops import ModelFlops
 from zero_recipes.metrics.model_flops import UsedFlops
 from zero_recipes.metrics.probe import StepClock
 from zero_recipes.metrics.schema import Metrics, RunIdentity
-from zero_recipes.theory.flops import ModelFlops
 
 MIB = 2**20
 

@@ -8,9 +8,9 @@ from zero_recipes.core.hardware import peak_flops_of
 from zero_recipes.core.process import rank
 from zero_recipes.distributed.group import gather_rows
 from zero_recipes.libs import deepspeed_tensors
+from zero_recipes.metrics.flops import ModelFlops, model_flops
 from zero_recipes.metrics.probe import StepClock
 from zero_recipes.metrics.schema import RunIdentity
-from zero_recipes.theory.flops import ModelFlops, model_flops
 
 
 class UsedFlops:
@@ -53,7 +53,7 @@ class UsedFlops:
         return torch.stack([first.sum(), non_padding.sum(), (supervised != -100).sum(), *squares])
 
     def squares(self, inputs: dict[str, torch.Tensor], non_padding: torch.Tensor) -> list[torch.Tensor]:
-        """theory/flops.py `squares`, summed over the rows of a micro batch, for each window; on its device.
+        """metrics/flops.py `squares`, summed over the rows of a micro batch, for each window; on its device.
 
         `non_padding`: which places hold a token, of the shape of input_ids. Rows that stand in one line (packed or
         padding-free), or in several processes (Ulysses), are told apart by position_ids: the odd numbers up to a row's

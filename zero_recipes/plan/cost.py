@@ -28,6 +28,7 @@ from zero_recipes.config.recipe import steps_by_epochs
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.hardware import Gpu
 from zero_recipes.data.prepare import RowLengths
+from zero_recipes.metrics.flops import ModelFlops, squares
 from zero_recipes.metrics.parts import Number, Part, StepSeconds, Tokens, TokensPerSecond
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.metrics.schema import LARGEST, ContractError, parse_as, read_as, validate
@@ -35,7 +36,6 @@ from zero_recipes.plan.formulas import shape_of
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.jobs import PlanRequest, job_of
 from zero_recipes.plan.predict import Predict
-from zero_recipes.theory.flops import ModelFlops, squares
 
 Range = tuple[float, float]  # low, high
 
@@ -59,7 +59,7 @@ BY_LENGTH = ("group_by_length", "batch_rebalance")  # train_sampling_strategy: r
 
 @dataclass(frozen=True)
 class OneSequence:
-    """The mean over a run. `tokens`, `flops` (theory/flops.py): without padding; `places`: tokens with padding;
+    """The mean over a run. `tokens`, `flops` (metrics/flops.py): without padding; `places`: tokens with padding;
     `computed`: FLOPs with padding, as a share of those of a sequence that is as long as it may be."""
 
     tokens: float

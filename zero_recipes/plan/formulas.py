@@ -21,12 +21,12 @@ from zero_recipes.checks.lower_bounds import DTYPE_BYTES, beside_offloaded_optim
 from zero_recipes.config.ds_config import number_in
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import first_line, refusal
+from zero_recipes.metrics.flops import ModelFlops, active_experts, idle_weights, model_flops
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.overheads import overheads
 from zero_recipes.theory.deepspeed_memory import SwapTensor, read_at_resume, swapped_bytes
-from zero_recipes.theory.flops import ModelFlops, active_experts, idle_weights, model_flops
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -24,53 +25,30 @@ def stream() -> int:
     return _current_stream[-1]
 
 
+def answers(value: Any = None):
+    """A method that takes anything and answers this."""
+    return lambda self, *_, **__: value
+
+
 class Event:
-    def __init__(self, *_, **__):
-        pass
-
-    def record(self, *_):
-        pass
-
-    def wait(self, *_):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, _) -> float:
-        return 1.0  # milliseconds: DeepSpeed divides bytes by it
+    __init__ = record = wait = synchronize = answers()
+    query = answers(True)
+    elapsed_time = answers(1.0)  # milliseconds: DeepSpeed divides bytes by it
 
 
-class Stream:
+class Stream(contextlib.nullcontext):
     made = 0
 
     def __init__(self, *_, **__):
+        super().__init__(self)
         Stream.made += 1
         self.id = Stream.made
 
-    def wait_stream(self, _):
-        pass
-
-    def wait_event(self, _):
-        pass
-
-    def synchronize(self):
-        pass
-
-    def query(self) -> bool:
-        return True
+    wait_stream = wait_event = synchronize = answers()
+    query = answers(True)
 
     def record_event(self, *_) -> Event:
         return Event()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        return False
 
 
 _default_stream = Stream()
@@ -90,56 +68,23 @@ class _Backend:
     """What torch asks of a device's module (torch.gpu.*)."""
 
     Stream, Event = Stream, Event
-
-    def is_available(self) -> bool:
-        return True
-
-    is_initialized = is_available
-
-    def device_count(self) -> int:
-        return 1
-
-    def current_device(self) -> int:
-        return 0
-
-    def set_device(self, *_):
-        pass
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, _):
-        pass
+    is_available = is_initialized = is_bf16_supported = answers(True)
+    device_count, current_device = answers(1), answers(0)
+    set_device = manual_seed_all = set_rng_state = synchronize = empty_cache = answers()
+    _is_in_bad_fork = answers(False)
+    current_stream = answers(_default_stream)
+    mem_get_info = answers((ENDLESS, ENDLESS))
 
     def get_rng_state(self, *_) -> torch.Tensor:
         return torch.empty(16, dtype=torch.uint8)
 
-    def set_rng_state(self, *_):
-        pass
-
-    def synchronize(self, *_):
-        pass
-
-    def current_stream(self, *_) -> Stream:
-        return _default_stream
-
-    def stream(self, _):
-        return contextlib.nullcontext()
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
 
     def device(self, *_):
         return contextlib.nullcontext()
 
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def is_bf16_supported(self, *_) -> bool:
-        return True
-
-    def mem_get_info(self, *_) -> tuple[int, int]:
-        return ENDLESS, ENDLESS
-
-    def empty_cache(self):
-        pass
+    stream = device
 
 
 def set_up_fake_gpu() -> None:
@@ -173,8 +118,13 @@ def _deepspeed_accelerator() -> None:
             super().__init__()
             self._name, self._communication_backend_name = NAME, "fake"
 
-        def is_synchronized_device(self):
-            return False
+        is_synchronized_device, is_fp16_supported = answers(False), answers(True)
+        current_device, current_device_name, device_count = answers(0), answers(f"{NAME}:0"), answers(1)
+        current_stream = default_stream = answers(_default_stream)
+        available_memory = total_memory = answers(ENDLESS)
+        memory_allocated = max_memory_allocated = memory_reserved = max_memory_reserved = answers(0)
+        memory_cached = max_memory_cached = answers(0)
+        reset_peak_memory_stats = reset_max_memory_allocated = reset_max_memory_cached = answers()
 
         def device_name(self, device_index=None):
             return NAME if device_index is None else f"{NAME}:{device_index}"
@@ -182,51 +132,18 @@ def _deepspeed_accelerator() -> None:
         def device(self, device_index=None):
             return contextlib.nullcontext()
 
-        def current_device(self):
-            return 0
-
-        def current_device_name(self):
-            return f"{NAME}:0"
-
-        def device_count(self):
-            return 1
-
         def stream(self, one):
             return _on(one)
-
-        def current_stream(self, device_index=None):
-            return _default_stream
-
-        default_stream = current_stream
 
         def empty_cache(self):
             for listener in emptied:
                 listener()
 
-        def available_memory(self, device_index=None):
-            return ENDLESS
-
-        total_memory = available_memory
-
-        def memory_allocated(self, device_index=None):
-            return 0
-
-        max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
-        memory_cached = max_memory_cached = memory_allocated
-
         def memory_stats(self, device_index=None):
             return {}
 
-        def reset_peak_memory_stats(self, device_index=None):
-            pass
-
-        reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
-
         def on_accelerator(self, tensor):
             return tensor.device.type == NAME
-
-        def is_fp16_supported(self):
-            return True
 
         def pin_memory(self, tensor, align_bytes=1, **_):
             return tensor.pin_memory()
