@@ -92,7 +92,7 @@ class RunIdentity(Part):
     micro_batch_size: int | None = measured("of one process and pass", "sequences")
     gradient_accumulation_steps: int | None = measured("of one optimizer step", "passes")
     max_length: int | None = measured("longest sequence", "tokens", "without a limit")
-    recipe_sha256: str | None = measured("hash of the recipe's file")
+    recipe_sha256: str | None = measured("hash of the recipe's file", null="without a recipe")
 
 
 class Measurements(Part):
