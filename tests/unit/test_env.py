@@ -58,24 +58,25 @@ def test_a_pod_is_shown_as_its_container_may_use_it(cuda, tmp_path):
     shown = env.page(found)
     whole = json.dumps(found) + str(shown)
     assert "hf_abc" not in whole and "WANDB" not in whole and found["variables"]["HF_TOKEN"] == "(set, not shown)"
-    assert "0: NVIDIA Stand-in, 53.7 GB of 85.9 GB free, compute capability 9.0" in shown["GPUs"]
-    assert "driver 550.54.15, torch built for CUDA 13.0, NCCL 2.27.5" in shown["GPUs"]
-    assert any("GPU0" in line and "NV18" in line and "\x1b" not in line for line in shown["GPUs"])
-    assert "the cgroup's memory.max" in shown["Memory"][0] and shown["Memory"][2].endswith("8.39 MB")
-    assert shown["InfiniBand"] == ["mlx5_0: closed"]
+    assert "name: NVIDIA Stand-in, memory: 85.9 GB, free: 53.7 GB, capability: 9.0" in shown["GPUs"]
+    assert {"driver: 550.54.15", "built_for: 13.0", "nccl: 2.27.5"} <= set(shown["Cuda"])
+    assert any("GPU0" in line and "NV18" in line and "\x1b" not in line for line in shown["Links"])
+    assert {"limited_by: the cgroup's memory.max", "lockable: 8.39 MB"} <= set(shown["Memory"])
+    assert shown["Infiniband"] == ["mlx5_0: no"]
 
 
 def test_torchs_words_stand_where_no_gpu_can_be_used(cuda, tmp_path, monkeypatch):
     monkeypatch.setattr(driver, "refusal_of_cuda", lambda: "The NVIDIA driver on your system is too old")
     found = env.machine(pod(tmp_path))
     assert found["gpus"] == []
-    assert env.page(found)["GPUs"][0] == "none that torch can use: The NVIDIA driver on your system is too old"
+    assert "refusal: The NVIDIA driver on your system is too old" in env.page(found)["Cuda"]
+    assert env.page(found)["GPUs"] == ["none"]
 
 
 def test_a_version_outside_of_the_range_stands_out(monkeypatch):
     monkeypatch.setattr(versions, "installed", lambda name: "9.9.9")
     lines = env.page(env.machine(env.Host()))["Versions"]
-    assert sum(line.endswith("NOT TESTED") for line in lines) >= len(versions.tested()) - 2
+    assert sum(line.endswith("is_tested: no") for line in lines) >= len(versions.tested()) - 2
 
 
 def test_the_command_prints_a_page_and_json(capsys):

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,31 +83,29 @@ def machine(host: Host) -> dict[str, Any]:
 
 def page(found: Mapping[str, Any]) -> dict[str, list[str]]:
     """{title: lines} of what `machine` found."""
-    cuda, memory, build = found["cuda"], found["memory"], found["build"]
-    gpus = [_gpu_line(number, gpu) for number, gpu in enumerate(found["gpus"])]
-    gpus += [f"none that torch can use: {cuda['refusal']}" if cuda["refusal"] else "none"] if not gpus else []
-    gpus.append(f"driver {cuda['driver'] or 'not loaded'}, torch built for {_built_for(cuda)}")
-    gpus += found["links"] or []
-    shared = memory["shared_memory_free_bytes"]
-    return {
-        "GPUs": gpus,
-        "Processor": [f"{found['cpu']['name']}: {found['cpu']['cores']} of {found['cpu']['cores_of_machine']} cores"],
-        "Memory": [
-            f"{units.size(memory['free_bytes'])} may still be taken ({memory['limited_by']}), "
-            f"{units.size(memory['machine_bytes'])} in the machine",
-            f"/dev/shm: {'none' if shared is None else f'{units.size(shared)} free'}",
-            f"may be locked (ulimit -l): {_or_unlimited(memory['lockable_bytes'])}",
-        ],
-        "Disks": [f"{units.size(disk['free_bytes'])} free: {disk['path']} ({disk['for']})" for disk in found["disks"]],
-        "For compiling": [
-            f"C++ compiler {build['cxx'] or 'missing'}, Python.h {_here(build['python_headers'])}, "
-            f"libaio.h {_here(build['libaio_headers'])}, CUDA toolkit {build['cuda_toolkit'] or 'missing'}",
-        ],
-        "InfiniBand": [f"{name}: {'opens' if opens else 'closed'}" for name, opens in found["infiniband"].items()]
-        or ["none"],
-        "Versions": [_version_line(name, version) for name, version in found["versions"].items()],
-        "Variables": [f"{name}={value}" for name, value in found["variables"].items()] or ["none of those that matter"],
-    }
+    return {title.capitalize().replace("Gpu", "GPU"): list(_lines(part)) or ["none"] for title, part in found.items()}
+
+
+def _lines(part: Any) -> Iterator[str]:
+    """A line for each entry; an entry with several values has them on one line."""
+    if isinstance(part, Mapping):
+        for name, value in part.items():
+            text = ", ".join(_lines(value)) if _is_part(value) else _text(name, value)
+            yield f"{name.removesuffix('_bytes')}: {text}"
+    else:
+        yield from (", ".join(_lines(entry)) if _is_part(entry) else str(entry) for entry in part or [])
+
+
+def _is_part(value: Any) -> bool:
+    return isinstance(value, (Mapping, list))
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None or value == "":
+        return "unlimited" if name == "lockable_bytes" else "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return units.size(value) if name.endswith("_bytes") else str(value)
 
 
 def variables(of: Mapping[str, str]) -> dict[str, str]:
@@ -204,28 +202,3 @@ def _versions() -> dict[str, dict[str, Any]]:
         }
         for name, version in found.items()
     }
-
-
-def _gpu_line(number: int, gpu: Mapping[str, Any]) -> str:
-    memory = f"{units.size(gpu['free_bytes'])} of {units.size(gpu['memory_bytes'])} free"
-    return f"{number}: {gpu['name']}, {memory}, compute capability {gpu['capability']}"
-
-
-def _built_for(cuda: Mapping[str, Any]) -> str:
-    nccl = f", NCCL {cuda['nccl']}" if cuda["nccl"] else ""
-    return f"CUDA {cuda['built_for']}{nccl}" if cuda["built_for"] else "CPUs alone"
-
-
-def _version_line(name: str, version: Mapping[str, Any]) -> str:
-    if version["installed"] is None:
-        return f"{name}: not installed"
-    outside = "   NOT TESTED" if version["is_tested"] is False else ""
-    return f"{name} {version['installed']}" + (f" (tested: {version['tested']})" if version["tested"] else "") + outside
-
-
-def _here(is_here: bool) -> str:
-    return "found" if is_here else "missing"
-
-
-def _or_unlimited(size: float | None) -> str:
-    return "unlimited" if size is None else units.size(size)
