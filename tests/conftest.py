@@ -33,6 +33,10 @@ def pytest_collection_finish() -> None:
 
 
 def _group(world_size: int):
+    from zero_recipes.distributed.kernels import missing
+
+    if not_compiled := missing(("deepspeed_shm_comm", "cpu_adam"), "cpu"):
+        pytest.exit(f"DeepSpeed's {', '.join(not_compiled)} must be compiled first: make ops", returncode=1)
     group = Group(world_size)
     yield group
     group.close()

@@ -197,6 +197,7 @@ def test_only_a_checkpoint_that_would_be_resumed_is_refused(two, recipe, tmp_pat
     assert f"resumes from {output / 'checkpoint-1'}, with states on NVMe" in said
 
 
+@pytest.mark.private
 def test_prefetching_is_still_to_be_refused(two, recipe, tmp_path):
     """Fails when DeepSpeed prefetches what is on NVMe: then drop the finding in checks/zero_options.py."""
     config = json.loads(Path("ds_configs/zero3_infinity.json").read_text())
@@ -221,6 +222,7 @@ pins.new_cpu_locked_tensor(int(sys.argv[1]), torch.zeros(1, dtype=torch.uint8))
 """
 
 
+@pytest.mark.private
 @pytest.mark.skipif(os.getuid() == 0 and not shutil.which("setpriv"), reason="nothing takes CAP_IPC_LOCK away")
 def test_deepspeed_still_aborts_where_it_may_not_lock(tmp_path):
     """DeepSpeed 0.19.8, ops/csrc/pin_memory/page_alloc.cpp: a page over the limit ends the process (ZR655)."""

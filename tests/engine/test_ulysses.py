@@ -71,6 +71,7 @@ def test_two_groups_share_out_the_rows(four, recipe, alone, tmp_path):
     assert found["model_flops_per_token"] == pytest.approx(wanted["model_flops_per_token"])
 
 
+@pytest.mark.private
 def test_a_mean_for_each_micro_batch_is_noticed(two, recipe, alone, tmp_path):
     """Fails when transformers weighs tokens under Ulysses: then ulysses.loss_of_a_part may go."""
     more = [*named("zero2"), "--sequence_parallel_size", "2"]

@@ -10,14 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny import write_model, write_recipe
+from tests.helpers.tiny import write_recipe
 from zero_recipes.cli.sweep import launch_of_strategy
-from zero_recipes.core.process import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 HANG_SECONDS = 120  # a guard only
-ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--main_process_port", "PORT"]
-ACCELERATE += ["--config_file"]
 STRATEGIES = ("zero3", "zero0", "ddp", "zero2")
 
 
@@ -103,36 +100,6 @@ def test_a_compile_worker_that_does_not_end_is_not_waited_for():
         assert ended.returncode == 3
         if stopped:
             os.kill(int(ended.stdout), signal.SIGKILL)
-
-
-COMPILED = {
-    "python": [sys.executable],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "PORT"],
-    "accelerate": [*ACCELERATE, "accelerate_configs/ddp.yaml", "--dynamo_backend", "inductor"],
-    "accelerate, stage 0": [*ACCELERATE, "accelerate_configs/zero0.yaml"],
-    "accelerate, stage 2": [*ACCELERATE, "accelerate_configs/zero2.yaml", "--dynamo_backend", "inductor"],
-    "accelerate, FSDP2": [*ACCELERATE, "accelerate_configs/fsdp2.yaml"],
-    "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "PORT"],
-}
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("launcher", COMPILED)
-def test_a_compiled_run_ends_once_its_model_is_saved(tmp_path, launcher):
-    """Compiled anew, so that inductor's pools are there."""
-    recipe = write_recipe(tmp_path, max_steps=1, max_length=100, save_model=True)
-    write_model(tmp_path / "model", hidden=16, intermediate=17)
-    command = [free_port() if word == "PORT" else word for word in COMPILED[launcher]]
-    command += ["run_sft.py", recipe, "--output_dir", tmp_path / "out"]
-    command += [] if "inductor" in command else ["--torch_compile", "true"]
-    command += ["--deepspeed", "ds_configs/zero1.json"] if launcher == "deepspeed" else []
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [str(word) for word in command], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    ) as run:
-        said = [line for line in run.stdout if line.startswith("saved ")]  # until every process has closed it
-        assert run.wait(HANG_SECONDS) == 0 and len(said) == 1
-    assert list((tmp_path / "inductor").rglob("*.so")), "nothing was compiled"
 
 
 @pytest.mark.grid

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.tiny import write_recipe
-from zero_recipes.cli.sweep import launch_of_strategy, sweep
+from zero_recipes.cli.sweep import sweep
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.failure import failed_row, signal_in
 
@@ -21,14 +20,6 @@ pytestmark = pytest.mark.launch
 OUT_OF_MEMORY = """
 if os.environ["RANK"] == "1" and len(self.stage_metrics.losses) == 2:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-"""
-CRASH = """
-if os.environ["RANK"] == "1" and len(self.stage_metrics.losses) == 2:
-    raise ValueError("row 7 is broken")
-"""
-KILLED = """
-if os.environ["RANK"] == "0" and len(self.stage_metrics.losses) == 2:
-    os.kill(os.getpid(), signal.SIGKILL)
 """
 SCRIPT = """
 import os, signal, sys
@@ -84,28 +75,6 @@ def test_out_of_memory_on_rank_1(recipe, tmp_path):
     assert row["parameters"] > 0 and row["strategy"] == "zero2", "what rank 0 knew of the run was lost"
     assert json.loads((outcome.folder / "failure.rank1.json").read_text())["traceback"]
     assert len(row["loss_history"]) == 2 and all(row["loss_history"]), "the losses up to the crash were lost"
-
-
-@pytest.mark.grid  # which cause is named: below and unit/test_endings.py; a run that ends on rank 1: above
-def test_a_crash_on_rank_1_is_named_and_not_what_rank_0_says_of_it(recipe, tmp_path):
-    """Without a sweep, which reads all files: what the run itself leaves."""
-    config = ROOT / "accelerate_configs" / "ddp.yaml"
-    command = launch_of_strategy(recipe, config, 2, tmp_path / "out", [], sabotaged(tmp_path, CRASH))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    row = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    assert done.returncode == 1 and (row["status"], row["failure"]["rank"]) == ("failed", 1)
-    assert row["error"] == "ValueError: row 7 is broken" and len(row["loss_history"]) == 2
-
-
-@pytest.mark.grid  # a signal in the launcher's words: below; what was known of the run is kept: above
-def test_rank_0_is_killed(recipe, tmp_path):
-    script = sabotaged(tmp_path, KILLED)
-    (outcome,) = sweep(recipe, ["zero3"], 2, tmp_path / "out", [], script=script)
-    row = json.loads((outcome.folder / "metrics.json").read_text())
-    assert (row["status"], row["strategy"]) == ("failed", "zero3")
-    assert "SIGKILL" in row["error"] and row["failure"]["signal"] == "SIGKILL"
-    assert not (outcome.folder / "failure.rank0.json").exists()
-    assert row["parameters"] > 0 and row["world_size"] == 2, "what was known of the run was lost"
 
 
 DDP_REFUSED_AT_ONCE = """

@@ -94,16 +94,6 @@ def test_torchrun_with_the_recipes_ds_config_trains_as_accelerate(used_by, by_to
 
 
 @pytest.mark.grid
-def test_torchrun_trains_as_accelerate_under_stage_2_too(small, tmp_path):
-    command = shlex.split("torchrun --nproc_per_node 2 run_sft.py recipes/pythia-zero2.yaml")
-    _, metrics = start([*command, *small], tmp_path / "torchrun")
-    _, by_accelerate = start([*shlex.split(LINE.format("zero2.yaml")), *small], tmp_path / "accelerate")
-    assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", "zero2", 2)
-    for key in ("loss_history", "grad_norm_history"):
-        assert len(metrics[key]) == 2 and metrics[key] == by_accelerate[key]
-
-
-@pytest.mark.grid
 def test_accelerate_takes_the_recipe_that_names_the_same_ds_config(used_by, small, tmp_path):
     command = shlex.split("accelerate launch --config_file zero3.yaml run_sft.py recipes/pythia-zero3.yaml")
     _, metrics = start([*command, *small], tmp_path / "same")
@@ -131,20 +121,6 @@ def test_the_used_by_line_trains_under_every_strategy(used_by, small, tmp_path, 
     assert metrics["loss_history"] == pytest.approx(used_by[1]["loss_history"], rel=2e-2)
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("strategy", GPUS_ONLY)
-def test_the_used_by_line_is_refused_on_cpus_where_deepspeed_needs_gpus(small, tmp_path, strategy):
-    ended = launched([*shlex.split(LINE.format(f"accelerate_configs/{strategy}.yaml")), *small], tmp_path / "out")
-    assert ended.returncode == 1 and "[ZR227]" in ended.stdout and not (tmp_path / "out").exists()
-
-
-@pytest.mark.grid  # the refusal itself: unit/test_half_precision.py; a run in fp16 all the same: engine/test_fp16.py
-def test_the_fp16_recipe_is_refused_on_cpus(small, tmp_path):
-    command = shlex.split("torchrun --nproc_per_node 2 run_sft.py recipes/pythia-410m-zero2-fp16.yaml")
-    ended = launched([*command, *small], tmp_path / "out")
-    assert ended.returncode == 1 and "[ZR215]" in ended.stdout and not (tmp_path / "out").exists()
-
-
 @pytest.mark.grid  # what the launch sets: unit/test_ds_parser.py; a run with that: engine/test_ds_configs.py
 def test_accelerate_with_zero_written_inline(tmp_path):
     """TRL's own zero3.yaml, which names no ds_config: accelerate's launch hands it over in variables alone."""
@@ -153,13 +129,6 @@ def test_accelerate_with_zero_written_inline(tmp_path):
     _, metrics = start([*command, "run_sft.py", "recipes/tiny.yaml"], tmp_path)
     assert (metrics["status"], metrics["strategy"], metrics["world_size"]) == ("ok", "zero3", 2)
     assert verify(tmp_path)["tensors"] > 0
-
-
-@pytest.mark.grid  # the same launch and file with a run that fails: test_failures.py
-def test_accelerate_ddp(tmp_path):
-    command = [str(BIN / "accelerate"), "launch", "--config_file", "accelerate_configs/ddp.yaml"]
-    _, metrics = start([*command, "run_sft.py", "recipes/tiny.yaml"], tmp_path)
-    assert (metrics["strategy"], metrics["world_size"]) == ("ddp", 2)
 
 
 def test_torchrun_is_calm(by_torchrun):

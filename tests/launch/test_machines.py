@@ -124,6 +124,7 @@ def test_a_missing_host_is_named_by_the_one_that_waits(namespaces):
         assert "   fix: Start " in said
 
 
+@pytest.mark.private
 @pytest.mark.launch
 def test_the_launcher_alone_names_nobody(namespaces):
     """Fails when torchrun's static rendezvous says who is missing: then zero-recipes meet may go."""

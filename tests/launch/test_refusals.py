@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.bad_recipes import FAULTS
 from tests.helpers.grid import grid
 from tests.helpers.tiny import write_recipe
 from tests.helpers.two_ranks import two_ranks
@@ -68,23 +67,3 @@ def test_a_silent_rank_leaves_after_rank_0_has_spoken():
     assert "refused: what" in ranks[0].communicate(timeout=60)[1]
     out, err = ranks[1].communicate(timeout=60)
     assert (out, err, ranks[0].returncode, ranks[1].returncode) == ("left\n", "", 2, 2)
-
-
-@pytest.mark.grid  # the closing table: test_launchers.py; the data's refusal of real processes: above
-@pytest.mark.launch
-def test_the_launcher_ends_with_what_the_data_refuse(tmp_path):
-    (fault,) = (fault for fault in FAULTS if fault.name == "rows cut before their answers")
-    recipe, *overrides = fault.bad.write(tmp_path)
-    command = [BIN / "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
-    ended = subprocess.run(
-        [*map(str, command), str(ROOT / "run_sft.py"), recipe, *overrides],
-        cwd=tmp_path,
-        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 1, "accelerate makes 1 of every code"
-    assert ended.stderr.count("refused: ") >= 1 and f"[{fault.code}]" in ended.stderr and fault.names in ended.stderr
-    assert "   fix: " in ended.stderr.rstrip()[-1500:], "the message stands in the closing table"
-    assert "Loading weights" not in ended.stderr and not (tmp_path / "out").exists()

@@ -54,6 +54,7 @@ def test_other_numbers_stay(threads, strategy, device, variables):
     assert host_threads.host_threads_header(None) == []
 
 
+@pytest.mark.private
 def test_a_launcher_still_leaves_each_rank_one_thread(monkeypatch):
     """Fails when torchrun, which accelerate calls for DeepSpeed, gives ranks their share: then host_threads may go."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # what the launcher sets is undone with this one

@@ -23,6 +23,7 @@ def test_one_process_of_torchrun_is_alone(launched):
     assert "LOCAL_RANK" not in os.environ
 
 
+@pytest.mark.private
 def test_accelerate_still_takes_a_local_rank_for_a_group(launched):
     """No longer needed where this fails: accelerate 1.15, state.py `_prepare_backend`."""
     import inspect
