@@ -68,6 +68,8 @@ TABLE = [
     ("no role", eighth(CHATS, messages=[{"content": "a"}]), "ZR524", [ROW, "no role in message 0"], {}),
     ("the first chat is null", lines(with_row(CHATS, 0, messages=None)), "ZR524", ["row 0", "no list"], {}),
     ("users only", lines([{"messages": [USER]}] * 8), "ZR531", ["8 of 8 chats", "its roles: user"], {}),
+    ("ShareGPT's roles", lines([{"conversations": [{"from": who, "value": "a"} for who in ("human", "gpt")]}] * 8),
+     "ZR531", ["8 of 8 chats", "its roles: human, gpt"], {}),
     ("one chat of users in 121", lines([*CHATS * 6, {"messages": [USER]}]), "ZR531w", ["1 of 121", "row 120"], {}),
     ("no template", lines(CHATS), "ZR528", ["row 0", "chat_template is not set"], {"template": None}),
     ("a template with a mistake", lines(CHATS), "ZR528", ["Expected an expression"], {"template": "{% for %}"}),
