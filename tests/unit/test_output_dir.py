@@ -163,6 +163,28 @@ def test_the_folder_is_kept_whole_and_only_once(old_run):
         assert contents(previous) == before
 
 
+def test_a_deletion_that_was_cut_off_is_gone_on_with(old_run, monkeypatch):
+    """Killed after any file of the folder that was kept before: the same command goes on."""
+    kept = shutil.copytree(old_run / "out", old_run / "kept", symlinks=True)
+    shutil.rmtree(kept / "checkpoint-4")
+    unlink = Path.unlink
+    for number in range(5):
+        shutil.rmtree(old_run / "out.previous", ignore_errors=True)
+        shutil.copytree(kept, old_run / "out.previous", symlinks=True)
+        left = iter([True] * number)
+
+        def killed(self, missing_ok=False, left=left):
+            if not next(left, False):
+                raise KeyboardInterrupt
+            unlink(self, missing_ok)
+
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(Path, "unlink", killed)
+            claim_output_dir(old_run / "out", True)
+        assert refusal_of(refuse_occupied, old_run / "out", None, True) == ""
+    assert claim_output_dir(old_run / "out", True) == old_run / "out.previous"
+
+
 def test_a_link_keeps_its_folder_beside_what_it_leads_to(old_run):
     (old_run / "disk").mkdir()
     (old_run / "out").rename(old_run / "disk" / "real")
