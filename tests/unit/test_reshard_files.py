@@ -114,7 +114,7 @@ BROKEN = {
     "no folder": ({}, lambda c: shutil.rmtree(c / "global_step7"), "'global_step7' is no folder", "ZR729"),
     "no model states": ({}, lambda c: (c / "global_step7" / MODEL).unlink(), "no *_model_states.pt", "ZR729"),
     "a rank": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(1)).unlink(), "states of 1 of 2 ranks", "ZR729"),
-    "rank 0": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(0)).unlink(), "states of 0 of 2 ranks", "ZR729"),
+    "rank 0": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(0)).unlink(), "states of 1 of 2 ranks", "ZR729"),
     "cut off": ({}, cut_off, "cannot be read", "ZR729"),
     "too short": ({}, shorten, "too short for b.weight", "ZR729"),
     "steps": ({}, count_apart, "step counters differ", "ZR729"),

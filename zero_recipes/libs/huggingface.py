@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedTokenizerBase, Trainer
 
 from zero_recipes.core.process import environment_kept
 
@@ -62,14 +62,6 @@ def rows_left_over(loader) -> int:
     if not isinstance(sampler, BatchSamplerShard) or sampler.drop_last or sampler.batch_size is None:
         return 0
     return len(loader.dataset) % (sampler.batch_size * (1 if sampler.split_batches else sampler.num_processes))
-
-
-def kept_in_fp32(model: PreTrainedModel) -> set[str]:
-    """Parts of names of the tensors that the model's class keeps in float32, whatever dtype the config has.
-
-    Private: `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` (transformers 5.23, modeling_utils.py).
-    """
-    return {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
 
 
 def fingerprint(rows: Dataset) -> str:

@@ -27,7 +27,7 @@ from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.findings import Refusal, first_line, refusal
 from zero_recipes.libs.safe_loading import load_without_code
 
-_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 
 
 class Piece(NamedTuple):
@@ -189,13 +189,9 @@ def _refuse(checkpoint: Path, how: str | None) -> None:
 
 
 def _optimizer_files(folder: Path) -> list[Path]:
-    """By rank, as far as they follow each other."""
-    found = {}
-    for path in folder.iterdir():
-        match = _OPTIMIZER_FILE.fullmatch(path.name)
-        if match and int(match[2]) == 0:
-            found[int(match[1])] = path
-    return [found[rank] for rank in range(len(found)) if rank in found]
+    """By rank."""
+    named = {path: _OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()}
+    return sorted((path for path, match in named.items() if match), key=lambda path: int(named[path][1]))
 
 
 def _flat_groups(states: dict[str, Any]) -> list[torch.Tensor]:
