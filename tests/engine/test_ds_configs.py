@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+from zero_recipes.checks.ds_parser import _handed_over
 
 from tests.conftest import FIXTURES
 from tests.helpers.grid import grid
 from tests.helpers.public_cases import set_by_launch
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint.verify import verify
-from zero_recipes.checks.ds_parser import _handed_over
 from zero_recipes.checks.preflight import preflight, resolved_ds_config
 from zero_recipes.config import recipe as recipes
 from zero_recipes.model import load_config

@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from zero_recipes.checks.packing import APART, APART_IN_FLASH, CONVOLVING, LEAKING
 
 from tests.helpers import flash_stand_in
 from tests.helpers.grid import grid
 from tests.helpers.known_bad import found_in
 from tests.helpers.tiny import write_recipe, write_rows
-from zero_recipes.checks.packing import APART, APART_IN_FLASH, CONVOLVING, LEAKING
 
 FLASH = "kernels-community/flash-attn2"
 

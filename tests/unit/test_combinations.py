@@ -13,6 +13,9 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 from transformers import AutoTokenizer
+from zero_recipes.checks.chat import template_findings
+from zero_recipes.checks.versions import FLOORS, installed_versions, version_findings
+from zero_recipes.checks.zero_options import RACES, zero_option_findings
 
 from tests.helpers.known_bad import (
     CASES,
@@ -26,10 +29,7 @@ from tests.helpers.known_bad import (
     found_in,
 )
 from tests.helpers.tiny import ROOT, write_llama, write_recipe
-from zero_recipes.checks.chat import template_findings
 from zero_recipes.checks.preflight import preflight
-from zero_recipes.checks.versions import FLOORS, installed_versions, version_findings
-from zero_recipes.checks.zero_options import RACES, zero_option_findings
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.settings import Settings

@@ -22,11 +22,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.superoffload import superoffload_stage3, superoffload_utils
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from zero_recipes.checks.ds_parser import REMOVED, parser_findings
 
 from tests.helpers.accelerate_env import environment_of_launch
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import ds_config_findings
-from zero_recipes.checks.ds_parser import REMOVED, parser_findings
 from zero_recipes.cli import main as cli
 from zero_recipes.config import accelerate as accelerate_files
 from zero_recipes.config import recipe as recipes

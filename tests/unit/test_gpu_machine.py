@@ -13,12 +13,12 @@ import sysconfig
 
 import pytest
 import torch
+from zero_recipes.checks.nvme import nvme_findings
+from zero_recipes.checks.triton import cache_folder, triton_findings
 
 from tests.helpers.tiny import ROOT
 from tests.unit.test_machine import ADAM, build, ds_config, machine, run_of, said, settings, without  # noqa: F401
 from zero_recipes.checks import driver, gpus, infiniband
-from zero_recipes.checks.nvme import nvme_findings
-from zero_recipes.checks.triton import cache_folder, triton_findings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host_limits import Host
 from zero_recipes.distributed.kernels import ops_of

@@ -13,14 +13,11 @@ from huggingface_hub import constants
 from zero_recipes.checkpoint.compatibility import fit_findings
 from zero_recipes.checkpoint.output_dir import inputs_of, refuse_in_use, refuse_occupied
 from zero_recipes.checkpoint.resume import checkpoint_to_resume
-from zero_recipes.checks import combination_findings, ds_config_findings, recipe_findings
-from zero_recipes.checks.driver import driver_findings
-from zero_recipes.checks.ds_parser import fill_auto, parser_findings
-from zero_recipes.checks.hub import offline_where_unreachable
-from zero_recipes.checks.refused_late import late_findings
-from zero_recipes.checks.rehearsal import rehearsal_findings
-from zero_recipes.checks.this_machine import machine_findings
-from zero_recipes.checks.versions import installed_versions, version_findings
+from zero_recipes.checks.cache import offline_where_unreachable
+from zero_recipes.checks.candidate import Candidate
+from zero_recipes.checks.machine import driver_findings, machine_findings
+from zero_recipes.checks.rehearsal import fill_auto, parser_findings, trainer_findings
+from zero_recipes.checks.rules import rule_findings
 from zero_recipes.config import fsdp, keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import run as run_config
@@ -28,9 +25,7 @@ from zero_recipes.config import strategy as strategies
 from zero_recipes.config.accelerate import launch_key_findings, launch_of, launcher_findings, precision_findings
 from zero_recipes.config.recipe import RecipeFile, steps_by_epochs
 from zero_recipes.config.run import RunConfig
-from zero_recipes.config.settings import Settings
-from zero_recipes.config.strategy import Strategy
-from zero_recipes.config.validation import ignore_findings
+from zero_recipes.config.validation import ignore_findings, recipe_findings
 from zero_recipes.core.findings import Finding, Refusal, downgraded, ignored_codes
 from zero_recipes.core.host_limits import Host
 from zero_recipes.data.load import on_hub, refuse_data_at_hand
@@ -45,9 +40,6 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     that all findings come at once; errors that the recipe ignores come as warnings. `rehearsal`: nothing will start
     here and now (zero-recipes check).
     """
-    findings = list(version_findings(installed_versions()))
-    if findings:
-        return None, findings  # what follows is written for the versions above the floor
     known = keys.key_types()
     findings = list(launch_key_findings(path, mapping, environment))
     own = {key: value for key, value in mapping.items() if key not in launch_of(mapping)}
@@ -72,19 +64,16 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     settings, given = run_config.settings_in_force(recipe, strategy, device, accumulation)
     settings = settings.replace(disable_tqdm=hides_progress(settings))
     output_dir = Path(settings.output_dir)
-    findings += _strategy_findings(settings, strategy, device, environment)
-    if strategy is not None and strategy.is_fsdp:
-        findings += fsdp.change_findings(recipe.settings, environment)
-    model = None
-    if not (constants.is_offline_mode() and on_hub(settings.model_name_or_path)):  # what the cache lacks is said below
-        model = _attempt(findings, load_config, settings, settings)
-    if strategy is not None and strategy.is_deepspeed:
-        findings += parser_findings(strategy.ds_config.raw, strategy.source, settings, strategy.world_size, model)
-    missing = len(findings)
+    config = None
+    if not (constants.is_offline_mode() and on_hub(settings.model_name_or_path)):  # the cache's own findings say it
+        config = _attempt(findings, load_config, settings, settings)
+    if strategy is not None:
+        findings += _strategy_findings(Candidate(settings, strategy, device, environment, config))
+    before = len(findings)
     _attempt(findings, refuse_missing_attention, settings.attn_implementation, device)
-    plain = settings if len(findings) == missing else settings.replace(attn_implementation=None)  # said once
-    findings += rehearsal_findings(plain, strategy, str(path))
-    findings += late_findings(settings, strategy, device)
+    plain = settings if len(findings) == before else settings.replace(attn_implementation=None)  # said once
+    ds_config = strategy.ds_config.raw if strategy is not None and strategy.is_deepspeed else {}
+    findings += trainer_findings(plain, ds_config, str(path))
     if not wrong & {"dataset_name", "datasets"}:
         _attempt(findings, refuse_data_at_hand, settings, bool(rehearsal) and not constants.is_offline_mode())
     _attempt(findings, refuse_in_use, output_dir)
@@ -103,18 +92,15 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     return run, downgraded(findings, ignored)
 
 
-def _strategy_findings(
-    settings: Settings, strategy: Strategy | None, device: str, environment: Mapping[str, str]
-) -> list[Finding]:
-    """What does not go with the strategy; nothing where none could be found."""
-    if strategy is None:
-        return []
+def _strategy_findings(run: Candidate) -> list[Finding]:
+    """What does not go with the strategy."""
     findings: list[Finding] = []
-    _attempt(findings, run_config.refuse_uneven_gpus, strategy, device, environment)
-    findings += precision_findings(environment, settings.precision)
-    if strategy.is_deepspeed:
-        findings += ds_config_findings(strategy.ds_config.raw, strategy.source, settings, strategy.world_size, device)
-    return findings + combination_findings(settings, strategy, device, environment)
+    _attempt(findings, run_config.refuse_uneven_gpus, run.strategy, run.device, run.environment)
+    findings += precision_findings(run.environment, run.settings.precision)
+    findings += rule_findings(run)
+    if run.strategy.is_fsdp:
+        findings += fsdp.change_findings(run.settings, run.environment)
+    return findings + (parser_findings(run) if run.strategy.is_deepspeed else [])
 
 
 def _attempt(findings: list[Finding], check: Callable, *arguments: Any) -> Any:

@@ -1,24 +1,32 @@
-"""A recipe's values put to the libraries' own constructors, before anything is loaded: what they raise is found.
+"""The libraries' own objects, made of a recipe's values before anything is loaded: what they raise is a finding.
 
-TRL's arguments, PEFT's and bitsandbytes' configurations, the model's class without memory, TRL's trainer around it on
-two made-up rows, the optimizer, the schedule and the data loader: all on the CPU, alone, without a process group.
+TRL's arguments, PEFT's and bitsandbytes' configurations, the model without memory, TRL's trainer around it on two
+made-up rows, the optimizer, the schedule, the data loader, accelerate's plugin and DeepSpeed's parsed configuration:
+all on the CPU, in one process, without a process group.
 """
 
 from __future__ import annotations
 
-import contextlib
+import copy
+import importlib
+import inspect
+import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
+from zero_recipes.checks.candidate import Candidate
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.ds_config import fill_own_autos, quiet
 from zero_recipes.config.settings import Settings
-from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import Finding, Refusal, finding, first_line
+from zero_recipes.core.findings import Finding, collected, library_error_as_finding
+from zero_recipes.libs.huggingface import rows_are_cut, without_deepspeed_announcement
 from zero_recipes.libs.single_process import single_process_env
 
-STEPS = 1000  # of a schedule whose run is measured in epochs
-# checked elsewhere with what they need: launch, device and data; not in force while nothing is written or told
+STEPS = 1000  # of a schedule whose run is measured in epochs: only that it is a number matters
+HIDDEN_SIZE = 64  # of a model whose configuration is not at hand: likewise
+# checked with what they need (launch, device, data), or without force while nothing is written
 ELSEWHERE = {
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config", "ddp_backend"), None),
     **dict.fromkeys(("chat_template_path", "eos_token", "pad_token", "completion_only_loss", "dataset_num_proc"), None),
@@ -26,106 +34,89 @@ ELSEWHERE = {
     **dict.fromkeys(("enable_jit_checkpoint", "use_liger_kernel"), False),
     **{"use_cpu": True, "skip_memory_metrics": True, "disable_tqdm": True},
 }
+# runtime/engine.py, _configure_basic_optimizer: (class on the device that trains, class where states are offloaded)
+OPTIMIZERS = {
+    "adam": ("deepspeed.ops.adam.FusedAdam", "deepspeed.ops.adam.DeepSpeedCPUAdam"),
+    "adamw": ("deepspeed.ops.adam.FusedAdam", "deepspeed.ops.adam.DeepSpeedCPUAdam"),
+    "adagrad": ("torch.optim.Adagrad", "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad"),
+    "lamb": ("deepspeed.ops.lamb.FusedLamb",) * 2,
+    "lion": ("deepspeed.ops.lion.FusedLion", "deepspeed.ops.lion.DeepSpeedCPULion"),
+    "muadam": ("mup.MuAdam",) * 2,
+    "muadamw": ("mup.MuAdamW",) * 2,
+    "musgd": ("mup.MuSGD",) * 2,
+}
+ENGINES_OWN = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}  # of Adam, read by the engine itself
 
 
-def rehearsal_findings(settings: Settings, strategy: Strategy | None, place: str) -> list[Finding]:
-    """What the libraries say to the recipe's values. `settings`: the keys in force; `place`: the recipe's path."""
+def trainer_findings(settings: Settings, ds_config: Mapping[str, Any], place: str) -> list[Finding]:
+    """What TRL, transformers, PEFT, bitsandbytes and torch raise at the recipe's values.
+
+    `settings`: the keys in force; `ds_config`: empty without DeepSpeed; `place`: the recipe's path.
+    """
     findings: list[Finding] = []
-    with single_process_env(), tempfile.TemporaryDirectory() as folder:
-        try:
-            elsewhere = ELSEWHERE | {"output_dir": folder}
-            if settings.max_length is None:  # refused by name
-                elsewhere |= {"packing": False, "eval_packing": False}
-            _, args, model_args, _, _ = recipes.instances(settings.replace(**elsewhere), place)
-        except Refusal as refusal:
-            return refusal.findings
-        peft_config = None
-        fix = "Change the key that it names."
-        with _net(findings, lambda said: finding("ZR180", said=said, fix=fix)):
-            from trl import get_peft_config
-
-            peft_config = get_peft_config(model_args)
-        what = "bitsandbytes does not take the keys of quantization"
-        with _net(findings, lambda said: finding("ZR429", what=what, said=said, fix=fix)):
-            from trl import get_quantization_config
-
-            get_quantization_config(model_args)
-        if findings:
-            return findings
-        model = _model(findings, settings, model_args, args)
-        if model is not None:
-            _rehearse_trainer(findings, settings, strategy, args, model, peft_config)
+    with single_process_env(), tempfile.TemporaryDirectory() as folder, collected(findings):
+        rehearsed = settings.replace(**ELSEWHERE, output_dir=folder)
+        _, args, model_args, _, _ = recipes.instances(rehearsed, place)
+        trainer = _trainer(settings, args, model_args)
+        if trainer is not None:
+            _rehearse_steps(findings, settings, ds_config, args, trainer)
     return findings
 
 
-def _model(findings: list[Finding], settings: Settings, model_args, args):
-    """The model without memory; None where it cannot be had (the run itself refuses that), or is refused here."""
+def _trainer(settings: Settings, args, model_args):
+    """TRL's trainer around the model without memory; None where the model's configuration is not here (the run itself
+    refuses that). Raises Refusal."""
+    from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
+
     from zero_recipes.model import local_config, rehearse_model
 
+    with library_error_as_finding("reading the keys of LoRA and quantization", settings.as_dict()):
+        peft_config = get_peft_config(model_args)
+        get_quantization_config(model_args)
     config = local_config(settings)
     if config is None:
         return None
-    what, fix = (
-        "the model cannot be built as the recipe says",
-        "Change dtype, attn_implementation or model_init_kwargs.",
-    )
-    with _net(findings, lambda said: finding("ZR427", what=what, said=said, fix=fix)):
-        return rehearse_model(config, settings, model_args, args)
-    return None
-
-
-def _rehearse_trainer(findings: list[Finding], settings: Settings, strategy, args, model, peft_config) -> None:
-    """SFTTrainer, then optimizer, schedule and data loader, as the run will make them."""
-    from trl import SFTConfig
-
+    with library_error_as_finding("building the model without memory", settings.as_dict()):
+        model = rehearse_model(config, settings, model_args, args)
     args.bf16 = args.fp16 = args.bf16_full_eval = args.fp16_full_eval = False  # the device's, not the CPU's
-    args.mixed_precision = "no"
-    args.model_init_kwargs = None
+    args.mixed_precision, args.model_init_kwargs = "no", None
     args.__class__ = type("ArgumentsInPlace", (SFTConfig,), {"place_model_on_device": False})  # it has no memory
-    ds_config = strategy.ds_config.raw if strategy is not None and strategy.is_deepspeed else {}
-    trainer = None
-    fix = "Change the key that it names."
-    with _net(findings, lambda said: finding("ZR181", said=said, fix=fix)):
-        trainer = _trainer(args, model, peft_config)
-    if trainer is None:
-        return
-    if "optimizer" not in ds_config:
-        what, name = f"optim: {settings.optim} cannot be made", "Change optim or optim_args, or install what it names."
-        with _net(findings, lambda said: finding("ZR182", what=what, said=said, name=name)):
-            trainer.optimizer = _optimizer(trainer)
-    if "scheduler" not in ds_config and trainer.optimizer is not None:
-        schedule = f"lr_scheduler_type: {settings.lr_scheduler_type} cannot be made"
-        kwargs = "Change lr_scheduler_type, lr_scheduler_kwargs or warmup_steps."
-        with _net(findings, lambda said: finding("ZR183", schedule=schedule, said=said, kwargs=kwargs)):
-            trainer.create_scheduler(settings.max_steps if settings.max_steps > 0 else STEPS)
-    with _net(findings, lambda said: finding("ZR184", said=said, fix=fix)):
-        trainer.get_train_dataloader()
-    if args.torch_compile:
-        compiled = "the model cannot be compiled as the recipe says"
-        modes = "Change torch_compile_backend or torch_compile_mode."
-        with _net(findings, lambda said: finding("ZR186", compiled=compiled, said=said, modes=modes)):
-            _compile(args.torch_compile_backend, args.torch_compile_mode)
-    if args.activation_checkpointing:
-        recomputed = "activations cannot be recomputed as the recipe says"
-        keys = "Change activation_checkpointing_kwargs."
-        with _net(findings, lambda said: finding("ZR185", recomputed=recomputed, said=said, keys=keys)):
-            _recompute(trainer.model, dict(args.activation_checkpointing_kwargs or {}))
+    rows, tokenizer = _made_up()
+    train = rows.to_iterable_dataset() if settings.dataset_streaming or settings.streaming else rows
+    with library_error_as_finding("building TRL's trainer", settings.as_dict()), rows_are_cut(args):
+        evaluation = rows if settings.evaluates else None
+        return SFTTrainer(model, args, None, train, evaluation, tokenizer, peft_config=peft_config)
 
 
-def _trainer(args, model, peft_config):
+def _made_up():
+    """Two rows, and a tokenizer that made them."""
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
-    from trl import SFTTrainer
-
-    from zero_recipes.libs.huggingface import rows_are_cut
 
     words = Tokenizer(models.WordLevel({"word": 0, "end": 1, "pad": 2}, unk_token="word"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end", pad_token="pad")
-    rows = Dataset.from_list([{"input_ids": [0, 0, 1], "labels": [0, 0, 1]}] * 2)
-    evaluation = None if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no" else rows
-    with rows_are_cut(args):
-        return SFTTrainer(model, args, None, rows, evaluation, tokenizer, peft_config=peft_config)
+    return Dataset.from_list([{"input_ids": [0, 0, 1], "labels": [0, 0, 1]}] * 2), tokenizer
+
+
+def _rehearse_steps(findings: list[Finding], settings: Settings, ds_config: Mapping, args, trainer) -> None:
+    """What the run makes of the trainer afterwards; each is a finding of its own."""
+    keys = settings.as_dict()
+    if "optimizer" not in ds_config:
+        with collected(findings), library_error_as_finding(f"making the optimizer (optim: {settings.optim})", keys):
+            trainer.optimizer = _optimizer(trainer)
+    if "scheduler" not in ds_config and trainer.optimizer is not None:
+        doing = f"making the schedule (lr_scheduler_type: {settings.lr_scheduler_type})"
+        with collected(findings), library_error_as_finding(doing, keys):
+            trainer.create_scheduler(settings.max_steps if settings.max_steps > 0 else STEPS)
+    with collected(findings), library_error_as_finding("making the data loader", keys):
+        trainer.get_train_dataloader()
+    if args.torch_compile:
+        with collected(findings), library_error_as_finding("setting torch.compile up", keys):
+            _compile(args.torch_compile_backend, args.torch_compile_mode)
+    if args.activation_checkpointing:
+        with collected(findings), library_error_as_finding("recomputing activations", keys):
+            _recompute(trainer.model, dict(args.activation_checkpointing_kwargs or {}))
 
 
 def _optimizer(trainer):
@@ -158,12 +149,98 @@ def _recompute(model, keywords: dict[str, Any]) -> None:
     checkpoint(torch.sin, torch.ones(2, requires_grad=True), **({"use_reentrant": False} | keywords)).sum().backward()
 
 
-@contextlib.contextmanager
-def _net(findings: list[Finding], as_finding: Callable[[str], Finding]) -> Iterator[None]:
-    """Whatever a library raises becomes a finding with its message."""
-    try:
-        yield
-    except Refusal as refusal:
-        findings += refusal.findings
-    except Exception as error:  # the point of the net
-        findings.append(as_finding(f"{type(error).__name__}: {first_line(error)}"))
+def parser_findings(run: Candidate) -> list[Finding]:
+    """What transformers, accelerate and DeepSpeed would raise at the ds_config while the engine is built.
+
+    No process group is needed. Nothing is printed, and no state of the libraries changes.
+    """
+    findings: list[Finding] = []
+    net = library_error_as_finding(f"reading {run.strategy.source}", run.settings.as_dict())
+    with quiet(), collected(findings), net:
+        from deepspeed.runtime.config import DeepSpeedConfig
+
+        config = _handed_over(run)
+        DeepSpeedConfig(copy.deepcopy(config))
+        _bind_optimizer(config)
+        _make_schedule(config.get("scheduler"))
+    return findings
+
+
+def fill_auto(config: dict[str, Any], settings: Settings, world_size: int):
+    """transformers' HfTrainerDeepSpeedConfig with the Trainer's values filled in, and the arguments that it was given.
+
+    Its `mismatches` name what was written by hand and differs from the run.
+    """
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    arguments = SimpleNamespace(**settings.as_dict(), world_size=world_size)
+    arguments.bf16 = settings.precision == "bf16"
+    warmup = settings.warmup_steps  # transformers, training_args.py, get_warmup_steps
+    arguments.get_warmup_steps = lambda steps: int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
+    with without_deepspeed_announcement():  # it announces itself to all; this is only a look
+        filled = HfTrainerDeepSpeedConfig(copy.deepcopy(config))
+    filled.trainer_config_process(arguments)
+    return filled, arguments
+
+
+def _handed_over(run: Candidate) -> dict[str, Any]:
+    """The mapping that DeepSpeedConfig gets. Raises what the libraries raise on the way: transformers at values that
+    contradict the run (trainer_config_finalize), which a run would meet with the model loaded."""
+    from accelerate.utils import DeepSpeedPlugin, clear_environment
+
+    settings = run.settings
+    raw = {"zero_optimization": {}} | fill_own_autos(run.ds.raw, None, run.world_size, {}, [1])
+    if settings.max_steps <= 0 and isinstance(raw.get("scheduler"), dict):  # nobody knows the number of steps yet
+        parameters = {key: value for key, value in raw["scheduler"].get("params", {}).items() if "num_steps" not in key}
+        raw["scheduler"] = raw["scheduler"] | {"params": parameters}
+    filled, arguments = fill_auto(raw, settings, run.world_size)
+    model = SimpleNamespace(config=run.config or SimpleNamespace(hidden_size=HIDDEN_SIZE))
+    with without_deepspeed_announcement():
+        filled.trainer_config_finalize(arguments, model, settings.max_steps if settings.max_steps > 0 else STEPS)
+    with clear_environment():  # the launcher's variables have been read
+        plugin = DeepSpeedPlugin(hf_ds_config=filled)
+        plugin.set_mixed_precision({"fp32": "no"}.get(settings.precision, settings.precision))
+    size = getattr(model.config, "hidden_size", HIDDEN_SIZE)
+    plugin.deepspeed_config_process(  # accelerate, accelerator.py, _prepare_deepspeed
+        must_match=False,
+        **{
+            "gradient_clipping": 1.0,
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+            "train_micro_batch_size_per_gpu": settings.per_device_train_batch_size,
+            "train_batch_size": 1,
+            "zero_optimization.reduce_bucket_size": size * size,
+            "zero_optimization.stage3_prefetch_bucket_size": int(0.9 * size * size),
+            "zero_optimization.stage3_param_persistence_threshold": 10 * size,
+        },
+    )
+    config = dict(plugin.deepspeed_config)
+    config.pop("train_batch_size", None)  # DeepSpeed would compare it with a process group that is not there yet
+    return config | {"train_micro_batch_size_per_gpu": settings.per_device_train_batch_size}
+
+
+def _bind_optimizer(config: Mapping[str, Any]) -> None:
+    """Raises what the class of the optimizer block does with its parameters' names.
+
+    DeepSpeed makes it by that name once the model has been loaded. Muon makes its groups by the model's parameters.
+    """
+    block = config.get("optimizer") or {"type": "muon"}
+    name, parameters = str(block["type"]), dict(block.get("params") or {})
+    if name.lower() == "muon":
+        return
+    adam = name.lower() in ("adam", "adamw")
+    offload = config["zero_optimization"].get("offload_optimizer") or {}
+    path = OPTIMIZERS.get(name.lower(), (f"torch.optim.{name}",) * 2)[offload.get("device") not in (None, "none")]
+    if adam and parameters.get("torch_adam"):
+        path = "torch.optim.AdamW"
+    module, _, attribute = path.rpartition(".")
+    taken = {key: value for key, value in parameters.items() if not (adam and key in ENGINES_OWN)}
+    inspect.signature(getattr(importlib.import_module(module), attribute)).bind([], **taken)
+
+
+def _make_schedule(block: Mapping[str, Any] | None) -> None:
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    if block is not None:
+        cls = getattr(lr_schedules, block["type"], None) or getattr(torch.optim.lr_scheduler, block["type"])
+        cls(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3), **(block.get("params") or {}))

@@ -135,14 +135,14 @@ def _cuda(host: Host) -> dict[str, Any]:
     """`refusal`: torch's own words where this build of it could use a GPU and cannot."""
     import torch
 
-    from zero_recipes.checks import driver
+    from zero_recipes.checks import machine
 
     built = torch.version.cuda
     return {
-        "driver": driver.driver_version(host),
+        "driver": machine.driver_version(host),
         "built_for": built,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if built else None,
-        "refusal": driver.refusal_of_cuda() if built else "",
+        "refusal": machine.refusal_of_cuda() if built else "",
     }
 
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import yaml
 
-from zero_recipes.checks.ds_keys import ZERO, ds_key_names, unknown_key_findings
-from zero_recipes.config.keys import tables
+from zero_recipes.checks.deepspeed_rules import top_level_keys, zero_keys
 from zero_recipes.config.recipe import named_on
-from zero_recipes.config.validation import key_findings, launcher_keys
+from zero_recipes.config.validation import key_findings
 from zero_recipes.core.findings import Refusal, refusal
 
 LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
@@ -106,14 +105,11 @@ def _is_ds_key(key: str, types: Mapping[str, Any]) -> bool:
     if key in types:
         return False
     path = tuple(key.split("."))
-    findings = unknown_key_findings(path)
-    if not findings:
-        return True
-    if len(path) == 1 and not unknown_key_findings((ZERO, key)):
-        raise Refusal(findings)  # it names the block
-    if len(path) == 1 or key in launcher_keys() | set(tables()["renamed"]):
-        raise Refusal(list(key_findings("--set", [key], {*types, *ds_key_names()})))
-    raise Refusal(findings)
+    zero = path[:1] == ("zero_optimization",) and len(path) > 1
+    if path[1] in zero_keys() if zero else path[0] in top_level_keys():
+        return True  # DeepSpeed's parser reads what is below (cli/sweep_runs.py)
+    below = {f"zero_optimization.{name}" for name in zero_keys()}
+    raise Refusal(list(key_findings("--set", [key], {*types, *top_level_keys(), *below})))
 
 
 def _numbers(value: Any) -> Any:

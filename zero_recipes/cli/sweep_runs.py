@@ -11,14 +11,15 @@ from typing import Any
 
 import yaml
 
-from zero_recipes.checks.ds_parser import parser_findings
+from zero_recipes.checks.candidate import Candidate
+from zero_recipes.checks.rehearsal import parser_findings
 from zero_recipes.cli.set_values import SetKey, combinations, option_words, parse_sets, run_names
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import AMBIGUOUS, INLINE, launched_environment
 from zero_recipes.config.ds_config import DsConfig, read_json_mapping, schema_findings
 from zero_recipes.config.keys import key_choices, key_types
 from zero_recipes.config.settings import Settings
-from zero_recipes.config.strategy import launched_ds_config
+from zero_recipes.config.strategy import Strategy, launched_ds_config
 from zero_recipes.config.validation import recipe_findings
 from zero_recipes.core.files import write_json, write_text
 from zero_recipes.core.findings import Finding, Refusal, raise_errors, refusal
@@ -116,7 +117,9 @@ def _prepared(recipe: Path, mapping, overrides, sets: list[SetKey], values: dict
 
 
 def _ds_findings(config: dict[str, Any], settings: Settings, world_size: int) -> list[Finding]:
-    return schema_findings(config, SOURCE) or parser_findings(config, SOURCE, settings, world_size, None)
+    return schema_findings(config, SOURCE) or parser_findings(
+        Candidate(settings, Strategy(SOURCE, world_size, DsConfig(config), SOURCE), "cuda", {})
+    )
 
 
 def with_values(config: Mapping[str, Any], values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:

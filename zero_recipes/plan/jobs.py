@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +34,10 @@ EVERY += ("zero3_offload_infinity", "zero3_infinity", "zero2_bf16_states", "zero
 # keys that a plan may change
 CHANGED = ("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft")
 CHANGED += ("per_device_eval_batch_size",)
-NO_FOLDER = ("ZR232", "ZR233")  # the folder on NVMe is the machine's, and a plan is made elsewhere
-USELESS = ("ZR224", "ZR228")  # warnings: ZeRO++ on one node, which costs and saves nothing
+NO_FOLDER = ("ZR233",)  # the folder on NVMe is the machine's, and a plan is made elsewhere
+USELESS = ("ZR224", "ZR226")  # warnings: ZeRO++ on one node, which costs and saves nothing
 
 Strategies = dict[str, dict[str, Any] | None]  # {name: its ds_config, None without DeepSpeed}
-_installed = functools.cache(version)  # reads a file
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
@@ -221,12 +218,12 @@ def why_not(job: Job) -> str | None:
     special = (zero.on_nvme, zero.quantizes_weights, zero.quantizes_gradients, zero.bf16_masters, zero.autocast)
     if not any(special) and zero.hpz_partition_size == 1:
         return None  # the others need no import of all checks
-    from zero_recipes.checks.low_precision import low_precision_findings
-    from zero_recipes.checks.zero_options import zero_option_findings
+    from zero_recipes.checks.candidate import Candidate
+    from zero_recipes.checks.rules import strategy_findings
+    from zero_recipes.config.strategy import Strategy
 
-    ranks = (job.world_size, job.ranks_per_node)
-    found = zero_option_findings(zero, job.settings, *ranks, "cuda", _installed("deepspeed"))
-    found += low_precision_findings(zero, job.settings)
+    strategy = Strategy(zero.name, job.world_size, zero, "the ds_config")
+    found = strategy_findings(Candidate(job.settings, strategy, "cuda", {"LOCAL_WORLD_SIZE": str(job.ranks_per_node)}))
     named = (one for one in found if one.code in USELESS or (one.level == "error" and one.code not in NO_FOLDER))
     return next((f"{one.what} ({one.code})" for one in named), None)
 

@@ -1,0 +1,204 @@
+"""The machine that a run starts on: its driver, GPUs and network, what Triton needs, and room in memory and on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from zero_recipes.checks.cache import offline_findings, volume_findings
+from zero_recipes.checks.capacity import room_findings, shared_memory_findings
+from zero_recipes.config.run import RunConfig
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core import units
+from zero_recipes.core.findings import Finding, finding
+from zero_recipes.core.host_limits import Host
+from zero_recipes.core.process import local_world_size
+from zero_recipes.distributed.kernels import build_findings
+from zero_recipes.distributed.links import has_libibverbs, infiniband_devices
+
+# oldest driver that runs programs of a CUDA major version (NVIDIA's CUDA compatibility guide)
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
+BF16_FROM = (8, 0)  # NVIDIA's CUDA programming guide, compute capabilities: arithmetic by data type
+BUSY_MIB = 1024  # more than a driver and a display take
+REGISTERED = 64 * 2**20  # bytes: more than the 8 MiB that systems allow by default, less than NCCL registers
+
+
+def machine_findings(
+    run: RunConfig, environment: Mapping[str, str], host: Host, rehearsal: str | bool
+) -> list[Finding]:
+    """All findings about this machine for one run. `environment`: the launcher's, for the processes that it starts.
+
+    `rehearsal`: False in a run. `zero-recipes check` says "here" where the run is meant for this machine, "elsewhere"
+    where that is open: there is no GPU and the recipe does not ask for a CPU. Errors then become warnings that say "on
+    this machine". What is missing offline stays an error: who forbids the hub means this cache.
+    """
+    settings, here = run.settings, local_world_size(environment, run.strategy.world_size)
+    findings = [
+        *build_findings(run.strategy, run.device, settings, host),
+        *triton_findings(run.device, host),
+        *infiniband_findings(run.device, run.strategy.world_size > here, environment, host),
+        *shared_memory_findings(run, here, host),
+        *volume_findings(settings, run.output_dir, host),
+        *room_findings(run, here, host),
+    ]
+    if run.device == "cuda" and int(environment.get("LOCAL_RANK", 0)) == 0:
+        findings += [*card_findings(run.precision), *count_findings(run.strategy, here, environment)]
+    if rehearsal == "elsewhere":
+        findings = [dataclasses.replace(f, what=f"on this machine: {f.what}", level="warning") for f in findings]
+    return [dataclasses.replace(finding, scope="machine") for finding in (*findings, *offline_findings(settings))]
+
+
+def refusal_of_cuda() -> str:
+    """What torch says when CUDA is to be started here, in its own words; empty where it starts.
+
+    `torch.cuda.is_available` says it once in a process, as a warning; `torch.cuda.init` raises it every time.
+    """
+    import torch
+
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:
+            return str(error).strip().splitlines()[0]
+    return ""
+
+
+def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refusal_of_cuda) -> Iterator[Finding]:
+    """At most one error: torch is a CUDA build, an NVIDIA device is here, and torch cannot use it.
+
+    The run would train on the CPU without a word. `use_cpu`: the recipe's own.
+    """
+    import torch
+
+    built = torch.version.cuda
+    hidden = host.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if use_cpu or hidden or built is None or torch.cuda.is_available():
+        return
+    devices = sorted(path.name for path in host.at("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+    driver = driver_version(host)
+    if devices or driver:
+        seen = ", ".join(([f"driver {driver}"] if driver else []) + [f"/dev/{name}" for name in devices])
+        oldest = OLDEST_DRIVER.get(int(built.split(".")[0]), "a newer one")
+        values = {"version": torch.__version__, "built": built, "seen": seen, "oldest": oldest, "message": reason()}
+        yield finding("ZR650", scope="machine", **values)
+
+
+def driver_version(host: Host) -> str | None:
+    """Version of the loaded kernel module, as "550.54.15": /proc shows it in every container of the machine."""
+    try:
+        written = host.at("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^NVRM version:.*?\s(\d{3,}\.\d+(?:\.\d+)?)\s", written, re.MULTILINE)
+    return found.group(1) if found else None
+
+
+def card_findings(precision: str) -> Iterator[Finding]:
+    """Cards that the installed torch has no kernels for, which would end the run at the first kernel, weights loaded;
+    and cards without bf16: torch emulates it and says that it is supported (torch.cuda.is_bf16_supported)."""
+    import torch
+
+    built = torch.cuda.get_arch_list()
+    if torch.version.cuda is None:  # ROCm names its cards otherwise
+        return
+    for number in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(number)
+        card = {"number": number, "name": torch.cuda.get_device_name(number)}
+        card["capability"] = ".".join(map(str, capability))
+        if built and not has_kernels(capability, built):
+            yield finding("ZR640", **card, version=torch.__version__, built=", ".join(built))
+        elif precision == "bf16" and capability < BF16_FROM:
+            yield finding("ZR272", **card)
+
+
+def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
+    """Whether code for one of `built` runs on a card: "sm_80" on 8.x from 8.0 on, "compute_80" (PTX) on all from 8.0.
+
+    NVIDIA's CUDA programming guide, compute capabilities: "sm_90a" runs on 9.0 alone, "sm_100f" within its family.
+    """
+    for name in built:
+        kind, number, suffix = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", name).groups()
+        least = divmod(int(number), 10)
+        if suffix == "a":
+            runs = capability == least
+        elif kind == "sm" or suffix == "f":
+            runs = capability[0] == least[0] and capability >= least
+        else:
+            runs = capability >= least
+        if runs:
+            return True
+    return False
+
+
+def count_findings(strategy: Strategy, here: int, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """GPUs of this machine that no process of the run takes: `here` processes run on it, one on each."""
+    import torch
+
+    visible = torch.cuda.device_count()
+    if visible <= here:
+        return
+    launch = f"--num_processes {visible * -(-strategy.world_size // here)}"
+    config = strategy.ds_config
+    if config is not None and config.stage == 3 and config.quantizes_gradients and strategy.world_size > here:
+        yield finding("ZR268", here=here, visible=visible, launch=launch)
+    idle = 0 if "CUDA_VISIBLE_DEVICES" in environment else visible - here - _busy_gpus()
+    if idle > 0:
+        yield finding("ZR354", idle=idle, visible=visible, here=here, launch=launch)
+
+
+def _busy_gpus() -> int:
+    """GPUs with memory in use by others, as nvidia-smi has it; 0 where it does not answer."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        used = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return sum(mib.isdigit() and int(mib) > BUSY_MIB for mib in used)
+
+
+def triton_findings(device: str, host: Host) -> Iterator[Finding]:
+    """What Triton needs: TRL's fused LM head compiles its kernels in the first step of every GPU run."""
+    from transformers.utils import is_triton_available
+
+    if device != "cuda" or not is_triton_available():
+        return
+    compiler, folder = host.environment.get("CC"), triton_cache(host)
+    missing = []
+    if not any(host.which(name) for name in ([compiler.split()[0]] if compiler else ["gcc", "clang"])):
+        missing.append(f"the C compiler {compiler or 'gcc or clang'}")
+    if not host.python_headers():
+        missing.append("Python's headers (Python.h)")
+    existing = next(path for path in (folder, *folder.parents) if host.at(path).exists())
+    if not os.access(host.at(existing), os.W_OK | os.X_OK):
+        missing.append(f"the right to write to {folder}")
+    if missing:
+        yield finding("ZR652", missing=", ".join(missing))
+
+
+def triton_cache(host: Host) -> Path:
+    """triton/knobs.py, `cache_knobs`: the folder of compiled kernels."""
+    home = host.environment.get("TRITON_HOME") or host.environment.get("HOME") or "~"
+    return Path(host.environment.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).expanduser().absolute()
+
+
+def infiniband_findings(
+    device: str, several_machines: bool, environment: Mapping[str, str], host: Host
+) -> Iterator[Finding]:
+    """A warning where the machine has InfiniBand or RoCE that NCCL cannot open: a container sees it in /sys all the
+    same."""
+    off = environment.get("NCCL_IB_DISABLE") == "1" or environment.get("NCCL_NET")
+    devices = infiniband_devices(host) if device == "cuda" and several_machines and not off else {}
+    missing = ""
+    if devices and not any(devices.values()):
+        missing = "/dev/infiniband/uverbs* is closed to this user or container"
+    elif devices and not has_libibverbs():
+        missing = "libibverbs.so.1 is not found"
+    elif devices and host.lockable() < REGISTERED:
+        missing = f"each process may lock {units.size(int(host.lockable()))} of memory alone"
+    if missing:
+        yield finding("ZR656", devices=", ".join(devices), missing=missing)

@@ -1,0 +1,169 @@
+"""Keys that do not go together: what is silent, hangs, loses work, or stops only once the weights are loaded.
+
+What a library refuses before weights are loaded has no rule: the rehearsal makes the library's own objects. The texts
+of rules that are no more than a condition are in options.yaml.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from huggingface_hub import constants, get_token
+
+from zero_recipes.checks.candidate import Candidate, options
+from zero_recipes.checks.deepspeed_rules import (
+    deepspeed_findings,
+    nvme,
+    silent_in_deepspeed,
+    stops_deepspeed,
+    zero_plus_plus,
+)
+from zero_recipes.config import sequence_parallel
+from zero_recipes.core.findings import Finding, finding
+from zero_recipes.libs import attention
+
+QUADRATIC = 4096  # tokens of a micro batch from which attention that sdpa computes in vain is a good part of a step
+RUN_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def rule_findings(run: Candidate) -> list[Finding]:
+    """All findings about keys that do not go together."""
+    found = [
+        *conditions(stops_late(run), silent(run)),
+        *training_length(run),
+        *packing(run),
+        *processes(run),
+        *([finding("ZR416")] if run.settings.load_in_4bit and run.stage == 3 else []),
+        *layer_classes(run),
+        *sequence_parallel.sequence_parallel_findings(run.settings, run.strategy, run.device, run.config),
+    ]
+    return found + (deepspeed_findings(run) if run.strategy.is_deepspeed else [])
+
+
+def strategy_findings(run: Candidate) -> list[Finding]:
+    """Those that a plan asks for: about the DeepSpeed configuration, without a model or a folder to save to."""
+    return [*conditions(stops_deepspeed(run), silent_in_deepspeed(run)), *zero_plus_plus(run), *nvme(run)]
+
+
+def conditions(stops: dict[str, Any], silently: dict[str, Any]) -> Iterator[Finding]:
+    """The findings whose condition holds, with the texts of options.yaml."""
+    yield from (finding("ZR192", **options()["stops_late"][name]) for name, holds in stops.items() if holds)
+    yield from (finding("ZR193", **options()["silent"][name]) for name, holds in silently.items() if holds)
+
+
+def stops_late(run: Candidate) -> dict[str, Any]:
+    """{name in options.yaml: whether the run would stop on it once the weights are loaded}."""
+    settings, fsdp = run.settings, run.strategy.is_fsdp
+    quantized = settings.load_in_4bit or settings.load_in_8bit
+    liger = settings.use_liger_kernel
+    template = settings.chat_template_path
+    return {
+        "save_steps": text_of(settings.save_strategy) == "steps" and settings.save_steps <= 0,
+        "eval_on_start": settings.eval_on_start and not settings.evaluates,
+        "push_to_hub": settings.push_to_hub
+        and (constants.is_offline_mode() or not (settings.hub_token or get_token())),
+        "liger_package": liger and importlib.util.find_spec("liger_kernel") is None,
+        "liger_loss": liger and (settings.liger_kernel_config or {}).get("fused_linear_cross_entropy"),
+        "lora_template": settings.use_peft
+        and template
+        and not template.endswith((".jinja", ".j2"))
+        and getattr(run.config, "tie_word_embeddings", False),
+        "quantized_without_lora": quantized and not settings.use_peft,
+        "eight_bit_fsdp": fsdp and settings.load_in_8bit,
+        "fp16_on_cpu": settings.fp16 and run.device == "cpu",
+    } | stops_deepspeed(run)
+
+
+def silent(run: Candidate) -> dict[str, Any]:
+    """{name in options.yaml: whether the run would go on, and be another one than the recipe says}."""
+    settings, storage = run.settings, str(run.settings.bnb_4bit_quant_storage or "uint8")
+    quantized = settings.load_in_4bit or settings.load_in_8bit
+    dtype = RUN_DTYPES.get(settings.precision)
+    return {
+        "jit_checkpoint": settings.enable_jit_checkpoint,
+        "even_batches": run.world_size > 1 and not settings.dataset_streaming and _drops_even_batches(settings),
+        "average_tokens": run.world_size > 1 and not settings.average_tokens_across_devices,
+        "eval_packing": settings.eval_packing
+        and settings.evaluates
+        and not (settings.packing or settings.padding_free),
+        "quantized_random": quantized and settings.random_weights,
+        "eight_bit_stage_3": settings.load_in_8bit and run.stage == 3,
+        "four_bit_fsdp": settings.load_in_4bit and run.strategy.is_fsdp and storage != dtype,
+        "four_bit_storage": settings.load_in_4bit
+        and run.strategy.is_deepspeed
+        and dtype
+        and storage not in ("uint8", dtype),
+        "quantized_twice": quantized
+        and (run.ds.offload_param == "nvme" or run.ds.quantizes_weights or run.ds.hpz_partition_size != 1),
+    } | silent_in_deepspeed(run)
+
+
+def _drops_even_batches(settings) -> bool:
+    loading = settings.accelerator_config
+    if isinstance(loading, str) and loading.lstrip().startswith("{"):  # as the command line gives it
+        loading = json.loads(loading)
+    return isinstance(loading, dict) and loading.get("even_batches") is False
+
+
+def training_length(run: Candidate) -> Iterator[Finding]:
+    """A run of no step saves the model as it was; one without end never saves it."""
+    epochs = run.settings.num_train_epochs
+    if run.settings.max_steps <= 0 and not 0 < epochs < math.inf:
+        yield finding("ZR162", epochs=epochs)
+
+
+def packing(run: Candidate) -> Iterator[Finding]:
+    """Whether rows that share one sequence see each other, and what that costs."""
+    settings = run.settings
+    if not (settings.packing or settings.padding_free) or (settings.packing and settings.packing_strategy == "wrapped"):
+        return  # wrapped: one stream without boundaries is what the recipe asks for
+    key, kinds = "packing" if settings.packing else "padding_free", options()["packing"]
+    kind = getattr(run.config, "model_type", None)
+    flash = attention.kernel_of(settings.attn_implementation) is not None
+    leaking = {*kinds["without_positions"], *kinds["recurrent"]} - {*(kinds["apart_in_flash"] if flash else [])}
+    without_package = importlib.util.find_spec("causal_conv1d") is None
+    if kind in leaking or (kind in kinds["convolving"] and without_package):
+        yield finding("ZR133", key=key, kind=kind)
+    elif kind is not None and kind not in {name for names in kinds.values() for name in names}:
+        yield finding("ZR460", key=key, kind=kind)
+    rows = settings.per_device_train_batch_size
+    tokens = rows * (settings.max_length or 0)
+    if settings.attn_implementation in (None, "sdpa", "eager") and rows > 1 and tokens >= QUADRATIC:
+        yield finding("ZR464", key=key, rows=rows, tokens=tokens)
+
+
+def processes(run: Candidate) -> Iterator[Finding]:
+    """A launch of one process where several were requested, or where ZeRO has nothing to partition."""
+    environment = run.environment
+    by_mpi = any(name.startswith(("OMPI_COMM_WORLD", "PMI_", "MV2_COMM_WORLD")) for name in environment)
+    by_accelerate = "ACCELERATE_USE_CPU" in environment and "MASTER_ADDR" in environment and "RANK" not in environment
+    if run.world_size > 1:
+        return
+    if by_accelerate and not by_mpi:  # distributed_type NO may mean one process; MULTI_CPU does not
+        yield finding("ZR137", level="error" if environment["ACCELERATE_USE_CPU"].lower() == "true" else "warning")
+    elif run.stage and not run.ds.offloads:
+        yield finding("ZR138", zero_stage=run.stage)
+
+
+def layer_classes(run: Candidate) -> Iterator[Finding]:
+    """Classes of the model that an accelerate file names, and which the model does not have."""
+    named = (run.strategy.fsdp_config or {}).get("transformer_layer_cls_to_wrap") or []
+    if run.strategy.is_deepspeed:
+        named = run.environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "")
+    names = [name.strip() for name in named.split(",")] if isinstance(named, str) else list(named)
+    if not any(names) or run.model is None:
+        return
+    known = {type(module).__name__ for module in run.model.modules()}
+    missing = [str(name) for name in names if name and name not in known]
+    if missing:
+        yield finding("ZR341", missing=", ".join(missing))
+
+
+def text_of(choice) -> str:
+    """The text of a choice, which may be an enumeration's member; YAML's bare `no` is False."""
+    text = str(getattr(choice, "value", choice))
+    return "no" if text == "False" else text
