@@ -1,10 +1,10 @@
-"""Faults on two ranks: of every section of tests/helpers/bad_recipes.py, and all that the data's preparation finds."""
+"""Faults on two ranks: some of each kind in tests/helpers/faults.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.helpers.bad_recipes import FAULTS
+from tests.helpers.faults import FAULTS
 from zero_recipes.config.accelerate import launched_environment
 
 NAMES = (
@@ -13,22 +13,14 @@ NAMES = (
     "an abbreviated key",
     "a global batch that does not divide",
     "no data",
-    "data that is not there",
     "a split that is not there",
     "an evaluation without a split",
-    "no Alpaca columns",
-    "Alpaca's columns unnamed",
-    "sample prompts from no split",
     "sample prompts from no file",
-    "a sample prompt without its columns",
-    "a row without an answer",
     "rows cut before their answers",
-    "a chat template that is not there",
-    "an unknown end of text",
     "padding with the end of text",
-    "unknown padding",
+    "torch's optimizer",
+    "a value that contradicts the run",
     "a folder that holds an earlier run",
-    "another global batch",
     "two ds_configs",
     "two FSDP configurations",
 )

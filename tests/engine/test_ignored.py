@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.faults import argv_of, ds_config
 from tests.helpers.grid import first
-from tests.helpers.known_bad import argv_of, ds_config
 
 # code: the DeepSpeed configuration that it is about, and the same without it
 WITHOUT_EFFECT = {
-    "ZR223": (ds_config(3, zero_hpz_partition_size=8), ds_config(3)),
     "ZR226": (ds_config(2, zero_quantized_weights=True, zero_quantized_gradients=True), ds_config(2)),
     "ZR239": (ds_config(1) | {"pipeline": {"stages": 2}}, ds_config(1)),
 }

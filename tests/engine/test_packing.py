@@ -9,13 +9,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
-from zero_recipes.checks.packing import APART, APART_IN_FLASH, CONVOLVING, LEAKING
 
 from tests.helpers import flash_stand_in
+from tests.helpers.faults import found_in
 from tests.helpers.grid import grid
-from tests.helpers.known_bad import found_in
 from tests.helpers.tiny import write_recipe, write_rows
+from zero_recipes.checks.candidate import options
 
+KINDS = options()["packing"]
 FLASH = "kernels-community/flash-attn2"
 
 
@@ -86,7 +87,7 @@ def attention_of(kind: str) -> str:
         return "eager"
 
 
-@pytest.mark.parametrize("kind", sorted(APART))
+@pytest.mark.parametrize("kind", KINDS["apart"])
 def test_a_packed_row_changes_no_loss_and_no_gradient_of_the_next(kind):
     assert seen_of_the_row_before(tiny_model(kind, attention_of(kind))) < 1e-4
 
@@ -97,14 +98,14 @@ def test_the_measure_sees_rows_that_are_not_kept_apart(monkeypatch):
     assert seen_of_the_row_before(tiny_model("llama", "sdpa")) > 0.1
 
 
-@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma2", *sorted(APART_IN_FLASH)])
+@pytest.mark.parametrize("kind", ["gpt_neox", "llama", "mistral", "qwen2", "qwen3", "gemma2", *KINDS["apart_in_flash"]])
 def test_flash_attention_is_given_the_boundaries(kind, monkeypatch):
     """With a kernel of torch's in its place: no GPU has run the real one here."""
     flash_stand_in.install(monkeypatch)
     model = tiny_model(kind, FLASH)
     assert "flash-attn" in model.config._attn_implementation  # gpt_oss takes another of them
     assert seen_of_the_row_before(model) < 1e-4
-    if kind in APART:
+    if kind in KINDS["apart"]:
         rows = [[5, 6, 7, 8, 9], [10, 11, 12]]
         plain, found = (gradients(each, rows, [True, True]) for each in (tiny_model(kind, attention_of(kind)), model))
         assert found[0] == pytest.approx(plain[0], rel=1e-5)
@@ -118,29 +119,26 @@ def test_flex_attention_still_has_no_backward_on_a_cpu(tmp_path):
     heads = torch.zeros(1, 1, 16, 16, requires_grad=True)
     with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
         torch.compile(flex_attention, backend="eager")(heads, heads, heads)
-    path = write_recipe(tmp_path)
-    assert ("error", "ZR462") in found_in(path, {"attn_implementation": "flex_attention"}, device="cpu")
-    assert ("error", "ZR462") not in found_in(path, {"attn_implementation": "flex_attention"})
 
 
-@pytest.mark.parametrize("kind", sorted(CONVOLVING | LEAKING))
+@pytest.mark.parametrize("kind", [*KINDS["convolving"], *KINDS["without_positions"], *KINDS["recurrent"]])
 def test_packing_is_refused_where_rows_are_not_kept_apart(kind, tmp_path):
     """By a convolution that needs a package for it, or because the architecture drops the positions."""
-    model, code = tiny_model(kind, "eager"), "ZR461" if kind in CONVOLVING else "ZR133"
-    if kind in CONVOLVING:
+    model = tiny_model(kind, "eager")
+    if kind in KINDS["convolving"]:
         with pytest.raises(ValueError, match="can't keep packed sequences apart"):
             seen_of_the_row_before(model)
     else:
-        assert seen_of_the_row_before(model) > 0.1, f"{kind} no longer leaks: take it off LEAKING"
+        assert seen_of_the_row_before(model) > 0.1, f"{kind} no longer leaks: take it off options.yaml"
     (tmp_path / kind).mkdir()
     if kind == "recurrent_gemma":  # its configuration cannot be read again as it is saved
         (tmp_path / kind / "config.json").write_text('{"model_type": "recurrent_gemma"}')
     else:
         model.config.save_pretrained(tmp_path / kind)
     path, named = write_recipe(tmp_path), {"model_name_or_path": str(tmp_path / kind)}
-    assert ("error", code) in found_in(path, named | {"packing": True})
-    assert ("error", code) not in found_in(path, named | {"packing": False})
-    assert ("error", code) not in found_in(path, {"packing": True})  # GPT-NeoX
+    assert ("error", "ZR133") in found_in(path, named | {"packing": True})
+    assert ("error", "ZR133") not in found_in(path, named | {"packing": False})
+    assert ("error", "ZR133") not in found_in(path, {"packing": True})  # GPT-NeoX
 
 
 def one_step(folder, **keys):

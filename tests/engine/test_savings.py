@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.helpers.known_bad import ds_config
+from tests.helpers.faults import ds_config
 from tests.helpers.tiny import named, write_recipe
 from zero_recipes.checkpoint.reshard.read import open_checkpoint
 from zero_recipes.checkpoint.verify import verify

@@ -81,7 +81,7 @@ def test_a_mean_for_each_micro_batch_is_noticed(two, recipe, alone, tmp_path):
 
 def test_the_recipe_for_long_sequences_is_sound(tmp_path):
     """recipes/qwen-long.yaml with a model of its kind: nothing is found in it."""
-    from tests.helpers.known_bad import ds_config, found_in
+    from tests.helpers.faults import ds_config, found_in
     from tests.helpers.tiny import ROOT
     from zero_recipes.config import recipe as recipes
 

@@ -7,6 +7,7 @@ import json
 from types import SimpleNamespace
 
 import run_sft
+from tests.helpers.unchecked import without_rules
 from zero_recipes.libs import deepspeed_tensors
 from zero_recipes.metrics.callback import StageMetricsCallback
 
@@ -374,14 +375,8 @@ def refusals_in(runs: list[dict]) -> list[str]:
 
 def train_unchecked(argv: list[str]) -> dict:
     """`train` with the check of combinations switched off."""
-    from zero_recipes.checks import preflight
-
-    original = preflight.combination_findings
-    preflight.combination_findings = lambda *_: []
-    try:
+    with without_rules():
         return train(argv)
-    finally:
-        preflight.combination_findings = original
 
 
 def plan_for_small_gpus(argv: list[str], program: str, capacities: list[int]) -> dict:

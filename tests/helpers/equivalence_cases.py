@@ -12,6 +12,7 @@ from trl import SFTTrainer, get_peft_config
 
 import run_sft
 from tests.helpers import equivalence_reference
+from tests.helpers.unchecked import without_rules
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows
 from zero_recipes.training import token_loss
@@ -126,9 +127,7 @@ def train_in_transformers_order(argv: list[str]) -> dict:
 
 def train_with_a_mean_for_each_rank(argv: list[str]) -> dict:
     """`train_watched`, with the check of combinations switched off."""
-    from zero_recipes.checks import preflight
-
-    with replaced(preflight, "combination_findings", lambda *_: []):
+    with without_rules():
         return train_watched([*argv, "--average_tokens_across_devices", "false"])
 
 

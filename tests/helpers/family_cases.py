@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.helpers.cases import train
-from zero_recipes.checks import preflight
+from tests.helpers.unchecked import without_rules
 from zero_recipes.distributed.nvme import SWAPPED
 from zero_recipes.metrics.callback import StageMetricsCallback
 
@@ -36,18 +36,15 @@ def train_and_look_at_swap_files(argv: list[str], disk: str) -> dict:
 
 def failure_of(argv: list[str]) -> str:
     """The error that a run ends with, its combinations unchecked."""
-    original = preflight.combination_findings
-    preflight.combination_findings = lambda *_: []
     try:
-        train(argv)
+        with without_rules():
+            train(argv)
         return "no error"
     except Exception as error:
         return str(error)
-    finally:
-        preflight.combination_findings = original
 
 
-def train_on_two_nodes(argv: list[str]) -> dict:
+def train_on_two_nodes(argv: list[str], *unchecked: str) -> dict:
     """`train` on four processes that stand for two nodes of two, with the quantizer of quantizer_on_cpu.py."""
     import os
     from types import SimpleNamespace
@@ -59,7 +56,6 @@ def train_on_two_nodes(argv: list[str]) -> dict:
     from deepspeed.utils import groups
 
     from tests.helpers import quantizer_on_cpu
-    from zero_recipes.checks import zero_options
 
     # LOCAL_SIZE: what DeepSpeed's CPU accelerator counts as the devices of a node
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
@@ -69,7 +65,7 @@ def train_on_two_nodes(argv: list[str]) -> dict:
         mock.patch.object(op_builder, "QuantizerBuilder", lambda: builder),
         mock.patch.object(CUDAQuantizer, "quantizer_cuda_module", None),
         mock.patch.object(coalesced_collectives, "quantizer_module", None),
-        mock.patch.object(zero_options, "_quantized_communication", lambda *_: []),
+        without_rules("quantized_communication_on_cpu", *unchecked),
     ):
         return train(argv)
 
@@ -171,16 +167,10 @@ def quantized_ranges(magnitudes: list[float], seed: int) -> dict:
 
 def refusal_on_two_nodes(argv: list[str], checked: bool = True) -> str:
     """What `train_on_two_nodes` is refused for; with the sizes unchecked, what it ends with."""
-    from contextlib import nullcontext
-    from unittest import mock
-
-    from zero_recipes.checks import this_machine
     from zero_recipes.core.findings import Refusal
 
-    off = nullcontext() if checked else mock.patch.object(this_machine, "quantized_weight_findings", lambda *_: [])
     try:
-        with off:
-            train_on_two_nodes(argv)
+        train_on_two_nodes(argv, *([] if checked else ["quantized_sizes"]))
         return "no error"
     except (Refusal, AssertionError) as error:
         return error.what if isinstance(error, Refusal) else str(error)

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from tests.helpers.cases import train
 from tests.helpers.sample_cases import ending
+from tests.helpers.unchecked import without_rules
 from zero_recipes.libs.deepspeed_tensors import base_optimizer
 
 
@@ -20,11 +21,9 @@ def fp16_on_cpu() -> Iterator[None]:
     """Torch computes in fp16 on any CPU, slowly; DeepSpeed asks for fast kernels, and so does our check."""
     from deepspeed.accelerator import get_accelerator
 
-    from zero_recipes.checks import ds_config
-
     with (
         mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda _: True),
-        mock.patch.object(ds_config, "_half_precision", lambda *_: []),
+        without_rules("fp16_on_cpu", "fp16_stage_0"),
     ):
         yield
 

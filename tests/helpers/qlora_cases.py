@@ -7,7 +7,7 @@ import hashlib
 from unittest import mock
 
 import run_sft
-from zero_recipes.checks import preflight
+from tests.helpers.unchecked import without_rules
 from zero_recipes.core.findings import Refusal
 from zero_recipes.libs.deepspeed_tensors import packed_weights
 from zero_recipes.training import trainer as trainers
@@ -23,7 +23,7 @@ def train(argv: list[str], checked: bool = True, dtypes_kept: bool = True) -> di
     off = contextlib.ExitStack()
     with off:
         if not checked:
-            off.enter_context(mock.patch.object(preflight, "combination_findings", lambda *_: []))
+            off.enter_context(without_rules())
         if not dtypes_kept:
             off.enter_context(mock.patch.object(trainers, "adapter_dtypes_kept", lambda _: contextlib.nullcontext()))
         try:

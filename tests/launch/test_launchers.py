@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import trl
 
+from tests.helpers.faults import found_in
 from tests.helpers.grid import grid
-from tests.helpers.known_bad import found_in
 from tests.helpers.tiny import write_model, write_recipe, write_rows
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.cli.sweep import all_strategies

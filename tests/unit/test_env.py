@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import fake_cuda
 from tests.unit.test_machine import machine
-from zero_recipes.checks import driver
+from zero_recipes.checks import machine as machines
 from zero_recipes.cli import env
 from zero_recipes.cli import main as cli
 from zero_recipes.core import units
@@ -27,7 +27,7 @@ def cuda(monkeypatch):
     cuda = fake_cuda.install(monkeypatch)
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 5))
-    monkeypatch.setattr(driver, "refusal_of_cuda", lambda: "")
+    monkeypatch.setattr(machines, "refusal_of_cuda", lambda: "")
     return cuda
 
 
@@ -66,7 +66,7 @@ def test_a_pod_is_shown_as_its_container_may_use_it(cuda, tmp_path):
 
 
 def test_torchs_words_stand_where_no_gpu_can_be_used(cuda, tmp_path, monkeypatch):
-    monkeypatch.setattr(driver, "refusal_of_cuda", lambda: "The NVIDIA driver on your system is too old")
+    monkeypatch.setattr(machines, "refusal_of_cuda", lambda: "The NVIDIA driver on your system is too old")
     found = env.machine(pod(tmp_path))
     assert found["gpus"] == []
     assert "refusal: The NVIDIA driver on your system is too old" in env.page(found)["Cuda"]

@@ -1,25 +1,42 @@
-"""The machine under a run, as a fake root shows it: each bad machine is found, its fixed twin passes."""
+"""The machine under a run, as a fake root shows it: each bad machine is found, its fixed twin passes.
+
+No GPU is needed: the driver, the cards and the network are files and numbers here.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
 import sysconfig
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
+import huggingface_hub
 import pytest
 import torch
 from deepspeed import git_version_info
+from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.compiled import write_compiled
-from tests.helpers.tiny import write_recipe
-from zero_recipes.checks import cache, gpus, this_machine
+from tests.helpers.faults import Side
+from tests.helpers.tiny import ROOT, write_recipe
+from zero_recipes.checks import cache
+from zero_recipes.checks import machine as machines
 from zero_recipes.checks.capacity import (
     disk_findings,
     download_findings,
     memory_findings,
+    nvme_findings,
     resume_findings,
     shared_memory_findings,
 )
@@ -230,31 +247,27 @@ def test_checkpoints_that_will_go_count_as_room(settings, tmp_path):
     assert said(disk_findings(run, CONFIG, PSI, 2, host)) == ""
 
 
-def test_a_download_that_does_not_fit(settings, tmp_path):
+def test_a_download_that_does_not_fit(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("zero_recipes.checks.capacity.missing_of_model", lambda settings: "weights")
+    run = run_of(settings, model_name_or_path="o/m")
     for free, found in ((14 * GB - 1, True), (14 * GB, False)):
         host = machine(tmp_path, free=free)
-        assert ("at least 14.0 GB" in said(download_findings(settings, PSI, tmp_path, host))) == found
+        assert ("at least 14.0 GB" in said(download_findings(run, PSI, host))) == found
 
 
 def test_shared_memory(settings, tmp_path):
     docker, larger = machine(tmp_path, free=64 * 2**20), machine(tmp_path, free=2**30)
     (finding,) = shared_memory_findings(run_of(settings), 2, docker)
-    assert (
-        "67.1 MB free, for 2 GPUs" in finding.what
-        and (finding.code, finding.level) == ("ZR611", "warning")
-        and "--shm-size" in finding.fix
-    )
-    for run, here, host in (
-        (run_of(settings), 2, larger),
-        (run_of(settings), 1, docker),
-        (run_of(settings, "cpu"), 2, docker),
-    ):
+    assert "67.1 MB free, and 2 processes here may need 1.00 GB" in finding.what
+    assert (finding.code, finding.level) == ("ZR611", "warning") and "--shm-size" in finding.fix
+    loaders = {"dataloader_num_workers": 8, "per_device_train_batch_size": 32, "max_length": 8192}
+    on_cpu, loading = run_of(settings, "cpu"), run_of(settings, "cpu", **loaders)
+    for run, here, host in ((run_of(settings), 2, larger), (run_of(settings), 1, docker), (on_cpu, 2, docker)):
         assert said(shared_memory_findings(run, here, host)) == ""
-    loaders = dict(dataloader_num_workers=8, per_device_train_batch_size=32, max_length=8192)
-    assert "data loaders put up to 201 MB" in said(
-        shared_memory_findings(run_of(settings, "cpu", **loaders), 2, docker)
-    )
-    assert said(shared_memory_findings(run_of(settings, "cpu", **loaders), 2, larger)) == ""
+    assert "may need 201 MB" in said(shared_memory_findings(loading, 2, docker))
+    assert said(shared_memory_findings(loading, 2, larger)) == ""
 
 
 # what DeepSpeed compiles
@@ -403,23 +416,56 @@ def test_a_model_that_is_not_whole_in_the_cache_of_an_offline_run(settings, hub)
 def test_data_that_is_not_in_the_cache_of_an_offline_run(settings, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    assert said(cache.offline_findings(settings)) == ""  # a folder
-    for other in ("./nowhere", "json", None):  # a path, right or wrong; a format; nothing at all
-        assert said(cache.offline_findings(settings.replace(**{"dataset_name": other}))) == ""
-    named = settings.replace(**{"dataset_name": "somebody/rows"})
-    assert "somebody/rows is not in the cache [ZR614]" in said(cache.offline_findings(named))
-    mixed = settings.replace(datasets=[{"path": "json", "data_files": "x.jsonl"}, {"path": "somebody/rows"}])
-    assert "somebody/rows is not in the cache [ZR614]" in said(cache.offline_findings(mixed))
+    for other in (settings.dataset_name, "./nowhere", "json", None):  # a folder, a path, a format; nothing at all
+        assert said(cache.offline_findings(settings.replace(dataset_name=other))) == ""
+    mixture = [{"path": "json", "data_files": "x.jsonl"}, {"path": "somebody/rows"}]
+    lacking = [settings.replace(dataset_name="somebody/rows"), settings.replace(datasets=mixture)]
+    for found in lacking:
+        assert "somebody/rows is not in the cache [ZR614]" in said(cache.offline_findings(found))
     cached = tmp_path / "datasets" / "somebody___rows" / "default" / "0.0.0" / "abc"
     cached.mkdir(parents=True)
-    (cached / "dataset_info.json").write_text("{}")
-    assert "[ZR614]" in said(cache.offline_findings(named))  # broken
     (cached / "dataset_info.json").write_text('{"config_name": "default"}')
-    for found in (named, mixed):
+    for found in lacking:
         assert said(cache.offline_findings(found)) == ""
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
     cached.rename(tmp_path / "gone")
-    assert said(cache.offline_findings(named)) == ""  # it will be downloaded
+    assert said(cache.offline_findings(lacking[0])) == ""  # it will be downloaded
+
+
+@pytest.fixture
+def online(monkeypatch):
+    """As on a machine that may ask the hub."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    huggingface_hub.close_session()
+    yield
+    huggingface_hub.close_session()
+
+
+def test_a_silent_hub_is_asked_once_and_then_left_alone(tmp_path, online, monkeypatch, capsys):
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:  # takes connections, and never answers
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(cache, "PROBE_SECONDS", 0.2)
+        Side(recipe="model_name_or_path: nobody/has-this\nrandom_weights: true").write(tmp_path)
+        monkeypatch.chdir(tmp_path)
+        assert cli.main(["check", "recipe.yaml"]) == 2
+        assert os.environ["HF_HUB_OFFLINE"] == "1" and datasets.config.HF_HUB_OFFLINE
+        text = capsys.readouterr().out
+        assert text.count("[ZR430]") == 1 and text.count("[ZR613]") == 1
+        assert cli.main(["check", "recipe.yaml"]) == 2
+        assert "[ZR430]" not in capsys.readouterr().out, "what is offline is not asked again"
+
+
+def test_a_closed_port_is_no_answer_and_nothing_is_asked_where_all_is_here(tmp_path, online, monkeypatch):
+    with closing(socket.create_server(("127.0.0.1", 0))) as gone:
+        port = gone.getsockname()[1]
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+    assert not cache._answers()
+    monkeypatch.setattr(cache, "_answers", lambda: pytest.fail("the hub was asked"))
+    Side().write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["check", "recipe.yaml"]) == 0
 
 
 def test_what_lies_outside_of_a_pods_volume(settings, tmp_path, monkeypatch):
@@ -441,12 +487,216 @@ def test_what_lies_outside_of_a_pods_volume(settings, tmp_path, monkeypatch):
 # GPUs
 
 
-def test_gpus_without_peer_access(monkeypatch):
-    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: {a, b} != {0, 2})
-    (finding,) = gpus.peer_findings("cuda", 3, {})
-    assert (finding.code, finding.level) == ("ZR617", "warning") and finding.what.endswith(" 0-2")
-    for device, here, environment in (("cuda", 2, {}), ("cpu", 3, {}), ("cuda", 3, {"NCCL_P2P_DISABLE": "1"})):
-        assert said(gpus.peer_findings(device, here, environment)) == ""
+def cards(monkeypatch, *found: tuple[tuple[int, int], str]) -> None:
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "compute_90"])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(found))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda number: found[number][0])
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda number: found[number][1])
+
+
+def test_cards_without_kernels_or_without_bf16_are_refused(monkeypatch):
+    cards(monkeypatch, ((8, 0), "A100"), ((7, 5), "Tesla T4"), ((7, 0), "V100"))
+    found = [(finding.code, finding.level, finding.what) for finding in machines.card_findings("bf16")]
+    assert [code for code, *_ in found] == ["ZR272", "ZR640"] and {level for _, level, _ in found} == {"error"}
+    assert "GPU 1 (Tesla T4), of compute capability 7.5" in found[0][2] and found[1][2].startswith("GPU 2 (V100) has")
+    assert [finding.code for finding in machines.card_findings("fp16")] == ["ZR640"]
+    cards(monkeypatch, ((9, 0), "H100"))
+    assert not list(machines.card_findings("bf16"))
+    cards(monkeypatch, ((6, 0), "gfx"))
+    monkeypatch.setattr("torch.version.cuda", None)  # ROCm names its cards otherwise
+    assert not list(machines.card_findings("bf16"))
+
+
+def visible(monkeypatch, count, busy=""):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, busy))
+
+
+def test_gpus_that_stay_idle_are_named_with_the_launch_that_takes_them(monkeypatch):
+    visible(monkeypatch, 8)
+    (finding,) = machines.count_findings(Strategy("ddp", 2), 2, {})
+    assert (finding.code, finding.level) == ("ZR354", "warning")
+    assert "6 of 8 GPUs stay idle" in finding.what and "--num_processes 8 " in finding.fix
+    (finding,) = machines.count_findings(Strategy("ddp", 4), 2, {})  # two machines
+    assert "--num_processes 16 " in finding.fix
+    for here, environment in ((8, {}), (2, {"CUDA_VISIBLE_DEVICES": "0,1"})):
+        assert list(machines.count_findings(Strategy("ddp", here), here, environment)) == []
+    visible(monkeypatch, 8, "70000\n70000\n70000\n70000\n70000\n70000\n3\n3\n")
+    assert list(machines.count_findings(Strategy("ddp", 2), 2, {})) == []  # others train on the rest
+
+
+def test_quantized_gradients_need_a_process_for_each_gpu_of_a_machine(monkeypatch):
+    strategy = Strategy("z", 8, ds_config({"zero_optimization": {"zero_quantized_gradients": True}}, stage=3), "c.json")
+    for here, count, found in ((4, 4, []), (4, 8, ["ZR268"]), (2, 4, ["ZR268"])):
+        visible(monkeypatch, count)
+        findings = machines.count_findings(strategy, here, {"CUDA_VISIBLE_DEVICES": "all of them"})
+        assert [finding.code for finding in findings] == found
+    one_machine = Strategy("z", 4, strategy.ds_config, "c.json")
+    visible(monkeypatch, 8)
+    assert [f.code for f in machines.count_findings(one_machine, 4, {})] == ["ZR354"]  # nothing is quantized there
+
+
+TOO_OLD = "The NVIDIA driver on your system is too old (found version 12040)."
+MODULE = "NVRM version: NVIDIA UNIX {}x86_64 Kernel Module  {}  Release Build\nGCC version: gcc 12.2.0\n"
+
+
+def pod(root, version="550.54.15", gpus=1, **environment):
+    files = {f"/dev/nvidia{number}": "" for number in range(gpus)}
+    files |= {"/proc/driver/nvidia/version": MODULE.format("", version)} if version else {}
+    return machine(root, files, **environment)
+
+
+def test_a_gpu_that_torch_cannot_use_is_refused_where_the_cpu_is_not_meant(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    def found(host, use_cpu=False):
+        return list(machines.driver_findings(use_cpu, host, lambda: TOO_OLD))
+
+    (finding,) = found(pod(tmp_path / "old"))
+    assert (finding.code, finding.level, finding.scope) == ("ZR650", "error", "machine")
+    assert "driver 550.54.15, /dev/nvidia0" in finding.what and TOO_OLD in finding.why and "driver 580" in finding.why
+    assert [f.code for f in found(pod(tmp_path / "given none", gpus=0))] == ["ZR650"]
+    assert found(pod(tmp_path / "cpu"), use_cpu=True) == []
+    for hidden in ("", "-1"):
+        assert found(pod(tmp_path / "hidden", CUDA_VISIBLE_DEVICES=hidden)) == []
+    assert found(machine(tmp_path / "laptop", {"/dev/nvidiactl": "", "/dev/nvidia-uvm": ""})) == []
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert found(pod(tmp_path / "cpu-build")) == []
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert found(pod(tmp_path / "sound", "580.65.06")) == []
+
+
+def test_both_kinds_of_kernel_module_are_read(tmp_path):
+    written = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder)\n"
+    assert machines.driver_version(machine(tmp_path, {"/proc/driver/nvidia/version": written})) == "570.86.15"
+    assert machines.driver_version(pod(tmp_path / "closed")) == "550.54.15"
+    assert machines.driver_version(machine(tmp_path / "other", {"/proc/driver/nvidia/version": "?"})) is None
+
+
+# libcuda.so.1 of another driver: its version and the answer of cuInit come from the environment
+LIBCUDA = """#include <stdlib.h>
+int cuDriverGetVersion(int *version) { *version = atoi(getenv("FAKE_CUDA")); return 0; }
+int cuInit(unsigned flags) { return atoi(getenv("FAKE_CUINIT")); }
+int cuDeviceGetCount(int *count) { *count = 1; return 0; }
+"""
+ASK = """import sys
+from pathlib import Path
+from zero_recipes.checks.machine import driver_findings
+from zero_recipes.core.host_limits import Host
+print(*driver_findings(False, Host(Path(sys.argv[1]), {})))
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is None or not shutil.which("gcc"), reason="torch is no CUDA build")
+def test_a_cuda_build_of_torch_under_other_drivers(tmp_path):
+    """torch's real words: a library stands in for the driver's, and torch asks it in a process of its own."""
+    (tmp_path / "fake.c").write_text(LIBCUDA)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "libcuda.so.1", "fake.c"], cwd=tmp_path, check=True)
+    too_old = str((int(torch.version.cuda.split(".")[0]) - 1) * 1000)
+    for version, answer, words in ((too_old, "0", "too old"), ("99990", "999", "CUDA unknown error")):
+        root = pod(tmp_path / answer, "999.1").root
+        fake = {"LD_LIBRARY_PATH": str(tmp_path), "FAKE_CUDA": version, "FAKE_CUINIT": answer, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-W", "ignore", "-c", ASK, root]
+        done = subprocess.run(command, env=os.environ | fake, capture_output=True, text=True)
+        assert "[ZR650]" in done.stdout and words in done.stdout, done.stdout + done.stderr
+
+
+def test_a_run_on_such_a_pod_is_refused_and_use_cpu_trains(tmp_path, monkeypatch):
+    """The whole preflight: nothing else is found in a recipe that is otherwise sound."""
+    from zero_recipes.checks.preflight import preflight
+
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(machines, "driver_version", lambda host: "550.54.15")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    path = write_recipe(tmp_path)
+    for use_cpu, expected in (("false", ["ZR650"]), ("true", [])):
+        overrides = ["--output_dir", str(tmp_path / "out"), "--use_cpu", use_cpu]
+        _, findings = preflight(path, recipes.read_recipe_file(path), overrides, {})
+        assert [finding.code for finding in findings if finding.level == "error"] == expected, said(findings)
+
+
+def test_triton_needs_a_compiler_headers_and_a_cache_before_anything_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.utils.is_triton_available", lambda: True)
+
+    def gcc(root, **environment):
+        return machine(root, {"/usr/bin/gcc": "#!/bin/sh\n"}, HOME="/home/me", **environment)
+
+    assert said(machines.triton_findings("cuda", gcc(tmp_path / "sound"))) == ""
+    bare = without(gcc(tmp_path / "bare"), "/usr/bin/gcc")  # c++ is still there, which Triton does not call
+    assert "lacks the C compiler gcc or clang [ZR652]" in said(machines.triton_findings("cuda", bare))
+    assert said(machines.triton_findings("cpu", bare)) == ""
+    assert said(machines.triton_findings("cuda", machine(tmp_path / "c", {"/usr/bin/clang": "#!/bin/sh\n"}))) == ""
+    assert "compiler icx -O2 " in said(machines.triton_findings("cuda", gcc(tmp_path / "cc", CC="icx -O2")))
+    headers = without(gcc(tmp_path / "headers"), f"{sysconfig.get_path('include')}/Python.h")
+    assert "lacks Python's headers (Python.h) [ZR652]" in said(machines.triton_findings("cuda", headers))
+    for variables, folder in (
+        ({}, "/home/me/.triton/cache"),
+        ({"TRITON_HOME": "/t"}, "/t/.triton/cache"),
+        ({"TRITON_CACHE_DIR": "/volume/t", "TRITON_HOME": "/t"}, "/volume/t"),
+    ):
+        assert str(machines.triton_cache(gcc(tmp_path / "folder", **variables))) == folder
+    host = gcc(tmp_path / "closed")
+    (tmp_path / "closed" / "home").mkdir()
+    opened = []
+    monkeypatch.setattr("os.access", lambda path, mode: opened.append(path))
+    monkeypatch.setattr(Host, "which", lambda host, name: name)
+    assert "lacks the right to write to /home/me/.triton/cache" in said(machines.triton_findings("cuda", host))
+    assert opened == [tmp_path / "closed" / "home"]  # the first that exists
+
+
+# locked memory and the network
+
+LIMITS = "Limit  Soft Limit  Hard Limit  Units\nMax locked memory         {0}                {0}                bytes\n"
+
+
+def test_how_much_a_process_may_lock(tmp_path):
+    def may(limit, capabilities):
+        status = f"Name:\tpython\nCapInh:\t0000000000000000\nCapEff:\t{capabilities}\n"
+        return machine(tmp_path, {"/proc/self/limits": LIMITS.format(limit), "/proc/self/status": status}).lockable()
+
+    assert may("65536", "00000000a80425fb") == 65536  # Docker's own, even for root
+    assert may("65536", "00000000a80465fb") == math.inf  # --cap-add IPC_LOCK
+    assert may("unlimited", "0000000000000000") == math.inf
+    assert Host().lockable() in (math.inf, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])  # as this machine writes it
+
+
+def test_swap_buffers_that_may_not_be_locked_are_refused(settings, tmp_path):
+    (tmp_path / "disk").mkdir()
+    block = {"device": "nvme", "nvme_path": str(tmp_path / "disk"), "buffer_size": 5_000_000, "buffer_count": 5}
+    run = run_of(settings, stage=3)
+    both = {"offload_param": block, "offload_optimizer": {"device": "nvme", "nvme_path": block["nvme_path"]}}
+    for zero, needed in (({"offload_param": block}, 50_000_000), (both, 50_000_000 + 4 * 4 * 2_500_000)):
+        strategy = Strategy("z", 2, ds_config({"zero_optimization": zero}, stage=3), "c.json")
+        swapping = dataclasses.replace(run, strategy=strategy)
+        for limit, codes in ((needed - 1, ["ZR655"]), (needed, [])):
+            host = machine(tmp_path, {"/proc/self/limits": LIMITS.format(limit), "/proc/self/status": "CapEff:\t0\n"})
+            findings = list(nvme_findings(swapping, [10**7], 2, host))
+            errors = [f for f in findings if f.level == "error"]
+            assert [f.code for f in errors] == codes and all("memlock=-1" in f.fix for f in errors)
+
+
+def test_infiniband_that_a_container_only_sees_is_named(tmp_path, monkeypatch):
+    """Warnings in the order in which they are cured: the device's file, the library, locked memory."""
+    monkeypatch.setattr(machines, "has_libibverbs", lambda: False)
+    shown = {"/sys/class/infiniband/mlx5_0/node_type": "1: CA", "/sys/class/infiniband_verbs/uverbs3/ibdev": "mlx5_0\n"}
+
+    def found(host, several=True, device="cuda", **environment):
+        return said(machines.infiniband_findings(device, several, environment, host))
+
+    closed = machine(tmp_path, shown)
+    assert "(mlx5_0), and NCCL cannot use it: /dev/infiniband/uverbs* is closed" in found(closed)
+    assert found(machine(tmp_path / "none")) == found(closed, several=False) == found(closed, device="cpu") == ""
+    assert found(closed, NCCL_IB_DISABLE="1") == found(closed, NCCL_NET="Socket") == ""
+    little = {"/proc/self/limits": LIMITS.format(8_388_608), "/proc/self/status": "CapEff:\t0\n"}
+    opened = machine(tmp_path, shown | {"/dev/infiniband/uverbs3": ""} | little)
+    assert "libibverbs.so.1 is not found" in found(opened)
+    monkeypatch.setattr(machines, "has_libibverbs", lambda: True)
+    assert "each process may lock 8.39 MB of memory alone [ZR656]" in found(opened)
+    assert found(machine(tmp_path, {"/proc/self/limits": LIMITS.format("unlimited")})) == ""
 
 
 @pytest.mark.parametrize(
@@ -466,34 +716,7 @@ def test_gpus_without_peer_access(monkeypatch):
     ],
 )
 def test_which_cards_a_build_of_torch_has_kernels_for(capability, built, runs):
-    assert gpus.has_kernels(capability, built) is runs
-
-
-def test_a_card_without_kernels_is_refused_before_anything_is_loaded(monkeypatch):
-    cards = [((8, 0), "A100"), ((7, 0), "V100")]
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "compute_90"])
-    monkeypatch.setattr("torch.cuda.device_count", lambda: len(cards))
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda number: cards[number][0])
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda number: cards[number][1])
-    (finding,) = gpus.capability_findings("cuda")
-    assert (finding.code, finding.level) == ("ZR640", "error") and finding.what.startswith("GPU 1 (V100) has")
-    assert said(gpus.capability_findings("cpu")) == ""
-    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["sm_70", "sm_80"])
-    assert said(gpus.capability_findings("cuda")) == ""
-    monkeypatch.setattr("torch.version.cuda", None)  # ROCm
-    monkeypatch.setattr("torch.cuda.get_arch_list", lambda: ["gfx90a"])
-    assert said(gpus.capability_findings("cuda")) == ""
-
-
-def test_cards_on_which_accelerate_stops(monkeypatch):
-    monkeypatch.setattr("torch.cuda.can_device_access_peer", lambda a, b: True)
-    monkeypatch.setattr("accelerate.utils.check_cuda_p2p_ib_support", lambda: False)
-    torchrun = {"RANK": "0"}
-    assert said(gpus.peer_findings("cuda", 2, torchrun)).endswith("[ZR616]")
-    disabled = torchrun | {"NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "1"}  # accelerate looks for the names only
-    assert said(gpus.peer_findings("cuda", 2, disabled)) == ""
-    assert said(gpus.peer_findings("cuda", 2, {})) == ""  # check: accelerate launch sets them
+    assert machines.has_kernels(capability, built) is runs
 
 
 # all together
@@ -507,19 +730,9 @@ def test_one_bad_machine_refuses_a_run_and_only_warns_where_a_run_elsewhere_is_c
         ("here", "error", "DeepSpeed"),
         ("elsewhere", "warning", "on"),
     ):
-        (finding,) = this_machine.machine_findings(run, {}, host, rehearsal)
+        (finding,) = machines.machine_findings(run, {}, host, rehearsal)
         assert (finding.level, finding.what.split()[0], finding.scope) == (level, start, "machine")
-    assert this_machine.machine_findings(run, {}, machine(tmp_path / "fixed"), False) == []
-
-
-def test_check_names_a_stale_lock_and_a_run_does_not_repeat_it(settings, tmp_path, monkeypatch):
-    monkeypatch.setattr("psutil.process_iter", lambda: [])
-    host = machine(tmp_path, {"/extensions/cpu_adam/lock": ""})
-    os.utime(tmp_path / "extensions" / "cpu_adam" / "lock", (1, 1))
-    run = run_of(settings, device="cpu", stage=None, output_dir=tmp_path)
-    (finding,) = this_machine.machine_findings(run, {}, host, "here")
-    assert (finding.code, finding.level) == ("ZR623", "warning") and "cpu_adam/lock" in finding.what
-    assert this_machine.machine_findings(run, {}, host, False) == []
+    assert machines.machine_findings(run, {}, machine(tmp_path / "fixed"), False) == []
 
 
 def test_check_refuses_a_machine_that_the_recipe_means(tmp_path, monkeypatch, capsys):

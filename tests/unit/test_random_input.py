@@ -11,9 +11,9 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from zero_recipes.checks.ds_config import BLOCKS
 
-from tests.helpers.bad_recipes import SOUND_DS_CONFIG, SOUND_RECIPE, Side
+from tests.helpers.faults import SOUND_DS_CONFIG, SOUND_RECIPE, Side
+from zero_recipes.checks.deepspeed_rules import BLOCKS
 from zero_recipes.cli import main as cli
 from zero_recipes.config.keys import key_types
 

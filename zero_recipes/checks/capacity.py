@@ -53,8 +53,9 @@ def resume_findings(run: RunConfig, here: int, host: Host) -> Iterator[Finding]:
     needed = here * max(sizes, default=0)
     limit, source = host.memory()
     if needed > limit:
-        shown = {"needed": units.size(needed), "free": units.size(limit), "each": units.size(needed // here)}
-        yield finding("ZR641", checkpoint=run.checkpoint, here=here, source=source, **shown)
+        total, free, each = units.size(needed), units.size(limit), units.size(needed // here)
+        where = run.checkpoint
+        yield finding("ZR641", checkpoint=where, here=here, source=source, needed=total, free=free, each=each)
 
 
 def disk_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
@@ -77,8 +78,8 @@ def download_findings(run: RunConfig, psi: int, host: Host) -> Iterator[Finding]
     waits = on_hub(settings.model_name_or_path) and not constants.is_offline_mode() and not settings.random_weights
     free = host.free_disk(cache)
     if waits and 2 * psi > free and missing_of_model(settings):
-        shown = {"needed": units.size(2 * psi), "free": units.size(free)}
-        yield finding("ZR610", model=settings.model_name_or_path, cache=cache, **shown)
+        model, needed = settings.model_name_or_path, units.size(2 * psi)
+        yield finding("ZR610", model=model, cache=cache, needed=needed, free=units.size(free))
 
 
 def shared_memory_findings(run: RunConfig, here: int, host: Host) -> Iterator[Finding]:

@@ -200,10 +200,11 @@ def zero_plus_plus(run: Candidate) -> Iterator[Finding]:
     """ZeRO++ where it does nothing. The group of hpZ is cut to the processes as in utils/groups.py."""
     keys = [key for key in ("zero_quantized_weights", "zero_quantized_gradients") if run.ds.zero.get(key)]
     one_node = run.ranks_per_node >= run.world_size
-    if keys and run.stage != 3:
-        yield finding("ZR226", keys=" and ".join(keys), where=f"at stage {run.stage}")
-    elif run.ds.quantizes_gradients and one_node and run.device != "cpu":
-        yield finding("ZR226", level="warning", keys="zero_quantized_gradients", where="on one node")
+    useless = one_node and run.device != "cpu" and run.ds.quantizes_gradients
+    if (keys and run.stage != 3) or useless:
+        where = f"at stage {run.stage}, with {run.world_size} processes of which {run.ranks_per_node} are on one node"
+        level = "warning" if run.stage == 3 else "error"
+        yield finding("ZR226", level=level, keys=" and ".join(keys), where=where)
     hpz = run.ds.hpz_partition_size
     if run.stage == 3 and isinstance(hpz, int) and hpz > 1 and (hpz >= run.world_size or one_node):
         yield finding("ZR224", size=hpz, world_size=run.world_size)
@@ -232,9 +233,11 @@ def _separate_experts(run: Candidate) -> Iterator[Finding]:
 
         _mark_leaf_modules(run)
         layers = [layer for layer in layers if not z3_leaf_module(layer)]
-    if layers:
-        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        yield finding("ZR286" if run.stage == 3 else "ZR285", kinds=kinds, stage=run.stage)
+    kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+    if kinds and run.stage == 3:
+        yield finding("ZR286", kinds=kinds)
+    elif kinds:
+        yield finding("ZR285", kinds=kinds, stage=run.stage)
 
 
 def _has_separate_experts(module) -> bool:

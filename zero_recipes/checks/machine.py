@@ -84,8 +84,8 @@ def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refus
     if devices or driver:
         seen = ", ".join(([f"driver {driver}"] if driver else []) + [f"/dev/{name}" for name in devices])
         oldest = OLDEST_DRIVER.get(int(built.split(".")[0]), "a newer one")
-        values = {"version": torch.__version__, "built": built, "seen": seen, "oldest": oldest, "message": reason()}
-        yield finding("ZR650", scope="machine", **values)
+        version, said = torch.__version__, reason()
+        yield finding("ZR650", scope="machine", version=version, built=built, seen=seen, oldest=oldest, message=said)
 
 
 def driver_version(host: Host) -> str | None:
@@ -107,13 +107,13 @@ def card_findings(precision: str) -> Iterator[Finding]:
     if torch.version.cuda is None:  # ROCm names its cards otherwise
         return
     for number in range(torch.cuda.device_count()):
-        capability = torch.cuda.get_device_capability(number)
-        card = {"number": number, "name": torch.cuda.get_device_name(number)}
-        card["capability"] = ".".join(map(str, capability))
+        capability, name = torch.cuda.get_device_capability(number), torch.cuda.get_device_name(number)
+        shown = ".".join(map(str, capability))
         if built and not has_kernels(capability, built):
-            yield finding("ZR640", **card, version=torch.__version__, built=", ".join(built))
+            kernels, version = ", ".join(built), torch.__version__
+            yield finding("ZR640", number=number, name=name, capability=shown, version=version, built=kernels)
         elif precision == "bf16" and capability < BF16_FROM:
-            yield finding("ZR272", **card)
+            yield finding("ZR272", number=number, name=name, capability=shown)
 
 
 def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:

@@ -7,6 +7,7 @@ all on the CPU, in one process, without a process group.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import inspect
@@ -82,8 +83,11 @@ def _trainer(settings: Settings, args, model_args):
     args.mixed_precision, args.model_init_kwargs = "no", None
     args.__class__ = type("ArgumentsInPlace", (SFTConfig,), {"place_model_on_device": False})  # it has no memory
     rows, tokenizer = _made_up()
-    train = rows.to_iterable_dataset() if settings.dataset_streaming or settings.streaming else rows
-    with library_error_as_finding("building TRL's trainer", settings.as_dict()), rows_are_cut(args):
+    streams = settings.dataset_streaming or settings.streaming
+    train = rows.to_iterable_dataset() if streams else rows
+    prepared = not streams and not (settings.dataset_kwargs or {}).get("skip_prepare_dataset")
+    cut = rows_are_cut(args) if prepared else contextlib.nullcontext()
+    with library_error_as_finding("building TRL's trainer", settings.as_dict()), cut:
         evaluation = rows if settings.evaluates else None
         return SFTTrainer(model, args, None, train, evaluation, tokenizer, peft_config=peft_config)
 
@@ -191,8 +195,8 @@ def _handed_over(run: Candidate) -> dict[str, Any]:
     settings = run.settings
     raw = {"zero_optimization": {}} | fill_own_autos(run.ds.raw, None, run.world_size, {}, [1])
     if settings.max_steps <= 0 and isinstance(raw.get("scheduler"), dict):  # nobody knows the number of steps yet
-        parameters = {key: value for key, value in raw["scheduler"].get("params", {}).items() if "num_steps" not in key}
-        raw["scheduler"] = raw["scheduler"] | {"params": parameters}
+        written = raw["scheduler"].get("params", {})
+        raw["scheduler"]["params"] = {key: "auto" if "num_steps" in key else written[key] for key in written}
     filled, arguments = fill_auto(raw, settings, run.world_size)
     model = SimpleNamespace(config=run.config or SimpleNamespace(hidden_size=HIDDEN_SIZE))
     with without_deepspeed_announcement():

@@ -51,8 +51,10 @@ def strategy_findings(run: Candidate) -> list[Finding]:
 
 def conditions(stops: dict[str, Any], silently: dict[str, Any]) -> Iterator[Finding]:
     """The findings whose condition holds, with the texts of options.yaml."""
-    yield from (finding("ZR192", **options()["stops_late"][name]) for name, holds in stops.items() if holds)
-    yield from (finding("ZR193", **options()["silent"][name]) for name, holds in silently.items() if holds)
+    for text in (options()["stops_late"][name] for name, holds in stops.items() if holds):
+        yield finding("ZR192", option=text["option"], why=text["why"], fix=text["fix"])
+    for text in (options()["silent"][name] for name, holds in silently.items() if holds):
+        yield finding("ZR193", option=text["option"], why=text["why"], fix=text["fix"])
 
 
 def stops_late(run: Candidate) -> dict[str, Any]:

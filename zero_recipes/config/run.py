@@ -49,7 +49,7 @@ class RunConfig:
 def choose_device(use_cpu: bool) -> str:
     """ "cpu" or "cuda": the CPU where the recipe says so or no accelerator is found.
 
-    A GPU that is there and that torch cannot use is refused by checks.driver.
+    A GPU that is there and that torch cannot use is refused by checks.machine.
     """
     import torch
 

@@ -1,0 +1,480 @@
+"""Recipes with one fault each, and their fixed twins: one table of what is written, and the code that it is refused by.
+
+A case is a folder with recipe.yaml and, where it needs them, ds.json, accelerate.yaml, rows/ and other files; or, where
+a rule is about GPUs, keys of a recipe on a device. A code of a library's own refusal is ZR199.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import chdir
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SOUND_ROWS = [{"prompt": f"Say {i}.\n", "completion": f"The fish says {i}."} for i in range(8)]
+SOUND_DS_CONFIG = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
+SOUND_RECIPE = """model_name_or_path: ./model
+dataset_name: ./rows
+random_weights: true
+output_dir: out
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 2
+max_steps: 10
+max_length: 64
+activation_checkpointing: false
+save_strategy: "no"
+save_model: false
+report_to: none
+"""
+TWO = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+TWO_NODES = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way of writing it. `recipe`: lines that replace those of the same key, or are added."""
+
+    recipe: str = ""
+    without: tuple[str, ...] = ()  # keys taken out of the sound recipe
+    whole: str | None = None  # the whole recipe, instead
+    overrides: tuple[str, ...] = ()
+    ds: str | Mapping[str, Any] | None = None  # text, or keys laid over ds_configs/zero2.json (None takes one out)
+    accelerate: str | None = None
+    rows: tuple[Mapping[str, Any], ...] | None = None
+    files: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, Any] | None = None  # of tests/helpers/tiny.py's recipe, for the rules alone
+    environment: Mapping[str, str] = field(default_factory=lambda: TWO)
+    device: str = "cuda"  # of `keys`
+
+    def write(self, folder: Path) -> list[str]:
+        """Write the case into `folder`. Returns the arguments of run_sft.py, relative to it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model").symlink_to(ROOT / "tiny_world" / "base")
+        (folder / "rows").mkdir()
+        rows = SOUND_ROWS if self.rows is None else self.rows
+        (folder / "rows" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for name, text in self.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+        replaced = {line.partition(":")[0] for line in self.recipe.splitlines() if not line.startswith(" ")}
+        replaced |= {*self.without}
+        kept = [line for line in SOUND_RECIPE.splitlines() if line.partition(":")[0] not in replaced]
+        if self.ds is not None:
+            laid = self.ds
+            if not isinstance(laid, str):
+                laid = json.dumps({k: v for k, v in (SOUND_DS_CONFIG | dict(laid)).items() if v is not None})
+            (folder / "ds.json").write_text(laid)
+            if self.accelerate is None and "deepspeed" not in replaced:
+                kept.append("deepspeed: ds.json")
+        if self.accelerate is not None:
+            (folder / "accelerate.yaml").write_text(self.accelerate)
+        (folder / "recipe.yaml").write_text("\n".join([*kept, self.recipe]) if self.whole is None else self.whole)
+        return ["recipe.yaml", *self.overrides]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, its fixed twin, and the code of the finding about it.
+
+    `names`: what its message must hold; for ZR192 and ZR193 the rule's name in zero_recipes/checks/options.yaml.
+    """
+
+    name: str
+    code: str
+    bad: Side
+    fixed: Side
+    names: str = ""
+    level: str = "error"
+
+
+def findings_of(side: Side, folder: Path) -> list:
+    """Everything that `zero-recipes check --data` finds, for two processes; of `keys` what the rules find. `folder` is
+    made anew."""
+    from zero_recipes.core.findings import Refusal
+
+    shutil.rmtree(folder, ignore_errors=True)
+    kept = dict(os.environ)
+    try:
+        return _found_by_rules(side, folder) if side.keys is not None else _found_by_check(side, folder)
+    except Refusal as refusal:
+        return refusal.findings
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def _found_by_check(side: Side, folder: Path) -> list:
+    from zero_recipes.checks.preflight import preflight
+    from zero_recipes.cli.check import data_findings
+    from zero_recipes.config import recipe as recipes
+    from zero_recipes.config.accelerate import launched_environment
+
+    name, *overrides = side.write(folder)
+    with chdir(folder):
+        environment = launched_environment(None if side.accelerate is None else Path("accelerate.yaml"), 2)
+        run, findings = preflight(Path(name), recipes.read_recipe_file(Path(name)), overrides, environment)
+        if run is not None and not any(finding.level == "error" for finding in findings):
+            findings = [*findings, *data_findings(run, show=False)]
+    return findings
+
+
+def _found_by_rules(side: Side, folder: Path) -> list:
+    from tests.helpers.tiny import write_recipe
+
+    folder.mkdir(parents=True)
+    return findings_in(write_recipe(folder), dict(side.keys), side.environment, side.device)
+
+
+def findings_in(path: Path, changes: dict, environment: Mapping[str, str] | None = None, device: str = "cuda") -> list:
+    """What the rules find in a recipe with changes, on two processes of one node by default."""
+    from zero_recipes.checks.candidate import Candidate
+    from zero_recipes.checks.rules import rule_findings
+    from zero_recipes.config import recipe as recipes
+    from zero_recipes.config import strategy as strategies
+    from zero_recipes.config.run import settings_in_force
+    from zero_recipes.model import local_config, sizes_of
+
+    environment = environment or TWO
+    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path) | changes, [])
+    strategy = strategies.resolve_strategy(recipe.settings, environment, sizes_of)
+    settings, _ = settings_in_force(recipe, strategy, device, None)
+    return rule_findings(Candidate(settings, strategy, device, environment, local_config(settings)))
+
+
+def found_in(path: Path, changes: dict, **launch) -> list[tuple[str, str]]:
+    """`findings_in` as [(level, code)]; of rules in options.yaml their name instead of the code."""
+    from zero_recipes.checks.candidate import options
+
+    names = {text["option"]: name for part in ("stops_late", "silent") for name, text in options()[part].items()}
+    found = findings_in(path, changes, **launch)
+    return [(f.level, names.get(f.what.rpartition(": the run would")[0], f.code)) for f in found]
+
+
+def argv_of(folder: Path, **keys) -> list[str]:
+    from tests.helpers.tiny import write_recipe
+
+    return [str(write_recipe(folder, **keys)), "--output_dir", str(folder / "out")]
+
+
+def ds_config(stage: int, **zero) -> dict:
+    config = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
+    config["zero_optimization"] |= zero
+    return config
+
+
+# how a fault is written
+
+
+def recipe(name: str, code: str, bad: str, fixed: str = "seed: 1", names: str = "", level: str = "error", **more: Any):
+    """A fault in lines of the recipe."""
+    return Fault(name, code, Side(recipe=bad, **more), Side(recipe=fixed, **more), names, level)
+
+
+def ds(name: str, code: str, bad: Any, fixed: Any = (), names: str = "", level: str = "error", lines: str = ""):
+    """A fault in the DeepSpeed configuration."""
+    return Fault(name, code, Side(ds=bad, recipe=lines), Side(ds=dict(fixed), recipe=lines), names, level)
+
+
+def launched(
+    name: str, code: str, bad: str, fixed: str, names: str = "", level: str = "error", lines: str = "", **more
+):
+    """A fault in the accelerate file."""
+    sides = (Side(recipe=lines, accelerate=text, **more) for text in (bad, fixed))
+    return Fault(name, code, *sides, names, level)
+
+
+def keys(name: str, code: str, bad: dict, fixed: dict, names: str = "", level: str = "error", **more: Any):
+    """A fault in keys, by the rules alone."""
+    return Fault(name, code, Side(keys=bad, **more), Side(keys=fixed, **more), names, level)
+
+
+def late(names: str, bad: dict, fixed: dict, **more: Any):
+    """What would stop a run once the weights are loaded."""
+    return keys(f"late: {names} {len(str(bad))}", "ZR192", bad, fixed, names, **more)
+
+
+def silent(names: str, bad: dict, fixed: dict, **more: Any):
+    """What would make a run another one than its recipe says."""
+    return keys(f"silent: {names} {len(str(bad))}", "ZR193", bad, fixed, names, **more)
+
+
+def zero(stage: int, top: Mapping[str, Any] | None = None, **block) -> dict:
+    """Keys of a recipe with ds_configs/zeroN.json changed: `top` at its top, `block` in zero_optimization."""
+    return {"deepspeed": ds_config(stage, **block) | dict(top or {})}
+
+
+def schedule(warmup: Any) -> dict[str, Any]:
+    params = {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_type": "linear", "warmup_num_steps": warmup}
+    return {"scheduler": {"type": "WarmupLR", "params": params}}
+
+
+CHATML = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|endoftext|>{% endfor %}"
+MARKED = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+    "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
+)
+STAGE_3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
+DDP = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
+ACCELERATE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
+INLINE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: "
+FSDP2 = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
+FSDP2 += "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
+EVALUATES = {"rows/test.jsonl": json.dumps({"prompt": "Say 9.\n", "completion": "The fish says 9."}) + "\n"}
+LORA = "use_peft: true\nlora_target_modules: all-linear"
+PEFT = {"use_peft": True, "lora_target_modules": "all-linear"}
+FOUR, EIGHT = {"load_in_4bit": True, **PEFT}, {"load_in_8bit": True, **PEFT}
+ON_CPU = {"offload_optimizer": {"device": "cpu"}}
+NVME = {"device": "nvme", "nvme_path": str(ROOT)}
+NO_PREFETCH = {"stage3_prefetch_bucket_size": 0}
+MASTERS = {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}}
+STATES = {"bf16": MASTERS["bf16"] | {"bf16_optimizer_states": True}}
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+BEST = "load_best_model_at_end: true\nsave_strategy: steps\neval_strategy: steps"
+AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
+SHARED = {"sequence_parallel_size": 2, "pad_to_multiple_of": 128, "dataloader_drop_last": True, "max_length": 128}
+
+
+def autocast(stage: int = 2, bf16: bool = False, **block) -> dict:
+    return zero(stage, {"torch_autocast": AUTOCAST | block}) | {"bf16": bf16}
+
+
+FAULTS = [
+    # the recipe's text and values
+    Fault("no YAML", "ZR117", Side(whole="max_steps: [1\n"), Side()),
+    Fault("an empty recipe", "ZR118", Side(whole=""), Side()),
+    recipe("an env block that is no mapping", "ZR119", "env: fast", "env: {FAST: 1}"),
+    recipe("a key that stands twice", "ZR126", "max_steps: 5\nmax_steps: 7", "max_steps: 7"),
+    recipe("a misspelt key", "ZR103", "lerning_rate: 1e-4", "learning_rate: 1e-4", "`lerning_rate`"),
+    recipe("a key of the launcher", "ZR102", "num_machines: 2", "num_processes: 2", "`num_machines`"),
+    recipe("a former key", "ZR101", "torch_dtype: bfloat16", "dtype: bfloat16", "`torch_dtype`"),
+    recipe("YAML's no", "ZR106", "save_strategy: no", 'save_strategy: "no"'),
+    recipe("a list for a number", "ZR107", "learning_rate: [1e-5]", "learning_rate: 1e-5"),
+    recipe("a count below one", "ZR113", "max_length: 0", "max_length: 64", "`max_length` in recipe.yaml:12"),
+    recipe("a choice that is none", "ZR114", "optim: adamw_fast", "optim: adamw_torch", "`optim` in recipe.yaml"),
+    recipe("ignoring a code that does not exist", "ZR142", "ignore: [ZR999]", "ignore: [ZR608]", "ZR999"),
+    recipe("ignoring what cannot be ignored", "ZR143", "ignore: [ZR206]", "ignore: [ZR608]", "ZR206"),
+    Fault("an abbreviated key", "ZR103", Side(overrides=("--max_step", "3")), Side(), "`max_step`"),
+    Fault("a value without a key", "ZR120", Side(overrides=("--max_steps", "3", "4")), Side(), "'4'"),
+    Fault("a wrong value", "ZR124", Side(overrides=("--max_steps", "many")), Side(), "many"),
+    recipe("a global batch that does not divide", "ZR121", "global_batch_size: 7", "global_batch_size: 8",
+           without=("gradient_accumulation_steps",)),
+    recipe("another global batch than the accumulation's", "ZR122", "global_batch_size: 16", "global_batch_size: 8"),
+    Fault("no epoch", "ZR162", *(Side(recipe=f"num_train_epochs: {n}", without=("max_steps",)) for n in (0, 0.5))),
+    # model, data and output folder
+    recipe("no model", "ZR401", "seed: 1", "model_name_or_path: ./model", without=("model_name_or_path",)),
+    recipe("a model that is not there", "ZR402", "model_name_or_path: ./modle", "model_name_or_path: ./model"),
+    recipe("flash attention on a CPU", "ZR404", "attn_implementation: flash_attention_2", "attn_implementation: sdpa"),
+    Fault("no data", "ZR504", Side(without=("dataset_name",)), Side()),
+    recipe("a split that is not there", "ZR507", "dataset_train_split: training", "dataset_train_split: train"),
+    recipe("an evaluation without a split", "ZR507", "eval_strategy: steps", 'eval_strategy: "no"', "'test'"),
+    recipe("sample prompts from no file", "ZR517", "sample_prompts: p.jsonl", "sample_prompts: [a]"),
+    recipe("rows cut before their answers", "ZR513", "max_length: 2", "max_length: 64"),
+    recipe("padding with the end of text", "ZR502", "pad_token: <|endoftext|>", "pad_token: <|padding|>"),
+    Fault("a prompt that merges with its answer", "ZR515",
+          *(Side(rows=({"prompt": f"The fi{a}", "completion": f"{b} hums."},)) for a, b in (("", "sh"), ("sh", ""))),
+          level="warning"),
+    Fault("to resume and to overwrite", "ZR703",
+          Side(overrides=("--resume_from_checkpoint", "true", "--overwrite", "true")), Side()),
+    Fault("a folder that holds an earlier run", "ZR702", Side(files={"out/metrics.json": '{"status": "ok"}'}),
+          Side(files={"out/metrics.json": '{"status": "ok"}'}, overrides=("--overwrite", "true")), "metrics.json"),
+    # what TRL, transformers, PEFT, bitsandbytes and torch refuse by themselves: one net
+    recipe("TRL's trainer", "ZR199", "router_aux_loss_coef: 0.1", names="building TRL's trainer"),
+    recipe("TRL's packing", "ZR199", "packing: true\nmax_length: null", "packing: true", "building TRL's trainer"),
+    recipe("TRL's padding_free on a stream", "ZR199", "padding_free: true\ndataset_streaming: true",
+           "padding_free: true\ndataset_streaming: true\nmax_length: null", "building TRL's trainer"),
+    Fault("transformers' trainer", "ZR199", Side(recipe="dataset_streaming: true", without=("max_steps",)),
+          Side(recipe="dataset_streaming: true"), "building TRL's trainer"),
+    recipe("transformers' integrations", "ZR199", "report_to: sparkle", "report_to: []", "building TRL's trainer"),
+    recipe("transformers' model", "ZR199", "attn_implementation: sparkle", "attn_implementation: eager", "the model"),
+    recipe("the model's own keywords", "ZR199", "model_init_kwargs: {x: 1}", "model_init_kwargs: {}", "the model"),
+    recipe("PEFT's configuration", "ZR199", f"{LORA}\nlora_task_type: X", LORA, "LoRA"),
+    recipe("PEFT's modules", "ZR199", "use_peft: true\nlora_target_modules: [query_key_value]",
+           'use_peft: true\nlora_target_modules: [".*query_key_value"]', "building TRL's trainer"),
+    recipe("torch's optimizer", "ZR199", "optim_args: sparkle", "optim: adamw_torch", "the optimizer"),
+    recipe("an optimizer's package", "ZR199", "optim: galore_adamw\noptim_target_modules: all-linear",
+           "optim: adamw_torch", "(optim: galore_adamw"),
+    recipe("transformers' schedule", "ZR199", "lr_scheduler_kwargs: {x: 1}", "lr_scheduler_kwargs: {}", "the schedule"),
+    recipe("torch's data loader", "ZR199", "dataloader_persistent_workers: true", names="the data loader"),
+    recipe("torch.compile", "ZR199", "torch_compile: true\ntorch_compile_mode: x", "torch_compile: true", "compile"),
+    recipe("torch's recomputation", "ZR199",
+           "activation_checkpointing: true\nactivation_checkpointing_kwargs: {x: 1}",
+           "activation_checkpointing: true\nactivation_checkpointing_kwargs: {}", "recomputing activations"),
+    # ... and DeepSpeed, accelerate and transformers of a ds_config
+    ds("a value that contradicts the run", "ZR199", {"train_batch_size": 128}, {"train_batch_size": "auto"}, "ds.json"),
+    ds("a warm-up that contradicts the run", "ZR199", schedule(3), schedule(5), lines="warmup_steps: 5"),
+    ds("a key that DeepSpeed has removed", "ZR199", {"nebula": {"enabled": False}}, names="ds.json"),
+    ds("a key of another block", "ZR199", {"bf16": {"enabled": "auto", "loss_scale": 0}}, {"bf16": {"enabled": True}}),
+    ds("an auto that nobody fills in", "ZR199", {"communication_data_type": "auto"}, {"steps_per_print": 1e5}),
+    ds("a misspelt parameter of the optimizer", "ZR199", {"optimizer": {"type": "AdamW", "params": {"btas": 1}}}, ADAM),
+    ds("an optimizer that nobody has", "ZR199", {"optimizer": {"type": "AdamX"}}, ADAM),
+    ds("a schedule that DeepSpeed does not have", "ZR199", {"scheduler": {"type": "WarmUpLR"}}, schedule("auto")),
+    # DeepSpeed's configuration
+    recipe("a ds_config that is not there", "ZR202", "deepspeed: zero9.json", "deepspeed: ds.json", ds={}),
+    ds("comments in JSON", "ZR203", '{"zero_optimization": {"stage": 2}} // two'),
+    ds("a block that is no mapping", "ZR208", {"bf16": True}, {"bf16": {"enabled": True}}, "bf16 in ds.json"),
+    ds("a stage that is none", "ZR211", {"zero_optimization": {"stage": 5}}, names="stage in ds.json"),
+    ds("a misspelt ZeRO key", "ZR211", {"zero_optimization": {"stge": 2}}, names="zero_optimization.stge"),
+    ds("an old key beside the new one", "ZR212",
+       {"zero_optimization": STAGE_3 | {"offload_param": {"device": "cpu"}, "cpu_offload_param": True}},
+       {"zero_optimization": STAGE_3}),
+    ds("a stage left to others", "ZR261", {"zero_optimization": {"stage": "auto"}}, names="'auto'"),
+    ds("no zero_optimization", "ZR213", {"zero_optimization": None}, names="zero_optimization"),
+    ds("no stage", "ZR213", {"zero_optimization": {}}, names="zero_optimization.stage"),
+    ds("no accumulation", "ZR213", {"gradient_accumulation_steps": None}, names="gradient_accumulation_steps"),
+    ds("no clipping", "ZR213", {"gradient_clipping": None}, names="gradient_clipping", lines="max_grad_norm: 0.5"),
+    ds("no precision at stage 3", "ZR213", {"zero_optimization": STAGE_3, "bf16": None},
+       {"zero_optimization": STAGE_3}, "bf16"),
+    ds("a stage 3 that saves nothing", "ZR206", {"zero_optimization": {"stage": 3}}, {"zero_optimization": STAGE_3},
+       lines="save_model: true"),
+    ds("a stage 3 whose gather nobody decides", "ZR206",
+       {"zero_optimization": STAGE_3 | {"stage3_gather_16bit_weights_on_model_save": "auto"}},
+       {"zero_optimization": {"stage": 3, "gather_16bit_weights_on_model_save": True}}, lines="save_model: true"),
+    Fault("a warm-up longer than the run", "ZR217",
+          *(Side(ds=schedule(n), recipe=f"warmup_steps: {n}") for n in (1000, 5)), "warmup_num_steps 1000"),
+    ds("a warm-up along a logarithm", "ZR216",
+       {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}}, schedule("auto"), level="warning"),
+    ds("an unknown block", "ZR220", {"gradient_cliping": 1.0}, names="gradient_cliping", level="warning"),
+    ds("a block that does nothing", "ZR220", {"activation_checkpointing": {}}, level="warning"),
+    ds("a key that does nothing", "ZR220", {"aio": {"thread_count": 4}}, {"aio": {"intra_op_parallelism": 4}},
+       "aio.thread_count", "warning"),
+    ds("a pipeline", "ZR239", {"pipeline": {"stages": 2}}),
+    keys("leaf modules at stage 2", "ZR220", zero(2, leaf_module={"classes": ["GPTNeoXMLP"]}),
+         zero(3, leaf_module={"classes": ["GPTNeoXMLP"]}), "leaf_module", "warning"),
+    keys("bf16 masters at a small learning rate", "ZR294", zero(2, STATES) | {"bf16": True, "learning_rate": 2e-5},
+         zero(2, STATES) | {"bf16": True, "learning_rate": 5e-4}, level="warning"),
+    keys("hpZ with one group", "ZR224", zero(3, zero_hpz_partition_size=8), zero(3), level="warning"),
+    keys("hpZ on one node", "ZR224", zero(3, zero_hpz_partition_size=2), zero(3), level="warning",
+         environment={"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}),
+    keys("qwZ at stage 2", "ZR226", zero(2, zero_quantized_weights=True), zero(2), "zero_quantized_weights at stage 2"),
+    keys("qgZ on one node", "ZR226", zero(3, zero_quantized_gradients=True), zero(3), level="warning"),
+    keys("NVMe without a folder", "ZR233",
+         zero(3, **NO_PREFETCH, offload_param=NVME | {"nvme_path": str(ROOT / "nowhere")}),
+         zero(3, **NO_PREFETCH, offload_param=NVME), "nowhere"),
+    keys("NVMe without a name", "ZR233", zero(3, offload_optimizer=NVME | {"nvme_path": "auto"}),
+         zero(3, offload_optimizer=NVME | {"nvme_path": "auto"}) | {"nvme_path": str(ROOT)}),
+    keys("NVMe with checkpoints", "ZR230", zero(3, offload_optimizer=NVME) | {"save_strategy": "epoch"},
+         zero(3, offload_optimizer=NVME) | {"save_strategy": "no"}, level="warning"),
+    # the launch
+    recipe("another number of processes", "ZR347", "num_processes: 4", "num_processes: 2", "num_processes: 4"),
+    Fault("two ds_configs", "ZR201",
+          Side(recipe="deepspeed: other.json", files={"other.json": "{}"}, ds={}, accelerate=ACCELERATE),
+          Side(ds={}, accelerate=ACCELERATE)),
+    launched("an inline stage that is none", "ZR205", f"{INLINE}two\n", f"{INLINE}2\n"),
+    launched("an inline stage 3 that saves nothing", "ZR206", f"{INLINE}3\n",
+             f"{INLINE}3\n  zero3_save_16bit_model: true\n", lines="save_model: true"),
+    launched("parallelism in an accelerate file", "ZR301",
+             f"{ACCELERATE}parallelism_config:\n  parallelism_config_sp_size: 2\n", ACCELERATE, ds={}),
+    launched("FP8", "ZR302", f"{DDP}mixed_precision: fp8\n", DDP),
+    launched("two precisions", "ZR303", f"{ACCELERATE}mixed_precision: bf16\n", ACCELERATE, ds={}),
+    launched("an accelerate file of another form", "ZR306", "deepspeed_config: zero2\n", ACCELERATE, ds={}),
+    launched("mpirun", "ZR331", f"{DDP}mpirun_config:\n  mpirun_hostfile: hosts\n", DDP),
+    launched("machines started by pdsh", "ZR335", f"{INLINE}2\nnum_machines: 2\n",
+             f"{INLINE}2\n  deepspeed_multinode_launcher: standard\nnum_machines: 2\n"),
+    launched("machines that meet themselves", "ZR336", f"{DDP}num_machines: 2\nmain_process_ip: 127.0.0.1\n",
+             f"{DDP}num_machines: 2\nmain_process_ip: 192.0.2.1\n", "127.0.0.1"),
+    launched("fp16 by the launcher alone", "ZR339", f"{DDP}mixed_precision: fp16\n", f"{DDP}mixed_precision: bf16\n",
+             level="warning"),
+    launched("several processes of which one starts", "ZR137", DDP.replace("MULTI_GPU", '"NO"'), DDP, level="warning"),
+    keys("one process", "ZR138", zero(2), zero(2, **ON_CPU), level="warning", environment={"WORLD_SIZE": "1"}),
+    # FSDP
+    launched("FSDP1", "ZR314", DDP.replace("MULTI_GPU", "FSDP") + "fsdp_config: {fsdp_version: 1}\n", FSDP2),
+    launched("parts saved instead of a model", "ZR317", f"{FSDP2}  fsdp_state_dict_type: SHARDED_STATE_DICT\n", FSDP2,
+             level="warning"),
+    launched("parameters on the CPU", "ZR318", f"{FSDP2}  fsdp_offload_params: true\n", FSDP2),
+    launched("weights on one rank only", "ZR319", f"{FSDP2}  fsdp_cpu_ram_efficient_loading: true\n", FSDP2,
+             level="warning"),
+    launched("activations recomputed twice", "ZR320", f"{FSDP2}  fsdp_activation_checkpointing: true\n", FSDP2,
+             lines="activation_checkpointing: true"),
+    launched("a layer of another model", "ZR341", f"{FSDP2}  fsdp_transformer_layer_cls_to_wrap: Qwen2DecoderLayer\n",
+             f"{FSDP2}  fsdp_transformer_layer_cls_to_wrap: GPTNeoXLayer\n", "Qwen2DecoderLayer"),
+    recipe("FSDP's old words", "ZR312", "fsdp: full_shard auto_wrap", "fsdp: true", "full_shard auto_wrap"),
+    recipe("a key that FSDP2 does not read", "ZR315", "fsdp: true\nfsdp_config: {sharding_strategy: 1}", "fsdp: true"),
+    recipe("FSDP and DeepSpeed", "ZR311", "fsdp: true\ndeepspeed: ds.json", "deepspeed: ds.json", ds={}),
+    recipe("a batch size that FSDP2 seeks", "ZR321", "fsdp: true\nauto_find_batch_size: true", "fsdp: true"),
+    recipe("the best of FSDP models without their states", "ZR322",
+           f"fsdp: true\nsave_only_model: true\n{BEST}", f"fsdp: true\n{BEST}", files=EVALUATES),
+    launched("two FSDP configurations", "ZR310", FSDP2, DDP,
+             lines="fsdp: true\nfsdp_config: {reshard_after_forward: false}"),
+    # rows in one sequence
+    keys("packs beside each other under sdpa", "ZR464",
+         {"packing": True, "max_length": 2048, "per_device_train_batch_size": 2},
+         {"packing": True, "max_length": 2048, "per_device_train_batch_size": 1}, "packing", "warning"),
+    keys("long rows in one sequence under sdpa", "ZR464",
+         {"padding_free": True, "max_length": 1024, "per_device_train_batch_size": 4},
+         {"padding_free": True, "max_length": 128, "per_device_train_batch_size": 4}, "padding_free", "warning"),
+    keys("shared sequences, packed", "ZR249", zero(3) | SHARED | {"packing": True}, zero(3) | SHARED),
+    keys("4 bit at stage 3", "ZR416", FOUR | zero(3), FOUR | zero(2), level="warning"),
+    # what stops a run once the weights are loaded
+    late("save_steps", {"save_strategy": "steps", "save_steps": 0}, {"save_strategy": "epoch"}),
+    late("eval_on_start", {"eval_on_start": True}, {"eval_on_start": True, "eval_strategy": "steps"}),
+    late("push_to_hub", {"push_to_hub": True}, {"push_to_hub": False}),
+    late("best_of_models_only", zero(2) | {"save_only_model": True, "load_best_model_at_end": True},
+         {"save_only_model": True, "load_best_model_at_end": True}),
+    late("auto_find_batch_size", zero(3) | {"auto_find_batch_size": True}, zero(2) | {"auto_find_batch_size": True}),
+    late("torch_compile", zero(3) | {"torch_compile": True}, zero(2) | {"torch_compile": True}),
+    late("liger_package", {"use_liger_kernel": True}, {"use_liger_kernel": False}),
+    late("quantized_without_lora", {"load_in_8bit": True, "random_weights": False}, EIGHT | {"random_weights": False}),
+    late("eight_bit_fsdp", EIGHT | {"fsdp": True}, EIGHT | zero(2)),
+    late("fp16_on_cpu", {"fp16": True, "bf16": False}, {"bf16": True}, device="cpu"),
+    late("quantized_communication_on_cpu", zero(3, zero_quantized_weights=True), zero(3), device="cpu"),
+    late("quantized_sizes", zero(3, zero_quantized_weights=True), zero(3), environment=TWO_NODES),
+    late("hpz_partition", zero(3, zero_hpz_partition_size=3), zero(3, zero_hpz_partition_size=2),
+         environment=TWO_NODES),
+    late("nvme_prefetch", zero(3, offload_param=NVME), zero(3, **NO_PREFETCH, offload_param=NVME)),
+    late("grad_accum_dtype", zero(0, {"data_types": {"grad_accum_dtype": "fp32"}}),
+         zero(2, {"data_types": {"grad_accum_dtype": "fp32"}})),
+    late("muon", zero(3, MUON), zero(3, MUON, reduce_scatter=False)),
+    late("zenflow", zero(2, **ON_CPU, zenflow={"topk_ratio": 0.1}), zero(2, **ON_CPU)),
+    late("zenflow", zero(3, **ON_CPU, zenflow={"topk_ratio": 0.25}), zero(3, **ON_CPU)),
+    late("data_routing", zero(2, {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}}),
+         zero(2, {"data_efficiency": {"enabled": True, "data_routing": {"enabled": False}}})),
+    late("managed_accumulation", zero(2, {"managed_gradient_accumulation": False}), zero(2)),
+    late("gradient_scaling", zero(2, {"prescale_gradients": True}, reduce_scatter=True),
+         zero(1, {"prescale_gradients": True})),
+    late("gradient_scaling", zero(3, {"gradient_predivide_factor": 2.0}), zero(3)),
+    late("gradient_scaling", zero(3, {"gradient_predivide_factor": 2.0}, reduce_scatter=False),
+         zero(3, {"prescale_gradients": True}, reduce_scatter=False)),
+    late("bf16_masters", zero(2, MASTERS), zero(2, MASTERS, **ON_CPU)),
+    late("bf16_masters", zero(3, MASTERS, **ON_CPU) | {"optim": "adagrad"}, zero(3, MASTERS | ADAM, **ON_CPU)),
+    late("bf16_states", zero(2, STATES, **ON_CPU), zero(2, STATES | ADAM, **ON_CPU)),
+    late("autocast_quantized", autocast(3) | zero(3, {"torch_autocast": AUTOCAST}, zero_quantized_weights=True),
+         autocast(3)),
+    late("autocast_modules", autocast(lower_precision_safe_modules=["torch.nn.Liner"]),
+         autocast(lower_precision_safe_modules=["torch.nn.Linear"])),
+    late("liger_loss", {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
+         {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}),
+    # what makes a run another one than its recipe says
+    silent("jit_checkpoint", {"enable_jit_checkpoint": True}, {}),
+    silent("even_batches", {"accelerator_config": {"even_batches": False}}, {}),
+    silent("average_tokens", {"average_tokens_across_devices": False}, {}),
+    silent("eval_packing", {"eval_packing": True, "eval_strategy": "steps"}, {"eval_packing": True}),
+    silent("quantized_random", EIGHT, EIGHT | {"random_weights": False}),
+    silent("eight_bit_stage_3", EIGHT | zero(3), EIGHT | zero(2)),
+    silent("four_bit_fsdp", FOUR | {"fsdp": True}, FOUR | {"fsdp": True, "bnb_4bit_quant_storage": "bfloat16"}),
+    silent("four_bit_storage", FOUR | zero(2) | {"bnb_4bit_quant_storage": "float16"},
+           FOUR | zero(2) | {"bnb_4bit_quant_storage": "bfloat16"}),
+    silent("quantized_twice", FOUR | zero(3, zero_quantized_weights=True), FOUR | zero(3)),
+    silent("fp16_stage_0", zero(0) | {"fp16": True, "bf16": False}, zero(1) | {"fp16": True, "bf16": False}),
+    silent("hpz_offload", zero(3, zero_hpz_partition_size=2, offload_param={"device": "cpu"}),
+           zero(3, zero_hpz_partition_size=2, offload_param={"device": "none"}), environment=TWO_NODES),
+    silent("nvme_stage", zero(2, offload_optimizer=NVME), zero(3, offload_optimizer=NVME)),
+    silent("autotp", zero(1, {"tensor_parallel": {"autotp_size": 2}}), zero(1)),
+    silent("deepcompile", zero(3, {"compile": {"deepcompile": True}}), zero(3)),
+    silent("super_offload", zero(3, offload_optimizer={"device": "cpu", "super_offload": True}), zero(3, **ON_CPU)),
+    silent("quantized_frozen", zero(3, zero_quantized_nontrainable_weights=True) | PEFT, zero(3) | PEFT),
+    silent("summed_gradients", zero(2, {"gradient_allreduce_op": "SUM"}), zero(2, {"gradient_allreduce_op": "mean"})),
+    silent("bf16_masters_precision", zero(2, STATES) | {"bf16": False}, zero(2, STATES)),
+    silent("masters_never_compared", zero(3, STATES | ADAM, offload_optimizer=NVME),
+           zero(3, ADAM, offload_optimizer=NVME)),
+    silent("masters_never_compared", zero(2, {"fp16": {"enabled": "auto", "fp16_master_weights_and_grads": True}}),
+           zero(2)),
+    silent("autocast_16_bit", autocast(bf16=True), autocast()),
+    silent("autocast_dtype", autocast(dtype=None), autocast()),
+    silent("autocast_dtype", autocast(dtype="fp16"), autocast(dtype="bf16")),
+]  # fmt: skip

@@ -1,0 +1,95 @@
+"""The host's memory and cores for an optimizer on the CPU: page-locked memory, and threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as draw
+
+from tests.helpers.thread_cases import OFFLOADED, SixteenCores
+from zero_recipes.config.ds_config import DsConfig
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core import pinned_memory
+from zero_recipes.core.pinned_memory import LIMIT_MIB, limit_rounding, pinned_bytes
+from zero_recipes.distributed import group as host_threads
+
+SET = f"pinned_max_cached_size_mb:{LIMIT_MIB}"
+OWN = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb: 512"}
+PYTHIA_12B = 47_384_000_000  # bytes of its fp32 weights
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": SET}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": f"a:1,{SET}"}),
+        ({"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "b:2"},
+         {"PYTORCH_ALLOC_CONF": f"a:1,{SET}", "PYTORCH_CUDA_ALLOC_CONF": "b:2"}),
+        (OWN, OWN),
+    ],
+)  # fmt: skip
+def test_the_limit_is_added_and_nothing_of_the_users_is_lost(before, after):
+    environment = dict(before)
+    limit_rounding(environment)
+    limit_rounding(environment)  # the second time changes nothing
+    assert environment == after
+
+
+def test_a_torch_that_does_not_know_the_key_is_left_alone_and_rounds(monkeypatch):
+    monkeypatch.setattr(pinned_memory.metadata, "version", lambda name: "2.11.0+cu128")
+    environment: dict[str, str] = {}
+    limit_rounding(environment)
+    assert environment == {} and pinned_bytes(PYTHIA_12B, {}) == 2**36
+
+
+@given(size=draw.integers(2, 1 << 40), mib=draw.integers(1, 4096))
+def test_only_what_the_limit_allows_is_rounded(size, mib):
+    taken = pinned_bytes(size, {"PYTORCH_CUDA_ALLOC_CONF": f"x:1,pinned_max_cached_size_mb:{mib}"})
+    if size > mib << 20:
+        assert taken == size
+    else:
+        assert size <= taken < 2 * size and taken & (taken - 1) == 0
+    assert pinned_bytes(PYTHIA_12B, {}) == PYTHIA_12B  # by the limit that a run sets
+
+
+def test_a_recipe_puts_the_limit_into_force_before_torch_is_imported(tmp_path):
+    (tmp_path / "r.yaml").write_text("env:\n  PYTORCH_ALLOC_CONF: expandable_segments:True\n")
+    program = (
+        "import sys, pathlib, os\n"
+        "from zero_recipes.config.recipe import read_recipe_file\n"
+        f"read_recipe_file(pathlib.Path({str(tmp_path / 'r.yaml')!r}))\n"
+        "assert 'torch' not in sys.modules\n"
+        "import torch\n"
+        "print(torch._C._accelerator_getAllocatorSettings())\n"
+    )
+    bare = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=bare, check=True).stdout
+    assert shown.strip() == f"expandable_segments:True,{SET}"
+
+
+@pytest.mark.parametrize(
+    "strategy, device, variables, expected",
+    [
+        (OFFLOADED, "cuda", {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "4"}, 4),  # by torchrun, accelerate launch
+        (OFFLOADED, "cuda", {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, 8),  # two ranks on another machine
+        (OFFLOADED, "cuda", {"LOCAL_SIZE": "4"}, 4),  # by the deepspeed launcher: every rank takes all cores
+        (OFFLOADED, "cuda", {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "32"}, 1),
+        (OFFLOADED, "cuda", {"OMP_NUM_THREADS": "3"}, None),  # somebody's choice
+        (OFFLOADED, "cpu", {"OMP_NUM_THREADS": "1"}, None),  # the CPU trains
+        (Strategy("zero2", 4, DsConfig({}), "c.json"), "cuda", {"OMP_NUM_THREADS": "1"}, None),  # nothing is offloaded
+    ],
+)
+def test_each_rank_takes_its_share_of_the_cores_for_an_optimizer_on_the_host(strategy, device, variables, expected):
+    before = torch.get_num_threads()
+    try:
+        assert host_threads.set_host_threads(strategy, device, variables, SixteenCores()) == expected
+        assert torch.get_num_threads() == (expected or before)
+    finally:
+        torch.set_num_threads(before)
+    header = [f"host threads  {expected} a process for the optimizer on the CPU"] if expected else []
+    assert host_threads.host_threads_header(expected) == header
