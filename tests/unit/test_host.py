@@ -14,7 +14,6 @@ from hypothesis import strategies as draw
 from tests.helpers.thread_cases import OFFLOADED, SixteenCores
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core import pinned_memory
 from zero_recipes.core.pinned_memory import LIMIT_MIB, limit_rounding, pinned_bytes
 from zero_recipes.distributed import group as host_threads
 
@@ -38,13 +37,6 @@ def test_the_limit_is_added_and_nothing_of_the_users_is_lost(before, after):
     limit_rounding(environment)
     limit_rounding(environment)  # the second time changes nothing
     assert environment == after
-
-
-def test_a_torch_that_does_not_know_the_key_is_left_alone_and_rounds(monkeypatch):
-    monkeypatch.setattr(pinned_memory.metadata, "version", lambda name: "2.11.0+cu128")
-    environment: dict[str, str] = {}
-    limit_rounding(environment)
-    assert environment == {} and pinned_bytes(PYTHIA_12B, {}) == 2**36
 
 
 @given(size=draw.integers(2, 1 << 40), mib=draw.integers(1, 4096))
