@@ -72,14 +72,6 @@ def ours_launched(argv: list[str], environment: dict[str, str]) -> dict:
     return ours(argv)
 
 
-def plain_launched(argv: list[str], environment: dict[str, str]) -> dict:
-    """`plain_trl`, in the environment of a launch."""
-    import os
-
-    os.environ.update(environment)
-    return plain_trl(argv)
-
-
 def ours(argv: list[str]) -> dict:
     """How a run of run_sft.py ends: {"ended": "ran", "refused" or "died", "said": the message or the codes}."""
     import run_sft
@@ -97,47 +89,3 @@ def ours(argv: list[str]) -> dict:
     saved = any(run.output_dir.glob("*.safetensors"))
     ended = "ran" if metrics["status"] == "ok" and saved else "died"
     return {"ended": ended, "said": metrics["status"], "strategy": metrics["strategy"]}
-
-
-def plain_trl(argv: list[str]) -> dict:
-    """The same recipe by TRL alone, without a check of ours: what the libraries make of it."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from trl import SFTTrainer
-
-    from tests.helpers.forget import forget_last_run
-    from zero_recipes.config import recipe as recipes
-    from zero_recipes.data.load import load_rows
-
-    forget_last_run()
-    path, overrides = recipes.split_command_line(argv)
-    settings = recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides).settings
-    try:
-        script, args, model_args, data, ours_ = recipes.instances(settings.replace(use_cpu=True), path)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_args.model_name_or_path))
-        tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
-        rows, _ = load_rows(script, args, data, ours_.dataset_format)
-        trainer = SFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer)
-        trainer.train()
-        trainer.save_model()
-        trainer.accelerator.wait_for_everyone()
-        otherwise = _otherwise(trainer.model_wrapped, args)
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    except BaseException as error:
-        return {"ended": "died", "said": f"{type(error).__name__}: {error}"[:400]}
-    if otherwise:
-        return {"ended": "ran otherwise", "said": ", ".join(otherwise), "losses": losses}
-    saved = any(Path(args.output_dir).glob("*.safetensors"))
-    return {"ended": "ran" if saved else "no model", "said": "", "losses": losses}
-
-
-def _otherwise(engine: Any, args: Any) -> list[str]:
-    """What a DeepSpeed engine does that the recipe does not say."""
-    if not hasattr(engine, "gradient_clipping"):
-        return []
-    found = {
-        "gradient_clipping": (float(engine.gradient_clipping()), float(args.max_grad_norm)),
-        "gradient_accumulation_steps": (engine.gradient_accumulation_steps(), args.gradient_accumulation_steps),
-        "bf16": (bool(engine.bfloat16_enabled()), bool(args.bf16)),
-        "fp16": (bool(engine.fp16_enabled()), bool(args.fp16)),
-    }
-    return [f"{name} {real} for {asked}" for name, (real, asked) in found.items() if real != asked]

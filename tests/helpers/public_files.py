@@ -30,14 +30,6 @@ def path_of(row: dict) -> Path:
     return FOLDER / row["kind"] / row["project"].replace("/", "+") / row["path"]
 
 
-def kind_of(row: dict) -> str:
-    """ "ran", "died alone", "otherwise", "by rule", or "died": accepted, and did not end well."""
-    if row["ended"] != "refused":
-        return row["ended"]
-    alone = {"died": "died alone", "no model": "died alone", "ran otherwise": "otherwise"}
-    return alone.get(row["alone"], "by rule")
-
-
 def launch_of(row: dict, recipe: Path, out: Path) -> tuple[list[str], dict[str, str] | None, int]:
     """(arguments of run_sft.py, what the launcher sets, processes): as the file's owner would start it, on two
     processes. None for the environment where accelerate itself ends on the file."""
