@@ -26,15 +26,15 @@ _KEY_PROBLEMS = {
 }
 
 
-def load_config(model_args, training_args) -> PretrainedConfig:
+def load_config(settings: Settings) -> PretrainedConfig:
     """The model's configuration; refuses a model that is neither a folder here nor in the cache or on the hub."""
-    name = model_args.model_name_or_path
+    name = settings.model_name_or_path
     if name is None:
         raise refusal("ZR401")
     try:
         if name.startswith((".", "/")) and not Path(name).is_dir():
             raise OSError(f"There is no such folder in {Path.cwd()}.")  # transformers takes it for a name of the hub
-        return _config(model_args, training_args.trust_remote_code)
+        return _config(settings)
     except (OSError, ValueError) as error:
         raise refusal("ZR403", name=name, error=first_line(error)) from error
 
@@ -42,14 +42,14 @@ def load_config(model_args, training_args) -> PretrainedConfig:
 def local_config(settings: Settings) -> PretrainedConfig | None:
     """The model's configuration from a folder or the cache, never from the hub; None where it is in neither."""
     try:
-        return _config(settings, settings.trust_remote_code, local_files_only=True)
+        return _config(settings, local_files_only=True)
     except (OSError, ValueError, TypeError):
         return None  # `load_config` says what is wrong with it
 
 
-def _config(model_args, trust_remote_code: bool, **keywords) -> PretrainedConfig:
-    name, revision = model_args.model_name_or_path, model_args.model_revision
-    return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code, **keywords)
+def _config(settings: Settings, **keywords) -> PretrainedConfig:
+    keywords |= {"revision": settings.model_revision, "trust_remote_code": settings.trust_remote_code}
+    return AutoConfig.from_pretrained(settings.model_name_or_path, **keywords)
 
 
 def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False, **keywords) -> PreTrainedModel:
@@ -91,36 +91,35 @@ def refuse_missing_attention(attn_implementation: str | None, device: str) -> No
         raise refusal("ZR405", attn_implementation=attn_implementation, error=error) from error
 
 
-def refuse_other_keys(config: PretrainedConfig, model_args, training_args, ours) -> None:
+def refuse_other_keys(config: PretrainedConfig, settings: Settings) -> None:
     """Refuse a checkpoint whose tensors are not the model's, by name; no weight is read.
 
     transformers fills what is missing with random numbers and drops what is unexpected, with a warning; at ZeRO stage 3
     it does not even know what is unexpected or of another shape (5.23, modeling_utils.py `_load_pretrained_model`).
     The model class's own ignore patterns count, its renamings and its tied weights too. Raises Refusal.
     """
-    if ours.random_weights or _quantization(model_args, config) is not None:  # load_model asks the load itself
+    if settings.random_weights or _quantization(settings, config) is not None:  # load_model looks at the load itself
         return
-    with _library_refuses(model_args.model_name_or_path), without_deepspeed_announcement():
-        _, report = _from_pretrained(config, model_args, training_args, device_map="meta")
-    _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
+    with _library_refuses(settings.model_name_or_path), without_deepspeed_announcement():
+        _, report = _from_pretrained(config, settings, device_map="meta")
+    _refuse_keys(report, settings.model_name_or_path, settings.allow_keys)
 
 
-def load_model(config: PretrainedConfig, model_args, training_args, ours) -> PreTrainedModel:
+def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
     """The model, on CPU or (stage 3) already partitioned by deepspeed.zero.Init, in the recipe's dtype."""
-    requested = _keywords(model_args, training_args)["attn_implementation"]
-    with _library_refuses(model_args.model_name_or_path):
-        if ours.random_weights:
-            keywords, report = _keywords(model_args, training_args, config), None
-            trust = training_args.trust_remote_code
+    requested = _keywords(settings)["attn_implementation"]
+    with _library_refuses(settings.model_name_or_path):
+        if settings.random_weights:
+            keywords, report = _keywords(settings, config), None
+            trust = settings.trust_remote_code
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, **keywords)
         else:
-            model, report = _from_pretrained(config, model_args, training_args)
-    training_args.model_init_kwargs = None  # used here; SFTTrainer would warn that it ignores them
+            model, report = _from_pretrained(config, settings)
     if report is None:
-        draw_weights(model, training_args.seed)
+        draw_weights(model, settings.seed)
     else:
-        _refuse_keys(report, model_args.model_name_or_path, ours.allow_keys)
-        if _quantization(model_args, config) is not None:
+        _refuse_keys(report, settings.model_name_or_path, settings.allow_keys)
+        if _quantization(settings, config) is not None:
             keep_4bit_layout(model)
     got = attention_in_force(model)
     if not attention.is_requested(requested, got):
@@ -128,23 +127,23 @@ def load_model(config: PretrainedConfig, model_args, training_args, ours) -> Pre
     return model
 
 
-def rehearse_model(config: PretrainedConfig, settings: Settings, model_args, training_args) -> PreTrainedModel:
+def rehearse_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
     """The model as `load_model` makes it, without memory and without its weights.
 
     Raises whatever the libraries raise at its dtype, attention or keywords.
     """
     is_folder = Path(str(settings.model_name_or_path)).is_dir()
-    if is_folder and training_args.model_init_kwargs and not settings.random_weights:
+    if is_folder and settings.model_init_kwargs and not settings.random_weights:
         with torch.device("meta"), without_deepspeed_announcement():
-            return _from_pretrained(config, model_args, training_args, device_map="meta")[0]
-    return build_on_meta(config, training_args.trust_remote_code, **_keywords(model_args, training_args, config))
+            return _from_pretrained(config, settings, device_map="meta")[0]
+    return build_on_meta(config, settings.trust_remote_code, **_keywords(settings, config))
 
 
-def _keywords(model_args, training_args, config: PretrainedConfig | None = None) -> dict:
+def _keywords(settings: Settings, config: PretrainedConfig | None = None) -> dict:
     """What from_pretrained takes from the recipe; with a `config` what from_config does, which knows no "auto"."""
-    dtype = model_args.dtype if model_args.dtype in ("auto", None) else getattr(torch, model_args.dtype)
-    keywords = {"dtype": dtype, "attn_implementation": model_args.attn_implementation}
-    keywords |= training_args.model_init_kwargs or {}
+    dtype = settings.dtype if settings.dtype in ("auto", None) else getattr(torch, settings.dtype)
+    keywords = {"dtype": dtype, "attn_implementation": settings.attn_implementation}
+    keywords |= settings.model_init_kwargs or {}
     if config is not None and keywords["dtype"] == "auto":
         keywords["dtype"] = config.dtype or torch.float32
     return keywords
@@ -160,26 +159,26 @@ def _library_refuses(name: str) -> Iterator[None]:
         raise refusal("ZR407", name=name, error=f"{type(error).__name__}: {first_line(error)}") from error
 
 
-def _quantization(model_args, config: PretrainedConfig):
+def _quantization(settings: Settings, config: PretrainedConfig):
     from trl import get_quantization_config
 
-    return get_quantization_config(model_args) or getattr(config, "quantization_config", None)
+    return get_quantization_config(settings) or getattr(config, "quantization_config", None)
 
 
-def _from_pretrained(config: PretrainedConfig, model_args, training_args, **more) -> tuple[PreTrainedModel, dict]:
+def _from_pretrained(config: PretrainedConfig, settings: Settings, **more) -> tuple[PreTrainedModel, dict]:
     """(the model, transformers' report on its keys). With device_map "meta" no weight is read."""
     from trl import get_quantization_config
 
-    quantization = get_quantization_config(model_args)
+    quantization = get_quantization_config(settings)
     more |= {} if quantization is None else {"quantization_config": quantization}
     more |= {"ignore_mismatched_sizes": True}  # refused by name instead
     return AutoModelForCausalLM.from_pretrained(
-        model_args.model_name_or_path,
+        settings.model_name_or_path,
         config=config,
-        revision=model_args.model_revision,
-        trust_remote_code=training_args.trust_remote_code,
+        revision=settings.model_revision,
+        trust_remote_code=settings.trust_remote_code,
         output_loading_info=True,
-        **(_keywords(model_args, training_args) | more),
+        **(_keywords(settings) | more),
     )
 
 
@@ -223,7 +222,7 @@ def _whole(p: torch.nn.Parameter):
 def sizes_of(settings: Settings) -> list[int] | None:
     """Elements of each tensor of a run's model; None where the model cannot be found, which is refused elsewhere."""
     try:
-        return parameter_sizes(load_config(settings, settings), settings.trust_remote_code)
+        return parameter_sizes(load_config(settings), settings.trust_remote_code)
     except Refusal:
         return None
 

@@ -19,10 +19,8 @@ def test_the_audit_counts_what_a_run_trains_on(one, tmp_path):
     trained = one.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]["metrics"]["tokens"]
     recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
     settings = recipe.settings.replace(use_cpu=True, bf16=False, output_dir=str(tmp_path / "a"))
-    script_args, training_args, model_args, *others = recipes.instances(settings, path)
-    tokenizer = load_tokenizer(model_args, training_args)
-    data = read_data(script_args, training_args, *others, tokenizer)
-    found = prepare_splits(data, script_args, training_args)[0][0].audit
+    data = read_data(settings, load_tokenizer(settings))
+    found = prepare_splits(data, settings, recipes.trl_arguments(settings, path).training)[0][0].audit
     assert found.truncated > 0 and found.rows == 240
     assert (found.tokens, found.supervised) == (trained["non_padding"], trained["supervised"])
     share = 1 - trained["non_padding"] / trained["all"]

@@ -123,7 +123,7 @@ def test_the_parser_is_asked_with_what_the_engine_gets(two, tmp_path, stage):
     path = write_recipe(tmp_path, deepspeed=config, gradient_accumulation_steps=3)
     settings = recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
     strategy = Strategy("zero", 2, DsConfig(config), "c.json")
-    asked = _handed_over(Candidate(settings, strategy, "cpu", {}, load_config(settings, settings)))
+    asked = _handed_over(Candidate(settings, strategy, "cpu", {}, load_config(settings)))
     real = two.run("engine_config", argv=[str(path), "--output_dir", str(tmp_path / "o")])[0]
     assert asked.pop("steps_per_print") == float("inf") and real.pop("steps_per_print") in ("inf", float("inf"))
     own = {"train_batch_size": 12, "zero_allow_untested_optimizer": True}

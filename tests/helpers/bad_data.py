@@ -5,14 +5,15 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 from transformers import AutoTokenizer
-from trl import DatasetMixtureConfig, ScriptArguments, SFTConfig
+from trl import SFTConfig
 
+from tests.helpers.tiny import settings_with
+from zero_recipes.config.recipe import trl_arguments
 from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.data.prepare import Prepared, prepare_rows
 
@@ -61,20 +62,19 @@ def written(folder: Path, files: dict[str, bytes]) -> Path:
     return folder / "data"
 
 
+SOUND = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False, "max_length": 64}
+
+
 def arguments(folder: Path, **keys: Any) -> SFTConfig:
-    sound = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False, "max_length": 64}
-    return SFTConfig(output_dir=str(folder / "out"), **(sound | keys))
+    return SFTConfig(output_dir=str(folder / "out"), **(SOUND | keys))
 
 
 def prepared(folder: Path, template: str | None = CHATML, **keys: Any) -> Prepared:
     """The data of a folder, as a run with these keys prepares it. Raises Refusal."""
-    ours = {key: keys.pop(key, None) for key in ("dataset_format", "sample_prompts", "ignore")}
-    script = {"dataset_train_split", "dataset_test_split", "dataset_streaming", "dataset_config"} & keys.keys()
-    mixture = DatasetMixtureConfig(datasets=keys.pop("datasets", []))
-    script_args = ScriptArguments(dataset_name=str(folder), **{key: keys.pop(key) for key in script})
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.chat_template = template
-    return prepare_rows(script_args, arguments(folder, **keys), mixture, SimpleNamespace(**ours), tokenizer)
+    settings = settings_with(**SOUND | {"dataset_name": str(folder), "output_dir": str(folder / "out")} | keys)
+    return prepare_rows(settings, trl_arguments(settings, folder).training, tokenizer)
 
 
 def found_in(folder: Path, **keys: Any) -> list[Finding]:

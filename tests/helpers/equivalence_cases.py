@@ -22,9 +22,8 @@ from zero_recipes.training import trainer as trainers
 def prepared(argv: list[str]) -> tuple:
     """(the recipe's values, its ModelConfig, training rows, evaluation rows) as run_sft.py would have them."""
     run = run_sft.prepare(argv)
-    script_args, training_args, model_args, dataset_args, ours = run.trl_arguments()
-    tokenizer = load_tokenizer(model_args, training_args)
-    rows = prepare_rows(script_args, training_args, dataset_args, ours, tokenizer)
+    _, training_args, model_args, _ = run.trl_arguments()
+    rows = prepare_rows(run.settings, training_args, load_tokenizer(run.settings))
     return run.settings.as_dict(), model_args, list(rows.train), list(rows.evaluation or ())
 
 
@@ -148,7 +147,7 @@ def train_by(argv: list[str], mended: bool, accepts_loss_kwargs: bool = True) ->
 
 def keys_reported_by_transformers(argv: list[str]) -> dict[str, list[str]]:
     """What from_pretrained reports while the run's DeepSpeed configuration is in force."""
-    _, _training_args, model_args, _, _ = run_sft.prepare(argv).trl_arguments()
+    model_args = run_sft.prepare(argv).trl_arguments().model
     _, report = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, output_loading_info=True)
     return {problem: sorted(report[problem]) for problem in ("missing_keys", "unexpected_keys")}
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaConfig
+
+from zero_recipes.config.keys import dataclasses_of_a_recipe
+from zero_recipes.config.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,3 +109,13 @@ def write_llama(folder: Path, heads: int = 4, keys: int = 2) -> Path:
     config = llama_config(num_attention_heads=heads, num_key_value_heads=keys)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
+
+
+def settings_with(**keys) -> Settings:
+    """A run's settings: the defaults of TRL and of zero-recipes, with these keys."""
+    values = {}
+    for cls in dataclasses_of_a_recipe():
+        for field in dataclasses.fields(cls):
+            made = field.default_factory is not dataclasses.MISSING
+            values[field.name] = field.default_factory() if made else field.default
+    return Settings(values | keys)

@@ -183,8 +183,9 @@ def test_rows_are_tokenised_as_a_run_does_it_or_read_as_a_run_has_prepared_them(
     settings = own.settings.replace(**keys)
     few = rows_at_hand(settings, own.path)
     assert few.source.startswith("1,080 of 2,160 rows")
-    script_args, args, model_args, dataset_args, ours = recipes.instances(settings.replace(use_cpu=True), own.path)
-    rows = prepare_rows(script_args, args, dataset_args, ours, load_tokenizer(model_args, args))
+    settings = settings.replace(use_cpu=True)
+    args = recipes.trl_arguments(settings, own.path).training
+    rows = prepare_rows(settings, args, load_tokenizer(settings))
     found = rows_at_hand(settings, own.path)
     assert found.source == "all 2,160 rows, as a run has prepared them"
     assert found.epoch == found.sequences == len(rows.train) and sum(found.lengths) == rows.audit.tokens

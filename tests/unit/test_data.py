@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
-from trl import DatasetMixtureConfig
 
 from tests.helpers.bad_data import BASE, arguments
+from tests.helpers.tiny import settings_with
 from zero_recipes.cli import main as cli
 from zero_recipes.core.findings import Refusal
 from zero_recipes.data.load import alpaca_prompt, alpaca_row, format_rows, load_rows, load_tokenizer
@@ -69,24 +68,12 @@ def test_pad_is_not_the_end_of_text(tmp_path, tokenizer, saved, named, taken):
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.pad_token = saved
     tokenizer.save_pretrained(tmp_path)
-    model_args = SimpleNamespace(model_name_or_path=str(tmp_path), model_revision=None)
-    training_args = SimpleNamespace(trust_remote_code=False, eos_token=None, pad_token=named)
     try:
-        loaded = load_tokenizer(model_args, training_args)
+        loaded = load_tokenizer(settings_with(model_name_or_path=str(tmp_path), pad_token=named))
     except Refusal as refusal:
         assert refusal.codes == [taken]
     else:
         assert (loaded.pad_token, loaded.eos_token) == (taken, "<|endoftext|>")
-
-
-def loads(tmp_path, **changes):
-    """What `load_rows` takes, for the data in `tmp_path`."""
-    script = {"dataset_name": str(tmp_path), "dataset_config": None, "dataset_streaming": False}
-    script |= {"dataset_train_split": "train", "dataset_test_split": "test"}
-    training = {"seed": 0, "eval_strategy": "no", "dataset_text_field": "text", "dataset_kwargs": None}
-    training |= {"assistant_only_loss": False}
-    keys = SimpleNamespace(**script | training | changes)
-    return keys, keys, DatasetMixtureConfig()
 
 
 def test_data_and_splits_that_are_not_there_are_refused(tmp_path):
@@ -98,8 +85,8 @@ def test_data_and_splits_that_are_not_there_are_refused(tmp_path):
         ("ZR507", {"dataset_train_split": "training"}),
     ):
         with pytest.raises(Refusal, match=code):
-            load_rows(*loads(tmp_path, **changes), None)
-    rows, evaluation = load_rows(*loads(tmp_path), None)
+            load_rows(settings_with(**{"dataset_name": str(tmp_path)} | changes))
+    rows, evaluation = load_rows(settings_with(dataset_name=str(tmp_path)))
     assert rows["text"][:] == ["a"] and evaluation is None
 
 
@@ -116,19 +103,19 @@ def test_fetch_measures_what_is_here_already(monkeypatch, capsys):
 def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path):
     rows = {split: {"instruction": f"Say {split}.", "input": "", "output": split} for split in ("train", "test")}
     (tmp_path / "train.jsonl").write_text(json.dumps(rows["train"]) + "\n")
-    loaded = (*loads(tmp_path), "alpaca")
-    assert rows_to_ask(1, None, *loaded) is None, "there is no such split"
+    loaded = settings_with(dataset_name=str(tmp_path), dataset_format="alpaca")
+    assert rows_to_ask(1, None, loaded) is None, "there is no such split"
     with pytest.raises(Refusal, match=r"'test'.*ZR516"):
-        choose_samples(1, rows_to_ask(1, None, *loaded), "alpaca", None, "test")
+        choose_samples(1, rows_to_ask(1, None, loaded), "alpaca", None, "test")
     (tmp_path / "test.jsonl").write_text(json.dumps(rows["test"]) + "\n")
-    (sample,) = choose_samples("1", rows_to_ask("1", None, *loaded), "alpaca", None, "test")
+    (sample,) = choose_samples("1", rows_to_ask("1", None, loaded), "alpaca", None, "test")
     assert sample.prompt == alpaca_row(rows["test"])["prompt"] and sample.source == "the split 'test'"
     evaluation = Dataset.from_list([{"prompt": "a", "completion": "b"}])
-    assert rows_to_ask(1, evaluation, *loaded) is evaluation
-    assert not any(rows_to_ask(requested, None, *loaded) for requested in (None, ["a"], "x"))
+    assert rows_to_ask(1, evaluation, loaded) is evaluation
+    assert not any(rows_to_ask(requested, None, loaded) for requested in (None, ["a"], "x"))
     (tmp_path / "test.jsonl").write_text('{"question": "a"}\n')
     with pytest.raises(Refusal, match="ZR50"):
-        rows_to_ask(1, None, *loaded)
+        rows_to_ask(1, None, loaded)
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):
     )
     recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), ["--max_steps", "5"])
     assert os.environ["ZERO_RECIPES_TEST"] == "7"
-    ours = recipes.instances(recipe.settings, path)
+    ours = recipes.trl_arguments(recipe.settings, path)
     parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
     theirs = parser.parse_args_and_config(["--config", str(path), "--max_steps", "5"])
     for mine, wanted in zip(ours, theirs, strict=False):

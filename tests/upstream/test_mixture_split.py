@@ -9,6 +9,7 @@ from datasets import disable_caching, enable_caching
 from transformers import set_seed
 from trl import DatasetMixtureConfig, get_dataset
 
+from tests.helpers.tiny import settings_with
 from zero_recipes.data.load import load_splits
 
 
@@ -23,8 +24,8 @@ def test_trls_split_is_drawn_from_the_global_generator(tmp_path):
 
     def ours(seed: int) -> list[str]:
         numpy.random.seed(seed + 1000)  # whatever was drawn before
-        arguments = type("Arguments", (), {"seed": seed, "dataset_name": None})
-        return load_splits(arguments, arguments, mixture)["test"]["text"]
+        settings = settings_with(seed=seed, datasets=[{"path": str(tmp_path)}], test_split_size=0.2)
+        return load_splits(settings)["test"]["text"]
 
     disable_caching()
     try:

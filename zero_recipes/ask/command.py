@@ -85,13 +85,11 @@ def read_questions(target: Target, prompts: Path | None, tokenizer: PreTrainedTo
     requested, settings = target.settings.sample_prompts if prompts is None else _of_file(prompts), target.settings
     if not target.is_ours and "max_length" not in target.recipe.given:
         name = target.base if target.is_adapter else str(target.folder)
-        config = load_config(settings.replace(model_name_or_path=name, model_revision="main"), settings)
+        config = load_config(settings.replace(model_name_or_path=name, model_revision="main"))
         settings = settings.replace(max_length=getattr(config.get_text_config(), "max_position_embeddings", None))
-    script_args, args, _, dataset_args, ours = recipes.instances(settings, target.recipe.path)
-    rows = None
-    if takes_rows(requested):
-        rows = rows_to_ask(requested, None, script_args, args, dataset_args, ours.dataset_format)
-    samples = choose_samples(requested, rows, ours.dataset_format, tokenizer, script_args.dataset_test_split)
+    args = recipes.trl_arguments(settings, target.recipe.path).training
+    rows = rows_to_ask(requested, None, settings) if takes_rows(requested) else None
+    samples = choose_samples(requested, rows, settings.dataset_format, tokenizer, settings.dataset_test_split)
     if not samples:
         raise refusal("ZR570", source=prompts or f"the recipe of {target.folder}")
     return with_tokens(samples, tokenizer, args)

@@ -9,7 +9,6 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -224,13 +223,12 @@ def forget(device: str) -> None:
 
 def _load(target: Target, name: str) -> PreTrainedModel:
     """The model of that folder or name, with the recipe's keys for it."""
-    settings = target.settings.as_dict()
-    keywords = dict(settings["model_init_kwargs"] or {})
+    keywords = dict(target.settings.model_init_kwargs or {})
     for key in ("dtype", "torch_dtype", "device_map", "quantization_config"):
         keywords.pop(key, None)
     changes = {"model_name_or_path": name, "dtype": target.dtype, "model_init_kwargs": keywords or None}
     changes["random_weights"] = target.draws_base and name == target.base
     if name != target.settings.model_name_or_path:
         changes["model_revision"] = "main"
-    values = SimpleNamespace(**(settings | changes))
-    return load_model(load_config(values, values), values, values, values)
+    values = target.settings.replace(**changes)
+    return load_model(load_config(values), values)

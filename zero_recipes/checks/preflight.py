@@ -121,7 +121,7 @@ def resolved_ds_config(run: RunConfig, rows: int | None = None) -> dict[str, Any
         return None
     settings, world_size = run.settings, run.strategy.world_size
     filled, arguments = fill_auto(run.strategy.ds_config.raw, settings, world_size)
-    model = SimpleNamespace(config=load_config(arguments, arguments))
+    model = SimpleNamespace(config=load_config(arguments))
     steps = settings.max_steps
     if steps <= 0:
         steps = "auto" if rows is None else steps_by_epochs(rows, settings, run.strategy.replicas)

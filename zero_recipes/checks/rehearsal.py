@@ -57,7 +57,7 @@ def trainer_findings(settings: Settings, ds_config: Mapping[str, Any], place: st
     findings: list[Finding] = []
     with single_process_env(), tempfile.TemporaryDirectory() as folder, collected(findings):
         rehearsed = settings.replace(**ELSEWHERE, output_dir=folder)
-        _, args, model_args, _, _ = recipes.instances(rehearsed, place)
+        _, args, model_args, _ = recipes.trl_arguments(rehearsed, place)
         trainer = _trainer(settings, args, model_args)
         if trainer is not None:
             _rehearse_steps(findings, settings, ds_config, args, trainer)
@@ -78,7 +78,7 @@ def _trainer(settings: Settings, args, model_args):
     if config is None:
         return None
     with library_error_as_finding("building the model without memory", settings.as_dict()):
-        model = rehearse_model(config, settings, model_args, args)
+        model = rehearse_model(config, settings)
     args.bf16 = args.fp16 = args.bf16_full_eval = args.fp16_full_eval = False  # the device's, not the CPU's
     args.mixed_precision, args.model_init_kwargs = "no", None
     args.__class__ = type("ArgumentsInPlace", (SFTConfig,), {"place_model_on_device": False})  # it has no memory

@@ -98,10 +98,9 @@ def data_findings(run, show: bool) -> list:
 
     # neither weights nor ranks: the strategy does not matter to the data
     settings = run.settings.replace(deepspeed=None, use_cpu=True, bf16=False, fp16=False, ddp_backend=None)
-    script_args, training_args, model_args, dataset_args, ours = recipes.instances(settings, run.recipe.path)
-    tokenizer = load.load_tokenizer(model_args, training_args)
-    data = prepare.read_data(script_args, training_args, dataset_args, ours, tokenizer)
-    splits, findings = prepare.prepare_splits(data, script_args, training_args)
+    training_args = recipes.trl_arguments(settings, run.recipe.path).training
+    data = prepare.read_data(settings, load.load_tokenizer(settings))
+    splits, findings = prepare.prepare_splits(data, settings, training_args)
     if show:
         audit.show_audit(splits[0].audit, splits[0].tokenised, data.tokenizer, training_args)
-    return downgraded(findings, ignored_codes(ours.ignore))
+    return downgraded(findings, ignored_codes(settings.ignore))

@@ -19,7 +19,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -226,20 +226,29 @@ def derive_accumulation(settings: Settings, given: Mapping[str, Any], world_size
     return derived
 
 
-def instances(settings: Settings, path: Path) -> tuple:
-    """(ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments) with the values in force.
+class TrlArguments(NamedTuple):
+    """TRL's own objects, for TRL's own functions; our code reads the settings."""
 
-    SFTConfig starts the process group: everything that can be refused without it is refused before.
+    script: Any  # ScriptArguments
+    training: Any  # SFTConfig
+    model: Any  # ModelConfig
+    mixture: Any  # DatasetMixtureConfig
+
+
+def trl_arguments(settings: Settings, path: Path) -> TrlArguments:
+    """With the values in force. SFTConfig starts the process group: what can be refused without it is refused before.
+
+    Raises Refusal.
     """
     objects = []
-    for cls in dataclasses_of_a_recipe():
+    for cls in dataclasses_of_a_recipe()[:-1]:
         fields = {f.name for f in dataclasses.fields(cls) if f.init}
         try:
             values = {key: copy.deepcopy(value) for key, value in settings.as_dict().items() if key in fields}
             objects.append(cls(**values))  # copied: DatasetMixtureConfig turns the mapping's entries into objects
         except Exception as error:  # constructors of libraries: each raises what it likes
             raise refusal("ZR123", name=cls.__name__, path=path, error=first_line(error)) from error
-    return tuple(objects)
+    return TrlArguments(*objects)
 
 
 def write_resolved(given: Mapping[str, Any], path: Path, header: list[str], ds_config: dict[str, Any] | None) -> None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import hand_over
-from zero_recipes.config.recipe import Recipe
+from zero_recipes.config.recipe import Recipe, TrlArguments, trl_arguments
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import refusal
@@ -38,12 +37,11 @@ class RunConfig:
         """The folder to go on from."""
         return self.settings.resume_from_checkpoint
 
-    def trl_arguments(self) -> tuple:
-        """(ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig, RecipeArguments). Starts the device's state:
-        a process group that is needed stands before."""
+    def trl_arguments(self) -> TrlArguments:
+        """Starts the device's state: a process group that is needed exists before."""
         if self.strategy.is_deepspeed:
             hand_over(os.environ)
-        return recipes.instances(self.settings, self.recipe.path)
+        return trl_arguments(self.settings, self.recipe.path)
 
 
 def choose_device(use_cpu: bool) -> str:

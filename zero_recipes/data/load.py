@@ -73,73 +73,71 @@ def format_rows(rows: Rows, dataset_format: str, split: str = "the data") -> Row
 # rows
 
 
-def load_rows(script_args, training_args, dataset_args, dataset_format: str | None) -> tuple[Rows, Rows | None]:
+def load_rows(settings: Settings) -> tuple[Rows, Rows | None]:
     """(training rows, evaluation rows or None), formatted. Raises Refusal for what is missing, before any weight."""
-    sources = _sources(script_args, dataset_args)
-    splits = load_splits(script_args, training_args, dataset_args)
+    splits = load_splits(settings)
 
     def rows_of(key: str) -> Rows:
-        name = getattr(script_args, key)
+        name = getattr(settings, key)
         if name not in splits:
             raise refusal("ZR507", name=name, known=", ".join(splits), key=key)
-        return _formatted(splits[name], name, sources, training_args, dataset_format)
+        return _formatted(splits[name], name, settings)
 
     train = rows_of("dataset_train_split")
-    evaluates = str(getattr(training_args.eval_strategy, "value", training_args.eval_strategy)) != "no"
-    return train, rows_of("dataset_test_split") if evaluates else None
+    return train, rows_of("dataset_test_split") if settings.evaluates else None
 
 
-def load_splits(script_args, training_args, dataset_args) -> DatasetDict:
+def load_splits(settings: Settings) -> DatasetDict:
     """All splits of the data that the recipe names, as they are. Raises Refusal."""
-    from trl import get_dataset
+    from trl import DatasetMixtureConfig, get_dataset
 
-    sources = _sources(script_args, dataset_args)
+    sources = _sources(settings)
     if not any(source["path"] for source in sources):
         raise refusal("ZR504")
-    set_seed(training_args.seed)  # TRL 1.16 splits unseeded (scripts/utils.py): ranks would get different test sets
+    set_seed(settings.seed)  # TRL 1.16 splits unseeded (scripts/utils.py): ranks would get different test sets
     with reading(sources):
-        if dataset_args.datasets:
-            return get_dataset(dataset_args)
-        streams = script_args.dataset_streaming
-        return load_dataset(script_args.dataset_name, name=script_args.dataset_config, streaming=streams)
+        if settings.datasets:
+            entries, share = copy.deepcopy(settings.datasets), settings.test_split_size  # it makes objects of entries
+            return get_dataset(DatasetMixtureConfig(entries, settings.streaming, share))
+        streams = settings.dataset_streaming
+        return load_dataset(settings.dataset_name, name=settings.dataset_config, streaming=streams)
 
 
-def _sources(script_args, dataset_args) -> list[dict[str, Any]]:
+def _sources(settings: Settings) -> list[dict[str, Any]]:
     """What the datasets library is called with for each data set of the recipe."""
     keys = ("path", "name", "data_dir", "data_files")
-    mixture = [{key: getattr(entry, key) for key in keys} for entry in dataset_args.datasets]
-    return mixture or [{"path": script_args.dataset_name, "name": script_args.dataset_config}]
+    mixture = [{key: entry.get(key) for key in keys} for entry in settings.datasets]
+    return mixture or [{"path": settings.dataset_name, "name": settings.dataset_config}]
 
 
-def _formatted(
-    rows: Rows, split: str, sources: list[dict[str, Any]], training_args, dataset_format: str | None
-) -> Rows:
+def _formatted(rows: Rows, split: str, settings: Settings) -> Rows:
     """One split, whose first row has the columns that are read. Raises Refusal."""
+    sources, dataset_format = _sources(settings), settings.dataset_format
     with reading(sources):
         first = next(iter(rows), None)
     if not first:
         raise refusal("ZR523", split=split)
-    wanted = _columns_read(training_args, dataset_format)
+    wanted = _columns_read(settings)
     # pandas makes an index of the first fields where a CSV file's records have more than its header
     if "__index_level_0__" in first and any(file.endswith((".csv", ".tsv")) for file in _local_files(sources)):
         wanted = {"as many fields as the header of the CSV file names": {""}}
     if not any(columns <= first.keys() for columns in wanted.values()):
         raise refusal("ZR508", split=split, columns=", ".join(sorted(first)), wanted=", ".join(wanted))
     chats = [name for name in ("prompt", "messages", "conversations") if isinstance(first.get(name), list)]
-    if training_args.assistant_only_loss and not chats:  # TRL 1.16 refuses it once it has the model
+    if settings.assistant_only_loss and not chats:  # TRL 1.16 refuses it once it has the model
         raise refusal("ZR431", first=", ".join(first))
     return rows if dataset_format is None else format_rows(rows, dataset_format, split)
 
 
-def _columns_read(training_args, dataset_format: str | None) -> dict[str, set[str]]:
+def _columns_read(settings: Settings) -> dict[str, set[str]]:
     """{in words: the columns} of each kind of rows that can be trained on."""
-    if dataset_format is not None:
+    if settings.dataset_format is not None:
         return {", ".join(ALPACA_COLUMNS): set(ALPACA_COLUMNS)}
-    if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+    if (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
         return {"input_ids, with skip_prepare_dataset": {"input_ids"}}
     kinds = {"prompt and completion": {"prompt", "completion"}}
     kinds |= {name: {name} for name in ("messages", "conversations", "input_ids")}
-    return kinds | {f"{training_args.dataset_text_field} (dataset_text_field)": {training_args.dataset_text_field}}
+    return kinds | {f"{settings.dataset_text_field} (dataset_text_field)": {settings.dataset_text_field}}
 
 
 def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
@@ -147,17 +145,14 @@ def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
 
     `asks_hub`: data of the hub is looked at too, which takes seconds. Raises Refusal.
     """
-    from trl import DatasetMixtureConfig
-
     sources = [{"path": entry["path"]} for entry in settings.datasets] or [{"path": settings.dataset_name}]
     if not asks_hub and any(map(on_hub, {source["path"] for source in sources} - packaged_formats())):
         return
     made_later = settings.test_split_size is not None  # of rows that a stream has yet to read
-    evaluates = "steps" if settings.evaluates and not made_later else "no"
-    arguments = SimpleNamespace(**settings.as_dict() | {"dataset_streaming": True, "eval_strategy": evaluates})
+    as_stream = {"dataset_streaming": True, "streaming": True, "test_split_size": None}
+    as_stream |= {"eval_strategy": "steps" if settings.evaluates and not made_later else "no"}
     with single_process_env(), reading(sources):
-        mixture = DatasetMixtureConfig(datasets=[_streamed(entry) for entry in settings.datasets], streaming=True)
-        load_rows(arguments, arguments, mixture, settings.dataset_format)
+        load_rows(settings.replace(**as_stream, datasets=[_streamed(entry) for entry in settings.datasets]))
 
 
 def _streamed(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,7 +247,7 @@ def root_cause(error: BaseException) -> str:
 # the tokenizer
 
 
-def load_tokenizer(model_args, training_args) -> PreTrainedTokenizerBase:
+def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a padding token that is not the end of text.
 
     TRL falls back to pad = end of text. Its labels are built before padding, so that the end is supervised all the
@@ -260,17 +255,17 @@ def load_tokenizer(model_args, training_args) -> PreTrainedTokenizerBase:
     vocabulary has no token that can pad and the recipe names none.
     """
     tokenizer = AutoTokenizer.from_pretrained(
-        model_args.model_name_or_path,
-        revision=model_args.model_revision,
-        trust_remote_code=training_args.trust_remote_code,
+        settings.model_name_or_path,
+        revision=settings.model_revision,
+        trust_remote_code=settings.trust_remote_code,
     )
-    end = training_args.eos_token or tokenizer.eos_token
-    pad = training_args.pad_token or tokenizer.pad_token
-    if pad is None or (pad == end and training_args.pad_token is None):
+    end = settings.eos_token or tokenizer.eos_token
+    pad = settings.pad_token or tokenizer.pad_token
+    if pad is None or (pad == end and settings.pad_token is None):
         vocabulary = tokenizer.get_vocab()
         pad = next((token for token in PADDING_TOKENS if token in vocabulary and token != end), end)
     if pad == end:
-        raise refusal("ZR502", model_name_or_path=model_args.model_name_or_path, end=end)
+        raise refusal("ZR502", model_name_or_path=settings.model_name_or_path, end=end)
     _refuse_unknown_token("pad_token", pad, tokenizer)
     tokenizer.pad_token = pad
     return tokenizer
@@ -281,7 +276,7 @@ def _refuse_unknown_token(key: str, token: str, tokenizer: PreTrainedTokenizerBa
         raise refusal("ZR503", key=key, token=token)
 
 
-def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, training_args) -> PreTrainedTokenizerBase:
+def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, settings) -> PreTrainedTokenizerBase:
     """A copy of the tokenizer as SFTTrainer will make it from eos_token and chat_template_path. Raises Refusal.
 
     A copy: SFTTrainer must still find which tokens it adds, for LoRA trains those.
@@ -289,10 +284,10 @@ def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, training_args) 
     from trl import clone_chat_template
 
     tokenizer = copy.deepcopy(tokenizer)
-    if training_args.eos_token is not None:
-        _refuse_unknown_token("eos_token", training_args.eos_token, tokenizer)
-        tokenizer.eos_token = training_args.eos_token
-    path = training_args.chat_template_path
+    if settings.eos_token is not None:
+        _refuse_unknown_token("eos_token", settings.eos_token, tokenizer)
+        tokenizer.eos_token = settings.eos_token
+    path = settings.chat_template_path
     try:
         if path is not None and is_template_file(path):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
@@ -372,10 +367,7 @@ def _fetch_model(settings: Settings) -> tuple[str, int]:
 
 
 def _fetch_data(settings: Settings) -> tuple[str, int]:
-    from trl import DatasetMixtureConfig
-
-    sizes = {"streaming": settings.streaming, "test_split_size": settings.test_split_size}
-    dataset = load_splits(settings, settings, DatasetMixtureConfig(datasets=list(settings.datasets), **sizes))
+    dataset = load_splits(settings)
     files = {file["filename"] for split in dataset.values() for file in split.cache_files}
     named = settings.dataset_name or ", ".join(entry["path"] for entry in settings.datasets)
     return named, sum(Path(file).stat().st_size for file in files)

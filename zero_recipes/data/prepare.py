@@ -81,29 +81,28 @@ class Prepared:
         return len(self.train) if isinstance(self.train, Dataset) else None
 
 
-def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreTrainedTokenizerBase) -> Prepared:
+def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     """Rows and samples of a run, made or found by one process of each node and read by all.
 
     `tokenizer`: the model's; `training_args` is told what is prepared. Raises Refusal on every process for what is
     wrong with the data.
     """
-    loaded = (script_args, training_args, dataset_args, ours)
+    ignored = ignored_codes(settings.ignore)
 
     def work() -> dict:
-        data = read_data(*loaded, tokenizer)
-        ignored = ignored_codes(ours.ignore)
+        data = read_data(settings, tokenizer)
         if isinstance(data.train, IterableDataset):
-            splits, findings = prepare_splits(data, script_args, training_args)
+            splits, findings = prepare_splits(data, settings, training_args)
             raise_errors(downgraded(findings, ignored))
             made = _noted(splits[0].audit, findings, None)
         else:
-            made = _kept(data, script_args, training_args, ignored)
+            made = _kept(data, settings, training_args, ignored)
         samples = with_tokens(data.samples, data.tokenizer, training_args)
         return made | {"samples": [asdict(sample) for sample in samples]}
 
     made = once_per_node(work)
     if made["folder"] is None:  # TRL tokenises a stream as it comes
-        train, evaluation = load.load_rows(script_args, training_args, dataset_args, ours.dataset_format)
+        train, evaluation = load.load_rows(settings)
         evaluation = None if evaluation is None else read_whole(evaluation)
     else:
         splits = datasets.load_from_disk(made["folder"])
@@ -112,19 +111,18 @@ def prepare_rows(script_args, training_args, dataset_args, ours, tokenizer: PreT
         training_args.assistant_only_loss = False  # in the labels by now; SFTTrainer would look for conversations
     samples = [Sample(**sample) for sample in made["samples"]]
     audit = Audit(**made["audit"])
-    findings = downgraded([Finding(**finding) for finding in made["findings"]], ignored_codes(ours.ignore))
+    findings = downgraded([Finding(**finding) for finding in made["findings"]], ignored)
     findings += audits.padding_findings(audit, training_args)
     return Prepared(train, evaluation, samples, audit, findings, made["data_sha256"])
 
 
-def read_data(script_args, training_args, dataset_args, ours, tokenizer: PreTrainedTokenizerBase) -> Data:
+def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:
     """Rows, samples and tokenizer of a recipe, nothing tokenised yet. Raises Refusal."""
-    tokenizer = load.apply_chat_template_file(tokenizer, training_args)
-    loaded = (script_args, training_args, dataset_args, ours.dataset_format)
-    rows, evaluation = load.load_rows(*loaded)
-    asked = rows_to_ask(ours.sample_prompts, evaluation, *loaded)
-    split = script_args.dataset_test_split
-    samples = choose_samples(ours.sample_prompts, asked, ours.dataset_format, tokenizer, split)
+    tokenizer = load.apply_chat_template_file(tokenizer, settings)
+    rows, evaluation = load.load_rows(settings)
+    prompts = rows_to_ask(settings.sample_prompts, evaluation, settings)
+    split = settings.dataset_test_split
+    samples = choose_samples(settings.sample_prompts, prompts, settings.dataset_format, tokenizer, split)
     return Data(rows, evaluation, samples, tokenizer)
 
 
@@ -171,14 +169,14 @@ def workers(rows: int, requested: int | None, host: Host | None = None) -> int |
     return found if found > 1 else None
 
 
-def prepare_splits(data: Data, script_args, training_args) -> tuple[list[Split], list[Finding]]:
+def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[Split], list[Finding]]:
     """Training rows and, where there are any, evaluation rows, and what is wrong with each and with both together.
 
     Of a stream the first STREAMED_ROWS. Raises Refusal, with the row, for what cannot be tokenised.
     """
     packing = training_args.packing
     eval_packing = packing if training_args.eval_packing is None else training_args.eval_packing
-    names = script_args.dataset_train_split, script_args.dataset_test_split
+    names = settings.dataset_train_split, settings.dataset_test_split
     splits, findings = [], []
     for rows, packs, name in zip((data.train, data.evaluation), (packing, eval_packing), names, strict=True):
         if rows is not None:
@@ -236,7 +234,7 @@ def _noted(audit: Audit, findings: list[Finding], rows_sha256: str | None) -> di
     return {"folder": None, "audit": asdict(audit), "findings": found, "data_sha256": rows_sha256}
 
 
-def _kept(data: Data, script_args, training_args, ignored: frozenset[str]) -> dict:
+def _kept(data: Data, settings: Settings, training_args, ignored: frozenset[str]) -> dict:
     """What `_noted` says of rows that are made now, or were by an earlier run of the same data and arguments.
 
     Raises Refusal for errors that are not ignored; nothing is kept then.
@@ -245,7 +243,7 @@ def _kept(data: Data, script_args, training_args, ignored: frozenset[str]) -> di
     note = folder / "audit.json"
     if not note.is_file():
         with forks_end_with_parent():
-            splits, findings = prepare_splits(data, script_args, training_args)
+            splits, findings = prepare_splits(data, settings, training_args)
         raise_errors(downgraded(findings, ignored))
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".part"))
@@ -359,13 +357,13 @@ def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
 def _counted(settings: Settings, path: Path) -> RowLengths:
     plain = {"deepspeed": None, "fsdp": None, "use_cpu": True, "bf16": False, "fp16": False, "ddp_backend": None}
     plain |= {"dataset_num_proc": None, "load_best_model_at_end": False, "sample_prompts": None}
-    script_args, args, model_args, dataset_args, ours = recipes.instances(settings.replace(**plain), path)
-    tokenizer = load.load_tokenizer(model_args, args)
+    settings = settings.replace(**plain)
+    args = recipes.trl_arguments(settings, path).training
+    tokenizer = load.load_tokenizer(settings)
     try:
-        data = read_data(script_args, args, dataset_args, ours, tokenizer)
+        data = read_data(settings, tokenizer)
     except Refusal:  # of the evaluation rows, which a plan can do without
-        args.eval_strategy = "no"
-        data = read_data(script_args, args, dataset_args, ours, tokenizer)
+        data = read_data(settings.replace(eval_strategy="no"), tokenizer)
     rows, folder = data.train, _folder(data, args)
     if (folder / "audit.json").is_file():
         ready = datasets.load_from_disk(folder)["train"]

@@ -12,6 +12,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal, first_line, refusal
 from zero_recipes.data.load import alpaca_prompt, alpaca_row, load_rows
 from zero_recipes.libs.huggingface import prepare_dataset
@@ -37,15 +38,13 @@ def takes_rows(requested: Any) -> bool:
     return requested is not None and str(requested).isdecimal() and int(requested) > 0
 
 
-def rows_to_ask(requested: Any, evaluation, script_args, training_args, dataset_args, dataset_format: str | None):
+def rows_to_ask(requested: Any, evaluation, settings: Settings):
     """The rows that a number of sample prompts is taken of: the evaluation rows, or those of dataset_test_split where
     the run does not evaluate; None where nobody asks for rows, or the data has no such split."""
     if evaluation is not None or not takes_rows(requested):
         return evaluation
-    test = copy.copy(script_args)
-    test.dataset_train_split = script_args.dataset_test_split
     try:
-        return load_rows(test, training_args, dataset_args, dataset_format)[0]
+        return load_rows(settings.replace(dataset_train_split=settings.dataset_test_split))[0]
     except Refusal as refusal:
         if refusal.codes != ["ZR507"]:
             raise

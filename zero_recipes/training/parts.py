@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig
+from trl import SFTConfig, get_peft_config
 
 from zero_recipes import model as models
 from zero_recipes.checkpoint.compatibility import refuse_other_data
@@ -33,34 +33,32 @@ class RunParts:
     """TRL's arguments of a run and the model's configuration; the libraries are set up for it."""
 
     run: RunConfig
-    script_args: ScriptArguments
     args: SFTConfig
-    model_args: ModelConfig
-    dataset_args: DatasetMixtureConfig
-    ours: Any  # config.recipe_keys.RecipeArguments
+    peft_config: Any  # PEFT's; None without LoRA
     host_threads: int | None  # of each process's optimizer on the host; None where nothing was changed
     config: PretrainedConfig
 
     @classmethod
     def from_recipe(cls, run: RunConfig) -> RunParts:
-        script_args, args, model_args, dataset_args, ours = run.trl_arguments()
-        host_threads = _prepare_libraries(run, args)
+        arguments = run.trl_arguments()
+        host_threads = _prepare_libraries(run, arguments.training)
         with CLOCK.phase("model"):
-            config = models.load_config(model_args, args)
-            models.refuse_other_keys(config, model_args, args, ours)
-        return cls(run, script_args, args, model_args, dataset_args, ours, host_threads, config)
+            config = models.load_config(run.settings)
+            models.refuse_other_keys(config, run.settings)
+        arguments.training.model_init_kwargs = None  # of load_model; SFTTrainer would warn that it ignores them
+        return cls(run, arguments.training, get_peft_config(arguments.model), host_threads, config)
 
     def prepare_data(self) -> RunData:
         """Changes `args` so that SFTTrainer takes the rows as they are."""
         with CLOCK.phase("data"):
-            tokenizer = load_tokenizer(self.model_args, self.args)
-            rows = prepare_rows(self.script_args, self.args, self.dataset_args, self.ours, tokenizer)
+            tokenizer = load_tokenizer(self.run.settings)
+            rows = prepare_rows(self.run.settings, self.args, tokenizer)
         return RunData(tokenizer, rows)
 
     def load_model(self, data: RunData) -> PreTrainedModel:
         refuse_other_data(self.run.checkpoint, data.prepared.data_sha256)
         with CLOCK.phase("model"):
-            return models.load_model(self.config, self.model_args, self.args, self.ours)
+            return models.load_model(self.config, self.run.settings)
 
 
 def _prepare_libraries(run: RunConfig, args: SFTConfig) -> int | None:

@@ -12,7 +12,7 @@ import datasets
 from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
-from trl import SFTTrainer, get_peft_config
+from trl import SFTTrainer
 
 from zero_recipes.checkpoint import resharded
 from zero_recipes.checkpoint.saved_model import NotWhole, compare_with_class, refuse_nonfinite, write_checksums
@@ -97,7 +97,7 @@ class ZeroSFTTrainer(SFTTrainer):
             train_dataset=data.prepared.train,
             eval_dataset=data.prepared.evaluation,
             processing_class=data.tokenizer,
-            peft_config=get_peft_config(parts.model_args),
+            peft_config=parts.peft_config,
             recipe_run=RecipeRun(parts, data.prepared, output),
         )
 
@@ -334,4 +334,4 @@ class ZeroSFTTrainer(SFTTrainer):
     def push_if_requested(self) -> None:
         """Upload the model where the recipe says push_to_hub."""
         if self.args.push_to_hub:
-            self.push_to_hub(dataset_name=self.recipe_run.parts.script_args.dataset_name)
+            self.push_to_hub(dataset_name=self.recipe_run.run.settings.dataset_name)

@@ -203,7 +203,7 @@ def train_two_steps(job: Job, folder: str) -> dict:
     strategy = strategies.resolve_strategy(settings, {"WORLD_SIZE": str(job.world_size)}, sizes_of)
     decided = {} if strategy.ds_config is None else {"deepspeed": strategy.ds_config.raw}
     decided |= {"fsdp": True, "fsdp_config": strategy.fsdp_config} if strategy.is_fsdp else {"fsdp": None}
-    _, training_args, model_args, _, _ = recipes.instances(settings.replace(**decided), Path("plan.yaml"))
+    _, training_args, model_args, _ = recipes.trl_arguments(settings.replace(**decided), Path("plan.yaml"))
     _train_on(device, training_args)
 
     host = LiveStorages("cpu")
