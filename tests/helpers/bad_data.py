@@ -62,18 +62,18 @@ def written(folder: Path, files: dict[str, bytes]) -> Path:
     return folder / "data"
 
 
-SOUND = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False, "max_length": 64}
+ON_CPU = {"use_cpu": True, "bf16": False, "report_to": "none", "activation_checkpointing": False, "max_length": 64}
 
 
 def arguments(folder: Path, **keys: Any) -> SFTConfig:
-    return SFTConfig(output_dir=str(folder / "out"), **(SOUND | keys))
+    return SFTConfig(output_dir=str(folder / "out"), **(ON_CPU | keys))
 
 
 def prepared(folder: Path, template: str | None = CHATML, **keys: Any) -> Prepared:
     """The data of a folder, as a run with these keys prepares it. Raises Refusal."""
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.chat_template = template
-    settings = settings_with(**SOUND | {"dataset_name": str(folder), "output_dir": str(folder / "out")} | keys)
+    settings = settings_with(**ON_CPU | {"dataset_name": str(folder), "output_dir": str(folder / "out")} | keys)
     return prepare_rows(settings, trl_arguments(settings, folder).training, tokenizer)
 
 

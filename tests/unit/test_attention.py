@@ -61,7 +61,7 @@ def loaded(attn_implementation: str | None):
     keys = {"model_name_or_path": "m", "dtype": "float32", "attn_implementation": attn_implementation}
     keys |= {"load_in_4bit": False, "load_in_8bit": False, "model_init_kwargs": None, "trust_remote_code": False}
     arguments = SimpleNamespace(**keys, seed=0, random_weights=True)
-    return load.load_model(transformers.LlamaConfig(**SIZES), arguments, arguments, arguments)
+    return load.load_model(transformers.LlamaConfig(**SIZES), arguments)
 
 
 def test_a_kernel_of_the_hub_is_what_was_requested_and_computes_what_sdpa_does(kernels):

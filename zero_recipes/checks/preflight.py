@@ -66,7 +66,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     output_dir = Path(settings.output_dir)
     config = None
     if not (constants.is_offline_mode() and on_hub(settings.model_name_or_path)):  # the cache's own findings say it
-        config = _attempt(findings, load_config, settings, settings)
+        config = _attempt(findings, load_config, settings)
     if strategy is not None:
         findings += _strategy_findings(Candidate(settings, strategy, device, environment, config))
     before = len(findings)
