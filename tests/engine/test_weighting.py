@@ -48,6 +48,15 @@ def test_evaluation_is_token_weighted(two, recipe, plain, tmp_path, strategy):
     assert found["evaluations"][1] < found["evaluations"][0] - 0.1
 
 
+def test_the_first_token_of_a_row_counts_in_no_evaluation(one, two, tmp_path):
+    """Rows of text, whose first token has a label and no loss."""
+    recipe = write_text_recipe(tmp_path, eval_strategy="steps", eval_steps=STEPS, eval_on_start=True)
+    argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--per_device_eval_batch_size", "4"]
+    wanted = one.run("equivalence_cases.evaluate_plainly", argv=argv)[0]
+    found = two.run("train", argv=argv)[0]["metrics"]["eval_history"]
+    assert found[0]["loss"] == pytest.approx(wanted, rel=TOLERANCE)
+
+
 @pytest.mark.private
 def test_models_that_count_no_tokens(two, recipe, plain, tmp_path):
     """As Gemma 3n and Gemma 4. Fails where SFTTrainer weighs tokens for them, and in evaluation: mending may go."""
@@ -73,15 +82,16 @@ def test_models_without_a_loss_type(one, two, tmp_path):
     assert apart(unmended["losses"], plain["losses"]) > 100 * TOLERANCE
 
 
-def write_text_recipe(folder: Path) -> Path:
+def write_text_recipe(folder: Path, **keys) -> Path:
     """A GPT-2 with weights and rows of text: every token but a row's first has a loss."""
     rows = folder / "text"
     rows.mkdir()
     lines = [json.dumps({"text": "The fish hums. " * (1 + i * i % 17)}) for i in range(80)]
     (rows / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (rows / "test.jsonl").write_text("\n".join(lines[:11]) + "\n")
     recipe = write_recipe(
         folder, dataset_name=str(rows), dataset_format=None, random_weights=False, bf16=False, max_steps=STEPS,
-        global_batch_size=16, weight_decay=0.01, max_grad_norm=1.0, data_seed=7,
+        global_batch_size=16, weight_decay=0.01, max_grad_norm=1.0, data_seed=7, **keys,
     )  # fmt: skip
     torch.manual_seed(0)
     config = GPT2Config(

@@ -234,25 +234,29 @@ def train_without_fresh_adam(argv: list[str]) -> dict:
 
 
 def fresh_adam_on_resume() -> dict:
-    """The step counter that FreshAdamAtStage0 leaves on a fresh and on a resumed run, from 7."""
+    """What FreshAdamAtStage0 leaves on a fresh and on a resumed run: the step counter, which was 7, and whether the
+    fp32 masters are the weights, though weight decay has shrunk them in DeepSpeed's step before training."""
     import deepspeed
     import torch
 
     from zero_recipes.libs.patches import FreshAdamAtStage0
 
     left = {}
-    for name, resumes in (("fresh", False), ("resumed", True)):
+    for name, step in (("fresh", 0), ("resumed", 3)):
         layer = torch.nn.Linear(3, 3)
         _, optimizer, _, _ = deepspeed.initialize(
             model=layer,
-            optimizer=torch.optim.AdamW(layer.parameters()),
+            optimizer=torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.5),
             config={"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
         )
         for tensors in optimizer.state.values():
             tensors["step"].fill_(7.0)
-        state = SimpleNamespace(global_step=int(resumes))
+        state = SimpleNamespace(global_step=step)
         FreshAdamAtStage0().on_train_begin(None, state, None, optimizer=SimpleNamespace(optimizer=optimizer))
-        left[name] = max(float(tensors["step"]) for tensors in optimizer.state.values())
+        groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+        same = [torch.equal(m, w.float()) for masters, weights in groups for m, w in zip(masters, weights, strict=True)]
+        steps = max(float(tensors["step"]) for tensors in optimizer.state.values())
+        left[name] = {"steps": steps, "masters_are_the_weights": all(same)}
     return left
 
 
