@@ -38,9 +38,12 @@ def arguments(recipe, strategy: str, output_dir, *more: str) -> list[str]:
     [(world, strategy) for world in (1, 2) for strategy in ENGINES]
     + [(4, "zero2"), (4, "zero3"), grid(4, "ddp"), grid(4, "zero0"), grid(4, "zero1")],
 )
-def test_bytes_equal_the_allocations(request, recipe, tmp_path, world_size, strategy):
-    group = request.getfixturevalue({1: "one", 2: "two", 4: "four"}[world_size])
-    result = group.run("train", argv=arguments(recipe, strategy, tmp_path))[0]
+def test_bytes_equal_the_allocations(request, trained, recipe, tmp_path, world_size, strategy):
+    if world_size == 2:
+        result = trained(strategy).result
+    else:
+        group = request.getfixturevalue({1: "one", 4: "four"}[world_size])
+        result = group.run("train", argv=arguments(recipe, strategy, tmp_path))[0]
     metrics = result["metrics"]
     if strategy != "ddp":
         assert (result["optimizer"], result["stage"]) == (ENGINES[strategy], int(strategy[-1]))
@@ -111,19 +114,14 @@ def test_bytes_of_other_precisions(request, recipe, tmp_path, world_size, mode, 
         }, terms
 
 
-def test_a_tensor_of_one_mebibyte_breaks_the_match(two, recipe, tmp_path):
-    plain = two.run("train", argv=arguments(recipe, "zero2", tmp_path))[0]["metrics"]["model_state_bytes"]
-    padded = two.run("train_with_stowaway", argv=arguments(recipe, "zero2", tmp_path))[0]["metrics"][
-        "model_state_bytes"
-    ]
+def test_a_tensor_of_one_mebibyte_breaks_the_match(two, trained, recipe, tmp_path):
+    plain = trained("zero2").metrics["model_state_bytes"]
+    argv = arguments(recipe, "zero2", tmp_path)
+    padded = two.run("train_with_stowaway", argv=argv)[0]["metrics"]["model_state_bytes"]
     assert [rank["optimizer"] for rank in padded] == [rank["optimizer"] + 2**20 for rank in plain]
 
 
-def test_offloaded_states_count_as_host(two, recipe, tmp_path):
-    plain = two.run("train", argv=arguments(recipe, "zero2", tmp_path))[0]["metrics"]["model_state_bytes"][0]
-    result = two.run("train", argv=arguments(recipe, "zero2_offload", tmp_path))[0]
-    offloaded = result["metrics"]["model_state_bytes"][0]
-    assert result["metrics"]["strategy"] == "zero2_offload"
-    assert offloaded["params"] == plain["params"]
-    assert offloaded["optimizer"] == 0
+def test_offloaded_states_count_as_host(trained):
+    plain, offloaded = (trained(name).metrics["model_state_bytes"][0] for name in ("zero2", "zero2_offload"))
+    assert offloaded["params"] == plain["params"] and offloaded["optimizer"] == 0
     assert offloaded["offloaded_host"] >= plain["optimizer"] - 16  # DeepSpeedCPUAdam counts steps as integers

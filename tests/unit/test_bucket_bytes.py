@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.plan_jobs import job
-from zero_recipes.plan.formulas.predict import bucket_bytes, computed_width
-from zero_recipes.plan.formulas.shape import shape_of
+from zero_recipes.plan.formulas import bucket_bytes, computed_width, shape_of
 
 BUCKET = 1_000_000
 

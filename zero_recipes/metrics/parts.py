@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 NO_ACCELERATOR = "without an accelerator"
 NO_LABELS = "where the model is given no labels (a Trainer with a loss of its own)"
 ENDED_BEFORE = "where the run ended before"
-EARLIER = "in files of earlier versions"
+EARLIER = "where it was not noted"
 NOT_TIMED = "where no step was timed: a run of one or two steps"
 
 
@@ -169,17 +169,11 @@ class LinkRates(Part):
 class HostLink(Part):
     """Copies between pinned host memory and the GPU."""
 
-    alone: LinkRates | None = measured("one process of a machine at a time, the slowest of all", null=EARLIER)
+    alone: LinkRates | None = measured("one process of a machine at a time, the slowest of all")
     together: LinkRates | None = measured(
-        "all processes at once, the slowest of them; in files of earlier versions of rank 0",
+        "all processes at once, the slowest of them",
         null="where each machine has one process",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_earlier_versions(cls, content: Any) -> Any:
-        """They have two rates, which all processes measured at once."""
-        return {"together": content} if isinstance(content, dict) and "to_device" in content else content
 
 
 class Network(Part):

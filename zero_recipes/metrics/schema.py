@@ -85,7 +85,7 @@ class RunIdentity(Part):
     zero_stage: int | None = measured("0 to 3", null="without DeepSpeed (FSDP2 included)")
     world_size: int | None = measured("processes, one a GPU", "ranks")
     device: str | None = measured("cpu, or the GPU's name")
-    model: str | None = measured("model_name_or_path")
+    model: str | None = measured("model_name_or_path", null="of a model without a name")
     parameters: int | None = measured("Ψ: weights of the model, with adapters", "parameters")
     trainable_parameters: int | None = measured("those that are trained", "parameters")
     precision: Precision | None = measured("of the computation")
@@ -141,6 +141,7 @@ class Measurements(Part):
         "one number per optimizer step: the mean over all its tokens that carry loss, on whichever rank, null where it "
         "is not finite; of a resumed run the whole history, the interrupted part included",
         "nats/token",
+        "of a Trainer other than ZeroSFTTrainer whose logging_steps is not 1",
     )
 
 
@@ -168,7 +169,9 @@ class Metrics(Measurements, RunIdentity, RunStatus):
         "the last process",
         default=[],
     )
-    gradient_dtypes: GradientDtypes | None = measured("of a step's gradients", null=EARLIER)
+    gradient_dtypes: GradientDtypes | None = measured(
+        "of a step's gradients", null="under DeepSpeed in a Trainer other than ZeroSFTTrainer"
+    )
     grad_norm_history: list[Number] | None = measured(
         "norm of the gradients before clipping, per optimizer step, null where it is not finite; empty where the "
         "engine keeps none (DeepSpeed stage 0 in fp32)"
