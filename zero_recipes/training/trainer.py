@@ -85,6 +85,9 @@ class ZeroSFTTrainer(SFTTrainer):
                     fsdp.keep_names_of_the_file(given["model"])
                 with rows_are_cut(given["args"]):
                     super().__init__(**given, callbacks=[*ours, *others])
+                # read inside `rows_are_cut`, where padding-free rows have no max_length
+                known = {"max_length": given["args"].max_length}
+                self.stage_metrics.identity = self.stage_metrics.identity.model_copy(update=known)
         self.token_weights = TokenWeights(self)
         if isinstance(self.train_dataset, datasets.IterableDataset):
             self.train_dataset = EndlessRows(self.train_dataset)
