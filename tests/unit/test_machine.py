@@ -173,6 +173,7 @@ def test_cores_are_the_least_of_those_allowed_and_the_quotas(tmp_path, monkeypat
         (dict(stage=None), 2 * 4 * 7),  # float32 made of a float16 file, in both processes
         (dict(stage=None, dtype="float16"), 0),  # the file itself is mapped
         (dict(stage=3), 0),
+        (dict(stage=1, device="cpu"), (12 + 4 + 4) * 7),  # parameters and gradients whole in both processes
         (dict(stage=3, device="cpu"), 16 * 7),
         (dict(stage=2, device="cpu", use_peft=True), 2 * 2 * 7),
         (
