@@ -26,7 +26,7 @@ def test_every_rank_exits_2_and_rank_0_alone_speaks(tmp_path, name):
     (rows / "train.jsonl").write_text('{"question": "a", "answer": "b"}\n')
     more, said = {
         "misspelt key": (["--lerning_rate", "1"], "lerning_rate"),
-        "missing columns": (["--dataset_name", str(rows)], "no column instruction"),
+        "missing columns": (["--dataset_name", str(rows)], "[ZR508]"),
     }[name]
     argv = [str(write_recipe(tmp_path)), *more]
     ranks = two_ranks([*argv, "--output_dir", str(tmp_path / "out")], tmp_path)

@@ -65,7 +65,8 @@ kernels.build(["some_op"])
 def test_a_compilation_prints_that_it_goes_on_and_has_an_end(tmp_path):
     """The main thread may wait in torch for a lock, where no exception reaches it."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    ended = subprocess.run([sys.executable, "-c", WAITING], env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-c", WAITING]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "[ZR626]" in ended.stderr and f"{tmp_path}/some_op/lock" in ended.stderr
     assert "compiling some_op, once" in ended.stdout and "still compiling some_op" in ended.stdout
     assert "compiled" not in ended.stdout
