@@ -1,8 +1,6 @@
 #!/usr/bin/env python
 """Supervised fine-tuning from one recipe, measured: run_sft.py RECIPE.yaml [--key value ...] [--traceback]
 
-    accelerate launch --config_file zero3.yaml run_sft.py recipes/tiny.yaml
-
 Exit codes: 0 done; 2 refused before training, with one message; 1 anything else (accelerate and torchrun make 1 of 2).
 """
 
