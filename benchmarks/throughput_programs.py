@@ -109,7 +109,7 @@ def trl(job: dict, seen: Seen) -> None:
     from trl.scripts import sft
 
     # DeepSpeed's stage 0 counts a step too many (libs/patches.py); left in, the loss would be another
-    with watched(seen, FreshAdamAtStage0(resumes=False)):
+    with watched(seen, FreshAdamAtStage0()):
         sft.main(*sft.make_parser().parse_args_and_config(arguments_of(job, "trl"), fail_with_unknown_args=False))
 
 

@@ -41,7 +41,7 @@ CASES = {
     "ddp in bf16, float32 weights": ("ddp", {}),
     "zero2 in bf16": ("zero2", {}),
     "fp32": ("ddp", {"bf16": False}),
-    "LoRA, ddp": ("ddp", LORA),
+    "LoRA in fp32, ddp": ("ddp", LORA | {"bf16": False}),  # in bf16 two tokens of one answer tie on some CPUs
     "LoRA, zero2": ("zero2", LORA),
     "random weights in fp32, zero3": ("zero3", {"random_weights": True, "bf16": False}),
 }

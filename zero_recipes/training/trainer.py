@@ -31,8 +31,6 @@ from zero_recipes.training.parts import RunData, RunParts
 from zero_recipes.training.row_order import EndlessRows, begin_epoch
 from zero_recipes.training.token_loss import TokenMetrics, TokenWeights
 
-STOP_AFTER_NONFINITE_STEPS = 3  # the default of the recipe's key
-
 
 @dataclass(frozen=True)
 class RecipeRun:
@@ -51,8 +49,9 @@ class ZeroSFTTrainer(SFTTrainer):
     """SFTTrainer, with its own signature, whose losses are token-weighted means over all ranks, whose checkpoints are
     whole or recognised as not, and which writes metrics.json.
 
-    Without a StageMetricsCallback among `callbacks` it makes one, for args.output_dir. Raises Diverged where the loss
-    stays NaN or infinite. `recipe_run`: of run_sft.py.
+    Without a StageMetricsCallback among `callbacks` it makes one, for args.output_dir. It saves no checkpoint of weights
+    that are NaN or infinite.
+    `recipe_run`: of run_sft.py. Such a run also ends, with Diverged, where its loss stays NaN or infinite.
 
     Private: the methods of the Trainer (transformers 5.23, trainer.py) and of SFTTrainer (TRL 1.16) with an underscore
     that are overridden here: no public event comes before a checkpoint's first file, an epoch's sampler or an engine's
@@ -71,9 +70,8 @@ class ZeroSFTTrainer(SFTTrainer):
         self.answers_before: samples.Answers | None = None
         self.stage_metrics = recipe_run.output.metrics if recipe_run else [*measuring, StageMetricsCallback()][0]
         self.token_metrics = TokenMetrics(self, settings.token_metrics if settings else "logging_steps")
-        limit = settings.stop_after_nonfinite_steps if settings else STOP_AFTER_NONFINITE_STEPS
-        self.divergence = StopAtDivergence(self.stage_metrics, limit)
-        ours = [patches.FreshAdamAtStage0(), self.stage_metrics, self.divergence]
+        self.divergence = StopAtDivergence(self.stage_metrics, settings.stop_after_nonfinite_steps if settings else 0)
+        ours = [patches.FreshAdamAtStage0(), self.stage_metrics]
         others = [callback for callback in callbacks if callback is not self.stage_metrics]
         with CLOCK.phase("model"):
             if recipe_run is None:
@@ -84,7 +82,7 @@ class ZeroSFTTrainer(SFTTrainer):
                     ours.insert(0, fsdp.RefuseUnsharded())
                     fsdp.keep_names_of_the_file(given["model"])
                 with rows_are_cut(given["args"]):
-                    super().__init__(**given, callbacks=[*ours, *others])
+                    super().__init__(**given, callbacks=[*ours, self.divergence, *others])
                 # read inside `rows_are_cut`, where padding-free rows have no max_length
                 known = {"max_length": given["args"].max_length}
                 self.stage_metrics.identity = self.stage_metrics.identity.model_copy(update=known)
@@ -120,7 +118,8 @@ class ZeroSFTTrainer(SFTTrainer):
             with CLOCK.phase("train"):
                 with self.divergence.at_the_smallest_scale(self):
                     result = super().train(resume_from_checkpoint, *arguments, **keywords)
-                self.divergence.raise_if_diverged(self)
+                if self.recipe_run:
+                    self.divergence.raise_if_diverged(self)
         except Diverged as error:
             self.stage_metrics.write("diverged", str(error))
             raise
@@ -214,7 +213,11 @@ class ZeroSFTTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def _hand_over_token_metrics(self) -> None:
-        """TRL logs what is in `_metrics`. Collective where there are any."""
+        """TRL logs what is in `_metrics`. Collective where there are any.
+
+        Private: `_metrics`, `_total_train_tokens`, `_tp_size` and, in `compute_loss`, `_is_vlm` of SFTTrainer
+        (TRL 1.16, trainer/sft_trainer.py). No public method adds to what is logged.
+        """
         metrics = self._metrics["train"]
         for entropy, accuracy, tokens in self.token_metrics.take():
             metrics["entropy"].append(entropy)
