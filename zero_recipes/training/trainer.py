@@ -49,8 +49,8 @@ class ZeroSFTTrainer(SFTTrainer):
     """SFTTrainer, with its own signature, whose losses are token-weighted means over all ranks, whose checkpoints are
     whole or recognised as not, and which writes metrics.json.
 
-    Without a StageMetricsCallback among `callbacks` it makes one, for args.output_dir. It saves no checkpoint of weights
-    that are NaN or infinite.
+    Without a StageMetricsCallback among `callbacks` it makes one, for args.output_dir. Weights that are NaN or infinite
+    are in no checkpoint.
     `recipe_run`: of run_sft.py. Such a run also ends, with Diverged, where its loss stays NaN or infinite.
 
     Private: the methods of the Trainer (transformers 5.23, trainer.py) and of SFTTrainer (TRL 1.16) with an underscore
