@@ -99,7 +99,7 @@ def test_saving_on_sigterm_is_refused_and_its_processes_still_do_not_ask_each_ot
     path = tmp_path / "mine.yaml"
     path.write_text("model_name_or_path: ./tiny_world/base\ndataset_name: ./tiny_world\nenable_jit_checkpoint: true\n")
     _, findings = preflight(path, recipes.read_recipe_file(path), [], {}, rehearsal=True)
-    assert "ZR188" in [finding.code for finding in findings if finding.level == "error"]
+    assert "ZR193" in [finding.code for finding in findings if finding.level == "error"]
 
     from transformers import TrainerControl
     from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
