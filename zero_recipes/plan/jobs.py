@@ -58,7 +58,7 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
         return {DsConfig(config).name: config}
     if own is not None:
         raise refusal("ZR801", names=",".join(names))
-    without = ("zero0",) if recipe.settings.precision == "fp16" else ()  # refused (ZR271)
+    without = ("zero0",) if recipe.settings.precision == "fp16" else ()  # refused (ZR193)
     named = EVERY if names == ["all"] else names or ALL
     return {name: _ds_config_of(folder / f"{name}.yaml") for name in named if names or name not in without}
 
