@@ -16,8 +16,7 @@ from tests.helpers.report_runs import metrics, on_cpu, save
 from tests.helpers.tiny import write_recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.cli import sweep as sweeping
-from zero_recipes.cli.set_values import combinations, option_words, parse_sets, run_names
-from zero_recipes.cli.sweep_runs import runs_of, with_values
+from zero_recipes.cli.sweep_runs import combinations, option_words, parse_sets, run_names, runs_of, with_values
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.keys import key_types
 from zero_recipes.core.findings import Refusal

@@ -7,25 +7,26 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import datasets
 import torch
 import transformers
+from accelerate.utils.memory import clear_device_cache
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase, TextStreamer
 
-from zero_recipes.ask.model import NO_BASE, Loaded, Target, find_target, forget, load_base, load_tokenizer, load_tuned
+from zero_recipes.ask.model import NO_BASE, Loaded, Target, find_target, load_base, load_tokenizer, load_tuned
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.run import choose_device
 from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.core.tables import Column, plain, print_columns, print_texts, shown, terminal
 from zero_recipes.data.load import alpaca_prompt
-from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, takes_rows, with_tokens
+from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.metrics.read_runs import SampleRow
 from zero_recipes.model import load_config
 from zero_recipes.training.generation import generate_texts, places, prompts_cut, reference_losses
@@ -63,7 +64,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     base, tuned = _answers(target, tokenizer, device, samples, most)
     rows = compare(samples, base, tuned)
     write_rows(out / SAMPLES, rows)
-    show(rows, means(rows, [_count(sample) for sample in samples]), console)
+    tokens = [sum(label != -100 for label in sample.labels[1:]) for sample in samples]  # those that carry loss
+    show(rows, means(rows, tokens), console)
     print(f"written: {out / SAMPLES}")
     return 0
 
@@ -88,7 +90,7 @@ def read_questions(target: Target, prompts: Path | None, tokenizer: PreTrainedTo
         config = load_config(settings.replace(model_name_or_path=name, model_revision="main"))
         settings = settings.replace(max_length=getattr(config.get_text_config(), "max_position_embeddings", None))
     args = recipes.trl_arguments(settings, target.recipe.path).training
-    rows = rows_to_ask(requested, None, settings) if takes_rows(requested) else None
+    rows = rows_to_ask(requested, None, settings)
     samples = choose_samples(requested, rows, settings.dataset_format, tokenizer, settings.dataset_test_split)
     if not samples:
         raise refusal("ZR570", source=prompts or f"the recipe of {target.folder}")
@@ -100,7 +102,7 @@ def _of_file(path: Path) -> str | list[str]:
     if not path.is_file() or path.suffix == ".jsonl":
         return str(path)
     with library_error_as_finding(f"reading {path}"):
-        lines = [line.strip("\r") for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+        lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     return str(path) if path.suffix != ".txt" and lines and lines[0].lstrip().startswith("{") else lines
 
 
@@ -111,13 +113,12 @@ def _answers(
     batch, base = target.settings.per_device_eval_batch_size, None
     if target.base is not None and not target.is_adapter:
         base = _answer(load_base(target, tokenizer, device), samples, most, batch)
-        forget(device)
+        clear_device_cache(garbage_collection=True)
     loaded = load_tuned(target, tokenizer, device)
     if (cut := prompts_cut(loaded.model, tokenizer, samples, most)) is not None:
         print(cut, flush=True)
     if target.is_adapter:
-        with loaded.model.disable_adapter():
-            base = _answer(loaded, samples, most, batch)
+        base = _answer(loaded.without_adapter(), samples, most, batch)
     return base, _answer(loaded, samples, most, batch)
 
 
@@ -135,13 +136,11 @@ def compare(samples: list[Sample], base: Answers | None, tuned: Answers) -> list
     """Rows of samples.jsonl: before is the base, None where the model answered alone."""
     before = [{}] * len(samples) if base is None else _scores(samples, base)
     rows = []
-    for i, (sample, scores_before, scores_after) in enumerate(
-        zip(samples, before, _scores(samples, tuned), strict=True)
-    ):
+    for i, (sample, own, after) in enumerate(zip(samples, before, _scores(samples, tuned), strict=True)):
         losses = [side.reference_losses[i] for side in (base, tuned) if side is not None]
         row = {"prompt": sample.prompt, "reference": sample.reference, "unscored": why_unscored(sample, losses)}
         row |= {"before": None if base is None else base.texts[i], "after": tuned.texts[i]}
-        rows.append(SampleRow(**row, scores_before=scores_before, scores_after=scores_after))
+        rows.append(SampleRow(**row, scores_before=own, scores_after=after))
     return rows
 
 
@@ -173,27 +172,24 @@ def means(rows: Sequence[SampleRow], tokens: Sequence[int]) -> dict[str, tuple[f
     return found
 
 
-def _count(sample: Sample) -> int:
-    """Tokens of the reference that carry loss."""
-    return sum(label != -100 for label in sample.labels[1:])
-
-
 def show(rows: list[SampleRow], scores: Mapping[str, tuple[float | None, float]], console: Console) -> None:
     """Print the first prompts with all answers, and the scores over all prompts."""
-    alone, referenced = all(row.before is None for row in rows), any(row.reference is not None for row in rows)
-    headers = ["prompt", *([] if alone else ["base"]), "model", *(["reference"] if referenced else [])]
+    alone = all(row.before is None for row in rows)
     cells = {"prompt": lambda row: question(row.prompt), "base": lambda row: short(row.before)}
     cells |= {"model": lambda row: short(row.after), "reference": lambda row: short(row.reference)}
-    texts = [[cells[header](row) for header in headers] for row in rows[:SHOWN]]
-    print_texts(f"Answers ({len(texts)} of {len(rows)} prompts)", headers, texts, console)
+    if alone:
+        del cells["base"]
+    if all(row.reference is None for row in rows):
+        del cells["reference"]
+    texts = [[cell(row) for cell in cells.values()] for row in rows[:SHOWN]]
+    print_texts(f"Answers ({len(texts)} of {len(rows)} prompts)", list(cells), texts, console)
     if not scores:
         console.print(plain("No prompt has a reference: nothing is scored."))
         return
-    columns = [Column("score", lambda line: line[0])]
-    columns += [] if alone else [Column("base", lambda line: f"{line[1][0]:.3f}")]
+    columns = [] if alone else [Column("base", lambda line: f"{line[1][0]:.3f}")]
     columns += [Column("model", lambda line: f"{line[1][1]:.3f}")]
     columns += [Column("better", lambda line: "lower" if line[0] in LOWER_IS_BETTER else "higher")]
-    print_columns(columns[:1], columns[1:], list(scores.items()), console)
+    print_columns([Column("score", lambda line: line[0])], columns, list(scores.items()), console)
     for why in dict.fromkeys(row.unscored for row in rows if row.unscored):
         count = sum(row.unscored == why for row in rows)
         console.print(plain(f"{count} of {len(rows)} rows have no reference_loss: {why}"))
@@ -202,13 +198,10 @@ def show(rows: list[SampleRow], scores: Mapping[str, tuple[float | None, float]]
 # a conversation
 
 
-@dataclass(frozen=True)
-class Wording:
+class Wording(NamedTuple):
     """How a conversation becomes the text that a model goes on with."""
 
     described: str
-    keeps_turns: bool  # whether earlier turns are part of it
-    templated: bool  # whether the special tokens are in the text already
     write: Callable[[list[dict[str, str]]], str]
 
 
@@ -221,74 +214,46 @@ def wording(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None) -> W
                 return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
 
         write([{"role": "user", "content": "a"}])
-        return Wording("The model's chat template writes the conversation.", True, True, write)
+        return Wording("The model's chat template writes the conversation.", write)
     if dataset_format == "alpaca":
         described = "No chat template: each message is an instruction in Alpaca's words, without earlier turns."
-        return Wording(described, False, False, lambda turns: alpaca_prompt(turns[-1]["content"]))
+        return Wording(described, lambda turns: alpaca_prompt(turns[-1]["content"]))
     described = "No chat template and no dataset_format: the model goes on with the plain text of all turns."
-    return Wording(described, True, False, lambda turns: "".join(turn["content"] for turn in turns))
-
-
-@dataclass
-class Side:
-    """One model of the conversation, with its own turns."""
-
-    name: str
-    loaded: Loaded
-    switched_off: bool = False  # the base of an adapter
-    turns: list[dict[str, str]] = field(default_factory=list)
+    return Wording(described, lambda turns: "".join(turn["content"] for turn in turns))
 
 
 def _chat(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, beside: bool, most: int) -> int:
     """Until /exit, the end of the input or Ctrl-C. Answers are greedy and appear word by word."""
     words = wording(tokenizer, target.settings.dataset_format)
-    model = load_tuned(target, tokenizer, device)
-    sides = [Side("model", model)]
+    models = {"model": load_tuned(target, tokenizer, device)}
     if beside:
-        base = model if target.is_adapter else load_base(target, tokenizer, device)
-        sides.insert(0, Side("base", base, switched_off=target.is_adapter))
+        base = models["model"].without_adapter() if target.is_adapter else load_base(target, tokenizer, device)
+        models = {"base": base} | models
+    turns: dict[str, list[dict[str, str]]] = {name: [] for name in models}
     print(f"{words.described} {CHAT_COMMANDS}", flush=True)
-    try:
-        for text in _lines():
-            if text == "/exit":
-                break
+    with suppress(EOFError, KeyboardInterrupt):
+        while (text := input("\nyou> ").strip()) != "/exit":
             if text == "/reset":
-                for side in sides:
-                    side.turns.clear()
+                turns = {name: [] for name in models}
                 print("(forgotten)", flush=True)
-                continue
-            for side in sides:
-                _turn(side, text, words, most)
-    except KeyboardInterrupt:
-        pass
+            elif text:
+                for name, loaded in models.items():
+                    turns[name].append({"role": "user", "content": text})
+                    turns[name].append(_answer_turn(name, loaded, turns[name], words, most))
     print(flush=True)
     return 0
 
 
-def _lines() -> Iterator[str]:
-    """What is written, without blanks around it and without empty lines. Of a pipe it is printed, to be read later."""
-    is_typed = sys.stdin.isatty()
-    while True:
-        try:
-            text = input("\nyou> ") if is_typed else next(sys.stdin)
-        except (EOFError, StopIteration):
-            return
-        if text.strip():
-            if not is_typed:
-                print(f"\nyou> {shown(text.strip())}", flush=True)
-            yield text.strip()
-
-
-def _turn(side: Side, text: str, words: Wording, max_new_tokens: int) -> None:
-    loaded, tokenizer = side.loaded, side.loaded.tokenizer
-    side.turns.append({"role": "user", "content": text})
-    room, most = places(loaded.model, max_new_tokens)
-    ids = _ids(side, words)
+def _answer_turn(name: str, loaded: Loaded, turns: list[dict[str, str]], words: Wording, most: int) -> dict[str, str]:
+    """The turn that answers the last one, printed as it comes. `most`: its tokens."""
+    tokenizer, templated = loaded.tokenizer, bool(loaded.tokenizer.chat_template)
+    room, most = places(loaded.model, most)
+    ids = tokenizer(words.write(turns), add_special_tokens=not templated)["input_ids"]
     if len(ids) > room:
         print(f"(the last {room:,} tokens of the conversation: the model takes no more)", flush=True)
-    print(f"{side.name}> ", end="", flush=True)
+    print(f"{name}> ", end="", flush=True)
     prompt = torch.tensor([ids[-room:]], device=loaded.device)
-    with torch.no_grad(), loaded.computing(), loaded.model.disable_adapter() if side.switched_off else nullcontext():
+    with torch.no_grad(), loaded.computing():
         answered = loaded.model.generate(
             input_ids=prompt,
             attention_mask=torch.ones_like(prompt),
@@ -298,12 +263,7 @@ def _turn(side: Side, text: str, words: Wording, max_new_tokens: int) -> None:
             streamer=_Shown(tokenizer, skip_prompt=True, skip_special_tokens=True),
         )
     content = tokenizer.decode(answered[0, prompt.shape[1] :], skip_special_tokens=True)
-    side.turns.append({"role": "assistant", "content": content.strip() if words.templated else content})
-
-
-def _ids(side: Side, words: Wording) -> list[int]:
-    turns = side.turns if words.keeps_turns else side.turns[-1:]
-    return side.loaded.tokenizer(words.write(turns), add_special_tokens=not words.templated)["input_ids"]
+    return {"role": "assistant", "content": content.strip() if templated else content}
 
 
 class _Shown(TextStreamer):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 from collections import Counter
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -62,8 +62,7 @@ class Target:
     @property
     def name(self) -> str:
         """The folder's name, of a checkpoint with its run's."""
-        folder = self.folder.resolve()
-        return f"{folder.parent.name}-{folder.name}" if _is_checkpoint(folder) else folder.name
+        return "-".join(dict.fromkeys((_run_folder(self.folder).name, self.folder.resolve().name)))
 
 
 class Loaded(NamedTuple):
@@ -73,10 +72,18 @@ class Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     device: str
     autocast: str | None
+    adapter_off: bool = False
 
-    def computing(self):
+    def without_adapter(self) -> Loaded:
+        """The base of an adapter."""
+        return self._replace(adapter_off=True)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
         """The context that its run computed in."""
-        return torch.autocast(self.device, getattr(torch, self.autocast)) if self.autocast else nullcontext()
+        autocast = torch.autocast(self.device, getattr(torch, self.autocast)) if self.autocast else nullcontext()
+        with autocast, self.model.disable_adapter() if self.adapter_off else nullcontext():
+            yield
 
 
 def find_target(folder: Path, base: str | None, overrides: list[str], trust_remote_code: bool = False) -> Target:
@@ -91,16 +98,14 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
         raise refusal("ZR784", folder=folder, weights=" nor ".join(weights), cwd=Path.cwd())
     recipe, is_ours = _recipe_of(folder, overrides)
     settings = recipe.settings.replace(**_ONE_PROCESS, trust_remote_code=trust_remote_code)
-    name = base
-    if base is None and is_adapter:
-        name = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
+    name = None if base == NO_BASE else base
     if base is None and is_ours:
         name = settings.model_name_or_path
-    name = None if name == NO_BASE else name
+    elif base is None and is_adapter:
+        name = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
     if is_adapter and name is None:
         raise refusal("ZR788", folder=folder)
-    saved = _saved_dtype(folder, is_adapter, name, trust_remote_code)
-    dtype = saved
+    dtype = saved = _saved_dtype(folder, is_adapter, name, trust_remote_code)
     if is_adapter:  # DeepSpeed and FSDP turn base and adapter into 16 bit; else the recipe says the base's
         dtype = "auto" if not is_ours else saved if saved != "float32" else settings.dtype or "auto"
     return Target(
@@ -119,7 +124,7 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
 
 def _recipe_of(folder: Path, overrides: list[str]) -> tuple[Recipe, bool]:
     """(the recipe, whether it is the run's own). What its `env:` sets is not kept: the file may be a stranger's."""
-    places = [folder / RECIPE, *([folder.resolve().parent / RECIPE] if _is_checkpoint(folder) else [])]
+    places = (folder / RECIPE, _run_folder(folder) / RECIPE)
     path = next((place for place in places if place.is_file()), None)
     if path is None:
         known = next(folder / name for name in ("adapter_config.json", "config.json") if (folder / name).is_file())
@@ -130,6 +135,11 @@ def _recipe_of(folder: Path, overrides: list[str]) -> tuple[Recipe, bool]:
 
 def _is_checkpoint(folder: Path) -> bool:
     return re.fullmatch(r"checkpoint-\d+", folder.resolve().name) is not None
+
+
+def _run_folder(folder: Path) -> Path:
+    """The folder of the run that saved a model there."""
+    return folder.resolve().parent if _is_checkpoint(folder) else folder.resolve()
 
 
 def _saved_dtype(folder: Path, is_adapter: bool, base: str | None, trust_remote_code: bool) -> str:
@@ -152,12 +162,10 @@ def _saved_dtype(folder: Path, is_adapter: bool, base: str | None, trust_remote_
 
 def _computed_in(folder: Path, recipe: Recipe) -> str | None:
     """The dtype that the run computed in, where it is not float32."""
-    run = folder.resolve().parent if _is_checkpoint(folder) else folder
-    try:
-        precision = Metrics.read(run / FILE).precision
-    except ContractError:
-        precision = None
-    return _COMPUTED_IN.get(precision or recipe.settings.precision)
+    precision = recipe.settings.precision
+    with suppress(ContractError):
+        precision = Metrics.read(_run_folder(folder) / FILE).precision or precision
+    return _COMPUTED_IN.get(precision)
 
 
 def load_tokenizer(target: Target, overrides: list[str]) -> PreTrainedTokenizerBase:
@@ -212,13 +220,6 @@ def load_tuned(target: Target, tokenizer: PreTrainedTokenizerBase, device: str) 
             is_wide = target.adapter_dtype == "float32"
             model = PeftModel.from_pretrained(model, str(target.folder), autocast_adapter_dtype=is_wide)
     return Loaded(model.to(device).eval(), tokenizer, device, target.autocast)
-
-
-def forget(device: str) -> None:
-    """What nobody names any more leaves the memory, of the GPU too."""
-    gc.collect()
-    if device != "cpu":
-        torch.cuda.empty_cache()
 
 
 def _load(target: Target, name: str) -> PreTrainedModel:

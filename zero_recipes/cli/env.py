@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -50,17 +51,16 @@ def _env(arguments: argparse.Namespace) -> int:
 
 def machine(host: Host) -> dict[str, Any]:
     """All that `page` shows, as JSON can hold it. Sizes in bytes; null where there is no limit or no such thing."""
+    from zero_recipes.distributed.links import infiniband_devices
+
     memory, limit = host.memory()
     locked, cuda = host.lockable(), _cuda(host)
+    named = sorted(name for name in host.environment if VARIABLES.fullmatch(name))
     return {
         "gpus": [] if cuda["refusal"] else _gpus(),
         "cuda": cuda,
         "links": _links(host),
-        "cpu": {
-            "name": environment.cpu_name(),
-            "cores_of_machine": os.cpu_count(),
-            "cores": host.cores(),
-        },
+        "cpu": {"name": environment.cpu_name(), "cores_of_machine": os.cpu_count(), "cores": host.cores()},
         "memory": {
             "machine_bytes": psutil.virtual_memory().total,
             "free_bytes": memory,
@@ -75,9 +75,9 @@ def machine(host: Host) -> dict[str, Any]:
             "libaio_headers": host.libaio_headers(),
             "cuda_toolkit": host.cuda_release(),
         },
-        "infiniband": _infiniband(host),
+        "infiniband": infiniband_devices(host),
         "versions": _versions(),
-        "variables": variables(host.environment),
+        "variables": {name: "(set, not shown)" if SECRET.search(name) else host.environment[name] for name in named},
     }
 
 
@@ -89,18 +89,14 @@ def page(found: Mapping[str, Any]) -> dict[str, list[str]]:
 def _lines(part: Any) -> Iterator[str]:
     """A line for each entry; an entry with several values has them on one line."""
     if isinstance(part, Mapping):
-        for name, value in part.items():
-            text = ", ".join(_lines(value)) if _is_part(value) else _text(name, value)
-            yield f"{name.removesuffix('_bytes')}: {text}"
+        yield from (f"{name.removesuffix('_bytes')}: {_text(name, value)}" for name, value in part.items())
     else:
-        yield from (", ".join(_lines(entry)) if _is_part(entry) else str(entry) for entry in part or [])
-
-
-def _is_part(value: Any) -> bool:
-    return isinstance(value, (Mapping, list))
+        yield from (_text("", entry) for entry in part or [])
 
 
 def _text(name: str, value: Any) -> str:
+    if isinstance(value, (Mapping, list)):
+        return ", ".join(_lines(value))
     if value is None or value == "":
         return "unlimited" if name == "lockable_bytes" else "none"
     if isinstance(value, bool):
@@ -108,27 +104,19 @@ def _text(name: str, value: Any) -> str:
     return units.size(value) if name.endswith("_bytes") else str(value)
 
 
-def variables(of: Mapping[str, str]) -> dict[str, str]:
-    """Those that change a run; of those that may be a secret only that they are set."""
-    named = sorted(name for name in of if VARIABLES.fullmatch(name))
-    return {name: "(set, not shown)" if SECRET.search(name) else of[name] for name in named}
-
-
 def _gpus() -> list[dict[str, Any]]:
     import torch
 
-    found = []
-    for number in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(number)
-        found.append(
-            {
-                "name": properties.name,
-                "memory_bytes": properties.total_memory,
-                "free_bytes": torch.cuda.mem_get_info(number)[0],
-                "capability": f"{properties.major}.{properties.minor}",
-            }
-        )
-    return found
+    gpus = {number: torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())}
+    return [
+        {
+            "name": gpu.name,
+            "memory_bytes": gpu.total_memory,
+            "free_bytes": torch.cuda.mem_get_info(number)[0],
+            "capability": f"{gpu.major}.{gpu.minor}",
+        }
+        for number, gpu in gpus.items()
+    ]
 
 
 def _cuda(host: Host) -> dict[str, Any]:
@@ -152,10 +140,10 @@ def _links(host: Host) -> list[str] | None:
     if program is None:
         return None
     try:
-        said = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, timeout=30).stdout
+        printed = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, timeout=30).stdout
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return [re.sub(r"\x1b\[\d*m", "", line).expandtabs(8).rstrip() for line in said.splitlines() if line.strip()]
+    return [re.sub(r"\x1b\[\d*m", "", line).expandtabs(8).rstrip() for line in printed.splitlines() if line.strip()]
 
 
 def _disks(host: Host) -> list[dict[str, Any]]:
@@ -166,38 +154,27 @@ def _disks(host: Host) -> list[dict[str, Any]]:
 
     folders = {
         "this folder, output/": Path.cwd(),
-        "models": Path(constants.HF_HUB_CACHE),
-        "prepared rows": Path(datasets.config.HF_DATASETS_CACHE),
+        "models": constants.HF_HUB_CACHE,
+        "prepared rows": datasets.config.HF_DATASETS_CACHE,
         "compiled kernels": build_root(host.environment),
+        "ZeRO-Infinity": host.environment.get("ZERO_RECIPES_NVME_PATH"),
     }
-    if swap := host.environment.get("ZERO_RECIPES_NVME_PATH"):
-        folders["ZeRO-Infinity"] = Path(swap)
-    return [{"for": what, "path": str(path), "free_bytes": host.free_disk(path)} for what, path in folders.items()]
-
-
-def _infiniband(host: Host) -> dict[str, bool]:
-    from zero_recipes.distributed.links import infiniband_devices
-
-    return infiniband_devices(host)
+    listed = {what: Path(folder) for what, folder in folders.items() if folder}
+    return [{"for": what, "path": str(path), "free_bytes": host.free_disk(path)} for what, path in listed.items()]
 
 
 def _versions() -> dict[str, dict[str, Any]]:
     """{package: its version, the range that was tested, whether it lies in it}; null where none is stated."""
-    from importlib import metadata
-
     from zero_recipes.libs import versions
 
+    present = {package.name for package in metadata.distributions()}
     found = environment.versions() | {"zero-recipes": metadata.version("zero-recipes")}
-    for name in OPTIONAL:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    tested = {name: str(specifier) for name, specifier in versions.tested().items()}
+    found |= {name: metadata.version(name) if name in present else None for name in OPTIONAL}
+    tested = versions.tested()
     return {
         name: {
             "installed": version,
-            "tested": tested.get(name),
+            "tested": str(tested[name]) if name in tested else None,
             "is_tested": versions.is_tested(name) if name in tested and version else None,
         }
         for name, version in found.items()

@@ -6,10 +6,8 @@ import argparse
 import sys
 
 from zero_recipes.cli import verbs
-from zero_recipes.cli.ask import add_ask
 from zero_recipes.cli.check import add_check
 from zero_recipes.cli.env import add_env
-from zero_recipes.cli.explain import add_explain
 from zero_recipes.core.findings import Refusal, print_refusal, refusal
 from zero_recipes.libs.warnings import quieten_loggers
 
@@ -20,11 +18,11 @@ VERBS = (
     verbs.add_plan,
     verbs.add_sweep,
     verbs.add_report,
-    add_ask,
+    verbs.add_ask,
     verbs.add_verify,
     verbs.add_reshard,
     verbs.add_meet,
-    add_explain,
+    verbs.add_explain,
     add_env,
 )
 

@@ -10,6 +10,7 @@ from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
 from zero_recipes.core.findings import refusal
 
 RECIPE = "a recipe, e.g. recipes/pythia.yaml"
+OVERRIDES = "other options override the recipe's keys"
 CONFIG_FILE = "the accelerate file of the launch to come, as for accelerate launch, e.g. zero3.yaml"
 
 
@@ -29,6 +30,9 @@ def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
         return value
 
     return number
+
+
+COUNT, AMOUNT = above_zero(int), above_zero(float)
 
 
 def names(text: str) -> list[str]:

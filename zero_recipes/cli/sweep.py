@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 from rich.console import Console
@@ -20,6 +20,7 @@ from rich.console import Console
 from zero_recipes.checkpoint.output_dir import claim_output_dir, refuse_in_use, refuse_occupied, saved_in
 from zero_recipes.cli.sweep_runs import SweepRun, refuse_own_ds_config, runs_of
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.accelerate import FOLDER
 from zero_recipes.config.ds_config import NVME_PATH
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host_limits import Host
@@ -31,8 +32,7 @@ from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, ContractError, Metr
 from zero_recipes.metrics.sweep_file import SWEEP_FILE, SweptRun, read_sweep_file
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """How one run ended."""
 
     name: str
@@ -48,7 +48,6 @@ def sweep(
     output_dir: Path,
     overrides: list[str],
     script: Path = Path("run_sft.py"),
-    config_folder: Path = Path("accelerate_configs"),
     sets: Sequence[str] = (),
 ) -> list[Outcome]:
     """Run `recipe` under each strategy, and each combination of the values in `sets` (KEY=a,b,c).
@@ -57,8 +56,10 @@ def sweep(
     key is unknown, the recipe names a ds_config itself, or a folder holds an earlier run's results.
     """
     quieten()
-    configs = {name: config_folder / f"{name}.yaml" for name in strategies}
-    _refuse_absent(recipe, script, configs)
+    configs = {name: FOLDER / f"{name}.yaml" for name in strategies}
+    for path in (recipe, script, *configs.values()):
+        if not path.is_file():
+            raise refusal("ZR328", path=path, cwd=Path.cwd(), known=", ".join(all_strategies()) or "none")
     console = terminal()
     # what it refuses here, it would refuse in every run
     settings = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings
@@ -67,13 +68,9 @@ def sweep(
     _refuse_occupied([output_dir / run.name for run in runs], settings.overwrite)
     if sets:
         _announce(runs, output_dir, console)
-    shared = list(overrides)
-    if (
-        settings.nvme_path is None
-        and NVME_PATH not in os.environ
-        and any(name.endswith("_infinity") for name in configs)
-    ):
-        swap = output_dir / "swap"
+    shared, swap = list(overrides), output_dir / "swap"
+    swaps = any(name.endswith("_infinity") for name in configs)
+    if swaps and settings.nvme_path is None and NVME_PATH not in os.environ:
         console.print(plain(f"no {NVME_PATH}: ZeRO-Infinity swaps to {swap}"), soft_wrap=True)
         swap.mkdir(parents=True, exist_ok=True)
         shared += ["--nvme_path", str(swap)]
@@ -85,15 +82,15 @@ def sweep(
         (folder / FILE).unlink(missing_ok=True)
         start = time.perf_counter()
         if run.refusal is not None:
-            row = _refused_row(folder, recipe.stem, run)
+            error = " ".join(line.strip() for line in str(run.refusal.findings[0]).splitlines())
+            row = _unmeasured(folder, recipe.stem, run.strategy, "refused", error)
         else:
             words = [*shared, *run.words]
             command = launch_of_strategy(recipe, run.config_in(folder), num_processes, folder, words, script)
             exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
             row = _row(folder, run.strategy, exit_code, log)
-        outcome = Outcome(run.name, row.status, time.perf_counter() - start, folder)
-        outcomes.append(outcome)
-        ending = f"{label}: {row.status} after {outcome.seconds:.0f} s"
+        outcomes.append(Outcome(run.name, row.status, time.perf_counter() - start, folder))
+        ending = f"{label}: {row.status} after {outcomes[-1].seconds:.0f} s"
         ending += f", see {folder / 'log.txt'}" if row.status != "ok" and run.refusal is None else ""
         if row.status == "refused":
             ending += f": {row.error.removeprefix('refused: ').partition(' why: ')[0]}"
@@ -102,35 +99,18 @@ def sweep(
     return outcomes
 
 
-def _measures_only(overrides: list[str]) -> list[str]:
-    """A sweep saves no weights, unless its command line says what to save."""
-    named = {word.partition("=")[0] for word in overrides}
-    return [] if named & {"--save_model", "--save_strategy"} else ["--save_model", "false", "--save_strategy", "no"]
-
-
 def _announce(runs: list[SweepRun], output_dir: Path, console: Console) -> None:
     """Write sweep.json, and say how many runs there will be."""
+    own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
     try:
-        listed = read_sweep_file(output_dir)
+        read_sweep_file(output_dir).with_runs(own).write(output_dir)
     except ContractError as error:
         raise refusal("ZR361", output_dir=output_dir / SWEEP_FILE, error=error) from error
-    own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
-    listed.with_runs(own).write(output_dir)
     strategies = len({run.strategy for run in runs})
     keys = {key: len({json.dumps(run.values[key]) for run in runs}) for key in runs[0].values}
     counts = [f"{strategies} strateg{'y' if strategies == 1 else 'ies'}"]
     counts += [f"{count} value{'' if count == 1 else 's'} of {key}" for key, count in keys.items()]
-    refused = sum(run.refusal is not None for run in runs)
-    counted = f"{len(runs)} runs: {' x '.join(counts)}" + (f"; {refused} refused before the start" if refused else "")
-    console.print(plain(counted), soft_wrap=True)
-
-
-def _refused_row(folder: Path, name: str, run: SweepRun) -> Metrics:
-    """The row of values that were refused without a launch, in the words of a run that refuses them."""
-    error = " ".join(line.strip() for line in str(run.refusal.findings[0]).splitlines())
-    row = Metrics(schema=SCHEMA, name=name, strategy=run.strategy, status="refused", error=error)
-    row.write(folder / FILE)
-    return row
+    console.print(plain(f"{len(runs)} runs: {' x '.join(counts)}"), soft_wrap=True)
 
 
 def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
@@ -140,38 +120,36 @@ def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
             failed_row(folder, strategy, exit_code, log).write(folder / FILE)
         return Metrics.read(folder / FILE)
     except (ValueError, OSError) as error:  # ContractError is a ValueError
-        row = Metrics(
-            schema=SCHEMA, name=strategy, strategy=strategy, status="failed", error=f"exit code {exit_code}; {error}"
-        )
-        row.write(folder / FILE)
-        return row
+        return _unmeasured(folder, strategy, strategy, "failed", f"exit code {exit_code}; {error}")
 
 
-def all_strategies(config_folder: Path = Path("accelerate_configs")) -> list[str]:
+def _unmeasured(folder: Path, name: str, strategy: str, status: str, error: str) -> Metrics:
+    row = Metrics(schema=SCHEMA, name=name, strategy=strategy, status=status, error=error)
+    row.write(folder / FILE)
+    return row
+
+
+def all_strategies(config_folder: Path = FOLDER) -> list[str]:
     """Every strategy that has an accelerate file, the plain stages first. What cannot run here becomes a row that says
     why, and costs seconds: the run itself refuses."""
     files = {path.stem: yaml.safe_load(path.read_text()) or {} for path in config_folder.glob("*.yaml")}
     names = {name for name, launched in files.items() if launched.get("num_machines", 1) == 1}
-    return sorted(names, key=lambda name: (name not in ORDER, ORDER.index(name) if name in ORDER else 0, name))
+    return [*(name for name in ORDER if name in names), *sorted(names - {*ORDER})]
 
 
 def launch_of_strategy(
     recipe: Path, config: Path, num_processes: int, folder: Path, overrides: list[str], script: Path
 ) -> list[str]:
-    """The command line that a user would type for this strategy."""
+    """The command line that a user would type for this strategy. Without a word on it no weights are saved."""
+    named = {word.partition("=")[0] for word in overrides} & {"--save_model", "--save_strategy"}
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", str(config), "--num_processes", str(num_processes)),
         *("--main_process_port", str(free_port())),
-        *(str(script), str(recipe), "--output_dir", str(folder), *_measures_only(overrides), *overrides),
+        *(str(script), str(recipe), "--output_dir", str(folder)),
+        *(() if named else ("--save_model", "false", "--save_strategy", "no")),
+        *overrides,
     ]
-
-
-def _refuse_absent(recipe: Path, script: Path, configs: dict[str, Path]) -> None:
-    for path in (recipe, script, *configs.values()):
-        if not path.is_file():
-            known = all_strategies()
-            raise refusal("ZR328", path=path, cwd=Path.cwd(), known=", ".join(known) or "none")
 
 
 def _refuse_occupied(folders: list[Path], overwrite: bool) -> None:
@@ -191,30 +169,18 @@ def _run(command: list[str], folder: Path, label: str, console: Console, threads
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"PYTHONUNBUFFERED": "1"}
     with open(folder / "log.txt", "w") as log, console.status(plain(f"{label}: starting")) as status:
         log.write(" ".join(command) + "\n")
-        child = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=True,
-        )
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+        child = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         try:
             for line in child.stdout:
                 log.write(line)
                 tail.append(line.rstrip("\n"))
                 if line.strip():
                     status.update(plain(f"{label}: {line.strip()[:100]}"))
-                    _echo_progress(line, label, console)
+                if line.startswith("{'loss'") and not console.is_terminal:  # where no status moves
+                    console.print(plain(f"{label}: {line.strip()}"), soft_wrap=True)
             return child.wait(), "\n".join(tail)
         finally:
             if child.poll() is None:  # interrupted: a killed launcher would leave its workers behind
                 os.killpg(child.pid, signal.SIGTERM)
                 child.wait()
-
-
-def _echo_progress(line: str, label: str, console: Console) -> None:
-    """Without a terminal there is no moving status: the log's loss lines are printed instead."""
-    if not console.is_terminal and line.startswith("{'loss'"):
-        console.print(f"{label}: {line.strip()}", markup=False, highlight=False, soft_wrap=True)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 
-from zero_recipes.cli.options import RECIPE, above_zero, add_strategies, names, strategies_of, subcommand
+from zero_recipes.cli.options import AMOUNT, COUNT, OVERRIDES, RECIPE, add_strategies, names, strategies_of, subcommand
+from zero_recipes.core.findings import AREAS, REFUSED, described, near_codes, table
 
 DEFAULT_STRATEGIES = "ddp,zero0,zero1,zero2,zero3"
 
@@ -33,48 +35,22 @@ def _fetch(arguments: argparse.Namespace) -> int:
 
 
 def add_plan(verbs) -> None:
-    verb = subcommand(
-        verbs,
-        "plan",
-        "memory, time and cost of each strategy before a GPU is rented; other options override the recipe's keys",
-    )
+    verb = subcommand(verbs, "plan", f"memory, time and cost of each strategy before a GPU is rented; {OVERRIDES}")
     verb.add_argument("recipe", type=Path, help=RECIPE)
-    verb.add_argument(
-        "--gpus", required=True, help="how many; several by comma (1,2,4,8): the smallest machine is looked for"
-    )
+    verb.add_argument("--gpus", required=True, help="how many; of several by comma (1,2,4,8) the smallest that fits")
     verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb; docs/commands.md lists all")
     add_strategies(verb, "the stages and CPU offload")
-    verb.add_argument(
-        "--gpus_per_node",
-        type=above_zero(int),
-        default=8,
-        help="GPUs of one machine at most; default: %(default)s",
-    )
-    verb.add_argument(
-        "--host_memory",
-        type=above_zero(float),
-        help="of each machine in GB: what needs more does not fit; default: no limit",
-    )
-    verb.add_argument("--nvme", type=above_zero(float), help="disk of each machine in GB, for Infinity to swap to")
-    verb.add_argument(
-        "--network",
-        type=above_zero(float),
-        help="between machines, GB/s for each GPU (400 Gb/s are 50); default: of the hardware table",
-    )
+    verb.add_argument("--gpus_per_node", type=COUNT, default=8, help="GPUs of a machine at most; default: %(default)s")
+    verb.add_argument("--host_memory", type=AMOUNT, help="of each machine in GB; default: no limit")
+    verb.add_argument("--nvme", type=AMOUNT, help="disk of each machine in GB, for Infinity to swap to")
+    network = "between machines, GB/s for each GPU (400 Gb/s are 50); default: of the hardware table"
+    verb.add_argument("--network", type=AMOUNT, help=network)
     verb.add_argument("--quick", action="store_true", help="textbook formulas instead of the engine")
     verb.add_argument("--max", action="store_true", help="the largest micro batch and the longest sequences that fit")
-    verb.add_argument(
-        "--price", type=above_zero(float), help="of one GPU for one hour, on demand or spot: what a run costs"
-    )
-    verb.add_argument(
-        "--mean_tokens",
-        type=above_zero(float),
-        help="tokens of a training row on average, for time and price where data or tokenizer are not at hand",
-    )
+    verb.add_argument("--price", type=AMOUNT, help="of one GPU for one hour, on demand or spot: what a run costs")
+    verb.add_argument("--mean_tokens", type=AMOUNT, help="tokens of a training row, where the data is not at hand")
     verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU: its speed")
-    verb.add_argument(
-        "--hardware", type=Path, help="a YAML file with further GPUs, in the form of zero_recipes/core/hardware.yaml"
-    )
+    verb.add_argument("--hardware", type=Path, help="further GPUs, in the form of zero_recipes/core/hardware.yaml")
     verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.md and plan.png there")
     verb.add_argument("--json", action="store_true", help="print JSON alone")
     verb.set_defaults(func=_plan, overrides=[])
@@ -92,27 +68,14 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def add_sweep(verbs) -> None:
-    verb = subcommand(
-        verbs, "sweep", "one strategy or value after another, measured; other options override the recipe's keys"
-    )
+    verb = subcommand(verbs, "sweep", f"one strategy or value after another, measured; {OVERRIDES}")
     verb.add_argument("recipe", type=Path, help=RECIPE)
     add_strategies(verb, DEFAULT_STRATEGIES)
-    verb.add_argument(
-        "--num_processes",
-        type=above_zero(int),
-        default=2,
-        help="processes of each run, one a GPU; default: %(default)s",
-    )
+    processes = "processes of each run, one a GPU; default: %(default)s"
+    verb.add_argument("--num_processes", type=COUNT, default=2, help=processes)
     verb.add_argument("--output_dir", type=Path, help="for the runs; default: output/<recipe>-sweep")
-    verb.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="sets",
-        metavar="KEY=a,b,c",
-        help="a run for each value of a key of the recipe, or of the ds_config by its path "
-        "(zero_optimization.reduce_bucket_size=5e7,5e8); several: all combinations",
-    )
+    values = "a run for each value of a key of the recipe, or of the ds_config by its path; several: all combinations"
+    verb.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=a,b,c", help=values)
     verb.set_defaults(func=_sweep, overrides=[])
 
 
@@ -123,8 +86,9 @@ def _sweep(arguments: argparse.Namespace) -> int:
     strategies = strategies_of(arguments) or names(DEFAULT_STRATEGIES)
     everything = strategies == ["all"]
     strategies = all_strategies() if everything else strategies
-    requested = (arguments.recipe, strategies, arguments.num_processes, output_dir, arguments.overrides)
-    ended = [outcome.status for outcome in sweep(*requested, sets=arguments.sets)]
+    processes, overrides = arguments.num_processes, arguments.overrides
+    outcomes = sweep(arguments.recipe, strategies, processes, output_dir, overrides, sets=arguments.sets)
+    ended = [outcome.status for outcome in outcomes]
     print(f"zero-recipes report {output_dir}")
     # where values or all strategies are tried, what cannot run here is an answer too
     fine = ("ok", "refused") if everything or (arguments.sets and "ok" in ended) else ("ok",)
@@ -173,14 +137,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 def add_reshard(verbs) -> None:
     verb = subcommand(verbs, "reshard", "a checkpoint for another ZeRO stage and number of processes")
     verb.add_argument("checkpoint", type=Path, help="e.g. output/pythia/checkpoint-500; it stays as it is")
-    verb.add_argument("--world_size", type=above_zero(int), required=True, help="processes of the run to come")
+    verb.add_argument("--world_size", type=COUNT, required=True, help="processes of the run to come")
     verb.add_argument("--stage", type=int, choices=(1, 2, 3), required=True, help="its ZeRO stage")
     verb.add_argument("--skip_checksums", action="store_true", help="neither compare nor write checksums")
-    verb.add_argument(
-        "--trust_checkpoint",
-        action="store_true",
-        help="load it also where its pickles hold more than data: they may run any program",
-    )
+    trust = "load it also where its pickles hold more than data: they may run any program"
+    verb.add_argument("--trust_checkpoint", action="store_true", help=trust)
     verb.set_defaults(func=_reshard)
 
 
@@ -191,8 +152,8 @@ def _reshard(arguments: argparse.Namespace) -> int:
     from zero_recipes.checkpoint import manifest
     from zero_recipes.checkpoint.reshard.write import reshard, resume_command
 
-    asked = (arguments.checkpoint, arguments.world_size, arguments.stage)
-    folder, batch = reshard(*asked, arguments.skip_checksums, arguments.trust_checkpoint)
+    to = (arguments.world_size, arguments.stage)
+    folder, batch = reshard(arguments.checkpoint, *to, arguments.skip_checksums, arguments.trust_checkpoint)
     print(f"written: {folder}", f"global batch kept: {batch.total} sequences ({batch})", sep="\n")
     print(f"go on with:\n{resume_command(folder, batch, manifest.read(folder)['strategy'])}")
     return 0
@@ -200,12 +161,10 @@ def _reshard(arguments: argparse.Namespace) -> int:
 
 def add_meet(verbs) -> None:
     verb = subcommand(verbs, "meet", "several machines find each other, or say who is missing; before a launch")
-    verb.add_argument(
-        "--hosts", type=names, required=True, help="names or addresses of all machines by comma, by machine rank"
-    )
+    verb.add_argument("--hosts", type=names, required=True, help="all machines by comma, by machine rank")
     verb.add_argument("--machine_rank", type=int, required=True, help="which of them this machine is, from 0")
-    verb.add_argument("--port", type=above_zero(int), default=29501, help="of the first machine, open to the others")
-    verb.add_argument("--seconds", type=above_zero(float), default=60.0, help="how long to wait")
+    verb.add_argument("--port", type=COUNT, default=29501, help="of the first machine, open to the others")
+    verb.add_argument("--seconds", type=AMOUNT, default=60.0, help="how long to wait")
     verb.set_defaults(func=_meet)
 
 
@@ -216,4 +175,57 @@ def _meet(arguments: argparse.Namespace) -> int:
     met = wait_for_hosts(hosts, arguments.machine_rank, arguments.port, arguments.seconds)
     listed = ", ".join(f"{rank}: {name} ({host})" for rank, (name, host) in enumerate(zip(met, hosts, strict=True)))
     print(f"{len(met)} machines have met: {listed}")
+    return 0
+
+
+def add_ask(verbs) -> None:
+    text = "a saved model beside its base on the same prompts, scored; or a conversation with it"
+    verb = subcommand(verbs, "ask", f"{text}; {OVERRIDES}")
+    verb.add_argument("model", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
+    verb.add_argument("--base", help="folder or name; default: of the run's recipe or the adapter; none: no base")
+    either = verb.add_mutually_exclusive_group()
+    prompts = "rows as JSON Lines, or a prompt a line; default: the recipe's sample_prompts"
+    either.add_argument("--prompts", type=Path, help=prompts)
+    either.add_argument("--chat", action="store_true", help="talk to it; with --base to both")
+    longest = "longest answer in tokens; default: the recipe's sample_max_new_tokens, 256 in a conversation"
+    verb.add_argument("--max_new_tokens", type=COUNT, help=longest)
+    verb.add_argument("--output_dir", type=Path, help="for samples.jsonl; default: output/ask-<model>")
+    verb.add_argument("--trust_remote_code", action="store_true", help="run the code that the model brings with it")
+    verb.set_defaults(func=_ask, overrides=[])
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    from zero_recipes.libs.warnings import quieten
+
+    quieten()
+    from zero_recipes.ask.command import run
+
+    return run(arguments, arguments.overrides)
+
+
+def add_explain(verbs) -> None:
+    verb = subcommand(verbs, "explain", "what a finding's code means; without a code: the areas of all codes")
+    verb.add_argument("code", nargs="?", help="e.g. ZR104")
+    verb.set_defaults(func=_explain)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    code = (arguments.code or "").upper()
+    if not code:
+        counts = Counter(AREAS[code[2]] for code in table())
+        print(*(f"ZR{digit}xx  {area}: {counts[area]} codes" for digit, area in AREAS.items()), sep="\n")
+        print("All of them: docs/codes.md. One: zero-recipes explain ZR104")
+        return 0
+    if code not in table():
+        print(f"there is no code {code}; near it: {', '.join(near_codes(code)) or 'none'}", file=sys.stderr)
+        return REFUSED
+    row = described(code)
+    print(f"{code} ({row['area']}, {row['level']}): {row['what']}", f"    why: {row['why']}", sep="\n")
+    print(f"    fix: {row['fix']}")
+    if "ignore" in row:
+        print(f"    --ignore {code} makes it a warning: {row['ignore']}")
+    elif row["level"] != "warning":
+        print("    --ignore does not take it: the run would stop, or be wrong")
+    if "example" in row:
+        print("", "example:", *(f"    {line}" for line in row["example"].splitlines()), sep="\n")
     return 0

@@ -113,10 +113,8 @@ def _speed(runs: Sequence[MeasuredRun]) -> Answer:
     if len(timed) < 2:
         return "cannot tell", "Fewer than two stages were timed."
     slower = {run.label: 1 - rows.speed(run) / rows.speed(timed[0]) for run in timed[1:]}
-    relations = (
-        f"{label} {units.percent(abs(by))} {'slower' if by >= 0 else 'faster'}" for label, by in slower.items()
-    )
-    measured = f"Against {timed[0].label}: {', '.join(relations)}."
+    listed = _listed(slower, lambda by: f"{units.percent(abs(by))} {'slower' if by >= 0 else 'faster'}")
+    measured = f"Against {timed[0].label}: {listed}."
     if any(run.device == "cpu" for run in timed):
         return "cannot tell", f"{measured} They were timed on CPU processes: that says little about GPUs."
     low, high = STAGE3_SLOWER
@@ -129,10 +127,7 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
     if len(trained) < 2:
         return "cannot tell", "Fewer than two strategies have losses."
     if broken := {run.label: step for run in trained if (step := _first_not_finite(run))}:
-        return (
-            "no",
-            f"The loss is not finite: {', '.join(f'{name} from step {step}' for name, step in broken.items())}.",
-        )
+        return "no", f"The loss is not finite: {_listed(broken, 'from step {}'.format)}."
     steps = _common_steps(trained)
     if not steps:
         return "cannot tell", "No step is in the histories of all strategies."

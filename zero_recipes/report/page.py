@@ -21,12 +21,10 @@ PLANNED = ("run", "planned by", "states planned", "measured", "apart", "peak pla
 
 def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pictures: Mapping[str, Path]) -> str:
     """The whole page as text. `pictures` by name: of the comparison, "run_<folder>" and "sweep", "sweep_2", ..."""
-    loader = FileSystemLoader(Path(__file__).parent)
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    loader, blocks = FileSystemLoader(Path(__file__).parent), {"trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
     environment.filters |= {"size": units.size, "fixed": units.fixed, "embedded": _embedded}
-    compared, answered = rows.comparison(runs), sampled_run(runs)
+    compared, answered, swept = rows.comparison(runs), sampled_run(runs), map(table.sweep_table, rows.sweeps(runs))
     return environment.get_template("page.html.j2").render(
         setting=rows.setting(compared or runs),
         written=date.today().isoformat(),
@@ -34,10 +32,7 @@ def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pi
         judgements=judgements,
         comparison=_grids(table.runs_table(compared)) if compared else [],
         notes=table.notes(runs),
-        sweeps=[
-            (shown, _grid(shown.named + shown.measured, shown.rows))
-            for shown in map(table.sweep_table, rows.sweeps(runs))
-        ],
+        sweeps=[(shown, _grid(shown.named + shown.measured, shown.rows)) for shown in swept],
         pictures=pictures,
         singles=[(run, _grids(table.runs_table([run]))) for run in rows.single_runs(runs)],
         failures=[run for run in runs if run.status != "ok" or run.samples_fault],

@@ -65,20 +65,20 @@ class Bar:
 
 def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
     """Write the pictures of the comparison, by name; those that the runs have no numbers for are left out."""
-    compared, setting = rows.comparison(runs), rows.setting(rows.comparison(runs) or runs)
-    paths = {name: folder / f"{name}.png" for name in ("staircase", "throughput", "loss", "plan", "phases")}
-    drawn = {}
+    compared = rows.comparison(runs)
+    setting, drawn = rows.setting(compared or runs), {}
     if compared:
-        bars = list(map(_state_bar, compared))
-        drawn["staircase"] = draw_memory(bars, "Model states on the fullest rank", setting, paths["staircase"])
-        drawn["throughput"] = _draw_throughput(compared, setting, paths["throughput"])
-        drawn["loss"] = _draw_losses(compared, setting, paths["loss"])
+        bars, path = list(map(_state_bar, compared)), folder / "staircase.png"
+        drawn["staircase"] = draw_memory(bars, "Model states on the fullest rank", setting, path)
+        drawn["throughput"] = _draw_throughput(compared, setting, folder / "throughput.png")
+        drawn["loss"] = _draw_losses(compared, setting, folder / "loss.png")
     if planned := [run for run in compared if _is_planned_in_parts(run)]:
         memory = [run.hardware.gpu_memory_bytes for run in planned if run.hardware and run.hardware.gpu_memory_bytes]
         bars, capacity = list(map(_plan_bar, planned)), min(memory, default=None)
-        drawn["plan"] = draw_memory(bars, "Planned memory, and the measured peak", setting, paths["plan"], capacity)
+        title, path = "Planned memory, and the measured peak", folder / "plan.png"
+        drawn["plan"] = draw_memory(bars, title, setting, path, capacity)
     if timed := {run.label: seconds for run in runs if (seconds := seconds_by_phase(run))}:
-        drawn["phases"] = _draw_phases(timed, setting, paths["phases"])
+        drawn["phases"] = _draw_phases(timed, setting, folder / "phases.png")
     return drawn
 
 
@@ -86,9 +86,9 @@ def draw_single(run: MeasuredRun, folder: Path) -> Path | None:
     """Write run_<folder>.png with the losses of training and evaluation; None where nothing was trained."""
     if not run.loss_history:
         return None
-    title, setting = f"Training loss of {run.label}", rows.setting([run])
-    with _figure(folder / f"run_{run.folder.name}.png", BARS_INCHES) as figure:
-        axes = _titled(figure.subplots(), title, setting)
+    path = folder / f"run_{run.folder.name}.png"
+    with _figure(path, BARS_INCHES) as figure:
+        axes = _titled(figure.subplots(), f"Training loss of {run.label}", rows.setting([run]))
         _lines(axes, rows.losses_by_step(run), color=STRATEGIES["zero3"], lw=1.2, label="training")
         if run.eval_history:
             evaluated = {entry.step: entry.loss for entry in run.eval_history}
@@ -96,7 +96,7 @@ def draw_single(run: MeasuredRun, folder: Path) -> Path | None:
         axes.set(xlabel="optimizer step", ylabel="loss")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.legend()
-    return folder / f"run_{run.folder.name}.png"
+    return path
 
 
 def draw_memory(bars: Sequence[Bar], title: str, setting: str, path: Path, capacity: int | None = None) -> Path:
@@ -255,16 +255,10 @@ def _distances(axes: Axes, base: MeasuredRun | None, trained: Sequence[tuple[Mea
     axes.grid(axis="y")
 
 
-def draw_sweep(
-    table: Table,
-    path: Path,
-    dpi: int = DPI,
-    peak: tuple[str, str] = ("Peak allocated on a rank", "peak_allocated_bytes"),
-) -> Path:
+def draw_sweep(table: Table, path: Path) -> Path:
     """Memory, bytes and step time over the values of a sweep's first key: a line for each combination of the others.
 
-    `peak`: (title, key of the rows) of the peak of memory that is shown. The axis of the values is logarithmic where
-    they are numbers of several magnitudes, else one place for each value.
+    The axis of the values is logarithmic where they are numbers of several magnitudes, else one place for each value.
     """
     swept, first = table.rows, next(iter(table.rows[0]["swept"]))
     values = list({value_text(row["swept"][first]): row["swept"][first] for row in swept}.values())
@@ -273,12 +267,13 @@ def draw_sweep(
     lines: dict[str, dict[Any, Any]] = {}  # {label: {place: row}}
     for row in swept:
         lines.setdefault(_line_name(row, swept), {})[places[value_text(row["swept"][first])]] = row
-    if peak[1] == "peak_allocated_bytes" and all(row[peak[1]] is None for row in swept):
-        peak = ("Resident memory of a process", "resident_bytes")
-    panels = {"state_bytes": "Model states on the fullest rank", peak[1]: peak[0],
+    panels = {"state_bytes": "Model states on the fullest rank", "peak_allocated_bytes": "Peak allocated on a rank",
+              "resident_bytes": "Resident memory of a process",
               "communication_bytes": "Sent in a step (an all-reduce twice)",
               "step_seconds_median": "Step, median in seconds"}  # fmt: skip
-    with _figure(path, SWEEP_INCHES, dpi) as figure:
+    on_gpu = any(row["peak_allocated_bytes"] is not None for row in swept)
+    panels.pop("resident_bytes" if on_gpu else "peak_allocated_bytes")
+    with _figure(path, SWEEP_INCHES) as figure:
         figure.suptitle(table.title, x=0.01, ha="left", fontsize=10.5)
         for axes, (key, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
             axes.set_title(title, loc="left", fontweight="bold", fontsize=10.5)
@@ -299,11 +294,8 @@ def _panel(axes: Axes, lines: Mapping[str, Mapping[Any, Any]], key: str) -> None
     """One number of the rows over the values; markers and dashes tell lines that lie on each other apart."""
     highest = max((row[key] or 0 for line in lines.values() for row in line.values()), default=0)
     unit, one = units.unit_of(highest) if key.endswith("_bytes") else ("seconds", 1)
-    looks = (
-        cycler(color=[*STRATEGIES.values(), *OTHERS[:3]])
-        + cycler(marker="os^Dvph*")
-        + cycler(ls=["-", "--", ":", "-."] * 2)
-    )
+    colour_of = cycler(color=[*STRATEGIES.values(), *OTHERS[:3]])
+    looks = colour_of + cycler(marker="os^Dvph*") + cycler(ls=["-", "--", ":", "-."] * 2)
     for (label, line), look in zip(lines.items(), looks(), strict=False):
         points = {place: math.nan if row[key] is None else row[key] / one for place, row in sorted(line.items())}
         _lines(axes, points, label=label, lw=1.6, ms=5, clip_on=False, **look)
@@ -342,10 +334,10 @@ def colours(runs: Sequence[MeasuredRun]) -> list[str]:
 
 
 @contextmanager
-def _figure(path: Path, inches: tuple[float, float], dpi: int = DPI) -> Iterator[Figure]:
+def _figure(path: Path, inches: tuple[float, float]) -> Iterator[Figure]:
     """A figure that is written to `path` at the end."""
     with matplotlib.rc_context(fname=STYLE):
-        figure = Figure(figsize=inches, dpi=dpi, layout="constrained")
+        figure = Figure(figsize=inches, dpi=DPI, layout="constrained")
         yield figure
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)

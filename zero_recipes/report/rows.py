@@ -11,6 +11,8 @@ from zero_recipes.theory import zero_paper
 
 BYTES_PER_VALUE = {"bf16": 2, "fp16": 2, "fp32": 4}
 FINAL_STEPS = 5
+STATE_PARTS = {"params_bytes": "params", "grads_bytes": "grads", "optimizer_bytes": "optimizer",
+               "host_bytes": "offloaded_host", "disk_bytes": "offloaded_disk"}  # fmt: skip
 # keys of a row that are fields of metrics.json
 COPIED = ("label", "strategy", "compared", "status", "device", "world_size", "precision", "model", "parameters", "mfu",
           "swept")  # fmt: skip
@@ -138,11 +140,7 @@ def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
         "folder": run.folder.name,
         "error": run.error if run.status == "unreadable" else None,
         "state_bytes": total,
-        "params_bytes": rank.params if rank else None,
-        "grads_bytes": rank.grads if rank else None,
-        "optimizer_bytes": rank.optimizer if rank else None,
-        "host_bytes": rank.offloaded_host if rank else None,
-        "disk_bytes": rank.offloaded_disk if rank else None,
+        **{key: getattr(rank, part, None) for key, part in STATE_PARTS.items()},
         "textbook_bytes": expected,
         "state_over_textbook": total / expected if total is not None and expected else None,
         "planned_state_bytes": planned_states(run),
