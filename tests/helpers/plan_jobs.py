@@ -45,7 +45,7 @@ def job(strategy: str, ranks: int = 2, name: str = "pythia", gpus_per_node: int 
 def rows_of(needs: dict[str, int | tuple], ranks: int = 2, with_change: bool = False, **request) -> list[Row]:
     """Rows of recipes/pythia.yaml on H100s. `needs`: {strategy: GB, or (GB, seconds of a step)}."""
     own, names = recipe("pythia"), {name: every_strategy()[name] for name in needs}
-    asked = jobs.PlanRequest(own, [], job("zero3").config, names, [ranks], 8, H100, gpus(), **request)
+    asked = jobs.PlanRequest(own, [], job("zero3").config, names, [ranks], 8, H100, **request)
     taken = {name: need if isinstance(need, tuple) else (need, None) for name, need in needs.items()}
     rows = []
     for name, (size, seconds) in taken.items():

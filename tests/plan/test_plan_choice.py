@@ -73,7 +73,7 @@ CHOICES = {
 @pytest.mark.parametrize("wanted", CHOICES)
 def test_each_rule_chooses_its_strategy(wanted):
     rows = rows_of(CHOICES[wanted], ranks=16)
-    advice = recommend(rows, H100, gpus())
+    advice = recommend(rows, H100)
     assert advice.job.strategy == wanted
     beside = set() if wanted in OTHERWISE else OTHERWISE & set(CHOICES[wanted])
     assert {row.job.strategy for row in advice.other_arithmetic} == beside
@@ -90,13 +90,13 @@ STEP = draw.tuples(draw.integers(1, 100), draw.sampled_from([0.5, 1, 1.05, 2, 9]
 @given(needs=draw.dictionaries(draw.sampled_from(sorted(set(EVERY) - OTHERWISE)), STEP, min_size=1))
 def test_what_is_recommended_fits_and_no_earlier_place_or_rule_holds(needs):
     rows = rows_of(needs, ranks=16)
-    chosen = recommend(rows, H100, gpus()).chosen
+    chosen = recommend(rows, H100).chosen
     fitting = [row for row in rows if row.fit.status == "fits"]
     assert (chosen is None) == (not fitting)
     if chosen is None:
         return
     assert chosen in fitting
-    names = {rule.strategy: place for place in PLACES for rule in place.rules}
+    names = {strategy: place for place in PLACES for strategy in place}
     here = [row for row in fitting if names[kind(row.job)] is names[kind(chosen.job)]]
     earlier = PLACES[: PLACES.index(names[kind(chosen.job)])]
     assert not any(names[kind(row.job)] in earlier for row in fitting)
@@ -111,7 +111,7 @@ def test_what_is_recommended_fits_and_no_earlier_place_or_rule_holds(needs):
 
 def said(needs, **more) -> str:
     rows = rows_of(needs, **more)
-    return " ".join(messages.reasons(recommend(rows, H100, gpus())))
+    return " ".join(messages.reasons(recommend(rows, H100)))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,6 @@ def said(needs, **more) -> str:
         ({"zero2": 70, "zero3": 65}, {}, "equally fast within the estimate's error, and it leaves most room"),
         ({"zero2": (20, 1), "zero3": (10, 3)}, {}, "the fastest of them"),
         ({"zero3": 90, "zero3_offload": 10}, {}, "It keeps states in 100 GB of host memory a machine"),
-        ({"zero3": 10}, {}, "A smaller GPU takes it too: rtx4090-24gb"),
         ({"zero2": 80, "zero2_bf16_states": 10}, {}, "zero2_bf16_states would fit too, with another arithmetic"),
         (CHOICES["zero3_qwz"], {"ranks": 16}, "Its collectives are quantised, which rounds."),
         (CHOICES["zero3"], {"ranks": 16}, "2 machines: collectives cross the network, 50.0 GB/s for each GPU"),
@@ -130,7 +129,6 @@ def said(needs, **more) -> str:
 )
 def test_a_recommendation_says_why(needs, more, part):
     assert part in said(needs, **more)
-    assert "smaller GPU" not in said({"zero3": 60})
 
 
 def test_where_nothing_fits_the_change_of_all_rows_that_costs_least_is_recommended():
@@ -139,8 +137,8 @@ def test_where_nothing_fits_the_change_of_all_rows_that_costs_least_is_recommend
         return made_up(asked, (50 if helped else 84 if asked.strategy == "zero2" else 90) * GB, overhead=3 * GB)
 
     names = {name: strategies()[name] for name in ("zero2", "zero3")}
-    request = PlanRequest(recipe("pythia"), [], {}, names, [2], 8, H100, gpus())
-    found = recommend([make_row(request, job(name), predict) for name in names], H100, gpus())
+    request = PlanRequest(recipe("pythia"), [], {}, names, [2], 8, H100)
+    found = recommend([make_row(request, job(name), predict) for name in names], H100)
     text = " ".join(messages.reasons(found))
     assert found.job.strategy == "zero3" and "costs least: activation checkpointing (from zero3)" in text
     assert "zero2 may" in text  # 84 GB fit, 87 do not
@@ -160,9 +158,9 @@ HEADERS = {  # what the recipes' headers say of GPUs
 def test_the_plan_recommends_what_the_recipes_header_says(name, count, gpu):
     """And what fits by the formulas does so when it is asked for alone."""
     card = gpu_named(gpu, gpus())
-    request = PlanRequest(recipe(name), [], {}, strategies(), [count], 8, card, gpus())
+    request = PlanRequest(recipe(name), [], {}, strategies(), [count], 8, card)
     rows = [make_row(request, job(strategy, count, name), predict_by_formulas, with_change=False) for strategy in ALL]
-    chosen = recommend(rows, card, gpus()).job
+    chosen = recommend(rows, card).job
     assert chosen.strategy == HEADERS[name, count, gpu]
     assert fit_of(predict_by_formulas(chosen), card.memory_bytes).status == "fits"
 

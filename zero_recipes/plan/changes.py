@@ -55,8 +55,13 @@ def smallest_change(
             except Refusal:  # e.g. LoRA without target modules for this architecture
                 break
             fit = fit_of(prediction, capacity, host, nvme)
-            if fit.status != "fits" and prediction.peak_phase == "evaluation":
-                extra, smaller = costliest_change(extra, "evaluation"), _evaluating_in_micro_batches(smaller)
+            if (
+                fit.status != "fits" and prediction.peak_phase == "evaluation"
+            ):  # it keeps less than a training step does
+                settings = smaller.settings
+                size = min(settings.per_device_eval_batch_size, settings.per_device_train_batch_size)
+                extra = costliest_change(extra, "evaluation")
+                smaller = smaller.changed(per_device_eval_batch_size=size)
                 prediction = predict(smaller)
                 fit = fit_of(prediction, capacity, host, nvme)
             if fit.host_lacks or fit.nvme_lacks or _beyond_smaller_activations(prediction, capacity):
@@ -140,15 +145,8 @@ def _under(job: Job, name: str, strategies: Strategies) -> Job:
     return replace(job.changed(deepspeed=config), strategy=name, ds_config=config)
 
 
-def _evaluating_in_micro_batches(job: Job) -> Job:
-    """Evaluation in batches of the training's size: it keeps fewer activations than a training step does."""
-    settings = job.settings
-    size = min(settings.per_device_eval_batch_size, settings.per_device_train_batch_size)
-    return job.changed(per_device_eval_batch_size=size)
-
-
 def _beyond_smaller_activations(prediction: Prediction, capacity: int) -> bool:
-    """The model states alone are too large, or the optimizer step or the best model's states: no activation is left."""
+    """Whether the states alone, or the optimizer step or the best model's states, are too large."""
     in_step = prediction.peak_phase in ("step", "best model") and prediction.reserved_bytes.low > capacity
     return in_step or prediction.state_bytes > capacity
 
@@ -195,17 +193,9 @@ def largest(fits: Callable[[int], bool], most: int, start: int) -> int:
     """
     good, bad, step = 0, most + 1, max(1, start // 8)
     size = min(max(start, 1), most)
-    while good < size < bad:
-        if fits(size):
-            good = size
-            size = min(good + step, most)
-        else:
-            bad = size
-            size = max(bad - step, 1)
-        step *= 2
-        if good and bad <= most:
-            break
     while bad - good > 1:
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
+        good, bad = (size, bad) if fits(size) else (good, size)
+        beyond = min(good + step, most) if good else max(bad - step, 1)
+        size = (good + bad) // 2 if good and bad <= most else beyond
+        step *= 2
     return good

@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import argparse
 import json
-from contextlib import suppress
+from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.markup import escape
 from rich.progress import Progress
 
-from zero_recipes.core.findings import Refusal
 from zero_recipes.core.tables import terminal
 from zero_recipes.plan import output
+from zero_recipes.plan.changes import limits_of
 from zero_recipes.plan.cost import calibrated, read_measured
 from zero_recipes.plan.job import Job
-from zero_recipes.plan.jobs import PlanRequest, read_request
+from zero_recipes.plan.jobs import read_request
 from zero_recipes.plan.predict import Predictor
-from zero_recipes.plan.recommend import recommend, rows_of, smallest_machine, with_limits
+from zero_recipes.plan.recommend import recommend, rows_of, smallest_machine
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """The verb; `rest` overrides the recipe's keys. Returns 0. Raises Refusal for what cannot be planned."""
     request, predict = read_request(arguments, rest), Predictor(arguments.quick)
+    jobs, refused, excluded = request.jobs()
     if not arguments.quick:
-        _simulate(request, predict)
+        _simulate(jobs, predict)
     factor = None
     if arguments.calibrate:
         factor = calibrated(read_measured(arguments.calibrate), request, predict)
-    rows, refused, excluded = rows_of(request, predict, factor)
+    rows = rows_of(request, jobs, predict, factor)
     if arguments.max:
         quick = Predictor(quick=True)
-        rows = [with_limits(row, request.gpu, predict, quick) for row in rows]
+        limits = [limits_of(row.job, request.gpu.memory_bytes, predict, quick) for row in rows]
+        rows = [replace(row, limits=found) for row, found in zip(rows, limits, strict=True)]
     chosen = smallest_machine(rows)
-    advice = recommend(chosen, request.gpu, request.known)
+    advice = recommend(chosen, request.gpu)
     answer = output.Answer(request, rows, chosen, refused, excluded, advice, arguments.price)
     if arguments.output_dir:
         output.write_answer(answer, arguments.output_dir)
@@ -43,13 +46,8 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def _simulate(request: PlanRequest, predictor: Predictor) -> None:
+def _simulate(jobs: Sequence[Job], predictor: Predictor) -> None:
     """All strategies and counts side by side, with a bar; the predictor then knows them."""
-    jobs = []
-    for count in request.counts:
-        with suppress(Refusal):  # `rows_of` reports it
-            made = {strategy: request.job(strategy, count) for strategy in request.strategies}
-            jobs += [job for strategy, job in made.items() if not request.excluded(strategy, job)]
     with Progress(*Progress.get_default_columns(), console=terminal(stderr=True), transient=True) as progress:
         task = progress.add_task("simulating", total=len(jobs))
 

@@ -19,8 +19,9 @@ Not counted: the launches of many small collectives, and the hooks in Python tha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,7 @@ from zero_recipes.core.findings import refusal
 from zero_recipes.core.hardware import Gpu
 from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.flops import ModelFlops, squares
-from zero_recipes.metrics.parts import Number, Part, StepSeconds, Tokens, TokensPerSecond
 from zero_recipes.metrics.prediction import Prediction
-from zero_recipes.metrics.schema import LARGEST, ContractError, parse_as, read_as, validate
 from zero_recipes.plan.formulas import shape_of
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.jobs import PlanRequest, job_of
@@ -270,39 +269,21 @@ def _times(values: Range, factor: float) -> Range:
 # a measured run
 
 
-class Calibration(Part):
-    """What a calibration reads of a metrics.json."""
-
-    strategy: str
-    model: str
-    device: str | None
-    world_size: int | None
-    micro_batch_size: int | None
-    gradient_accumulation_steps: int | None
-    max_length: int | None
-    step_seconds: StepSeconds | None
-    tokens_per_second: TokensPerSecond | None = None
-    tokens: Tokens | None = None
-    loss_history: list[Number] | None = None
-
-
 def read_measured(path: Path) -> dict[str, Any]:
     """A metrics.json for `--calibrate`. Raises Refusal where it is none of a finished run on a GPU."""
     try:
-        measured = parse_as(read_as(path), str(path))
-        row = validate(Calibration, measured, str(path))
-        if row.device == "cpu":
-            raise ContractError("It was measured on CPU processes.")
-        needed = {"world_size": row.world_size, "micro_batch_size": row.micro_batch_size}
-        needed |= {"gradient_accumulation_steps": row.gradient_accumulation_steps}
-        needed |= {"step_seconds": row.step_seconds and row.step_seconds.median}
-        needed |= {"tokens_per_second.all": row.tokens_per_second and row.tokens_per_second.all}
-        needed |= {} if row.max_length is None else {"max_length": row.max_length}
+        measured = json.loads(path.read_text())
+        if measured["device"] == "cpu":
+            raise ValueError("It was measured on CPU processes.")
+        needed = {key: measured[key] for key in ("world_size", "micro_batch_size", "gradient_accumulation_steps")}
+        needed["step_seconds.median"] = (measured["step_seconds"] or {}).get("median")
+        needed["tokens_per_second.all"] = (measured["tokens_per_second"] or {}).get("all")
+        needed |= {} if measured["max_length"] is None else {"max_length": measured["max_length"]}
         for name, value in needed.items():
-            if not value or not 0 < value < LARGEST:
-                raise ContractError(f"{name} is {value}.")
-    except ContractError as error:
-        raise refusal("ZR812", path=path, error=error) from error
+            if not value or not value > 0:
+                raise ValueError(f"{name} is {value}.")
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+        raise refusal("ZR812", path=path, error=error if isinstance(error, ValueError) else repr(error)) from error
     return measured
 
 
@@ -314,7 +295,7 @@ def calibrated(measured: Mapping[str, Any], request: PlanRequest, predict: Predi
     """
     name, strategies, ranks = measured["strategy"], request.strategies, measured["world_size"]
     model = request.recipe.settings.model_name_or_path
-    if measured["model"] != model or (name != "single" and name not in strategies):
+    if measured["model"] != model or name not in ("single", *strategies):
         planned = ", ".join(strategies)
         raise refusal("ZR814", measured=measured["model"], strategy=name, model=model, strategies=planned)
     job = job_of(request.recipe, request.config, name, strategies.get(name), ranks).changed(
@@ -322,7 +303,6 @@ def calibrated(measured: Mapping[str, Any], request: PlanRequest, predict: Predi
         gradient_accumulation_steps=measured["gradient_accumulation_steps"],
         max_length=measured["max_length"],
     )
-    job = replace(job, world_size=ranks, gpus_per_node=min(job.gpus_per_node, ranks))
     prediction = predict(job)
     tokens, steps = (measured.get("tokens") or {}).get("all"), len(measured.get("loss_history") or [])
     rows = None

@@ -31,11 +31,7 @@ from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_
 
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`
 DEFAULT_LIVE = 1_000_000_000  # elements; `max_live_parameters`
-NOTES = [
-    "By textbook formulas: what the formulas leave out (copies in fp32 inside norms, masks, workspace of kernels) is "
-    "not in the numbers.",
-    "Loss head: TRL 1.16 computes it in chunks (trl/kernels/chunked_logprob.py); the logits are never held whole.",
-]
+NOTE = "By textbook formulas: copies in fp32 inside norms, masks and workspace of kernels are not in the numbers."
 
 
 @dataclass(frozen=True)
@@ -203,7 +199,7 @@ def predict_by_formulas(job: Job) -> Prediction:
         communication_bytes_per_step=communication_bytes(job, shape),
         flops_per_step=flops(job, shape),
         seconds=time.perf_counter() - started,
-        notes=NOTES + _notes(job, shape),
+        notes=[NOTE, *_notes(job, shape)],
     )
 
 
@@ -213,7 +209,7 @@ def _phases(job: Job, shape: Shape, states: ModelState) -> dict[str, dict[str, f
     An evaluation keeps no activations: one layer's at a time. The best model's optimizer states are made before the old
     ones go (torch's Optimizer.load_state_dict; transformers asks DeepSpeed for them too).
     """
-    width, settings = computed_width(job), job.settings
+    settings = job.settings
     empty = dict.fromkeys(PARTS, 0)
     resting = empty | {"params": states.params, "optimizer": states.optimizer}
     backward = empty | states._asdict() | {"activations": activation_bytes(job, shape)}
@@ -223,8 +219,7 @@ def _phases(job: Job, shape: Shape, states: ModelState) -> dict[str, dict[str, f
     phases = {"backward": backward, "step": resting | {"grads": grads, "other": step_copies(job, shape)}}
     if settings.evaluates:
         tokens = settings.per_device_eval_batch_size * tokens_of(job, shape) // job.sequence_parallel
-        pairs = shape.heads * tokens * tokens_of(job, shape) if settings.attn_implementation == "eager" else 0
-        layer = layer_bytes(shape, width, tokens, pairs) + width * tokens * shape.hidden
+        layer = layer_bytes(job, shape, tokens) + computed_width(job) * tokens * shape.hidden
         gathered = backward["buckets"] if job.zero_stage == 3 or job.is_fsdp else 0
         phases["evaluation"] = resting | {"activations": layer, "buckets": gathered}
     if settings.load_best_model_at_end and job.ds_config is not None and not job.zero.offload_optimizer:
@@ -239,8 +234,11 @@ def _phases(job: Job, shape: Shape, states: ModelState) -> dict[str, dict[str, f
 def model_states(job: Job, shape: Shape) -> ModelState:
     """Bytes on the GPU at rest; what the ds_config offloads is not there (`_offloaded`)."""
     each, width = loaded_width(job, shape), computed_width(job)
-    if job.is_fsdp:
-        return fsdp_states(job, shape, each, width)
+    if job.is_fsdp:  # shards in the dtype of loading are their own master
+        shard = each * shape.trainable / job.world_size
+        # under accumulation whole gradients stay: accelerate 1.15, accelerator.py `no_sync`, puts their reduction off
+        whole = width * shape.trainable if job.settings.gradient_accumulation_steps > 1 else 0
+        return ModelState(packed_bytes(job, shape, each) / job.world_size, shard + whole, 2 * shard)
     if job.ds_config is None:  # under autocast weights, gradients and Adam keep the dtype of loading
         return ModelState(packed_bytes(job, shape, each), each * shape.trainable, 2 * each * shape.trainable)
     states, optimizer = _sharded(job, shape), job.zero.offload_optimizer
@@ -280,17 +278,6 @@ def packed_bytes(job: Job, shape: Shape, width: int) -> float:
     return each * linear + width * (shape.parameters - linear)
 
 
-def fsdp_states(job: Job, shape: Shape, each: int, width: int) -> ModelState:
-    """Shards in the dtype of loading, `each` bytes an element, are their own master.
-
-    Under accumulation whole gradients of `width` bytes stay from one micro step to the next: accelerate 1.15,
-    accelerator.py `no_sync`, puts their reduction off.
-    """
-    trained = each * shape.trainable / job.world_size
-    whole = width * shape.trainable if job.settings.gradient_accumulation_steps > 1 else 0
-    return ModelState(packed_bytes(job, shape, each) / job.world_size, trained + whole, 2 * trained)
-
-
 def _offloaded(job: Job, shape: Shape, device: str) -> float:
     """Bytes of model states in host memory ("cpu") or on disk ("nvme")."""
     if job.ds_config is None:
@@ -327,22 +314,21 @@ def step_copies(job: Job, shape: Shape) -> float:
 
 def activation_bytes(job: Job, shape: Shape) -> float:
     """Bytes kept for the backward pass: L layers, or with recomputation L inputs and one layer at work (table 2)."""
-    width, tokens = computed_width(job), batch_tokens(job, shape)
-    eager = job.settings.attn_implementation == "eager"
-    pairs = shape.heads * tokens * tokens_of(job, shape) if eager else 0
-    one_input, one_layer = width * tokens * shape.hidden, layer_bytes(shape, width, tokens, pairs)
+    tokens = batch_tokens(job, shape)
+    one_input, one_layer = computed_width(job) * tokens * shape.hidden, layer_bytes(job, shape, tokens)
     if job.recomputes:
         return shape.layers * one_input + one_layer
     return shape.layers * one_layer + 2 * one_input  # the embedding's output and the last norm's input
 
 
-def layer_bytes(shape: Shape, width: int, tokens: int, pairs: int) -> float:
+def layer_bytes(job: Job, shape: Shape, tokens: int) -> float:
     """One layer's activations (section 4.1: 34sbh + 5as²b, less dropout's masks, 2sbh and as²b).
 
-    `pairs`: a·s²·b, where the scores are kept; 0 with fused attention, which keeps one fp32 sum per head and token.
+    Eager attention keeps the scores, a·s²·b; fused attention keeps one fp32 sum per head and token.
     """
+    width, is_eager = computed_width(job), job.settings.attn_implementation == "eager"
     attention = width * tokens * (shape.hidden + 2 * shape.query_width + 2 * shape.kv_width)
-    scores = 2 * width * pairs if pairs else 4 * shape.heads * tokens
+    scores = (2 * width * tokens_of(job, shape) if is_eager else 4) * shape.heads * tokens
     mlp = width * tokens * (shape.hidden + (4 if shape.gated else 2) * shape.ffn)
     norms = 2 * width * tokens * shape.hidden
     return attention + scores + mlp + norms
@@ -354,7 +340,11 @@ def bucket_bytes(job: Job, shape: Shape) -> float:
     if job.world_size == 1 and job.ds_config is None:
         return 0
     if job.is_fsdp:
-        return fsdp_gathered(shape, width)
+        # embedding and head, which stay so, two layers, one layer's gradients and their copy: the next is gathered
+        # while one is at work, and `foreach_reduce` copies gradients into the input of the reduce-scatter
+        # (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py)
+        ends = shape.parameters - shape.multiplied + shape.embedding
+        return width * (ends + 4 * ((shape.parameters - ends) / shape.layers))
     if job.ds_config is None:  # torch's DDP keeps a second copy of all gradients: gradient_as_bucket_view is False
         return loaded_width(job, shape) * shape.trainable
     zero = {"reduce_bucket_size": DEFAULT_BUCKET} | dict(job.zero.zero)
@@ -367,16 +357,6 @@ def bucket_bytes(job: Job, shape: Shape) -> float:
         live = number_in(zero, "stage3_max_live_parameters", DEFAULT_LIVE)
         gathered = min(shape.parameters, max(live, shape.embedding))
     return width * (bucket + gathered)
-
-
-def fsdp_gathered(shape: Shape, width: int) -> float:
-    """Bytes gathered in backward: embedding and head, which stay so, two layers, one layer's gradients and their copy.
-
-    torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: the next layer is gathered while one is at work, and
-    `foreach_reduce` copies its gradients into the input of the reduce-scatter.
-    """
-    ends = shape.parameters - shape.multiplied + shape.embedding
-    return width * (ends + 4 * ((shape.parameters - ends) / shape.layers))
 
 
 def loss_head_bytes(job: Job, shape: Shape) -> float:
@@ -473,13 +453,8 @@ def flops(job: Job, shape: Shape) -> int:
 def _notes(job: Job, shape: Shape) -> list[str]:
     """What these formulas do not know of this job."""
     unlimited = f"max_length is null: sequences of {shape.positions} tokens, all that the model takes, are assumed."
-    said = {
+    notes = {
         unlimited: not job.settings.max_length,
-        "A mixture of experts: tokens are taken to go to all experts alike; a rank that gets more needs more.": any(
-            "experts" in key for key in job.config
-        ),
         "torch_autocast: activations are counted in fp32, more than autocast keeps.": job.zero.autocast,
-        "torch_compile: fused kernels keep other tensors than these; they are not known.": job.settings.torch_compile,
-        "Quantised weights: what unpacking one layer takes while it computes is not counted.": job.quantizes,
     }
-    return [note for note, applies in said.items() if applies]
+    return [note for note, applies in notes.items() if applies]

@@ -20,9 +20,9 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig, read_json_mapping
 from zero_recipes.config.recipe import Recipe, steps_by_epochs
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import refusal
+from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.hardware import Gpu, gpu_named, gpus
-from zero_recipes.data.prepare import RowLengths, rows_at_hand, stated
+from zero_recipes.data.prepare import RowLengths, rows_at_hand, rows_on_disk, stated
 from zero_recipes.plan.job import FSDP, Job
 
 MODELS = Path(__file__).with_name("models")
@@ -38,6 +38,7 @@ NO_FOLDER = ("ZR233",)  # the folder on NVMe is the machine's, and a plan is mad
 USELESS = ("ZR224", "ZR226")  # warnings: ZeRO++ on one node, which costs and saves nothing
 
 Strategies = dict[str, dict[str, Any] | None]  # {name: its ds_config, None without DeepSpeed}
+Excluded = dict[int, dict[str, str]]  # {number of GPUs: {strategy: why it is not planned}}
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
@@ -144,7 +145,6 @@ class PlanRequest:
     counts: list[int]
     gpus_per_node: int
     gpu: Gpu
-    known: dict[str, Gpu]
     host: int | None = None  # bytes of each machine's memory, where it was given
     nvme: int | None = None  # the same of its NVMe
     rows: int | None = None  # of the data, where a run by epochs has it at hand
@@ -157,6 +157,25 @@ class PlanRequest:
             return job
         steps = steps_by_epochs(self.rows, job.settings, count // (job.settings.sequence_parallel_size or 1))
         return job.changed(max_steps=steps)
+
+    def jobs(self) -> tuple[list[Job], dict[int, str], Excluded]:
+        """(the jobs that can run, {count: why the recipe cannot run on so many}, Excluded). Raises Refusal for none."""
+        able, refused, excluded, last = [], {}, {}, None
+        for count in self.counts:
+            try:
+                jobs = {strategy: self.job(strategy, count) for strategy in self.strategies}
+            except Refusal as error:
+                refused[count], last = error.what, error
+                continue
+            reasons = {name: self.excluded(name, job) for name, job in jobs.items()}
+            excluded[count] = {name: reason for name, reason in reasons.items() if reason}
+            able += [job for name, job in jobs.items() if not reasons[name]]
+        if not able and last:
+            raise last
+        if not able:
+            count, reasons = next(iter(excluded.items()))
+            raise refusal("ZR842", count=count, reasons="; ".join(f"{name}: {why}" for name, why in reasons.items()))
+        return able, refused, excluded
 
     def named(self, job: Job) -> str:
         """What the command line calls the job's strategy: ddp is "single" on one GPU."""
@@ -178,8 +197,7 @@ class PlanRequest:
 
 
 def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanRequest:
-    known = gpus(arguments.hardware)
-    gpu = gpu_named(arguments.gpu, known)
+    gpu = gpu_named(arguments.gpu, gpus(arguments.hardware))
     if arguments.network is not None:
         gpu = gpu.model_copy(update={"network_gb_s": arguments.network})
     recipe = read_recipe(arguments.recipe, overrides)
@@ -189,17 +207,13 @@ def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanReq
     counts = _counts(arguments.gpus, arguments.gpus_per_node)
     strategies, config = read_strategies(recipe, names), model_config(recipe.settings)
     host, nvme = (None if size is None else int(size * 1e9) for size in (arguments.host_memory, arguments.nvme))
-    rows = None
-    if recipe.settings.max_steps <= 0:
-        from zero_recipes.data.prepare import rows_on_disk
-
-        rows = rows_on_disk(recipe.settings)
+    rows = rows_on_disk(recipe.settings) if recipe.settings.max_steps <= 0 else None
     if arguments.mean_tokens is not None:
         lengths, unknown = stated(arguments.mean_tokens, recipe.settings, rows), None
     else:
         found = rows_at_hand(recipe.settings, recipe.path)
         lengths, unknown = (None, found) if isinstance(found, str) else (found, None)
-    machine = (arguments.gpus_per_node, gpu, known, host, nvme)
+    machine = (arguments.gpus_per_node, gpu, host, nvme)
     return PlanRequest(recipe, overrides, config, strategies, counts, *machine, rows, lengths, unknown)
 
 
@@ -231,24 +245,21 @@ def why_not(job: Job) -> str | None:
 def run_command(recipe: Path, settings: Settings, overrides: Sequence[str], job: Job) -> str:
     """What to type to run `job`: the recipe's own values are left out, what the plan changed is added."""
     fixed = settings.global_batch_size is not None
-    named = [key for key in CHANGED if not (fixed and key == "gradient_accumulation_steps")]
-    changed = {key: getattr(job.settings, key) for key in named}
     options = [*overrides]
-    for key, value in changed.items():
-        if value != getattr(settings, key):
+    for key in CHANGED:
+        value = getattr(job.settings, key)
+        if value != getattr(settings, key) and not (fixed and key == "gradient_accumulation_steps"):
             options += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     if job.on_nvme and settings.nvme_path is None:
         options += ["--nvme_path", "FOLDER"]
-    script = ["run_sft.py", str(recipe), *options]
     machines = job.world_size // job.gpus_per_node
     if job.strategy == "single":
-        return shlex.join(["python", *script])
-    if settings.deepspeed is not None:
-        rendezvous = ["--nnodes", str(machines), "--rdzv_backend", "c10d", "--rdzv_endpoint", "HOST:29500"]
-        nodes = rendezvous if machines > 1 else []
-        return shlex.join(["torchrun", *nodes, "--nproc_per_node", str(job.gpus_per_node), *script])
-    launch = ["accelerate", "launch", "--config_file", f"accelerate_configs/{job.strategy}.yaml"]
-    launch += ["--num_processes", str(job.world_size)]
-    if machines > 1:
-        launch += ["--num_machines", str(machines), "--machine_rank", "K", "--main_process_ip", "HOST"]
-    return shlex.join([*launch, *script])
+        launch = "python"
+    elif settings.deepspeed is not None:
+        nodes = f" --nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500" if machines > 1 else ""
+        launch = f"torchrun{nodes} --nproc_per_node {job.gpus_per_node}"
+    else:
+        launch = f"accelerate launch --config_file accelerate_configs/{job.strategy}.yaml"
+        launch += f" --num_processes {job.world_size}"
+        launch += f" --num_machines {machines} --machine_rank K --main_process_ip HOST" if machines > 1 else ""
+    return f"{launch} {shlex.join(['run_sft.py', str(recipe), *options])}"

@@ -120,8 +120,7 @@ def change_in_words(change: Change) -> str:
 
 def change_and_need(change: Change) -> str:
     """The change, what it leaves of the GPU, and what it takes of the host."""
-    host = host_memory(change.prediction)
-    return f"{change_in_words(change)} ({size(change.fit.margin)} left{f'; {host}' if host else ''})"
+    return f"{change_in_words(change)} ({_left_and_needed(change, 'left')})"
 
 
 def host_memory(prediction: Prediction) -> str:
@@ -130,14 +129,18 @@ def host_memory(prediction: Prediction) -> str:
     return f"{size(taken)} of host memory a machine" if taken else ""
 
 
-def resume_too_large(row: Row) -> Iterator[str]:
-    """A run that fits, and whose checkpoints could not be read on machines with that much memory."""
-    if row.fit.resume_lacks and row.fit.status != "no":
-        yield (
-            f"{row.job.strategy}: the run fits, and cannot go on from a checkpoint: reading one takes "
-            f"{size(row.prediction.host_bytes.resume)} of host memory a machine, {size(row.fit.resume_lacks)} more "
-            "than there is."
-        )
+def _left_and_needed(change: Change, between: str) -> str:
+    host = host_memory(change.prediction)
+    return f"{size(change.fit.margin)} {between}{f'; it needs {host}' if host else ''}"
+
+
+def resume_too_large(row: Row) -> str:
+    """Of a run that fits, and whose checkpoints could not be read on machines with that much memory."""
+    return (
+        f"{row.job.strategy}: the run fits, and cannot go on from a checkpoint: reading one takes "
+        f"{size(row.prediction.host_bytes.resume)} of host memory a machine, {size(row.fit.resume_lacks)} more than "
+        "there is."
+    )
 
 
 def reasons(advice: Recommendation) -> list[str]:
@@ -147,7 +150,7 @@ def reasons(advice: Recommendation) -> list[str]:
 
 def _of_chosen(advice: Recommendation) -> Iterator[str]:
     fitting, chosen, strategy = advice.fitting, advice.chosen, kind(advice.chosen.job)
-    yield f"{_names(fitting)} {'fits' if len(fitting) == 1 else 'fit'} on {_machine(advice.rows[0].job, advice.gpu)}."
+    yield f"On {_machine(advice.rows[0].job, advice.gpu)} fit: {_names(fitting)}."
     message = f"{chosen.job.strategy}: {_seconds(chosen.expected.step_seconds)} a step, {size(chosen.fit.margin)} left"
     if len(fitting) > 1 and len(advice.as_fast) == 1:
         message += "; the fastest of them"
@@ -169,8 +172,6 @@ def _of_chosen(advice: Recommendation) -> Iterator[str]:
             f"{_seconds(chosen.expected.offloading)} of each step. More GPUs would be faster."
         )
     yield from _network(chosen.job, advice.gpu)
-    if advice.smaller_gpus:
-        yield f"A smaller GPU takes it too: {' or '.join(advice.smaller_gpus)}."
 
 
 def _of_change(advice: Recommendation) -> Iterator[str]:
@@ -185,8 +186,7 @@ def _of_change(advice: Recommendation) -> Iterator[str]:
         return
     yield f"The change that costs least: {change_in_words(change)} (from {change.start.strategy})."
     yield PRICES[change.costliest]
-    host = host_memory(change.prediction)
-    yield f"{size(change.fit.margin)} are then left{f'; it needs {host}' if host else ''}."
+    yield f"{_left_and_needed(change, 'are then left')}."
     yield from _network(change.job, advice.gpu)
 
 
@@ -200,8 +200,7 @@ def _machine(job: Job, gpu: Gpu) -> str:
 
 
 def _names(rows: Sequence[Row]) -> str:
-    names = [row.job.strategy for row in rows]
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return ", ".join(row.job.strategy for row in rows)
 
 
 def _network(job: Job, gpu: Gpu) -> Iterator[str]:

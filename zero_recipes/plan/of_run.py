@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,11 @@ from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.overheads import overheads
 from zero_recipes.plan.predict import BY_FORMULAS, Predict, Predictor, fit_of
+from zero_recipes.plan.recommend import changes_arithmetic
 from zero_recipes.plan.simulator.time_limit import TimeLimit
 
 NAMED = 10**9  # bytes; less may be the process's own: contexts and communicators differ by GPU and driver
 PLAIN_ADAM = ("adamw_torch", "adamw_torch_fused")
-PACKS_FROZEN = "zero_quantized_nontrainable_weights"  # of zero_optimization
-# keys of a ds_config's "bf16" and "fp16" blocks that make other states than Adam's in fp32
-OTHER_STATES = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "fp16_master_weights_and_grads")
 
 
 def main() -> None:
@@ -68,7 +66,8 @@ def answer_of(question: Mapping[str, Any], predict: Predict, rows: Any) -> dict[
     except Refusal as refusal:  # the model's config is not here, or is of no class that can be built
         return {"predicted": None, "lines": [f"plan          none could be made: {refusal.what}"], "findings": []}
     findings = plan.states_alone(prediction) or plan.too_large(prediction)
-    lines = [f"plan          {plan.peak(prediction)}; it took {time.monotonic() - started:.0f} s"]
+    fit = fit_of(prediction, plan.fullest.left) if plan.cards else None
+    lines = [f"plan          {messages.peak(prediction, fit)}; it took {time.monotonic() - started:.0f} s"]
     lines += [f"plan          {note}" for note in prediction.notes if BY_FORMULAS in note]
     lines += _speed(job, prediction, json.loads(rows() or "null"))
     predicted = prediction.for_metrics.model_dump(mode="json")
@@ -103,12 +102,9 @@ class Card:
         """Bytes that this rank may take."""
         return self.total - self.others
 
-    def among(self, cards: Sequence[Card]) -> str:
-        """ "this one has 80.0 GB, 12.0 GB of it held by other processes"; by rank where they differ."""
-        alike = len({(card.total, card.others) for card in cards}) == 1
+    def __str__(self) -> str:
         held = f", {size(self.others)} of it held by other processes" if self.others else ""
-        name = "this one" if alike else f"rank {self.rank}'s on {self.host}"
-        return f"{name} has {size(self.total)}{held}"
+        return f"rank {self.rank}'s on {self.host} has {size(self.total)}{held}"
 
 
 @dataclass(frozen=True)
@@ -124,23 +120,19 @@ class _Plan:
     def fullest(self) -> Card:
         return min(self.cards, key=lambda card: card.left)
 
-    def peak(self, prediction: Prediction) -> str:
-        return messages.peak(prediction, fit_of(prediction, self.fullest.left) if self.cards else None)
-
     def states_alone(self, prediction: Prediction) -> list[Finding]:
         """The run whose model states are larger than a whole GPU: certain, whatever a plan leaves out."""
         states = certain_states(self.job, prediction)
         smallest = min(self.cards, key=lambda card: card.total, default=None)
         if smallest is None or sum(states.values()) <= smallest.total:
             return []
-        alone = [replace(card, others=0) for card in self.cards]
         return [
             finding(
                 "ZR840",
                 strategy=self.job.strategy,
                 gpus=self._gpus,
                 size=size(sum(states.values())),
-                card=replace(smallest, others=0).among(alone),
+                card=smallest,
                 parts=_listed(states),
                 what_helps=self._what_helps(prediction, smallest.total),
             )
@@ -152,19 +144,18 @@ class _Plan:
             return []
         sure = prediction.source == "engine" and overheads().measured
         missing = "no plan has been compared with a GPU yet" if prediction.source == "engine" else "formulas are coarse"
-        fits_alone = fit_of(prediction, self.fullest.total).status != "no"
         return [
             finding(
                 "ZR816",
                 strategy=self.job.strategy,
                 gpus=self._gpus,
                 size=size(prediction.reserved_bytes.low),
-                card=self.fullest.among(self.cards),
+                card=self.fullest,
                 source=messages.SOURCES[prediction.source],
                 peak_phase=prediction.peak_phase,
                 at_peak=_listed(dict(sorted(prediction.at_peak.items(), key=lambda part: -part[1])[:3])),
                 unsure="" if sure else f" Not certain: {missing}.",
-                end_others="End what else runs on that GPU (nvidia-smi names it). " if fits_alone else "",
+                end_others="End what else runs on that GPU (nvidia-smi names it). " if self.fullest.others else "",
                 what_helps=self._what_helps(prediction, self.fullest.left),
                 level="error" if sure else "warning",
             )
@@ -201,17 +192,11 @@ def certain_states(job: Job, prediction: Prediction) -> dict[str, int]:
     states = prediction.model_state_bytes
     if prediction.source == "engine":
         return {"weights": states.params, "gradients": states.grads, "optimizer": states.optimizer}
-    if job.quantizes or job.zero.zero.get(PACKS_FROZEN):
+    if job.quantizes or job.zero.zero.get("zero_quantized_nontrainable_weights"):
         return {}
-    return {"weights": states.params, "optimizer": states.optimizer if _is_plain_adam(job) else 0}
-
-
-def _is_plain_adam(job: Job) -> bool:
-    config = job.ds_config or {}
-    own = str((config.get("optimizer") or {}).get("type", "adamw")).lower()
-    other = any((config.get(block) or {}).get(key) for block in ("bf16", "fp16") for key in OTHER_STATES)
-    autocast = (config.get("torch_autocast") or {}).get("enabled")
-    return job.settings.optim in PLAIN_ADAM and own in ("adam", "adamw") and not other and not autocast
+    by_deepspeed = ((job.ds_config or {}).get("optimizer") or {}).get("type", "AdamW") not in ("Adam", "AdamW")
+    is_plain_adam = job.settings.optim in PLAIN_ADAM and not by_deepspeed and not changes_arithmetic(job)
+    return {"weights": states.params, "optimizer": states.optimizer if is_plain_adam else 0}
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ from zero_recipes.plan import messages
 from zero_recipes.plan.changes import Change
 from zero_recipes.plan.cost import Cost, Range, Speed, cost
 from zero_recipes.plan.job import Job
-from zero_recipes.plan.jobs import PlanRequest
-from zero_recipes.plan.recommend import Excluded, Recommendation, Row, fewest_gpus
+from zero_recipes.plan.jobs import Excluded, PlanRequest
+from zero_recipes.plan.recommend import Recommendation, Row, fewest_gpus
 from zero_recipes.report import plots
 from zero_recipes.theory.zero_paper import paper_volume
 
@@ -74,8 +74,7 @@ def document(answer: Answer) -> dict[str, Any]:
 
 
 def _row(row: Row, answer: Answer) -> dict[str, Any]:
-    lengths = answer.request.lengths
-    own = {
+    return {
         "strategy": row.job.strategy,
         "world_size": row.job.world_size,
         "gpus_per_node": row.job.gpus_per_node,
@@ -85,9 +84,8 @@ def _row(row: Row, answer: Answer) -> dict[str, Any]:
         "nvme_lacks_bytes": row.fit.nvme_lacks,
         "resume_lacks_bytes": row.fit.resume_lacks,
         "prediction": row.prediction.model_dump(),
-    }
-    return (own | _speed(row.job, row.speed, answer.price)) | {
-        "real_rows": row.real and _speed(row.job, row.real, answer.price, lengths),
+        **_speed(row.job, row.speed, answer.price),
+        "real_rows": row.real and _speed(row.job, row.real, answer.price, answer.request.lengths),
         "cure": row.change and _change(row.change, answer.request),
         "max": row.limits and asdict(row.limits),
     }
@@ -123,44 +121,35 @@ def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
     """(those naming the row, the others): memory first, then what is beside the GPU, time and money."""
     rows, price, lengths = answer.chosen, answer.price, answer.request.lengths
     mixed = len({row.prediction.source for row in rows}) > 1
+
+    def costs(row: Row) -> Cost:
+        return cost(row.job, row.expected, price or 1.0, lengths)
+
     named = [Column("Strategy", partial(_name, mixed=mixed)), Column("Status", status)]
-    memory = [
+    columns = [
         Column("Margin", lambda row: ("" if row.fit.margin < 0 else "+") + units.size(row.fit.margin)),
         Column("Peak", lambda row: units.size(row.prediction.allocated_peak_bytes)),
         Column("in", lambda row: row.prediction.peak_phase),
         *(Column(header, partial(_part, part=part)) for part, header in PARTS.items()),
         Column("Reserved", lambda row: _between(tuple(dict(row.prediction.reserved_bytes).values()), units.size)),
-    ]
-    beside = [
         Column("Host", lambda row: _sizes(*dict(row.prediction.host_bytes).values())),
         Column("NVMe a node\n/ in all", _nvme),
         Column("Disk", lambda row: _sizes(*dict(row.prediction.checkpoint_bytes).values())),
-        Column("Comm.\nper step", lambda row: units.size(_moved(row)) if _moved(row) else ""),
-    ]
-    speed = [
+        Column("Comm.\nper step", _moved),
         Column("Step", lambda row: f"{_between(row.speed.step_seconds)} s"),
         Column("Tokens/s", lambda row: _between(row.speed.tokens_per_second, units.count)),
+        Column("Step of\nthe rows", lambda row: row.real and f"{_between(row.real.step_seconds)} s"),
+        Column("Real\ntokens/s", lambda row: row.real and _between(row.real.tokens_per_second, units.count)),
+        Column("MFU", lambda row: _between(row.expected.mfu, units.percent)),
+        Column("Run\nin hours", lambda row: _between(costs(row).hours)),
     ]
-    if lengths is not None:
-        speed += [
-            Column("Step of\nthe rows", lambda row: f"{_between(row.real.step_seconds)} s"),
-            Column("Real\ntokens/s", lambda row: _between(row.real.tokens_per_second, units.count)),
-        ]
-    speed.append(Column("MFU", lambda row: _between(row.expected.mfu, units.percent)))
-
-    def costs(row: Row) -> Cost:
-        return cost(row.job, row.expected, price or 1.0, lengths)
-
-    if any(costs(row).hours for row in rows):
-        speed.append(Column("Run\nin hours", lambda row: _between(costs(row).hours)))
     if price is not None:
-        full = Column("Cost of\n1M tokens", lambda row: _between(cost(row.job, row.speed, price).per_million_tokens))
-        real = Column("1M real\ntokens", lambda row: _between(costs(row).per_million_tokens))
-        run = Column("Cost of\nthe run", lambda row: _between(costs(row).run))
-        speed += [full, *([] if lengths is None else [real]), *([run] if any(costs(row).run for row in rows) else [])]
-    shown = [column for column in memory if any(column.cell(row) for row in rows)]
-    swaps = any(row.prediction.nvme_bytes for row in rows)
-    return named, [*shown, *(column for column in beside if swaps or column.cell is not _nvme), *speed]
+        columns += [
+            Column("Cost of\n1M tokens", lambda row: _between(cost(row.job, row.speed, price).per_million_tokens)),
+            Column("1M real\ntokens", lambda row: _between(lengths and costs(row).per_million_tokens)),
+            Column("Cost of\nthe run", lambda row: _between(costs(row).run)),
+        ]
+    return named, [column for column in columns if any(column.cell(row) for row in rows)]
 
 
 def status(row: Row) -> str:
@@ -178,8 +167,8 @@ def _name(row: Row, mixed: bool) -> str:
     return f"{row.job.strategy} *" if mixed and row.prediction.source == "formulas" else row.job.strategy
 
 
-def _moved(row: Row) -> int:
-    return paper_volume(row.prediction.communication_bytes_per_step)
+def _moved(row: Row) -> str:
+    return units.size(paper_volume(row.prediction.communication_bytes_per_step) or None)
 
 
 def _part(row: Row, part: str) -> str:
@@ -189,7 +178,7 @@ def _part(row: Row, part: str) -> str:
 def _nvme(row: Row) -> str:
     """Swap files of one node and of all."""
     nodes, each = row.job.world_size // row.job.gpus_per_node, row.prediction.nvme_bytes
-    return _sizes(each, nodes * each) if each else "-"
+    return _sizes(each, nodes * each) if each else ""
 
 
 def _sizes(*sizes: int | None) -> str:
@@ -219,14 +208,14 @@ def print_answer(answer: Answer, console: Console) -> None:
             change = messages.change_and_need(row.change) if row.change else "none was found"
             name = (row.job.strategy, STATUS_STYLE[row.fit.status])
             console.print(Text.assemble(name, f": the change that costs least: {change}"))
-        for line in messages.resume_too_large(row):
-            console.print(Text(line))
+        if row.fit.resume_lacks and row.fit.status != "no":
+            console.print(Text(messages.resume_too_large(row)))
     console.print(Text(f"\nRecommended: {job.strategy if job else 'another machine'}", style="bold"))
     for line in messages.reasons(answer.advice):
         console.print(Text(line))
     if job:
         console.print(Text(f"\n{request.command(job)}\n"), soft_wrap=True)
-    for line in ("What this plan cannot know:", *(f"  {line}" for line in messages.CANNOT_KNOW)):
+    for line in ("What this plan cannot know:", *messages.CANNOT_KNOW):
         console.print(Text(line, style="dim"))
 
 

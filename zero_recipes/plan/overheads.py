@@ -37,10 +37,6 @@ class Overheads:
 
 @cache
 def overheads() -> Overheads:
-    return read_overheads(FILE)
-
-
-def read_overheads(path: Path) -> Overheads:
-    entries = yaml.safe_load(path.read_text())
+    entries = yaml.safe_load(FILE.read_text())
     measured = entries["context"]["measured"] and entries["fragmentation"]["measured"]
     return Overheads(**{name: entry["value"] for name, entry in entries.items()}, measured=measured)

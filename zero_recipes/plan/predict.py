@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 
 import zero_recipes
 from zero_recipes.core import environment
+from zero_recipes.core.files import write_text
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.plan.formulas import predict_by_formulas
@@ -75,24 +75,14 @@ class Predictor:
         missing = {key: job for key, job in wanted.items() if key not in self._known}
         for key, prediction in zip(missing, simulation.simulate(list(missing.values()), done, self.limit), strict=True):
             self._known[key] = prediction
-            self._keep(key, prediction)
+            with suppress(OSError):  # a full or read-only disk costs the next program its time, and no run its training
+                write_text(self._path(key), prediction.model_dump_json())
 
     def _read(self, key: str) -> Prediction | None:
         try:
             return Prediction.model_validate_json(self._path(key).read_bytes())
         except (OSError, ValidationError):
             return None  # not there, or not whole
-
-    def _keep(self, key: str, prediction: Prediction) -> None:
-        """Whole or not at all; a full or read-only disk costs the next program its time, and no run its training."""
-        path = self._path(key)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
-                file.write(prediction.model_dump_json())
-            os.replace(file.name, path)
-        except OSError:
-            return
 
     def _path(self, key: str) -> Path:
         if self.folder is not None:
@@ -131,11 +121,12 @@ class Fit:
 def fit_of(prediction: Prediction, capacity: int, host: int | None = None, nvme: int | None = None) -> Fit:
     """`capacity`: bytes of the GPU's memory; `host`, `nvme`: of the memory and the NVMe of each machine, None where
     they are not known."""
+
+    def lacks(needed: int | None, there: int | None) -> int:
+        return 0 if there is None else max(0, (needed or 0) - there)
+
     reserved, needed = prediction.reserved_bytes, prediction.host_bytes
     status = "fits" if reserved.high <= capacity else "tight" if reserved.low <= capacity else "no"
-    lacks = 0 if host is None else max(0, max(needed.load, needed.training) - host)
-    resume_lacks = 0 if host is None else max(0, (needed.resume or 0) - host)
-    nvme_lacks = 0 if nvme is None else max(0, prediction.nvme_bytes - nvme)
-    return Fit(
-        "no" if lacks or nvme_lacks else status, capacity - reserved.high, capacity, lacks, nvme_lacks, resume_lacks
-    )
+    beside = (lacks(max(needed.load, needed.training), host), lacks(prediction.nvme_bytes, nvme))
+    status = "no" if any(beside) else status
+    return Fit(status, capacity - reserved.high, capacity, *beside, lacks(needed.resume, host))
