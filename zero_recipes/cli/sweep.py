@@ -28,8 +28,8 @@ from zero_recipes.core.process import free_port
 from zero_recipes.core.tables import plain, terminal
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.failure import failed_row
+from zero_recipes.metrics.read_runs import SWEEP_FILE, SweptRun, read_sweep_file
 from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, ContractError, Metrics
-from zero_recipes.metrics.sweep_file import SWEEP_FILE, SweptRun, read_sweep_file
 
 
 class Outcome(NamedTuple):

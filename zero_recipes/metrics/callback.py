@@ -107,17 +107,15 @@ class StageMetricsCallback(TrainerCallback):
         self.ends_with_training = facts is None
         self.identity: RunIdentity | None = None
         self.engine: torch.nn.Module | None = None  # known inside ZeroSFTTrainer alone
-        self.phases = MemoryPhases(self._device_so_far())
+        self.device = facts.device if facts else "cuda" if torch.cuda.is_available() else "cpu"
+        self.phases = MemoryPhases(self.device)
         self.phases.record("model_loaded")
         self.begin()
-
-    def _device_so_far(self) -> str:
-        return self.facts.device if self.facts else "cuda" if torch.cuda.is_available() else "cpu"
 
     def begin(self) -> None:
         """Nothing is measured yet."""
         self.finished = False
-        self.steps = StepClock(self._device_so_far())
+        self.steps = StepClock(self.device)
         self.losses: list[torch.Tensor] = []  # one scalar per optimizer step, of this rank
         self.step_losses: list[float] = []  # the same of all ranks, as soon as the step is over
         self.logged_losses: dict[int, float] = {}  # by step, of a Trainer that does not hand its losses over
@@ -158,14 +156,13 @@ class StageMetricsCallback(TrainerCallback):
 
     def history(self) -> dict[str, Any]:
         """What a checkpoint carries, for `take_up`, as JSON can hold it. Every rank calls it (collectives)."""
-        history = History(
+        return History(
             summary=self._summary(),
             grad_norm_history=self.grad_norms,
             eval_history=self.evaluations,
             first_step=self.first_step,
             resumed_at=self.resumed_at,
-        )
-        return history.model_dump(mode="json")
+        ).model_dump(mode="json")
 
     def engine_built(self, engine: torch.nn.Module) -> None:
         """`engine`: what wraps the model; no event carries it."""
@@ -250,7 +247,6 @@ class StageMetricsCallback(TrainerCallback):
             self.gradient_dtypes = gradient_dtypes(engine)
         if self.engine is None:
             self.forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        if self.engine is None:
             self.write("failed", UNFINISHED)
         if total:  # a resumed run may have no step left, and then nothing would stop it
             self.communication.start()

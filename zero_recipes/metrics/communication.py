@@ -20,8 +20,10 @@ from zero_recipes.libs.collectives import COLLECTIVES, communication_backend, dd
 
 
 def _size(tensors) -> int:
-    listed = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-    return sum(_size(t) if isinstance(t, (list, tuple)) else t.numel() * t.element_size() for t in listed)
+    """Bytes of a tensor, or of all in (lists of) lists."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(map(_size, tensors))
 
 
 # operators (torch/csrc/distributed/c10d/Ops.cpp and Functional.cpp): the collective, and the bytes of the full,
@@ -51,11 +53,6 @@ class CountCollectives(TorchDispatchMode):
         super().__init__()
         self.bytes: dict[str, int] = {}
 
-    def take(self) -> dict[str, int]:
-        """What was counted since the last call."""
-        counted, self.bytes = self.bytes, {}
-        return counted
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its own collectives come by below, on plain tensors
@@ -64,11 +61,6 @@ class CountCollectives(TorchDispatchMode):
             collective, size = known
             self.bytes[collective] = self.bytes.get(collective, 0) + size(args)
         return func(*args, **(kwargs or {}))
-
-
-def switch_mode(mode: torch.utils._python_dispatch.TorchDispatchMode, on: bool) -> None:
-    """Switch a mode on or off where no `with` block can span what is counted."""
-    mode.__enter__() if on else mode.__exit__(None, None, None)
 
 
 Bytes = dict[str, int]
@@ -95,14 +87,15 @@ class CommunicationCounter:
             for name in COLLECTIVES:
                 setattr(backend, name, self._counting(name, getattr(backend, name)))
         elif self.passing is not None:
-            switch_mode(self.passing, True)
+            self.passing.__enter__()  # no `with` block can span what is counted
 
     def end_step(self) -> None:
         """Close one optimizer step."""
         everyone = list(range(self.strategy.world_size))
         if self.passing is not None:
-            for collective, size in self.passing.take().items():
+            for collective, size in self.passing.bytes.items():
                 self._add(collective, size, everyone)
+            self.passing.bytes = {}
         elif not self.strategy.is_deepspeed and self.strategy.world_size > 1:
             self._add("all_reduce", _gradient_bytes(self.engine), everyone)
         self.steps.append(self.now)
@@ -114,7 +107,7 @@ class CommunicationCounter:
             for name in COLLECTIVES:
                 vars(backend).pop(name, None)  # the class's own method shows again
         elif self.passing is not None:
-            switch_mode(self.passing, False)
+            self.passing.__exit__(None, None, None)
 
     @contextlib.contextmanager
     def not_counted(self) -> Iterator[None]:
@@ -141,7 +134,7 @@ class CommunicationCounter:
         def counted(*arguments, **keywords):
             given = dict(zip(names, arguments, strict=False)) | keywords
             group = given.get("group") or torch.distributed.group.WORLD
-            self._add(collective, _bytes_of(given[whole]), torch.distributed.get_process_group_ranks(group))
+            self._add(collective, _size(given[whole]), torch.distributed.get_process_group_ranks(group))
             return method(*arguments, **keywords)
 
         return counted
@@ -162,12 +155,7 @@ def _gradient_bytes(model: torch.nn.Module) -> int:
     """Bytes of the buckets of DistributedDataParallel, which hold each gradient once; `model`: it, or what it wraps."""
     if isinstance(model, DistributedDataParallel):
         return ddp_bucket_bytes(model)
-    return _bytes_of([p for p in model.parameters() if p.requires_grad])
-
-
-def _bytes_of(tensors: torch.Tensor | list[torch.Tensor]) -> int:
-    listed = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-    return sum(tensor.numel() * tensor.element_size() for tensor in listed)
+    return _size([p for p in model.parameters() if p.requires_grad])
 
 
 def _median(steps: list[Bytes]) -> Bytes:

@@ -22,8 +22,7 @@ from zero_recipes.metrics.schema import (
     Metrics,
     Status,
     first_nonfinite,
-    parse_as,
-    validate,
+    read_part,
 )
 
 CURES = {
@@ -114,15 +113,13 @@ def cause_of(output_dir: Path) -> RankFailure | None:
 
     Raises ContractError where a failure.rankN.json is damaged.
     """
-    files = sorted(output_dir.glob("failure.rank*.json"))
-    found = [validate(RankFailure, parse_as(path.read_text(encoding="utf-8"), str(path)), str(path)) for path in files]
-    return min(found, key=lambda failure: (failure.status != "oom", _is_echo(failure), failure.time), default=None)
+    found = [read_part(RankFailure, path) for path in sorted(output_dir.glob("failure.rank*.json"))]
 
+    def order(failure: RankFailure) -> tuple[bool, bool, float]:
+        """Clocks of machines differ: the time alone does not tell what a peer's end causes from the cause."""
+        return failure.status != "oom", any(words in failure.error for words in ECHOES), failure.time
 
-def _is_echo(failure: RankFailure) -> bool:
-    """Whether it is what gloo, NCCL or the store say of a peer that has ended. Clocks of machines differ, so that the
-    time alone does not tell it from the cause."""
-    return any(words in failure.error for words in ECHOES)
+    return min(found, key=order, default=None)
 
 
 def keep_failure(output_dir: Path, own: RankFailure, losses: list[float], unfinished: Metrics, resumes: bool) -> None:
@@ -154,19 +151,18 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> Met
     Raises ContractError where a file of the run is damaged.
     """
     path = output_dir / FILE
-    row = Metrics.read(path) if path.is_file() else None
+    unknown = Metrics(schema=SCHEMA, name=strategy, strategy=strategy, status="failed")
+    row = Metrics.read(path) if path.is_file() else unknown
     cause, killed_by = cause_of(output_dir), signal_in(exit_code, log)
+    # a launcher that sees another rank end first stops rank 0 before it speaks; the closing table then has the message
+    lines = [line.strip().removeprefix("traceback : ") for line in log.splitlines() if line.strip()]
+    refused = next((number for number, line in enumerate(lines) if line.startswith("refused: ")), None)
 
     def ended(status: Status, error: str, **failure: Failure) -> Metrics:
-        if row is not None:
-            return row.model_copy(update={"status": status, "error": error, **failure})
-        return Metrics(schema=SCHEMA, name=strategy, strategy=strategy, status=status, error=error, **failure)
+        return row.model_copy(update={"status": status, "error": error, **failure})
 
-    # a launcher that sees another rank end first stops rank 0 before it speaks; the closing table then has the message
-    messages = (line for line in log.splitlines() if line.strip().startswith(("refused: ", "traceback : refused: ")))
-    refused = next(messages, None)
     if refused is not None and cause is None:
-        return ended("refused", _paragraph(log, refused))
+        return ended("refused", " ".join(lines[refused : refused + 3]))
     if killed_by is not None and (cause is None or cause.status != "oom"):
         error = f"a process was killed by {killed_by}"
         if killed_by == "SIGKILL":
@@ -174,8 +170,7 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> Met
         phase = "train" if cause is None else cause.phase
         return ended("failed", error, failure=_details(phase, cause, signal_name=killed_by))
     if cause is None:
-        last = [line for line in log.splitlines() if line.strip()][-1:]
-        error = f"exit code {exit_code}" + (f": {last[0].strip()}" if last else "")
+        error = f"exit code {exit_code}" + (f": {lines[-1]}" if lines else "")
         return ended("failed", error, failure=_details("unknown", None))
     return ended(cause.status, cause.error, failure=_details(cause.phase, cause))
 
@@ -199,9 +194,3 @@ def _details(phase: str, cause: RankFailure | None, signal_name: str | None = No
         cures=CURES.get(phase, CURES["train"]) if short_of_memory else [],
         signal=signal_name,
     )
-
-
-def _paragraph(log: str, first: str) -> str:
-    lines = log.splitlines()
-    start = lines.index(first)
-    return " ".join(line.strip() for line in lines[start : start + 3]).removeprefix("traceback : ")

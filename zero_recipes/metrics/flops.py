@@ -47,10 +47,6 @@ class ModelFlops:
         rows = list(lengths)
         return self.of_step(sum(rows), [sum(squares(row, window) for row in rows) for window in self.attention])
 
-    def per_token(self, length: int) -> float:
-        """FLOPs of a token in rows of this length."""
-        return self.of_rows([length]) / length
-
 
 def squares(length: float, window: int | None) -> float:
     """Twice the pairs of tokens of one causal row that look at each other: the square of its length, less what lies

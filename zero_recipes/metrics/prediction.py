@@ -101,7 +101,5 @@ class Prediction(BaseModel):
     @property
     def for_metrics(self) -> PredictedMetrics:
         """The part that metrics.json carries."""
-        carried = {
-            name: getattr(self, name) for name in PredictedMetrics.model_fields if name in type(self).model_fields
-        }
+        carried = {name: getattr(self, name) for name in PredictedMetrics.model_fields if hasattr(self, name)}
         return PredictedMetrics(**carried, peak_memory_bytes=self.allocated_peak_bytes)

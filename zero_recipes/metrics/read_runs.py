@@ -1,16 +1,17 @@
-"""Folders of runs: every metrics.json with the samples.jsonl beside it."""
+"""Folders of runs: every metrics.json with the samples.jsonl beside it, and what sweep.json says of them."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
+from zero_recipes.core.files import write_text
 from zero_recipes.metrics.parts import Part, known, measured
-from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, ContractError, Metrics, parse_as, read_as, validate
-from zero_recipes.metrics.sweep_file import read_sweep_file
+from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, ContractError, Metrics, parse_part, read_part
+
+SWEEP_FILE = "sweep.json"
 
 
 class SampleRow(Part):
@@ -35,7 +36,7 @@ class SampleRow(Part):
 class MeasuredRun(Metrics):
     """One metrics.json together with the folder that it lies in and its samples."""
 
-    folder: Path
+    folder: Path = Path()
     samples: list[SampleRow] = Field([])
     samples_fault: str | None = measured("why samples.jsonl cannot be read", null="where it can")
     swept: dict[str, Any] | None = measured("what a sweep set in it, by key", null="unless a sweep.json says so")
@@ -48,8 +49,7 @@ class MeasuredRun(Metrics):
     @property
     def label(self) -> str:
         """How plots and tables call this run."""
-        name = self.strategy if self.compared else self.folder.name
-        return name.encode("utf-8", "replace").decode("utf-8")  # a folder's name need not be UTF-8
+        return self.strategy if self.compared else self.folder.name
 
 
 class UnreadableRun(MeasuredRun):
@@ -58,87 +58,77 @@ class UnreadableRun(MeasuredRun):
     status: Literal["unreadable"] = "unreadable"
 
 
+class SweptRun(Part):
+    """One run of a sweep."""
+
+    folder: str = known("its folder's name, below the sweep's")
+    strategy: str = known("the accelerate file that it was launched with, without .yaml")
+    values: dict[str, Any] = known("by key, in the order of the command line: the value that the sweep set")
+
+
+class SweepFile(Part):
+    """All runs of a folder whose values a sweep set, in the order in which they were to run."""
+
+    schema_version: Literal[1] = known("version of this contract", alias="schema")
+    runs: list[SweptRun] = known("those of earlier sweeps into the same folder among them")
+
+    def with_runs(self, added: list[SweptRun]) -> SweepFile:
+        """The same with further runs; a run in the folder of an earlier one takes its place."""
+        return SweepFile(schema=1, runs=list(({run.folder: run for run in self.runs + added}).values()))
+
+    def write(self, folder: Path) -> None:
+        write_text(folder / SWEEP_FILE, self.model_dump_json(by_alias=True, indent=2) + "\n")
+
+
 def read_runs(folder: Path) -> list[MeasuredRun]:
     """Every run in `folder` and one level below: ddp and zero0 to zero3 first, then the others by name, at last those
     of a sweep of values in its order.
 
-    Raises ContractError, which names file and key.
+    A file that cannot be read is an UnreadableRun, samples that cannot are left out. Raises ContractError where no file
+    can be read.
     """
-    runs = [
-        MeasuredRun.read(file, folder=file.parent, samples=read_samples(file.with_name("samples.jsonl")))
-        for file in metrics_files(folder)
-    ]
-    return _in_order(runs, folder)
-
-
-def read_what_can_be_read(folder: Path) -> list[MeasuredRun]:
-    """The same, with an UnreadableRun for every file that cannot be read, and without samples that cannot.
-
-    Raises ContractError where none of them can be read.
-    """
-    runs = [read_run(file) for file in metrics_files(folder)]
+    folder = Path(folder).resolve()  # "." has no name of its own, and names decide what is compared
+    runs = [read_run(file) for file in _metrics_files(folder)]
     if all(isinstance(run, UnreadableRun) for run in runs):
-        raise ContractError("; ".join(run.error for run in runs[:3]))
-    return _in_order(runs, folder)
+        raise ContractError("; ".join(run.error for run in runs[:3]) or f"no {FILE} in {folder} or one level below it")
+    swept = {folder / run.folder: run.values for run in read_sweep_file(folder).runs}
+    places = list(swept)
+    runs.sort(key=lambda run: (places.index(run.folder) if run.folder in swept else -1, *_rank_in_report(run)))
+    return [run.model_copy(update={"swept": swept.get(run.folder)}) for run in runs]
 
 
 def read_run(file: Path) -> MeasuredRun:
-    """A metrics.json with the samples beside it, or an UnreadableRun. Raises nothing for whatever lies there."""
-    folder, samples, fault = file.parent, [], None
+    """A metrics.json with the samples beside it, or an UnreadableRun."""
+    found: dict[str, Any] = {"folder": file.parent}
     try:
-        samples = read_samples(file.with_name("samples.jsonl"))
+        found["samples"] = read_samples(file.with_name("samples.jsonl"))
     except ContractError as error:
-        fault = str(error)
+        found["samples_fault"] = str(error)
     try:
-        return MeasuredRun.read(file, folder=folder, samples=samples, samples_fault=fault)
+        return MeasuredRun.read(file).model_copy(update=found)
     except ContractError as error:
-        return UnreadableRun(
-            schema=SCHEMA, status="unreadable", error=str(error), name=folder.name, strategy=folder.name, folder=folder
-        )
+        name = file.parent.name
+        return UnreadableRun(schema=SCHEMA, error=str(error), name=name, strategy=name, folder=file.parent)
 
 
-def metrics_files(folder: Path) -> list[Path]:
-    """Every metrics.json in `folder` and one level below, but for what `--overwrite true` has kept there. Raises
-    ContractError where there is none."""
-    try:
-        folder = Path(folder).resolve()  # "." has no name of its own, and names decide what is compared
-        inner = sorted(path for path in folder.iterdir() if path.is_dir() and path.suffix != ".previous")
-        files = [path / FILE for path in (folder, *inner) if os.path.lexists(path / FILE)]
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name that is none
-        raise ContractError(f"{folder}: {error}") from error
-    if not files:
-        raise ContractError(f"no {FILE} in {folder} or one level below it")
-    return files
+def read_samples(file: Path) -> list[SampleRow]:
+    """One SampleRow per line; an absent file means that no prompts were sampled."""
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    return [parse_part(SampleRow, line, f"{file} line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def _in_order(runs: list[MeasuredRun], folder: Path) -> list[MeasuredRun]:
-    """In the report's order, each with what sweep.json says of it. Raises ContractError where that cannot be read."""
-    listed = [run.folder for run in read_sweep_file(folder).runs]
-    values = {run.folder: run.values for run in read_sweep_file(folder).runs}
-    below = Path(folder).resolve()
-    known = [
-        run.model_copy(update={"swept": values[run.folder.name]})
-        if run.folder.name in values and run.folder.parent == below
-        else run
-        for run in runs
-    ]
-    swept = sorted((run for run in known if run.swept is not None), key=lambda run: listed.index(run.folder.name))
-    return [*sorted((run for run in known if run.swept is None), key=_rank_in_report), *swept]
+def read_sweep_file(folder: Path) -> SweepFile:
+    """The sweep.json of a folder, without runs where there is none. Raises ContractError, which names the file."""
+    path = folder / SWEEP_FILE
+    return read_part(SweepFile, path) if path.exists() else SweepFile(schema=1, runs=[])
+
+
+def _metrics_files(folder: Path) -> list[Path]:
+    """Every metrics.json in `folder` and one level below, but for what `--overwrite true` has kept there."""
+    below = [file for file in sorted(folder.glob(f"*/{FILE}")) if file.parent.suffix != ".previous"]
+    return [file for file in (folder / FILE, *below) if file.exists()]
 
 
 def _rank_in_report(run: MeasuredRun) -> tuple[int, str]:
     listed = run.compared and run.strategy in ORDER
     return (ORDER.index(run.strategy) if listed else len(ORDER), run.folder.name)
-
-
-def read_samples(file: Path) -> list[SampleRow]:
-    """One SampleRow per line; an absent file means that no prompts were sampled."""
-    if not os.path.lexists(file):
-        return []
-    # Not splitlines(): an answer may hold a bare U+2028, which JSON leaves unescaped and splitlines() cuts at.
-    lines = enumerate(read_as(file).split("\n"), start=1)
-    return [
-        validate(SampleRow, parse_as(line, f"{file} line {number}"), f"{file} line {number}")
-        for number, line in lines
-        if line.strip()
-    ]

@@ -6,11 +6,10 @@ a row that did not finish; in a row of status "ok" only those that say when (`me
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -43,10 +42,6 @@ from zero_recipes.metrics.prediction import PredictedMetrics
 
 SCHEMA = 1
 FILE = "metrics.json"
-LARGEST = 1e24  # bytes, tokens, FLOP or seconds
-FLOAT32 = 3.5e38
-LONGEST_TEXT = 20_000  # characters
-MAY_BE_ANY_FLOAT = ("loss_history", "grad_norm_history", "eval_history", "samples")
 ORDER = ("ddp", "zero0", "zero1", "zero2", "zero3")
 
 NOT_COUNTED = f"{NOT_TIMED}, where the model's config does not say how wide attention is, and {EARLIER}"
@@ -189,18 +184,9 @@ class Metrics(Measurements, RunIdentity, RunStatus):
     failure: Failure | None = measured("what is known of the end", null="unless the run failed")
 
     @classmethod
-    def read(cls, path: Path, **beside: Any) -> Self:
-        """The file at `path`; `beside`: fields of a subclass that the file does not hold.
-
-        Raises ContractError, which names the file and the key.
-        """
-        content = parse_as(read_as(path), str(path))
-        if not isinstance(content, dict):
-            raise ContractError(f"{path}: expected one JSON object, found {type(content).__name__}")
-        row = validate(cls, content | beside, str(path))
-        for key, value in numbers_and_texts(row):
-            if (why := _implausible(key, value)) is not None:
-                raise ContractError(f"{path}: {key.encode('utf-8', 'replace').decode()}: {why}")
+    def read(cls, path: Path) -> Self:
+        """The file at `path`. Raises ContractError, which names the file and the key."""
+        row = read_part(cls, path)
         missing = next(_empty_keys(row), None) if row.status == "ok" else None
         if missing:
             raise ContractError(f'{path}: {missing}: null or missing, though the status is "ok"')
@@ -219,72 +205,29 @@ def first_nonfinite(losses: Sequence[float], first: int) -> int | None:
 AnyPart = TypeVar("AnyPart", bound=Part)
 
 
-def read_as(path: Path) -> str:
-    """The text of a file. Raises ContractError, which names it, where it is none or cannot be read."""
+def read_part(model: type[AnyPart], path: Path) -> AnyPart:
+    """The JSON of a file as a model. Raises ContractError, which names the file and the first key that does not fit."""
     try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ContractError(f"{path}: not UTF-8: {error.reason} at byte {error.start}") from error
+        return parse_part(model, path.read_bytes(), str(path))
     except OSError as error:
-        raise ContractError(f"{path}: {error.strerror or error}") from error
+        raise ContractError(f"{path}: {error.strerror}") from error
 
 
-def parse_as(text: str, where: str) -> Any:
-    """JSON as Python values. Raises ContractError, which names `where`."""
+def parse_part(model: type[AnyPart], text: bytes, where: str) -> AnyPart:
+    """JSON as a model. Raises ContractError, which names `where` and the first key that does not fit."""
     try:
-        return json.loads(text)
-    except ValueError as error:  # JSONDecodeError, and numbers of more digits than Python takes
-        raise ContractError(f"{where}: not JSON: {error}") from error
-    except RecursionError as error:
-        raise ContractError(f"{where}: nested too deeply") from error
-
-
-def numbers_and_texts(part: Any, key: str = "") -> Iterator[tuple[str, float | str]]:
-    """(dotted key, value) of every number and text in a model, depth first."""
-    if isinstance(part, BaseModel):
-        part = {name: getattr(part, name) for name in type(part).model_fields}
-    if isinstance(part, (dict, list)):
-        for name, value in part.items() if isinstance(part, dict) else enumerate(part):
-            yield from numbers_and_texts(value, f"{key}.{name}" if key else str(name))
-    elif isinstance(part, (int, float, str)):
-        yield key, part
-
-
-def _implausible(key: str, value: float | str) -> str | None:
-    """Why a value that has the right type cannot have been measured; None where it can."""
-    try:
-        f"{key}{value}".encode() if isinstance(value, str) else key.encode()
-    except UnicodeEncodeError:
-        return "half of a surrogate pair, which is no character"
-    if isinstance(value, str):
-        return f"a text of {len(value):,} characters" if len(value) > LONGEST_TEXT else None
-    if key.startswith(MAY_BE_ANY_FLOAT):
-        return None if not math.isfinite(value) or abs(value) <= FLOAT32 else f"{value:.1e} is beyond float32"
-    return None if 0 <= value <= LARGEST else f"{_short(value)} is not between 0 and {LARGEST:.0e}"
-
-
-def validate(model: type[AnyPart], content: Any, where: str) -> AnyPart:
-    """`content` as a model. Raises ContractError, which names `where` and the first key that does not fit."""
-    try:
-        return model.model_validate(content)
+        return model.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "(whole line)"
-        what = "missing" if first["type"] == "missing" else f"{first['msg']}, found {_short(first['input'])}"
-        raise ContractError(f"{where}: {key}: {what}") from error
-
-
-def _short(value: Any) -> str:
-    text = type(value).__name__ if isinstance(value, (dict, list)) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+        key = ".".join(str(part) for part in first["loc"])
+        raise ContractError(f"{where}: {key + ': ' if key else ''}{first['msg']}") from error
 
 
 def _empty_keys(part: BaseModel, prefix: str = "") -> Iterator[str]:
     """Dotted names of the fields that are None and may not be, depth first."""
     for key, field in type(part).model_fields.items():
         value = getattr(part, key)
-        why = (field.json_schema_extra or {}).get("null")
-        if why is not None and (why != NOT_TIMED or key in part.model_fields_set):  # times that are missing are a fault
+        if "null" in (field.json_schema_extra or {}):
             continue
         if value is None:
             yield prefix + key

@@ -5,10 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from zero_recipes.metrics.model_flops import utilisation
 from zero_recipes.metrics.parts import (
@@ -38,29 +38,14 @@ class RankFigures:
     timed_flops: float = 0.0  # the model's, over the timed steps; 0 where they are not counted
 
 
-class AnswersBefore(Part):
-    """What the untrained model said to the sample prompts (training/samples.py)."""
-
-    prompts: list[str]
-    texts: list[str]
-    reference_losses: list[float | None]
-
-    @model_validator(mode="after")
-    def _one_each(self) -> Self:
-        if not len(self.prompts) == len(self.texts) == len(self.reference_losses):
-            raise ValueError("not one answer and one loss for each prompt")
-        return self
-
-
 class History(Part):
     """What a checkpoint carries of the measurements, for the run that goes on from it; all of it may be missing."""
 
     summary: Measurements = Measurements()
     grad_norm_history: list[Number] = Field([])
     eval_history: list[Evaluation] = Field([])
-    first_step: Annotated[int, Field(ge=1)] | None = None  # of the loss history
-    resumed_at: list[Annotated[int, Field(ge=0)]] = Field([])
-    answers_before: AnswersBefore | None = None
+    first_step: int | None = None  # of the loss history
+    resumed_at: list[int] = Field([])
 
 
 def summarise(

@@ -9,7 +9,7 @@ from rich.console import Console
 from zero_recipes.core.files import without_nan
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import plain, print_columns, terminal
-from zero_recipes.metrics.read_runs import MeasuredRun, UnreadableRun, read_what_can_be_read
+from zero_recipes.metrics.read_runs import MeasuredRun, UnreadableRun, read_runs
 from zero_recipes.metrics.schema import ContractError
 from zero_recipes.report import plots, rows, table
 from zero_recipes.report.judge import Judgement, judge_runs
@@ -26,7 +26,7 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     """
     folder = Path(folder)
     try:
-        runs = read_what_can_be_read(folder)
+        runs = read_runs(folder)
     except ContractError as error:
         raise refusal("ZR560", folder=folder, error=str(error)) from error
     judgements = judge_runs(runs)
