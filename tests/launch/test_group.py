@@ -125,6 +125,8 @@ import torch.distributed as dist
 from zero_recipes.distributed.group import once
 
 dist.init_process_group("gloo")
+store = dist.distributed_c10d._get_default_store()
+store.wait(["joined"]) if dist.get_rank() == 0 else store.set("joined", "1")  # both are through with joining
 once(lambda: os.kill(os.getpid(), signal.SIGKILL), "plans the run")
 """
 

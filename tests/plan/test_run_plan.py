@@ -176,8 +176,10 @@ print(json.dumps({"predicted": {"peak_memory_bytes": needs}, "lines": [f"plan   
 HANGS = """
 import json, os, signal
 from zero_recipes.core.process import end_with_parent
+ready, armed = os.pipe()
 child = os.fork()
 end_with_parent()
+os.write(armed, b"1") if child == 0 else os.read(ready, 1)  # the child ends with its parent from here on
 if child:
     with open({pipe!r}, "w") as told:
         json.dump([os.getpid(), child], told)
