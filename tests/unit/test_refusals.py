@@ -64,6 +64,8 @@ def test_missing_and_broken_recipes(tmp_path):
     assert refused([str(path)]).codes == ["ZR117"]
     path.write_text("")
     assert refused([str(path)]).codes == ["ZR118"]
+    path.write_text('env: {A: "a\\0b"}')  # no environment holds it
+    assert refused([str(path)]).codes == ["ZR199"]
 
 
 def test_a_wrong_value_is_no_usage_dump(good):

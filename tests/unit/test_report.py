@@ -117,7 +117,7 @@ def test_a_report_that_cannot_be_written_is_refused(tmp_path, capsys):
     assert "report.html" in capsys.readouterr().err
 
 
-VALUES = [None, True, 0, math.nan, math.inf, 1e308, "", "x" * 300, "$\\frac{", "[/red]", "<b>", "a|b"]
+VALUES = [None, True, -1, 0, math.nan, math.inf, 1e308, 10**30, "", "x" * 300, "$\\frac{", "[/red]", "<b>", "a|b"]
 VALUES += [[], [None], {}, {"a": 1}, [math.nan] * 5, ["x"]]
 
 

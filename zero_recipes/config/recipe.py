@@ -27,7 +27,7 @@ from zero_recipes.config.accelerate import LAUNCH_KEYS
 from zero_recipes.config.keys import dataclasses_of_a_recipe, key_choices, key_types
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.validation import accepted_types, key_findings, range_findings, recipe_findings
-from zero_recipes.core.findings import first_line, raise_errors, refusal
+from zero_recipes.core.findings import first_line, library_error_as_finding, raise_errors, refusal
 from zero_recipes.core.pinned_memory import limit_rounding
 
 USAGE = "run_sft.py RECIPE.yaml [--key value ...] [--traceback]"
@@ -42,6 +42,7 @@ class RecipeFile(dict):
     lines: dict[str, int]
 
 
+@library_error_as_finding("reading the recipe")
 def read_recipe_file(path: Path) -> RecipeFile:
     """The recipe's mapping, its `env:` block already put into the environment. Raises Refusal."""
     if not path.is_file():

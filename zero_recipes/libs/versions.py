@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 
@@ -26,13 +25,3 @@ def tested() -> dict[str, SpecifierSet]:
 def is_tested(library: str) -> bool:
     """Whether the installed version lies in the range. A local version (2.13.0+cpu) is its public one."""
     return installed(library) in tested()[library]
-
-
-def floor(library: str) -> str:
-    """The oldest version of the range."""
-    return next(str(s.version) for s in tested()[library] if s.operator == ">=")
-
-
-def untested(libraries: Iterable[str]) -> list[str]:
-    """Those of an installed version outside of the range: "torch 2.14.0 (tested: <2.14,>=2.13)"."""
-    return [f"{name} {installed(name)} (tested: {tested()[name]})" for name in libraries if not is_tested(name)]

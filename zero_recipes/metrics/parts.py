@@ -34,6 +34,7 @@ def known(meaning: str, unit: str | None = None, **more: Any) -> Any:
     return Field(description=meaning, json_schema_extra={} if unit is None else {"unit": unit}, **more)
 
 
+Count = Annotated[int, Field(ge=0, lt=2**63)]  # what a report computes with
 # Strict JSON has no NaN: a number that is not finite is written as null, and read as NaN.
 Number = Annotated[
     float,

@@ -18,6 +18,7 @@ from zero_recipes.metrics.parts import (
     EARLIER,
     NO_ACCELERATOR,
     NOT_TIMED,
+    Count,
     Evaluation,
     Failure,
     GradientDtypes,
@@ -77,12 +78,12 @@ class RunIdentity(Part):
         "zero3_hpz, zero3_qwz, zero3_qgz, zero3_plus_plus; with _bf16_states, _bf16_masters or _autocast where the "
         "ds_config asks for it, with _ulysses where sequences are shared"
     )
-    zero_stage: int | None = measured("0 to 3", null="without DeepSpeed (FSDP2 included)")
-    world_size: int | None = measured("processes, one a GPU", "ranks")
+    zero_stage: Count | None = measured("0 to 3", null="without DeepSpeed (FSDP2 included)")
+    world_size: Count | None = measured("processes, one a GPU", "ranks")
     device: str | None = measured("cpu, or the GPU's name")
     model: str | None = measured("model_name_or_path", null="of a model without a name")
-    parameters: int | None = measured("Ψ: weights of the model, with adapters", "parameters")
-    trainable_parameters: int | None = measured("those that are trained", "parameters")
+    parameters: Count | None = measured("Ψ: weights of the model, with adapters", "parameters")
+    trainable_parameters: Count | None = measured("those that are trained", "parameters")
     precision: Precision | None = measured("of the computation")
     micro_batch_size: int | None = measured("of one process and pass", "sequences")
     gradient_accumulation_steps: int | None = measured("of one optimizer step", "passes")
