@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from tests.helpers.grid import grid
 from tests.helpers.sample_cases import strict
 from tests.helpers.tiny import named, write_recipe
-from zero_recipes.checkpoint import manifest
-from zero_recipes.checkpoint.saved_model import count_nonfinite
+from zero_recipes.checkpoint.save import checkpoint_fault, count_nonfinite
 
 # the second step's weights are beyond fp32
 KEYS = {"bf16": False, "learning_rate": 1e38, "lr_scheduler_type": "constant", "max_steps": 9, "save_model": True}
@@ -37,7 +36,7 @@ def test_a_run_that_diverges_ends_and_keeps_the_checkpoint_before(two, tmp_path,
     assert not [name for name in ranks[0]["files"] if name.endswith(".safetensors")]
     (kept,) = [name for name in ranks[0]["files"] if name.startswith("checkpoint-")]
     assert str(out / kept) in metrics["error"] and int(kept.partition("-")[2]) < first
-    assert manifest.damage(out / kept) is None
+    assert checkpoint_fault(out / kept) is None
     weights = out / kept / "model.safetensors"
     assert not weights.is_file() or not any(
         map(count_nonfinite, load_file(weights).values())

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.grid import grid
 from tests.helpers.resuming import LORA, NOTHING, compare
 from tests.helpers.tiny import ROOT, write_recipe
-from zero_recipes.checkpoint.reshard.write import reshard
+from zero_recipes.checkpoint.reshard import reshard
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launched_environment

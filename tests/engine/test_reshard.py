@@ -15,8 +15,8 @@ import pytest
 from tests.helpers.checkpoint_files import write_checkpoint
 from tests.helpers.grid import grid
 from tests.helpers.tiny import ROOT, write_recipe, write_rows
-from zero_recipes.checkpoint.reshard.write import reshard
-from zero_recipes.checkpoint.resharded import FOLDER
+from zero_recipes.checkpoint.reshard import reshard
+from zero_recipes.checkpoint.save import STATES
 from zero_recipes.cli import main as cli
 from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
@@ -175,7 +175,7 @@ def test_round_robin_gradients_cannot_be_a_target(two):
 
 @pytest.mark.private
 def test_setting_a_part_at_stage_3_is_still_needed(two):
-    """Fails when DeepSpeed pads what it is given whole: then use safe_set_full_* alone in resharded.py."""
+    """Fails when DeepSpeed pads what it is given whole: then use safe_set_full_* alone in checkpoint/resume.py."""
     first, last = two.run("reshard_cases.set_whole_at_stage_3")
     assert first == "no error" and "exceeds dimension size" in last
 
@@ -230,7 +230,7 @@ from pathlib import Path
 from zero_recipes.libs.warnings import quieten
 quieten()
 import deepspeed, rich.progress, safetensors.torch, torch
-from zero_recipes.checkpoint.reshard.write import reshard
+from zero_recipes.checkpoint.reshard import reshard
 
 checkpoint = Path(sys.argv[1])
 
@@ -264,4 +264,4 @@ def test_a_checkpoint_is_never_in_memory_whole(tmp_path):
     assert ended.returncode == 0, ended.stderr[-2000:]
     assert whole > 0.95 * size, "the measure does not see what is loaded"
     assert lean < 0.2 * size
-    assert sum(path.stat().st_size for path in tmp_path.rglob(f"{FOLDER}/*")) > 0.99 * size
+    assert sum(path.stat().st_size for path in tmp_path.rglob(f"{STATES}/*")) > 0.99 * size

@@ -27,7 +27,7 @@ from tests.helpers.resuming import (
 )
 from tests.helpers.strangers import plant
 from tests.helpers.tiny import ROOT, write_rows
-from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.save import checkpoint_fault, content_fault, manifest_facts, read_manifest, write_manifest
 from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
 
@@ -101,7 +101,7 @@ def test_random_numbers_are_part_of_it(two, zero0, tmp_path):
     folder = interrupted(whole, tmp_path / "rest")
     for path in folder.glob(f"checkpoint-{SAVED_AT}/rng_state_*.pth"):
         path.unlink()
-    manifest.write(folder / f"checkpoint-{SAVED_AT}", manifest.facts(folder / f"checkpoint-{SAVED_AT}"))
+    write_manifest(folder / f"checkpoint-{SAVED_AT}", manifest_facts(folder / f"checkpoint-{SAVED_AT}"))
     argv = arguments(recipe, "zero0", folder, "--resume_from_checkpoint", "true")
     rest = two.run("train", argv=argv)[0]["metrics"]["loss_history"]
     assert rest[:SAVED_AT] == losses[:SAVED_AT] and rest[SAVED_AT] != losses[SAVED_AT]
@@ -166,9 +166,9 @@ def test_a_flipped_bit_is_passed_over_and_the_rest_is_bit_for_bit(two, zero0, tm
     metrics = rest[0]["metrics"]
     assert metrics["loss_history"] == losses and metrics["resumed_at"] == [SAVED_AT]
     assert min(rest[0]["calls"]) == min(rest[1]["calls"]) == SAVED_AT
-    assert manifest.damage(last) is None and manifest.content_fault(last) is None
+    assert checkpoint_fault(last) is None and content_fault(last) is None
     aside = folder / f"damaged-checkpoint-{STEPS}"
-    assert manifest.content_fault(aside).endswith("its checksum is another.")
+    assert content_fault(aside).endswith("its checksum is another.")
 
 
 def test_nobody_looks_for_a_flipped_bit_with_skip_checksums(two, zero0, tmp_path):
@@ -180,7 +180,7 @@ def test_nobody_looks_for_a_flipped_bit_with_skip_checksums(two, zero0, tmp_path
     assert all(said.endswith("is not whole [ZR707]") for said in two.run("refusal_of", argv=argv))
     metrics = two.run("train", argv=[*argv, "--skip_checksums", "true"])[0]["metrics"]
     assert metrics["loss_history"] == losses
-    assert manifest.read(checkpoint)["checksums"] and not manifest.read(folder / f"checkpoint-{STEPS}")["checksums"]
+    assert read_manifest(checkpoint)["checksums"] and not read_manifest(folder / f"checkpoint-{STEPS}")["checksums"]
 
 
 def test_a_checkpoint_of_a_stranger_is_refused_before_it_is_read(two, zero0, tmp_path):
@@ -189,7 +189,7 @@ def test_a_checkpoint_of_a_stranger_is_refused_before_it_is_read(two, zero0, tmp
     argv = arguments(recipe, "zero0", tmp_path / "out", "--resume_from_checkpoint", str(folder))
     mark = tmp_path / "it-was-run"
     plant(next(folder.rglob("mp_rank_00_model_states.pt")), mark, "zip")
-    manifest.write(folder, manifest.facts(folder))
+    write_manifest(folder, manifest_facts(folder))
     for said in two.run("refusal_of", argv=argv):
         assert "mp_rank_00_model_states.pt" in said and said.endswith("[ZR780]")
     assert not mark.exists()

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.faults import ds_config
 from tests.helpers.tiny import named, write_recipe
-from zero_recipes.checkpoint.reshard.read import open_checkpoint
+from zero_recipes.checkpoint.reshard import open_checkpoint
 from zero_recipes.checkpoint.verify import verify
 
 LEAF = {"leaf_module": {"classes": ["OwnSparseMoeBlock"]}}

@@ -142,7 +142,7 @@ def checkpoint_gaps(one: str, other: str) -> dict[str, float]:
     import torch
     from safetensors.torch import load_file
 
-    from zero_recipes.checkpoint.reshard.read import open_checkpoint, read_parameter
+    from zero_recipes.checkpoint.reshard import open_checkpoint, read_parameter
 
     gaps = {"weights": 0.0, "states": 0.0, "tensors": 0}
     names = [

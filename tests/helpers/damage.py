@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 from transformers import TrainerControl, TrainerState
 
-from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.compatibility import recipe_facts
-from zero_recipes.checkpoint.manifest import HISTORY, LATEST, STATE
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, step_of
+from zero_recipes.checkpoint.save import HISTORY, LATEST, STATE, begin_checkpoint, content_fault, write_manifest
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
@@ -30,7 +29,7 @@ FACTS |= {"gradient_accumulation_steps": 4, "recipe_sha256": "r", "data_sha256":
 def small_checkpoint(output_dir: Path, step: int, settings: Settings) -> Path:
     """A checkpoint-N as a run of ZeRO stage 2 on two processes leaves it, of a few hundred bytes a file."""
     folder = output_dir / f"checkpoint-{step}"
-    manifest.begin(folder)
+    begin_checkpoint(folder)
     states = folder / f"global_step{step}"
     states.mkdir()
     generator = torch.Generator().manual_seed(step)
@@ -47,14 +46,14 @@ def small_checkpoint(output_dir: Path, step: int, settings: Settings) -> Path:
     state.save_to_json(str(folder / STATE))
     (folder / HISTORY).write_text(json.dumps({"summary": {"loss_history": [2.5] * step}, "resumed_at": [1]}))
     facts = FACTS | {"step": step, "versions": environment.versions(), "recipe": recipe_facts(settings, ZERO2)}
-    manifest.write(folder, facts)
+    write_manifest(folder, facts)
     return folder
 
 
 def taken(output_dir: Path, requested: str = "true") -> str | None:
     """The checkpoint that a run would load, as preflight and resolve_resume_checkpoint look; None: it starts fresh."""
     chosen = checkpoint_to_resume(output_dir, requested)
-    while chosen is not None and manifest.content_fault(Path(chosen)) is not None:
+    while chosen is not None and content_fault(Path(chosen)) is not None:
         chosen = checkpoint_to_resume(output_dir, requested, before=step_of(Path(chosen)))
     if chosen is not None:
         TrainerState.load_from_json(f"{chosen}/{STATE}")

@@ -29,7 +29,8 @@ def sabotage(place: str, step: int) -> None:
     """Let this rank die while it trains step `step` ("step", "terminate"), or while it saves after it."""
     import torch
 
-    from zero_recipes.checkpoint import manifest
+    from zero_recipes.checkpoint.save import MANIFEST
+    from zero_recipes.training import checkpointing
     from zero_recipes.training.trainer import ZeroSFTTrainer as Trainer
 
     saves = []
@@ -73,9 +74,9 @@ def sabotage(place: str, step: int) -> None:
     elif place == "optimizer":
         before(torch, "save", half, lambda value, path, *_: bool(saves) and "optim" in str(path))
     elif place == "manifest":
-        before(manifest, "write", lambda *_: die(), saving)
+        before(checkpointing, "write_manifest", lambda *_: die(), saving)
     elif place == "replace":
-        before(os, "replace", lambda *_: die(), lambda _, path: bool(saves) and Path(path).name == manifest.MANIFEST)
+        before(os, "replace", lambda *_: die(), lambda _, path: bool(saves) and Path(path).name == MANIFEST)
     elif place == "rotation":
         before(shutil, "rmtree", some, lambda folder, *_: bool(saves) and "checkpoint-" in str(folder))
     else:

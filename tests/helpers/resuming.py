@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.tiny import named, write_recipe, write_rows
-from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.save import checkpoint_fault
 
 SAVED_AT, STEPS = 4, 7
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "resume.json"
@@ -60,7 +60,7 @@ def compare(two, folder: Path, strategy: str, **keys) -> dict[str, float]:
     assert then["resumed_at"] == [] and len(now["loss_history"]) == STEPS == len(then["loss_history"])
     assert now["tokens"] == then["tokens"] and [e["step"] for e in now["eval_history"]] == [5, STEPS]
     paths = [str(folder / name / f"checkpoint-{STEPS}") for name in ("whole", "rest")]
-    assert manifest.damage(Path(paths[1])) is None
+    assert checkpoint_fault(Path(paths[1])) is None
     gaps = two.run("checkpoint_gaps", one=paths[0], other=paths[1])[0]
     assert gaps["tensors"] > 40
 

@@ -16,8 +16,8 @@ from tests.helpers.group import CaseFailed
 from tests.helpers.killed import PLACES, RANK_0_ONLY
 from tests.helpers.resuming import RESULT, arguments, resume_recipe
 from tests.helpers.two_ranks import forked, two_ranks
-from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
+from zero_recipes.checkpoint.save import checkpoint_fault, is_unfinished, read_manifest
 from zero_recipes.core.files import write_json
 from zero_recipes.core.process import free_port
 
@@ -53,7 +53,7 @@ def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
     assert "starting fresh" in ranks[0].stdout, ranks[0].stderr[-3000:]
     assert ranks[0].returncode > 0 and ranks[1].returncode == -signal.SIGKILL
     assert [path.name for path in numbered(out)] == ["checkpoint-2", "checkpoint-4"]
-    assert manifest.is_unfinished(out / "checkpoint-4") and manifest.damage(out / "checkpoint-2") is None
+    assert is_unfinished(out / "checkpoint-4") and checkpoint_fault(out / "checkpoint-2") is None
     optimizer = sorted((out / "checkpoint-4").rglob("*rank_1*optim*"))
     assert optimizer and optimizer[0].stat().st_size > 0, "it was not killed inside the file"
 
@@ -98,7 +98,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, small_disk):
     """The room is there when the run starts (checks/room.py refuses otherwise), then another program takes it."""
     recipe = resume_recipe(tmp_path, save_steps=2)
     whole = one.run("train", argv=arguments(recipe, "ddp", tmp_path / "whole"))[0]["metrics"]
-    size = sum(manifest.read(tmp_path / "whole" / "checkpoint-2")["files"].values())
+    size = sum(read_manifest(tmp_path / "whole" / "checkpoint-2")["files"].values())
     out, filler = small_disk / "out", small_disk / "filler"
     with pytest.raises(CaseFailed) as failed:
         argv = arguments(recipe, "ddp", out)
@@ -108,7 +108,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, small_disk):
         f"zero_recipes.training.checkpointing.NotSaved: {out}/checkpoint-4 could not be saved: "
     ), message
     assert " bytes are free on its disk. " in message and f"{out}/checkpoint-2 is whole" in message
-    assert manifest.is_unfinished(out / "checkpoint-4") and manifest.damage(out / "checkpoint-2") is None
+    assert is_unfinished(out / "checkpoint-4") and checkpoint_fault(out / "checkpoint-2") is None
     assert json.loads((out / "metrics.json").read_text())["status"] == "failed", "the file was lost"
     filler.unlink()
     rest = one.run("train", argv=arguments(recipe, "ddp", out, *RESUME))[0]["metrics"]

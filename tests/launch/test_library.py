@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_recipes.checkpoint import manifest
+from zero_recipes.checkpoint.save import checkpoint_fault
 from zero_recipes.metrics.read_runs import read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +45,6 @@ def test_the_programs_of_the_page(tmp_path, processes):
         sent = {"all_reduce": 4 * run.parameters} if processes > 1 else {}
         assert run.communication_bytes_per_step == sent
     assert [path.name for path in (tmp_path / "sft").glob("checkpoint-*")] == ["checkpoint-4"]
-    assert manifest.damage(tmp_path / "sft" / "checkpoint-4") is None
+    assert checkpoint_fault(tmp_path / "sft" / "checkpoint-4") is None
     report = [sys.executable, "-m", "zero_recipes.cli.main", "report", str(tmp_path)]
     assert subprocess.run(report, cwd=ROOT, capture_output=True, timeout=120).returncode == 0

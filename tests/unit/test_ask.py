@@ -15,7 +15,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.tiny import ROOT
-from zero_recipes.ask.command import compare, means, show, wording
+from zero_recipes.ask import compare, means, show, wording
 from zero_recipes.cli import main as cli
 from zero_recipes.data.load import alpaca_prompt
 from zero_recipes.data.samples import Sample
@@ -169,7 +169,7 @@ def test_prompts_are_rows_or_lines(tmp_path, name, text, words, wanted, capsys):
 def test_what_cannot_be_asked_is_refused(words, said, tmp_path, tuned, adapter, prompts, capsys, monkeypatch):
     """Before any weight is loaded."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("zero_recipes.ask.model.load_model", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("zero_recipes.ask.load_model", lambda *_: pytest.fail("weights were loaded"))
     places = {name: tmp_path / name for name in ("cut", "mute", "pickle", "swapped", "unnamed", "empty", "binary")}
     if words[0] in ("{cut}", "{mute}", "{pickle}") or "{swapped}" in words:
         name = next(word.strip("{}") for word in map(str, words) if word.strip("{}") in places)

@@ -15,7 +15,7 @@ from hypothesis import strategies as draw
 from safetensors.torch import save_file
 
 from tests.helpers.sample_cases import strict
-from zero_recipes.checkpoint.saved_model import NotWhole, entries_of, refuse_nonfinite
+from zero_recipes.checkpoint.save import NotWhole, entries_of, refuse_nonfinite
 from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.metrics.callback import UNFINISHED
 from zero_recipes.metrics.failure import RankFailure, cause_of, failed_row, keep_failure, signal_in

@@ -12,10 +12,17 @@ import pytest
 from datasets import Dataset
 
 from tests.helpers.damage import FACTS, ZERO2, refusal_of
-from zero_recipes.checkpoint import compatibility, manifest
+from zero_recipes.checkpoint import compatibility
 from zero_recipes.checkpoint import resume as resuming
 from zero_recipes.checkpoint.compatibility import SAMPLE, SAMPLES, fit_findings, recipe_facts, refuse_other_data
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, clear_unfinished, numbered
+from zero_recipes.checkpoint.save import (
+    begin_checkpoint,
+    checkpoint_fault,
+    is_unfinished,
+    read_manifest,
+    write_manifest,
+)
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import parse_recipe
 from zero_recipes.config.settings import Settings
@@ -29,7 +36,7 @@ def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Pat
     """A checkpoint folder: "whole", "unfinished", "damaged" or "foreign", as plain transformers writes one."""
     folder = output_dir / f"checkpoint-{step}"
     if kind != "foreign":
-        manifest.begin(folder)
+        begin_checkpoint(folder)
     (folder / f"global_step{step}").mkdir(parents=True)
     (folder / "model.safetensors").write_bytes(b"weights")
     for rank in range(2):
@@ -38,7 +45,7 @@ def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Pat
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
         (folder / "scheduler.pt").write_bytes(b"s")
     if kind in ("whole", "damaged"):
-        manifest.write(folder, {"step": step, "versions": environment.versions()} | FACTS | facts)
+        write_manifest(folder, {"step": step, "versions": environment.versions()} | FACTS | facts)
     if kind == "damaged":
         (folder / "model.safetensors").write_bytes(b"weig")
     return folder
@@ -46,24 +53,24 @@ def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Pat
 
 def test_a_manifest_lists_every_file_and_is_written_last(tmp_path):
     folder = checkpoint(tmp_path, 3)
-    found = manifest.read(folder)
+    found = read_manifest(folder)
     states = {f"global_step3/{rank}_optim_states.pt": 18 for rank in range(2)}
     assert found["step"] == 3 and found["files"] == {"model.safetensors": 7} | states
     assert sorted(path.name for path in folder.iterdir()) == ["global_step3", "manifest.json", "model.safetensors"]
-    assert manifest.damage(folder) is None
+    assert checkpoint_fault(folder) is None
     (folder / "unfinished").touch()  # killed between manifest and mark
-    assert manifest.damage(folder) is None and not manifest.is_unfinished(folder)
-    manifest.begin(folder)  # a new save
-    assert manifest.is_unfinished(folder) and manifest.read(folder) is None
+    assert checkpoint_fault(folder) is None and not is_unfinished(folder)
+    begin_checkpoint(folder)  # a new save
+    assert is_unfinished(folder) and read_manifest(folder) is None
 
 
 def test_damage_names_the_first_fault(tmp_path):
-    assert "not written to its end" in manifest.damage(checkpoint(tmp_path, 1, "unfinished"))
-    assert "has no manifest.json" in manifest.damage(checkpoint(tmp_path, 2, "foreign"))
-    assert "4 bytes; 7 were written" in manifest.damage(checkpoint(tmp_path, 3, "damaged"))
+    assert "not written to its end" in checkpoint_fault(checkpoint(tmp_path, 1, "unfinished"))
+    assert "has no manifest.json" in checkpoint_fault(checkpoint(tmp_path, 2, "foreign"))
+    assert "4 bytes; 7 were written" in checkpoint_fault(checkpoint(tmp_path, 3, "damaged"))
     folder = checkpoint(tmp_path, 4)
     (folder / "global_step4" / "0_optim_states.pt").unlink()
-    assert "lacks global_step4/0_optim_states.pt" in manifest.damage(folder)
+    assert "lacks global_step4/0_optim_states.pt" in checkpoint_fault(folder)
 
 
 def test_true_takes_the_last_whole_one(tmp_path, capsys):
@@ -148,7 +155,7 @@ def test_rotation_keeps_the_newest_and_the_best_and_is_safe_to_kill(tmp_path, mo
         assert numbered(tmp_path) == [folders[2], folders[11]]
     monkeypatch.setattr(shutil, "rmtree", lambda folder: None)  # killed before anything is gone
     rotate(tmp_path, 1, None)
-    assert manifest.is_unfinished(folders[2]) and manifest.damage(folders[11]) is None
+    assert is_unfinished(folders[2]) and checkpoint_fault(folders[11]) is None
 
 
 # whether the run fits

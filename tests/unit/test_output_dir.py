@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_recipes.checkpoint import manifest, output_dir
+from zero_recipes.checkpoint import output_dir
 from zero_recipes.checkpoint.output_dir import (
     LOCK,
     claim_output_dir,
@@ -22,6 +22,7 @@ from zero_recipes.checkpoint.output_dir import (
     refuse_occupied,
     saved_in,
 )
+from zero_recipes.checkpoint.save import begin_checkpoint, write_manifest
 from zero_recipes.config.recipe import parse_recipe
 from zero_recipes.core.findings import Finding, Refusal
 
@@ -137,9 +138,9 @@ def old_run(tmp_path, monkeypatch) -> Path:
     for name in ("model.safetensors", "config.json", "samples.jsonl", "recipe.resolved.yaml", "mine/notes.txt"):
         write(out / name, "{}")
     write(out / "metrics.json", '{"status": "ok"}')
-    manifest.begin(out / "checkpoint-4")
+    begin_checkpoint(out / "checkpoint-4")
     write(out / "checkpoint-4" / "model.safetensors", "w")
-    manifest.write(out / "checkpoint-4", {"step": 4})
+    write_manifest(out / "checkpoint-4", {"step": 4})
     write(tmp_path / "other" / "rows.jsonl", "rows")
     (out / "link").symlink_to(tmp_path / "other")  # the link goes, not what it leads to
     (tmp_path / "linked").symlink_to(out / "checkpoint-4")

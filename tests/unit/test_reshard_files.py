@@ -12,11 +12,16 @@ import torch
 
 from tests.helpers.checkpoint_files import MODEL, OPTIMIZER, rank_states, write_checkpoint
 from tests.helpers.tiny import write_recipe
-from zero_recipes.checkpoint import manifest
-from zero_recipes.checkpoint.reshard import write as resharding
-from zero_recipes.checkpoint.reshard.read import open_checkpoint
-from zero_recipes.checkpoint.reshard.write import reshard, strategy_of
-from zero_recipes.checkpoint.resharded import FOLDER
+from zero_recipes.checkpoint import reshard as resharding
+from zero_recipes.checkpoint.reshard import open_checkpoint, reshard, strategy_of
+from zero_recipes.checkpoint.save import (
+    MANIFEST,
+    STATES,
+    checkpoint_fault,
+    manifest_facts,
+    read_manifest,
+    write_manifest,
+)
 from zero_recipes.checks import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
@@ -33,18 +38,18 @@ def test_a_whole_checkpoint_is_written_beside_the_old_one(tmp_path):
     checkpoint = write_checkpoint(tmp_path)
     before = contents(checkpoint)
     facts = {"step": 7, "recipe_sha256": "abc", "zero_stage": 3, "world_size": 2}
-    manifest.write(checkpoint, facts)
+    write_manifest(checkpoint, facts)
     folder, batch = reshard(checkpoint, 4, 2)
     assert (folder.name, tuple(batch)) == ("checkpoint-7-zero2-world4", (2, 1, 4))
-    written = manifest.read(folder)
-    assert manifest.damage(folder) is None and set(written["files"]) == set(contents(folder)) - {manifest.MANIFEST}
+    written = read_manifest(folder)
+    assert checkpoint_fault(folder) is None and set(written["files"]) == set(contents(folder)) - {MANIFEST}
     kept = {key: written[key] for key in ("step", "recipe_sha256", "zero_stage", "world_size", "strategy")}
     assert kept == facts | {"zero_stage": 2, "world_size": 4, "strategy": "zero2"}
     assert [(folder / f"rng_state_{rank}.pth").read_bytes() for rank in range(4)] == [b"\0", b"\1", b"\0", b"\1"]
     for name in ("trainer_state.json", "scheduler.pt"):
         assert (folder / name).read_bytes() == before[name]
     assert not (folder / "latest").exists(), "transformers would look for DeepSpeed's files"
-    del (after := contents(checkpoint))[manifest.MANIFEST]
+    del (after := contents(checkpoint))[MANIFEST]
     assert after == before, "the old checkpoint was touched"
 
 
@@ -71,7 +76,7 @@ def test_a_killed_reshard_leaves_nothing_half(tmp_path, monkeypatch):
     monkeypatch.undo()
     folder, _ = reshard(checkpoint, 1, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", folder.name]
-    assert manifest.damage(folder) is None and contents(checkpoint) == before
+    assert checkpoint_fault(folder) is None and contents(checkpoint) == before
 
 
 def cut_off(checkpoint: Path) -> None:
@@ -105,7 +110,7 @@ def shorten(checkpoint: Path) -> None:
 
 
 def lose_by_manifest(checkpoint: Path) -> None:
-    manifest.write(checkpoint, {"step": 7})
+    write_manifest(checkpoint, {"step": 7})
     (checkpoint / "scheduler.pt").unlink()
 
 
@@ -220,14 +225,14 @@ def test_a_launch_that_would_be_another_run_is_refused(tmp_path, monkeypatch):
     (found,) = refused_at_launch(tmp_path, folder, "ddp", "--deepspeed", json.dumps(config))
     assert found.startswith("data_types.grad_accum_dtype at stage 1 resumes")
 
-    facts = manifest.facts(folder)
+    facts = manifest_facts(folder)
     state = folder / "trainer_state.json"
     state.write_text('{"global_step": 7, "best_model_checkpoint": "out/checkpoint-5"}')
     assert refused_at_launch(tmp_path, folder, "zero2")[0].endswith("is not whole"), "its size is another"
-    manifest.write(folder, facts)
+    write_manifest(folder, facts)
     assert refused_at_launch(tmp_path, folder, "zero2") == []
     best = ["--load_best_model_at_end", "true", "--eval_strategy", "steps", "--save_strategy", "steps"]
     assert refused_at_launch(tmp_path, folder, "zero2", *best)[0].startswith("load_best_model_at_end")
-    (folder / FOLDER / "a.bias.safetensors").unlink()
+    (folder / STATES / "a.bias.safetensors").unlink()
     (found,) = refused_at_launch(tmp_path, folder, "zero2")
     assert found.endswith("is not whole")

@@ -15,10 +15,9 @@ from tests.helpers.checkpoint_files import MODEL, OPTIMIZER, write_checkpoint
 from tests.helpers.damage import refusal_of
 from tests.helpers.strangers import KINDS, plant
 from tests.helpers.tiny import ROOT, write_recipe
-from zero_recipes.checkpoint import manifest
-from zero_recipes.checkpoint.reshard.write import reshard
+from zero_recipes.checkpoint.reshard import reshard
 from zero_recipes.checkpoint.resume import resolve_resume_checkpoint
-from zero_recipes.checkpoint.saved_model import NotWhole
+from zero_recipes.checkpoint.save import NotWhole, checkpoint_fault, content_fault, write_manifest
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
@@ -40,7 +39,7 @@ def stranger(tmp_path) -> Path:
     for name, held in {"scheduler.pt": {"lr": [0.1]}, "rng_state_0.pth": {}, "rng_state_1.pth": {}}.items():
         torch.save(held, folder / name)
     shutil.copytree(ROOT / "tiny_world" / "base", folder, dirs_exist_ok=True)
-    manifest.write(folder, {"step": 7})
+    write_manifest(folder, {"step": 7})
     verify(folder)
     return folder
 
@@ -81,8 +80,8 @@ def test_a_planted_pickle_is_refused_and_not_run(stranger, run, mark, place, kin
         (stranger / "trainer_state.json").write_text(json.dumps(state))
     else:
         plant(stranger / place, mark, kind)
-    manifest.write(stranger, {"step": 7})
-    assert manifest.damage(stranger) is None and manifest.content_fault(stranger) is None
+    write_manifest(stranger, {"step": 7})
+    assert checkpoint_fault(stranger) is None and content_fault(stranger) is None
     refusal = refusal_of(resolve_resume_checkpoint, run())
     named = MODEL if place == "best" else place
     assert refusal.codes == ["ZR780"] and named in refusal.what and "--trust_checkpoint" in refusal.fix
@@ -96,7 +95,7 @@ def test_a_planted_pickle_is_refused_and_not_run(stranger, run, mark, place, kin
 
 def test_what_was_trusted_is_loaded(stranger, run, mark, capsys):
     plant(stranger / PLACES[0], mark, "zip")
-    manifest.write(stranger, {"step": 7})
+    write_manifest(stranger, {"step": 7})
     assert resolve_resume_checkpoint(run(trust_checkpoint=True)).checkpoint == str(stranger)
     command = ["reshard", str(stranger), "--world_size", "1", "--stage", "2"]
     assert cli.main(command) == 2 and "ZR780" in capsys.readouterr().err
@@ -109,9 +108,9 @@ def test_a_folder_outside_the_checkpoint_is_not_followed(stranger, tmp_path, mar
     shutil.copytree(stranger / "global_step7", tmp_path / "planted")
     plant(tmp_path / "planted" / MODEL, mark, "zip")
     (stranger / "latest").write_text("../../planted")
-    manifest.write(stranger, {"step": 7})
+    write_manifest(stranger, {"step": 7})
     assert "is no folder of this checkpoint" in refusal_of(reshard, stranger, 1, 2).what
-    assert "is no folder of this checkpoint" in manifest.damage(stranger) and not mark.exists()
+    assert "is no folder of this checkpoint" in checkpoint_fault(stranger) and not mark.exists()
 
 
 @pytest.mark.private

@@ -16,8 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from tests.helpers.damage import cut, flip, lose, zero
 from tests.helpers.tiny import ROOT, llama_config
-from zero_recipes.checkpoint import manifest
-from zero_recipes.checkpoint.saved_model import ADAPTER, CHECKSUMS, INDEX, SINGLE, NotWhole, write_checksums
+from zero_recipes.checkpoint.save import (
+    ADAPTER,
+    CHECKSUMS,
+    INDEX,
+    SINGLE,
+    NotWhole,
+    begin_checkpoint,
+    write_checksums,
+    write_manifest,
+)
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.cli import main as cli
 
@@ -253,9 +261,9 @@ def test_a_checkpoint_is_whole_with_all_files_of_its_manifest(whole):
     states = whole / "global_step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     states.parent.mkdir()
     torch.save(torch.ones(30), states)
-    manifest.begin(whole)
+    begin_checkpoint(whole)
     assert "not written to its end" in said(whole)
-    manifest.write(whole, {"step": 7})
+    write_manifest(whole, {"step": 7})
     assert verify(whole, deep=True)["notes"] == []
     flip(states, random.Random(1))
     assert "its checksum is another" in said(whole)

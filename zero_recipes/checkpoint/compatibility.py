@@ -15,8 +15,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from transformers.trainer_pt_utils import AcceleratorConfig
 
-from zero_recipes.checkpoint import manifest
-from zero_recipes.checkpoint.resharded import is_resharded, read_index
+from zero_recipes.checkpoint.save import STATE, is_resharded, read_manifest, read_states_index
 from zero_recipes.config.keys import tables
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
@@ -51,7 +50,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
     dispatches = _accelerator_config(settings.accelerator_config).get("dispatch_batches")
     if dispatches and strategy.world_size > 1 and not settings.dataset_streaming:  # TRL turns it off for a stream
         yield finding("ZR771", world_size=strategy.world_size, checkpoint=checkpoint)
-    written = manifest.read(Path(checkpoint))
+    written = read_manifest(Path(checkpoint))
     if is_resharded(checkpoint):
         yield from _resharded(checkpoint, settings, strategy)
     if written is None:
@@ -69,7 +68,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
 
 def refuse_other_data(checkpoint: str | None, data_sha256: str | None) -> None:
     """Refuse rows that are not those of the checkpoint. `data_sha256`: data.prepare.Prepared's; None for a stream."""
-    written = manifest.read(Path(checkpoint)) if checkpoint else None
+    written = read_manifest(Path(checkpoint)) if checkpoint else None
     then = data_sha256 if written is None else written.get("data_sha256", data_sha256)
     if then != data_sha256:
         old, new = ("none (streamed)" if digest is None else digest[:12] for digest in (then, data_sha256))
@@ -161,7 +160,7 @@ def _resharded(checkpoint: str, settings: Settings, strategy: Strategy) -> Itera
     if strategy.zero_stage not in (1, 2, 3):
         yield finding("ZR712", name=strategy.name, checkpoint=checkpoint)
         return
-    index, config = read_index(checkpoint), strategy.ds_config
+    index, config = read_states_index(checkpoint), strategy.ds_config
     old_world, order = index["source"]["world_size"], str(settings.train_sampling_strategy)
     if order in ("group_by_length", "batch_rebalance") and strategy.world_size != old_world:
         yield finding("ZR714", order=order, world_size=strategy.world_size, checkpoint=checkpoint, old_world=old_world)
@@ -171,7 +170,7 @@ def _resharded(checkpoint: str, settings: Settings, strategy: Strategy) -> Itera
         yield finding("ZR715", key=key, checkpoint=checkpoint)
     if index["states"] == "fp32" and config.bf16_masters:
         yield finding("ZR289", checkpoint=checkpoint, zero_stage=strategy.zero_stage)
-    best = json.loads((Path(checkpoint) / manifest.STATE).read_text()).get("best_model_checkpoint")
+    best = json.loads((Path(checkpoint) / STATE).read_text()).get("best_model_checkpoint")
     if settings.load_best_model_at_end and best is not None:
         yield finding("ZR717", best=best)
 

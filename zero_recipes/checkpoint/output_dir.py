@@ -24,8 +24,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.resume import clear_unfinished, numbered, resumes_in
+from zero_recipes.checkpoint.save import is_foreign
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.process import rank
@@ -107,7 +107,7 @@ def _refuse_foreign(output_dir: Path) -> None:
     """Neither what is renamed nor what is deleted may be another program's."""
     for folder in (output_dir, previous_of(output_dir)):
         ours = [name for name in OURS if (folder / name).exists()]
-        ours += [path for path in numbered(folder) if not manifest.is_foreign(path)]
+        ours += [path for path in numbered(folder) if not is_foreign(path)]
         if folder.exists() and not ours:
             raise _not_kept(output_dir, f"{folder} holds no run of zero-recipes")
 

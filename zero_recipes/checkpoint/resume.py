@@ -1,4 +1,11 @@
-"""Which checkpoint a run goes on from: the last whole one. Unfinished ones are passed over; nothing whole is lost."""
+"""Which checkpoint a run goes on from: the last whole one. Unfinished ones are passed over; nothing whole is lost.
+
+Go on from a resharded checkpoint: weights and Adam's states, by parameter name, into a fresh engine of any world.
+
+The folder `zero_states` of such a checkpoint holds one safetensors file for each trainable parameter (the master, named
+fp32, exp_avg, exp_avg_sq, in the parameter's shape and the dtype that the run kept them in) and index.json (groups,
+Adam's step, the engine's counters).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +16,31 @@ import shutil
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from zero_recipes.checkpoint import manifest
+import torch
+
 from zero_recipes.checkpoint.compatibility import fit_findings
+from zero_recipes.checkpoint.save import (
+    STATE,
+    STATES,
+    checkpoint_fault,
+    content_fault,
+    document_fault,
+    is_foreign,
+    is_unfinished,
+    read_manifest,
+    read_states_index,
+)
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core.findings import raise_errors, refusal
 from zero_recipes.core.process import rank
 from zero_recipes.distributed.group import agree
+from zero_recipes.libs import deepspeed_engine, deepspeed_tensors
 from zero_recipes.libs.safe_loading import not_plain
+
+ADAM_STATES = ("exp_avg", "exp_avg_sq")
+HYPERPARAMETERS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
 
 
 def resumes(requested: object) -> bool:
@@ -69,10 +93,10 @@ def _last_whole(output_dir: Path, before: int | None) -> Path | None:
     for checkpoint in reversed(numbered(output_dir)):
         if before is not None and step_of(checkpoint) >= before:
             continue
-        fault = manifest.damage(checkpoint)
+        fault = checkpoint_fault(checkpoint)
         if fault is None:
             return checkpoint
-        if manifest.is_foreign(checkpoint):
+        if is_foreign(checkpoint):
             raise refusal("ZR704", checkpoint=checkpoint)
         _print(f"passed over: {fault}")
     done = [*output_dir.glob("*.safetensors"), *output_dir.glob("pytorch_model*.bin")]
@@ -85,18 +109,18 @@ def _refuse_unusable(checkpoint: Path) -> None:
     """Of a checkpoint that is named by its path."""
     if not checkpoint.is_dir():
         fault = f"There is no such folder; paths are relative to the working directory, {Path.cwd()}."
-    elif not manifest.is_foreign(checkpoint):
-        fault = manifest.damage(checkpoint)
-    elif (checkpoint / manifest.STATE).is_file():
-        fault = manifest.document_fault(checkpoint)
+    elif not is_foreign(checkpoint):
+        fault = checkpoint_fault(checkpoint)
+    elif (checkpoint / STATE).is_file():
+        fault = document_fault(checkpoint)
     else:
-        fault = f"It has no {manifest.STATE}: nothing says how many steps it has behind it."
+        fault = f"It has no {STATE}: nothing says how many steps it has behind it."
     if fault is not None:
         _refuse_not_whole(checkpoint, fault)
 
 
 def _refuse_not_whole(checkpoint: Path, fault: str) -> None:
-    whole = [p.name for p in numbered(checkpoint.parent) if p != checkpoint and manifest.damage(p) is None]
+    whole = [p.name for p in numbered(checkpoint.parent) if p != checkpoint and checkpoint_fault(p) is None]
     raise refusal(
         "ZR707", checkpoint=checkpoint, fault=fault, folder=checkpoint.parent, whole=", ".join(whole) or "none"
     )
@@ -106,8 +130,8 @@ def _refuse_newer(output_dir: Path, checkpoint: Path) -> None:
     """Going on from an earlier step writes into the folders of later checkpoints."""
     if not resumes_in(output_dir, checkpoint):
         return  # refuse_occupied sees to it that none is there
-    step = (manifest.read(checkpoint) or {"step": step_of(checkpoint)})["step"]
-    newer = [p.name for p in numbered(output_dir) if step_of(p) > step and manifest.damage(p) is None]
+    step = (read_manifest(checkpoint) or {"step": step_of(checkpoint)})["step"]
+    newer = [p.name for p in numbered(output_dir) if step_of(p) > step and checkpoint_fault(p) is None]
     if newer:
         raise refusal("ZR710", output_dir=output_dir, newer=", ".join(newer[:4]), step=step)
 
@@ -125,7 +149,7 @@ def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
         raise refusal("ZR711", listed=listed)
     while run.checkpoint is not None and not run.settings.skip_checksums:
         checkpoint = Path(run.checkpoint)
-        faults = agree(partial(manifest.content_fault, checkpoint, *_share()))
+        faults = agree(partial(content_fault, checkpoint, *_share()))
         fault = next((fault for fault in faults if fault is not None), None)
         if fault is None:
             break
@@ -149,7 +173,7 @@ def _run_from_the_one_before(run: RunConfig, checkpoint: Path, fault: str) -> Ru
 
 def _refuse_code_in_share(checkpoint: Path) -> None:
     """DeepSpeed and transformers load pickles of a checkpoint, and of the best one that it names."""
-    best = json.loads((checkpoint / manifest.STATE).read_text()).get("best_model_checkpoint")
+    best = json.loads((checkpoint / STATE).read_text()).get("best_model_checkpoint")
     for folder in {checkpoint.resolve(), Path(best or checkpoint).resolve()}:
         refuse_code(checkpoint, code_in(folder, *_share()))
 
@@ -194,11 +218,11 @@ def clear_unfinished(output_dir: Path, passed_over: Collection[Path] = ()) -> No
     for checkpoint in numbered(output_dir):
         if checkpoint.is_symlink():
             continue  # no run of ours made it
-        if manifest.is_unfinished(checkpoint):
+        if is_unfinished(checkpoint):
             _print(f"deleted: {checkpoint}, which was not written to its end")
             shutil.rmtree(checkpoint)
-        elif not manifest.is_foreign(checkpoint) and (checkpoint in passed_over or manifest.damage(checkpoint)):
-            fault = manifest.damage(checkpoint) or f"{checkpoint} is not what was written."
+        elif not is_foreign(checkpoint) and (checkpoint in passed_over or checkpoint_fault(checkpoint)):
+            fault = checkpoint_fault(checkpoint) or f"{checkpoint} is not what was written."
             aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
             while aside.exists():
                 aside = aside.with_name(f"{aside.name}-again")
@@ -209,3 +233,81 @@ def clear_unfinished(output_dir: Path, passed_over: Collection[Path] = ()) -> No
 def _print(text: str) -> None:
     if rank() == 0:
         print(text, flush=True)
+
+
+def load_resharded(engine, checkpoint: str | Path) -> None:
+    """Put a resharded checkpoint's weights, optimizer states and counters into `engine`, before its first step.
+
+    Every rank calls it (collectives at the end). Each reads the mapped files of one parameter after another and copies
+    its own part. Raises Refusal, the same on all ranks, where the parameters or their groups are not those of the
+    checkpoint.
+    """
+    from safetensors import safe_open
+
+    index, optimizer = read_states_index(checkpoint), engine.optimizer
+    parameters = {
+        name: p for name, p in engine.module.named_parameters() if p.requires_grad and deepspeed_tensors.whole_size(p)
+    }
+    _set_hyperparameters(index, optimizer, parameters, checkpoint)
+    deepspeed_engine.make_adam_states(optimizer)
+    for name, p in parameters.items():
+        with safe_open(Path(checkpoint) / STATES / f"{name}.safetensors", "pt") as file:
+            for key in ("fp32", *ADAM_STATES):
+                _set(p, key, file.get_tensor(key))
+    _set_adam_step(optimizer, index["adam_step"])
+    deepspeed_engine.refresh_weights(optimizer)
+    for key in ("global_steps", "global_samples", "skipped_steps"):
+        setattr(engine, key, index["engine"][key])
+    if engine.lr_scheduler is not None and index["engine"]["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(index["engine"]["lr_scheduler"])
+
+
+def _set(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
+    """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") to where it belongs.
+
+    At stage 3 by DeepSpeed's call for a part: its safe_set_full_fp32_param (0.19.8, zero/stage3.py
+    `set_full_hp_param`) does not know that the last part is padded, and fails where the world does not divide the size.
+    """
+    from deepspeed import utils
+
+    if not deepspeed_tensors.is_partitioned(p):
+        if key == "fp32":
+            utils.safe_set_full_fp32_param(p, whole)
+        else:
+            utils.safe_set_full_optimizer_state(p, whole, key)
+        return
+    part = torch.zeros(p.ds_tensor.numel(), dtype=whole.dtype)
+    start = torch.distributed.get_rank(p.ds_process_group) * part.numel()
+    mine = whole.flatten()[start : start + part.numel()]
+    part[: mine.numel()] = mine
+    if key == "fp32":
+        utils.safe_set_local_fp32_param(p, part)
+    else:
+        utils.safe_set_local_optimizer_state(p, part, key)
+
+
+def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str, Any], checkpoint: str | Path) -> None:
+    """The learning rate of the moment, and what else DeepSpeed's own load takes from the checkpoint's groups.
+
+    transformers makes the scheduler anew and loads its counter only: until its next step the rate is the group's.
+    """
+    names = {id(p): name for name, p in parameters.items()}
+    groups = [{names[id(p)] for p in members} for members in deepspeed_engine.members_of_groups(optimizer)]
+    saved = {frozenset(group["names"]): group for group in index["groups"]}
+    strange = set().union(*saved) ^ set(parameters)
+    if strange or not all(frozenset(group) in saved for group in groups):
+        first = ", ".join(sorted(strange)[:3]) or "the same, in other groups"
+        raise refusal("ZR745", checkpoint=checkpoint, first=first, count=len(strange))
+    for target, members in zip(optimizer.param_groups, groups, strict=True):
+        group = saved[frozenset(members)]
+        target.update({key: group[key] for key in HYPERPARAMETERS if key in group})
+        target["betas"] = tuple(group["betas"])  # JSON knows no tuples
+
+
+def _set_adam_step(optimizer, step: int) -> None:
+    """Each state gets a counter of its own: one that two groups share would count twice in each step."""
+    base = deepspeed_tensors.base_optimizer(optimizer)
+    for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups
+        if "step" in counters:
+            old = counters["step"]
+            counters["step"] = torch.full_like(old, step) if torch.is_tensor(old) else step

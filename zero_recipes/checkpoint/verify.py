@@ -11,15 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.checkpoint import checksums, manifest
 from zero_recipes.checkpoint.resume import code_in
-from zero_recipes.checkpoint.saved_model import (
+from zero_recipes.checkpoint.save import (
     ADAPTER,
     CHECKSUMS,
+    STATE,
     Entry,
     NotWhole,
+    checkpoint_fault,
     compare_with_class,
+    content_fault,
     count_nonfinite,
+    different,
+    is_foreign,
+    read_manifest,
+    sha256,
     tensors_of,
 )
 from zero_recipes.core.findings import first_line
@@ -59,17 +65,17 @@ def _raise_if(fault: str | None) -> None:
 
 
 def _fault_of_checkpoint(folder: Path, skip_checksums: bool) -> str | None:
-    fault = None if manifest.is_foreign(folder) else manifest.damage(folder)
+    fault = None if is_foreign(folder) else checkpoint_fault(folder)
     if fault is None and not skip_checksums:
-        fault = manifest.content_fault(folder)
-    code = code_in(folder) if fault is None and (folder / manifest.STATE).is_file() else None
+        fault = content_fault(folder)
+    code = code_in(folder) if fault is None and (folder / STATE).is_file() else None
     if code is not None:
         fault = f"{folder} holds {code}. A pickle can run any program while it is read; it has not been."
     return fault
 
 
 def _unread_weights(folder: Path, entries: dict[str, Entry]) -> list[str]:
-    read = {entry.file.name for entry in entries.values()} | (manifest.read(folder) or {"files": {}})["files"].keys()
+    read = {entry.file.name for entry in entries.values()} | (read_manifest(folder) or {"files": {}})["files"].keys()
     beside = sorted(path.name for pattern in ("*.safetensors", "pytorch_model*.bin") for path in folder.glob(pattern))
     return [f"{name} beside it is not read" for name in beside if name not in read]
 
@@ -119,7 +125,7 @@ def _changed_since_saved(folder: Path) -> str | None:
         return None
     try:
         expected: dict[str, Any] = dict(json.loads(path.read_text())["files"])
-        wrong = checksums.different(folder, expected, sorted(expected), checksums.sha256)
+        wrong = different(folder, expected, sorted(expected), sha256)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         return f"{path} cannot be read: {first_line(error)}"
     if wrong is None:

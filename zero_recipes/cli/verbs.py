@@ -118,7 +118,7 @@ def add_verify(verbs) -> None:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from zero_recipes.checkpoint.saved_model import NotWhole
+    from zero_recipes.checkpoint.save import NotWhole
     from zero_recipes.checkpoint.verify import verify
 
     try:
@@ -149,13 +149,13 @@ def _reshard(arguments: argparse.Namespace) -> int:
     from zero_recipes.libs.warnings import quieten
 
     quieten()
-    from zero_recipes.checkpoint import manifest
-    from zero_recipes.checkpoint.reshard.write import reshard, resume_command
+    from zero_recipes.checkpoint.reshard import reshard, resume_command
+    from zero_recipes.checkpoint.save import read_manifest
 
     to = (arguments.world_size, arguments.stage)
     folder, batch = reshard(arguments.checkpoint, *to, arguments.skip_checksums, arguments.trust_checkpoint)
     print(f"written: {folder}", f"global batch kept: {batch.total} sequences ({batch})", sep="\n")
-    print(f"go on with:\n{resume_command(folder, batch, manifest.read(folder)['strategy'])}")
+    print(f"go on with:\n{resume_command(folder, batch, read_manifest(folder)['strategy'])}")
     return 0
 
 
@@ -198,7 +198,7 @@ def _ask(arguments: argparse.Namespace) -> int:
     from zero_recipes.libs.warnings import quieten
 
     quieten()
-    from zero_recipes.ask.command import run
+    from zero_recipes.ask import run
 
     return run(arguments, arguments.overrides)
 

@@ -11,10 +11,9 @@ from typing import Any
 from transformers import Trainer
 from transformers.trainer_utils import sort_checkpoints
 
-from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.compatibility import recipe_facts
-from zero_recipes.checkpoint.manifest import HISTORY
 from zero_recipes.checkpoint.resume import numbered
+from zero_recipes.checkpoint.save import HISTORY, begin_checkpoint, checkpoint_fault, read_manifest, write_manifest
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
@@ -47,7 +46,7 @@ def save(
     limit, args.save_total_limit = args.save_total_limit, None
     try:
         if args.should_save:
-            manifest.begin(checkpoint)
+            begin_checkpoint(checkpoint)
         trainer.accelerator.wait_for_everyone()  # no rank writes before the mark stands
         write()
         measured = history()
@@ -55,7 +54,7 @@ def save(
         with rank_0_writes():
             if args.should_save:
                 write_json(checkpoint / HISTORY, measured)
-                manifest.write(checkpoint, {"step": trainer.state.global_step, **facts}, with_checksums)
+                write_manifest(checkpoint, {"step": trainer.state.global_step, **facts}, with_checksums)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -78,7 +77,7 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
     kept = {path.name for path in numbered(folder)}
     ordered = [Path(p) for p in sort_checkpoints(str(folder), best_model_checkpoint=best) if Path(p).name in kept]
     for checkpoint in ordered[: -max(limit, 2 if best is not None and Path(best) != ordered[-1] else 1)]:
-        manifest.retire(checkpoint)
+        begin_checkpoint(checkpoint)
         shutil.rmtree(checkpoint)
 
 
@@ -103,14 +102,14 @@ def history_of(checkpoint: str | None) -> dict[str, Any]:
 
 def last_whole(output_dir: str) -> str | None:
     """The newest checkpoint of a folder that is whole; None where there is none."""
-    whole = [path for path in numbered(Path(output_dir)) if manifest.damage(path) is None]
+    whole = [path for path in numbered(Path(output_dir)) if checkpoint_fault(path) is None]
     return str(whole[-1]) if whole else None
 
 
 def _not_saved(checkpoint: Path, error: Exception) -> str:
-    whole = [p for p in numbered(checkpoint.parent) if manifest.damage(p) is None]
+    whole = [p for p in numbered(checkpoint.parent) if checkpoint_fault(p) is None]
     free = shutil.disk_usage(checkpoint.parent).free
-    size = sum(manifest.read(whole[-1])["files"].values()) if whole else None
+    size = sum(read_manifest(whole[-1])["files"].values()) if whole else None
     then = "No checkpoint was written before it."
     if whole:
         then = f"{whole[-1]} is whole ({size:,} bytes): --resume_from_checkpoint true goes on from it."

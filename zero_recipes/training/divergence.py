@@ -11,8 +11,8 @@ import torch
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from zero_recipes.checkpoint import manifest
 from zero_recipes.checkpoint.resume import numbered
+from zero_recipes.checkpoint.save import checkpoint_fault
 from zero_recipes.core.findings import RunFailed
 from zero_recipes.libs.deepspeed_tensors import is_partitioned
 from zero_recipes.libs.fsdp import local
@@ -110,7 +110,7 @@ class StopAtDivergence(TrainerCallback):
         if self.in_a_row:
             began, wrong = self.first
             what = f"{wrong} at step {began}, and not finite for {self.in_a_row} step{'s'[: self.in_a_row > 1]}"
-        whole = [path for path in numbered(output_dir) if manifest.damage(path) is None]
+        whole = [path for path in numbered(output_dir) if checkpoint_fault(path) is None]
         kept = f" {whole[-1]}, from before it, is kept." if whole else " No checkpoint was written before it."
         return (
             f"the training has diverged: {what}. No model is saved.{kept} Lower learning_rate or max_grad_norm, warm "

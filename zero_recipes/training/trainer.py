@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import SFTTrainer
 
-from zero_recipes.checkpoint import resharded
-from zero_recipes.checkpoint.saved_model import NotWhole, compare_with_class, refuse_nonfinite, write_checksums
+from zero_recipes.checkpoint.resume import load_resharded
+from zero_recipes.checkpoint.save import NotWhole, compare_with_class, is_resharded, refuse_nonfinite, write_checksums
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core.phases import CLOCK
 from zero_recipes.data.prepare import Prepared
@@ -146,10 +146,10 @@ class ZeroSFTTrainer(SFTTrainer):
 
     def _build_engine(self, max_steps, train_dataloader, resume_from_checkpoint):
         """A resharded checkpoint has no files of DeepSpeed's: the engine is built fresh, then filled by parameter."""
-        if resume_from_checkpoint is None or not resharded.is_resharded(resume_from_checkpoint):
+        if resume_from_checkpoint is None or not is_resharded(resume_from_checkpoint):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        resharded.load(self.model_wrapped, resume_from_checkpoint)
+        load_resharded(self.model_wrapped, resume_from_checkpoint)
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
         return prepared
 
