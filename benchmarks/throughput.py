@@ -26,8 +26,8 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.throughput_inputs import Workload, job_of, missing  # noqa: E402
 from tests.helpers.group import Group  # noqa: E402
-from zero_recipes.core import environment  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
+from zero_recipes.core.host import hardware_facts, library_versions  # noqa: E402
 
 RESULT = ROOT / "benchmarks" / "results" / "throughput.json"
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3")
@@ -105,8 +105,8 @@ def measure(group: Group, workload: Workload, strategies: list[str], rounds: int
         "learning_rate": workload.learning_rate,
         "strategies": {strategy: summary(found) for strategy, found in turns.items()},
         "seconds": round(time.time() - started),
-        "versions": environment.versions(),
-        "hardware": environment.hardware("cpu"),
+        "versions": library_versions(),
+        "hardware": hardware_facts("cpu"),
     }
 
 

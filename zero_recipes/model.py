@@ -13,9 +13,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal, finding, first_line, raise_errors, refusal
-from zero_recipes.libs import attention, deepspeed_tensors
-from zero_recipes.libs.attention import attention_in_force
-from zero_recipes.libs.huggingface import without_deepspeed_announcement
+from zero_recipes.libs.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
+from zero_recipes.libs.huggingface import (
+    attention_in_force,
+    attention_kernel,
+    download_kernel,
+    has_flash_package,
+    is_requested_attention,
+    kernel_runs_on,
+    wanted_kernels,
+    without_deepspeed_announcement,
+)
 from zero_recipes.libs.patches import keep_4bit_layout
 
 # what transformers reports of a load: what it would have done about it
@@ -74,19 +82,19 @@ def parameter_sizes(config: PretrainedConfig, trust_remote_code: bool) -> list[i
 
 def refuse_missing_attention(attn_implementation: str | None, device: str) -> None:
     """Refuse flash attention without a GPU, package or kernel, before weights are downloaded. Raises Refusal."""
-    kernel = attention.kernel_of(attn_implementation)
+    kernel = attention_kernel(attn_implementation)
     if kernel is None:
         return
-    is_for_gpus = device == "cpu" and not attention.runs_on(kernel, "cpu")
-    if attention.has_package(attn_implementation) and not is_for_gpus:
+    is_for_gpus = device == "cpu" and not kernel_runs_on(kernel, "cpu")
+    if has_flash_package(attn_implementation) and not is_for_gpus:
         return
-    wanted = attention.wanted_kernels()
+    wanted = wanted_kernels()
     try:
         if is_for_gpus:
             raise LookupError("its kernels exist for GPUs only")
         if wanted is not None:
             raise LookupError(f'neither its own package is installed nor "{wanted}", which loads {kernel}')
-        attention.download(kernel, only_cached=constants.is_offline_mode())
+        download_kernel(kernel, only_cached=constants.is_offline_mode())
     except LookupError as error:
         raise refusal("ZR405", attn_implementation=attn_implementation, error=error) from error
 
@@ -122,7 +130,7 @@ def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
         if _quantization(settings, config) is not None:
             keep_4bit_layout(model)
     got = attention_in_force(model)
-    if not attention.is_requested(requested, got):
+    if not is_requested_attention(requested, got):
         raise refusal("ZR406", requested=requested, name=type(model).__name__, got=got)
     return model
 
@@ -203,7 +211,7 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
     """
     deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     for name, p in model.named_parameters():
-        if len(deepspeed_tensors.whole_shape(p)) < 2:
+        if len(whole_shape(p)) < 2:
             continue
         generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
         with _whole(p), torch.no_grad():
@@ -212,7 +220,7 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
 
 
 def _whole(p: torch.nn.Parameter):
-    if not deepspeed_tensors.is_partitioned(p):
+    if not is_partitioned(p):
         return contextlib.nullcontext()
     import deepspeed
 
@@ -230,7 +238,6 @@ def sizes_of(settings: Settings) -> list[int] | None:
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:
     """(all, trainable) parameters, whole also where ZeRO stage 3 has partitioned them (tied ones count once), each
     number once also where several lie packed in one element (4 bit)."""
-    packed = {id(weight): state.shape.numel() for weight, state in deepspeed_tensors.packed_weights(model)}
-    whole_size = deepspeed_tensors.whole_size
+    packed = {id(weight): state.shape.numel() for weight, state in packed_weights(model)}
     sizes = [(packed.get(id(p), whole_size(p)), p.requires_grad) for p in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, trainable in sizes if trainable)

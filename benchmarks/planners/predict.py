@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.planners import court, estimators, other_trainers  # noqa: E402
-from zero_recipes.core import environment  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
 from zero_recipes.core.findings import Refusal  # noqa: E402
+from zero_recipes.core.host import library_versions  # noqa: E402
 from zero_recipes.metrics.prediction import Prediction  # noqa: E402
 from zero_recipes.plan import predict as planner  # noqa: E402
 from zero_recipes.plan.formulas import predict_by_formulas  # noqa: E402
@@ -58,7 +58,7 @@ def save(written: dict[str, Any], jobs: dict[str, Job]) -> None:
             found["others"] = estimators.estimates(row, jobs[row["id"]], found["trainable"])
         if found is not None:
             kept[row["id"]] = found
-    write_json(FILE, {"versions": environment.versions(), "rows": kept})
+    write_json(FILE, {"versions": library_versions(), "rows": kept})
 
 
 def digest(job: Job) -> str:

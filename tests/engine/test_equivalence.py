@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from tests.helpers import equivalence_reference
 from tests.helpers.equivalence_grid import EXAMPLES, PLACES, STEPS, STRATEGIES, TOLERANCE, reference_of, run
 from tests.helpers.grid import grid
-from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
+from zero_recipes.core.host import hardware_facts, library_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "benchmarks" / "results" / "equivalence.json"
@@ -84,8 +84,8 @@ def test_the_whole_grid(request, subject, tmp_path):
         "tensors_without_gradient": sorted(WITHOUT_GRADIENT),
         "deltas": deltas,
         "runs": runs,
-        "versions": environment.versions(),
-        "hardware": environment.hardware("cpu"),
+        "versions": library_versions(),
+        "hardware": hardware_facts("cpu"),
     }
     write_json(RESULT, document)
     assert len(runs) == len(PLACES)

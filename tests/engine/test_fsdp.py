@@ -23,7 +23,7 @@ from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.process import free_port
-from zero_recipes.libs.deepspeed_tensors import STATE_PARTS
+from zero_recipes.libs.deepspeed import STATE_PARTS
 from zero_recipes.model import sizes_of
 from zero_recipes.theory.deepspeed_memory import fsdp2_terms
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.helpers.tiny import ROOT, write_model, write_recipe
 from zero_recipes.core.findings import Refusal
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.distributed import nvme
 from zero_recipes.distributed.nvme import SWAPPED, claim_swap_folder, measure
 from zero_recipes.plan.formulas import predict_by_formulas
@@ -215,7 +215,7 @@ def test_adam_takes_the_threads_and_computes_the_same(one):
 
 LOCK = """import sys, torch
 from deepspeed.ops.op_builder import PinMemoryBuilder
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 print(Host().lockable(), flush=True)
 pins = PinMemoryBuilder().load(verbose=False).pin_handle()
 pins.new_cpu_locked_tensor(int(sys.argv[1]), torch.zeros(1, dtype=torch.uint8))

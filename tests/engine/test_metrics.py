@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from zero_recipes.core.phases import PHASES
+from zero_recipes.core.process import PHASES
 from zero_recipes.data.load import alpaca_row
 
 CONTRACT = {

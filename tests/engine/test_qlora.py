@@ -15,7 +15,7 @@ from tests.helpers.grid import grid
 from tests.helpers.qlora_cases import sha256_of
 from tests.helpers.tiny import named, write_model, write_rows
 from zero_recipes.checkpoint.verify import verify
-from zero_recipes.libs.deepspeed_tensors import packed_weights
+from zero_recipes.libs.deepspeed import packed_weights
 from zero_recipes.libs.patches import keep_4bit_layout
 
 bnb = pytest.importorskip("bitsandbytes")

@@ -18,8 +18,8 @@ from tests.helpers.tiny import ROOT, write_recipe, write_rows
 from zero_recipes.checkpoint.reshard import reshard
 from zero_recipes.checkpoint.save import STATES
 from zero_recipes.cli import main as cli
-from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
+from zero_recipes.core.host import hardware_facts, library_versions
 
 RESULT = ROOT / "benchmarks" / "results" / "reshard.json"
 SAVED, STEPS = 5, 9  # epochs of 4 steps: saved in the second, ended in the third
@@ -218,8 +218,8 @@ def test_every_stage_and_world_into_every_other(runs):
         "steps_compared": STEPS - SAVED,
         "largest_relative_loss_difference": max(row["largest_relative_loss_difference"] for row in rows),
         "pairs": rows,
-        "hardware": environment.hardware("cpu"),
-        "versions": environment.versions(),
+        "hardware": hardware_facts("cpu"),
+        "versions": library_versions(),
     }
     write_json(RESULT, document)
 

@@ -28,8 +28,8 @@ from tests.helpers.resuming import (
 from tests.helpers.strangers import plant
 from tests.helpers.tiny import ROOT, write_rows
 from zero_recipes.checkpoint.save import checkpoint_fault, content_fault, manifest_facts, read_manifest, write_manifest
-from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
+from zero_recipes.core.host import hardware_facts, library_versions
 
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp2")
 SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
@@ -263,8 +263,8 @@ def test_the_whole_grid(two, tmp_path):
             "saved_at": SAVED_AT,
             "steps": STEPS,
             "strategies": found,
-            "versions": environment.versions(),
-            "hardware": environment.hardware("cpu"),
+            "versions": library_versions(),
+            "hardware": hardware_facts("cpu"),
         },
     )
     assert all(gaps == NOTHING for names in found.values() for kinds in names.values() for gaps in kinds.values())

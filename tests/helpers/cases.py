@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import run_sft
 from tests.helpers.unchecked import without_rules
-from zero_recipes.libs import deepspeed_tensors
+from zero_recipes.libs.deepspeed import base_optimizer
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 
@@ -198,7 +198,7 @@ def train_with_stowaway(argv: list[str]) -> dict:
     original = StageMetricsCallback.on_train_begin
 
     def hide(self, args, state, control, optimizer=None, **kwargs):
-        inner = deepspeed_tensors.base_optimizer(optimizer)
+        inner = base_optimizer(optimizer)
         inner.state[torch.nn.Parameter(torch.zeros(1))] = {"hidden": torch.ones(2**18).clone()}
         return original(self, args, state, control, optimizer=optimizer, **kwargs)
 
@@ -218,7 +218,7 @@ def train_without_fresh_adam(argv: list[str]) -> dict:
 
     def look(self, args, state, control, model=None, optimizer=None, **kwargs):
         inner = optimizer.optimizer
-        states = deepspeed_tensors.base_optimizer(inner).state.values()
+        states = base_optimizer(inner).state.values()
         seen["adam_steps_before_training"] = max(int(tensors["step"]) for tensors in states)
         seen["masters_moved"] = any(
             not (master == weight.float()).all()

@@ -18,8 +18,8 @@ from zero_recipes.checkpoint.save import HISTORY, LATEST, STATE, begin_checkpoin
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core import environment
 from zero_recipes.core.findings import Refusal
+from zero_recipes.core.host import library_versions
 
 ZERO2 = Strategy("zero2", 2, DsConfig({"zero_optimization": {"stage": 2}}), "test")
 FACTS = {"strategy": "zero2", "zero_stage": 2, "world_size": 2, "precision": "bf16", "micro_batch_size": 2}
@@ -45,7 +45,7 @@ def small_checkpoint(output_dir: Path, step: int, settings: Settings) -> Path:
     state = TrainerState(epoch=0.5, global_step=step, max_steps=9, log_history=logs, stateful_callbacks=callbacks)
     state.save_to_json(str(folder / STATE))
     (folder / HISTORY).write_text(json.dumps({"summary": {"loss_history": [2.5] * step}, "resumed_at": [1]}))
-    facts = FACTS | {"step": step, "versions": environment.versions(), "recipe": recipe_facts(settings, ZERO2)}
+    facts = FACTS | {"step": step, "versions": library_versions(), "recipe": recipe_facts(settings, ZERO2)}
     write_manifest(folder, facts)
     return folder
 

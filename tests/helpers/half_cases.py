@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from tests.helpers.cases import train
 from tests.helpers.sample_cases import ending
 from tests.helpers.unchecked import without_rules
-from zero_recipes.libs.deepspeed_tensors import base_optimizer
+from zero_recipes.libs.deepspeed import base_optimizer
 
 
 @contextlib.contextmanager

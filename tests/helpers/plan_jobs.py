@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
-from zero_recipes.core.hardware import gpu_named, gpus
+from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction, ReservedRange
 from zero_recipes.plan import jobs

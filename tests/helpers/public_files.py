@@ -64,7 +64,7 @@ def codes_of(row: dict, argv: list[str], environment: dict[str, str] | None) -> 
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_environment
     from zero_recipes.core.findings import Refusal
-    from zero_recipes.libs.accelerate_launch import launch_findings
+    from zero_recipes.libs.huggingface import launch_findings
 
     kept = dict(os.environ)
     try:

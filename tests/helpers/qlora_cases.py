@@ -9,7 +9,7 @@ from unittest import mock
 import run_sft
 from tests.helpers.unchecked import without_rules
 from zero_recipes.core.findings import Refusal
-from zero_recipes.libs.deepspeed_tensors import packed_weights
+from zero_recipes.libs.deepspeed import packed_weights
 from zero_recipes.training import trainer as trainers
 
 

@@ -6,7 +6,7 @@ import json
 
 import run_sft
 from tests.helpers.cases import train
-from zero_recipes.libs import deepspeed_engine, deepspeed_tensors
+from zero_recipes.libs.deepspeed import base_optimizer, flat_masters
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 
@@ -42,7 +42,7 @@ def train_and_compare_states(argv: list[str], path: str) -> dict:
     original, seen = StageMetricsCallback.on_train_begin, {}
 
     def counters(optimizer) -> list:
-        return [state["step"] for state in deepspeed_tensors.base_optimizer(optimizer).state.values()]
+        return [state["step"] for state in base_optimizer(optimizer).state.values()]
 
     def compare(self, args, state, control, model=None, optimizer=None, **kwargs):
         wanted, found = torch.load(path), gathered_states(model, optimizer)
@@ -102,9 +102,9 @@ def gathered_states(model, optimizer) -> dict:
 
 def state_dtypes(optimizer) -> list[str]:
     """Of masters and moments together, as this rank holds them."""
-    moments = deepspeed_tensors.base_optimizer(optimizer).state.values()
+    moments = base_optimizer(optimizer).state.values()
     held = [state[key] for state in moments for key in ("exp_avg", "exp_avg_sq")]
-    return sorted({str(tensor.dtype) for tensor in (*held, *deepspeed_engine.flat_masters(optimizer))})
+    return sorted({str(tensor.dtype) for tensor in (*held, *flat_masters(optimizer))})
 
 
 def masters_read_through_round_robin() -> list[bool]:

@@ -6,7 +6,7 @@ import os
 
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.distributed.group import set_host_threads
 
 ON_HOST = DsConfig({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})

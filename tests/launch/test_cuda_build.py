@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import run_sft
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent

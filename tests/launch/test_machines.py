@@ -20,7 +20,7 @@ from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.run import refuse_uneven_gpus
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.core.process import free_port, local_world_size
 from zero_recipes.distributed import links
 from zero_recipes.distributed.group import JOINED, wait_for_hosts

@@ -8,7 +8,7 @@ from hypothesis import strategies as draw
 
 from tests.helpers.plan_jobs import GB, H100, ROOT, every_strategy, job, made_up, recipe, rows_of, strategies
 from zero_recipes.core.findings import Refusal, refusal
-from zero_recipes.core.hardware import gpu_named, gpus
+from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.metrics.prediction import HostBytes
 from zero_recipes.plan import messages
 from zero_recipes.plan.changes import COST_ORDER, largest, largest_micro_batch, longest_sequence, smallest_change

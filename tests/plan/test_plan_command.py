@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.plan_jobs import GB, H100, ROOT, job, recipe, strategies
 from zero_recipes.cli import main as cli
 from zero_recipes.core.findings import Refusal
-from zero_recipes.core.hardware import gpu_named, gpus
+from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.jobs import EVERY, model_config, read_strategies, run_command
 

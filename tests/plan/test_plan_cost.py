@@ -14,7 +14,7 @@ from hypothesis import strategies as draw
 from tests.helpers.plan_jobs import GB, H100, ROOT, job, made_up, recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
-from zero_recipes.core.hardware import gpus
+from zero_recipes.core.host import gpus
 from zero_recipes.data.audit import holding
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import RowLengths, prepare_rows, rows_at_hand

@@ -23,7 +23,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
-from zero_recipes.core.hardware import gpu_named, gpus
+from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.core.process import lives
 from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.failure import failed_row
@@ -332,7 +332,7 @@ def test_a_simulation_is_kept_for_the_same_job_and_the_same_versions(tmp_path, m
     predict(job("zero3"))
     predict(job("zero2", max_length=64))
     assert len(simulated) == 3
-    monkeypatch.setattr("zero_recipes.core.environment.versions", lambda: {"torch": "another"})
+    monkeypatch.setattr("zero_recipes.plan.predict.library_versions", lambda: {"torch": "another"})
     predict(job("zero2"))
     assert len(simulated) == 4
     for path in tmp_path.glob("*.json"):

@@ -17,7 +17,7 @@ from transformers.integrations import hub_kernels
 from zero_recipes import model as load
 from zero_recipes.core.findings import Refusal
 from zero_recipes.data.load import _fetch_kernel
-from zero_recipes.libs import attention
+from zero_recipes.libs.huggingface import attention_name, flash, import_utils
 
 KERNEL = "kernels-community/flash-attn2"
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
@@ -50,8 +50,8 @@ def kernels(monkeypatch, tmp_path):
     )
     monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(install_kernel=install_kernel))
     monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: module)
-    monkeypatch.setattr(attention.flash, "_loaded_implementation", None)  # transformers keeps the last one
-    for where in (modeling_utils, hub_kernels, attention.import_utils):
+    monkeypatch.setattr(flash, "_loaded_implementation", None)  # transformers keeps the last one
+    for where in (modeling_utils, hub_kernels, import_utils):
         monkeypatch.setattr(where, "is_kernels_available", lambda *_: True)
     return asked
 
@@ -67,8 +67,8 @@ def loaded(attn_implementation: str | None):
 def test_a_kernel_of_the_hub_is_what_was_requested_and_computes_what_sdpa_does(kernels):
     """transformers goes by the kernel's name then, which is not the recipe's; DeepSpeed compares it (ulysses_sp.py)."""
     for requested in ("flash_attention_2", KERNEL):
-        assert loaded(requested).config._attn_implementation == KERNEL == attention.name_in_force(requested)
-    assert attention.name_in_force("sdpa") == "sdpa" and attention.name_in_force(None) is None
+        assert loaded(requested).config._attn_implementation == KERNEL == attention_name(requested)
+    assert attention_name("sdpa") == "sdpa" and attention_name(None) is None
     ids = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(3))
     CALLS.clear()
     torch.testing.assert_close(*(loaded(name).eval()(ids).logits for name in ("sdpa", KERNEL)))
@@ -112,6 +112,6 @@ def test_fetch_brings_the_kernel_or_says_why_not(kernels, monkeypatch):
     ((said, size),) = fetched("flash_attention_3")
     assert "vllm-flash-attn3 is not fetched" in said and "build variant" in said and size is None
     assert fetched("sdpa") == fetched(None) == []
-    monkeypatch.setattr(attention.import_utils, "is_kernels_available", lambda: False)
+    monkeypatch.setattr(import_utils, "is_kernels_available", lambda: False)
     ((said, size),) = fetched("flash_attention_2")
     assert 'pip install "kernels>=' in said and size is None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zero_recipes.cli import main as cli
-from zero_recipes.core.hardware import gpus
+from zero_recipes.core.host import gpus
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "commands.md").read_text()
 

@@ -16,11 +16,11 @@ import torch
 
 from tests.helpers import fake_cuda
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core import environment
-from zero_recipes.core.phases import PhaseClock
+from zero_recipes.core.host import device_name, hardware_facts, peak_memory
+from zero_recipes.core.process import PhaseClock
 from zero_recipes.distributed import group, links
 from zero_recipes.distributed.kernels import extension_folder
-from zero_recipes.libs import deepspeed_tensors
+from zero_recipes.libs.deepspeed import state_bytes
 from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import RunFacts, StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure
@@ -303,9 +303,9 @@ def test_an_all_reduce_is_over_when_the_device_is(cuda, monkeypatch):
 def test_peaks_and_hardware_are_the_accelerators(cuda):
     cuda.hold(7 * MIB)
     cuda.hold(3 * MIB)
-    found = environment.peak_memory("cuda")
+    found = peak_memory("cuda")
     assert (found["allocated"], found["reserved"]) == (7 * MIB, 7 * MIB)
-    assert environment.device_name("cuda") == "NVIDIA Stand-in" and environment.hardware("cuda")["gpus_visible"] == 1
+    assert device_name("cuda") == "NVIDIA Stand-in" and hardware_facts("cuda")["gpus_visible"] == 1
 
 
 def test_a_failure_on_a_gpu_names_what_held_its_memory(cuda, tmp_path):
@@ -330,14 +330,14 @@ def test_a_process_takes_its_own_gpu_before_it_meets_the_others(cuda, monkeypatc
 def test_a_counter_on_the_host_is_no_offloaded_state(monkeypatch):
     """torch's AdamW keeps its step counts on the host beside states on the GPU (adam.py, `_init_group`); "meta" stands
     for the GPU here."""
-    monkeypatch.setattr(deepspeed_tensors, "_training_device", lambda: "meta")
+    monkeypatch.setattr("zero_recipes.libs.deepspeed._training_device", lambda: "meta")
     model = torch.nn.Linear(8, 8, device="meta")
     optimizer = torch.optim.AdamW(model.parameters())
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
     assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
-    found = deepspeed_tensors.state_bytes(model, list(model.parameters()), optimizer, False, False)
+    found = state_bytes(model, list(model.parameters()), optimizer, False, False)
     assert found == {"params": 288, "grads": 288, "optimizer": 2 * 288 + 8, "offloaded_host": 0}
 
 

@@ -13,7 +13,7 @@ from zero_recipes.checks import machine as machines
 from zero_recipes.cli import env
 from zero_recipes.cli import main as cli
 from zero_recipes.core import units
-from zero_recipes.libs import versions
+from zero_recipes.libs import huggingface
 
 TOPOLOGY = """#!/bin/sh
 [ "$*" = "topo -m" ] && printf '\\t\\033[4mGPU0\\tGPU1\\033[0m\\nGPU0\\t X \\tNV18\\nGPU1\\tNV18\\t X \\n'
@@ -74,9 +74,9 @@ def test_torchs_words_stand_where_no_gpu_can_be_used(cuda, tmp_path, monkeypatch
 
 
 def test_a_version_outside_of_the_range_stands_out(monkeypatch):
-    monkeypatch.setattr(versions, "installed", lambda name: "9.9.9")
+    monkeypatch.setattr(huggingface, "installed_version", lambda name: "9.9.9")
     lines = env.page(env.machine(env.Host()))["Versions"]
-    assert sum(line.endswith("is_tested: no") for line in lines) >= len(versions.tested()) - 2
+    assert sum(line.endswith("is_tested: no") for line in lines) >= len(huggingface.tested_versions()) - 2
 
 
 def test_the_command_prints_a_page_and_json(capsys):

@@ -17,7 +17,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import NVME_PATH, DsConfig, fill_own_autos
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import resolve_strategy
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.distributed import kernels, links
 from zero_recipes.model import local_config, parameter_sizes, sizes_of
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from tests.helpers.plan_jobs import job
-from zero_recipes.core.hardware import gpus, peak_flops_of
+from zero_recipes.core.host import gpus, peak_flops_of
 from zero_recipes.metrics.flops import ModelFlops, model_flops, squares
 from zero_recipes.metrics.model_flops import UsedFlops, utilisation
 from zero_recipes.metrics.schema import RunIdentity

@@ -14,7 +14,7 @@ from hypothesis import strategies as draw
 from tests.helpers.thread_cases import OFFLOADED, SixteenCores
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.pinned_memory import LIMIT_MIB, limit_rounding, pinned_bytes
+from zero_recipes.core.host import LIMIT_MIB, limit_rounding, pinned_bytes
 from zero_recipes.distributed import group as host_threads
 
 SET = f"pinned_max_cached_size_mb:{LIMIT_MIB}"

@@ -48,7 +48,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, Refusal, print_refusal
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.distributed.kernels import build_findings, extension_folder, is_compiled, ops_of
 from zero_recipes.model import local_config, parameter_sizes
 
@@ -586,7 +586,7 @@ int cuDeviceGetCount(int *count) { *count = 1; return 0; }
 ASK = """import sys
 from pathlib import Path
 from zero_recipes.checks.machine import driver_findings
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 print(*driver_findings(False, Host(Path(sys.argv[1]), {})))
 """
 

@@ -27,7 +27,7 @@ from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import parse_recipe
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core import environment
+from zero_recipes.core.host import library_versions
 from zero_recipes.data.prepare import data_sha256
 from zero_recipes.training.checkpointing import rotate
 
@@ -45,7 +45,7 @@ def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Pat
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
         (folder / "scheduler.pt").write_bytes(b"s")
     if kind in ("whole", "damaged"):
-        write_manifest(folder, {"step": step, "versions": environment.versions()} | FACTS | facts)
+        write_manifest(folder, {"step": step, "versions": library_versions()} | FACTS | facts)
     if kind == "damaged":
         (folder / "model.safetensors").write_bytes(b"weig")
     return folder
@@ -221,8 +221,8 @@ def test_a_constant_rate_may_go_on_for_longer_and_other_versions_are_a_warning(t
     constant = values.replace(lr_scheduler_type="constant")
     folder = checkpoint(tmp_path, 5, recipe=recipe_facts(constant, ZERO2))
     assert list(fit_findings(str(folder), constant.replace(max_steps=30), ZERO2)) == []
-    versions = environment.versions() | {"deepspeed": "9.9"}
-    monkeypatch.setattr(compatibility.environment, "versions", lambda: versions)
+    versions = library_versions() | {"deepspeed": "9.9"}
+    monkeypatch.setattr(compatibility, "library_versions", lambda: versions)
     (found,) = fit_findings(str(folder), constant, ZERO2)
     assert (found.code, found.level) == ("ZR726", "warning") and found.what.endswith("here is deepspeed 9.9")
 

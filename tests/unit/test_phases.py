@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from zero_recipes.core.phases import PHASES, PhaseClock
-from zero_recipes.core.process import age
+from zero_recipes.core.process import PHASES, PhaseClock, age
 from zero_recipes.metrics.parts import PhaseSeconds
 
 ROOT = Path(__file__).resolve().parents[2]

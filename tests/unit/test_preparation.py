@@ -25,7 +25,7 @@ from trl import SFTTrainer
 from tests.helpers.bad_data import ALPACA, BASE, CHATML, arguments, chat, lines, prepared, written
 from zero_recipes.config.recipe import steps_by_epochs
 from zero_recipes.core.findings import Refusal
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.core.process import environment_kept
 from zero_recipes.data import prepare
 from zero_recipes.data.load import apply_chat_template_file

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tests.helpers.report_runs import GPU, LOSSES, MIB, SPEED, metrics, on_cpu, oom, sample, save, sweep
 from zero_recipes.cli import main as cli
-from zero_recipes.core.phases import PHASES
+from zero_recipes.core.process import PHASES
 from zero_recipes.core.tables import print_columns
 from zero_recipes.report import ContractError, judge_runs, plots, read_runs, rows, table, write_report
 

@@ -15,7 +15,9 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from zero_recipes.libs import deepspeed_tensors, huggingface, versions
+from zero_recipes.libs import huggingface
+from zero_recipes.libs.deepspeed import _LAYOUTS, state_bytes
+from zero_recipes.libs.huggingface import tested_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 28
@@ -56,7 +58,7 @@ def test_the_lock_has_versions_of_the_ranges():
     required = {r.name: r.specifier for r in map(Requirement, [*project["dependencies"], *optional])}
     lock = (ROOT / "requirements.lock").read_text().lower()
     locked = dict(line.split("==") for line in lock.splitlines() if "==" in line)
-    for library, specifier in versions.tested().items():
+    for library, specifier in tested_versions().items():
         assert required[library] == specifier
     for library, specifier in required.items():
         assert library not in locked or locked[library] in SpecifierSet(str(specifier)), library
@@ -80,16 +82,16 @@ def test_every_tensor_of_a_deepspeed_optimizer_is_counted(name):
 
     module = importlib.import_module(DEEPSPEED[name])
     source = Path(module.__file__).read_text()
-    layout = deepspeed_tensors._LAYOUTS[name]
+    layout = _LAYOUTS[name]
     made = object.__new__(getattr(module, name))
     made.partition_gradients, made.ipg_buckets = False, {}
     made.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
     for attribute in (attribute for part in layout.values() for attribute in part):
         assert re.search(rf"self\.{attribute}\b", source), attribute
         with pytest.raises(AttributeError, match=attribute):  # a renamed one
-            deepspeed_tensors.state_bytes(torch.nn.Module(), [], made, False, False)
+            state_bytes(torch.nn.Module(), [], made, False, False)
         setattr(made, attribute, [torch.zeros(16)])
-    counted = deepspeed_tensors.state_bytes(torch.nn.Module(), [], made, False, False)
+    counted = state_bytes(torch.nn.Module(), [], made, False, False)
     assert counted["optimizer"] == 64 * len(layout["masters"]) and counted["grads"] == 64 * len(layout["gradients"])
     assert counted["params"] == 64 * len(layout["weights"])
 
@@ -99,7 +101,7 @@ def test_an_optimizer_that_is_not_known_is_not_counted_as_0_bytes():
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
 
     with pytest.raises(TypeError, match="Unknown is none of DeepSpeedZeroOptimizer"):
-        deepspeed_tensors.state_bytes(torch.nn.Module(), [], Unknown(), False, False)
+        state_bytes(torch.nn.Module(), [], Unknown(), False, False)
 
 
 @pytest.mark.private

@@ -118,7 +118,7 @@ def test_a_launcher_still_leaves_each_rank_one_thread(monkeypatch):
 
 
 def test_torch_still_rounds_pinned_memory_and_still_has_the_limit():
-    """ATen/core/CachingHostAllocator.h and c10/core/AllocatorConfig.h of torch 2.13 (core/pinned_memory.py)."""
+    """ATen/core/CachingHostAllocator.h and c10/core/AllocatorConfig.h of torch 2.13 (core/host.py)."""
     headers = Path(torch.__file__).parent / "include"
     allocator = (headers / "ATen" / "core" / "CachingHostAllocator.h").read_text()
     assert "size <= pinned_max_cached_size()" in allocator and "return c10::llvm::PowerOf2Ceil(size);" in allocator

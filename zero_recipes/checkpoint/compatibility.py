@@ -19,8 +19,8 @@ from zero_recipes.checkpoint.save import STATE, is_resharded, read_manifest, rea
 from zero_recipes.config.keys import tables
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core import environment
 from zero_recipes.core.findings import Finding, finding, refusal
+from zero_recipes.core.host import library_versions
 
 # other values of the first are another training, the second may be raised, the third are speed or rounding: a warning
 DECIDES, LENGTH, ROUNDING = (tuple(tables()["resume"][kind]) for kind in ("decides", "length", "rounding"))
@@ -143,7 +143,7 @@ def _recipe(checkpoint: str, written: Mapping, now: Mapping) -> Iterator[Finding
 
 
 def _versions(checkpoint: str, written: Mapping) -> Iterator[Finding]:
-    then, now = written.get("versions") or {}, environment.versions()
+    then, now = written.get("versions") or {}, library_versions()
     other = [name for name in then if then[name] != now.get(name)]
     if other:
         yield finding("ZR726", checkpoint=checkpoint, then=_listed(other, then), now=_listed(other, now))

@@ -55,8 +55,8 @@ from zero_recipes.checkpoint.save import (
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core import units
 from zero_recipes.core.findings import Refusal, first_line, refusal
-from zero_recipes.core.host_limits import Host
-from zero_recipes.libs.safe_loading import load_without_code
+from zero_recipes.core.host import Host
+from zero_recipes.libs.huggingface import load_without_code
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 

@@ -36,8 +36,15 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.core.findings import raise_errors, refusal
 from zero_recipes.core.process import rank
 from zero_recipes.distributed.group import agree
-from zero_recipes.libs import deepspeed_engine, deepspeed_tensors
-from zero_recipes.libs.safe_loading import not_plain
+from zero_recipes.libs.deepspeed import (
+    base_optimizer,
+    is_partitioned,
+    make_adam_states,
+    members_of_groups,
+    refresh_weights,
+    whole_size,
+)
+from zero_recipes.libs.huggingface import not_plain
 
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 HYPERPARAMETERS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
@@ -245,17 +252,15 @@ def load_resharded(engine, checkpoint: str | Path) -> None:
     from safetensors import safe_open
 
     index, optimizer = read_states_index(checkpoint), engine.optimizer
-    parameters = {
-        name: p for name, p in engine.module.named_parameters() if p.requires_grad and deepspeed_tensors.whole_size(p)
-    }
+    parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad and whole_size(p)}
     _set_hyperparameters(index, optimizer, parameters, checkpoint)
-    deepspeed_engine.make_adam_states(optimizer)
+    make_adam_states(optimizer)
     for name, p in parameters.items():
         with safe_open(Path(checkpoint) / STATES / f"{name}.safetensors", "pt") as file:
             for key in ("fp32", *ADAM_STATES):
                 _set(p, key, file.get_tensor(key))
     _set_adam_step(optimizer, index["adam_step"])
-    deepspeed_engine.refresh_weights(optimizer)
+    refresh_weights(optimizer)
     for key in ("global_steps", "global_samples", "skipped_steps"):
         setattr(engine, key, index["engine"][key])
     if engine.lr_scheduler is not None and index["engine"]["lr_scheduler"] is not None:
@@ -270,7 +275,7 @@ def _set(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
     """
     from deepspeed import utils
 
-    if not deepspeed_tensors.is_partitioned(p):
+    if not is_partitioned(p):
         if key == "fp32":
             utils.safe_set_full_fp32_param(p, whole)
         else:
@@ -292,7 +297,7 @@ def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str,
     transformers makes the scheduler anew and loads its counter only: until its next step the rate is the group's.
     """
     names = {id(p): name for name, p in parameters.items()}
-    groups = [{names[id(p)] for p in members} for members in deepspeed_engine.members_of_groups(optimizer)]
+    groups = [{names[id(p)] for p in members} for members in members_of_groups(optimizer)]
     saved = {frozenset(group["names"]): group for group in index["groups"]}
     strange = set().union(*saved) ^ set(parameters)
     if strange or not all(frozenset(group) in saved for group in groups):
@@ -306,7 +311,7 @@ def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str,
 
 def _set_adam_step(optimizer, step: int) -> None:
     """Each state gets a counter of its own: one that two groups share would count twice in each step."""
-    base = deepspeed_tensors.base_optimizer(optimizer)
+    base = base_optimizer(optimizer)
     for counters in (*base.state.values(), *base.param_groups):  # FusedAdam counts in its groups
         if "step" in counters:
             old = counters["step"]

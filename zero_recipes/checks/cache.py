@@ -14,7 +14,7 @@ from huggingface_hub import constants, get_session
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.data.load import on_hub, packaged_formats
 
 VOLUME = "/workspace"  # where RunPod mounts a pod's volume, unless its template says otherwise

@@ -12,7 +12,7 @@ from zero_recipes.config.ds_config import LEAST_SWAPPED, number_in
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.data.load import on_hub
 
 NCCL_WANTS = 10**9  # bytes of /dev/shm: NVIDIA's documentation starts containers with --shm-size=1g

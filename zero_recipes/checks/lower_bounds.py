@@ -12,7 +12,7 @@ from zero_recipes.config.ds_config import DsConfig, number_in
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
-from zero_recipes.core.pinned_memory import pinned_bytes
+from zero_recipes.core.host import pinned_bytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
@@ -65,7 +65,7 @@ def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accum
     CPU: an fp32 gradient for each of its `share` of the parameters. Below stage 3 the weights once more as they go back
     to the GPU (zero/stage_1_and_2.py `param_buffer_of_bit16_for_cpu_offload_groups`) and, where micro steps are
     accumulated, their gradients; at stage 3 the gradients always (zero/stage3.py `grad_partitions_flat_buffer`). Plus
-    what torch's rounding of page-locked memory adds where it is in force (core/pinned_memory.py). `width`: bytes of an
+    what torch's rounding of page-locked memory adds where it is in force (core/host.py). `width`: bytes of an
     element on the GPU.
     """
     pinned_block = config.offload_block("offload_optimizer").get("pin_memory", True)

@@ -16,7 +16,7 @@ from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.core.process import local_world_size
 from zero_recipes.distributed.kernels import build_findings
 from zero_recipes.distributed.links import has_libibverbs, infiniband_devices

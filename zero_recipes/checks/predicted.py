@@ -17,9 +17,8 @@ import torch
 
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise_errors
-from zero_recipes.core.hardware import gpu_of_device
-from zero_recipes.core.phases import CLOCK
-from zero_recipes.core.process import local_world_size, rank
+from zero_recipes.core.host import gpu_of_device
+from zero_recipes.core.process import CLOCK, local_world_size, rank
 from zero_recipes.data.prepare import of_prepared
 from zero_recipes.distributed.group import agree, once
 from zero_recipes.metrics.prediction import PredictedMetrics

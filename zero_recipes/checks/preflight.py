@@ -27,7 +27,7 @@ from zero_recipes.config.recipe import RecipeFile, steps_by_epochs
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.validation import ignore_findings, recipe_findings
 from zero_recipes.core.findings import Finding, Refusal, downgraded, ignored_codes, library_error_as_finding
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.data.load import on_hub, refuse_data_at_hand
 from zero_recipes.libs.warnings import hides_progress
 from zero_recipes.model import load_config, refuse_missing_attention, sizes_of

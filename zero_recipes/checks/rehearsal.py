@@ -22,8 +22,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import fill_own_autos, quiet
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, collected, library_error_as_finding
-from zero_recipes.libs.huggingface import rows_are_cut, without_deepspeed_announcement
-from zero_recipes.libs.single_process import single_process_env
+from zero_recipes.libs.huggingface import rows_are_cut, single_process_env, without_deepspeed_announcement
 
 STEPS = 1000  # of a schedule whose run is measured in epochs: only that it is a number matters
 HIDDEN_SIZE = 64  # of a model whose configuration is not at hand: likewise

@@ -24,7 +24,7 @@ from zero_recipes.checks.deepspeed_rules import (
 )
 from zero_recipes.config import sequence_parallel
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.libs import attention
+from zero_recipes.libs.huggingface import attention_kernel
 
 QUADRATIC = 4096  # tokens of a micro batch from which attention that sdpa computes in vain is a good part of a step
 RUN_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -125,7 +125,7 @@ def packing(run: Candidate) -> Iterator[Finding]:
         return  # wrapped: one stream without boundaries is what the recipe asks for
     key, kinds = "packing" if settings.packing else "padding_free", options()["packing"]
     kind = getattr(run.config, "model_type", None)
-    flash = attention.kernel_of(settings.attn_implementation) is not None
+    flash = attention_kernel(settings.attn_implementation) is not None
     leaking = {*kinds["without_positions"], *kinds["recurrent"]} - {*(kinds["apart_in_flash"] if flash else [])}
     without_package = importlib.util.find_spec("causal_conv1d") is None
     if kind in leaking or (kind in kinds["convolving"] and without_package):

@@ -35,7 +35,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_as_named, launched_environment
     from zero_recipes.config.strategy import INLINE_SOURCE
-    from zero_recipes.libs.accelerate_launch import launch_findings
+    from zero_recipes.libs.huggingface import launch_findings
     from zero_recipes.libs.warnings import quieten
 
     quieten()

@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 
 from zero_recipes.cli.options import subcommand
-from zero_recipes.core import environment, units
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core import units
+from zero_recipes.core.host import Host, cpu_name, library_versions
 from zero_recipes.core.tables import plain, terminal
 
 OPTIONAL = ("bitsandbytes", "kernels")
@@ -60,7 +60,7 @@ def machine(host: Host) -> dict[str, Any]:
         "gpus": [] if cuda["refusal"] else _gpus(),
         "cuda": cuda,
         "links": _links(host),
-        "cpu": {"name": environment.cpu_name(), "cores_of_machine": os.cpu_count(), "cores": host.cores()},
+        "cpu": {"name": cpu_name(), "cores_of_machine": os.cpu_count(), "cores": host.cores()},
         "memory": {
             "machine_bytes": psutil.virtual_memory().total,
             "free_bytes": memory,
@@ -165,17 +165,17 @@ def _disks(host: Host) -> list[dict[str, Any]]:
 
 def _versions() -> dict[str, dict[str, Any]]:
     """{package: its version, the range that was tested, whether it lies in it}; null where none is stated."""
-    from zero_recipes.libs import versions
+    from zero_recipes.libs.huggingface import is_tested, tested_versions
 
     present = {package.name for package in metadata.distributions()}
-    found = environment.versions() | {"zero-recipes": metadata.version("zero-recipes")}
+    found = library_versions() | {"zero-recipes": metadata.version("zero-recipes")}
     found |= {name: metadata.version(name) if name in present else None for name in OPTIONAL}
-    tested = versions.tested()
+    tested = tested_versions()
     return {
         name: {
             "installed": version,
             "tested": str(tested[name]) if name in tested else None,
-            "is_tested": versions.is_tested(name) if name in tested and version else None,
+            "is_tested": is_tested(name) if name in tested and version else None,
         }
         for name, version in found.items()
     }

@@ -23,7 +23,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER
 from zero_recipes.config.ds_config import NVME_PATH
 from zero_recipes.core.findings import refusal
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.core.process import free_port
 from zero_recipes.core.tables import plain, terminal
 from zero_recipes.libs.warnings import quieten

@@ -28,7 +28,7 @@ from zero_recipes.config.keys import dataclasses_of_a_recipe, key_choices, key_t
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.validation import accepted_types, key_findings, range_findings, recipe_findings
 from zero_recipes.core.findings import first_line, library_error_as_finding, raise_errors, refusal
-from zero_recipes.core.pinned_memory import limit_rounding
+from zero_recipes.core.host import limit_rounding
 
 USAGE = "run_sft.py RECIPE.yaml [--key value ...] [--traceback]"
 # mappings, which the command line gives as JSON

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal, first_line, refusal
-from zero_recipes.libs.single_process import single_process_env
+from zero_recipes.libs.huggingface import single_process_env
 
 Result = TypeVar("Result")
 Rows = Dataset | IterableDataset
@@ -375,16 +375,16 @@ def _fetch_data(settings: Settings) -> tuple[str, int]:
 
 def _fetch_kernel(settings: Settings) -> list[tuple[str, int | None]]:
     """The build for this machine's torch: one fetched without a GPU is none of a machine that has one, and is named."""
-    from zero_recipes.libs import attention
+    from zero_recipes.libs.huggingface import attention_kernel, download_kernel, has_flash_package, wanted_kernels
 
-    kernel = attention.kernel_of(settings.attn_implementation)
-    if kernel is None or attention.has_package(settings.attn_implementation):
+    kernel = attention_kernel(settings.attn_implementation)
+    if kernel is None or has_flash_package(settings.attn_implementation):
         return []
-    wanted = attention.wanted_kernels()
+    wanted = wanted_kernels()
     if wanted is not None:
         return [(f'{kernel} is not fetched: pip install "{wanted}" first', None)]
     try:
-        return [(kernel, _size(attention.download(kernel, only_cached=False)))]
+        return [(kernel, _size(download_kernel(kernel, only_cached=False)))]
     except LookupError as error:
         return [(f"{kernel} is not fetched, the run itself will look for it: {error}", None)]
 

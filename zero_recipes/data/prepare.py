@@ -26,7 +26,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import Finding, Refusal, downgraded, first_line, ignored_codes, raise_errors, refusal
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.core.process import forks_end_with_parent
 from zero_recipes.data import audit as audits
 from zero_recipes.data import load
@@ -34,7 +34,7 @@ from zero_recipes.data.audit import Audit
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.distributed.group import once_per_node
 from zero_recipes.libs import huggingface
-from zero_recipes.libs.single_process import single_process_env
+from zero_recipes.libs.huggingface import single_process_env
 
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
 ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps

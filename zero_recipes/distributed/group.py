@@ -21,9 +21,8 @@ from torch.distributed.elastic.utils.store import barrier
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal, RunFailed, first_line, refusal
-from zero_recipes.core.host_limits import Host
-from zero_recipes.core.phases import CLOCK
-from zero_recipes.core.process import free_port, local_world_size, rank
+from zero_recipes.core.host import Host
+from zero_recipes.core.process import CLOCK, free_port, local_world_size, rank
 from zero_recipes.distributed.kernels import COMPILE_SECONDS, build, deadline, missing, ops_of, remove_stale_locks
 
 # torchrun itself gives machines 600 s to join (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py,

@@ -24,7 +24,7 @@ import torch
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, Refusal, finding, print_refusal, refusal
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 
 COMPILE_SECONDS = 1800.0  # more for the ranks to come together, for each op that the first of a machine compiles
 SAY_SECONDS = 30.0

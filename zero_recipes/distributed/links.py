@@ -14,7 +14,7 @@ from torch import distributed
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.distributed.group import interface
 
 # of NCCL smaller ones are limited by latency (nccl-tests reaches the bus's rate from about 128 MiB on); gloo on CPUs

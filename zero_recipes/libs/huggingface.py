@@ -1,15 +1,36 @@
-"""What is read from, set in and called on private parts of transformers, TRL, accelerate and datasets."""
+"""What is read from, set in and called on private parts of transformers, TRL, accelerate and datasets.
+
+Private: `_attn_implementation` of a model's config, and the tables and functions of transformers 5.23 that the part on
+attention imports (modeling_flash_attention_utils.py, integrations/hub_kernels.py, utils/import_utils.py). None of them
+is documented; without them a missing kernel would be found after the weights are loaded.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
+import os
+import re
+import warnings
+import zipfile
 from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
-from transformers import PreTrainedTokenizerBase, Trainer
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import modeling_flash_attention_utils as flash
+from transformers.integrations import hub_kernels
+from transformers.utils import import_utils
 
+from zero_recipes.core.findings import Finding, finding, first_line
 from zero_recipes.core.process import environment_kept
 
 if TYPE_CHECKING:
@@ -115,3 +136,186 @@ def rows_are_cut(training_args) -> Iterator[None]:
         yield
     finally:
         training_args.max_length = kept
+
+
+# single_process
+
+# prefixes of the variables that launchers set
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "NODE_RANK")
+LAUNCHED += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMPI_", "PMI_", "MV2_", "PMIX_", "CROSS_")
+
+
+@contextlib.contextmanager
+def single_process_env() -> Iterator[None]:
+    """One process on the CPU, whatever the launcher set, and silent libraries. The environment is restored afterwards.
+
+    accelerate's states of this process stay. TrainingArguments makes them anew (transformers, training_args.py
+    `_setup_devices`).
+    """
+    import datasets
+    from accelerate import PartialState
+    from datasets.utils import are_progress_bars_disabled
+    from transformers.utils import logging as transformers_logging
+
+    verbosity, hidden = transformers_logging.get_verbosity(), are_progress_bars_disabled()
+    quiet = io.StringIO()
+    with environment_kept():
+        for name in [name for name in os.environ if name.startswith(LAUNCHED)]:
+            del os.environ[name]
+        logging.disable(logging.CRITICAL)
+        datasets.disable_progress_bars()
+        try:
+            with (
+                warnings.catch_warnings(action="ignore"),
+                without_deepspeed_announcement(),
+                contextlib.redirect_stdout(quiet),
+                contextlib.redirect_stderr(quiet),
+            ):
+                PartialState(cpu=True)  # accelerate's loggers need one
+                yield
+        finally:
+            logging.disable(logging.NOTSET)
+            transformers_logging.set_verbosity(verbosity)
+            if not hidden:
+                datasets.enable_progress_bars()
+
+
+# attention
+
+
+def attention_kernel(attn_implementation: str | None) -> str | None:
+    """The kernel of the hub that stands for an implementation, or that it names; None of eager, sdpa and the like."""
+    if attn_implementation in flash.FLASH_ATTN_KERNEL_FALLBACK:
+        return flash.FLASH_ATTN_KERNEL_FALLBACK[attn_implementation]
+    return attn_implementation if hub_kernels.is_kernel(attn_implementation) else None
+
+
+def has_flash_package(attn_implementation: str) -> bool:
+    """Whether the package of flash_attention_2, _3 or _4 is installed; False of a kernel, which none has."""
+    known = flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX
+    versions = {f"flash_attention_{number}": each["general_availability_check"] for number, each in known.items()}
+    return attn_implementation in versions and versions[attn_implementation]()
+
+
+def attention_name(attn_implementation: str | None) -> str | None:
+    """What the model's config will say: the kernel's name where it stands for a package that is missing."""
+    if attention_kernel(attn_implementation) is None or has_flash_package(attn_implementation):
+        return attn_implementation
+    return attention_kernel(attn_implementation)
+
+
+def attention_in_force(model: PreTrainedModel) -> str | None:
+    """The attention implementation that the model has taken."""
+    return model.config._attn_implementation
+
+
+def is_requested_attention(requested: str | None, got: str | None) -> bool:
+    """Whether a model that says `got` has taken what was requested; None: whatever it takes."""
+    return requested is None or got in (requested, attention_kernel(requested))
+
+
+def kernel_runs_on(kernel: str, device: str) -> bool:
+    """Whether a kernel is built for "cpu" or "cuda", as far as transformers knows."""
+    repository, _ = _revision(kernel)
+    return device in flash.FLASH_ATTN_KERNEL_DEVICES.get(repository, (device,))
+
+
+def wanted_kernels() -> str | None:
+    """The versions of the package `kernels` that transformers takes, for pip; None where such a one is installed."""
+    if import_utils.is_kernels_available():
+        return None
+    return f"kernels>={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}"
+
+
+def download_kernel(kernel: str, only_cached: bool) -> Path:
+    """The folder of a kernel's build for this torch, from the cache or (unless `only_cached`) the hub. Not loaded.
+
+    Raises LookupError, with the library's words, where there is none.
+    """
+    from kernels import install_kernel
+
+    repository, revision = _revision(kernel)
+    try:
+        return Path(install_kernel(repository, revision=revision, local_files_only=only_cached))
+    except Exception as error:  # of kernels, huggingface_hub and the network, of many kinds
+        raise LookupError(first_line(error).rstrip(":.")) from error
+
+
+def _revision(kernel: str) -> tuple[str, str]:
+    """("owner/name", branch) of "owner/name", "owner/name@revision" or "owner/name:function"; a kernel's versions are
+    branches of its repository."""
+    repository, _, revision = kernel.partition(":")[0].partition("@")
+    return repository, revision or f"v{hub_kernels.get_attn_kernel_version(repository)}"
+
+
+# safe_loading
+
+PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".metadata", ".distcp")
+NEVER_LOADED = "training_args.bin"  # by a run or by transformers' resume
+REFUSED = re.compile(r"[Uu]nsupported|WeightsUnpickler error")  # messages of torch/_weights_only_unpickler.py
+
+
+def load_without_code(path: Path) -> Any:
+    """What torch.save wrote, its tensors mapped into memory. Raises what torch.load raises; pickle.UnpicklingError for
+    whatever is neither data nor one of the known classes."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+    from transformers.trainer_pt_utils import safe_globals
+
+    of_deepspeed = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    with safe_globals(), torch.serialization.safe_globals(of_deepspeed):
+        return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+
+
+def not_plain(path: Path) -> str | None:
+    """Why a file cannot be read without running code; None if it can, or is no pickle by its name."""
+    if not path.name.endswith(PICKLES) or path.name == NEVER_LOADED:
+        return None
+    try:
+        load_without_code(path)
+    except Exception as error:  # of any kind: the file is a stranger's
+        lines = str(error).splitlines()
+        refused = [line for line in lines if REFUSED.search(line)]
+        return (refused or lines or [type(error).__name__])[0].strip().rstrip(".")
+    return None
+
+
+# accelerate_launch
+
+
+def launch_findings(path: Path | None) -> Iterator[Finding]:
+    """Nothing without a file. What accelerate refuses itself, it refuses before a process starts."""
+    if path is None:
+        return
+    from accelerate.commands import launch
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(path))
+    options = vars(launch.launch_command_parser().parse_args(["run_sft.py"]))
+    unknown = sorted(str(key) for key in getattr(config, "deepspeed_config", None) or {} if key not in options)
+    if unknown:
+        yield finding("ZR343", path=path, unknown=", ".join(unknown))
+    if (config.num_machines or 1) > 1:
+        yield finding("ZR344", path=path, num_machines=config.num_machines)
+
+
+# versions
+
+
+@cache  # each look parses the package's whole description
+def installed_version(library: str) -> str:
+    """Its version; nothing is imported. Raises PackageNotFoundError."""
+    return metadata.version(library)
+
+
+@cache
+def tested_versions() -> dict[str, SpecifierSet]:
+    """{library: its range} of the libraries that have an upper bound, for private parts of them are used."""
+    required = map(Requirement, metadata.requires("zero-recipes") or ())
+    return {each.name: each.specifier for each in required if any(s.operator == "<" for s in each.specifier)}
+
+
+def is_tested(library: str) -> bool:
+    """Whether the installed version lies in the range. A local version (2.13.0+cpu) is its public one."""
+    return installed_version(library) in tested_versions()[library]

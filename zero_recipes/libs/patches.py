@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, TrainerCallback
 
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.libs.deepspeed_tensors import base_optimizer
+from zero_recipes.libs.deepspeed import base_optimizer
 
 
 def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:

@@ -18,12 +18,11 @@ from transformers import TrainerCallback
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.settings import precision_of
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core import environment
-from zero_recipes.core.phases import CLOCK
-from zero_recipes.core.process import rank
+from zero_recipes.core.host import device_name, hardware_facts, library_versions, peak_memory
+from zero_recipes.core.process import CLOCK, rank
 from zero_recipes.distributed import nvme
 from zero_recipes.distributed.group import gather_rows
-from zero_recipes.libs import deepspeed_tensors
+from zero_recipes.libs.deepspeed import STATE_PARTS
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.model_flops import UsedFlops
 from zero_recipes.metrics.parts import (
@@ -127,7 +126,7 @@ class StageMetricsCallback(TrainerCallback):
         self.has_labels = False
         self.tokens: torch.Tensor | None = None  # all, non-padding, supervised, squares; of this rank and run
         self.tokens_timed: torch.Tensor | None = None  # the same over the timed steps
-        self.states = dict.fromkeys((*deepspeed_tensors.STATE_PARTS, "offloaded_host", "offloaded_disk"), 0)
+        self.states = dict.fromkeys((*STATE_PARTS, "offloaded_host", "offloaded_disk"), 0)
         self.traffic = nvme.Traffic()
         self.forward_hook = None
         self.probe: StateProbe | None = None
@@ -211,7 +210,7 @@ class StageMetricsCallback(TrainerCallback):
             strategy=self.facts.strategy.name,
             zero_stage=self.facts.strategy.zero_stage,
             world_size=self.facts.strategy.world_size,
-            device=environment.device_name(self.facts.device),
+            device=device_name(self.facts.device),
             model=self.facts.model,
             parameters=parameters,
             trainable_parameters=trainable,
@@ -324,7 +323,7 @@ class StageMetricsCallback(TrainerCallback):
         """Read peaks and bring all ranks' figures together, those of the run that was resumed included."""
         losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64)
         own = RankFigures(
-            peak=PeakMemory(**environment.peak_memory(self.facts.device)),
+            peak=PeakMemory(**peak_memory(self.facts.device)),
             states=ModelStateBytes(**self.states),
             losses=losses.cpu().tolist() if self.losses else self._logged(),
             tokens=tokens_of(self.tokens, self.has_labels),
@@ -394,8 +393,8 @@ class StageMetricsCallback(TrainerCallback):
             eval_history=self.evaluations,
             network=None if facts.network is None else Network(**facts.network),
             predicted=facts.predicted,
-            versions=environment.versions(),
-            hardware=Hardware(**environment.hardware(facts.device)),
+            versions=library_versions(),
+            hardware=Hardware(**hardware_facts(facts.device)),
             **({} if failure is None else {"failure": failure}),
         )
         row.write(self.output_dir / FILE)

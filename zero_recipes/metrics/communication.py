@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.process import local_world_size
-from zero_recipes.libs.collectives import COLLECTIVES, communication_backend, ddp_bucket_bytes
+from zero_recipes.libs.deepspeed import COLLECTIVES, communication_backend, ddp_bucket_bytes
 
 
 def _size(tensors) -> int:

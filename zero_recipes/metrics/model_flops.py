@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from zero_recipes.core.hardware import peak_flops_of
+from zero_recipes.core.host import peak_flops_of
 from zero_recipes.core.process import rank
 from zero_recipes.distributed.group import gather_rows
-from zero_recipes.libs import deepspeed_tensors
+from zero_recipes.libs.deepspeed import whole_shape
 from zero_recipes.metrics.flops import ModelFlops, model_flops
 from zero_recipes.metrics.probe import StepClock
 from zero_recipes.metrics.schema import RunIdentity
@@ -28,7 +28,7 @@ class UsedFlops:
         """Look at the model as it is trained, with its adapter. Where its config does not say how wide attention is,
         there are no FLOPs and no MFU, and a line in the log that says so."""
         try:
-            self.model = model_flops(model, deepspeed_tensors.whole_shape)
+            self.model = model_flops(model, whole_shape)
         except (AttributeError, TypeError, ZeroDivisionError) as error:  # a config of the model's own making
             if rank() == 0:
                 print(f"model FLOPs   not counted, no MFU: {error}", flush=True)

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.distributed import nvme
-from zero_recipes.libs import deepspeed_tensors
-from zero_recipes.libs.deepspeed_engine import read_timers_before_reset
+from zero_recipes.libs.deepspeed import base_optimizer, read_timers_before_reset, state_bytes
 from zero_recipes.metrics.parts import GradientDtypes
 
 MOST_WARMUP_STEPS = 5
@@ -47,7 +46,7 @@ class StateProbe:
         self.model, self.phases, self.strategy = model, phases, strategy
         self.parameters = list(model.parameters())  # within a step FSDP2 puts gathered ones in their place
         inner = optimizer.optimizer if strategy.is_deepspeed else optimizer
-        self.states_of = inner if strategy.is_deepspeed else deepspeed_tensors.base_optimizer(inner)
+        self.states_of = inner if strategy.is_deepspeed else base_optimizer(inner)
         self.offload = (strategy.offload_optimizer is not None, strategy.offload_param is not None)
         self.largest: dict[str, int] = {}
         self.hooks: list = []
@@ -61,7 +60,7 @@ class StateProbe:
             if p.requires_grad:
                 self.hooks.append(p.register_post_accumulate_grad_hook(self._after_gradient))
         self.hooks.append(self.model.register_forward_hook(self._after_forward))
-        inner = deepspeed_tensors.base_optimizer(self.states_of)
+        inner = base_optimizer(self.states_of)
         self.hooks.append(inner.register_step_pre_hook(self._before_optimizer))
 
     def detach(self) -> dict[str, int]:
@@ -75,7 +74,7 @@ class StateProbe:
 
     def read(self) -> dict[str, int]:
         """Read all parts now; the largest bytes of each so far."""
-        now = deepspeed_tensors.state_bytes(self.model, self.parameters, self.states_of, *self.offload)
+        now = state_bytes(self.model, self.parameters, self.states_of, *self.offload)
         now["offloaded_disk"] = nvme.swapped_bytes(self.strategy)
         self.largest = {part: max(self.largest.get(part, 0), size) for part, size in now.items()}
         return self.largest

@@ -27,7 +27,7 @@ from typing import Any
 
 from zero_recipes.config.recipe import steps_by_epochs
 from zero_recipes.core.findings import refusal
-from zero_recipes.core.hardware import Gpu
+from zero_recipes.core.host import Gpu
 from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.flops import ModelFlops, squares
 from zero_recipes.metrics.prediction import Prediction

@@ -21,7 +21,7 @@ from zero_recipes.config.ds_config import DsConfig, read_json_mapping
 from zero_recipes.config.recipe import Recipe, steps_by_epochs
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal, refusal
-from zero_recipes.core.hardware import Gpu, gpu_named, gpus
+from zero_recipes.core.host import Gpu, gpu_named, gpus
 from zero_recipes.data.prepare import RowLengths, rows_at_hand, rows_on_disk, stated
 from zero_recipes.plan.job import FSDP, Job
 

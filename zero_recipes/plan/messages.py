@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from zero_recipes.core.hardware import Gpu
+from zero_recipes.core.host import Gpu
 from zero_recipes.core.units import count, percent, significant, size
 from zero_recipes.data.audit import holding
 from zero_recipes.data.prepare import RowLengths

@@ -18,8 +18,7 @@ from typing import Any
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, Refusal, finding
-from zero_recipes.core.hardware import gpu_of_device
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host, gpu_of_device
 from zero_recipes.core.process import end_with_parent
 from zero_recipes.core.units import size
 from zero_recipes.data.prepare import RowLengths

@@ -13,9 +13,9 @@ from typing import Literal
 from pydantic import ValidationError
 
 import zero_recipes
-from zero_recipes.core import environment
 from zero_recipes.core.files import write_text
 from zero_recipes.core.findings import Refusal
+from zero_recipes.core.host import library_versions
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.job import Job
@@ -35,7 +35,7 @@ class Predictor:
 
     def __init__(self, quick: bool = False, folder: Path | None = None, limit: TimeLimit | None = None):
         self.quick, self.folder, self.limit = quick, folder, limit
-        self._versions = environment.versions() | {"zero_recipes": own_code()}
+        self._versions = library_versions() | {"zero_recipes": own_code()}
         self._known: dict[str, Prediction] = {}
 
     def __call__(self, job: Job) -> Prediction:

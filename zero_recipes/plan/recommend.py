@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zero_recipes.config.ds_config import OFFLOADS
-from zero_recipes.core.hardware import Gpu
+from zero_recipes.core.host import Gpu
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.plan.changes import COST_ORDER, Change, Limits, smallest_change
 from zero_recipes.plan.cost import Speed, estimate

@@ -2,7 +2,7 @@
 
 Line numbers are those of deepspeed/runtime/. "Groups" are the optimizer's parameter groups (the Trainer makes two: with
 weight decay and without), each a list of tensor sizes in elements, in the order of the model. Nothing here measures;
-zero_recipes/libs/deepspeed_tensors.py reads the engine and knows nothing of these terms.
+zero_recipes/libs/deepspeed.py reads the engine and knows nothing of these terms.
 """
 
 from __future__ import annotations

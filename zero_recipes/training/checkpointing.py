@@ -15,9 +15,9 @@ from zero_recipes.checkpoint.compatibility import recipe_facts
 from zero_recipes.checkpoint.resume import numbered
 from zero_recipes.checkpoint.save import HISTORY, begin_checkpoint, checkpoint_fault, read_manifest, write_manifest
 from zero_recipes.config.run import RunConfig
-from zero_recipes.core import environment
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import first_line
+from zero_recipes.core.host import library_versions
 from zero_recipes.distributed.group import rank_0_writes
 from zero_recipes.metrics.failure import is_out_of_memory
 from zero_recipes.metrics.schema import RunIdentity
@@ -84,7 +84,7 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
 def facts_of(identity: RunIdentity, run: RunConfig | None, data_sha256: str | None) -> dict[str, Any]:
     """What a manifest says of the run that wrote it; without a recipe only what the trainer knows."""
     keys = ("strategy", "zero_stage", "world_size", "precision", "micro_batch_size", "gradient_accumulation_steps")
-    facts = {key: getattr(identity, key) for key in keys} | {"versions": environment.versions()}
+    facts = {key: getattr(identity, key) for key in keys} | {"versions": library_versions()}
     if run is None:
         return facts
     return facts | {

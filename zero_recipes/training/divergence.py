@@ -14,7 +14,7 @@ from trl import SFTTrainer
 from zero_recipes.checkpoint.resume import numbered
 from zero_recipes.checkpoint.save import checkpoint_fault
 from zero_recipes.core.findings import RunFailed
-from zero_recipes.libs.deepspeed_tensors import is_partitioned
+from zero_recipes.libs.deepspeed import is_partitioned
 from zero_recipes.libs.fsdp import local
 from zero_recipes.metrics.callback import StageMetricsCallback
 

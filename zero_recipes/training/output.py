@@ -11,10 +11,9 @@ from zero_recipes.checkpoint.output_dir import claim_output_dir, hold_output_dir
 from zero_recipes.checkpoint.resume import passed_over
 from zero_recipes.config.recipe import write_resolved
 from zero_recipes.config.run import RunConfig
-from zero_recipes.core import environment
 from zero_recipes.core.findings import Refusal
-from zero_recipes.core.phases import CLOCK
-from zero_recipes.core.process import rank
+from zero_recipes.core.host import device_name
+from zero_recipes.core.process import CLOCK, rank
 from zero_recipes.distributed import links, nvme
 from zero_recipes.distributed.group import agree, host_threads_header
 from zero_recipes.metrics.callback import UNFINISHED, RunFacts, StageMetricsCallback
@@ -142,7 +141,7 @@ class Output:
             strategy=facts.strategy.name,
             zero_stage=facts.strategy.zero_stage,
             world_size=facts.strategy.world_size,
-            device=environment.device_name(facts.device),
+            device=device_name(facts.device),
             model=facts.model,
             recipe_sha256=facts.recipe_sha256,
         )

@@ -12,12 +12,13 @@ from trl import SFTConfig, get_peft_config
 from zero_recipes import model as models
 from zero_recipes.checkpoint.compatibility import refuse_other_data
 from zero_recipes.config.run import RunConfig
-from zero_recipes.core.phases import CLOCK
+from zero_recipes.core.process import CLOCK
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows
 from zero_recipes.distributed import ulysses
 from zero_recipes.distributed.group import set_host_threads
-from zero_recipes.libs import attention, fsdp, patches
+from zero_recipes.libs import fsdp, patches
+from zero_recipes.libs.huggingface import attention_name
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,6 @@ def _prepare_libraries(run: RunConfig, args: SFTConfig) -> int | None:
     patches.score_supervised_positions_only(run.settings.supervised_logits_only)
     if run.strategy.is_fsdp:
         fsdp.fix_arguments(args, run.device)
-    attn_implementation = attention.name_in_force(run.settings.attn_implementation)
+    attn_implementation = attention_name(run.settings.attn_implementation)
     ulysses.share_sequences(args, run.strategy.sequence_parallel, attn_implementation)
     return set_host_threads(run.strategy, run.device, os.environ)

@@ -15,7 +15,7 @@ from zero_recipes.core.files import json_lines, write_text
 from zero_recipes.core.tables import plain, print_texts, terminal
 from zero_recipes.data.samples import Sample
 from zero_recipes.libs import fsdp
-from zero_recipes.libs.deepspeed_engine import forget_trace_of_generation
+from zero_recipes.libs.deepspeed import forget_trace_of_generation
 from zero_recipes.metrics.read_runs import SampleRow
 from zero_recipes.training.generation import generate_texts, prompts_cut, reference_losses
 from zero_recipes.training.scores import exact_match, token_f1

@@ -17,7 +17,7 @@ from trl import SFTTrainer
 from zero_recipes.checkpoint.resume import load_resharded
 from zero_recipes.checkpoint.save import NotWhole, compare_with_class, is_resharded, refuse_nonfinite, write_checksums
 from zero_recipes.config.run import RunConfig
-from zero_recipes.core.phases import CLOCK
+from zero_recipes.core.process import CLOCK
 from zero_recipes.data.prepare import Prepared
 from zero_recipes.distributed import ulysses
 from zero_recipes.distributed.group import rank_0_writes

@@ -6,7 +6,7 @@ import torch
 from transformers import TrainerCallback
 from trl import SFTTrainer
 
-from zero_recipes.libs import deepspeed_tensors
+from zero_recipes.libs.deepspeed import base_optimizer, gradient_tensors, optimizer_tensors, weight_tensors
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import StateProbe
 from zero_recipes.model import parameter_counts
@@ -124,9 +124,9 @@ class Watch(TrainerCallback):
         parameters, optimizer = self.probe.parameters, self.probe.states_of
         for tracker in (self.tracker, self.host):
             tracker.assign(getattr(self.trainer.model_wrapped, "buckets", []), "buckets")  # of DistributedDataParallel
-            tracker.assign(list(deepspeed_tensors.gradients(parameters, optimizer)), "grads")
-            tracker.assign(list(deepspeed_tensors.optimizer_states(parameters, optimizer)), "optimizer")
-            tracker.assign(list(deepspeed_tensors.weights(parameters, optimizer)), "params")
+            tracker.assign(list(gradient_tensors(parameters, optimizer)), "grads")
+            tracker.assign(list(optimizer_tensors(parameters, optimizer)), "optimizer")
+            tracker.assign(list(weight_tensors(parameters, optimizer)), "params")
 
     def evaluate(self, rows) -> None:
         """One batch of an evaluation, as the Trainer's loop takes it."""
@@ -147,7 +147,7 @@ class Watch(TrainerCallback):
         reads its file to the host, and torch's Optimizer.load_state_dict makes all the new states before it drops the
         old ones (deepspeedai/DeepSpeed#3938).
         """
-        states = deepspeed_tensors.base_optimizer(self.trainer.optimizer).state.values()
+        states = base_optimizer(self.trainer.optimizer).state.values()
         self.tracker.enter("best model")
         tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         again = [tensor.clone() for tensor in tensors]

@@ -17,7 +17,7 @@ import psutil
 
 from zero_recipes.checks.lower_bounds import resumable_bytes
 from zero_recipes.core.findings import refusal
-from zero_recipes.core.host_limits import Host
+from zero_recipes.core.host import Host
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, Prediction
 from zero_recipes.plan.job import Job

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from zero_recipes.core.pinned_memory import pinned_bytes
+from zero_recipes.core.host import pinned_bytes
 from zero_recipes.metrics.prediction import PARTS
 from zero_recipes.plan.simulator.fast_path import PURE, SHORTCUTS, Remembered
 from zero_recipes.plan.simulator.patches import ASKED_FOR, answer_for_number

@@ -1,0 +1,374 @@
+"""DeepSpeed's engine and optimizers from inside: bytes of model states, states of a resharded checkpoint, collectives.
+
+Of model states, what counts is the memory that is kept alive: whole storages, each once. Reduce buckets, gradients in
+flight and parameters that stage 3 has gathered for use are not model states; they show in the peak memory.
+
+Private: the attributes of DeepSpeed's optimizers in _LAYOUTS, of its partitioned parameters (ds_id, ds_numel, ds_shape,
+ds_tensor, ds_secondary_tensor; DeepSpeed 0.19.8, runtime/zero/) and of 4-bit layers (quant_state; bitsandbytes 0.50,
+nn/modules.py). No public call tells their bytes. Paths below are relative to deepspeed/runtime.
+
+Private: of the optimizers of stages 1 to 3 (DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py and stage3.py) masters,
+groups, `_optimizer_step`, `_lazy_init_hp_params_optimizer_state`, `update_lp_params`,
+`_reassign_or_swap_out_partitioned_parameters`, `checkpoint_event_epilogue`, `persistent_parameters`. A resharded
+checkpoint goes into a fresh engine by parameter; no public call fills one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from zero_recipes.libs.fsdp import local, whole_gradients
+
+# bytes of model states
+
+STATE_PARTS = ("params", "grads", "optimizer")
+
+# DeepSpeed's optimizers (zero/stage_1_and_2.py, zero/stage3.py, fp16/, bf16_optimizer.py): the attributes that hold
+# weights beside the parameters, gradients beside theirs, and fp32 masters. Each must be there: one that DeepSpeed has
+# renamed would be counted as 0 bytes.
+_LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "DeepSpeedZeroOptimizer": {
+        "weights": ("bit16_groups_flat",),
+        "gradients": ("averaged_gradients", "all_grad_tensors"),  # views over micro steps
+        "masters": ("single_partition_of_fp32_groups",),
+    },
+    "DeepSpeedZeroOptimizer_Stage3": {
+        "weights": (),
+        "gradients": ("averaged_gradients", "grad_partitions_flat_buffer"),
+        "masters": ("fp32_partitioned_groups_flat",),
+    },
+    "FP16_Optimizer": {"weights": (), "gradients": (), "masters": ("fp32_groups_flat",)},
+    "FP16_UnfusedOptimizer": {"weights": (), "gradients": (), "masters": ("fp32_groups",)},
+    "BF16_Optimizer": {
+        "weights": ("bf16_groups_flat",),
+        "gradients": ("fp32_groups_gradients_flat",),
+        "masters": ("fp32_groups_flat_partition",),
+    },
+}
+
+
+def state_bytes(
+    model: torch.nn.Module,
+    parameters: Sequence[torch.nn.Parameter],
+    optimizer: Any,
+    offload_optimizer: bool,
+    offload_param: bool,
+) -> dict[str, int]:
+    """{"params", "grads", "optimizer", "offloaded_host"}: bytes at this moment, on this rank.
+
+    `model` is the bare module, `parameters` are its own between two steps, `optimizer` is DeepSpeed's ZeRO optimizer or
+    a torch optimizer. Tensors on another device than the one that trains, and (in a CPU run, where host and device are
+    one) states that the configuration offloads, count as offloaded_host; not the counters that torch's optimizers keep
+    on the host beside states on a GPU. What DeepSpeed has swapped to disk has no tensor: distributed/nvme.py counts its
+    files. Raises TypeError for an unknown optimizer.
+    """
+    device = _training_device()
+    tensors = {
+        "params": [*map(local, weight_tensors(parameters, optimizer)), *_scales(model)],
+        "grads": [*map(local, gradient_tensors(parameters, optimizer)), *whole_gradients(model)],
+        "optimizer": list(map(local, optimizer_tensors(parameters, optimizer))),
+    }
+    offloaded = {"params": offload_param, "grads": offload_optimizer, "optimizer": offload_optimizer}
+    here: dict[str, list[torch.Tensor]] = {part: [] for part in STATE_PARTS}
+    host = []
+    for part in STATE_PARTS:
+        for tensor in tensors[part]:
+            elsewhere = tensor.device.type != device and tensor.dim() > 0
+            (host if elsewhere or (device == "cpu" and offloaded[part]) else here[part]).append(tensor)
+    return {part: distinct_bytes(here[part]) for part in STATE_PARTS} | {"offloaded_host": distinct_bytes(host)}
+
+
+def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory that these tensors keep alive: whole storages, each counted once."""
+    storages = {tensor.untyped_storage() for tensor in tensors}  # one object for all views of it
+    return sum(storage.nbytes() for storage in storages)
+
+
+def weight_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
+    """Stages 1 and 2: the flat 16-bit groups, padding included; stage 3: this rank's partition (`ds_tensor`), and its
+    part of the machine's copy under hpZ (`ds_secondary_tensor`)."""
+    if _is(optimizer, "DeepSpeedZeroOptimizer_Stage3"):
+        for p in parameters:
+            yield p.ds_tensor
+            yield from _flatten(p.ds_secondary_tensor)
+    else:
+        yield from parameters
+    yield from _held(optimizer, "weights")
+
+
+def is_partitioned(p: torch.nn.Parameter) -> bool:
+    """Whether ZeRO stage 3 has cut it into one part for each rank."""
+    return hasattr(p, "ds_id")
+
+
+def whole_size(p: torch.nn.Parameter) -> int:
+    """Elements of a parameter, of all ranks together."""
+    return p.ds_numel if is_partitioned(p) else p.numel()
+
+
+def whole_shape(p: torch.nn.Parameter) -> torch.Size:
+    """The shape of a parameter before partitioning."""
+    return p.ds_shape if is_partitioned(p) else p.shape
+
+
+def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Any]]:
+    """(weight, bitsandbytes' QuantState) of every layer in 4 bit: its scales, and the shape before packing.
+
+    FSDP2 makes other parameters of the weights; the layer keeps the state then (bitsandbytes 0.50, nn/modules.py,
+    fix_4bit_weight_quant_state_from_module).
+    """
+    for module in model.modules():
+        weight = dict(module.named_parameters(recurse=False)).get("weight")  # PEFT's layer has its base's as a property
+        state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
+        if state is not None:
+            yield weight, state
+
+
+def _scales(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """What 4-bit weights are multiplied with, 4 bytes for 64 of them, itself quantised where it is nested: no
+    parameter, and whole on every rank."""
+    for _, state in packed_weights(model):
+        yield from _flatten(vars(state))
+        yield from _flatten(vars(state.state2) if state.nested else None)
+
+
+def gradient_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
+    """Gradients as each stage keeps them, and the fp32 copies that DeepSpeed makes inside step().
+
+    From stage 2 on a parameter's own gradient is in flight only, on its way through the reduce bucket.
+    """
+    stage_1_or_2 = _is(optimizer, "DeepSpeedZeroOptimizer")
+    if not (_is(optimizer, "DeepSpeedZeroOptimizer_Stage3") or (stage_1_or_2 and optimizer.partition_gradients)):
+        # stage 1 leaves small gradients as views into the bucket that has reduced them
+        reducing = optimizer.ipg_buckets.values() if stage_1_or_2 else ()
+        buckets = {buffer.untyped_storage() for bucket in reducing for buffer in bucket.buffer}
+        for p in parameters:
+            # zero/stage_1_and_2.py: fill_grad_accum_attribute makes the second one, where it makes any
+            for grad in (p.grad, getattr(p, "grad_accum", None)):
+                if grad is not None and local(grad).untyped_storage() not in buckets:
+                    yield grad
+    yield from _held(optimizer, "gradients")
+    if stage_1_or_2:  # the buffer of copy_grads_in_partition: made by the first gradient
+        yield from _flatten(getattr(optimizer, "grads_in_partition", None))
+    for master in _held(optimizer, "masters"):
+        if master.grad is not None:
+            yield master.grad
+
+
+def optimizer_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
+    """fp32 masters and every tensor of `optimizer.state`. Without DeepSpeed the master is the parameter itself."""
+    known = set(map(id, parameters))
+    for master in _held(optimizer, "masters"):
+        if id(master) not in known:
+            yield master
+    yield from _flatten(dict(base_optimizer(optimizer).state))
+
+
+def _held(optimizer: Any, what: str) -> Iterator[torch.Tensor]:
+    """The tensors of DeepSpeed's optimizer that hold "weights", "gradients" or "masters"; none of a torch optimizer."""
+    for name in _layout(optimizer)[what]:
+        yield from _flatten(getattr(optimizer, name))
+
+
+def _layout(optimizer: Any) -> dict[str, tuple[str, ...]]:
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in _LAYOUTS:
+            return _LAYOUTS[cls.__name__]
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return {"weights": (), "gradients": (), "masters": ()}
+    raise TypeError(f"{type(optimizer).__name__} is none of {', '.join(_LAYOUTS)}")
+
+
+def _is(optimizer: Any, name: str) -> bool:
+    return any(cls.__name__ == name for cls in type(optimizer).__mro__)
+
+
+def base_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside accelerate's and DeepSpeed's wrappers."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _training_device() -> str:
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator().device_name().split(":")[0]
+
+
+def _flatten(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _flatten(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _flatten(item)
+
+
+# the engine
+
+
+def forget_trace_of_generation(engine) -> None:
+    """ZeRO stage 3: drop the order of modules that DeepSpeed has recorded while the model generated.
+
+    Private: the `param_coordinator` of stage 3 and its trace (DeepSpeed 0.19.8,
+    runtime/zero/partitioned_param_coordinator.py). It prefetches parameters in the order of the last forward pass.
+    Generation passes through the LM head's module, TRL's fused LM head (trl/trainer/utils.py `add_fused_lm_head`)
+    gathers the head's weight itself: it finds it in flight and the first training step dies with "Cannot partition a
+    param in flight". TRL does the same in models/utils.py `add_hooks`, behind a full gather.
+    """
+    optimizer = getattr(engine, "optimizer", None)
+    if is_stage_3(optimizer):
+        coordinator = optimizer.parameter_offload.param_coordinator
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+
+
+def is_stage_3(optimizer: Any) -> bool:
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    return isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+
+
+# states of a resharded checkpoint
+
+
+def flat_masters(optimizer) -> list[torch.Tensor]:
+    """fp32 masters of this rank: of each sub-group at stage 3, of each group at stages 1 and 2."""
+    if is_stage_3(optimizer):
+        return optimizer.fp32_partitioned_groups_flat
+    return optimizer.single_partition_of_fp32_groups
+
+
+def members_of_groups(optimizer) -> list[list[torch.nn.Parameter]]:
+    """The parameters of each of `optimizer.param_groups`."""
+    if not is_stage_3(optimizer):
+        return [list(members) for members in optimizer.bit16_groups]
+    groups: list[list[torch.nn.Parameter]] = [[] for _ in optimizer.param_groups]
+    for number, members in enumerate(optimizer.fp16_groups):  # stage 3 cuts groups into sub-groups
+        groups[optimizer.sub_group_to_group_id[number]] += members
+    return groups
+
+
+def make_adam_states(optimizer) -> None:
+    """Let the optimizer make its own states, whichever Adam it is: one step with zero gradients at a rate of 0.
+
+    They are all overwritten afterwards. DeepSpeed makes none before the first step (zero/stage3.py and
+    zero/stage_1_and_2.py, `initialize_optimizer_states`).
+    """
+    base, stage_3 = base_optimizer(optimizer), is_stage_3(optimizer)
+    masters = flat_masters(optimizer)
+    rates = [group["lr"] for group in base.param_groups]
+    grads = [master.grad for master in masters]  # offloaded ones have a buffer that stays
+    for group in base.param_groups:
+        group["lr"] = 0.0
+    for number, master in enumerate(masters):
+        if master.grad is None:
+            master.grad = torch.zeros_like(master)
+        else:
+            master.grad.zero_()
+        if stage_3:
+            optimizer._optimizer_step(number)
+            master.grad = grads[number]
+    if not stage_3:
+        base.step()
+        for master, grad in zip(masters, grads, strict=True):
+            master.grad = grad
+        optimizer._lazy_init_hp_params_optimizer_state()  # links each parameter to its part of the states
+    for group, rate in zip(base.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def refresh_weights(optimizer) -> None:
+    """The weights that the forward pass uses, from the fp32 masters: what DeepSpeed does after each step."""
+    if not is_stage_3(optimizer):
+        optimizer.update_lp_params()
+        return
+    for number in range(len(flat_masters(optimizer))):
+        optimizer._reassign_or_swap_out_partitioned_parameters(number)
+    persistent = optimizer.persistent_parameters
+    if persistent:  # small parameters stay gathered: drop the old whole ones, gather the new
+        persistent[0].partition(persistent)
+    optimizer.checkpoint_event_epilogue()
+
+
+# constants of utils/timer.py, of the timers that run over all micro steps of one optimizer step: the phase
+STEP_TIMERS = {
+    "FORWARD_GLOBAL_TIMER": "forward",
+    "BACKWARD_GLOBAL_TIMER": "backward",
+    "BACKWARD_INNER_GLOBAL_TIMER": "backward_inner",
+    "BACKWARD_REDUCE_GLOBAL_TIMER": "backward_reduce",
+    "STEP_GLOBAL_TIMER": "optimizer",
+}
+
+
+def read_timers_before_reset(engine, keep: Callable[[dict[str, float]], None]) -> bool:
+    """Call `keep` with {phase: seconds} whenever the engine logs its timers; False where wall_clock_breakdown is off.
+
+    Private: `engine.timers` and the names of STEP_TIMERS (DeepSpeed 0.19.8, engine.py and utils/timer.py). Outside of
+    `timers.log` they read 0: `step` logs and resets in one.
+    """
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.utils import timer
+
+    if not isinstance(engine, DeepSpeedEngine) or not engine.wall_clock_breakdown():
+        return False
+    timers, log = engine.timers, engine.timers.log
+    phases = {getattr(timer, name): phase for name, phase in STEP_TIMERS.items()}
+
+    def read_and_log(names, **keywords):
+        seconds = {phases[n]: timers(n).elapsed(reset=False) / 1000 for n in names if n in phases}
+        if seconds:
+            keep(seconds)
+        log(names, **keywords)
+
+    timers.log = read_and_log
+    return True
+
+
+# collectives
+
+# methods of DeepSpeed's backend (0.19.8, comm/torch.py; its decorators hide their signatures): the collective, the
+# argument with the full tensor, the names of the arguments in order
+COLLECTIVES = {
+    "all_reduce": ("all_reduce", "tensor", ("tensor", "op", "group")),
+    "inference_all_reduce": ("all_reduce", "tensor", ("tensor", "op", "group")),
+    "all_reduce_coalesced": ("all_reduce", "tensors", ("tensors", "op", "group")),
+    "all_gather": ("all_gather", "tensor_list", ("tensor_list", "tensor", "group")),
+    "all_gather_into_tensor": ("all_gather", "output_tensor", ("output_tensor", "input_tensor", "group")),
+    "all_gather_base": ("all_gather", "output_tensor", ("output_tensor", "input_tensor", "group")),
+    "all_gather_coalesced": ("all_gather", "output_tensors", ("output_tensors", "input_tensors", "group")),
+    "reduce_scatter": ("reduce_scatter", "input_list", ("output", "input_list", "op", "group")),
+    "reduce_scatter_tensor": ("reduce_scatter", "input_tensor", ("output_tensor", "input_tensor", "op", "group")),
+    "all_to_all": ("all_to_all", "input_tensor_list", ("output_tensor_list", "input_tensor_list", "group")),
+    "all_to_all_single": ("all_to_all", "input", ("output", "input", "output_splits", "input_splits", "group")),
+    "reduce": ("reduce", "tensor", ("tensor", "dst", "op", "group")),
+    "broadcast": ("broadcast", "tensor", ("tensor", "src", "group")),
+}
+
+
+def communication_backend():
+    """The object whose methods carry DeepSpeed's collectives.
+
+    Private: `cdb` and the methods of COLLECTIVES (DeepSpeed 0.19.8, comm/comm.py and comm/torch.py). DeepSpeed's own
+    comms logger waits for the device at every collective and does not know the group.
+    """
+    from deepspeed import comm
+
+    return comm.comm.cdb
+
+
+def ddp_bucket_bytes(model: DistributedDataParallel) -> int:
+    """Bytes of all gradient buckets of DistributedDataParallel; each goes through one all-reduce a step.
+
+    Private: `_get_ddp_logging_data` (torch 2.13, nn/parallel/distributed.py). No public name leads to the sizes.
+    """
+    logged = model._get_ddp_logging_data()  # rebuilt after the first backward pass
+    buckets = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
+    return sum(int(size) for size in str(buckets).split(",") if size.strip())
