@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 
-from zero_recipes.plan.simulator import patches, worker
+from zero_recipes.plan.simulator import parent
 
 KEY = "loss_head_of_row"  # in the job's model config, where model classes ignore it
 HEADS = ("fused", "upcast", "upcast_shifted", "early_shifted", "shifted")
@@ -22,11 +22,18 @@ BYTES_PER_LOGIT = {"upcast": 10, "upcast_shifted": 14, "early_shifted": 12, "shi
 
 
 def main() -> None:
+    load = parent.load_worker
+    parent.load_worker = lambda device: with_heads(load(device))
+    parent.main(int(sys.argv[1]))
+
+
+def with_heads(worker):
+    patches = worker.patches
     replace = patches.replace_parts_of_libraries  # rows of the court are of full length: their batches have no mask
     patches.replace_parts_of_libraries = lambda on_gpu, _, *rest: replace(on_gpu, True, *rest)
     build = worker._trainer  # noqa: SLF001 (the one place where a simulated trainer is built)
     worker._trainer = lambda job, *rest: with_head(build, job, *rest)  # noqa: SLF001
-    worker.main(int(sys.argv[1]))
+    return worker
 
 
 def with_head(build, job, *rest):

@@ -10,8 +10,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.tiny import ROOT
-from zero_recipes.plan.simulator.fast_path import FAST_COLLECTIVES, IN_PLACE, PURE, SHORTCUTS, VIEWS, Remembered
-from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
+from zero_recipes.plan.simulator.tracker import (
+    FAST_COLLECTIVES,
+    IN_PLACE,
+    PURE,
+    SHORTCUTS,
+    VIEWS,
+    LiveStorages,
+    Observed,
+    Remembered,
+)
 
 aten = torch.ops.aten
 VIEWED = [

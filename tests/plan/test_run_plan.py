@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +33,6 @@ from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.overheads import overheads
 from zero_recipes.plan.predict import Predictor
 from zero_recipes.plan.simulator import parent as simulation
-from zero_recipes.plan.simulator.time_limit import TimeLimit
 from zero_recipes.report import read_runs, write_report
 from zero_recipes.report.rows import table_rows
 
@@ -319,7 +317,7 @@ def test_a_planned_run_on_cpus_carries_states_like_those_measured(two, tmp_path)
 def test_a_simulation_is_kept_for_the_same_job_and_the_same_versions(tmp_path, monkeypatch):
     simulated = []
 
-    def simulate(jobs, done, limit):
+    def simulate(jobs, done, deadline):
         simulated.extend(jobs)
         return [made_up(one, GB) for one in jobs]
 
@@ -342,34 +340,19 @@ def test_a_simulation_is_kept_for_the_same_job_and_the_same_versions(tmp_path, m
     assert predict(job("zero2"), tmp_path / "file") == first  # cannot be kept, is answered
 
 
-def test_a_simulation_that_is_ended_leaves_nothing_and_formulas_answer(hanging, monkeypatch, tmp_path):
-    program, pids_of = hanging
-    monkeypatch.setattr(simulation, "WORKER", program)
-    limit = TimeLimit(3600)
-    predict = Predictor(folder=tmp_path / "plans", limit=limit)
-    with ThreadPoolExecutor(1) as other:
-        answer = other.submit(predict, job("zero2"))
-        pids = pids_of()
-        limit.end()
-        found = answer.result()
-    assert found.source == "formulas"
-    assert found.notes[0] == "zero2 is by formulas: simulations were given 3600 s."
-    assert ended(pids)
-    # what is asked next is not simulated either, and nothing was kept for a later program
-    assert predict(job("zero3")).source == "formulas" and not list((tmp_path / "plans").glob("*"))
-
-
 def test_the_time_of_all_simulations_together_is_limited(monkeypatch, tmp_path):
     monkeypatch.setattr(simulation, "WORKER", ("-c", "import signal; signal.pause()"))
-    limit = TimeLimit(0.01)
-    predict = Predictor(folder=tmp_path, limit=limit)
-    assert [predict(job(name)).source for name in ("zero1", "zero2")] == ["formulas", "formulas"]
-    assert limit.over
+    predict = Predictor(folder=tmp_path / "plans", seconds=0.01)
+    for name in ("zero1", "zero2"):
+        found = predict(job(name))
+        assert found.source == "formulas"
+        assert found.notes[0] == f"{name} is by formulas: simulations were given 0 s."
+    assert not (tmp_path / "plans").exists()  # nothing was kept for a later program
 
 
 def test_a_simulation_that_crashes_is_answered_by_formulas_with_its_error(monkeypatch, tmp_path):
     monkeypatch.setattr(simulation, "WORKER", ("-c", "raise SystemExit('a library has changed')"))
-    found = Predictor(folder=tmp_path, limit=TimeLimit(3600))(job("zero2"))
+    found = Predictor(folder=tmp_path, seconds=3600)(job("zero2"))
     assert found.source == "formulas"
     assert found.notes[0] == "zero2 is by formulas: zero2 on 2 ranks cannot be simulated: a library has changed."
     with pytest.raises(Refusal, match="cannot be simulated"):  # the command says so and stops

@@ -11,9 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.tiny import ROOT
-from zero_recipes.plan.simulator import allocator, patches
+from zero_recipes.plan.simulator import device, patches
 from zero_recipes.plan.simulator import parent as simulation
-from zero_recipes.plan.simulator.allocator import MIB, CachingAllocator, reserved_peak
+from zero_recipes.plan.simulator.device import MIB, CachingAllocator, reserved_peak
 from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
 
 NEEDED = {
@@ -110,13 +110,13 @@ def test_small_blocks_share_a_segment_and_large_ones_are_rounded():
     model = CachingAllocator()
     model.allocate(1, 1, 0)
     model.allocate(2, 1000, 0)
-    assert model.reserved == allocator.kSmallBuffer
+    assert model.reserved == device.kSmallBuffer
     model.allocate(3, 3 * MIB, 0)
-    assert model.reserved == allocator.kSmallBuffer + allocator.kLargeBuffer
+    assert model.reserved == device.kSmallBuffer + device.kLargeBuffer
     model.allocate(4, 11 * MIB, 0)  # 17 MiB are left of the large buffer
-    assert model.reserved == allocator.kSmallBuffer + allocator.kLargeBuffer
+    assert model.reserved == device.kSmallBuffer + device.kLargeBuffer
     model.allocate(5, 25 * MIB + 1, 0)
-    assert model.reserved == allocator.kSmallBuffer + allocator.kLargeBuffer + 26 * MIB
+    assert model.reserved == device.kSmallBuffer + device.kLargeBuffer + 26 * MIB
 
 
 def test_freed_blocks_join_and_serve_again_on_their_stream_only():

@@ -31,7 +31,6 @@ from zero_recipes.plan.job import Job
 from zero_recipes.plan.overheads import overheads
 from zero_recipes.plan.predict import BY_FORMULAS, Predict, Predictor, fit_of
 from zero_recipes.plan.recommend import changes_arithmetic
-from zero_recipes.plan.simulator.time_limit import TimeLimit
 
 NAMED = 10**9  # bytes; less may be the process's own: contexts and communicators differ by GPU and driver
 PLAIN_ADAM = ("adamw_torch", "adamw_torch_fused")
@@ -45,7 +44,7 @@ def main() -> None:
     from zero_recipes.libs.warnings import quieten
 
     quieten()
-    answer = answer_of(question, Predictor(limit=TimeLimit(question["seconds"])), sys.stdin.readline)
+    answer = answer_of(question, Predictor(seconds=question["seconds"]), sys.stdin.readline)
     print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from huggingface_hub import constants
 from pydantic import ValidationError
 
 import zero_recipes
@@ -20,7 +22,6 @@ from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.simulator import parent as simulation
-from zero_recipes.plan.simulator.time_limit import TimeLimit
 
 Predict = Callable[[Job], Prediction]
 BY_FORMULAS = " is by formulas: "  # in a note; a reason follows
@@ -29,12 +30,15 @@ BY_FORMULAS = " is by formulas: "  # in a note; a reason follows
 class Predictor:
     """Predicts each job once. What was simulated is kept on disk, for later programs with the same versions and code.
 
-    `quick`: by formulas alone. `folder`: of the kept predictions; unset, it is beside the hub's cache. `limit`: of
-    the simulations; with one a job is predicted by formulas, with the reason, where it is over or a simulation fails.
+    `quick`: by formulas alone. `folder`: of the kept predictions; unset, it is beside the hub's cache. `seconds`: from
+    now on, of simulations; with a limit a job is predicted by formulas, with the reason, where the time is over or a
+    simulation fails.
     """
 
-    def __init__(self, quick: bool = False, folder: Path | None = None, limit: TimeLimit | None = None):
-        self.quick, self.folder, self.limit = quick, folder, limit
+    def __init__(self, quick: bool = False, folder: Path | None = None, seconds: float | None = None):
+        self.quick, self.seconds = quick, seconds
+        self.folder = folder or Path(constants.HF_HOME, "zero-recipes", "plans")
+        self.deadline = None if seconds is None else time.monotonic() + seconds
         self._versions = library_versions() | {"zero_recipes": own_code()}
         self._known: dict[str, Prediction] = {}
 
@@ -55,10 +59,10 @@ class Predictor:
             self.prepare([job])
             return None
         except Refusal as refusal:
-            if self.limit is None:
+            if self.deadline is None:
                 raise
-            if self.limit.over:
-                return f"simulations were given {self.limit.seconds:.0f} s"
+            if time.monotonic() >= self.deadline:
+                return f"simulations were given {self.seconds:.0f} s"
             return f"{refusal.what}: {refusal.why.splitlines()[-1]}"
 
     def prepare(self, jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> None:
@@ -66,30 +70,20 @@ class Predictor:
 
         Raises Refusal where a simulation fails.
         """
-        wanted = {job.key(self._versions): job for job in jobs if simulation.not_simulated(job) is None}
-        for key, job in wanted.items():
-            kept = self._read(key)
-            if kept is not None:
-                self._known[key] = kept
-                done(job)
-        missing = {key: job for key, job in wanted.items() if key not in self._known}
-        for key, prediction in zip(missing, simulation.simulate(list(missing.values()), done, self.limit), strict=True):
+        missing = {}
+        for job in jobs:
+            if simulation.not_simulated(job) is None:
+                key = job.key(self._versions)
+                try:
+                    self._known[key] = Prediction.model_validate_json((self.folder / f"{key}.json").read_bytes())
+                    done(job)
+                except (OSError, ValidationError):  # not there, or not whole
+                    missing[key] = job
+        predictions = simulation.simulate(list(missing.values()), done, self.deadline)
+        for key, prediction in zip(missing, predictions, strict=True):
             self._known[key] = prediction
             with suppress(OSError):  # a full or read-only disk costs the next program its time, and no run its training
-                write_text(self._path(key), prediction.model_dump_json())
-
-    def _read(self, key: str) -> Prediction | None:
-        try:
-            return Prediction.model_validate_json(self._path(key).read_bytes())
-        except (OSError, ValidationError):
-            return None  # not there, or not whole
-
-    def _path(self, key: str) -> Path:
-        if self.folder is not None:
-            return self.folder / f"{key}.json"
-        from huggingface_hub import constants
-
-        return Path(constants.HF_HOME, "zero-recipes", "plans", f"{key}.json")
+                write_text(self.folder / f"{key}.json", prediction.model_dump_json())
 
 
 @functools.cache

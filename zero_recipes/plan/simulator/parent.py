@@ -1,4 +1,9 @@
-"""Predictions from the real engine: jobs are simulated in processes of their own (worker.py)."""
+"""Predictions from the real engine: jobs are simulated in a process of their own, which forks for each (worker.py).
+
+    python -m zero_recipes.plan.simulator.parent AT_ONCE < tasks.json
+
+The process reads [{"job", "rank"}], all of one device, and prints for each task a line: its number, and its answer.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -18,15 +24,25 @@ import psutil
 from zero_recipes.checks.lower_bounds import resumable_bytes
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Host
+from zero_recipes.core.process import end_with_parent, imported_for_good, kill_with_children
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, Prediction
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.overheads import overheads
-from zero_recipes.plan.simulator.time_limit import TimeLimit
 from zero_recipes.theory.deepspeed_memory import read_at_resume
 
-WORKER = ("-m", "zero_recipes.plan.simulator.worker")  # what the child runs; benchmarks/planners/ has its own
+WORKER = ("-m", "zero_recipes.plan.simulator.parent")  # what the child runs; benchmarks/planners/ has its own
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
+OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
 
 
 def not_simulated(job: Job) -> str | None:
@@ -49,36 +65,24 @@ def not_simulated(job: Job) -> str | None:
 
 
 def simulate(
-    jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None, limit: TimeLimit | None = None
+    jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None, deadline: float | None = None
 ) -> list[Prediction]:
-    """Predictions in the order of the jobs; `done` is told of each job as it is ready, in any order.
+    """Predictions in the order of the jobs, all of one device; `done` is told of each job as it is ready, in any order.
 
-    All jobs of one device in one child, which imports the libraries once and forks for each job and rank.
-    Raises Refusal where a simulation fails, or where the time `limit` is over.
+    `deadline`: a time.monotonic(). Raises Refusal where a simulation fails or is not ready by then.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        answers = [[Path(folder, f"{index}.{rank}.json") for rank in _ranks(job)] for index, job in enumerate(jobs)]
-
-        def answered(answer: Path) -> None:
-            index = int(answer.name.split(".")[0])
-            if all(path.exists() for path in answers[index]):
-                done(jobs[index])
-
-        # stage 3 takes longest and comes first, so that no core is left alone with it at the end
-        for device in sorted({job.device for job in jobs}):  # the device that stands for a GPU comes before the forks
-            tasks = [
-                {"job": job.as_dict(), "rank": rank, "answer": str(path)}
-                for job, paths in sorted(zip(jobs, answers, strict=True), key=lambda pair: pair[0].zero_stage != 3)
-                if job.device == device
-                for rank, path in zip(_ranks(job), paths, strict=True)
-            ]
-            for answer, error in _run_worker(tasks, answered, limit):
-                job = jobs[int(answer.name.split(".")[0])]
-                raise refusal("ZR821", strategy=job.strategy, world_size=job.world_size, error=error)
-        return [
-            _prediction(job, [json.loads(path.read_text()) for path in paths])
-            for job, paths in zip(jobs, answers, strict=True)
-        ]
+    tasks = [(index, rank) for index, job in enumerate(jobs) for rank in _ranks(job)]
+    # stage 3 takes longest and comes first, so that no core is left alone with it at the end
+    tasks.sort(key=lambda task: jobs[task[0]].zero_stage != 3)
+    found: list[dict[int, dict[str, Any]]] = [{} for _ in jobs]
+    for number, answer in _answers([{"job": jobs[index].as_dict(), "rank": rank} for index, rank in tasks], deadline):
+        index, rank = tasks[number]
+        job, found[index][rank] = jobs[index], answer
+        if "error" in answer:
+            raise refusal("ZR821", strategy=job.strategy, world_size=job.world_size, error=answer["error"])
+        if len(found[index]) == len(_ranks(job)):
+            done(job)
+    return [_prediction(job, [ranks[rank] for rank in _ranks(job)]) for job, ranks in zip(jobs, found, strict=True)]
 
 
 def _ranks(job: Job) -> list[int]:
@@ -89,103 +93,76 @@ def _ranks(job: Job) -> list[int]:
     return sorted({0, job.world_size - 1}) if job.zero_stage in (1, 2) else [0]
 
 
-def _run_worker(tasks: list[dict], answered: Callable[[Path], None], limit: TimeLimit | None) -> list[tuple[Path, str]]:
-    """Run the tasks; [(answer's path, what went wrong)] of those that failed."""
-    child = subprocess.Popen(
-        [sys.executable, *WORKER, str(_at_once())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=_environment(),
-    )
-    noise: list[str] = []
-    listener = threading.Thread(target=lambda: noise.extend(child.stderr), daemon=True)
-    listener.start()
-    failed, ended = [], set()
-    with limit.of(child) if limit else nullcontext():
-        with suppress(BrokenPipeError), child.stdin:  # it was killed: said below, of each task
-            child.stdin.write(json.dumps(tasks, default=str))
-        for line in child.stdout:
-            if line.startswith("{"):
-                message = json.loads(line)
-                ended.add(message["answer"])
-                if message["error"]:
-                    failed.append((Path(message["answer"]), message["error"]))
-                else:
-                    answered(Path(message["answer"]))
+def _answers(tasks: list[dict], deadline: float | None) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number of a task, its answer) as each is ready. Where the process ends before all are, the others' `error`."""
+    if not tasks:
+        return
+    own = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)} | ENVIRONMENT
+    at_once = max(1, min(Host().cores(), psutil.virtual_memory().available // RESIDENT))  # each takes a core
+    command, pipes = [sys.executable, *WORKER, str(at_once)], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    missing = set(range(len(tasks)))
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(command, stderr=errors, text=True, env=own, **pipes) as child,
+    ):
+        end = lambda: kill_with_children(psutil.Process(child.pid))  # noqa: E731
+        timer = threading.Timer(threading.TIMEOUT_MAX if deadline is None else deadline - time.monotonic(), end)
+        timer.daemon = True
+        timer.start()
+        try:
+            with suppress(BrokenPipeError), child.stdin:  # it has ended: said below, of each task
+                child.stdin.write(json.dumps(tasks, default=str))
+            for line in child.stdout:
+                number, answer = line.split(maxsplit=1)
+                missing.remove(int(number))
+                yield int(number), json.loads(answer)
+        finally:
+            timer.cancel()
+            if child.poll() is None:
+                end()
         child.wait()
-    listener.join()
-    for task in tasks:
-        if task["answer"] not in ended:
-            failed.append((Path(task["answer"]), "".join(noise[-3:]).strip() or f"exit code {child.returncode}"))
-    return failed
-
-
-def _at_once() -> int:
-    """Simulations side by side: each takes a core."""
-    free = psutil.virtual_memory().available // RESIDENT
-    return max(1, min(Host().cores(), free))
-
-
-def _environment() -> dict[str, str]:
-    """This process's, without what a launcher has put there; no GPU is touched."""
-    own = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("ACCELERATE_", "FSDP_", "TORCHELASTIC_"))
-    }
-    return own | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
+        errors.seek(0)
+        error = "".join(errors.readlines()[-3:]).strip() or f"exit code {child.returncode}"
+        for number in missing:
+            yield number, {"error": error}
 
 
 def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
     """The rank that needs most, with what the ranks need together."""
     most = max(ranks, key=lambda rank: rank["allocated_peak_bytes"])
-    settings = job.settings
-    here, segments = job.ranks_per_node, most["reserved_peak_bytes"]
-    as_found = ("parameters", "trainable_parameters", "gradient_accumulation_steps", "allocated_peak_bytes")
-    as_found += ("peak_phase", "peak_operator", "at_peak", "peaks", "communication_bytes_per_step", "flops_per_step")
-    return Prediction(
-        source="engine",
-        strategy=job.strategy,
-        zero_stage=job.zero_stage,
-        world_size=job.world_size,
-        precision=job.precision,
-        micro_batch_size=settings.per_device_train_batch_size,
-        max_length=settings.max_length,
-        **{key: most[key] for key in as_found},
-        model_state_bytes=ModelStateBytes(
-            **{part: max(rank["model_state_bytes"][part] for rank in ranks) for part in most["model_state_bytes"]}
-        ),
-        memory_phases=PhaseBytes(**most["memory_phases"]),
-        segment_bytes=segments,
-        reserved_bytes=overheads().reserved_range(segments, job.world_size),
-        host_bytes=HostBytes(
-            load=here * (most["host_load"] + most["imports"]),
-            training=here * (most["host_training"] + most["imports"]),
-            resume=here * (most["host_training"] + most["imports"] + _read_at_resume(job, most)),
-        ),
-        checkpoint_bytes=_checkpoint_bytes(job, most),
-        seconds=sum(rank["seconds"] for rank in ranks),
-        resident_bytes=max(rank["resident_bytes"] for rank in ranks),
-        notes=_notes(job),
-    )
-
-
-def _checkpoint_bytes(job: Job, found: dict[str, Any]) -> CheckpointBytes:
-    """16 bits of each weight (32 without DeepSpeed), and Adam's fp32 states with DeepSpeed's fp32 master."""
-    trainable = found["trainable_parameters"]
-    lora = trainable < found["parameters"]
-    each = 2 if job.ds_config is not None and job.settings.precision != "fp32" else 4
-    weights = each * (trainable if lora else found["parameters"])
+    settings, trainable = job.settings, most["trainable_parameters"]  # of LoRA the adapter alone
+    segments = most.pop("reserved_peak_bytes")
+    # 16 bits of each weight (32 without DeepSpeed), and Adam's fp32 states with DeepSpeed's fp32 master
+    weights = (2 if job.ds_config is not None and settings.precision != "fp32" else 4) * trainable
     optimizer = (8 if job.ds_config is None else job.zero.adam_bytes) * trainable
-    return CheckpointBytes(weights=weights, resumable=resumable_bytes(weights, optimizer, job.zero_stage))
-
-
-def _read_at_resume(job: Job, found: dict[str, Any]) -> int:
-    saved = _checkpoint_bytes(job, found).weights
-    optimizer = (8 if job.ds_config is None else job.zero.adam_bytes) * found["trainable_parameters"]
-    return read_at_resume(saved, optimizer, job.zero_stage, job.world_size)
+    imports, load, training = (job.ranks_per_node * most.pop(key) for key in ("imports", "host_load", "host_training"))
+    resume = job.ranks_per_node * read_at_resume(weights, optimizer, job.zero_stage, job.world_size)
+    states = [rank["model_state_bytes"] for rank in ranks]
+    return Prediction(
+        **most
+        | {
+            "source": "engine",
+            "strategy": job.strategy,
+            "zero_stage": job.zero_stage,
+            "world_size": job.world_size,
+            "precision": job.precision,
+            "micro_batch_size": settings.per_device_train_batch_size,
+            "max_length": settings.max_length,
+            "model_state_bytes": ModelStateBytes(**{part: max(s[part] for s in states) for part in states[0]}),
+            "memory_phases": PhaseBytes(**most["memory_phases"]),
+            "segment_bytes": segments,
+            "reserved_bytes": overheads().reserved_range(segments, job.world_size),
+            "host_bytes": HostBytes(
+                load=load + imports, training=training + imports, resume=training + imports + resume
+            ),
+            "checkpoint_bytes": CheckpointBytes(
+                weights=weights, resumable=resumable_bytes(weights, optimizer, job.zero_stage)
+            ),
+            "seconds": sum(rank["seconds"] for rank in ranks),
+            "resident_bytes": max(rank["resident_bytes"] for rank in ranks),
+            "notes": _notes(job),
+        }
+    )
 
 
 def _notes(job: Job) -> list[str]:
@@ -203,3 +180,42 @@ def _notes(job: Job) -> list[str]:
     if any("expert" in key for key in job.config):
         notes.append("A mixture of experts is simulated with the routing of random tokens.")
     return notes
+
+
+def main(at_once: int) -> None:
+    """The child: imports the libraries once, and forks for each task of standard input, so many at once."""
+    end_with_parent()  # a run that is killed leaves no plan behind
+    tasks = list(enumerate(json.load(sys.stdin)))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to stderr
+    with imported_for_good():  # to look through a million objects again takes a second, in each fork too
+        worker = load_worker(tasks[0][1]["job"]["device"])
+    running: dict[int, tuple[int, Any]] = {}
+    while tasks or running:
+        while tasks and len(running) < at_once:
+            number, task = tasks.pop(0)
+            answer = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed where it is read)
+            child = os.fork()
+            if child == 0:
+                worker.run(task, answer)
+            running[child] = number, answer
+        ended, status = os.wait()
+        number, answer = running.pop(ended)
+        with answer:
+            answer.seek(0)
+            written = answer.read() or json.dumps({"error": f"its process ended with status {status}"})
+        print(number, written, file=answers, flush=True)
+
+
+def load_worker(device: str) -> ModuleType:
+    if device == "gpu":
+        from zero_recipes.plan.simulator.device import set_up_fake_gpu
+
+        set_up_fake_gpu()  # before others take names out of torch
+    from zero_recipes.plan.simulator import worker
+
+    return worker
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,15 +1,11 @@
 """One rank of one run, without numbers: the real Trainer and DeepSpeed engine take two steps under fake tensors.
 
-Runs in processes of its own (parent.py starts them), for it replaces parts of the libraries (patches.py) that no
-training may meet. Tasks come as JSON on standard input: [{"job", "rank", "answer": path}], all of one device. The
-libraries are imported once; each task runs in a fork. A line of JSON on standard output for each: {"answer", "error"}.
-
-    python -m zero_recipes.plan.simulator.worker AT_ONCE < tasks.json
+For forks of a process of its own (parent.py `main`), for it replaces parts of the libraries (patches.py) that no
+training may meet. No thread may run and no process group may exist before the forks.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import resource
@@ -18,19 +14,47 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
+import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer  # every engine does, and with it torch's compiler
+import peft  # noqa: F401
+import psutil
+import torch
+from accelerate.state import PartialState
+from datasets import Dataset
+from tokenizers import Tokenizer, models
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import SFTTrainer, get_peft_config
+
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import end_with_parent
+from zero_recipes.libs.deepspeed import base_optimizer, gradient_tensors, optimizer_tensors, weight_tensors
+from zero_recipes.libs.huggingface import rows_are_cut
+from zero_recipes.libs.patches import FreshAdamAtStage0
+from zero_recipes.libs.warnings import quieten
+from zero_recipes.metrics.communication import CommunicationCounter
+from zero_recipes.metrics.probe import StateProbe
+from zero_recipes.model import parameter_counts, sizes_of
 from zero_recipes.plan.job import Job
+from zero_recipes.plan.simulator import device, patches
+from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
+from zero_recipes.training.token_loss import TokenWeights
 
 STEPS = 2  # Adam's states appear in the first; the second is as all that follow
+TRAINING = ("forward", "backward", "step", "between")
+AFTERWARDS = ("evaluation", "best model")  # what a run does beside its steps
 
 # Of a recipe's keys, what has no part in a step's memory and would ask for files, networks or numbers.
 LEFT_OUT = {
     "max_steps": STEPS,
     "use_cpu": True,  # the device is set below
     "tf32": None,
+    "fsdp": None,
     "report_to": "none",
     "logging_strategy": "no",
     "eval_strategy": "no",
@@ -54,53 +78,8 @@ LEFT_OUT = {
 }
 
 
-def main(at_once: int) -> None:
-    """Run the tasks of standard input, so many at once."""
-    end_with_parent()  # a run that is killed leaves no plan behind
-    tasks = json.load(sys.stdin)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to stderr
-    _import(tasks[0]["job"]["device"] == "gpu")
-    running: dict[int, dict] = {}
-    while tasks or running:
-        while tasks and len(running) < at_once:
-            task = tasks.pop(0)
-            child = os.fork()
-            if child == 0:
-                _run(task)
-            running[child] = task
-        ended, status = os.wait()
-        task = running.pop(ended)
-        error = None
-        if status:
-            trace = Path(task["answer"] + ".error")
-            error = trace.read_text() if trace.exists() else f"its process ended with status {status}"
-        print(json.dumps({"answer": task["answer"], "error": error}), file=answers, flush=True)
-
-
-def _import(on_gpu: bool) -> None:
-    """All that the tasks need; no thread may run and no process group may exist before the forks."""
-    gc.disable()  # a million objects that stay: to look through them again and again takes a second, in each fork too
-    os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCHINDUCTOR_COMPILE_THREADS="1")
-    import torch
-
-    torch.set_num_threads(1)
-    if on_gpu:
-        from zero_recipes.plan.simulator import fake_device
-
-        fake_device.set_up_fake_gpu()  # before others take names out of torch
-    import datasets  # noqa: F401
-    import deepspeed
-    import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401 (every engine does, and torch's compiler with it)
-    import peft  # noqa: F401
-    import trl  # noqa: F401
-
-    gc.freeze()
-    gc.enable()
-
-
-def _run(task: dict) -> NoReturn:
-    """The child's whole life."""
+def run(task: dict, answer: TextIO) -> NoReturn:
+    """A fork's whole life. `answer`: where its answer is written, as JSON; `error` in it says what went wrong."""
     end_with_parent()
     started = time.perf_counter()
     try:
@@ -108,110 +87,64 @@ def _run(task: dict) -> NoReturn:
         if job.ds_config is None and job.settings.fp16:
             # the same bytes but for the loss scale, which accelerate 1.15 (accelerator.py) has for real devices alone
             job = job.changed(fp16=False, bf16=True)
-        _environment(job, task["rank"])
         _start_group(job, task["rank"])
         with tempfile.TemporaryDirectory() as folder:
             found = train_two_steps(job, folder)
         found["seconds"] = time.perf_counter() - started
         found["resident_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        Path(task["answer"]).write_text(json.dumps(found))
-        code = 0
     except BaseException as error:  # whatever it is, the parent must hear of it
-        Path(task["answer"] + ".error").write_text(f"{type(error).__name__}: {first_line(error)}")
         traceback.print_exc()
-        code = 1
+        found = {"error": f"{type(error).__name__}: {first_line(error)}"}
+    json.dump(found, answer)
+    answer.flush()
     sys.stderr.flush()
-    os._exit(code)  # the pretended group has nobody to say goodbye to
+    os._exit(0)  # the pretended group has nobody to say goodbye to
 
 
-def _environment(job: Job, rank: int) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):  # of the run that is being planned
-        os.environ.pop(name, None)
+def _start_group(job: Job, rank: int) -> None:
+    """A process group of the job's size in which every collective succeeds and moves nothing."""
     if job.is_alone:
-        _set_up_autocast(job)
         return
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(job.world_size),
         LOCAL_RANK="0",  # of the one device there is
-        LOCAL_WORLD_SIZE=str(min(job.gpus_per_node, job.world_size)),
+        LOCAL_WORLD_SIZE=str(job.ranks_per_node),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="1",
     )
-    if job.ds_config is not None:
-        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    else:
-        _set_up_autocast(job)
-
-
-def _set_up_autocast(job: Job) -> None:
-    """Without DeepSpeed the model computes in 16 bits by torch.autocast."""
-    if job.device == "gpu" and (job.settings.bf16 or job.settings.fp16):
-        import torch
-
-        from zero_recipes.plan.simulator import autocast
-
-        autocast.set_up_autocast(torch.bfloat16 if job.settings.bf16 else torch.float16)
-
-
-def _start_group(job: Job, rank: int) -> None:
-    """A process group of the job's size in which every collective succeeds and moves nothing."""
-    import torch
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if job.is_alone:
-        return
     backend = "cpu:fake,gpu:fake" if job.device == "gpu" else "fake"
     torch.distributed.init_process_group(backend, store=FakeStore(), rank=rank, world_size=job.world_size)
     if job.ds_config is not None:
-        import deepspeed
-
-        from zero_recipes.plan.simulator import patches
-
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         patches.no_kernels()
         deepspeed.init_distributed("fake", auto_mpi_discovery=False, verbose=False)
 
 
 def train_two_steps(job: Job, folder: str) -> dict:
     """Build the run as run_sft.py does, under fake tensors, train two steps, and return what was counted."""
-    import psutil
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from zero_recipes.libs.warnings import quieten
-
     quieten()
-    from zero_recipes.config import keys
-    from zero_recipes.config import recipe as recipes
-    from zero_recipes.config import strategy as strategies
-    from zero_recipes.config.settings import Settings
-    from zero_recipes.model import sizes_of
-    from zero_recipes.plan.simulator import fake_device, patches
-    from zero_recipes.plan.simulator.allocator import kMinBlockSize, reserved_peak
-    from zero_recipes.plan.simulator.callback import TRAINING, Watch
-    from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
-
     on_gpu = job.device == "gpu"
-    if on_gpu:
-        fake_device.emptied.append(lambda: tracker.events.append(("empty",)))
-    device = torch.device("gpu:0" if on_gpu else "cpu")
-    settings = Settings(dict.fromkeys(keys.key_types()) | job.settings.as_dict() | LEFT_OUT)
-    settings = settings.replace(output_dir=folder, deepspeed=job.ds_config)
-    derived = recipes.derive_accumulation(settings, {}, job.world_size)
-    accumulation = settings.gradient_accumulation_steps if derived is None else derived
+    accumulation = job.settings.gradient_accumulation_steps
+    settings = job.settings.replace(**LEFT_OUT, output_dir=folder, deepspeed=job.ds_config)
     settings = settings.replace(gradient_accumulation_steps=min(accumulation, 2))
-    strategy = strategies.resolve_strategy(settings, {"WORLD_SIZE": str(job.world_size)}, sizes_of)
-    decided = {} if strategy.ds_config is None else {"deepspeed": strategy.ds_config.raw}
-    decided |= {"fsdp": True, "fsdp_config": strategy.fsdp_config} if strategy.is_fsdp else {"fsdp": None}
-    _, training_args, model_args, _ = recipes.trl_arguments(settings.replace(**decided), Path("plan.yaml"))
-    _train_on(device, training_args)
+    strategy = resolve_strategy(settings, {"WORLD_SIZE": str(job.world_size)}, sizes_of)
+    if strategy.is_deepspeed:
+        settings = settings.replace(deepspeed=strategy.ds_config.raw)
+    _, training_args, model_args, _ = recipes.trl_arguments(settings, Path("plan.yaml"))
+    # transformers and accelerate have taken the CPU for want of anything else
+    PartialState._shared_state["device"] = torch.device("gpu:0" if on_gpu else "cpu")
+    training_args.__dict__["_setup_devices"] = torch.device("gpu:0" if on_gpu else "cpu")
 
     host = LiveStorages("cpu")
     in_one = training_args.packing or training_args.padding_free
     full_rows = training_args.per_device_train_batch_size == 1 or in_one
     patches.replace_parts_of_libraries(on_gpu, full_rows, in_one, host.pinning)
+    if on_gpu and job.precision != "fp32":  # without DeepSpeed, or by its torch_autocast
+        patches.set_up_autocast(torch.bfloat16 if job.precision == "bf16" else torch.float16)
     imports = psutil.Process().memory_info().rss
-    tracker = LiveStorages(device.type, kMinBlockSize if on_gpu else 1, fake_device.stream if on_gpu else None)
+    tracker = LiveStorages("gpu", device.kMinBlockSize, device.stream) if on_gpu else LiveStorages("cpu")
+    device.emptied.append(lambda: tracker.events.append(("empty",)))
     observed = Observed(tracker, host) if on_gpu else Observed(tracker)
     with FakeTensorMode(allow_non_fake_inputs=True), observed:
         watch = Watch(strategy, observed, tracker, host, accumulation)
@@ -221,47 +154,30 @@ def train_two_steps(job: Job, folder: str) -> dict:
             watch.evaluate(_rows(training_args, training_args.world_size * training_args.per_device_eval_batch_size))
         if job.settings.load_best_model_at_end and strategy.is_deepspeed:
             watch.load_best_model()
-    found = watch.found() | {"imports": imports}
-    found["gradient_accumulation_steps"] = accumulation
-    found["reserved_peak_bytes"] = reserved_peak(tracker.events, TRAINING[0]) if on_gpu else 0
-    return found
+    return watch.found() | {
+        "imports": imports,
+        "gradient_accumulation_steps": accumulation,
+        "reserved_peak_bytes": device.reserved_peak(tracker.events, TRAINING[0]) if on_gpu else 0,
+    }
 
 
-def _train_on(device, training_args) -> None:
-    """transformers and accelerate have taken the CPU for want of anything else."""
-    from accelerate.state import PartialState
-
-    PartialState._shared_state["device"] = device
-    training_args.__dict__["_setup_devices"] = device
-
-
-def _trainer(job: Job, strategy, training_args, model_args, watch):
+def _trainer(job: Job, strategy: Strategy, training_args, model_args, watch: Watch) -> WatchedSFTTrainer:
     """The trainer as run_sft.py builds it, watched."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from trl import get_peft_config
-
-    from zero_recipes.libs.huggingface import rows_are_cut
-    from zero_recipes.libs.patches import FreshAdamAtStage0
-    from zero_recipes.plan.simulator.callback import WatchedSFTTrainer
-    from zero_recipes.plan.simulator.patches import attention_of
-
     config = dict(job.config)
     config = AutoConfig.for_model(config.pop("model_type"), **config)
     dtype = model_args.dtype
     dtype = (config.dtype or torch.float32) if dtype in ("auto", None) else getattr(torch, dtype)
-    attention = attention_of(job.settings.attn_implementation, job.device == "gpu")
+    attention = patches.attention_of(job.settings.attn_implementation, job.device == "gpu")
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     if job.device == "gpu" and strategy.zero_stage != 3:  # as DeepSpeed does: engine.py `_configure_distributed_model`
         if strategy.is_deepspeed and (training_args.bf16 or training_args.fp16):
             model.to(torch.bfloat16 if training_args.bf16 else torch.float16)
         model.to(training_args.device)
-    rows = _rows(training_args)
     with rows_are_cut(training_args):
         trainer = WatchedSFTTrainer(
             model=model,
             args=training_args,
-            train_dataset=rows,
+            train_dataset=_rows(training_args),
             processing_class=_tokenizer(),
             peft_config=get_peft_config(model_args),
             callbacks=[FreshAdamAtStage0(), watch],
@@ -270,10 +186,8 @@ def _trainer(job: Job, strategy, training_args, model_args, watch):
     return trainer
 
 
-def _rows(training_args, count: int | None = None):
+def _rows(training_args, count: int | None = None) -> Dataset:
     """So many tokenised rows of the recipe's full length, or enough for all steps; what they say plays no part."""
-    from datasets import Dataset
-
     if count is None:
         count = STEPS * training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
         count *= training_args.world_size
@@ -281,14 +195,168 @@ def _rows(training_args, count: int | None = None):
     return Dataset.from_dict({"input_ids": [row] * count, "labels": [row] * count})
 
 
-def _tokenizer():
+def _tokenizer() -> PreTrainedTokenizerFast:
     """The least that SFTTrainer takes; the rows are tokens already."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+class WatchedSFTTrainer(SFTTrainer):
+    """SFTTrainer with a real run's token weights, which says when forward ends and backward begins."""
+
+    watch: Watch
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.token_weights = TokenWeights(self)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return self.token_weights.of_step(batches, count, device, self._get_num_items_in_batch)
+
+    def prediction_step(self, model, inputs, *arguments, **keywords):
+        return self.token_weights.predict(super().prediction_step, model, inputs, *arguments, **keywords)
+
+    def compute_loss(self, model, inputs, *arguments, **keywords):
+        if not self.model.training:
+            return super().compute_loss(model, inputs, *arguments, **keywords)
+        self.watch.tracker.enter("forward")
+        loss = super().compute_loss(model, inputs, *arguments, **keywords)
+        patches.forget_copies()
+        self.watch.tracker.enter("backward")
+        return loss
+
+    def training_step(self, *arguments, **keywords):
+        loss = super().training_step(*arguments, **keywords)
+        self.watch.tracker.enter("between")
+        self.watch.communication.end_step()  # of this micro step: only the last of a step steps
+        return loss
+
+
+class Watch(TrainerCallback):
+    """Names the phases to the tracker, and reads what metrics.json of a real run would hold. The first of two steps
+    builds Adam's states, the second is read; peaks are of both."""
+
+    def __init__(
+        self, strategy: Strategy, observed: Observed, tracker: LiveStorages, host: LiveStorages, accumulation: int
+    ):
+        """`accumulation`: micro steps of a step in the recipe; at most two are simulated, others are as the first."""
+        self.accumulation, self.simulated = accumulation, min(accumulation, 2)
+        self.strategy, self.observed = strategy, observed
+        self.tracker, self.host = tracker, host
+        self.bytes: dict[str, int] = {}  # allocated after each phase: what StateProbe records
+        self.done = 0
+
+    def join(self, trainer: WatchedSFTTrainer) -> None:
+        self.trainer, trainer.watch = trainer, self
+        self.parameters, self.trainable = parameter_counts(trainer.model)
+        self.record("model_loaded")
+        for p in trainer.model.parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(self._own_gradient)
+
+    def record(self, name: str) -> None:
+        """Allocated bytes after a phase (in place of metrics/probe.py MemoryPhases)."""
+        self.bytes[name] = self.tracker.live
+
+    def _own_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.tracker.assign([parameter.grad], "grads")
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.record("engine_built")
+        self.host_load = max(self.host.peaks.values(), default=0)
+        self.host.forget_peaks()
+        self.probe = StateProbe(self.trainer.model, self.trainer.optimizer, self.strategy, self)
+        self._assign()
+        self._name_the_step()
+        self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy)
+        self.communication.start()
+        self.tracker.enter("between")
+        self.tracker.forget_peaks()
+
+    def _name_the_step(self) -> None:
+        """accelerate's `backward` calls the engine's `step`; without DeepSpeed the Trainer calls the optimizer's."""
+        owner = self.trainer.model_wrapped if self.strategy.is_deepspeed else self.trainer.optimizer
+        step = owner.step
+
+        def named(*arguments, **keywords):
+            self.tracker.enter("step")
+            return step(*arguments, **keywords)
+
+        owner.step = named
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self.done == 1:
+            self.probe.attach()
+            self.observed.counts_flops = True
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.tracker.enter("between")
+        if self.done == 1:
+            self.states = self.probe.detach()
+        self.done += 1
+        self._assign()
+
+    def _assign(self) -> None:
+        parameters, optimizer = self.probe.parameters, self.probe.states_of
+        for tracker in (self.tracker, self.host):
+            tracker.assign(getattr(self.trainer.model_wrapped, "buckets", []), "buckets")  # of DistributedDataParallel
+            tracker.assign(gradient_tensors(parameters, optimizer), "grads")
+            tracker.assign(optimizer_tensors(parameters, optimizer), "optimizer")
+            tracker.assign(weight_tensors(parameters, optimizer), "params")
+
+    def evaluate(self, rows: Dataset) -> None:
+        """One batch of an evaluation, as the Trainer's loop takes it."""
+        trainer, self.observed.counts_flops = self.trainer, False
+        trainer.token_weights.begin_evaluation()
+        batch = trainer._prepare_inputs(next(iter(trainer.get_eval_dataloader(rows))))
+        self.tracker.enter("evaluation")
+        trainer.model_wrapped.eval()
+        trainer.prediction_step(trainer.model_wrapped, batch, prediction_loss_only=True)
+        patches.forget_copies()
+        trainer.model_wrapped.train()
+        self.tracker.enter("between")
+
+    def load_best_model(self) -> None:
+        """What load_best_model_at_end loads beside what is there: the optimizer's states once more.
+
+        transformers 5.23, integrations/deepspeed.py `deepspeed_load_checkpoint` asks for them too; DeepSpeed 0.19.8
+        reads its file to the host, and torch's Optimizer.load_state_dict makes all the new states before it drops the
+        old ones (deepspeedai/DeepSpeed#3938).
+        """
+        states = base_optimizer(self.trainer.optimizer).state.values()
+        self.tracker.enter("best model")
+        again = [value.clone() for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        del again
+        self.tracker.enter("between")
+
+    def found(self) -> dict:
+        """What this rank needs; metrics/prediction.py says what the keys mean."""
+        peaks = {phase: self.tracker.peaks.get(phase, 0) for phase in TRAINING}
+        peaks |= {phase: self.tracker.peaks[phase] for phase in AFTERWARDS if phase in self.tracker.peaks}
+        phase = max(peaks, key=peaks.get)
+        return {
+            "parameters": self.parameters,
+            "trainable_parameters": self.trainable,
+            "allocated_peak_bytes": peaks[phase],
+            "peak_phase": phase,
+            "peak_operator": self.tracker.operators[phase],
+            "at_peak": self.tracker.at_peak[phase],
+            "peaks": peaks,
+            "model_state_bytes": self.states,
+            "memory_phases": self.bytes,
+            "host_load": self.host_load,
+            "host_training": max(self.host.peaks.values(), default=0),
+            "communication_bytes_per_step": self._communication(),
+            "flops_per_step": self.observed.flops // self.simulated * self.accumulation,
+        }
+
+    def _communication(self) -> dict[str, int]:
+        """Of one step: the last micro step, and as many of the others as the recipe has."""
+        other, last = (everywhere for everywhere, _ in self.communication.steps[-2:])
+        if self.simulated == 1 or not self.strategy.is_deepspeed:
+            return last  # DistributedDataParallel reduces in the last micro step only
+        return {
+            name: last.get(name, 0) + (self.accumulation - 1) * other.get(name, 0) for name in sorted({*last, *other})
+        }
