@@ -69,16 +69,16 @@ def main() -> None:
 
 def plans_of(wanted: list[Case], work: Path) -> dict[str, Any]:
     """{slug: prediction}, as the run would plan itself with the tested versions of the libraries."""
-    from zero_recipes.plan import jobs as plan_jobs
+    from zero_recipes.plan import job as plan_job
     from zero_recipes.plan.predict import Predictor
 
     jobs = {}
     for case in wanted:
-        recipe = plan_jobs.read_recipe(write_recipe(case, work), [])
+        recipe = plan_job.read_recipe(write_recipe(case, work), [])
         strategy = "ddp" if case.strategy == "single" else case.strategy
-        known = plan_jobs.read_strategies(recipe, (strategy,))
-        config = plan_jobs.model_config(recipe.settings)
-        jobs[case.slug] = plan_jobs.job_of(recipe, config, case.strategy, known[strategy], 1)
+        known = plan_job.read_strategies(recipe, (strategy,))
+        config = plan_job.model_config(recipe.settings)
+        jobs[case.slug] = plan_job.job_of(recipe, config, case.strategy, known[strategy], 1)
     predict = Predictor()
     predict.prepare(list(jobs.values()))
     of_the_machine = {"seconds", "resident_bytes"}

@@ -38,9 +38,9 @@ def measured_bytes(row: dict[str, Any]) -> float:
 
 
 def config_of(name: str) -> dict[str, Any]:
-    from zero_recipes.plan import jobs
+    from zero_recipes.plan import job as plan_job
 
-    known = jobs.known_models()
+    known = plan_job.known_models()
     own = yaml.safe_load((FOLDER / "models.yaml").read_text())
     return dict(own[name] if name in own else known[name]["config"])
 
@@ -49,16 +49,16 @@ def job_of_row(row: dict[str, Any]) -> Job:
     """Raises Refusal where the planner does not take the recipe."""
     from benchmarks.planners.other_trainers import KEY
     from zero_recipes.config import recipe as recipes
-    from zero_recipes.plan import jobs
+    from zero_recipes.plan import job as plan_job
 
     given = {"model_name_or_path": row["model"], "dataset_name": "rows", "output_dir": "output"} | row["recipe"]
     given |= {"max_steps": 2, "use_peft": row["method"] != "full", "load_in_4bit": row["method"] == "qlora"}
     recipe = recipes.parse_recipe(FOLDER / "rows.yaml", given, [])
     ds_config = None
     if row["strategy"] not in ("single", "fsdp2"):
-        strategies = jobs.read_strategies(recipe, [row["strategy"]], ROOT / "accelerate_configs")
+        strategies = plan_job.read_strategies(recipe, [row["strategy"]], ROOT / "accelerate_configs")
         ds_config = strategies[row["strategy"]]
     if ds_config is not None:
         ds_config = ds_config | {"zero_optimization": ds_config["zero_optimization"] | row.get("ds", {})}
     config = config_of(row["model"]) | {KEY: row["head"]}
-    return jobs.job_of(recipe, config, row["strategy"], ds_config, row["gpus"], row.get("per_node", 8))
+    return plan_job.job_of(recipe, config, row["strategy"], ds_config, row["gpus"], row.get("per_node", 8))

@@ -22,9 +22,8 @@ from zero_recipes.core.findings import Refusal  # noqa: E402
 from zero_recipes.core.host import library_versions  # noqa: E402
 from zero_recipes.metrics.prediction import Prediction  # noqa: E402
 from zero_recipes.plan import predict as planner  # noqa: E402
-from zero_recipes.plan.formulas import predict_by_formulas  # noqa: E402
+from zero_recipes.plan.formulas import overheads, predict_by_formulas  # noqa: E402
 from zero_recipes.plan.job import Job  # noqa: E402
-from zero_recipes.plan.overheads import overheads  # noqa: E402
 from zero_recipes.plan.simulator import parent as simulation  # noqa: E402
 
 FILE = court.FOLDER / "predictions.json"

@@ -25,7 +25,7 @@ from zero_recipes.core.findings import Refusal
 from zero_recipes.core.process import free_port
 from zero_recipes.libs.deepspeed import STATE_PARTS
 from zero_recipes.model import sizes_of
-from zero_recipes.theory.deepspeed_memory import fsdp2_terms
+from zero_recipes.theory.deepspeed import fsdp2_terms
 
 FSDP = ["--fsdp", "true"]
 

@@ -21,7 +21,7 @@ from zero_recipes.core.host import Host
 from zero_recipes.distributed import nvme
 from zero_recipes.distributed.nvme import SWAPPED, claim_swap_folder, measure
 from zero_recipes.plan.formulas import predict_by_formulas
-from zero_recipes.plan.jobs import job_of, model_config, read_recipe
+from zero_recipes.plan.job import job_of, model_config, read_recipe
 
 STEPS = 3
 MIXED = "zero3_offload_infinity"

@@ -13,7 +13,7 @@ from transformers import (
 
 from tests.helpers.grid import grid
 from tests.helpers.tiny import llama_config, named, write_recipe
-from zero_recipes.theory.deepspeed_memory import read_at_resume
+from zero_recipes.theory.deepspeed import read_at_resume
 
 ADAPTER = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": ["q_proj", "v_proj"]}
 LORA = {"bf16": False, "max_steps": 3, "global_batch_size": 8, "learning_rate": 1e-2, "activation_checkpointing": True}

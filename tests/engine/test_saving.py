@@ -18,7 +18,7 @@ from zero_recipes.checks.lower_bounds import checkpoint_bytes
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.theory.deepspeed_memory import read_at_resume
+from zero_recipes.theory.deepspeed import read_at_resume
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

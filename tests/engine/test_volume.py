@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.grid import grid
 from tests.helpers.tiny import ROOT, write_recipe
-from zero_recipes.theory.deepspeed_comm import explained, volume_terms
+from zero_recipes.theory.deepspeed import explained, volume_terms
 from zero_recipes.theory.zero_paper import PLUS_PLUS, communication_units, paper_volume, plus_plus_units
 
 NEVER_KEPT = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}

@@ -10,9 +10,9 @@ from pathlib import Path
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction, ReservedRange
-from zero_recipes.plan import jobs
+from zero_recipes.plan import job as plan_job
+from zero_recipes.plan.choose import Row, make_row
 from zero_recipes.plan.job import Job
-from zero_recipes.plan.recommend import Row, make_row
 
 ROOT = Path(__file__).resolve().parents[2]
 GB = 10**9
@@ -21,31 +21,33 @@ H100 = gpu_named("h100-80gb", gpus())
 
 @lru_cache
 def recipe(name: str, *overrides: str):
-    return jobs.read_recipe(ROOT / "recipes" / f"{name}.yaml", overrides)
+    return plan_job.read_recipe(ROOT / "recipes" / f"{name}.yaml", overrides)
 
 
 @lru_cache
 def every_strategy() -> dict:
     """All that a plan knows, whatever the working directory is."""
     with chdir(ROOT):
-        return jobs.read_strategies(recipe("pythia"), ["all"])
+        return plan_job.read_strategies(recipe("pythia"), ["all"])
 
 
 def strategies() -> dict:
     """The stages and CPU offload."""
-    return {name: every_strategy()[name] for name in jobs.ALL}
+    return {name: every_strategy()[name] for name in plan_job.ALL}
 
 
 def job(strategy: str, ranks: int = 2, name: str = "pythia", gpus_per_node: int = 8, **values) -> Job:
     own = recipe(name)
-    made = jobs.job_of(own, jobs.model_config(own.settings), strategy, every_strategy()[strategy], ranks, gpus_per_node)
+    made = plan_job.job_of(
+        own, plan_job.model_config(own.settings), strategy, every_strategy()[strategy], ranks, gpus_per_node
+    )
     return replace(made, settings=made.settings.replace(**values))
 
 
 def rows_of(needs: dict[str, int | tuple], ranks: int = 2, with_change: bool = False, **request) -> list[Row]:
     """Rows of recipes/pythia.yaml on H100s. `needs`: {strategy: GB, or (GB, seconds of a step)}."""
     own, names = recipe("pythia"), {name: every_strategy()[name] for name in needs}
-    asked = jobs.PlanRequest(own, [], job("zero3").config, names, [ranks], 8, H100, **request)
+    asked = plan_job.PlanRequest(own, [], job("zero3").config, names, [ranks], 8, H100, **request)
     taken = {name: need if isinstance(need, tuple) else (need, None) for name, need in needs.items()}
     rows = []
     for name, (size, seconds) in taken.items():

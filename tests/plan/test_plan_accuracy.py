@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from tests.helpers.compared_jobs import job_of, write_recipe
 from tests.helpers.tiny import ROOT, llama_config, write_model
-from zero_recipes.plan.overheads import overheads
+from zero_recipes.plan.formulas import overheads
 from zero_recipes.plan.simulator import parent as simulation
 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}

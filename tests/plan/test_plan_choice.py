@@ -11,12 +11,23 @@ from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.metrics.prediction import HostBytes
 from zero_recipes.plan import messages
-from zero_recipes.plan.changes import COST_ORDER, largest, largest_micro_batch, longest_sequence, smallest_change
+from zero_recipes.plan.choose import (
+    COST_ORDER,
+    ORDER,
+    PLACES,
+    PLUS_PLUS,
+    fastest_of,
+    kind,
+    largest,
+    largest_micro_batch,
+    longest_sequence,
+    make_row,
+    recommend,
+    smallest_change,
+)
 from zero_recipes.plan.formulas import predict_by_formulas
-from zero_recipes.plan.job import Job
-from zero_recipes.plan.jobs import ALL, EVERY, PlanRequest, run_command
+from zero_recipes.plan.job import ALL, EVERY, Job, PlanRequest, run_command
 from zero_recipes.plan.predict import fit_of
-from zero_recipes.plan.recommend import ORDER, PLACES, PLUS_PLUS, fastest_of, kind, make_row, recommend
 
 CAPACITY = 80 * GB
 OTHERWISE = {"zero2_bf16_states", "zero3_bf16_states", "zero2_autocast"}

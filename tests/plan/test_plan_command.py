@@ -13,7 +13,7 @@ from zero_recipes.cli import main as cli
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.plan.formulas import predict_by_formulas
-from zero_recipes.plan.jobs import EVERY, model_config, read_strategies, run_command
+from zero_recipes.plan.job import EVERY, model_config, read_strategies, run_command
 
 RECIPE = "recipes/pythia.yaml"
 

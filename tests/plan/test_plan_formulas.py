@@ -14,9 +14,8 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.prediction import PARTS, Prediction
 from zero_recipes.plan import formulas
-from zero_recipes.plan.formulas import predict_by_formulas, shape_of
-from zero_recipes.plan.jobs import known_models
-from zero_recipes.plan.overheads import overheads
+from zero_recipes.plan.formulas import overheads, predict_by_formulas, shape_of
+from zero_recipes.plan.job import known_models
 from zero_recipes.plan.predict import Predictor
 from zero_recipes.plan.simulator import parent
 
@@ -163,7 +162,7 @@ def test_buckets_and_what_stage_3_gathers(strategy, ranks, keys, elements):
 
 
 def test_copies_in_the_step_and_beside_it():
-    """20Ψ at stage 0 and not 16Ψ; stages 1 and 2 hold the same at their fullest (theory/deepspeed_memory.py)."""
+    """20Ψ at stage 0 and not 16Ψ; stages 1 and 2 hold the same at their fullest (theory/deepspeed.py)."""
     zero0 = predict_by_formulas(job("zero0"))
     assert zero0.peak_phase == "step" and zero0.allocated_peak_bytes == 20 * PSI
     one, two = predict_by_formulas(job("zero1")), predict_by_formulas(job("zero2"))

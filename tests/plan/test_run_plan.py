@@ -29,8 +29,7 @@ from zero_recipes.metrics.failure import failed_row
 from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.plan import of_run
 from zero_recipes.plan.cost import estimate
-from zero_recipes.plan.formulas import predict_by_formulas
-from zero_recipes.plan.overheads import overheads
+from zero_recipes.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.plan.predict import Predictor
 from zero_recipes.plan.simulator import parent as simulation
 from zero_recipes.report import read_runs, write_report

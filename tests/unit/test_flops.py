@@ -17,7 +17,7 @@ from zero_recipes.metrics.flops import ModelFlops, model_flops, squares
 from zero_recipes.metrics.model_flops import UsedFlops, utilisation
 from zero_recipes.metrics.schema import RunIdentity
 from zero_recipes.plan.formulas import shape_of
-from zero_recipes.plan.jobs import known_models
+from zero_recipes.plan.job import known_models
 
 WIDE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 WIDE |= {"num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0}

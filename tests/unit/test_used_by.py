@@ -16,7 +16,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.findings import Refusal
 from zero_recipes.model import sizes_of
-from zero_recipes.plan.jobs import read_strategies
+from zero_recipes.plan.job import read_strategies
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path.name for path in (ROOT / "accelerate_configs").glob("*.yaml"))

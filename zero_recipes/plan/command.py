@@ -12,12 +12,10 @@ from rich.progress import Progress
 
 from zero_recipes.core.tables import terminal
 from zero_recipes.plan import output
-from zero_recipes.plan.changes import limits_of
+from zero_recipes.plan.choose import limits_of, recommend, rows_of, smallest_machine
 from zero_recipes.plan.cost import calibrated, read_measured
-from zero_recipes.plan.job import Job
-from zero_recipes.plan.jobs import read_request
+from zero_recipes.plan.job import Job, read_request
 from zero_recipes.plan.predict import Predictor
-from zero_recipes.plan.recommend import recommend, rows_of, smallest_machine
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:

@@ -32,8 +32,7 @@ from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.flops import ModelFlops, squares
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.plan.formulas import shape_of
-from zero_recipes.plan.job import Job
-from zero_recipes.plan.jobs import PlanRequest, job_of
+from zero_recipes.plan.job import Job, PlanRequest, job_of
 from zero_recipes.plan.predict import Predict
 
 Range = tuple[float, float]  # low, high

@@ -1,7 +1,7 @@
 """A prediction by textbook formulas, in milliseconds: `zero-recipes plan --quick`. The engine's simulation is exact.
 
 Model states: zero_recipes/theory/zero_paper.py (arXiv:1910.02054), with what DeepSpeed 0.19.8 adds inside its step
-(zero_recipes/theory/deepspeed_memory.py). Activations: Korthikanti et al., "Reducing Activation Recomputation in Large
+(zero_recipes/theory/deepspeed.py). Activations: Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models", arXiv:2205.05198, section 4.1 and table 2, without dropout's masks; widths of grouped queries and
 gated MLPs counted in the same way. Symbols: Ψ parameters, N ranks, s tokens in a sequence, b sequences in a micro
 batch, h hidden width, a heads, L layers, V vocabulary. Sizes are bytes of one rank.
@@ -14,8 +14,11 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from zero_recipes.checks.lower_bounds import DTYPE_BYTES, beside_offloaded_optimizer, resumable_bytes, swap_buffers
 from zero_recipes.config.ds_config import number_in
@@ -23,10 +26,9 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.metrics.flops import ModelFlops, active_experts, idle_weights, model_flops
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
-from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction
+from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction, ReservedRange
 from zero_recipes.plan.job import Job
-from zero_recipes.plan.overheads import overheads
-from zero_recipes.theory.deepspeed_memory import SwapTensor, read_at_resume, swapped_bytes
+from zero_recipes.theory.deepspeed import SwapTensor, read_at_resume, swapped_bytes
 from zero_recipes.theory.zero_paper import ModelState, model_state_bytes, model_state_bytes_fp32
 
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`
@@ -256,7 +258,7 @@ def _sharded(job: Job, shape: Shape) -> ModelState:
     sizes = (shape.parameters, job.world_size, job.zero_stage, shape.trainable)
     if job.settings.precision == "fp32":
         states = model_state_bytes_fp32(*sizes)
-        if job.zero_stage:  # DeepSpeed keeps masters beside weights that are fp32 themselves (deepspeed_memory.py)
+        if job.zero_stage:  # DeepSpeed keeps masters beside weights that are fp32 themselves (deepspeed.py)
             states = states._replace(optimizer=1.5 * states.optimizer)
     else:
         states = model_state_bytes(*sizes, job.zero.adam_bytes)
@@ -296,7 +298,7 @@ def step_copies(job: Job, shape: Shape) -> float:
     """Bytes added inside the optimizer step: DeepSpeed's fp32 gradients in 16 bits, and stages 1 and 2 flatten too.
 
     Plain Adam without DeepSpeed takes all tensors at once (torch/optim/adam.py `_multi_tensor_adam`), with a list of
-    intermediates as large as its weights. Terms and source lines: zero_recipes/theory/deepspeed_memory.py; `flatten` in
+    intermediates as large as its weights. Terms and source lines: zero_recipes/theory/deepspeed.py; `flatten` in
     zero/stage_1_and_2.py `step`.
     """
     trainable, ranks = shape.trainable, job.world_size
@@ -458,3 +460,35 @@ def _notes(job: Job, shape: Shape) -> list[str]:
         "torch_autocast: activations are counted in fp32, more than autocast keeps.": job.zero.autocast,
     }
     return [note for note, applies in notes.items() if applies]
+
+
+FILE = Path(__file__).with_name("overheads.yaml")
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Bytes of a CUDA context and of a NCCL communicator, and the factor on the allocator's segments.
+
+    `measured`: whether a GPU showed what every run has; one GPU alone cannot show a communicator.
+    """
+
+    context: float
+    communicator: float
+    fragmentation: float
+    measured: bool
+
+    def beside_segments(self, world_size: int) -> int:
+        """Bytes of one GPU that the caching allocator does not know of."""
+        return int(self.context + (self.communicator if world_size > 1 else 0))
+
+    def reserved_range(self, segments: int, world_size: int) -> ReservedRange:
+        """What a process takes of its GPU whose allocator holds `segments` bytes at its peak."""
+        beside = self.beside_segments(world_size)
+        return ReservedRange(low=segments + beside, high=int(segments * self.fragmentation) + beside)
+
+
+@cache
+def overheads() -> Overheads:
+    entries = yaml.safe_load(FILE.read_text())
+    measured = entries["context"]["measured"] and entries["fragmentation"]["measured"]
+    return Overheads(**{name: entry["value"] for name, entry in entries.items()}, measured=measured)

@@ -9,11 +9,10 @@ from zero_recipes.core.units import count, percent, significant, size
 from zero_recipes.data.audit import holding
 from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.prediction import Prediction
-from zero_recipes.plan.changes import Change
+from zero_recipes.plan.choose import PLUS_PLUS, Change, Recommendation, Row, kind
 from zero_recipes.plan.cost import Speed, padded_together, pads, sequence_of
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.predict import Fit
-from zero_recipes.plan.recommend import PLUS_PLUS, Recommendation, Row, kind
 
 SOURCES = {"engine": "the engine, simulated", "formulas": "textbook formulas"}
 STATUSES = {"fits": "fits into", "tight": "tight in", "no": "does not fit into"}

@@ -23,14 +23,12 @@ from zero_recipes.core.process import end_with_parent
 from zero_recipes.core.units import size
 from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.prediction import Prediction
-from zero_recipes.plan import jobs, messages
-from zero_recipes.plan.changes import smallest_change
+from zero_recipes.plan import messages
+from zero_recipes.plan.choose import changes_arithmetic, smallest_change
 from zero_recipes.plan.cost import estimate
-from zero_recipes.plan.formulas import predict_by_formulas
-from zero_recipes.plan.job import Job
-from zero_recipes.plan.overheads import overheads
+from zero_recipes.plan.formulas import overheads, predict_by_formulas
+from zero_recipes.plan.job import Job, model_config, run_command, strategies_here
 from zero_recipes.plan.predict import BY_FORMULAS, Predict, Predictor, fit_of
-from zero_recipes.plan.recommend import changes_arithmetic
 
 NAMED = 10**9  # bytes; less may be the process's own: contexts and communicators differ by GPU and driver
 PLAIN_ADAM = ("adamw_torch", "adamw_torch_fused")
@@ -54,7 +52,7 @@ def answer_of(question: Mapping[str, Any], predict: Predict, rows: Any) -> dict[
     written = question["job"]
     settings = Settings(written["settings"])
     try:
-        config = jobs.model_config(settings)
+        config = model_config(settings)
         job = Job(settings.model_name_or_path, config, **(written | {"settings": settings}))
         plan = _Plan(job, Path(question["recipe"]), [Card.of(card) for card in question["cards"]], predict)
         findings = plan.states_alone(predict_by_formulas(job))  # certain: nothing is simulated but what helps
@@ -160,7 +158,7 @@ class _Plan:
         ]
 
     def _what_helps(self, prediction: Prediction, capacity: int) -> str:
-        job, strategies = self.job, jobs.strategies_here() | {self.job.strategy: self.job.ds_config}
+        job, strategies = self.job, strategies_here() | {self.job.strategy: self.job.ds_config}
         predict: Predict = lambda other: prediction if other is job else self.predict(other)  # noqa: E731
         change = smallest_change(job, capacity, predict, strategies, Host().memory()[0])
         if change is None:
@@ -169,7 +167,7 @@ class _Plan:
         settings = job.settings.replace(deepspeed=None)
         words = messages.change_in_words(change)
         source = " (by formulas)" if change.prediction.source == "formulas" else ""
-        command = jobs.run_command(self.recipe, settings, [], change.job)
+        command = run_command(self.recipe, settings, [], change.job)
         return f"{words[0].upper()}{words[1:]}{source}, with the other options of this run: {command}."
 
     @property

@@ -16,11 +16,9 @@ from zero_recipes.core.files import write_json
 from zero_recipes.core.tables import Column, markdown_columns, print_columns
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.plan import messages
-from zero_recipes.plan.changes import Change
+from zero_recipes.plan.choose import Change, Recommendation, Row, fewest_gpus
 from zero_recipes.plan.cost import Cost, Range, Speed, cost
-from zero_recipes.plan.job import Job
-from zero_recipes.plan.jobs import Excluded, PlanRequest
-from zero_recipes.plan.recommend import Recommendation, Row, fewest_gpus
+from zero_recipes.plan.job import Excluded, Job, PlanRequest
 from zero_recipes.report import plots
 from zero_recipes.theory.zero_paper import paper_volume
 

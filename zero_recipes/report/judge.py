@@ -16,7 +16,7 @@ from zero_recipes.metrics.schema import ORDER
 from zero_recipes.report import rows
 from zero_recipes.report.table import texts
 from zero_recipes.theory import zero_paper
-from zero_recipes.theory.deepspeed_comm import explained, volume_terms
+from zero_recipes.theory.deepspeed import explained, volume_terms
 
 Verdict = Literal["yes", "no", "cannot tell"]
 Answer = tuple[Verdict, str]

@@ -27,9 +27,9 @@ from zero_recipes.core.host import Host
 from zero_recipes.core.process import end_with_parent, imported_for_good, kill_with_children
 from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
 from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, Prediction
+from zero_recipes.plan.formulas import overheads
 from zero_recipes.plan.job import Job
-from zero_recipes.plan.overheads import overheads
-from zero_recipes.theory.deepspeed_memory import read_at_resume
+from zero_recipes.theory.deepspeed import read_at_resume
 
 WORKER = ("-m", "zero_recipes.plan.simulator.parent")  # what the child runs; benchmarks/planners/ has its own
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
