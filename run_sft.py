@@ -40,8 +40,7 @@ def train(run):
     from zero_recipes.checks.predicted import planning
     from zero_recipes.checks.preflight import resolved_ds_config
     from zero_recipes.distributed.nvme import swap_space
-    from zero_recipes.training.output import Output
-    from zero_recipes.training.parts import RunParts
+    from zero_recipes.training.output import Output, RunParts
     from zero_recipes.training.trainer import ZeroSFTTrainer
 
     run = resolve_resume_checkpoint(run)

@@ -46,9 +46,21 @@ from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_
 from zero_recipes.metrics.read_runs import SampleRow
 from zero_recipes.metrics.schema import FILE, ContractError, Metrics
 from zero_recipes.model import load_config, load_model
-from zero_recipes.training.generation import generate_texts, places, prompts_cut, reference_losses
-from zero_recipes.training.samples import TEXT_SCORES, Answers, question, score, short, why_unscored, write_rows
-from zero_recipes.training.scores import perplexity, rouge
+from zero_recipes.training.samples import (
+    TEXT_SCORES,
+    Answers,
+    generate_texts,
+    perplexity,
+    places,
+    prompts_cut,
+    question,
+    reference_losses,
+    rouge,
+    score,
+    short,
+    why_unscored,
+    write_rows,
+)
 
 RECIPE = "recipe.resolved.yaml"
 NO_BASE = "none"  # --base none: the model alone

@@ -104,9 +104,9 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, small_disk):
         argv = arguments(recipe, "ddp", out)
         one.run("train_on_a_filling_disk", argv=argv, filler=str(filler), left=int(1.7 * size))
     message = str(failed.value).splitlines()[-1]
-    assert message.startswith(
-        f"zero_recipes.training.checkpointing.NotSaved: {out}/checkpoint-4 could not be saved: "
-    ), message
+    assert message.startswith(f"zero_recipes.training.trainer.NotSaved: {out}/checkpoint-4 could not be saved: "), (
+        message
+    )
     assert " bytes are free on its disk. " in message and f"{out}/checkpoint-2 is whole" in message
     assert is_unfinished(out / "checkpoint-4") and checkpoint_fault(out / "checkpoint-2") is None
     assert json.loads((out / "metrics.json").read_text())["status"] == "failed", "the file was lost"

@@ -21,8 +21,7 @@ from zero_recipes.data.load import alpaca_prompt
 from zero_recipes.data.samples import Sample
 from zero_recipes.metrics.read_runs import SampleRow, read_runs, read_samples
 from zero_recipes.report import judge_runs, write_report
-from zero_recipes.training.samples import Answers
-from zero_recipes.training.scores import rouge
+from zero_recipes.training.samples import Answers, rouge
 
 BASE = ROOT / "tiny_world" / "base"
 ROWS = [json.loads(line) for line in (ROOT / "tiny_world" / "test.jsonl").read_text().splitlines()[:40:10]]

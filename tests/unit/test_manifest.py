@@ -29,7 +29,7 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host import library_versions
 from zero_recipes.data.prepare import data_sha256
-from zero_recipes.training.checkpointing import rotate
+from zero_recipes.training.trainer import rotate
 
 
 def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Path:

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader
 
 from zero_recipes.data.prepare import read_whole
 from zero_recipes.libs.huggingface import rows_left_over
-from zero_recipes.training.row_order import EndlessRows
-from zero_recipes.training.token_loss import CollatorWithRowLengths, kept_rows, tokens_after, without_loss
+from zero_recipes.training.token_loss import CollatorWithRowLengths, EndlessRows, kept_rows, tokens_after, without_loss
 
 
 def loaders(rows: int, size: int, world: int, drop_last: bool, split: bool, shuffle: bool) -> list:
