@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.helpers.grid import grid
 from tests.helpers.sample_cases import strict
 from tests.helpers.tiny import named, write_recipe
-from zero_recipes.checkpoint.save import checkpoint_fault, count_nonfinite
+from zero_recipes.checkpoint.save import checkpoint_fault, entries_of, refuse_bad_numbers
 
 # the second step's weights are beyond fp32
 KEYS = {"bf16": False, "learning_rate": 1e38, "lr_scheduler_type": "constant", "max_steps": 9, "save_model": True}
@@ -37,10 +36,8 @@ def test_a_run_that_diverges_ends_and_keeps_the_checkpoint_before(two, tmp_path,
     (kept,) = [name for name in ranks[0]["files"] if name.startswith("checkpoint-")]
     assert str(out / kept) in metrics["error"] and int(kept.partition("-")[2]) < first
     assert checkpoint_fault(out / kept) is None
-    weights = out / kept / "model.safetensors"
-    assert not weights.is_file() or not any(
-        map(count_nonfinite, load_file(weights).values())
-    )  # FSDP2 keeps shards of its own
+    if (out / kept / "model.safetensors").is_file():  # FSDP2 keeps shards of its own
+        refuse_bad_numbers(entries_of(out / kept))
     printed = two.log(0, 10**6)
     assert printed.count("(stop_after_nonfinite_steps)") > 0
     assert [strict(file.read_text())["status"] for file in out.glob("failure.rank*.json")] == ["diverged"] * 2

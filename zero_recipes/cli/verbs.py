@@ -126,7 +126,6 @@ def _verify(arguments: argparse.Namespace) -> int:
     except NotWhole as error:
         print(error, file=sys.stderr)
         return 1
-    print(*(f"note: {note}" for note in whole["notes"]), sep="\n", end="\n" if whole["notes"] else "")
     print(
         f"{arguments.folder}: whole, {whole['tensors']} tensors, {whole['parameters']:,} parameters, "
         f"{whole['bytes']:,} bytes"

@@ -15,7 +15,6 @@ from trl import SFTConfig, get_peft_config
 from zero_recipes import model as models
 from zero_recipes.checkpoint.compatibility import refuse_other_data
 from zero_recipes.checkpoint.output_dir import claim_output_dir, hold_output_dir
-from zero_recipes.checkpoint.resume import passed_over
 from zero_recipes.config.recipe import write_resolved
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core.findings import Refusal
@@ -149,8 +148,7 @@ class Output:
 
     def _move_earlier_run(self) -> None:
         run = self.run
-        damaged = passed_over(run.output_dir, run.recipe.settings.resume_from_checkpoint, run.checkpoint)
-        previous = claim_output_dir(run.output_dir, run.settings.overwrite, damaged)
+        previous = claim_output_dir(run.output_dir, run.settings.overwrite)
         if previous is not None:
             print(f"kept: what an earlier run left, in {previous}", flush=True)
 

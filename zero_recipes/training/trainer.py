@@ -18,6 +18,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 from trl import SFTTrainer
 
+<<<<<<< HEAD
 from zero_recipes.checkpoint.compatibility import recipe_facts
 from zero_recipes.checkpoint.resume import load_resharded, numbered
 from zero_recipes.checkpoint.save import (
@@ -32,6 +33,10 @@ from zero_recipes.checkpoint.save import (
     write_checksums,
     write_manifest,
 )
+=======
+from zero_recipes.checkpoint.resume import load_resharded
+from zero_recipes.checkpoint.save import NotWhole, compare_with_class, is_resharded, refuse_bad_numbers, write_checksums
+>>>>>>> 338ed95 (checkpoint: one manifest with one fault, fewer diagnoses; tests of it in one file)
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import first_line
@@ -447,7 +452,7 @@ class ZeroSFTTrainer(SFTTrainer):
         """Raises NotWhole."""
         with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
             tensors = compare_with_class(folder, trust_remote_code)
-        refuse_nonfinite(tensors)
+        refuse_bad_numbers(tensors)
         if self._with_checksums:
             write_checksums(folder)
         size = sum(path.stat().st_size for path in {tensor.file for tensor in tensors.values()})

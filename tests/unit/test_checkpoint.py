@@ -1,0 +1,314 @@
+"""Which checkpoint a run goes on from: whole ones only, and only where the run fits; nothing whole is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerState
+
+from tests.helpers.damage import DAMAGES, lose, refusal_of
+from zero_recipes.checkpoint import compatibility, resume
+from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts, refuse_other_data
+from zero_recipes.checkpoint.resume import checkpoint_to_resume, clear_unfinished, numbered, resolve_resume_checkpoint
+from zero_recipes.checkpoint.save import (
+    HISTORY,
+    LATEST,
+    MANIFEST,
+    STATE,
+    begin_checkpoint,
+    checkpoint_fault,
+    content_fault,
+    is_unfinished,
+    manifest_facts,
+    read_manifest,
+    write_manifest,
+)
+from zero_recipes.config.ds_config import DsConfig
+from zero_recipes.config.recipe import Recipe, parse_recipe
+from zero_recipes.config.run import RunConfig
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core import host
+from zero_recipes.data.prepare import data_sha256
+from zero_recipes.training.checkpointing import rotate
+
+SEED, ROUNDS = int(os.environ.get("DAMAGE_SEED", 12)), int(os.environ.get("DAMAGE_ROUNDS", 1))
+FACTS = {"strategy": "zero2", "zero_stage": 2, "world_size": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 4}
+
+
+def strategy(name: str = "zero2", stage: int | None = 2, world_size: int = 2, **config) -> Strategy:
+    zero = {"stage": stage} | config.pop("zero", {})
+    ds_config = None if stage is None else DsConfig({"zero_optimization": zero} | config)
+    return Strategy(name, world_size, ds_config, "test")
+
+
+ZERO2 = strategy()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Recipe:
+    path = tmp_path_factory.mktemp("recipe") / "r.yaml"
+    mapping = {"model_name_or_path": "m", "max_steps": 20, "bf16": True, "per_device_train_batch_size": 2}
+    path.write_text(json.dumps(mapping))
+    return parse_recipe(path, mapping, ["--gradient_accumulation_steps", "4"])
+
+
+def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Path:
+    """A checkpoint as a run of ZeRO stage 2 on two processes leaves it: "whole", "unfinished", "damaged" (a file is cut
+    off) or "foreign", as plain transformers writes one."""
+    folder = output_dir / f"checkpoint-{step}"
+    states = folder / f"global_step{step}"
+    if kind != "foreign":
+        begin_checkpoint(folder)
+    states.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(step)
+    for rank in range(2):
+        torch.save({"exp_avg": torch.rand(33, generator=generator)}, states / f"zero_pp_rank_{rank}_optim_states.pt")
+    torch.save({"lr": [0.1 / step]}, folder / "scheduler.pt")
+    (folder / "model.safetensors").write_bytes(bytes([step]) * 500)
+    (folder / LATEST).write_text(states.name)
+    TrainerState(global_step=step, log_history=[{"loss": 2.5, "step": 1}]).save_to_json(str(folder / STATE))
+    (folder / HISTORY).write_text(json.dumps({"resumed_at": [1]}))
+    if kind in ("whole", "damaged"):
+        facts = {"step": step, "versions": host.versions(), "data_sha256": "d"} | FACTS | facts
+        write_manifest(folder, facts)
+    if kind == "damaged":
+        (folder / "model.safetensors").write_bytes(b"weig")
+    return folder
+
+
+def test_a_manifest_lists_every_file_and_is_written_last(tmp_path):
+    folder = checkpoint(tmp_path, 3)
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    found = read_manifest(folder)
+    assert found["step"] == 3 and found["files"].keys() == found["checksums"].keys() == names - {MANIFEST}
+    assert checkpoint_fault(folder) is None
+    (folder / "unfinished").touch()  # killed between manifest and mark
+    assert checkpoint_fault(folder) is None and not is_unfinished(folder)
+    begin_checkpoint(folder)  # a new save
+    assert is_unfinished(folder) and read_manifest(folder) is None
+
+
+@pytest.fixture
+def taken(recipe):
+    """The checkpoint that a run loads, named or by `true`; None: it starts fresh."""
+
+    def of(output_dir: Path, requested: str = "true", **keys) -> str | None:
+        chosen = checkpoint_to_resume(output_dir, requested)
+        settings = recipe.settings.replace(resume_from_checkpoint=chosen, trust_checkpoint=True, **keys)
+        named = dataclasses.replace(recipe, settings=recipe.settings.replace(resume_from_checkpoint=requested))
+        run = RunConfig(named, settings, MappingProxyType({}), ZERO2, "cpu", output_dir)
+        return resolve_resume_checkpoint(run).checkpoint
+
+    return of
+
+
+def test_bytes_of_any_file(tmp_path, recipe, taken):
+    """Each file is damaged in each way, the manifest too: the checkpoint before is taken, this one kept aside."""
+    out, draw = tmp_path / "out", random.Random(SEED)
+    checkpoint(out, 2, recipe=recipe_facts(recipe.settings, ZERO2))
+    whole = checkpoint(tmp_path / "kept", 3, recipe=recipe_facts(recipe.settings, ZERO2))
+    names = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
+    for name in names * ROUNDS:
+        for damage in DAMAGES:
+            folder = Path(shutil.copytree(whole, out / "checkpoint-3"))
+            assert taken(out) == str(folder)
+            damage(folder / name, draw)
+            if damage is lose and name.name == MANIFEST:  # then it is another program's
+                assert refusal_of(taken, out).codes == ["ZR704"]
+            elif read_manifest(folder) != read_manifest(whole) or name.name != MANIFEST:  # no white space
+                assert taken(out) == str(out / "checkpoint-2"), f"{damage.__name__} of {name}"
+            clear_unfinished(out)
+            shutil.rmtree(next(path for path in out.iterdir() if path.name != "checkpoint-2"))
+    assert len(names) == 8 and len(numbered(out)) == 1
+
+
+@pytest.mark.parametrize("name", [STATE, HISTORY, LATEST])
+@pytest.mark.parametrize("text", ["..", "../checkpoint-1", "/etc", "global_step9", "{", "[3]"])
+def test_small_files_without_checksums_that_no_resume_could_read(tmp_path, taken, name, text):
+    """Another program's checkpoint, and one of a run with skip_checksums."""
+    foreign, unchecked = checkpoint(tmp_path / "a", 2, "foreign"), checkpoint(tmp_path / "b", 2)
+    assert taken(tmp_path, str(foreign)) == str(foreign)
+    for folder in (foreign, unchecked):
+        (folder / name).write_text(text)
+    write_manifest(unchecked, manifest_facts(unchecked), with_checksums=False)
+    for folder in (foreign, unchecked):
+        refusal = refusal_of(taken, tmp_path, str(folder))
+        assert refusal.codes == ["ZR707"] and f"{name} of {folder} cannot be read" in refusal.why
+
+
+def test_checksums_may_be_left_out_and_each_rank_looks_at_its_share(tmp_path, taken):
+    folder = checkpoint(tmp_path, 2)
+    for name in read_manifest(folder)["files"]:
+        before = (folder / name).read_bytes()
+        (folder / name).write_bytes(bytes([before[0] ^ 1]) + before[1:])
+        for world in (1, 2, 3, 16):
+            faults = [content_fault(folder, rank, world) for rank in range(world)]
+            wanted = f"{folder / name} is not what was written: its checksum is another."
+            assert [fault for fault in faults if fault] == [wanted]
+        (folder / name).write_bytes(before)
+    assert refusal_of(taken, tmp_path, str(folder)) is None
+    (folder / "scheduler.pt").write_bytes((folder / "scheduler.pt").read_bytes()[::-1])
+    assert refusal_of(taken, tmp_path, str(folder)).codes == ["ZR707"]
+    assert taken(tmp_path, str(folder), skip_checksums=True) == str(folder)
+
+
+def test_true_takes_the_last_whole_one(tmp_path, capsys):
+    assert checkpoint_to_resume(tmp_path, None) is None and checkpoint_to_resume(tmp_path, "false") is None
+    assert checkpoint_to_resume(tmp_path / "new", "true") is None and "starting fresh" in capsys.readouterr().out
+    for step, kind in ((12, "unfinished"), (2, "whole"), (10, "whole"), (11, "damaged")):
+        checkpoint(tmp_path, step, kind)
+    assert checkpoint_to_resume(tmp_path, True) == str(tmp_path / "checkpoint-10")
+    printed = capsys.readouterr().out
+    assert "checkpoint-12 was not written to its end" in printed and printed.count("passed over") == 2
+    assert len(numbered(tmp_path)) == 4, "looking changes nothing"
+
+
+def test_unfinished_ones_are_deleted_damaged_ones_kept_aside_and_links_left_alone(tmp_path):
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    for step, kind in ((2, "whole"), (3, "damaged"), (4, "unfinished"), (5, "foreign")):
+        checkpoint(out, step, kind)
+    for step, kind in ((6, "unfinished"), (7, "damaged")):
+        (out / f"checkpoint-{step}").symlink_to(checkpoint(elsewhere, step, kind))
+    clear_unfinished(out)
+    assert [path.name for path in numbered(out)] == [f"checkpoint-{step}" for step in (2, 5, 6, 7)]
+    assert all((elsewhere / f"checkpoint-{step}" / STATE).is_file() for step in (6, 7))
+    checkpoint(out, 3, "damaged")
+    clear_unfinished(out)
+    for name in ("damaged-checkpoint-3", "damaged-checkpoint-3-again"):
+        assert (out / name / "model.safetensors").read_bytes() == b"weig"
+
+
+REFUSED = {
+    "another program's": ({4: "foreign"}, "true", "ZR704"),
+    "a folder that is not there": ({2: "whole"}, "checkpoint-3", "ZR707"),
+    "one without a state": ({2: "no state"}, "checkpoint-2", "ZR707"),
+    "an unfinished one": ({2: "whole", 6: "unfinished"}, "checkpoint-6", "ZR707"),
+    "a damaged one": ({2: "whole", 8: "damaged"}, "checkpoint-8", "ZR707"),
+    "one before another": ({2: "whole", 3: "whole"}, "checkpoint-2", "ZR710"),
+    "the last one": ({2: "whole", 4: "whole", 5: "unfinished"}, "checkpoint-4", None),
+    "a model alone": ({}, "true", "ZR705"),
+}
+
+
+@pytest.mark.parametrize(("kinds", "requested", "code"), REFUSED.values(), ids=REFUSED)
+def test_a_checkpoint_that_nobody_can_go_on_from(tmp_path, kinds, requested, code):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    for step, kind in kinds.items():
+        folder = checkpoint(tmp_path, step, "foreign" if kind == "no state" else kind)
+        if kind == "no state":
+            (folder / STATE).unlink()
+    named = "true" if requested == "true" else str(tmp_path / requested)
+    assert getattr(refusal_of(checkpoint_to_resume, tmp_path, named), "codes", [None]) == [code]
+
+
+def test_another_folders_checkpoint_and_overwriting(tmp_path):
+    folder, foreign = checkpoint(tmp_path / "out", 2), checkpoint(tmp_path / "plain", 7, "foreign")
+    checkpoint(tmp_path / "out", 3)
+    for path in (folder, foreign):
+        for overwrite in (True, False):
+            assert checkpoint_to_resume(tmp_path / "other", str(path), overwrite) == str(path)
+    for requested in ("true", str(folder)):
+        assert refusal_of(checkpoint_to_resume, tmp_path / "out", requested, True).codes == ["ZR703"]
+
+
+def test_rotation_keeps_the_newest_and_the_best_and_is_safe_to_kill(tmp_path, monkeypatch):
+    folders = {step: checkpoint(tmp_path, step) for step in (2, 9, 10, 11)}
+    rotate(tmp_path, None, None)
+    assert len(numbered(tmp_path)) == 4
+    for limit in (2, 1):
+        rotate(tmp_path, limit, str(folders[2]))
+        assert numbered(tmp_path) == [folders[2], folders[11]]
+    monkeypatch.setattr(shutil, "rmtree", lambda folder: None)  # killed before anything is gone
+    rotate(tmp_path, 1, None)
+    assert is_unfinished(folders[2]) and checkpoint_fault(folders[11]) is None
+
+
+def test_ranks_that_see_different_checkpoints_are_refused(monkeypatch):
+    run = type("Run", (), {"checkpoint": "out/checkpoint-2"})
+    monkeypatch.setattr(resume, "agree", lambda work: [work(), None])
+    assert "rank 1: starts fresh" in refusal_of(resolve_resume_checkpoint, run).why
+
+
+# whether the run fits
+
+BLOCK = {"scheduler": {"type": "X"}}
+MORE_ROWS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}  # the same in all
+CONSTANT = {"lr_scheduler_type": "constant"}
+FITS = {  # what the run has otherwise than the checkpoint's: (settings, strategy) -> codes, "-" before a warning
+    "nothing": ({}, {}, []),
+    "keys that decide nothing": (dict(save_steps=7, output_dir="x", report_to="wandb", sample_prompts=None), {}, []),
+    "another stage": ({}, dict(name="zero3", stage=3), ["ZR720"]),
+    "another world size": (dict(gradient_accumulation_steps=2), dict(world_size=4), ["ZR720"]),
+    "without DeepSpeed": ({}, dict(name="ddp", stage=None), ["ZR720"]),
+    "onto offload": ({}, dict(name="zero2_offload"), ["ZR721"]),
+    "another kernel": ({}, dict(name="zero2_hpz"), ["-ZR721"]),
+    "another global batch": (dict(gradient_accumulation_steps=3), {}, ["ZR722"]),
+    "the same global batch otherwise": (MORE_ROWS, {}, ["-ZR724"]),
+    "another recipe": (dict(learning_rate=1.0, seed=7), {}, ["ZR723"]),
+    "another block of the ds_config": ({}, BLOCK, ["ZR723"]),
+    "another accelerator_config": (dict(accelerator_config={"split_batches": True}), {}, ["ZR723"]),
+    "its defaults": (dict(accelerator_config='{"even_batches": true, "non_blocking": true}'), {}, []),
+    "more steps": (dict(max_steps=40), {}, ["-ZR724"]),
+    "another schedule": (CONSTANT | dict(max_steps=40), {}, ["ZR723"]),
+    "states on NVMe": ({}, dict(zero={"offload_optimizer": {"device": "nvme"}}), ["ZR719"]),
+    "rows that rank 0 hands out": (dict(accelerator_config={"dispatch_batches": True}), {}, ["ZR771", "ZR723"]),
+}
+
+
+@pytest.mark.parametrize(("keys", "launch", "codes"), FITS.values(), ids=FITS)
+def test_what_fits_a_checkpoint(tmp_path, recipe, keys, launch, codes):
+    folder = checkpoint(tmp_path, 4, recipe=recipe_facts(recipe.settings, ZERO2))
+    found = list(fit_findings(str(folder), recipe.settings.replace(**keys), strategy(**launch)))
+    assert ["-" * (one.level == "warning") + one.code for one in found] == codes
+
+
+def test_a_constant_rate_may_go_on_for_longer_and_other_versions_are_a_warning(tmp_path, recipe, monkeypatch):
+    constant = recipe.settings.replace(**CONSTANT)
+    folder = checkpoint(tmp_path, 5, recipe=recipe_facts(constant, ZERO2))
+    assert list(fit_findings(str(folder), constant.replace(max_steps=30), ZERO2)) == []
+    versions = host.versions() | {"deepspeed": "9.9"}
+    monkeypatch.setattr(compatibility, "versions", lambda: versions)
+    (found,) = fit_findings(str(folder), constant, ZERO2)
+    assert (found.code, found.level) == ("ZR726", "warning") and found.what.endswith("here is deepspeed 9.9")
+
+
+@pytest.mark.parametrize(
+    ("named", "rows", "code"), [(1, "d", None), (0, "e", None), (1, "e", "ZR727"), (1, None, "ZR727")]
+)
+def test_other_rows_are_refused(tmp_path, named, rows, code):
+    folder = str(checkpoint(tmp_path, 4)) if named else None
+    assert getattr(refusal_of(refuse_other_data, folder, rows), "codes", [None]) == [code]
+
+
+def test_a_checkpoint_without_a_manifest_must_have_the_states_that_a_resume_loads(tmp_path, recipe):
+    """transformers and DeepSpeed would begin with fresh ones, silently."""
+    folder, ddp = checkpoint(tmp_path, 4, "foreign"), strategy("ddp", None)
+
+    def codes(how: Strategy) -> list[str]:
+        return [found.code for found in fit_findings(str(folder), recipe.settings, how)]
+
+    assert codes(ZERO2) == ["ZR718"] and codes(ddp) == ["ZR718", "ZR769"] == codes(strategy(stage=0))
+    (folder / "optimizer.pt").write_bytes(b"states")
+    assert codes(ddp) == ["ZR718"]
+    (folder / "global_step4" / "zero_pp_rank_1_optim_states.pt").unlink()
+    assert codes(ZERO2) == ["ZR718", "ZR769"]
+    (folder / "scheduler.pt").unlink()
+    assert codes(ddp) == ["ZR718", "ZR769"] and codes(strategy(stage=2, world_size=1, **BLOCK)) == ["ZR718"]
+
+
+def test_the_hash_of_rows_is_that_of_their_content_and_order():
+    rows = [{"input_ids": list(range(i % 7)), "labels": [i] * (i % 7)} for i in range(2500)]
+    whole, backwards = Dataset.from_list(rows), range(2499, -1, -1)
+    assert data_sha256(whole) == data_sha256(whole.select(backwards).select(backwards))
+    assert data_sha256(whole) != data_sha256(whole.select(backwards))
+    rows[1700]["labels"][0] += 1
+    assert data_sha256(whole) != data_sha256(Dataset.from_list(rows))
