@@ -7,11 +7,9 @@ import itertools
 import json
 import math
 import os
-import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -22,48 +20,29 @@ import torch
 import transformers
 from accelerate.utils.memory import clear_device_cache
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from zero_recipes.checkpoint.save import (
-    ADAPTER,
-    INDEX,
-    SINGLE,
-    NotWhole,
-    compare_with_adapter,
-    embedding_rows,
-    entries_of,
-)
-from zero_recipes.checkpoint.verify import TOKENIZER, verify
+from zero_recipes.checkpoint.save import ADAPTER, INDEX, SINGLE, NotWhole, compare_with_class, entries_of
+from zero_recipes.checkpoint.verify import TOKENIZER
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.run import choose_device
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
 from zero_recipes.core.process import environment_kept
-from zero_recipes.core.tables import Column, plain, print_columns, print_texts, shown, terminal
+from zero_recipes.core.tables import plain, print_texts, shown, terminal
 from zero_recipes.data.load import PADDING_TOKENS, alpaca_prompt, apply_chat_template_file
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.metrics.read_runs import SampleRow
-from zero_recipes.metrics.schema import FILE, ContractError, Metrics
 from zero_recipes.model import load_config, load_model
-from zero_recipes.training.samples import (
-    TEXT_SCORES,
-    Answers,
-    generate_texts,
-    perplexity,
-    places,
-    prompts_cut,
-    question,
-    reference_losses,
-    rouge,
-    score,
-    short,
-    why_unscored,
-    write_rows,
-)
+from zero_recipes.training.generation import generate_texts, prompts_cut, reference_losses
+from zero_recipes.training.samples import TEXT_SCORES, Answers, question, score, short, why_unscored, write_rows
+from zero_recipes.training.scores import perplexity, rouge
 
-RECIPE = "recipe.resolved.yaml"
+RECIPE, SAMPLES = "recipe.resolved.yaml", "samples.jsonl"
 NO_BASE = "none"  # --base none: the model alone
+CHAT_TOKENS = 256  # of an answer in a conversation
+SHOWN = 6  # prompts in the terminal
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 _COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16"}
 # keys of a recipe about its training: the process group, DeepSpeed, FSDP, the device
@@ -71,6 +50,47 @@ _ONE_PROCESS = {"deepspeed": None, "fsdp": None, "fsdp_config": None, "paralleli
 _ONE_PROCESS |= {"bf16": False, "fp16": False, "tf32": None, "torch_compile": False, "use_liger_kernel": False}
 _ONE_PROCESS |= {"accelerator_config": None, "resume_from_checkpoint": None, "report_to": "none", "packing": False}
 _ONE_PROCESS |= {"load_in_4bit": False, "load_in_8bit": False, "push_to_hub": False, "padding_free": False}
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """The verb. Returns the exit code; raises Refusal before any weight is loaded."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    device = choose_device(use_cpu=False)
+    target = find_target(arguments.model, arguments.base, overrides, arguments.trust_remote_code)
+    tokenizer = load_tokenizer(target, overrides)
+    if target.recipe.settings.load_in_4bit or target.recipe.settings.load_in_8bit:
+        print("trained on a quantized base: the base has its own weights here")
+    if arguments.chat:
+        beside = arguments.base not in (None, NO_BASE)
+        return _chat(target, tokenizer, device, beside, arguments.max_new_tokens or CHAT_TOKENS)
+    out = _output_dir(arguments.output_dir, target)
+    most = arguments.max_new_tokens or target.settings.sample_max_new_tokens
+    samples = read_questions(target, arguments.prompts, tokenizer)
+    console = terminal()
+    console.print(plain(f"model: {target.folder}\nbase: {target.base or 'none (--base NAME)'}"), soft_wrap=True)
+    console.print(plain(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}"), soft_wrap=True)
+    base, tuned = _both_answers(target, tokenizer, device, samples, most)
+    rows = compare(samples, base, tuned)
+    write_rows(out / SAMPLES, rows)
+    tokens = [sum(label != -100 for label in sample.labels[1:]) for sample in samples]  # those that carry loss
+    show(rows, means(rows, tokens), console)
+    print(f"written: {out / SAMPLES}")
+    return 0
+
+
+def _output_dir(requested: Path | None, target: Target) -> Path:
+    """Where samples.jsonl goes: the folder named, else the first of output/ask-NAME, ask-NAME-2, ... without one."""
+    if requested is None:
+        names = (f"ask-{target.name}{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
+        return next(Path("output") / name for name in names if not os.path.lexists(Path("output") / name / SAMPLES))
+    if os.path.lexists(requested / SAMPLES):
+        raise refusal("ZR793", requested=requested / SAMPLES)
+    requested.mkdir(parents=True, exist_ok=True)
+    return requested
+
+
+# the model and its base
 
 
 @dataclass(frozen=True)
@@ -84,14 +104,26 @@ class Target:
     settings: Settings  # of one process
     is_ours: bool  # whether the recipe is the run's own
     draws_base: bool  # the run began with random weights, and so does the base
-    dtype: str  # of the weights, as torch names it; "auto": as they are saved
-    autocast: str | None  # the dtype that the run computed in, where its weights are float32
-    adapter_dtype: str
+    saved_dtype: str  # of most of its weights, as torch names it; "auto" for an unusual one
+
+    @property
+    def dtype(self) -> str:
+        """Of the weights to load. DeepSpeed and FSDP turn an adapter's base into 16 bit; else the recipe says it."""
+        if not self.is_adapter or self.saved_dtype != "float32":
+            return self.saved_dtype if self.is_ours or not self.is_adapter else "auto"
+        return self.settings.dtype or "auto" if self.is_ours else "auto"
+
+    @property
+    def autocast(self) -> str | None:
+        """The dtype that the run computed in, where its weights are float32."""
+        is_wide = self.is_ours and self.saved_dtype == "float32"
+        return _COMPUTED_IN.get(self.recipe.settings.precision) if is_wide else None
 
     @property
     def name(self) -> str:
         """The folder's name, of a checkpoint with its run's."""
-        return "-".join(dict.fromkeys((_run_folder(self.folder).name, self.folder.resolve().name)))
+        folder = self.folder.resolve()
+        return f"{folder.parent.name}-{folder.name}" if folder.name.startswith("checkpoint-") else folder.name
 
 
 class Loaded(NamedTuple):
@@ -101,18 +133,17 @@ class Loaded(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     device: str
     autocast: str | None
-    adapter_off: bool = False
+    adapter_off: bool = False  # the base of an adapter
 
-    def without_adapter(self) -> Loaded:
-        """The base of an adapter."""
-        return self._replace(adapter_off=True)
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """The context that its run computed in."""
+    def answers(self, samples: list[Sample], most: int, batch: int = 1) -> Answers:
+        """Greedy answers and reference losses, `batch` prompts at a time as its run took them."""
+        found = Answers([], [])
         autocast = torch.autocast(self.device, getattr(torch, self.autocast)) if self.autocast else nullcontext()
         with autocast, self.model.disable_adapter() if self.adapter_off else nullcontext():
-            yield
+            for part in (samples[start : start + batch] for start in range(0, len(samples), batch)):
+                found.texts += generate_texts(self.model, self.tokenizer, part, most, self.device)
+                found.reference_losses += reference_losses(self.model, self.tokenizer, part, self.device)
+        return found
 
 
 def find_target(folder: Path, base: str | None, overrides: list[str], trust_remote_code: bool = False) -> Target:
@@ -134,9 +165,13 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
         name = json.loads((folder / "adapter_config.json").read_text()).get("base_model_name_or_path")
     if is_adapter and name is None:
         raise refusal("ZR788", folder=folder)
-    dtype = saved = _saved_dtype(folder, is_adapter, name, trust_remote_code)
-    if is_adapter:  # DeepSpeed and FSDP turn base and adapter into 16 bit; else the recipe says the base's
-        dtype = "auto" if not is_ours else saved if saved != "float32" else settings.dtype or "auto"
+    try:
+        entries = compare_with_class(folder, trust_remote_code)
+    except NotWhole as error:
+        raise refusal("ZR787", folder=folder, error=first_line(error)) from error
+    elements: Counter[str] = Counter()
+    for entry in entries.values():
+        elements[entry.dtype] += entry.elements
     return Target(
         folder=folder,
         is_adapter=is_adapter,
@@ -145,56 +180,19 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
         settings=settings,
         is_ours=is_ours,
         draws_base=is_ours and base is None and recipe.settings.random_weights,
-        dtype=dtype,
-        autocast=_computed_in(folder, recipe) if is_ours and saved == "float32" else None,
-        adapter_dtype=saved,
+        saved_dtype=_DTYPES.get(elements.most_common(1)[0][0], "auto"),
     )
 
 
 def _recipe_of(folder: Path, overrides: list[str]) -> tuple[Recipe, bool]:
     """(the recipe, whether it is the run's own). What its `env:` sets is not kept: the file may be a stranger's."""
-    places = (folder / RECIPE, _run_folder(folder) / RECIPE)
-    path = next((place for place in places if place.is_file()), None)
+    above = [folder.resolve().parent] if folder.resolve().name.startswith("checkpoint-") else []
+    path = next((place / RECIPE for place in (folder, *above) if (place / RECIPE).is_file()), None)
     if path is None:
         known = next(folder / name for name in ("adapter_config.json", "config.json") if (folder / name).is_file())
         return recipes.parse_recipe(known, {"model_name_or_path": str(folder)}, overrides), False
     with environment_kept():
         return recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides), True
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return re.fullmatch(r"checkpoint-\d+", folder.resolve().name) is not None
-
-
-def _run_folder(folder: Path) -> Path:
-    """The folder of the run that saved a model there."""
-    return folder.resolve().parent if _is_checkpoint(folder) else folder.resolve()
-
-
-def _saved_dtype(folder: Path, is_adapter: bool, base: str | None, trust_remote_code: bool) -> str:
-    """The dtype of most weights; "auto" for an unusual one. Raises Refusal where the model is not whole.
-
-    Of a checkpoint no checksums: its manifest is over the optimizer's states too.
-    """
-    try:
-        if is_adapter:
-            compare_with_adapter(folder, entries_of(folder), trust_remote_code, base)
-        else:
-            verify(folder, skip_checksums=_is_checkpoint(folder), trust_remote_code=trust_remote_code)
-    except NotWhole as error:
-        raise refusal("ZR787", folder=folder, error=first_line(error)) from error
-    sizes: Counter[str] = Counter()
-    for entry in entries_of(folder).values():
-        sizes[entry.dtype] += entry.elements
-    return _DTYPES.get(sizes.most_common(1)[0][0], "auto")
-
-
-def _computed_in(folder: Path, recipe: Recipe) -> str | None:
-    """The dtype that the run computed in, where it is not float32."""
-    precision = recipe.settings.precision
-    with suppress(ContractError):
-        precision = Metrics.read(_run_folder(folder) / FILE).precision or precision
-    return _COMPUTED_IN.get(precision)
 
 
 def load_tokenizer(target: Target, overrides: list[str]) -> PreTrainedTokenizerBase:
@@ -203,12 +201,11 @@ def load_tokenizer(target: Target, overrides: list[str]) -> PreTrainedTokenizerB
     if not is_own and target.base is None:
         raise refusal("ZR575", folder=target.folder)
     tokenizer = _read_tokenizer(str(target.folder) if is_own else target.base, target)
+    known = tokenizer.get_vocab()
     if tokenizer.pad_token is None:  # masked, whatever it is
-        known = tokenizer.get_vocab()
         tokenizer.pad_token = next((token for token in PADDING_TOKENS if token in known), tokenizer.eos_token)
     if is_own and target.base is not None and not target.is_adapter:
-        known = tokenizer.get_vocab()
-        base = _read_tokenizer(target.base, target).get_vocab() if _has_tokenizer(target.base) else {}
+        base = _read_tokenizer(target.base, target).get_vocab()
         others = sorted(token for token, number in base.items() if known.get(token) != number)
         if others:
             raise refusal("ZR790", base=target.base, folder=target.folder, count=len(others), example=others[0])
@@ -217,36 +214,31 @@ def load_tokenizer(target: Target, overrides: list[str]) -> PreTrainedTokenizerB
     return tokenizer
 
 
-def _has_tokenizer(base: str) -> bool:
-    return not Path(base).is_dir() or any((Path(base) / name).is_file() for name in TOKENIZER)
-
-
 def _read_tokenizer(place: str, target: Target) -> PreTrainedTokenizerBase:
     with library_error_as_finding(f"reading the tokenizer of {place}"):
         return AutoTokenizer.from_pretrained(place, trust_remote_code=target.settings.trust_remote_code)
 
 
-def load_base(target: Target, tokenizer: PreTrainedTokenizerBase, device: str) -> Loaded:
+def _load_base(target: Target, tokenizer: PreTrainedTokenizerBase, device: str) -> Loaded:
     """The base in the dtype of the model, with as many rows of tokens as the model's tokenizer has."""
     model = _load(target, target.base)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        print(f"the base has {rows:,} rows for {len(tokenizer):,} tokens: it gets the others, untrained", flush=True)
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))
     return Loaded(model.to(device).eval(), tokenizer, device, target.autocast)
 
 
-def load_tuned(target: Target, tokenizer: PreTrainedTokenizerBase, device: str) -> Loaded:
+def _load_tuned(target: Target, tokenizer: PreTrainedTokenizerBase, device: str) -> Loaded:
     """The model; an adapter on its base."""
     model = _load(target, target.base if target.is_adapter else str(target.folder))
     if target.is_adapter:
         from peft import PeftModel
 
-        rows = embedding_rows(entries_of(target.folder), model)
-        if rows is not None:
-            model.resize_token_embeddings(rows, mean_resizing=False)  # the adapter has their weights
+        # TRL gives the base one row for each token where its chat template comes from another model; an adapter whose
+        # file holds such a matrix was trained so
+        if any(entry.shape[0] == len(tokenizer) for entry in entries_of(target.folder).values() if entry.shape):
+            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         with library_error_as_finding(f"putting {target.folder} on its base"):
-            is_wide = target.adapter_dtype == "float32"
+            is_wide = target.saved_dtype == "float32"
             model = PeftModel.from_pretrained(model, str(target.folder), autocast_adapter_dtype=is_wide)
     return Loaded(model.to(device).eval(), tokenizer, device, target.autocast)
 
@@ -264,62 +256,13 @@ def _load(target: Target, name: str) -> PreTrainedModel:
     return load_model(load_config(values), values)
 
 
-SAMPLES = "samples.jsonl"
-CHAT_TOKENS = 256  # of an answer in a conversation
-SCORES = (*TEXT_SCORES, rouge)
-LOWER_IS_BETTER = ("reference_loss", "perplexity")
-SHOWN = 6  # prompts in the terminal
-CHAT_COMMANDS = "/reset forgets the conversation, /exit (or Ctrl-D) ends it."
-
-
-def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
-    """The verb. Returns the exit code; raises Refusal before any weight is loaded."""
-    datasets.disable_progress_bars()  # of the checks: they take a moment
-    transformers.utils.logging.disable_progress_bar()
-    device = choose_device(use_cpu=False)
-    target = find_target(arguments.model, arguments.base, overrides, arguments.trust_remote_code)
-    tokenizer = load_tokenizer(target, overrides)
-    if target.recipe.settings.load_in_4bit or target.recipe.settings.load_in_8bit:
-        print("trained on a quantized base: the base has its own weights here")
-    if arguments.chat:
-        beside = arguments.base not in (None, NO_BASE)
-        return _chat(target, tokenizer, device, beside, arguments.max_new_tokens or CHAT_TOKENS)
-    out = _output_dir(arguments.output_dir, target)
-    most = arguments.max_new_tokens or target.settings.sample_max_new_tokens
-    samples = read_questions(target, arguments.prompts, tokenizer)
-    console = terminal()
-    console.print(plain(f"model: {target.folder}\nbase: {target.base or 'none (--base NAME)'}"), soft_wrap=True)
-    console.print(plain(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}"), soft_wrap=True)
-    if sys.stderr.isatty():  # loading may take minutes
-        transformers.utils.logging.enable_progress_bar()
-    base, tuned = _answers(target, tokenizer, device, samples, most)
-    rows = compare(samples, base, tuned)
-    write_rows(out / SAMPLES, rows)
-    tokens = [sum(label != -100 for label in sample.labels[1:]) for sample in samples]  # those that carry loss
-    show(rows, means(rows, tokens), console)
-    print(f"written: {out / SAMPLES}")
-    return 0
-
-
-def _output_dir(requested: Path | None, target: Target) -> Path:
-    """Where samples.jsonl goes: the folder named, else the first of output/ask-NAME, ask-NAME-2, ... without one."""
-    if requested is None:
-        names = (f"ask-{target.name}{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
-        return next(Path("output") / name for name in names if not os.path.lexists(Path("output") / name / SAMPLES))
-    if os.path.lexists(requested / SAMPLES):
-        raise refusal("ZR793", requested=requested / SAMPLES)
-    requested.mkdir(parents=True, exist_ok=True)
-    return requested
+# prompts and scores
 
 
 def read_questions(target: Target, prompts: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """The prompts of the recipe, or of a file that is read as a recipe's `sample_prompts` is, with the tokens of their
     references as a training row has them. Raises Refusal."""
     requested, settings = target.settings.sample_prompts if prompts is None else _of_file(prompts), target.settings
-    if not target.is_ours and "max_length" not in target.recipe.given:
-        name = target.base if target.is_adapter else str(target.folder)
-        config = load_config(settings.replace(model_name_or_path=name, model_revision="main"))
-        settings = settings.replace(max_length=getattr(config.get_text_config(), "max_position_embeddings", None))
     args = recipes.trl_arguments(settings, target.recipe.path).training
     rows = rows_to_ask(requested, None, settings)
     samples = choose_samples(requested, rows, settings.dataset_format, tokenizer, settings.dataset_test_split)
@@ -337,30 +280,20 @@ def _of_file(path: Path) -> str | list[str]:
     return str(path) if path.suffix != ".txt" and lines and lines[0].lstrip().startswith("{") else lines
 
 
-def _answers(
+def _both_answers(
     target: Target, tokenizer: PreTrainedTokenizerBase, device: str, samples: list[Sample], most: int
 ) -> tuple[Answers | None, Answers]:
     """(the base's, the model's): one model in memory after the other, an adapter's base with the adapter off."""
     batch, base = target.settings.per_device_eval_batch_size, None
     if target.base is not None and not target.is_adapter:
-        base = _answer(load_base(target, tokenizer, device), samples, most, batch)
+        base = _load_base(target, tokenizer, device).answers(samples, most, batch)
         clear_device_cache(garbage_collection=True)
-    loaded = load_tuned(target, tokenizer, device)
-    if (cut := prompts_cut(loaded.model, tokenizer, samples, most)) is not None:
+    tuned = _load_tuned(target, tokenizer, device)
+    if (cut := prompts_cut(tuned.model, tokenizer, samples, most)) is not None:
         print(cut, flush=True)
     if target.is_adapter:
-        base = _answer(loaded.without_adapter(), samples, most, batch)
-    return base, _answer(loaded, samples, most, batch)
-
-
-def _answer(loaded: Loaded, samples: list[Sample], most: int, batch: int) -> Answers:
-    """Greedy answers and reference losses of one model, `batch` prompts at a time as its run took them."""
-    answers = Answers([], [])
-    for part in (samples[start : start + batch] for start in range(0, len(samples), batch)):
-        with loaded.computing():
-            answers.texts += generate_texts(loaded.model, loaded.tokenizer, part, most, loaded.device)
-            answers.reference_losses += reference_losses(loaded.model, loaded.tokenizer, part, loaded.device)
-    return answers
+        base = tuned._replace(adapter_off=True).answers(samples, most, batch)
+    return base, tuned.answers(samples, most, batch)
 
 
 def compare(samples: list[Sample], base: Answers | None, tuned: Answers) -> list[SampleRow]:
@@ -376,129 +309,82 @@ def compare(samples: list[Sample], base: Answers | None, tuned: Answers) -> list
 
 
 def _scores(samples: list[Sample], answers: Answers) -> list[dict[str, float | None]]:
-    scores = score(samples, answers, SCORES)
+    scores = score(samples, answers, (*TEXT_SCORES, rouge))
     for row in scores:
         if row.get("reference_loss") is not None and math.isfinite(perplexity(row["reference_loss"])):
             row["perplexity"] = perplexity(row["reference_loss"])
     return scores
 
 
-def means(rows: Sequence[SampleRow], tokens: Sequence[int]) -> dict[str, tuple[float | None, float]]:
-    """{score: (base, model)} over the rows that have it on every side; perplexity over all tokens of the references.
-
-    `tokens`: of the reference of each row, those that carry loss.
-    """
-    alone = all(row.before is None for row in rows)
-    found: dict[str, tuple[float | None, float]] = {}
+def means(rows: Sequence[SampleRow], tokens: Sequence[int]) -> dict[str, list[float]]:
+    """{score: [base, model], or [model] alone} over the rows that have it on every side; perplexity over all tokens of
+    the references. `tokens`: of the reference of each row, those that carry loss."""
+    found: dict[str, list[float]] = {}
     for name in dict.fromkeys(name for row in rows for name in row.scores_after if name != "perplexity"):
-        sides = [(row.scores_before.get(name), row.scores_after.get(name)) for row in rows]
-        known = [i for i, (before, after) in enumerate(sides) if after is not None and (alone or before is not None)]
+        sides = [[row.scores_after.get(name)] for row in rows]
+        if any(row.before is not None for row in rows):
+            sides = [[row.scores_before.get(name), *side] for row, side in zip(rows, sides, strict=True)]
+        known = [(side, count) for side, count in zip(sides, tokens, strict=True) if None not in side]
         if not known:
             continue
-        values = [None if alone else [sides[i][0] for i in known], [sides[i][1] for i in known]]
-        found[name] = tuple(None if side is None else fmean(side) for side in values)
+        columns, counts = list(zip(*(side for side, _ in known), strict=True)), [count for _, count in known]
+        found[name] = [fmean(column) for column in columns]
         if name == "reference_loss":
-            counts = [tokens[i] for i in known]
-            found["perplexity"] = tuple(None if side is None else perplexity(fmean(side, counts)) for side in values)
+            found["perplexity"] = [perplexity(fmean(column, counts)) for column in columns]
     return found
 
 
-def show(rows: list[SampleRow], scores: Mapping[str, tuple[float | None, float]], console: Console) -> None:
+def show(rows: list[SampleRow], scores: dict[str, list[float]], console: Console) -> None:
     """Print the first prompts with all answers, and the scores over all prompts."""
-    alone = all(row.before is None for row in rows)
-    cells = {"prompt": lambda row: question(row.prompt), "base": lambda row: short(row.before)}
-    cells |= {"model": lambda row: short(row.after), "reference": lambda row: short(row.reference)}
-    if alone:
-        del cells["base"]
-    if all(row.reference is None for row in rows):
-        del cells["reference"]
-    texts = [[cell(row) for cell in cells.values()] for row in rows[:SHOWN]]
-    print_texts(f"Answers ({len(texts)} of {len(rows)} prompts)", list(cells), texts, console)
+    sides = ["model"] if all(row.before is None for row in rows) else ["base", "model"]
+    texts = [
+        [question(row.prompt), *map(short, (row.before, row.after)[-len(sides) :]), short(row.reference)]
+        for row in rows[:SHOWN]
+    ]
+    title = f"Answers ({len(texts)} of {len(rows)} prompts)"
+    print_texts(title, ["prompt", *sides, "reference"], texts, console)
+    for name, values in scores.items():
+        numbers = "  ".join(f"{value:8.3f} {side}" for value, side in zip(values, sides, strict=True))
+        console.print(plain(f"  {name:15s} {numbers}"), soft_wrap=True)
     if not scores:
         console.print(plain("No prompt has a reference: nothing is scored."))
-        return
-    columns = [] if alone else [Column("base", lambda line: f"{line[1][0]:.3f}")]
-    columns += [Column("model", lambda line: f"{line[1][1]:.3f}")]
-    columns += [Column("better", lambda line: "lower" if line[0] in LOWER_IS_BETTER else "higher")]
-    print_columns([Column("score", lambda line: line[0])], columns, list(scores.items()), console)
-    for why in dict.fromkeys(row.unscored for row in rows if row.unscored):
-        count = sum(row.unscored == why for row in rows)
-        console.print(plain(f"{count} of {len(rows)} rows have no reference_loss: {why}"))
+    for why, count in Counter(row.unscored for row in rows if row.unscored).items():
+        console.print(plain(f"{count} of {len(rows)} rows have no reference_loss: {why}"), soft_wrap=True)
 
 
 # a conversation
 
 
-class Wording(NamedTuple):
-    """How a conversation becomes the text that a model goes on with."""
-
-    described: str
-    write: Callable[[list[dict[str, str]]], str]
-
-
-def wording(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None) -> Wording:
-    """The chat template; without one the recipe's Alpaca wrapper; without either plain text. Raises Refusal."""
+def write_turns(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None, turns: list[dict[str, str]]) -> str:
+    """A conversation by the chat template; without one the last message as Alpaca's instruction; without either the
+    plain text of all turns. Raises Refusal."""
     if tokenizer.chat_template:
-
-        def write(turns: list[dict[str, str]]) -> str:
-            with library_error_as_finding("writing the conversation with the model's chat template"):
-                return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-
-        write([{"role": "user", "content": "a"}])
-        return Wording("The model's chat template writes the conversation.", write)
-    if dataset_format == "alpaca":
-        described = "No chat template: each message is an instruction in Alpaca's words, without earlier turns."
-        return Wording(described, lambda turns: alpaca_prompt(turns[-1]["content"]))
-    described = "No chat template and no dataset_format: the model goes on with the plain text of all turns."
-    return Wording(described, lambda turns: "".join(turn["content"] for turn in turns))
+        with library_error_as_finding("writing the conversation with the model's chat template"):
+            return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return alpaca_prompt(turns[-1]["content"]) if dataset_format == "alpaca" else "".join(t["content"] for t in turns)
 
 
 def _chat(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, beside: bool, most: int) -> int:
-    """Until /exit, the end of the input or Ctrl-C. Answers are greedy and appear word by word."""
-    words = wording(tokenizer, target.settings.dataset_format)
-    models = {"model": load_tuned(target, tokenizer, device)}
-    if beside:
-        base = models["model"].without_adapter() if target.is_adapter else load_base(target, tokenizer, device)
-        models = {"base": base} | models
+    """Until /exit, the end of the input or Ctrl-C."""
+    models = {"model": _load_tuned(target, tokenizer, device)}
+    if beside and target.is_adapter:
+        models = {"base": models["model"]._replace(adapter_off=True)} | models
+    elif beside:
+        models = {"base": _load_base(target, tokenizer, device)} | models
     turns: dict[str, list[dict[str, str]]] = {name: [] for name in models}
-    print(f"{words.described} {CHAT_COMMANDS}", flush=True)
+    print("/reset forgets the conversation, /exit (or Ctrl-D) ends it.", flush=True)
     with suppress(EOFError, KeyboardInterrupt):
         while (text := input("\nyou> ").strip()) != "/exit":
             if text == "/reset":
                 turns = {name: [] for name in models}
                 print("(forgotten)", flush=True)
-            elif text:
-                for name, loaded in models.items():
-                    turns[name].append({"role": "user", "content": text})
-                    turns[name].append(_answer_turn(name, loaded, turns[name], words, most))
+                continue
+            for name, loaded in models.items() if text else ():
+                turns[name].append({"role": "user", "content": text})
+                prompt = write_turns(tokenizer, target.settings.dataset_format, turns[name])
+                sample = Sample(prompt, None, templated=bool(tokenizer.chat_template))
+                answer = loaded.answers([sample], most).texts[0]
+                print(f"{name}> {shown(answer)}", flush=True)
+                turns[name].append({"role": "assistant", "content": answer})
     print(flush=True)
     return 0
-
-
-def _answer_turn(name: str, loaded: Loaded, turns: list[dict[str, str]], words: Wording, most: int) -> dict[str, str]:
-    """The turn that answers the last one, printed as it comes. `most`: its tokens."""
-    tokenizer, templated = loaded.tokenizer, bool(loaded.tokenizer.chat_template)
-    room, most = places(loaded.model, most)
-    ids = tokenizer(words.write(turns), add_special_tokens=not templated)["input_ids"]
-    if len(ids) > room:
-        print(f"(the last {room:,} tokens of the conversation: the model takes no more)", flush=True)
-    print(f"{name}> ", end="", flush=True)
-    prompt = torch.tensor([ids[-room:]], device=loaded.device)
-    with torch.no_grad(), loaded.computing():
-        answered = loaded.model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=most,
-            do_sample=False,
-            pad_token_id=tokenizer.pad_token_id,
-            streamer=_Shown(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        )
-    content = tokenizer.decode(answered[0, prompt.shape[1] :], skip_special_tokens=True)
-    return {"role": "assistant", "content": content.strip() if templated else content}
-
-
-class _Shown(TextStreamer):
-    """Words as they come; a control character is shown, and is no order to the terminal."""
-
-    def on_finalized_text(self, text: str, stream_end: bool = False):
-        print(shown(text), end="\n" if stream_end else "", flush=True)
