@@ -5,21 +5,17 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import os
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 import datasets
 import torch
 import transformers
 from accelerate.utils.memory import clear_device_cache
-from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from zero_recipes.checkpoint.save import ADAPTER, INDEX, SINGLE, NotWhole, compare_with_class, entries_of
@@ -30,19 +26,26 @@ from zero_recipes.config.run import choose_device
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
 from zero_recipes.core.process import environment_kept
-from zero_recipes.core.tables import plain, print_texts, shown, terminal
-from zero_recipes.data.load import PADDING_TOKENS, alpaca_prompt, apply_chat_template_file
+from zero_recipes.core.tables import shown
+from zero_recipes.data.load import PADDING_TOKENS, alpaca_prompt
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
-from zero_recipes.metrics.read_runs import SampleRow
 from zero_recipes.model import load_config, load_model
-from zero_recipes.training.generation import generate_texts, prompts_cut, reference_losses
-from zero_recipes.training.samples import TEXT_SCORES, Answers, question, score, short, why_unscored, write_rows
-from zero_recipes.training.scores import perplexity, rouge
+from zero_recipes.training.samples import (
+    TEXT_SCORES,
+    Answers,
+    generate_texts,
+    perplexity,
+    prompts_cut,
+    reference_losses,
+    rouge,
+    sample_rows,
+    show_samples,
+    write_rows,
+)
 
 RECIPE, SAMPLES = "recipe.resolved.yaml", "samples.jsonl"
 NO_BASE = "none"  # --base none: the model alone
 CHAT_TOKENS = 256  # of an answer in a conversation
-SHOWN = 6  # prompts in the terminal
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 _COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16"}
 # keys of a recipe about its training: the process group, DeepSpeed, FSDP, the device
@@ -58,23 +61,23 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     transformers.utils.logging.disable_progress_bar()
     device = choose_device(use_cpu=False)
     target = find_target(arguments.model, arguments.base, overrides, arguments.trust_remote_code)
-    tokenizer = load_tokenizer(target, overrides)
-    if target.recipe.settings.load_in_4bit or target.recipe.settings.load_in_8bit:
-        print("trained on a quantized base: the base has its own weights here")
+    tokenizer = load_tokenizer(target)
     if arguments.chat:
         beside = arguments.base not in (None, NO_BASE)
         return _chat(target, tokenizer, device, beside, arguments.max_new_tokens or CHAT_TOKENS)
     out = _output_dir(arguments.output_dir, target)
     most = arguments.max_new_tokens or target.settings.sample_max_new_tokens
     samples = read_questions(target, arguments.prompts, tokenizer)
-    console = terminal()
-    console.print(plain(f"model: {target.folder}\nbase: {target.base or 'none (--base NAME)'}"), soft_wrap=True)
-    console.print(plain(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}"), soft_wrap=True)
+    print(f"model: {target.folder}", f"base: {target.base or 'none (--base NAME)'}", sep="\n")
+    print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
     base, tuned = _both_answers(target, tokenizer, device, samples, most)
-    rows = compare(samples, base, tuned)
+    rows = sample_rows(samples, base, tuned, (*TEXT_SCORES, rouge))
+    for row in rows:
+        for scores in (row.scores_before, row.scores_after):
+            if scores.get("reference_loss") is not None:
+                scores["perplexity"] = perplexity(scores["reference_loss"])
     write_rows(out / SAMPLES, rows)
-    tokens = [sum(label != -100 for label in sample.labels[1:]) for sample in samples]  # those that carry loss
-    show(rows, means(rows, tokens), console)
+    show_samples(rows, "before: the base, after: the model")
     print(f"written: {out / SAMPLES}")
     return 0
 
@@ -109,9 +112,9 @@ class Target:
     @property
     def dtype(self) -> str:
         """Of the weights to load. DeepSpeed and FSDP turn an adapter's base into 16 bit; else the recipe says it."""
-        if not self.is_adapter or self.saved_dtype != "float32":
-            return self.saved_dtype if self.is_ours or not self.is_adapter else "auto"
-        return self.settings.dtype or "auto" if self.is_ours else "auto"
+        if self.is_adapter and not self.is_ours:
+            return "auto"
+        return self.settings.dtype or "auto" if self.is_adapter and self.saved_dtype == "float32" else self.saved_dtype
 
     @property
     def autocast(self) -> str | None:
@@ -195,7 +198,7 @@ def _recipe_of(folder: Path, overrides: list[str]) -> tuple[Recipe, bool]:
         return recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides), True
 
 
-def load_tokenizer(target: Target, overrides: list[str]) -> PreTrainedTokenizerBase:
+def load_tokenizer(target: Target) -> PreTrainedTokenizerBase:
     """The tokenizer beside the model, else the base's, whose tokens must be the same. Raises Refusal."""
     is_own = any((target.folder / name).is_file() for name in TOKENIZER)
     if not is_own and target.base is None:
@@ -209,8 +212,6 @@ def load_tokenizer(target: Target, overrides: list[str]) -> PreTrainedTokenizerB
         others = sorted(token for token, number in base.items() if known.get(token) != number)
         if others:
             raise refusal("ZR790", base=target.base, folder=target.folder, count=len(others), example=others[0])
-    if any(word.startswith("--chat_template_path") for word in overrides):  # the recipe's own is saved with the model
-        tokenizer = apply_chat_template_file(tokenizer, target.settings)
     return tokenizer
 
 
@@ -219,41 +220,33 @@ def _read_tokenizer(place: str, target: Target) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=target.settings.trust_remote_code)
 
 
-def _load_base(target: Target, tokenizer: PreTrainedTokenizerBase, device: str) -> Loaded:
-    """The base in the dtype of the model, with as many rows of tokens as the model's tokenizer has."""
-    model = _load(target, target.base)
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(len(tokenizer))
-    return Loaded(model.to(device).eval(), tokenizer, device, target.autocast)
-
-
-def _load_tuned(target: Target, tokenizer: PreTrainedTokenizerBase, device: str) -> Loaded:
-    """The model; an adapter on its base."""
-    model = _load(target, target.base if target.is_adapter else str(target.folder))
-    if target.is_adapter:
+def _load(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, of_base: bool = False) -> Loaded:
+    """The model, an adapter on its base; `of_base`: the base of another, with a row for each of the model's tokens."""
+    settings, name = target.settings, target.base if of_base or target.is_adapter else str(target.folder)
+    ours = {"dtype", "torch_dtype", "device_map", "quantization_config"}
+    keywords = {key: value for key, value in (settings.model_init_kwargs or {}).items() if key not in ours}
+    values = settings.replace(
+        model_name_or_path=name,
+        model_revision=settings.model_revision if name == settings.model_name_or_path else "main",
+        dtype=target.dtype,
+        model_init_kwargs=keywords or None,
+        random_weights=target.draws_base and name == target.base,
+    )
+    model = load_model(load_config(values), values)
+    if of_base:
+        wants_rows = len(tokenizer) > model.get_input_embeddings().weight.shape[0]
+    else:  # TRL gives the base a row for each token where its chat template comes from another model
+        shapes = [entry.shape for entry in entries_of(target.folder).values()]
+        wants_rows = target.is_adapter and any(shape[:1] == (len(tokenizer),) for shape in shapes)
+    if wants_rows:
+        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    if target.is_adapter and not of_base:
         from peft import PeftModel
 
-        # TRL gives the base one row for each token where its chat template comes from another model; an adapter whose
-        # file holds such a matrix was trained so
-        if any(entry.shape[0] == len(tokenizer) for entry in entries_of(target.folder).values() if entry.shape):
-            model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         with library_error_as_finding(f"putting {target.folder} on its base"):
             is_wide = target.saved_dtype == "float32"
             model = PeftModel.from_pretrained(model, str(target.folder), autocast_adapter_dtype=is_wide)
     return Loaded(model.to(device).eval(), tokenizer, device, target.autocast)
-
-
-def _load(target: Target, name: str) -> PreTrainedModel:
-    """The model of that folder or name, with the recipe's keys for it."""
-    keywords = dict(target.settings.model_init_kwargs or {})
-    for key in ("dtype", "torch_dtype", "device_map", "quantization_config"):
-        keywords.pop(key, None)
-    changes = {"model_name_or_path": name, "dtype": target.dtype, "model_init_kwargs": keywords or None}
-    changes["random_weights"] = target.draws_base and name == target.base
-    if name != target.settings.model_name_or_path:
-        changes["model_revision"] = "main"
-    values = target.settings.replace(**changes)
-    return load_model(load_config(values), values)
 
 
 # prompts and scores
@@ -286,70 +279,14 @@ def _both_answers(
     """(the base's, the model's): one model in memory after the other, an adapter's base with the adapter off."""
     batch, base = target.settings.per_device_eval_batch_size, None
     if target.base is not None and not target.is_adapter:
-        base = _load_base(target, tokenizer, device).answers(samples, most, batch)
+        base = _load(target, tokenizer, device, of_base=True).answers(samples, most, batch)
         clear_device_cache(garbage_collection=True)
-    tuned = _load_tuned(target, tokenizer, device)
+    tuned = _load(target, tokenizer, device)
     if (cut := prompts_cut(tuned.model, tokenizer, samples, most)) is not None:
         print(cut, flush=True)
     if target.is_adapter:
         base = tuned._replace(adapter_off=True).answers(samples, most, batch)
     return base, tuned.answers(samples, most, batch)
-
-
-def compare(samples: list[Sample], base: Answers | None, tuned: Answers) -> list[SampleRow]:
-    """Rows of samples.jsonl: before is the base, None where the model answered alone."""
-    before = [{}] * len(samples) if base is None else _scores(samples, base)
-    rows = []
-    for i, (sample, own, after) in enumerate(zip(samples, before, _scores(samples, tuned), strict=True)):
-        losses = [side.reference_losses[i] for side in (base, tuned) if side is not None]
-        row = {"prompt": sample.prompt, "reference": sample.reference, "unscored": why_unscored(sample, losses)}
-        row |= {"before": None if base is None else base.texts[i], "after": tuned.texts[i]}
-        rows.append(SampleRow(**row, scores_before=own, scores_after=after))
-    return rows
-
-
-def _scores(samples: list[Sample], answers: Answers) -> list[dict[str, float | None]]:
-    scores = score(samples, answers, (*TEXT_SCORES, rouge))
-    for row in scores:
-        if row.get("reference_loss") is not None and math.isfinite(perplexity(row["reference_loss"])):
-            row["perplexity"] = perplexity(row["reference_loss"])
-    return scores
-
-
-def means(rows: Sequence[SampleRow], tokens: Sequence[int]) -> dict[str, list[float]]:
-    """{score: [base, model], or [model] alone} over the rows that have it on every side; perplexity over all tokens of
-    the references. `tokens`: of the reference of each row, those that carry loss."""
-    found: dict[str, list[float]] = {}
-    for name in dict.fromkeys(name for row in rows for name in row.scores_after if name != "perplexity"):
-        sides = [[row.scores_after.get(name)] for row in rows]
-        if any(row.before is not None for row in rows):
-            sides = [[row.scores_before.get(name), *side] for row, side in zip(rows, sides, strict=True)]
-        known = [(side, count) for side, count in zip(sides, tokens, strict=True) if None not in side]
-        if not known:
-            continue
-        columns, counts = list(zip(*(side for side, _ in known), strict=True)), [count for _, count in known]
-        found[name] = [fmean(column) for column in columns]
-        if name == "reference_loss":
-            found["perplexity"] = [perplexity(fmean(column, counts)) for column in columns]
-    return found
-
-
-def show(rows: list[SampleRow], scores: dict[str, list[float]], console: Console) -> None:
-    """Print the first prompts with all answers, and the scores over all prompts."""
-    sides = ["model"] if all(row.before is None for row in rows) else ["base", "model"]
-    texts = [
-        [question(row.prompt), *map(short, (row.before, row.after)[-len(sides) :]), short(row.reference)]
-        for row in rows[:SHOWN]
-    ]
-    title = f"Answers ({len(texts)} of {len(rows)} prompts)"
-    print_texts(title, ["prompt", *sides, "reference"], texts, console)
-    for name, values in scores.items():
-        numbers = "  ".join(f"{value:8.3f} {side}" for value, side in zip(values, sides, strict=True))
-        console.print(plain(f"  {name:15s} {numbers}"), soft_wrap=True)
-    if not scores:
-        console.print(plain("No prompt has a reference: nothing is scored."))
-    for why, count in Counter(row.unscored for row in rows if row.unscored).items():
-        console.print(plain(f"{count} of {len(rows)} rows have no reference_loss: {why}"), soft_wrap=True)
 
 
 # a conversation
@@ -361,16 +298,20 @@ def write_turns(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None, 
     if tokenizer.chat_template:
         with library_error_as_finding("writing the conversation with the model's chat template"):
             return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return alpaca_prompt(turns[-1]["content"]) if dataset_format == "alpaca" else "".join(t["content"] for t in turns)
+    return (
+        alpaca_prompt(turns[-1]["content"])
+        if dataset_format == "alpaca"
+        else "\n".join(turn["content"] for turn in turns)
+    )
 
 
 def _chat(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, beside: bool, most: int) -> int:
     """Until /exit, the end of the input or Ctrl-C."""
-    models = {"model": _load_tuned(target, tokenizer, device)}
+    models = {"model": _load(target, tokenizer, device)}
     if beside and target.is_adapter:
         models = {"base": models["model"]._replace(adapter_off=True)} | models
     elif beside:
-        models = {"base": _load_base(target, tokenizer, device)} | models
+        models = {"base": _load(target, tokenizer, device, of_base=True)} | models
     turns: dict[str, list[dict[str, str]]] = {name: [] for name in models}
     print("/reset forgets the conversation, /exit (or Ctrl-D) ends it.", flush=True)
     with suppress(EOFError, KeyboardInterrupt):

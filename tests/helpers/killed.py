@@ -30,7 +30,7 @@ def sabotage(place: str, step: int) -> None:
     import torch
 
     from zero_recipes.checkpoint.save import MANIFEST
-    from zero_recipes.training import checkpointing
+    from zero_recipes.training import trainer as training
     from zero_recipes.training.trainer import ZeroSFTTrainer as Trainer
 
     saves = []
@@ -74,7 +74,7 @@ def sabotage(place: str, step: int) -> None:
     elif place == "optimizer":
         before(torch, "save", half, lambda value, path, *_: bool(saves) and "optim" in str(path))
     elif place == "manifest":
-        before(checkpointing, "write_manifest", lambda *_: die(), saving)
+        before(training, "write_manifest", lambda *_: die(), saving)
     elif place == "replace":
         before(os, "replace", lambda *_: die(), lambda _, path: bool(saves) and Path(path).name == MANIFEST)
     elif place == "rotation":

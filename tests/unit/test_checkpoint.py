@@ -36,9 +36,9 @@ from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import Recipe, parse_recipe
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core import host
+from zero_recipes.core.host import library_versions
 from zero_recipes.data.prepare import data_sha256
-from zero_recipes.training.checkpointing import rotate
+from zero_recipes.training.trainer import rotate
 
 SEED, ROUNDS = int(os.environ.get("DAMAGE_SEED", 12)), int(os.environ.get("DAMAGE_ROUNDS", 1))
 FACTS = {"strategy": "zero2", "zero_stage": 2, "world_size": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 4}
@@ -78,7 +78,7 @@ def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Pat
     TrainerState(global_step=step, log_history=[{"loss": 2.5, "step": 1}]).save_to_json(str(folder / STATE))
     (folder / HISTORY).write_text(json.dumps({"resumed_at": [1]}))
     if kind in ("whole", "damaged"):
-        facts = {"step": step, "versions": host.versions(), "data_sha256": "d"} | FACTS | facts
+        facts = {"step": step, "versions": library_versions(), "data_sha256": "d"} | FACTS | facts
         write_manifest(folder, facts)
     if kind == "damaged":
         (folder / "model.safetensors").write_bytes(b"weig")
@@ -275,8 +275,8 @@ def test_a_constant_rate_may_go_on_for_longer_and_other_versions_are_a_warning(t
     constant = recipe.settings.replace(**CONSTANT)
     folder = checkpoint(tmp_path, 5, recipe=recipe_facts(constant, ZERO2))
     assert list(fit_findings(str(folder), constant.replace(max_steps=30), ZERO2)) == []
-    versions = host.versions() | {"deepspeed": "9.9"}
-    monkeypatch.setattr(compatibility, "versions", lambda: versions)
+    versions = library_versions() | {"deepspeed": "9.9"}
+    monkeypatch.setattr(compatibility, "library_versions", lambda: versions)
     (found,) = fit_findings(str(folder), constant, ZERO2)
     assert (found.code, found.level) == ("ZR726", "warning") and found.what.endswith("here is deepspeed 9.9")
 

@@ -60,7 +60,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
     if there != here:
         yield finding("ZR722", checkpoint=checkpoint, there=there, here=here)
     yield from _recipe(checkpoint, written.get("recipe", {}), recipe_facts(settings, strategy))
-    versions, here = written.get("versions") or {}, environment.versions()
+    versions, here = written.get("versions") or {}, library_versions()
     if other := [name for name in versions if versions[name] != here.get(name)]:
         yield finding("ZR726", checkpoint=checkpoint, then=_listed(other, versions), now=_listed(other, here))
 
@@ -111,26 +111,11 @@ def _recipe(checkpoint: str, then: Mapping, now: Mapping) -> Iterator[Finding]:
     changed = [key for key in then if then[key] != now.get(key)]
     rounding = list(ROUNDING)
     if now["lr_scheduler_type"] not in ("constant", "constant_with_warmup"):
-<<<<<<< HEAD
-        rounding += [key for key in changed if key in LENGTH]
-    if rounding:
-        yield finding("ZR724", checkpoint=checkpoint, then=_listed(rounding, then), now=_listed(rounding, now))
-    if 0 < now["max_steps"] < written["step"]:
-        yield finding("ZR725", checkpoint=checkpoint, step=written["step"], steps=now["max_steps"])
-
-
-def _versions(checkpoint: str, written: Mapping) -> Iterator[Finding]:
-    then, now = written.get("versions") or {}, library_versions()
-    other = [name for name in then if then[name] != now.get(name)]
-    if other:
-        yield finding("ZR726", checkpoint=checkpoint, then=_listed(other, then), now=_listed(other, now))
-=======
         rounding += LENGTH
     if keys := [key for key in changed if key not in (*LENGTH, *ROUNDING)]:
         yield finding("ZR723", checkpoint=checkpoint, then=_listed(keys, then), now=_listed(keys, now))
     if keys := [key for key in changed if key in rounding]:
         yield finding("ZR724", checkpoint=checkpoint, then=_listed(keys, then), now=_listed(keys, now))
->>>>>>> 338ed95 (checkpoint: one manifest with one fault, fewer diagnoses; tests of it in one file)
 
 
 def _listed(keys: list[str], values: Mapping) -> str:

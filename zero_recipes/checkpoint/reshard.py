@@ -49,12 +49,7 @@ from zero_recipes.checkpoint.save import (
 )
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.findings import Refusal, first_line, refusal
-<<<<<<< HEAD
-from zero_recipes.core.host import Host
 from zero_recipes.libs.huggingface import load_without_code
-=======
-from zero_recipes.libs.safe_loading import load_without_code
->>>>>>> 338ed95 (checkpoint: one manifest with one fault, fewer diagnoses; tests of it in one file)
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _LEFT_BEHIND = ("global_step*", "latest", "zero_to_fp32.py", "zero_to_torch.py", "rng_state*.pth", MANIFEST)

@@ -229,29 +229,28 @@ def why_unscored(sample: Sample, losses: list[float | None]) -> str | None:
 
 def write_samples(path: Path, samples: list[Sample], before: Answers, after: Answers) -> list[SampleRow]:
     """samples.jsonl: one line per prompt. Returns the rows."""
-    rows = [
-        SampleRow(
-            prompt=sample.prompt,
-            before=text_before,
-            after=text_after,
-            reference=sample.reference,
-            scores_before=scores_before,
-            scores_after=scores_after,
-            unscored=why_unscored(sample, list(losses)),
-        )
-        for sample, text_before, text_after, scores_before, scores_after, *losses in zip(
-            samples,
-            before.texts,
-            after.texts,
-            score(samples, before),
-            score(samples, after),
-            before.reference_losses,
-            after.reference_losses,
-            strict=True,
-        )
-    ]
+    rows = sample_rows(samples, before, after)
     write_rows(path, rows)
     return rows
+
+
+def sample_rows(
+    samples: list[Sample], before: Answers | None, after: Answers, text_scores: Sequence[Callable] = TEXT_SCORES
+) -> list[SampleRow]:
+    """Answers and scores of each prompt; `before` None: nobody was asked."""
+    sides = [None if answers is None else score(samples, answers, text_scores) for answers in (before, after)]
+    return [
+        SampleRow(
+            prompt=sample.prompt,
+            before=None if before is None else before.texts[i],
+            after=after.texts[i],
+            reference=sample.reference,
+            scores_before={} if before is None else sides[0][i],
+            scores_after=sides[1][i],
+            unscored=why_unscored(sample, [side.reference_losses[i] for side in (before, after) if side is not None]),
+        )
+        for i, sample in enumerate(samples)
+    ]
 
 
 def write_rows(path: Path, rows: list[SampleRow]) -> None:
@@ -267,12 +266,13 @@ def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:
     title = f"Before and after ({len(texts)} of {len(rows)} prompts, {source})"
     print_texts(title, ("prompt", "before", "after", "reference"), texts, console)
     for name in next((row.scores_after for row in rows if row.scores_after), {}):
-        pairs = [(row.scores_before.get(name), row.scores_after.get(name)) for row in rows]
-        known = [pair for pair in pairs if None not in pair]
-        if known:
-            before, after = (sum(values) / len(known) for values in zip(*known, strict=True))
-            line = f"  {name:15s} {before:8.3f} before  {after:8.3f} after  ({len(known)} rows)"
-            console.print(plain(line), soft_wrap=True)
+        sides = {"before": [row.scores_before.get(name) for row in rows if row.before is not None]}
+        sides["after"] = [row.scores_after.get(name) for row in rows]
+        pairs = [pair for pair in zip(*filter(None, sides.values()), strict=True) if None not in pair]
+        if pairs:
+            means = zip((side for side, values in sides.items() if values), zip(*pairs, strict=True), strict=True)
+            line = "  ".join(f"{sum(values) / len(pairs):8.3f} {side}" for side, values in means)
+            console.print(plain(f"  {name:15s} {line}  ({len(pairs)} rows)"), soft_wrap=True)
     for why in dict.fromkeys(row.unscored for row in rows if row.unscored):
         count = sum(row.unscored == why for row in rows)
         console.print(plain(f"  {count} of {len(rows)} rows have no reference_loss: {why}"), soft_wrap=True)

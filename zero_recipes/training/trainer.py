@@ -18,7 +18,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 from trl import SFTTrainer
 
-<<<<<<< HEAD
 from zero_recipes.checkpoint.compatibility import recipe_facts
 from zero_recipes.checkpoint.resume import load_resharded, numbered
 from zero_recipes.checkpoint.save import (
@@ -29,14 +28,10 @@ from zero_recipes.checkpoint.save import (
     compare_with_class,
     is_resharded,
     read_manifest,
-    refuse_nonfinite,
+    refuse_bad_numbers,
     write_checksums,
     write_manifest,
 )
-=======
-from zero_recipes.checkpoint.resume import load_resharded
-from zero_recipes.checkpoint.save import NotWhole, compare_with_class, is_resharded, refuse_bad_numbers, write_checksums
->>>>>>> 338ed95 (checkpoint: one manifest with one fault, fewer diagnoses; tests of it in one file)
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import first_line
