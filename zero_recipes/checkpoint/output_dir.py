@@ -1,19 +1,13 @@
 """The output folder of a run: one run at a time, never what another run saved, never what this run reads.
 
-    refuse_occupied, refuse_in_use   before anything is loaded; they touch nothing
-    hold_output_dir                  the lock, for as long as the run lives (collective)
-    claim_output_dir                 rank 0, once nothing can refuse any more: from here on the folder is this run's
-
 `--overwrite true` renames the whole folder to `<output_dir>.previous`, and deletes the one that was there before. A
-folder in which nothing was saved is not kept: a run that fails at once, again and again, does not push out the last
-results.
+folder in which nothing was saved is not kept: a run that fails at once does not push out the last results.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -166,9 +160,8 @@ def claim_output_dir(output_dir: Path, overwrite: bool) -> Path | None:
     go; under `overwrite` the folder as it was is kept beside it, and returned. Raises Refusal."""
     previous = _keep_previous(output_dir) if overwrite and saved_in(output_dir) else None
     clear_unfinished(output_dir)
-    for path in output_dir.glob("failure.rank*.json"):
-        if re.fullmatch(r"failure\.rank\d+\.json", path.name):
-            path.unlink()
+    for path in output_dir.glob("failure.rank[0-9]*.json"):
+        path.unlink()
     return previous
 
 

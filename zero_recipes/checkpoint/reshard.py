@@ -55,20 +55,12 @@ _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_sta
 _LEFT_BEHIND = ("global_step*", "latest", "zero_to_fp32.py", "zero_to_torch.py", "rng_state*.pth", MANIFEST)
 
 
-class Piece(NamedTuple):
-    """Where a part of a parameter lies: elements start to start + count of a rank's flat group."""
-
-    rank: int
-    start: int
-    count: int
-
-
 class Place(NamedTuple):
     """A parameter: the flat group that holds it, its shape, and its pieces in order."""
 
     group: int
     shape: tuple[int, ...]
-    pieces: list[Piece]
+    pieces: list[tuple[int, int, int]]  # (rank, start, count): elements of that rank's flat group
 
 
 class Batch(NamedTuple):
@@ -204,7 +196,7 @@ def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
         checkpoint=checkpoint,
         stage=stage,
         files=files,
-        places=places_of(flats, states, stage, len(files), shapes),
+        places=_places(flats, states, stage, len(files), shapes),
         groups=[
             {key: group[key] for key in HYPERPARAMETERS if key in group}
             | {"names": [name for flat in group["params"] for name in shapes[flat]]}
@@ -286,7 +278,7 @@ def _unreadable(folder: Path, model: dict[str, Any]) -> str | None:
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def places_of(
+def _places(
     flats: list[torch.Tensor],
     states: dict[str, Any],
     stage: int,
@@ -305,7 +297,7 @@ def places_of(
             if stage == 3:
                 part = -(-count // world_size)
                 left = [max(0, min(part, count - rank * part)) for rank in range(world_size)]
-                pieces = [Piece(rank, start, size) for rank, size in enumerate(left) if size]
+                pieces = [(rank, start, size) for rank, size in enumerate(left) if size]
                 start += part
             else:
                 pieces = _cut(start, count, flat.numel())
@@ -314,18 +306,15 @@ def places_of(
     return places
 
 
-def _cut(start: int, count: int, partition: int) -> list[Piece]:
+def _cut(start: int, count: int, partition: int) -> list[tuple[int, int, int]]:
     """Elements start to start + count of the whole group, cut at the borders of the ranks' partitions."""
     pieces = []
     while count:
         rank, inside = divmod(start, partition)
         size = min(count, partition - inside)
-        pieces.append(Piece(rank, inside, size))
+        pieces.append((rank, inside, size))
         start, count = start + size, count - size
     return pieces
-
-
-_LEFT_BEHIND = ("global_step*", "latest", "zero_to_fp32.py", "zero_to_torch.py", "rng_state*.pth", MANIFEST)
 
 
 # writing
@@ -333,8 +322,8 @@ _LEFT_BEHIND = ("global_step*", "latest", "zero_to_fp32.py", "zero_to_torch.py",
 
 def _batch(source: Source, world_size: int) -> Batch:
     """The same global batch over another world: the old micro batch if it fits, else the largest smaller one."""
-    config = source.ds_config
-    old = Batch(config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"], source.world_size)
+    sizes = (source.ds_config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    old = Batch(*sizes, source.world_size)
     if old.total % world_size:
         raise refusal("ZR743", total=old.total, world_size=world_size, old=old)
     each = old.total // world_size
