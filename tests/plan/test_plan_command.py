@@ -8,12 +8,13 @@ import struct
 
 import pytest
 
-from tests.helpers.plan_jobs import GB, H100, ROOT, job, recipe, strategies
+from tests.helpers.plan_jobs import GB, ROOT, job, recipe, strategies
 from zero_recipes.cli import main as cli
+from zero_recipes.cli.sweep import all_strategies
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.plan.formulas import predict_by_formulas
-from zero_recipes.plan.job import EVERY, model_config, read_strategies, run_command
+from zero_recipes.plan.job import EVERY, model_config, read_strategies
 
 RECIPE = "recipes/pythia.yaml"
 
@@ -33,32 +34,38 @@ def document(capsys, *options: str, **where: str) -> dict:
     return json.loads(plan(capsys, "--json", *options, **where))
 
 
-def test_the_tables_say_what_fits_and_what_to_run(capsys, monkeypatch):
-    said = plan(capsys)
+def rows_of(found: dict) -> dict:
+    return {row["job"]["strategy"]: row for row in found["rows"]}
+
+
+def test_the_table_says_what_fits_and_what_to_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = plan(capsys, "--output_dir", str(tmp_path / "plan"))
+    assert all(len(line) <= 80 for line in said.splitlines() if "run_sft.py" not in line)
     lines = {line.split()[0]: line.split()[1] for line in said.splitlines() if line.split()[1:2]}
     assert lines["zero3"] == "fits" and lines["zero0"] == "no" and lines["zero3_offload"] == "fits"
     assert f"accelerate_configs/zero3.yaml --num_processes 2 run_sft.py {RECIPE}\n" in said
     assert "Recommended: zero3" in said and "zero0: the change that costs least: zero3" in said
-    assert "torch.compile" in said and "quantised" in said and "textbook formulas" in said
-    monkeypatch.setenv("COLUMNS", "80")
-    narrow = plan(capsys)
-    assert all(header in narrow for header in ("Margin", "Optimizer", "Reserved", "Host", "Disk", "Tokens/s"))
-    assert all(len(line) <= 80 for line in narrow.splitlines() if "run_sft.py" not in line)
+    assert all(header in said for header in ("Margin", "Optimizer", "Reserved", "Host", "Disk", "Tokens/s"))
+    header = (tmp_path / "plan" / "plan.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", header[16:]) == (1200, 720)
+    assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
+    assert "+14.8 GB" in (tmp_path / "plan" / "plan.txt").read_text()
 
 
 def test_json_is_all_that_is_printed_and_holds_every_figure(capsys):
     found = document(capsys, "--price", "2", "--max", "--max_length", "1024")
-    rows = {row["strategy"]: row for row in found["rows"]}
+    rows = rows_of(found)
     assert list(rows) == list(strategies())
     three, asked = rows["zero3"], job("zero3", max_length=1024)
     formulas = predict_by_formulas(asked).model_dump()
     assert three["prediction"] == formulas | {"seconds": three["prediction"]["seconds"]}
-    assert three["verdict"] == "fits" and three["cure"] is None and three["max"]["micro_batch_size"] >= 2
-    assert rows["zero0"]["cure"]["strategy"] == "zero3" and "--num_processes 2" in rows["zero0"]["cure"]["command"]
+    assert three["fit"]["status"] == "fits" and three["change"] is None and three["limits"]["micro_batch_size"] >= 2
+    changed = rows["zero0"]["change"]["job"]
+    assert changed["strategy"] == "zero3" and "--num_processes 2" in changed["command"]
     hours, run = three["cost"]["hours"], three["cost"]["run"]
     assert run == pytest.approx([2 * 2 * end for end in hours])  # two GPUs at 2 an hour
-    assert hours == pytest.approx([500 * end / 3600 for end in three["step_seconds"]])  # max_steps: 500
-    assert found["gpu"]["memory_bytes"] == H100.memory_bytes and found["cannot_know"]
+    assert hours == pytest.approx([500 * end / 3600 for end in three["speed"]["step_seconds"]])  # max_steps: 500
     assert found["recommendation"]["command"].endswith(f"{RECIPE} --max_length 1024")
 
 
@@ -66,26 +73,25 @@ def test_epochs_of_data_at_hand_are_counted_in_steps(capsys):
     rows = len((ROOT / "tiny_world" / "train.jsonl").read_text().splitlines())
     keys = ["--max_steps", "-1", "--num_train_epochs", "3", "--per_device_train_batch_size", "7"]
     options = [*keys, "--global_batch_size", "28", "--strategies", "zero2", "--price", "1"]
-    (row,) = document(capsys, *options, "--packing", "false", name="recipes/tiny.yaml")["rows"]
+    (row,) = document(capsys, *options, name="recipes/tiny.yaml")["rows"]
     steps = 3 * math.ceil(math.ceil(math.ceil(rows / 7) / 2) / 2)  # micro batches, two ranks, two micro steps
-    assert row["cost"]["hours"] == pytest.approx([steps * end / 3600 for end in row["step_seconds"]])
-    (row,) = document(capsys, *options, "--packing", "true", name="recipes/tiny.yaml")["rows"]
-    assert row["cost"]["hours"] is None  # TRL makes other rows of these
+    assert row["cost"]["hours"] == pytest.approx([steps * end / 3600 for end in row["real"]["step_seconds"]])
 
 
 def test_the_smallest_machine_is_looked_for(capsys):
     said = plan(capsys, gpus="1,2,4,8", gpu="l40s")
     assert "Smallest machine: 1 x l40s-48gb" in said and "Without offload: 4 x l40s-48gb" in said
     found = document(capsys, "--strategies", "zero2,zero3", gpus="1,2,4,8", gpu="l40s")
-    words = {(row["world_size"], row["strategy"]): row["verdict"] for row in found["rows"]}
+    words = {(row["job"]["world_size"], row["job"]["strategy"]): row["fit"]["status"] for row in found["rows"]}
     assert words[2, "zero3"] == "no" and words[4, "zero3"] == "fits" and found["smallest_machine"] == 4
     assert "--num_processes 4" in found["recommendation"]["command"]
-    said = plan(capsys, name="recipes/tiny.yaml", gpus="1,2,4", gpu="l40s")
-    assert "4: global_batch_size 16 is not divisible by 4 processes" in said
+    tiny = document(capsys, name="recipes/tiny.yaml", gpus="1,2,4", gpu="l40s")
+    assert list(tiny["refused"]) == ["4"]  # global_batch_size 16 is not divisible by 4 processes
+    assert tiny["recommendation"]["command"] == "python run_sft.py recipes/tiny.yaml"
     none = document(capsys, "--strategies", "zero3", gpus="1,2", gpu="l40s")
     last = none["rows"][-1]
-    assert none["smallest_machine"] is None and last["cure"]["command"] == none["recommendation"]["command"]
-    assert last["world_size"] == 2 and "--use_peft true" in last["cure"]["command"]
+    assert none["smallest_machine"] is None and last["change"]["job"] == none["recommendation"]
+    assert last["job"]["world_size"] == 2 and "--use_peft true" in none["recommendation"]["command"]
     said = plan(capsys, "--strategies", "ddp,zero3,zero3_hpz,fsdp2", gpus="1,8,16", gpu="a100-80gb")
     table = [line.split() for line in said.splitlines() if line.split()[:1] in (["1"], ["8"], ["16"])]
     assert [line[3:] for line in table] == [["-", "-"], ["-", "fits"], ["fits", "fits"]]
@@ -94,50 +100,33 @@ def test_the_smallest_machine_is_looked_for(capsys):
 def test_memory_and_nvme_of_the_machine(capsys):
     options = ("--strategies", "zero2_offload")
     (row,) = document(capsys, *options, "--host_memory", "64")["rows"]
-    assert row["verdict"] == "no"
-    assert row["host_lacks_bytes"] == row["prediction"]["host_bytes"]["training"] - 64 * GB
-    assert document(capsys, *options, "--host_memory", "160")["rows"][0]["verdict"] == "fits"
-    (row,) = document(capsys, "--strategies", "zero2", "--host_memory", "60", gpu="h200")["rows"]
-    assert row["verdict"] == "fits" and row["resume_lacks_bytes"] > 0
+    assert row["fit"]["status"] == "no"
+    assert row["fit"]["host_lacks"] == row["prediction"]["host_bytes"]["training"] - 64 * GB
+    assert document(capsys, *options, "--host_memory", "160")["rows"][0]["fit"]["status"] == "fits"
     said = plan(capsys, "--strategies", "zero2", "--host_memory", "60", gpu="h200")
     assert "zero2: the run fits, and cannot go on from a checkpoint" in said
     swaps = ("--strategies", "zero3,zero3_infinity,zero3_offload_infinity", "--nvme", "50")
     said = plan(capsys, *swaps, gpus="16")
     lines = {line.split()[0]: line for line in said.splitlines() if line.split()[1:2]}
-    assert "NVMe a node" in said and "6.86 GB / 13.7 GB" in said and "61.7 GB / 123 GB" in said
-    assert "no (NVMe)" in lines["zero3_infinity"] and " fits " in lines["zero3_offload_infinity"]
-    assert "NVMe a node" not in plan(capsys, "--strategies", "zero3", gpus="16") and "no (host)" in plan(
-        capsys, "--host_memory", "64"
-    )
+    assert "6.86 GB" in lines["zero3_offload_infinity"] and " fits " in lines["zero3_offload_infinity"]
+    assert "no (NVMe)" in lines["zero3_infinity"]
 
 
-def test_a_network_of_the_command_line_counts(capsys):
-    def step(*options: str) -> list[float]:
-        (row,) = document(capsys, "--strategies", "zero3", *options, gpus="16")["rows"]
-        return row["step_seconds"]
+def test_a_network_of_the_command_line_counts_and_machines_are_launched_as_such(capsys):
+    def found(*options: str) -> tuple[float, float]:
+        answer = document(capsys, "--strategies", "zero3", *options, gpus="16")
+        command = answer["recommendation"]["command"]
+        assert "--num_processes 16 --num_machines 2 --machine_rank K --main_process_ip HOST" in command
+        return answer["rows"][0]["speed"]["step_seconds"]
 
-    fast, slow = step("--network", "50"), step("--network", "5")
-    assert slow[0] > 3 * fast[0] and slow[1] > 3 * fast[1] and step() == fast  # the hardware table's
+    fast, slow = found("--network", "50"), found("--network", "5")
+    assert slow[0] > 3 * fast[0] and slow[1] > 3 * fast[1] and found() == fast  # the hardware table's
 
 
 def test_a_card_without_bf16_is_planned_in_fp16_alone(capsys):
-    options = ("--strategies", "zero1,zero2,zero3")
-    in_fp16 = document(capsys, *options, name="recipes/pythia-410m-fp16.yaml", gpu="t4")["rows"]
-    in_bf16 = document(capsys, *options, name="recipes/pythia-410m.yaml", gpu="l40s")["rows"]
-    for one, other in zip(in_fp16, in_bf16, strict=True):
-        assert one["prediction"]["model_state_bytes"] == other["prediction"]["model_state_bytes"]
-        assert one["prediction"]["precision"] == "fp16"
-    rows = document(capsys, name="recipes/pythia-410m-fp16.yaml", gpu="v100-32gb")["rows"]
-    assert "zero0" not in {row["strategy"] for row in rows}, "it is refused in fp16"
-
-
-def test_a_folder_takes_the_picture_and_the_json(capsys, tmp_path):
-    plan(capsys, "--output_dir", str(tmp_path / "plan"))
-    header = (tmp_path / "plan" / "plan.png").read_bytes()[:24]
-    assert header[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", header[16:]) == (1200, 720)
-    assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
-    written = (tmp_path / "plan" / "plan.md").read_text()
-    assert "| zero3 | fits | +14.8 GB |" in written and "- Peak: bytes of live tensors" in written
+    rows = rows_of(document(capsys, name="recipes/pythia-410m-fp16.yaml", gpu="v100-32gb"))
+    assert rows["zero3"]["prediction"]["precision"] == "fp16"
+    assert "zero0" not in rows, "it is refused in fp16"
 
 
 @pytest.mark.parametrize(
@@ -156,17 +145,16 @@ def test_a_folder_takes_the_picture_and_the_json(capsys, tmp_path):
     ],
 )
 def test_all_strategies_are_planned_or_named_with_the_reason(capsys, options, strategy):
-    command = ["plan", RECIPE, "--quick", "--json", "--strategies", "all", *options.split()]
-    assert cli.main(command) == 0
+    assert cli.main(["plan", RECIPE, "--quick", "--json", "--strategies", "all", *options.split()]) == 0
     found = json.loads(capsys.readouterr().out)
     if strategy is None:
-        assert all(row["verdict"] != "fits" for row in found["rows"])
+        assert all(row["fit"]["status"] != "fits" for row in found["rows"])
     else:
         assert found["recommendation"]["strategy"] == strategy
         assert ("--nvme_path FOLDER" in found["recommendation"]["command"]) == (strategy == "zero3_infinity")
-    names = {row["strategy"] for row in found["rows"]}
+    names = {row["job"]["strategy"] for row in found["rows"]}
     (not_planned,) = found["not_planned"].values()
-    assert names | set(not_planned) == set(EVERY) and not names & set(not_planned)
+    assert names | set(not_planned) == set(EVERY) == set(all_strategies()) and not names & set(not_planned)
 
 
 @pytest.mark.parametrize(
@@ -179,48 +167,32 @@ def test_all_strategies_are_planned_or_named_with_the_reason(capsys, options, st
     ],
 )
 def test_what_cannot_run_is_named_with_the_reason(capsys, options, reasons):
-    command = ["plan", RECIPE, "--quick", "--strategies", "all", "--gpu", "h100-80gb", *options.split()]
-    assert cli.main(command) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "Not planned: " in said and all(part in said for part in reasons.values())
-    assert cli.main([*command, "--json"]) == 0
-    (not_planned,) = json.loads(capsys.readouterr().out)["not_planned"].values()
+    (not_planned,) = document(capsys, "--strategies", "all", *options.split())["not_planned"].values()
     assert all(part in not_planned[name] for name, part in reasons.items())
 
 
-def test_all_means_every_strategy_of_one_node():
-    from zero_recipes.cli.sweep import all_strategies
-
-    assert set(EVERY) == set(all_strategies()) and len(set(EVERY)) == len(EVERY)
-
-
 @pytest.mark.parametrize(
-    ("options", "code"),
+    ("options", "code", "name"),
     [
-        ([RECIPE, "--gpus", "2", "--gpu", "abacus"], "ZR807"),
-        ([RECIPE, "--gpus", "two", "--gpu", "h200"], "ZR805"),
-        ([RECIPE, "--gpus", "2,x", "--gpu", "h200"], "ZR805"),
-        ([RECIPE, "--gpus", "0", "--gpu", "h200"], "ZR805"),
-        ([RECIPE, "--gpus", "12", "--gpu", "h200"], "ZR805"),
-        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--strategies", "zero5"], "ZR802"),
-        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--strategies", "zero3_plus_plus,zero3_hpz", "--quick"], "ZR842"),
-        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--strategies", "zero3", "--deepspeed", "ds_configs/zero2.json"],
-         "ZR801"),
-        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--max_stepz", "5"], "ZR103"),
-        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--model_name_or_path", "no/body"], "ZR804"),
-        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--hardware", "none.yaml"], "ZR811"),
-        ([RECIPE, "--gpus", "2", "--gpu", "h200", "--quick", "--calibrate", RECIPE], "ZR812"),
-        (["recipes/pythia-410m.yaml", "--gpus", "2", "--gpu", "t4", "--quick"], "ZR273"),
-        (["recipes/tiny.yaml", "--gpus", "3", "--gpu", "h200", "--quick"], "ZR121"),
+        ("--gpu abacus", "ZR807", RECIPE),
+        ("--gpus 2,x", "ZR805", RECIPE),
+        ("--gpus 12", "ZR805", RECIPE),
+        ("--strategies zero5", "ZR802", RECIPE),
+        ("--strategies zero3_plus_plus,zero3_hpz", "ZR842", RECIPE),
+        ("--strategies zero3 --deepspeed ds_configs/zero2.json", "ZR801", RECIPE),
+        ("--max_stepz 5", "ZR103", RECIPE),
+        ("--model_name_or_path no/body", "ZR804", RECIPE),
+        ("--hardware none.yaml", "ZR811", RECIPE),
+        ("--gpu t4", "ZR273", RECIPE),
+        ("--gpus 3", "ZR121", "recipes/tiny.yaml"),
     ],
-)  # fmt: skip
-def test_what_cannot_be_planned_is_refused(capsys, options, code):
-    assert cli.main(["plan", *options]) == 2
-    said = capsys.readouterr().err
-    assert f"[{code}]" in said and "why:" in said and "fix:" in said
+)
+def test_what_cannot_be_planned_is_refused(capsys, options, code, name):
+    assert cli.main(["plan", name, "--gpus", "2", "--gpu", "h200", "--quick", *options.split()]) == 2
+    assert f"[{code}]" in capsys.readouterr().err
 
 
-# what is requested, and what is typed to run it
+# what is requested
 
 
 def test_a_model_comes_from_the_project_a_folder_or_the_cache_and_else_is_refused(tmp_path, monkeypatch):
@@ -240,31 +212,11 @@ def test_strategies_are_files_or_the_recipes_own(capsys, tmp_path):
     assert list(read_strategies(recipe("pythia"), None)) == list(strategies())
     assert read_strategies(recipe("pythia", "--fsdp", "true"), None) == {"fsdp2": None}
     found = document(capsys, "--deepspeed", "ds_configs/zero2_offload.json")
-    assert [row["strategy"] for row in found["rows"]] == ["zero2_offload"]
+    assert list(rows_of(found)) == ["zero2_offload"]
     assert found["recommendation"]["command"].startswith("torchrun --nproc_per_node 2 run_sft.py")
     (tmp_path / "mine.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\n")
     with pytest.raises(Refusal, match="ZR367"):
         read_strategies(recipe("pythia"), ["mine"], tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("asked", "parts"),
-    [
-        (("ddp", 1), ["python run_sft.py recipes/tiny.yaml"]),
-        (("zero2", 2), ["accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 2 run_sft.py"]),
-        (("zero3", 2), ["--activation_checkpointing true"]),  # and not what the recipe says already
-    ],
-)
-def test_the_command_adds_what_the_plan_changed(asked, parts):
-    own = recipe("tiny")
-    changed = job(*asked, "tiny", **({"activation_checkpointing": True} if asked[0] == "zero3" else {}))
-    typed = run_command(own.path.relative_to(ROOT), own.settings, [], changed)
-    assert all(part in typed for part in parts) and "accumulation" not in typed
-
-
-def test_several_machines_are_launched_as_such(capsys):
-    found = document(capsys, "--strategies", "zero3", gpus="16", gpu="a100-40gb")["recommendation"]
-    assert "--num_processes 16 --num_machines 2 --machine_rank K --main_process_ip HOST" in found["command"]
 
 
 # hardware
@@ -275,10 +227,8 @@ v100-32gb: {memory_mib: 32768, bf16_tflops: 100, memory_gb_s: 900, link_gb_s: 15
 """
 
 
-def test_every_gpu_has_a_source_and_dense_figures_and_is_found_by_the_beginning_of_its_name(tmp_path):
+def test_a_hardware_file_is_dense_and_named_by_its_beginning_and_a_faulty_one_is_refused(tmp_path):
     known = gpus()
-    assert len(known) >= 9 and all(gpu.source for gpu in known.values())
-    assert known["h100-80gb"].memory_bytes == 81559 * 2**20
     # no card of the table does more than 1.2 TFLOP/s for each GB/s of its memory, dense; sparse figures would
     assert all(gpu.bf16_tflops / gpu.memory_gb_s < 0.5 for gpu in known.values())
     assert gpu_named("H200", known).name == "h200-141gb" and gpu_named("rtx 4090", known).name == "rtx4090-24gb"
@@ -289,22 +239,7 @@ def test_every_gpu_has_a_source_and_dense_figures_and_is_found_by_the_beginning_
     with_mine = gpus(mine)
     assert with_mine["v100-32gb"].memory_bytes == 32 * 2**30 and with_mine["h100-80gb"].bf16_tflops == 100
     assert "a100-80gb" in with_mine and gpus()["h100-80gb"].bf16_tflops == 989
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        ("memory_mib: 32768", "memory_mib: 0", "memory_mib"),
-        ("memory_mib: 32768, ", "", "memory_mib"),
-        ("achievable: [0.3, 0.4]", "achievable: [0.4, 0.3]", "achievable is"),
-        ("source: mine", "source: mine, price: 2", "price"),
-        (MINE, "- a\n- b\n", "mine.yaml"),
-        (MINE, "v100: [", "mine.yaml"),
-    ],
-)
-def test_a_faulty_hardware_file_is_refused_by_its_key(tmp_path, old, new, says):
-    mine = tmp_path / "mine.yaml"
-    mine.write_text(MINE.replace(old, new))
-    with pytest.raises(Refusal) as refusal:
-        gpus(mine)
-    assert says in str(refusal.value)
+    for old, new in (("32768", "0"), ("[0.3, 0.4]", "[0.4, 0.3]"), ("mine", "mine, price: 2"), (MINE, "v100: [")):
+        mine.write_text(MINE.replace(old, new))
+        with pytest.raises(Refusal, match="ZR81"):
+            gpus(mine)

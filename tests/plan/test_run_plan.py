@@ -25,7 +25,6 @@ from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.core.process import lives
 from zero_recipes.data.prepare import RowLengths
-from zero_recipes.metrics.failure import failed_row
 from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.plan import of_run
 from zero_recipes.plan.cost import estimate
@@ -46,16 +45,12 @@ def answered(monkeypatch):
     monkeypatch.setattr(of_run.Host, "memory", lambda self: (1000 * GB, "a stand-in"))
 
     def answer(need, strategy="zero2", compared=True, source="engine", others=0, states=None, rows="null", **values):
-        held = None if states is None else states * GB
-        monkeypatch.setattr(
-            of_run,
-            "overheads",
-            lambda: SimpleNamespace(measured=compared, beside_segments=lambda ranks: 0),
-        )
+        beside = SimpleNamespace(measured=compared, beside_segments=lambda ranks: 0)
+        monkeypatch.setattr(of_run, "overheads", lambda: beside)
 
         def predict(asked):
-            found = made_up(asked, need(asked) * GB, held, overhead=5 * GB)
-            return found.model_copy(update={"source": source})
+            held = None if states is None else states * GB
+            return made_up(asked, need(asked) * GB, held, overhead=5 * GB).model_copy(update={"source": source})
 
         asked = job(strategy, **values).as_dict()
         written = {key: asked[key] for key in ("strategy", "world_size", "gpus_per_node", "ds_config", "device")}
@@ -67,26 +62,15 @@ def answered(monkeypatch):
     return answer
 
 
-def test_a_run_that_fits_carries_its_plan(answered):
-    found = answered(lambda job: 70)
-    carried = PredictedMetrics.model_validate(found["predicted"])
-    assert carried.peak_memory_bytes == 70 * GB and carried.source == "engine" and not found["findings"]
-    assert carried.model_state_bytes.params == 35 * GB and sum(carried.at_peak.values()) == 70 * GB
-    assert "70.0 GB at the peak, by the engine, simulated: fits into 80.0 GB" in found["lines"][0]
-
-
 @pytest.mark.parametrize(
     ("keys", "need", "code", "level", "says"),
     [
-        ({}, lambda j: 70 if j.recomputes else 90, "ZR816", "error", "zero2 on 2 GPUs needs at least 90.0 GB on each"),
         ({}, lambda j: 70 if j.recomputes else 90, "ZR816", "error", "--activation_checkpointing true"),
         ({}, lambda j: 90, "ZR816", "error", "No change that was tried makes it fit"),
-        ({"compared": False}, lambda j: 90, "ZR816", "warning", "no plan has been compared with a GPU yet"),
-        ({"source": "formulas"}, lambda j: 90, "ZR816", "warning", "formulas are coarse"),
+        ({"compared": False}, lambda j: 90, "ZR816", "warning", "at least 90.0 GB on each"),
+        ({"source": "formulas"}, lambda j: 90, "ZR816", "warning", "textbook formulas"),
         ({"others": 12}, lambda j: 70, "ZR816", "error", "80.0 GB, 12.0 GB of it held by other processes"),
-        ({"others": 12}, lambda j: 70, "ZR816", "error", "End what else runs on that GPU"),
         ({"states": 81, "compared": False}, lambda j: 100, "ZR840", "error", "weights 81.0 GB: none of it depends"),
-        ({"strategy": "zero0", "compared": False}, lambda j: 10, "ZR840", "error", "weights 13.7 GB, optimizer 82.3"),
     ],
 )
 def test_a_run_that_does_not_fit_is_refused_with_what_would(answered, keys, need, code, level, says):
@@ -101,12 +85,13 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would(answered, keys, need
         ({}, 78, "tight in 80.0 GB"),
         ({"others": 12}, 50, "fits into 68.0 GB"),
         ({"states": 79, "compared": False}, 79, "tight in"),
-        ({"strategy": "zero0", "optim": "adamw_bnb_8bit"}, 10, "fits into"),  # not plain Adam: nothing is certain
     ],
 )
-def test_a_run_that_may_fit_goes_on(answered, keys, need, says):
+def test_a_run_that_may_fit_goes_on_and_carries_its_plan(answered, keys, need, says):
     found = answered(lambda job: need, **keys)
     assert not found["findings"] and says in found["lines"][0]
+    carried = PredictedMetrics.model_validate(found["predicted"])
+    assert carried.peak_memory_bytes == need * GB == sum(carried.at_peak.values()) and carried.source == "engine"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +102,6 @@ def test_a_run_that_may_fit_goes_on(answered, keys, need, says):
         ({"load_in_4bit": True, "use_peft": True}, {}, set()),
         ({}, {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, {"weights"}),
         ({}, {"optimizer": {"type": "Lion"}}, {"weights"}),
-        ({}, {"torch_autocast": {"enabled": True}}, {"weights"}),
         ({}, {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, set()),
     ],
 )
@@ -129,9 +113,8 @@ def test_formulas_are_certain_of_nothing_else(values, block, parts):
 
 
 def test_no_plan_of_an_unknown_model_and_an_error_of_our_own_is_one(answered):
-    for unknown, says in (("no/body", "config.json of no/body"), (str(ROOT / "tiny_world"), "config.json of")):
-        found = answered(lambda job: 70, model_name_or_path=unknown)
-        assert found["predicted"] is None and says in found["lines"][0] and not found["findings"]
+    found = answered(lambda job: 70, model_name_or_path="no/body")
+    assert found["predicted"] is None and "config.json of no/body" in found["lines"][0] and not found["findings"]
     with pytest.raises(ZeroDivisionError):
         answered(lambda job: 1 // 0)
 
@@ -141,22 +124,18 @@ def test_a_step_of_the_rows_is_timed_as_the_plan_command_does(answered):
     rows = json.dumps({"device": "NVIDIA H100 80GB HBM3", "lengths": lengths})
     said = answered(lambda job: 70, rows=rows)["lines"][-1]
     asked = job("zero2")
-    predicted_ = made_up(asked, 70 * GB)
-    speed = estimate(asked, predicted_, gpu_named("h100-80gb", gpus()), rows=RowLengths(**lengths))
+    speed = estimate(asked, made_up(asked, 70 * GB), gpu_named("h100-80gb", gpus()), rows=RowLengths(**lengths))
     low, high = (f"{each:,.0f}" for each in speed.tokens_per_second)
     assert f"{low} to {high} real tokens/s" in said and "217 tokens on average" in said
 
 
-@pytest.mark.parametrize(
-    ("used", "reserved", "others"),
-    [(0, 0, 0), (0.7, 0, 0), (1.5, 0, 0), (19, 18, 0), (12.0, 0, 12.0), (30, 18, 12.0), (80, 0, 80.0)],
-)
+@pytest.mark.parametrize(("used", "reserved", "others"), [(1.5, 0, 0), (19, 18, 0), (30, 18, 12.0), (80, 0, 80.0)])
 def test_what_other_processes_use_of_a_card(monkeypatch, used, reserved, others):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (int((80 - used) * GB), 80 * GB))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda index: int(reserved * GB))
     card = of_run.Card.of(predicted.card())
     own = overheads().beside_segments(1) if others else 0
-    assert card.others == pytest.approx(others * GB - own, abs=1) and card.total == 80 * GB
+    assert card.total - card.left == pytest.approx(others * GB - own, abs=1) and card.total == 80 * GB
 
 
 # the run's side, with a planner of a few lines
@@ -183,24 +162,6 @@ if child:
 while True:
     signal.pause()
 """
-
-
-def ended(pids: list[int]) -> bool:
-    """Whether these processes, killed a moment ago, end."""
-    guard = time.monotonic() + 60
-    while any(map(lives, pids)) and time.monotonic() < guard:
-        os.sched_yield()
-    return not any(map(lives, pids))
-
-
-@pytest.fixture
-def hanging(tmp_path, monkeypatch):
-    """(a planner that starts another process and never answers, their ids once both run)."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    program = ("-c", HANGS.format(pipe=str(pipe)))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return program, lambda: json.loads(pipe.read_text())  # waits for the writer
 
 
 def run_to_plan(device: str = "cuda", **values) -> RunConfig:
@@ -263,13 +224,18 @@ def test_a_planner_that_fails_says_why_and_ends_the_run(monkeypatch):
         planned()
 
 
-def test_a_run_that_fails_while_it_is_planned_leaves_no_planner(hanging, monkeypatch):
-    program, pids_of = hanging
-    monkeypatch.setattr(predicted, "PLANNER", program)
+def test_a_run_that_fails_while_it_is_planned_leaves_no_planner(tmp_path, monkeypatch):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(predicted, "PLANNER", ("-c", HANGS.format(pipe=str(pipe))))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with pytest.raises(OSError, match="rows"), predicted.planning(run_to_plan("cpu")):
-        pids = pids_of()  # it plans while rows are tokenised
+        pids = json.loads(pipe.read_text())  # waits for the writer: it plans while rows are tokenised
         raise OSError("rows")
-    assert ended(pids)
+    guard = time.monotonic() + 60
+    while any(map(lives, pids)) and time.monotonic() < guard:
+        os.sched_yield()
+    assert not any(map(lives, pids))
 
 
 def test_check_on_a_machine_with_a_gpu_says_it(gpu, monkeypatch, tmp_path, capsys):
@@ -281,12 +247,6 @@ def test_check_on_a_machine_with_a_gpu_says_it(gpu, monkeypatch, tmp_path, capsy
     assert cli.main(["check", str(small), "--output_dir", str(tmp_path / "out")]) == 2
     assert "refused: too large" in capsys.readouterr().out
     assert cli.main(["check", str(small), "--output_dir", str(tmp_path / "out"), "--skip_plan", "true"]) == 0
-
-
-def test_a_refused_run_of_a_sweep_is_a_row(answered, tmp_path):
-    (found,) = answered(lambda job: 90)["findings"]
-    row = failed_row(tmp_path, "zero2", 1, f"loading\nrefused: {found['what']} [ZR816]\n")
-    assert row.status == "refused" and "needs at least 90.0 GB" in row.error
 
 
 # in a process group
@@ -332,9 +292,6 @@ def test_a_simulation_is_kept_for_the_same_job_and_the_same_versions(tmp_path, m
     monkeypatch.setattr("zero_recipes.plan.predict.library_versions", lambda: {"torch": "another"})
     predict(job("zero2"))
     assert len(simulated) == 4
-    for path in tmp_path.glob("*.json"):
-        path.write_text('{"half')  # a program that died while writing would leave no file; a disk may
-    assert predict(job("zero2")).allocated_peak_bytes == GB and len(simulated) == 5
     (tmp_path / "file").write_text("")
     assert predict(job("zero2"), tmp_path / "file") == first  # cannot be kept, is answered
 

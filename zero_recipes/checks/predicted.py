@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -17,7 +16,6 @@ import torch
 
 from zero_recipes.config.run import RunConfig
 from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise_errors
-from zero_recipes.core.host import gpu_of_device
 from zero_recipes.core.process import CLOCK, local_world_size, rank
 from zero_recipes.data.prepare import of_prepared
 from zero_recipes.distributed.group import agree, once
@@ -28,9 +26,8 @@ if TYPE_CHECKING:
 
 PLANNER = ("-m", "zero_recipes.plan.of_run")
 SECONDS = 90.0  # of simulations: of the run, and of what would fit where it does not
-# From the rows' lengths to ({"predicted", "lines"}, findings); raises RuntimeError where the planner itself failed.
-Answer = Callable[[dict[str, Any] | None], tuple[dict[str, Any], list[Finding]]]
-OF_A_LAUNCHER = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
+# From the rows' lengths to (what metrics.json carries, findings); prints. Raises RuntimeError where the planner failed.
+Answer = Callable[[dict[str, Any] | None], tuple[dict[str, Any] | None, list[Finding]]]
 
 
 @contextmanager
@@ -49,17 +46,15 @@ def planning(run: RunConfig) -> Iterator[Callable[[Prepared | None], PredictedMe
     with _planner(run, os.environ, cards) if rank() == 0 else nullcontext() as answer_for:
 
         def result(rows: Prepared | None = None) -> PredictedMetrics | None:
-            def ask() -> dict[str, Any]:
-                answer, findings = answer_for(_lengths(run, rows))
+            def predicted() -> dict[str, Any] | None:
+                predicted, findings = answer_for(_lengths(run, rows))
                 raise_errors(findings)
-                return answer | {"lines": [*answer["lines"], *map(str, findings)]}
+                print(*findings, sep="\n", end="\n" * bool(findings), flush=True)
+                return predicted
 
             with CLOCK.phase("data"):
-                answer = once(ask, "plans the run")
-            if rank() == 0:
-                print(*answer["lines"], sep="\n", flush=True)
-            predicted = answer["predicted"]
-            return None if predicted is None else PredictedMetrics.model_validate(predicted)
+                found = once(predicted, "plans the run")
+            return found and PredictedMetrics.model_validate(found)
 
         yield result
 
@@ -70,9 +65,7 @@ def rehearsed(run: RunConfig, environment: Mapping[str, str]) -> list[Finding]:
         return []
     here = min(local_world_size(environment, run.strategy.world_size), torch.cuda.device_count())
     with _planner(run, environment, [card(index) for index in range(here)]) as answer_for:
-        answer, findings = answer_for(None)
-    print(*answer["lines"], sep="\n")
-    return findings
+        return answer_for(None)[1]
 
 
 def _is_compared_with_gpus(run: RunConfig) -> bool:
@@ -88,12 +81,10 @@ def card(index: int | None = None) -> dict[str, Any]:
 
 
 def _lengths(run: RunConfig, rows: Prepared | None) -> dict[str, Any] | None:
-    """Of the prepared rows; None of a stream, and without the GPU's figures."""
+    """Of the prepared rows; None of a stream."""
     if rows is None or rows.rows is None or run.device != "cuda":
         return None
-    device = torch.cuda.get_device_name()
-    lengths = None if gpu_of_device(device) is None else of_prepared(rows.train, "the run's rows")
-    return lengths and {"device": device, "lengths": asdict(lengths)}
+    return {"device": torch.cuda.get_device_name(), "lengths": asdict(of_prepared(rows.train, "the run's rows"))}
 
 
 @contextmanager
@@ -105,21 +96,18 @@ def _planner(run: RunConfig, environment: Mapping[str, str], cards: Sequence[dic
     job |= {"ds_config": None if strategy.ds_config is None else dict(strategy.ds_config.raw)}
     job |= {"settings": run.settings.as_dict(), "device": "gpu" if run.device == "cuda" else "cpu"}
     question = {"job": job, "recipe": str(run.recipe.path), "cards": list(cards), "seconds": SECONDS}
-    own = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)}
-    own |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", "TOKENIZERS_PARALLELISM": "false"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, *PLANNER]
-    with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(command, env=own, stderr=errors, **pipes) as process:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    own = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    with subprocess.Popen([sys.executable, *PLANNER], env=own, text=True, **pipes) as process:
 
-        def answer(rows: dict[str, Any] | None) -> tuple[dict[str, Any], list[Finding]]:
-            written, _ = process.communicate(json.dumps(rows))
+        def answer(rows: dict[str, Any] | None) -> tuple[dict[str, Any] | None, list[Finding]]:
+            written, errors = process.communicate(json.dumps(rows))
             if process.returncode:
-                errors.seek(0)
-                last = "".join(errors.readlines()[-20:])
-                raise RuntimeError(f"the plan failed; --skip_plan true runs without one.\n{last}")
+                raise RuntimeError(f"the plan failed; --skip_plan true runs without one.\n{errors[-2000:]}")
             found = json.loads(written)
-            findings = [Finding(**row) for row in found.pop("findings")]
-            return found, downgraded(findings, ignored_codes(run.settings.ignore))
+            print(*(f"plan          {line}" for line in found["lines"]), sep="\n", flush=True)
+            findings = [Finding(**row) for row in found["findings"]]
+            return found["predicted"], downgraded(findings, ignored_codes(run.settings.ignore))
 
         try:
             with suppress(BrokenPipeError):  # it has failed: `answer` says why

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,20 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Finding, Refusal, finding
 from zero_recipes.core.host import Host, gpu_of_device
 from zero_recipes.core.process import end_with_parent
-from zero_recipes.core.units import size
+from zero_recipes.core.units import count, percent, significant, size
 from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.prediction import Prediction
-from zero_recipes.plan import messages
 from zero_recipes.plan.choose import changes_arithmetic, smallest_change
 from zero_recipes.plan.cost import estimate
-from zero_recipes.plan.formulas import overheads, predict_by_formulas
+from zero_recipes.plan.formulas import overheads
 from zero_recipes.plan.job import Job, model_config, run_command, strategies_here
+from zero_recipes.plan.output import change_in_words
 from zero_recipes.plan.predict import BY_FORMULAS, Predict, Predictor, fit_of
 
 NAMED = 10**9  # bytes; less may be the process's own: contexts and communicators differ by GPU and driver
 PLAIN_ADAM = ("adamw_torch", "adamw_torch_fused")
+SOURCES = {"engine": "the engine, simulated", "formulas": "textbook formulas"}
+STATUSES = {"fits": "fits into", "tight": "tight in", "no": "does not fit into"}
 
 
 def main() -> None:
@@ -46,133 +48,100 @@ def main() -> None:
     print(json.dumps(answer), file=answers, flush=True)
 
 
-def answer_of(question: Mapping[str, Any], predict: Predict, rows: Any) -> dict[str, Any]:
+def answer_of(question: Mapping[str, Any], predict: Predict, rows: Callable[[], str]) -> dict[str, Any]:
     """`rows`: waits for the lengths of the prepared rows, as JSON."""
-    started = time.monotonic()
-    written = question["job"]
+    started, written = time.monotonic(), question["job"]
     settings = Settings(written["settings"])
     try:
         config = model_config(settings)
         job = Job(settings.model_name_or_path, config, **(written | {"settings": settings}))
-        plan = _Plan(job, Path(question["recipe"]), [Card.of(card) for card in question["cards"]], predict)
-        findings = plan.states_alone(predict_by_formulas(job))  # certain: nothing is simulated but what helps
-        if findings:
-            return {"predicted": None, "lines": [], "findings": [asdict(found) for found in findings]}
         prediction = predict(job)
     except Refusal as refusal:  # the model's config is not here, or is of no class that can be built
-        return {"predicted": None, "lines": [f"plan          none could be made: {refusal.what}"], "findings": []}
-    findings = plan.states_alone(prediction) or plan.too_large(prediction)
-    fit = fit_of(prediction, plan.fullest.left) if plan.cards else None
-    lines = [f"plan          {messages.peak(prediction, fit)}; it took {time.monotonic() - started:.0f} s"]
-    lines += [f"plan          {note}" for note in prediction.notes if BY_FORMULAS in note]
+        return {"predicted": None, "lines": [f"none could be made: {refusal.what}"], "findings": []}
+    lines, findings = [note for note in prediction.notes if BY_FORMULAS in note], []
+    peak = f"{size(prediction.allocated_peak_bytes)} at the peak, by {SOURCES[prediction.source]}"
+    if question["cards"]:
+        cards = [Card.of(card) for card in question["cards"]]
+        fit = fit_of(prediction, min(card.left for card in cards))
+        peak += f": {STATUSES[fit.status]} {size(fit.capacity)}"
+        findings = too_large(job, prediction, cards, lambda capacity: _what_helps(question, job, capacity, predict))
+    lines.insert(0, f"{peak}; it took {time.monotonic() - started:.0f} s")
     lines += _speed(job, prediction, json.loads(rows() or "null"))
     predicted = prediction.for_metrics.model_dump(mode="json")
     return {"predicted": predicted, "lines": lines, "findings": [asdict(found) for found in findings]}
 
 
 def _speed(job: Job, prediction: Prediction, rows: dict[str, Any] | None) -> list[str]:
-    if rows is None:
+    gpu = rows and gpu_of_device(rows["device"])
+    if gpu is None:
         return []
-    gpu, lengths = gpu_of_device(rows["device"]), RowLengths(**rows["lengths"])
-    return [f"plan          {messages.speed(estimate(job, prediction, gpu, rows=lengths), lengths, gpu)}"]
+    lengths = RowLengths(**rows["lengths"])
+    found = estimate(job, prediction, gpu, rows=lengths)
+    seconds, mfu = " to ".join(map(significant, found.step_seconds)), " to ".join(map(percent, found.mfu))
+    tokens = " to ".join(map(count, found.tokens_per_second))
+    of_rows = f"{lengths.source}, {lengths.mean:,.0f} tokens on average"
+    return [f"{gpu.name}: {seconds} s a step, {tokens} real tokens/s, MFU {mfu}: estimated for {of_rows}"]
 
 
 @dataclass(frozen=True)
 class Card:
-    """The GPU of one rank. `total`: bytes; `others`: bytes of it that other processes use."""
+    """The GPU of one rank. `total`: bytes; `left`: those that no other process uses."""
 
     rank: int
     host: str
     total: int
-    others: int
+    left: int
 
     @classmethod
     def of(cls, seen: Mapping[str, Any]) -> Card:
         """`seen`: by checks/predicted.py `card`."""
         own = seen["reserved"] + overheads().beside_segments(seen["ranks"])
-        others = max(0, seen["total"] - seen["free"] - own)
-        return cls(seen["rank"], seen["host"], seen["total"], others if others >= NAMED else 0)
-
-    @property
-    def left(self) -> int:
-        """Bytes that this rank may take."""
-        return self.total - self.others
+        others = seen["total"] - seen["free"] - own
+        return cls(seen["rank"], seen["host"], seen["total"], seen["total"] - (others if others >= NAMED else 0))
 
     def __str__(self) -> str:
-        held = f", {size(self.others)} of it held by other processes" if self.others else ""
+        held = f", {size(self.total - self.left)} of it held by other processes" if self.left < self.total else ""
         return f"rank {self.rank}'s on {self.host} has {size(self.total)}{held}"
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """`cards`: of all ranks; none where the run is compared with none."""
+def too_large(
+    job: Job, prediction: Prediction, cards: Sequence[Card], what_helps: Callable[[int], str]
+) -> list[Finding]:
+    """The run whose model states are larger than a whole GPU, which is certain; or that does not fit: by formulas, and
+    while no plan was compared with a GPU, a warning."""
+    states = certain_states(job, prediction)
+    smallest = min(cards, key=lambda card: card.total)
+    about = {"strategy": job.strategy, "gpus": f"{job.world_size} GPUs"}
+    if sum(states.values()) > smallest.total:
+        needed, helps = size(sum(states.values())), what_helps(smallest.total)
+        return [finding("ZR840", **about, size=needed, card=smallest, parts=_listed(states), what_helps=helps)]
+    fullest = min(cards, key=lambda card: card.left)
+    if fit_of(prediction, fullest.left).status != "no":
+        return []
+    largest = sorted(prediction.at_peak.items(), key=lambda part: -part[1])[:3]
+    return [
+        finding(
+            "ZR816",
+            **about,
+            size=size(prediction.reserved_bytes.low),
+            card=fullest,
+            source=SOURCES[prediction.source],
+            peak_phase=prediction.peak_phase,
+            at_peak=_listed(dict(largest)),
+            what_helps=what_helps(fullest.left),
+            level="error" if prediction.source == "engine" and overheads().measured else "warning",
+        )
+    ]
 
-    job: Job
-    recipe: Path
-    cards: Sequence[Card]
-    predict: Predict
 
-    @property
-    def fullest(self) -> Card:
-        return min(self.cards, key=lambda card: card.left)
-
-    def states_alone(self, prediction: Prediction) -> list[Finding]:
-        """The run whose model states are larger than a whole GPU: certain, whatever a plan leaves out."""
-        states = certain_states(self.job, prediction)
-        smallest = min(self.cards, key=lambda card: card.total, default=None)
-        if smallest is None or sum(states.values()) <= smallest.total:
-            return []
-        return [
-            finding(
-                "ZR840",
-                strategy=self.job.strategy,
-                gpus=self._gpus,
-                size=size(sum(states.values())),
-                card=smallest,
-                parts=_listed(states),
-                what_helps=self._what_helps(prediction, smallest.total),
-            )
-        ]
-
-    def too_large(self, prediction: Prediction) -> list[Finding]:
-        """The run that does not fit, with what would. By formulas, and while no GPU was compared with, a warning."""
-        if not self.cards or fit_of(prediction, self.fullest.left).status != "no":
-            return []
-        sure = prediction.source == "engine" and overheads().measured
-        missing = "no plan has been compared with a GPU yet" if prediction.source == "engine" else "formulas are coarse"
-        return [
-            finding(
-                "ZR816",
-                strategy=self.job.strategy,
-                gpus=self._gpus,
-                size=size(prediction.reserved_bytes.low),
-                card=self.fullest,
-                source=messages.SOURCES[prediction.source],
-                peak_phase=prediction.peak_phase,
-                at_peak=_listed(dict(sorted(prediction.at_peak.items(), key=lambda part: -part[1])[:3])),
-                unsure="" if sure else f" Not certain: {missing}.",
-                end_others="End what else runs on that GPU (nvidia-smi names it). " if self.fullest.others else "",
-                what_helps=self._what_helps(prediction, self.fullest.left),
-                level="error" if sure else "warning",
-            )
-        ]
-
-    def _what_helps(self, prediction: Prediction, capacity: int) -> str:
-        job, strategies = self.job, strategies_here() | {self.job.strategy: self.job.ds_config}
-        predict: Predict = lambda other: prediction if other is job else self.predict(other)  # noqa: E731
-        change = smallest_change(job, capacity, predict, strategies, Host().memory()[0])
-        if change is None:
-            return "No change that was tried makes it fit: a smaller model, or GPUs with more memory."
-        # the configuration came from the launcher or the command line: a command names its own
-        settings = job.settings.replace(deepspeed=None)
-        words = messages.change_in_words(change)
-        source = " (by formulas)" if change.prediction.source == "formulas" else ""
-        command = run_command(self.recipe, settings, [], change.job)
-        return f"{words[0].upper()}{words[1:]}{source}, with the other options of this run: {command}."
-
-    @property
-    def _gpus(self) -> str:
-        return f"{self.job.world_size} GPU{'s' if self.job.world_size > 1 else ''}"
+def _what_helps(question: Mapping[str, Any], job: Job, capacity: int, predict: Predict) -> str:
+    strategies = strategies_here() | {job.strategy: job.ds_config}
+    change = smallest_change(job, capacity, predict, strategies, Host().memory()[0])
+    if change is None:
+        return "No change that was tried makes it fit: a smaller model, or GPUs with more memory."
+    # the configuration came from the launcher or the command line: a command names its own
+    command = run_command(Path(question["recipe"]), job.settings.replace(deepspeed=None), [], change.job)
+    return f"What would fit, with the other options of this run, is {change_in_words(change)}: {command}."
 
 
 def _listed(parts: Mapping[str, int]) -> str:

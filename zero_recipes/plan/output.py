@@ -1,259 +1,276 @@
-"""The plan as it is written: tables for the terminal, JSON, and a folder with a picture."""
+"""The plan as it is written: a table and sentences, JSON, and a folder with both and a picture."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
-from zero_recipes.core import units
 from zero_recipes.core.files import write_json
-from zero_recipes.core.tables import Column, markdown_columns, print_columns
-from zero_recipes.metrics.prediction import Prediction
-from zero_recipes.plan import messages
+from zero_recipes.core.tables import Column, print_columns
+from zero_recipes.core.units import count, percent, significant, size
+from zero_recipes.data.audit import holding
 from zero_recipes.plan.choose import Change, Recommendation, Row, fewest_gpus
-from zero_recipes.plan.cost import Cost, Range, Speed, cost
+from zero_recipes.plan.cost import Cost, Range, cost
 from zero_recipes.plan.job import Excluded, Job, PlanRequest
-from zero_recipes.report import plots
 from zero_recipes.theory.zero_paper import paper_volume
 
-SCHEMA = 1
-STATUS_STYLE = {"fits": "bold green", "tight": "bold yellow", "no": "bold red"}
+SCHEMA = 2
+WIDTH = 240  # characters of a line in plan.txt
 PARTS = {"params": "Params", "grads": "Grads", "optimizer": "Optimizer", "activations": "Activa-\ntions"}
 PARTS |= {"buckets": "Buckets,\ngathered", "loss_head": "Loss\nhead", "other": "Other"}
+NOTES = [
+    "Peak: live tensors of the fullest GPU and the phase they stand in; the columns up to Other are its parts.",
+    "Reserved: what the process takes, allocator, CUDA and NCCL included; the status is about this range.",
+    "Host: memory of a machine while loading / training / reading a checkpoint to go on from it. Disk: the model / a "
+    "checkpoint to go on from. NVMe: swap files of a machine. Comm.: an all-reduce counts twice.",
+    "Times are estimates, 20 to 30 % to either side, more with offload or without NVLink.",
+    "MFU: model FLOPs of the tokens that are no padding, as a share of the GPU's dense peak.",
+    "Not known: fragmentation beyond the range, torch.compile, which tokens go to which expert, quantised weights, "
+    "other programs on the GPU.",
+]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that was found out. `chosen`: the rows of the smallest machine on which a strategy fits."""
+    """Everything that was found out. `rows`: on all numbers of GPUs; those of `advice`: of the smallest machine."""
 
     request: PlanRequest
     rows: Sequence[Row]
-    chosen: Sequence[Row]
     refused: dict[int, str]  # {number of GPUs: why the recipe cannot run on so many}
     excluded: Excluded
     advice: Recommendation
     price: float | None  # of one GPU for one hour
+
+    def cost(self, row: Row) -> Cost:
+        return cost(row.job, row.expected, self.price or 1.0, self.request.lengths)
 
 
 # JSON
 
 
 def document(answer: Answer) -> dict[str, Any]:
-    """The answer as JSON can hold it."""
-    request, rows = answer.request, answer.rows
-    return {
+    """The answer as JSON can hold it: rows and changes by their fields, jobs by their place and their command."""
+    request, rows, job = answer.request, answer.rows, answer.advice.job
+
+    def plain(value: Any) -> dict[str, Any]:
+        if isinstance(value, BaseModel):
+            return value.model_dump()
+        if not isinstance(value, Job):
+            return vars(value)
+        placed = {key: getattr(value, key) for key in ("model", "strategy", "world_size", "gpus_per_node")}
+        return placed | {"command": request.command(value)}
+
+    found = {
         "schema": SCHEMA,
         "recipe": str(request.recipe.path),
         "overrides": request.overrides,
-        "model": rows[0].job.model,
-        "gpu": request.gpu.model_dump() | {"memory_bytes": request.gpu.memory_bytes},
-        "row_lengths": {
-            "mean_tokens": request.lengths and request.lengths.mean,
-            "source": request.lengths.source if request.lengths else request.no_lengths,
-        },
-        "rows": [_row(row, answer) for row in rows],
-        "refused": {str(count): why for count, why in answer.refused.items()},
-        "not_planned": {str(count): reasons for count, reasons in answer.excluded.items()},
+        "gpu": request.gpu,
+        "mean_tokens": request.lengths and request.lengths.mean,
+        "rows": [vars(row) | {"cost": answer.price and answer.cost(row)} for row in rows],
+        "refused": answer.refused,
+        "not_planned": answer.excluded,
         "smallest_machine": fewest_gpus(rows, with_offload=True),
         "smallest_machine_without_offload": fewest_gpus(rows, with_offload=False),
-        "recommendation": {
-            "strategy": answer.advice.job and answer.advice.job.strategy,
-            "reasons": messages.reasons(answer.advice),
-            "command": answer.advice.job and request.command(answer.advice.job),
-        },
-        "cannot_know": messages.CANNOT_KNOW,
+        "recommendation": job,
+        "notes": [*notes(answer), *reasons(answer.advice)],
     }
+    return json.loads(json.dumps(found, default=plain))
 
 
-def _row(row: Row, answer: Answer) -> dict[str, Any]:
-    return {
-        "strategy": row.job.strategy,
-        "world_size": row.job.world_size,
-        "gpus_per_node": row.job.gpus_per_node,
-        "verdict": row.fit.status,
-        "margin_bytes": row.fit.margin,
-        "host_lacks_bytes": row.fit.host_lacks,
-        "nvme_lacks_bytes": row.fit.nvme_lacks,
-        "resume_lacks_bytes": row.fit.resume_lacks,
-        "prediction": row.prediction.model_dump(),
-        **_speed(row.job, row.speed, answer.price),
-        "real_rows": row.real and _speed(row.job, row.real, answer.price, answer.request.lengths),
-        "cure": row.change and _change(row.change, answer.request),
-        "max": row.limits and asdict(row.limits),
-    }
-
-
-def _speed(job: Job, speed: Speed, price: float | None, *lengths: Any) -> dict[str, Any]:
-    """Of sequences as long as they may be, or of the rows."""
-    return {
-        "step_seconds": list(speed.step_seconds),
-        "tokens_per_step": speed.tokens_per_step,
-        "tokens_per_second": list(speed.tokens_per_second),
-        "mfu": list(speed.mfu),
-        "cost": None if price is None else asdict(cost(job, speed, price, *lengths)),
-    }
-
-
-def _change(change: Change, request: PlanRequest) -> dict[str, Any]:
-    prediction = change.prediction.model_dump()
-    return {
-        "words": messages.change_in_words(change),
-        "strategy": change.job.strategy,
-        "world_size": change.job.world_size,
-        "margin_bytes": change.fit.margin,
-        **{key: prediction[key] for key in ("allocated_peak_bytes", "reserved_bytes", "host_bytes")},
-        "command": request.command(change.job),
-    }
-
-
-# tables
+# the table
 
 
 def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
     """(those naming the row, the others): memory first, then what is beside the GPU, time and money."""
-    rows, price, lengths = answer.chosen, answer.price, answer.request.lengths
-    mixed = len({row.prediction.source for row in rows}) > 1
-
-    def costs(row: Row) -> Cost:
-        return cost(row.job, row.expected, price or 1.0, lengths)
-
-    named = [Column("Strategy", partial(_name, mixed=mixed)), Column("Status", status)]
+    named = [Column("Strategy", lambda row: row.job.strategy), Column("Status", _status)]
     columns = [
-        Column("Margin", lambda row: ("" if row.fit.margin < 0 else "+") + units.size(row.fit.margin)),
-        Column("Peak", lambda row: units.size(row.prediction.allocated_peak_bytes)),
+        Column("Margin", lambda row: ("" if row.fit.margin < 0 else "+") + size(row.fit.margin)),
+        Column("Peak", lambda row: size(row.prediction.allocated_peak_bytes)),
         Column("in", lambda row: row.prediction.peak_phase),
-        *(Column(header, partial(_part, part=part)) for part, header in PARTS.items()),
-        Column("Reserved", lambda row: _between(tuple(dict(row.prediction.reserved_bytes).values()), units.size)),
+        *(
+            Column(header, lambda row, part=part: size(row.prediction.at_peak[part] or None))
+            for part, header in PARTS.items()
+        ),
+        Column("Reserved", lambda row: _between(tuple(dict(row.prediction.reserved_bytes).values()), size)),
         Column("Host", lambda row: _sizes(*dict(row.prediction.host_bytes).values())),
-        Column("NVMe a node\n/ in all", _nvme),
+        Column("NVMe", lambda row: size(row.prediction.nvme_bytes or None)),
         Column("Disk", lambda row: _sizes(*dict(row.prediction.checkpoint_bytes).values())),
-        Column("Comm.\nper step", _moved),
-        Column("Step", lambda row: f"{_between(row.speed.step_seconds)} s"),
-        Column("Tokens/s", lambda row: _between(row.speed.tokens_per_second, units.count)),
-        Column("Step of\nthe rows", lambda row: row.real and f"{_between(row.real.step_seconds)} s"),
-        Column("Real\ntokens/s", lambda row: row.real and _between(row.real.tokens_per_second, units.count)),
-        Column("MFU", lambda row: _between(row.expected.mfu, units.percent)),
-        Column("Run\nin hours", lambda row: _between(costs(row).hours)),
+        Column("Comm.\nper step", lambda row: size(paper_volume(row.prediction.communication_bytes_per_step) or None)),
+        Column("Step", lambda row: f"{_between(row.expected.step_seconds)} s"),
+        Column("Tokens/s", lambda row: _between(row.expected.tokens_per_second, count)),
+        Column("MFU", lambda row: _between(row.expected.mfu, percent)),
+        Column("Run\nin hours", lambda row: _between(answer.cost(row).hours)),
+        Column("Largest\nmicro batch", lambda row: row.limits and f"{row.limits.micro_batch_size:,}"),
+        Column("Longest\nsequences", lambda row: row.limits and f"{row.limits.max_length:,}"),
     ]
-    if price is not None:
+    if answer.price is not None:
         columns += [
-            Column("Cost of\n1M tokens", lambda row: _between(cost(row.job, row.speed, price).per_million_tokens)),
-            Column("1M real\ntokens", lambda row: _between(lengths and costs(row).per_million_tokens)),
-            Column("Cost of\nthe run", lambda row: _between(costs(row).run)),
+            Column("Cost of\n1M tokens", lambda row: _between(answer.cost(row).per_million_tokens)),
+            Column("Cost of\nthe run", lambda row: _between(answer.cost(row).run)),
         ]
-    return named, [column for column in columns if any(column.cell(row) for row in rows)]
+    return named, [column for column in columns if any(column.cell(row) for row in answer.advice.rows)]
 
 
-def status(row: Row) -> str:
-    if row.fit.host_lacks or row.fit.nvme_lacks:
-        return "no (host)" if row.fit.host_lacks else "no (NVMe)"
-    return row.fit.status
+def _status(row: Row) -> str:
+    lacking = "host" if row.fit.host_lacks else "NVMe" if row.fit.nvme_lacks else ""
+    return f"no ({lacking})" if lacking else row.fit.status
 
 
-def _between(values: Range | None, written=units.significant) -> str:
+def _between(values: Range | None, written=significant) -> str:
     """A range: 0.43 - 0.64; nothing where it is not known."""
     return "" if values is None else f"{written(values[0])} - {written(values[1])}"
 
 
-def _name(row: Row, mixed: bool) -> str:
-    return f"{row.job.strategy} *" if mixed and row.prediction.source == "formulas" else row.job.strategy
-
-
-def _moved(row: Row) -> str:
-    return units.size(paper_volume(row.prediction.communication_bytes_per_step) or None)
-
-
-def _part(row: Row, part: str) -> str:
-    return units.size(row.prediction.at_peak[part] or None)
-
-
-def _nvme(row: Row) -> str:
-    """Swap files of one node and of all."""
-    nodes, each = row.job.world_size // row.job.gpus_per_node, row.prediction.nvme_bytes
-    return _sizes(each, nodes * each) if each else ""
-
-
 def _sizes(*sizes: int | None) -> str:
-    return " / ".join(units.size(taken) if taken else "0" for taken in sizes)
+    return " / ".join(size(taken) if taken else "0" for taken in sizes)
+
+
+# sentences
+
+
+def heading(answer: Answer) -> str:
+    """Model, batch and machine in one line."""
+    job, first = answer.advice.rows[0].job, answer.advice.rows[0].prediction
+    return (
+        f"{(job.model or '').removeprefix('./')}, {_machine(answer.advice)}, {first.precision}, "
+        f"micro batch {first.micro_batch_size} x {first.max_length} tokens"
+    )
+
+
+def _machine(advice: Recommendation) -> str:
+    job = advice.rows[0].job
+    nodes = job.world_size // job.gpus_per_node
+    return f"{job.world_size} x {advice.gpu.name}" + (f" in {nodes} machines" if nodes > 1 else "")
+
+
+def notes(answer: Answer) -> list[str]:
+    """What a reader needs to know of the columns and of these predictions, and what would fit in their place."""
+    rows = answer.advice.rows
+    excluded = answer.excluded.get(rows[0].job.world_size, {})
+    found = [*NOTES, _row_lengths(answer.request, rows[0])]
+    found += [f"Not planned: {name}: {why}." for name, why in excluded.items()]
+    found += dict.fromkeys(note for row in rows for note in row.prediction.notes)
+    for row in rows:
+        if row.change:
+            words = f"{change_in_words(row.change)} ({size(row.change.fit.margin)} left{_host(row.change)})"
+            found.append(f"{row.job.strategy}: the change that costs least: {words}.")
+        if row.fit.resume_lacks and row.fit.status != "no":
+            found.append(
+                f"{row.job.strategy}: the run fits, and cannot go on from a checkpoint: reading one lacks "
+                f"{size(row.fit.resume_lacks)} of host memory a machine."
+            )
+    return found
+
+
+def _row_lengths(request: PlanRequest, row: Row) -> str:
+    """Which rows time and price are for."""
+    lengths, longest = request.lengths, row.prediction.max_length
+    if lengths is None:
+        return f"Rows: lengths unknown ({request.no_lengths}); each is taken to have {longest:,} tokens."
+    text = f"Rows: {lengths.source}: {lengths.mean:,.0f} tokens on average, of {longest:,}; times are for them."
+    most = max(lengths.lengths)
+    if len(lengths.lengths) > 1 and not row.job.settings.packing and holding(round(most)) < longest:
+        text += f" None has more than {most:,.0f}: --max_length {holding(round(most))} takes less memory."
+    return text
+
+
+def change_in_words(change: Change) -> str:
+    """What is set otherwise: "zero3 and activation checkpointing"."""
+    start, job = change.start, change.job
+    before, after = start.settings, job.settings
+    under = job.strategy if job.strategy != start.strategy else ""
+    batch, evaluated = after.per_device_train_batch_size, after.per_device_eval_batch_size
+    parts = [under]
+    if job.world_size != start.world_size:
+        parts = [f"{job.world_size} GPUs" + (f" under {under}" if under else "")]
+    if after.use_peft and not before.use_peft:
+        parts.append("LoRA (use_peft: true)")
+    if job.recomputes and not start.recomputes:
+        parts.append("activation checkpointing")
+    if batch != before.per_device_train_batch_size:
+        parts.append(f"micro batches of {batch} with {after.gradient_accumulation_steps} accumulations")
+    if evaluated != before.per_device_eval_batch_size:
+        parts.append(f"evaluation in batches of {evaluated}")
+    return " and ".join(part for part in parts if part)
+
+
+def reasons(advice: Recommendation) -> list[str]:
+    """Why this is recommended, sentence by sentence."""
+    chosen, change, fitting = advice.chosen, advice.change, advice.fitting
+    found = [f"On {_machine(advice)} fit: {_names(fitting) or 'no strategies as the recipe stands'}."]
+    if advice.other_arithmetic:
+        found.append(f"{_names(advice.other_arithmetic)} would fit too, with another arithmetic: other losses.")
+    if chosen:
+        seconds = " to ".join(map(significant, chosen.expected.step_seconds))
+        why = "the fastest of them"
+        if len(advice.as_fast) > 1:
+            why = "it is the lowest stage of them that leaves room" if chosen.has_room else "it leaves most room"
+            why = f"{_names(advice.as_fast)} are equally fast within the estimate's error; {why}"
+        found.append(f"{chosen.job.strategy}: {seconds} s a step, {size(chosen.fit.margin)} left: {why}.")
+    elif change:
+        words = f"{change_in_words(change)} (from {change.start.strategy}{_host(change)})"
+        found.append(f"The change that costs least: {words}.")
+    else:
+        found.append("No change that was tried makes one fit: larger GPUs, QLoRA or Infinity are left.")
+    return found
+
+
+def _host(change: Change) -> str:
+    needed = change.prediction.host_bytes.training
+    return f", with {size(needed)} of host memory a machine" if needed else ""
+
+
+def _names(rows: Sequence[Row]) -> str:
+    return ", ".join(row.job.strategy for row in rows)
 
 
 # what is printed and written
 
 
 def print_answer(answer: Answer, console: Console) -> None:
-    """Tables, changes, the recommendation with its reasons and its command, and what a plan cannot know."""
-    request, chosen, job = answer.request, answer.chosen, answer.advice.job
+    """The table, notes, and the recommendation with its reasons and its command."""
+    request, advice = answer.request, answer.advice
     if len(request.counts) > 1:
-        _show_machines(answer, console)
-    console.print(Text(messages.heading(chosen, request.gpu), style="bold"))
-    print_columns(*plan_columns(answer), chosen, console)
-    if all(row.limits for row in chosen):
-        limits = [
-            Column("Largest\nmicro batch", lambda row: f"{row.limits.micro_batch_size:,}"),
-            Column("Longest\nsequences", lambda row: f"{row.limits.max_length:,}"),
-        ]
-        print_columns([Column("Strategy", lambda row: row.job.strategy)], limits, chosen, console)
-    for line in _notes(answer):
+        _print_machines(answer, console)
+    console.print(Text(heading(answer), style="bold"))
+    print_columns(*plan_columns(answer), advice.rows, console)
+    for line in notes(answer):
         console.print(Text(line, style="dim"))
-    for row in chosen:
-        if row.fit.status != "fits" and (row.change or len(request.counts) == 1):
-            change = messages.change_and_need(row.change) if row.change else "none was found"
-            name = (row.job.strategy, STATUS_STYLE[row.fit.status])
-            console.print(Text.assemble(name, f": the change that costs least: {change}"))
-        if row.fit.resume_lacks and row.fit.status != "no":
-            console.print(Text(messages.resume_too_large(row)))
-    console.print(Text(f"\nRecommended: {job.strategy if job else 'another machine'}", style="bold"))
-    for line in messages.reasons(answer.advice):
-        console.print(Text(line))
-    if job:
-        console.print(Text(f"\n{request.command(job)}\n"), soft_wrap=True)
-    for line in ("What this plan cannot know:", *messages.CANNOT_KNOW):
-        console.print(Text(line, style="dim"))
+    console.print(Text(f"\nRecommended: {advice.job.strategy if advice.job else 'another machine'}", style="bold"))
+    console.print(*map(Text, reasons(advice)), sep="\n")
+    if advice.job:
+        console.print(Text(f"\n{request.command(advice.job)}"), soft_wrap=True)
 
 
-def _notes(answer: Answer) -> list[str]:
-    """What a reader needs to know of the columns and of these predictions."""
-    rows, request = answer.chosen, answer.request
-    lengths = messages.row_lengths(rows[0], request.lengths, request.no_lengths)
-    excluded = messages.not_planned(answer.excluded.get(rows[0].job.world_size, {}))
-    notes = dict.fromkeys(note for row in rows for note in row.prediction.notes)
-    return [*messages.COLUMNS, lengths, *excluded, *notes]
-
-
-def _show_machines(answer: Answer, console: Console) -> None:
+def _print_machines(answer: Answer, console: Console) -> None:
     """One line a number of GPUs, one column a strategy."""
     request, rows = answer.request, answer.rows
-    console.print(Text(f"Which machine runs {request.recipe.path}?", style="bold"))
     found = {(row.job.world_size, request.named(row.job)): row.fit.status for row in rows}
-    named = [Column("GPUs", str)]
     others = [Column(name, lambda count, name=name: found.get((count, name), "-")) for name in request.strategies]
-    print_columns(named, others, request.counts, console)
-    for count, why in answer.refused.items():
-        console.print(Text(f"{count}: {why}", style="dim"))
+    print_columns([Column("GPUs", str)], others, request.counts, console)
+    lines = [f"{count}: {why}" for count, why in answer.refused.items()]
     for offload, name in ((True, "Smallest machine"), (False, "Without offload")):
-        count = fewest_gpus(rows, offload)
-        machine = "no number of these GPUs" if count is None else f"{count} x {request.gpu.name}"
-        console.print(Text(f"{name}: {machine}"))
-    console.print()
+        lines.append(f"{name}: {fewest_gpus(rows, offload) or 'no number'} x {request.gpu.name}")
+    console.print(*map(Text, lines), "", sep="\n")
 
 
 def write_answer(answer: Answer, folder: Path) -> None:
-    """plan.json, plan.md and plan.png."""
+    """plan.json, plan.txt and plan.png."""
+    from zero_recipes.report import plots
+
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "plan.json", document(answer))
-    chosen, heading = answer.chosen, messages.heading(answer.chosen, answer.request.gpu)
-    lines = [heading, "", markdown_columns(*plan_columns(answer), chosen), *(f"- {line}" for line in _notes(answer))]
-    (folder / "plan.md").write_text("\n".join(lines) + "\n")
-    bars = [_bar(row.job.strategy, row.prediction) for row in chosen]
-    plots.draw_memory(bars, "Planned memory", heading, folder / "plan.png", answer.request.gpu.memory_bytes)
-
-
-def _bar(name: str, prediction: Prediction) -> plots.Bar:
-    reserved = prediction.reserved_bytes
-    return plots.Bar(name, prediction.at_peak, reserved=(reserved.low, reserved.high))
+    with (folder / "plan.txt").open("w") as file:
+        print_answer(answer, Console(file=file, width=WIDTH))
+    bars = []
+    for row in answer.advice.rows:
+        reserved = row.prediction.reserved_bytes
+        bars.append(plots.Bar(row.job.strategy, row.prediction.at_peak, reserved=(reserved.low, reserved.high)))
+    plots.draw_memory(bars, "Planned memory", heading(answer), folder / "plan.png", answer.request.gpu.memory_bytes)
