@@ -40,23 +40,22 @@ def train(run):
     from zero_recipes.checks.predicted import planning
     from zero_recipes.checks.preflight import resolved_ds_config
     from zero_recipes.distributed.nvme import swap_space
-    from zero_recipes.training.output import Output, RunParts
+    from zero_recipes.training.output import RecipeRun
     from zero_recipes.training.trainer import ZeroSFTTrainer
 
     run = resolve_resume_checkpoint(run)
-    with Output.hold(run) as output, swap_space(run.strategy) as disks:
-        parts = RunParts.from_recipe(run)
+    with RecipeRun.hold(run) as recipe_run, swap_space(run.strategy) as disks:
+        recipe_run.prepare_libraries()
         with planning(run) as planned:
-            data = parts.prepare_data()
-            predicted = planned(data.prepared)
-        model = parts.load_model(data)  # the last that can refuse: nothing on disk is touched so far
-        output.claim(parts, data, predicted, disks, resolved_ds_config(run, data.prepared.rows))
-        trainer = ZeroSFTTrainer.of_recipe(model, parts, data, output)
+            predicted = planned(recipe_run.prepare_data())
+        model = recipe_run.load_model()  # the last that can refuse: nothing on disk is touched so far
+        recipe_run.claim(predicted, disks, resolved_ds_config(run, recipe_run.data.rows))
+        trainer = ZeroSFTTrainer.of_recipe(model, recipe_run)
         trainer.train(run.checkpoint)
-        output.progress("the model is not saved")  # what is measured is kept, whatever fails from here on
-        output.progress(trainer.save_verified())
+        recipe_run.progress("the model is not saved")  # what is measured is kept, whatever fails from here on
+        recipe_run.progress(trainer.save_verified())
         trainer.sample_after()
-        output.finish()
+        recipe_run.finish()
         trainer.push_if_requested()
     return trainer
 

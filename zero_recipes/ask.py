@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 from collections import Counter
 from contextlib import nullcontext, suppress
@@ -31,15 +32,13 @@ from zero_recipes.data.load import PADDING_TOKENS, alpaca_prompt
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.model import load_config, load_model
 from zero_recipes.training.samples import (
-    TEXT_SCORES,
     Answers,
     generate_texts,
-    perplexity,
-    prompts_cut,
+    print_prompts_cut,
     reference_losses,
-    rouge,
     sample_rows,
     show_samples,
+    text_scores,
     write_rows,
 )
 
@@ -71,11 +70,11 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     print(f"model: {target.folder}", f"base: {target.base or 'none (--base NAME)'}", sep="\n")
     print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
     base, tuned = _both_answers(target, tokenizer, device, samples, most)
-    rows = sample_rows(samples, base, tuned, (*TEXT_SCORES, rouge))
+    rows = sample_rows(samples, base, tuned, lambda answer, wanted: text_scores(answer, wanted) | rouge(answer, wanted))
     for row in rows:
         for scores in (row.scores_before, row.scores_after):
             if scores.get("reference_loss") is not None:
-                scores["perplexity"] = perplexity(scores["reference_loss"])
+                scores["perplexity"] = math.exp(min(scores["reference_loss"], 700.0))  # exp(710) is no number
     write_rows(out / SAMPLES, rows)
     show_samples(rows, "before: the base, after: the model")
     print(f"written: {out / SAMPLES}")
@@ -282,11 +281,19 @@ def _both_answers(
         base = _load(target, tokenizer, device, of_base=True).answers(samples, most, batch)
         clear_device_cache(garbage_collection=True)
     tuned = _load(target, tokenizer, device)
-    if (cut := prompts_cut(tuned.model, tokenizer, samples, most)) is not None:
-        print(cut, flush=True)
+    print_prompts_cut(tuned.model, tokenizer, samples, most)
     if target.is_adapter:
         base = tuned._replace(adapter_off=True).answers(samples, most, batch)
     return base, tuned.answers(samples, most, batch)
+
+
+def rouge(answer: str, reference: str) -> dict[str, float]:
+    """ROUGE-1, ROUGE-2 and ROUGE-L (Lin, 2004) as F1, by rouge_score with Porter's stemmer; it reads a-z and digits."""
+    from rouge_score import rouge_scorer
+
+    kinds = ["rouge1", "rouge2", "rougeL"]
+    scores = rouge_scorer.RougeScorer(kinds, use_stemmer=True).score(reference, answer)
+    return {kind: float(scores[kind].fmeasure) for kind in kinds}
 
 
 # a conversation

@@ -31,7 +31,8 @@ def sabotage(place: str, step: int) -> None:
 
     from zero_recipes.checkpoint.save import MANIFEST
     from zero_recipes.training import trainer as training
-    from zero_recipes.training.trainer import ZeroSFTTrainer as Trainer
+
+    Trainer = training.ZeroSFTTrainer
 
     saves = []
 

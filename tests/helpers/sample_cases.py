@@ -49,7 +49,7 @@ POINTS = {
     "step": (trainer.ZeroSFTTrainer, "training_step"),
     "save": (trainer.ZeroSFTTrainer, "save_model"),
     "samples": (samples, "answer"),
-    "scores": (samples, "write_samples"),
+    "scores": (samples, "write_rows"),
     "print": (samples, "show_samples"),
 }
 

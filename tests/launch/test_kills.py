@@ -107,7 +107,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, small_disk):
     assert message.startswith(f"zero_recipes.training.trainer.NotSaved: {out}/checkpoint-4 could not be saved: "), (
         message
     )
-    assert " bytes are free on its disk. " in message and f"{out}/checkpoint-2 is whole" in message
+    assert " bytes are free on its disk. " in message
     assert is_unfinished(out / "checkpoint-4") and checkpoint_fault(out / "checkpoint-2") is None
     assert json.loads((out / "metrics.json").read_text())["status"] == "failed", "the file was lost"
     filler.unlink()

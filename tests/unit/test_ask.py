@@ -13,12 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.tiny import ROOT
-from zero_recipes.ask import write_turns
+from zero_recipes.ask import rouge, write_turns
 from zero_recipes.cli import main as cli
 from zero_recipes.data.load import alpaca_prompt
 from zero_recipes.metrics.read_runs import SampleRow, read_runs, read_samples
 from zero_recipes.report import judge_runs, write_report
-from zero_recipes.training.samples import rouge
 
 BASE = ROOT / "tiny_world" / "base"
 ROWS = [json.loads(line) for line in (ROOT / "tiny_world" / "test.jsonl").read_text().splitlines()[:40:10]]

@@ -17,7 +17,7 @@ from zero_recipes.core.findings import Refusal
 from zero_recipes.data.load import alpaca_prompt, alpaca_row, format_rows, load_rows, load_tokenizer
 from zero_recipes.data.prepare import finish, tokenise
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
-from zero_recipes.training.samples import Answers, question, score
+from zero_recipes.training.samples import question
 
 WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
@@ -152,14 +152,6 @@ def test_prompts_of_a_file_are_rows_of_the_recipes_format(tmp_path, tokenizer):
     first, second = choose_samples(str(path), None, "alpaca", tokenizer)
     assert (first.prompt, first.reference, first.source) == (WITH_INPUT, "dog", str(path))
     assert "a\u2028b" in second.prompt
-
-
-def test_scores_by_the_metric_modules_that_the_project_carries():
-    samples = [Sample("p", "The fish hums."), Sample("p", "The fish hums."), Sample("p", None)]
-    found = score(samples, Answers([" The fish hums.", "The cat hums.", "x"], [0.5, 1.5, None]))
-    assert found[0] == {"exact_match": 1.0, "token_f1": 1.0, "reference_loss": 0.5}
-    assert found[1]["exact_match"] == 0.0 and found[1]["token_f1"] == pytest.approx(2 / 3)
-    assert found[2] == {}
 
 
 WORDS = st.lists(

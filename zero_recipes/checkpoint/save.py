@@ -21,7 +21,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from zero_recipes.core.files import write_json, write_text
-from zero_recipes.core.findings import first_line
+from zero_recipes.core.findings import RunFailed, first_line
 
 MANIFEST, UNFINISHED = "manifest.json", "unfinished"
 STATE, HISTORY, LATEST = "trainer_state.json", "history.json", "latest"
@@ -33,7 +33,7 @@ _SAVED = ("*.safetensors", "*.index.json", "*config.json", "tokenizer*", "vocab*
 _SAVED += ("special_tokens_map.json", "added_tokens.json", "chat_template*")
 
 
-class NotWhole(Exception):
+class NotWhole(RunFailed):
     """A saved model that lacks weights. Raised after training, so it is no Refusal."""
 
 

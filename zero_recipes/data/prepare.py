@@ -68,6 +68,7 @@ class Split(NamedTuple):
 class Prepared:
     """What a run trains on, evaluates on and asks."""
 
+    tokenizer: PreTrainedTokenizerBase  # of the model, whose rows these are
     train: load.Rows
     evaluation: Dataset | None
     samples: list[Sample]
@@ -113,7 +114,7 @@ def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokeniz
     audit = Audit(**made["audit"])
     findings = downgraded([Finding(**finding) for finding in made["findings"]], ignored)
     findings += audits.padding_findings(audit, training_args)
-    return Prepared(train, evaluation, samples, audit, findings, made["data_sha256"])
+    return Prepared(tokenizer, train, evaluation, samples, audit, findings, made["data_sha256"])
 
 
 def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:

@@ -24,13 +24,10 @@ class SampleRow(Part):
     reference: str | None = measured("the answer in the data", null="where there is none")
     scores_before: dict[str, float | None] = known(
         "by metric: exact_match, token_f1 (0 to 1) and reference_loss (nats/token, over the reference's tokens as "
-        "training has them; null where `unscored` says why); of `zero-recipes ask` also rouge1, rouge2, rougeL (0 "
-        "to 1) and perplexity (exp of the loss); empty without a reference"
+        "training has them; null where max_length leaves none or is not finite); of `zero-recipes ask` also rouge1, "
+        "rouge2, rougeL (0 to 1) and perplexity (exp of the loss); empty without a reference"
     )
     scores_after: dict[str, float | None] = measured("the same after training", default={})
-    unscored: str | None = measured(
-        "why reference_loss is null, before or after training", null="or missing where it is a number, or nothing is"
-    )
 
 
 class MeasuredRun(Metrics):

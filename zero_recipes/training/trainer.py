@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import datasets
-from accelerate.utils import broadcast_object_list
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 from trl import SFTTrainer
@@ -22,77 +18,32 @@ from zero_recipes.checkpoint.compatibility import recipe_facts
 from zero_recipes.checkpoint.resume import load_resharded, numbered
 from zero_recipes.checkpoint.save import (
     HISTORY,
-    NotWhole,
     begin_checkpoint,
     checkpoint_fault,
     compare_with_class,
     is_resharded,
-    read_manifest,
     refuse_bad_numbers,
     write_checksums,
     write_manifest,
 )
-from zero_recipes.config.run import RunConfig
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import first_line
 from zero_recipes.core.host import library_versions
 from zero_recipes.core.process import CLOCK
-from zero_recipes.data.prepare import Prepared
 from zero_recipes.distributed import ulysses
 from zero_recipes.distributed.group import rank_0_writes
 from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.huggingface import rows_are_cut, without_deepspeed_announcement
 from zero_recipes.metrics.callback import UNFINISHED, StageMetricsCallback
 from zero_recipes.metrics.failure import is_out_of_memory
-from zero_recipes.metrics.schema import RunIdentity
 from zero_recipes.training import samples
-from zero_recipes.training.divergence import Diverged, StopAtDivergence
-from zero_recipes.training.output import Output, RunData, RunParts
+from zero_recipes.training.divergence import Diverged, StopAtDivergence, has_nonfinite_weights, not_finite
+from zero_recipes.training.output import RecipeRun
 from zero_recipes.training.token_loss import EndlessRows, TokenMetrics, TokenWeights, begin_epoch
 
 
 class NotSaved(Exception):
     """A checkpoint could not be written. The run ends; the checkpoints before it are as they were."""
-
-
-def save_checkpoint(
-    trainer: Trainer,
-    write: Callable[[], None],
-    facts: dict[str, Any],
-    history: Callable[[], dict[str, Any]],
-    with_checksums: bool,
-) -> None:
-    """A checkpoint of this step, by `write`, the trainer's own, with the run's history and a manifest. Collective.
-
-    transformers 5.23, trainer.py `_save_checkpoint` deletes the oldest checkpoints (`rotate_checkpoints`) when rank 0
-    has written its own files, before `on_save` and while other ranks still write theirs: a run killed there has lost
-    the last whole checkpoint under save_total_limit: 1. Here rotation comes after the manifest.
-    `facts`: of the run, for the manifest; `history`: collective.
-    """
-    folder, args = Path(trainer.args.output_dir), trainer.args
-    checkpoint = folder / f"checkpoint-{trainer.state.global_step}"
-    limit, args.save_total_limit = args.save_total_limit, None
-    try:
-        if args.should_save:
-            begin_checkpoint(checkpoint)
-        trainer.accelerator.wait_for_everyone()  # no rank writes before the mark stands
-        write()
-        measured = history()
-        trainer.accelerator.wait_for_everyone()  # all ranks have written
-        with rank_0_writes():
-            if args.should_save:
-                write_json(checkpoint / HISTORY, measured)
-                write_manifest(checkpoint, {"step": trainer.state.global_step, **facts}, with_checksums)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise NotSaved(_not_saved(checkpoint, error)) from error
-    finally:
-        args.save_total_limit = limit
-    with rank_0_writes():
-        if args.should_save:
-            rotate(folder, limit, trainer.state.best_model_checkpoint)
-    trainer.accelerator.wait_for_everyone()
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
@@ -107,58 +58,6 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
     for checkpoint in ordered[: -max(limit, 2 if best is not None and Path(best) != ordered[-1] else 1)]:
         begin_checkpoint(checkpoint)
         shutil.rmtree(checkpoint)
-
-
-def facts_of(identity: RunIdentity, run: RunConfig | None, data_sha256: str | None) -> dict[str, Any]:
-    """What a manifest says of the run that wrote it; without a recipe only what the trainer knows."""
-    keys = ("strategy", "zero_stage", "world_size", "precision", "micro_batch_size", "gradient_accumulation_steps")
-    facts = {key: getattr(identity, key) for key in keys} | {"versions": library_versions()}
-    if run is None:
-        return facts
-    return facts | {
-        "recipe_sha256": run.recipe.sha256,
-        "data_sha256": data_sha256,
-        "recipe": recipe_facts(run.settings, run.strategy),
-    }
-
-
-def history_of(checkpoint: str | None) -> dict[str, Any]:
-    """What a checkpoint carries of the measurements; empty where another program wrote it."""
-    path = Path(checkpoint or "") / HISTORY
-    return json.loads(path.read_text()) if checkpoint and path.is_file() else {}
-
-
-def last_whole(output_dir: str) -> str | None:
-    """The newest checkpoint of a folder that is whole; None where there is none."""
-    whole = [path for path in numbered(Path(output_dir)) if checkpoint_fault(path) is None]
-    return str(whole[-1]) if whole else None
-
-
-def _not_saved(checkpoint: Path, error: Exception) -> str:
-    whole = [p for p in numbered(checkpoint.parent) if checkpoint_fault(p) is None]
-    free = shutil.disk_usage(checkpoint.parent).free
-    size = sum(read_manifest(whole[-1])["files"].values()) if whole else None
-    then = "No checkpoint was written before it."
-    if whole:
-        then = f"{whole[-1]} is whole ({size:,} bytes): --resume_from_checkpoint true goes on from it."
-    return (
-        f"{checkpoint} could not be saved: {type(error).__name__}: {first_line(error)}. {free:,} bytes are "
-        f"free on its disk. {then}"
-        " Make room first; save_total_limit: 1 keeps the newest alone."
-    )
-
-
-@dataclass(frozen=True)
-class RecipeRun:
-    """What a recipe's run adds to SFTTrainer."""
-
-    parts: RunParts
-    rows: Prepared
-    output: Output
-
-    @property
-    def run(self) -> RunConfig:
-        return self.parts.run
 
 
 class ZeroSFTTrainer(SFTTrainer):
@@ -176,46 +75,43 @@ class ZeroSFTTrainer(SFTTrainer):
 
     @functools.wraps(SFTTrainer.__init__)
     def __init__(self, *arguments, recipe_run: RecipeRun | None = None, **keywords):
-        given = inspect.signature(SFTTrainer.__init__).bind(self, *arguments, **keywords).arguments
-        given.pop("self")
-        callbacks = given.pop("callbacks", None) or []
-        measuring = [callback for callback in callbacks if isinstance(callback, StageMetricsCallback)]
-        settings = recipe_run and recipe_run.run.settings
         self.recipe_run, self._flops_per_token, self._train_sampler = recipe_run, None, None
-        self.samples = recipe_run.rows.samples if recipe_run else []
+        self.samples = recipe_run.data.samples if recipe_run else []
         self.answers_before: samples.Answers | None = None
-        self.stage_metrics = recipe_run.output.metrics if recipe_run else [*measuring, StageMetricsCallback()][0]
-        self.token_metrics = TokenMetrics(self, settings.token_metrics if settings else "logging_steps")
-        self.divergence = StopAtDivergence(self.stage_metrics, settings.stop_after_nonfinite_steps if settings else 0)
-        ours = [patches.FreshAdamAtStage0(), self.stage_metrics]
-        others = [callback for callback in callbacks if callback is not self.stage_metrics]
-        with CLOCK.phase("model"):
-            if recipe_run is None:
-                super().__init__(**given, callbacks=[*ours, *others])
-                patches.patch_libraries(self.stage_metrics.facts.strategy, self.args.ddp_timeout)
-            else:
-                if recipe_run.run.strategy.is_fsdp:
-                    ours.insert(0, fsdp.RefuseUnsharded())
-                    fsdp.keep_names_of_the_file(given["model"])
-                with rows_are_cut(given["args"]):
-                    super().__init__(**given, callbacks=[*ours, self.divergence, *others])
-                # read inside `rows_are_cut`, where padding-free rows have no max_length
-                known = {"max_length": given["args"].max_length}
-                self.stage_metrics.identity = self.stage_metrics.identity.model_copy(update=known)
+        cut = rows_are_cut(recipe_run.args) if recipe_run else contextlib.nullcontext()
+        with CLOCK.phase("model"), cut:
+            super().__init__(*arguments, **keywords)
+        self.add_callback(patches.FreshAdamAtStage0())
+        found = [each for each in self.callback_handler.callbacks if isinstance(each, StageMetricsCallback)]
+        self.stage_metrics = found[0] if found else StageMetricsCallback()
+        if not found:
+            self.add_callback(self.stage_metrics)
+        self.stage_metrics.identify(self.args, self.model)
+        if recipe_run is None:
+            patches.patch_libraries(self.stage_metrics.facts.strategy, self.args.ddp_timeout)
+        self.token_metrics = TokenMetrics(
+            self, recipe_run.run.settings.token_metrics if recipe_run else "logging_steps"
+        )
         self.token_weights = TokenWeights(self)
         if isinstance(self.train_dataset, datasets.IterableDataset):
             self.train_dataset = EndlessRows(self.train_dataset)
 
     @classmethod
-    def of_recipe(cls, model: PreTrainedModel, parts: RunParts, data: RunData, output: Output) -> ZeroSFTTrainer:
+    def of_recipe(cls, model: PreTrainedModel, recipe_run: RecipeRun) -> ZeroSFTTrainer:
+        run, data = recipe_run.run, recipe_run.data
+        measures = [recipe_run.metrics, StopAtDivergence(recipe_run.metrics, run.settings.stop_after_nonfinite_steps)]
+        if run.strategy.is_fsdp:
+            fsdp.keep_names_of_the_file(model)
+            measures.insert(0, fsdp.RefuseUnsharded())
         return cls(
             model=model,
-            args=parts.args,
-            train_dataset=data.prepared.train,
-            eval_dataset=data.prepared.evaluation,
+            args=recipe_run.args,
+            train_dataset=data.train,
+            eval_dataset=data.evaluation,
             processing_class=data.tokenizer,
-            peft_config=parts.peft_config,
-            recipe_run=RecipeRun(parts, data.prepared, output),
+            callbacks=measures,
+            peft_config=recipe_run.peft_config,
+            recipe_run=recipe_run,
         )
 
     # training
@@ -226,27 +122,27 @@ class ZeroSFTTrainer(SFTTrainer):
         `resume_from_checkpoint`: as of SFTTrainer; True is the last checkpoint of args.output_dir that is whole.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = last_whole(self.args.output_dir) or True
+            whole = [path for path in numbered(Path(self.args.output_dir)) if checkpoint_fault(path) is None]
+            resume_from_checkpoint = str(whole[-1]) if whole else True
         if self.stage_metrics.finished:  # of an earlier training
             self.stage_metrics.begin()
         self._take_up(resume_from_checkpoint)
-        try:
-            with CLOCK.phase("train"):
-                with self.divergence.at_the_smallest_scale(self):
-                    result = super().train(resume_from_checkpoint, *arguments, **keywords)
-                if self.recipe_run:
-                    self.divergence.raise_if_diverged(self)
-        except Diverged as error:
-            self.stage_metrics.write("diverged", str(error))
-            raise
-        return result
+        with CLOCK.phase("train"):
+            try:
+                return super().train(resume_from_checkpoint, *arguments, **keywords)
+            except Exception as error:  # DeepSpeed's, on every rank: its loss scale cannot go lower
+                if "loss scale already at minimum" not in str(error):
+                    raise
+                step = self.state.global_step + 1
+                raise Diverged(f"the gradients of step {step} overflow fp16 at the smallest loss scale") from error
 
     def _take_up(self, checkpoint: str | bool | None) -> None:
         """The history that a checkpoint carries; then metrics.json says what a killed run leaves."""
-        state = Path(str(checkpoint)) / TRAINER_STATE_NAME
-        if state.is_file():
-            history = history_of(checkpoint)
-            self.stage_metrics.take_up(history, json.loads(state.read_text())["global_step"])
+        folder = Path(str(checkpoint))
+        if (folder / TRAINER_STATE_NAME).is_file():
+            carried = folder / HISTORY  # another program's has none
+            history = json.loads(carried.read_text()) if carried.is_file() else {}
+            self.stage_metrics.take_up(history, json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"])
             self.answers_before = samples.answers_carried(history, self.samples)
         self.stage_metrics.write("failed", UNFINISHED)
 
@@ -363,8 +259,8 @@ class ZeroSFTTrainer(SFTTrainer):
         with CLOCK.phase("eval"):
             after = samples.answer(self, self.samples, self._max_new_tokens)
             if self.args.process_index == 0 and self.samples:
-                path = self.recipe_run.run.output_dir / "samples.jsonl"
-                rows = samples.write_samples(path, self.samples, self.answers_before, after)
+                rows = samples.sample_rows(self.samples, self.answers_before, after)
+                samples.write_rows(self.recipe_run.run.output_dir / "samples.jsonl", rows)
                 samples.show_samples(rows, f"from {self.samples[0].source}")
 
     @property
@@ -381,26 +277,60 @@ class ZeroSFTTrainer(SFTTrainer):
         super()._save(output_dir, patches.without_aliases(self.model, state_dict))
 
     def _save_checkpoint(self, model, trial) -> None:
-        """None of weights that are not finite: it would push out the last one that can be gone on from."""
-        if self.divergence.has_nonfinite_weights(self):
+        """With the run's history and a manifest. None of weights that are not finite: it would push out the last one
+        that can be gone on from. Collective.
+
+        transformers 5.23, trainer.py `_save_checkpoint` deletes the oldest checkpoints (`rotate_checkpoints`) when rank
+        0 has written its own files, before `on_save` and while other ranks still write theirs: a run killed there has
+        lost the last whole checkpoint under save_total_limit: 1. Here rotation comes after the manifest.
+        """
+        if not_finite(self.stage_metrics) or has_nonfinite_weights(self.model):
             if self.args.process_index == 0:
                 print(f"no checkpoint is saved at step {self.state.global_step}: it is not finite", flush=True)
             return
         with CLOCK.phase("save"):
-            write = functools.partial(super()._save_checkpoint, model, trial)
             if self.args.save_only_model or trial is not None:  # nothing goes on from it
-                write()
-            else:
-                save_checkpoint(self, write, self._checkpoint_facts(), self._history, self._with_checksums)
+                super()._save_checkpoint(model, trial)
+                return
+            folder = Path(self.args.output_dir)
+            checkpoint = folder / f"checkpoint-{self.state.global_step}"
+            limit, self.args.save_total_limit = self.args.save_total_limit, None
+            try:
+                if self.args.should_save:
+                    begin_checkpoint(checkpoint)
+                self.accelerator.wait_for_everyone()  # no rank writes before the mark stands
+                super()._save_checkpoint(model, trial)
+                before = samples.carried(self.samples, self.answers_before)
+                history = self.stage_metrics.history() | {"answers_before": before}
+                self.accelerator.wait_for_everyone()  # all ranks have written
+                with rank_0_writes():
+                    if self.args.should_save:
+                        write_json(checkpoint / HISTORY, history)
+                        write_manifest(checkpoint, self._manifest_facts(), self._with_checksums)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                raise NotSaved(
+                    f"{checkpoint} could not be saved: {type(error).__name__}: {first_line(error)}. "
+                    f"{shutil.disk_usage(folder).free:,} bytes are free on its disk. Checkpoints from before it are as "
+                    "they were. Make room first; save_total_limit: 1 keeps the newest alone."
+                ) from error
+            finally:
+                self.args.save_total_limit = limit
+            with rank_0_writes():
+                if self.args.should_save:
+                    rotate(folder, limit, self.state.best_model_checkpoint)
 
-    def _checkpoint_facts(self) -> dict:
-        recipe_run = self.recipe_run
-        run, data = (recipe_run.run, recipe_run.rows.data_sha256) if recipe_run else (None, None)
-        return facts_of(self.stage_metrics.identity, run, data)
-
-    def _history(self) -> dict:
-        """What the checkpoint carries beside the states. Collective."""
-        return self.stage_metrics.history() | {"answers_before": samples.carried(self.samples, self.answers_before)}
+    def _manifest_facts(self) -> dict:
+        """What a manifest says of the run that wrote it; without a recipe only what the trainer knows."""
+        keys = ("strategy", "zero_stage", "world_size", "precision", "micro_batch_size", "gradient_accumulation_steps")
+        facts = {key: getattr(self.stage_metrics.identity, key) for key in keys}
+        facts |= {"step": self.state.global_step, "versions": library_versions()}
+        if self.recipe_run is not None:
+            run = self.recipe_run.run
+            facts |= {"recipe_sha256": run.recipe.sha256, "data_sha256": self.recipe_run.data.data_sha256}
+            facts |= {"recipe": recipe_facts(run.settings, run.strategy)}
+        return facts
 
     @property
     def _with_checksums(self) -> bool:
@@ -427,24 +357,16 @@ class ZeroSFTTrainer(SFTTrainer):
         Collective. Raises NotWhole on every rank.
         """
         run = self.recipe_run.run
+        if not run.settings.save_model:
+            return "no model was to be saved"
         with CLOCK.phase("save"):
-            if not run.settings.save_model:
-                return "no model was to be saved"
             self.save_model(str(run.output_dir))
-            fault = [None]
             with rank_0_writes():
                 if self.args.process_index == 0:
-                    try:
-                        self._verify(run.output_dir, run.settings.trust_remote_code)
-                    except NotWhole as error:
-                        fault = [str(error)]
-            broadcast_object_list(fault)
-            if fault[0] is not None:
-                raise NotWhole(fault[0])
+                    self._verify(run.output_dir, run.settings.trust_remote_code)
         return f"the model in {run.output_dir} is saved and whole"
 
     def _verify(self, folder: Path, trust_remote_code: bool) -> None:
-        """Raises NotWhole."""
         with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
             tensors = compare_with_class(folder, trust_remote_code)
         refuse_bad_numbers(tensors)
