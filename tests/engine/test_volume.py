@@ -82,15 +82,10 @@ def test_plus_plus_by_the_paper():
     assert plus_plus_units(hpz=False, qwz=False, qgz=False) == communication_units(3)
 
 
-def test_the_engines_seconds_and_the_hosts_memory(measured):
-    metrics = measured(2, 2, {}, wall_clock_breakdown=True)
-    seconds = metrics["engine_seconds"]
-    assert set(seconds) == {"forward", "backward", "backward_inner", "backward_reduce", "optimizer"}
-    assert all(value > 0 for value in seconds.values())
-    assert seconds["backward"] >= seconds["backward_inner"]
+def test_the_hosts_memory_after_each_phase(measured):
+    metrics = measured(2, 1, {})
     assert list(metrics["host_memory_phases"]) == ["model_loaded", "engine_built", "forward", "backward", "step"]
     assert min(metrics["host_memory_phases"].values()) > 2**20
-    assert measured(2, 1, {})["engine_seconds"] is None
 
 
 def test_a_warm_up_without_a_type_is_logarithmic():

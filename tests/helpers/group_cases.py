@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from datetime import timedelta
 
 import torch
 from torch import distributed
 
-from zero_recipes.core.findings import Finding, Refusal, RunFailed, print_refusal
+from zero_recipes.core.findings import Finding, Refusal, RunFailed, print_ending
 from zero_recipes.core.process import leave
 from zero_recipes.distributed import group
 
@@ -18,18 +19,15 @@ TIMEOUT = timedelta(seconds=1234)
 
 
 def main(order: dict) -> int:
-    """One rank: meets the others, or stops on the way and stays alive until its input ends."""
-    if order.get("stops"):  # joins, and never exchanges anything
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        group._join(address, port, order["rank"] == 0, order["rank"], order["world_size"], 60)
-        sys.stdin.read()
-        return 0
+    """One rank: meets the others, and may die then."""
     if order.get("reduces wrongly"):
         distributed.all_reduce = lambda tensor: None
     try:
         group.rendezvous("gloo", TIMEOUT, order.get("join_seconds", 60), order.get("exchange_seconds", 60))
     except Refusal as refusal:
-        return print_refusal(refusal)
+        return print_ending(refusal)
+    if "dies" in order:
+        group.once(lambda: os.kill(os.getpid(), signal.SIGKILL), "plans the run")
     made = distributed.distributed_c10d._get_default_group()
     assert made._get_backend(torch.device("cpu")).options._timeout == TIMEOUT
     print("met", distributed.get_world_size(), flush=True)
@@ -41,7 +39,7 @@ class Diverging(RunFailed):
 
 
 FAULTS = {
-    "refusal": Refusal([Finding("ZR000", "what", "why", "fix", error=ValueError("a library's"))]),
+    "refusal": Refusal([Finding("ZR000", "what", "why", "fix", trace="a library's")]),
     "known": Diverging("lost"),
     "unknown": OSError("no room"),
 }

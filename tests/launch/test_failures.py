@@ -82,8 +82,8 @@ import os, runpy, sys
 sys.path.insert(0, {root!r})
 if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
     runpy.run_path({root!r} + "/run_sft.py", run_name="__main__")
-from zero_recipes.core.findings import Finding, Refusal, print_refusal
-sys.exit(print_refusal(Refusal([Finding("ZR000", "what", "why", "fix")])))
+from zero_recipes.core.findings import Finding, Refusal, print_ending
+sys.exit(print_ending(Refusal([Finding("ZR000", "what", "why", "fix")])))
 """
 
 

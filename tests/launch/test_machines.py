@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,9 +20,7 @@ from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.run import refuse_uneven_gpus
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
-from zero_recipes.core.host import Host
 from zero_recipes.core.process import free_port, local_world_size
-from zero_recipes.distributed import links
 from zero_recipes.distributed.group import JOINED, wait_for_hosts
 
 CLI = [sys.executable, "-m", "zero_recipes.cli.main"]
@@ -30,28 +28,16 @@ CLI = [sys.executable, "-m", "zero_recipes.cli.main"]
 
 def on_each(namespaces: list[str], commands: list[list[str]], timeout: float = 400) -> list[tuple[int, str]]:
     """(exit code, all that was printed) of one command in each namespace, at the same time."""
-    running = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", name, *command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env=os.environ | {"GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"},
-        )
-        for name, command in zip(namespaces, commands, strict=False)
-    ]
-    printed = [""] * len(running)
 
-    def read(i: int) -> None:
-        printed[i] = running[i].communicate(timeout=timeout)[0]
+    def run(name: str, command: list[str]) -> tuple[int, str]:
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1"}
+        command = ["ip", "netns", "exec", name, *command]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run(command, text=True, cwd=ROOT, env=environment, timeout=timeout, **pipes)
+        return done.returncode, done.stdout
 
-    readers = [threading.Thread(target=read, args=(i,)) for i in range(len(running))]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-    return [(process.returncode, text) for process, text in zip(running, printed, strict=True)]
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(run, namespaces, commands))
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +54,15 @@ def one_host(two, recipe, tmp_path_factory) -> list[float]:
     return metrics["loss_history"]
 
 
-def assert_equal_and_measured(ended: list[tuple[int, str]], folder: Path, namespaces, losses: list[float]) -> None:
+def assert_equal_and_measured(ended: list[tuple[int, str]], folder: Path, losses: list[float]) -> None:
     assert [code for code, _ in ended] == [0, 0], "\n".join(text[-2000:] for _, text in ended)
     metrics = json.loads((folder / "metrics.json").read_text())
     assert (metrics["strategy"], metrics["world_size"], metrics["status"]) == ("zero3", 2, "ok")
     assert metrics["loss_history"] == pytest.approx(losses, rel=1e-6)
     links = metrics["network"]
-    assert (links["machines"], links["backend"], links["transport"]) == (2, "gloo", "TCP")
-    assert links["interfaces"] == [f"{name} (GLOO_SOCKET_IFNAME)" for name in namespaces]
+    assert (links["machines"], links["backend"]) == (2, "gloo")
     assert links["bus_bytes_per_second"] == pytest.approx(links["all_reduce_bytes"] / links["all_reduce_seconds"])
-    assert f"network       2 machines, gloo over TCP: {namespaces[0]}" in ended[0][1]
-    assert "all-reduce    16.8 MB in " in ended[0][1] and "all-reduce    16.8 MB" not in ended[1][1]
+    assert "network       2 machines, gloo: all-reduce " in ended[0][1] and "network    " not in ended[1][1]
 
 
 @pytest.mark.launch
@@ -94,25 +78,8 @@ def test_two_hosts_by_accelerate_equal_one(namespaces, recipe, one_host, tmp_pat
         launch += ["run_sft.py", str(recipe), "--output_dir", str(tmp_path)]
         commands.append(["sh", "-c", f"{' '.join(meet)} && exec {' '.join(launch)}"])
     ended = on_each(namespaces, commands)
-    assert all("2 machines have met: 0: " in text for _, text in ended)
-    assert_equal_and_measured(ended, tmp_path, namespaces, one_host)
-
-
-@pytest.mark.grid  # the launcher itself: test_launchers.py; its variables on two machines: below
-@pytest.mark.launch
-def test_two_hosts_by_what_the_deepspeed_launcher_starts_on_each(namespaces, recipe, one_host, tmp_path):
-    """`deepspeed --hostfile` goes to each host by ssh and starts this there (launcher/multinode_runner.py)."""
-    import base64
-
-    world = base64.urlsafe_b64encode(json.dumps({host: [0] for host in HOSTS}).encode()).decode()
-    port = free_port()
-    commands = [
-        [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", f"--node_rank={machine}",
-         f"--master_addr={HOSTS[0]}", f"--master_port={port}", "run_sft.py", str(recipe), "--output_dir",
-         str(tmp_path), "--deepspeed", "ds_configs/zero3.json"]
-        for machine in (0, 1)
-    ]  # fmt: skip
-    assert_equal_and_measured(on_each(namespaces, commands), tmp_path, namespaces, one_host)
+    assert all("2 machines have met: " in text for _, text in ended)
+    assert_equal_and_measured(ended, tmp_path, one_host)
 
 
 @pytest.mark.launch
@@ -134,20 +101,10 @@ def test_the_launcher_alone_names_nobody(namespaces):
     assert code == 1 and "1/2 clients joined" in said and HOSTS[1] not in said
 
 
-def test_machines_meet_and_learn_each_others_names():
-    import socket
-
-    port, found = free_port(), {}
-
-    def meet(machine: int) -> None:
-        found[machine] = wait_for_hosts(["127.0.0.1", "localhost"], machine, port, 60.0)
-
-    threads = [threading.Thread(target=meet, args=(machine,)) for machine in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {0: [socket.gethostname()] * 2, 1: [socket.gethostname()] * 2}
+def test_machines_meet():
+    port, threads = free_port(), ThreadPoolExecutor(2)
+    hosts = ["127.0.0.1", "localhost"]
+    assert list(threads.map(lambda machine: wait_for_hosts(hosts, machine, port, 60.0), (0, 1))) == [None, None]
 
 
 def test_a_machine_that_never_comes_is_named():
@@ -173,7 +130,7 @@ def test_a_first_machine_that_gives_up_before_the_others_is_named():
     command = [sys.executable, "-c", ENDING, str(port), f"{JOINED}/1"]  # ends once machine 1 has joined
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert first.stdout.readline() == "open\n"
-    with pytest.raises(Refusal, match=f"machine 1 did not meet all others within 60 s .127.0.0.1:{port} has ended"):
+    with pytest.raises(Refusal, match=f"machine 1 .* 60 s .127.0.0.1:{port} cannot be reached"):
         wait_for_hosts(["127.0.0.1", "node-b", "node-c"], 1, port, 60.0)
     assert first.wait(60) == 0
 
@@ -187,23 +144,3 @@ def test_processes_of_this_machine_by_each_launcher(monkeypatch):
     refuse_uneven_gpus(sixteen, "cuda", {"LOCAL_SIZE": "8"})
     with pytest.raises(Refusal, match="16 processes on this machine"):
         refuse_uneven_gpus(sixteen, "cuda", {})
-
-
-def test_the_transport_is_what_nccl_would_take(tmp_path, monkeypatch):
-    monkeypatch.setattr(links, "has_libibverbs", lambda: True)
-    host, verbs = Host(tmp_path), tmp_path / "sys/class/infiniband_verbs/uverbs0"
-    assert links.transport("nccl", {}, host) == "TCP"
-    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    verbs.mkdir(parents=True)
-    (verbs / "ibdev").write_text("mlx5_0\n")
-    assert links.transport("nccl", {}, host) == "TCP"  # as in a container without /dev/infiniband
-    (tmp_path / "dev/infiniband").mkdir(parents=True)
-    (tmp_path / "dev/infiniband/uverbs1").write_text("")  # another device's
-    assert links.transport("nccl", {}, host) == "TCP"
-    (tmp_path / "dev/infiniband/uverbs0").write_text("")
-    assert links.transport("nccl", {}, host) == "InfiniBand or RoCE (mlx5_0)"
-    assert links.transport("nccl", {"NCCL_IB_DISABLE": "1"}, host) == "TCP"
-    assert links.transport("nccl", {"NCCL_NET": "Socket"}, host) == "Socket (NCCL_NET)"
-    assert links.transport("gloo", {}, host) == "TCP"
-    monkeypatch.setattr(links, "has_libibverbs", lambda: False)
-    assert links.transport("nccl", {}, host) == "TCP"

@@ -44,11 +44,11 @@ def test_every_rank_exits_2_and_rank_0_alone_speaks(tmp_path, name):
 
 SPEAKING = """
 import os, sys
-from zero_recipes.core.findings import Finding, Refusal, print_refusal
+from zero_recipes.core.findings import Finding, Refusal, print_ending
 
 if os.environ["RANK"] == "0":
     sys.stdin.read()  # slower than rank 1, until the test lets go
-code = print_refusal(Refusal([Finding("ZR000", "what", "why", "fix")]))
+code = print_ending(Refusal([Finding("ZR000", "what", "why", "fix")]))
 print("left", flush=True)
 sys.exit(code)
 """

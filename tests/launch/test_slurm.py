@@ -136,7 +136,7 @@ def test_the_script_trains_on_both_machines_as_one_does(cluster, two, tmp_path):
     code, said = submit(cluster, *script, "--output_dir", str(tmp_path / "out"))
     assert code == 0, said
     first, second = cluster.names
-    assert f"2 machines have met: 0: {first} ({first}), 1: {second} ({second})" in said
+    assert f"2 machines have met: {first}, {second}" in said
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert (metrics["strategy"], metrics["world_size"], metrics["network"]["machines"]) == ("zero3", 2, 2)
     assert metrics["loss_history"] == pytest.approx(losses, rel=1e-6)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from datasets import Dataset
 from deepspeed.accelerator import get_accelerator
@@ -23,7 +24,6 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import gpu_named, gpus
-from zero_recipes.core.process import lives
 from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.plan import of_run
@@ -222,6 +222,10 @@ def test_a_planner_that_fails_says_why_and_ends_the_run(monkeypatch):
     failed = pytest.raises(RuntimeError, match=r"(?s)--skip_plan.*ValueError: a bug of ours")
     with failed, predicted.planning(run_to_plan("cpu")) as planned:
         planned()
+
+
+def lives(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_run_that_fails_while_it_is_planned_leaves_no_planner(tmp_path, monkeypatch):

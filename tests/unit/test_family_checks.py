@@ -18,7 +18,7 @@ from zero_recipes.config.ds_config import NVME_PATH, DsConfig, fill_own_autos
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.host import Host
-from zero_recipes.distributed import kernels, links
+from zero_recipes.distributed import kernels
 from zero_recipes.model import local_config, parameter_sizes, sizes_of
 
 INFINITY = json.loads((ROOT / "ds_configs" / "zero3_infinity.json").read_text())
@@ -155,14 +155,3 @@ def test_all_strategies_are_the_folders_files(tmp_path):
         (tmp_path / f"{name}.yaml").write_text("")
     assert all_strategies(tmp_path) == ["ddp", "zero2", "fsdp2", "zero3_x"]
     assert set(all_strategies(ROOT / "accelerate_configs")) >= {"zero3_infinity", "zero3_plus_plus", "zero3_hpz"}
-
-
-def test_the_link_to_a_gpu_by_a_stand_in():
-    """The same copies between two places in host memory: no GPU has run them."""
-    link = links.copy_rates("cpu", size=2**20)
-    assert set(link) == {"to_device", "to_host"} and min(link.values()) > 0
-    one, several = ({"alone": link, "together": together} for together in (None, link))
-    assert links.host_link_header(one)[0].startswith("host to GPU") and links.host_link_header(None) == []
-    assert ["alone" in line for line in links.host_link_header(several)] == [True, False]
-    offloads = SimpleNamespace(offload_optimizer="cpu", offload_param=None)
-    assert links.measure_host_link(offloads, "cpu") is None

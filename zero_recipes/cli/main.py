@@ -8,7 +8,7 @@ import sys
 from zero_recipes.cli import verbs
 from zero_recipes.cli.check import add_check
 from zero_recipes.cli.env import add_env
-from zero_recipes.core.findings import Refusal, print_refusal, refusal
+from zero_recipes.core.findings import Refusal, print_ending, refusal
 from zero_recipes.libs.warnings import quieten_loggers
 
 # each adds its parser, with set_defaults(func=...); func takes the arguments and returns the exit code
@@ -51,11 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return arguments.func(arguments)
     except Refusal as refused:
-        return print_refusal(refused, with_traceback)
+        return print_ending(refused, with_traceback)
     except OSError as error:  # a path of the command line: no such file, no folder, not to be read or written
         refused = refusal("ZR352", error=error)
         refused.__cause__ = error
-        return print_refusal(refused, with_traceback)
+        return print_ending(refused, with_traceback)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from difflib import get_close_matches
 from pathlib import Path
 
 from zero_recipes.cli.options import AMOUNT, COUNT, OVERRIDES, RECIPE, add_strategies, names, strategies_of, subcommand
-from zero_recipes.core.findings import AREAS, REFUSED, described, near_codes, table
+from zero_recipes.core.findings import AREAS, REFUSED, described, table
 
 DEFAULT_STRATEGIES = "ddp,zero0,zero1,zero2,zero3"
 
@@ -170,10 +171,8 @@ def add_meet(verbs) -> None:
 def _meet(arguments: argparse.Namespace) -> int:
     from zero_recipes.distributed.group import wait_for_hosts
 
-    hosts = arguments.hosts
-    met = wait_for_hosts(hosts, arguments.machine_rank, arguments.port, arguments.seconds)
-    listed = ", ".join(f"{rank}: {name} ({host})" for rank, (name, host) in enumerate(zip(met, hosts, strict=True)))
-    print(f"{len(met)} machines have met: {listed}")
+    wait_for_hosts(arguments.hosts, arguments.machine_rank, arguments.port, arguments.seconds)
+    print(f"{len(arguments.hosts)} machines have met: {', '.join(arguments.hosts)}")
     return 0
 
 
@@ -216,7 +215,8 @@ def _explain(arguments: argparse.Namespace) -> int:
         print("All of them: docs/codes.md. One: zero-recipes explain ZR104")
         return 0
     if code not in table():
-        print(f"there is no code {code}; near it: {', '.join(near_codes(code)) or 'none'}", file=sys.stderr)
+        near = ", ".join(get_close_matches(code, table())) or "none"
+        print(f"there is no code {code}; near it: {near}", file=sys.stderr)
         return REFUSED
     row = described(code)
     print(f"{code} ({row['area']}, {row['level']}): {row['what']}", f"    why: {row['why']}", sep="\n")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from zero_recipes.config.keys import tables
-from zero_recipes.core.findings import Finding, described, finding, ignored_codes, near_codes, table
+from zero_recipes.core.findings import Finding, described, finding, ignored_codes, table
 
 # sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too;
 # validating a ParallelismConfig makes one, which reads the environment
@@ -169,6 +169,6 @@ def ignore_findings(ignore: list[str] | str | None) -> Iterator[Finding]:
     rows: Mapping[str, Any] = table()
     for code in sorted(ignored_codes(ignore)):
         if code not in rows:
-            yield finding("ZR142", unknown=code, near=", ".join(near_codes(code)) or "none")
+            yield finding("ZR142", unknown=code, near=", ".join(difflib.get_close_matches(code, rows)) or "none")
         elif rows[code]["level"] != "warning" and "ignore" not in rows[code]:
             yield finding("ZR143", ignored=code, what=described(code)["what"])

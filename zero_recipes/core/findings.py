@@ -50,16 +50,14 @@ class Finding:
     key: str | None = None  # the recipe's key that it is about
     scope: str = "run"  # who prints it: rank 0 of the "run", the first rank of each "machine", or each "rank"
     ignored: bool = False  # an error that the recipe's `ignore` makes a warning
-    error: BaseException | None = field(default=None, compare=False, repr=False)  # what a library raised
+    trace: str = field(default="", compare=False, repr=False)  # the traceback of what a library raised
 
     def with_traceback(self) -> str:
-        """The message, and the traceback of the library's error where there is one."""
-        return f"{self}\n{''.join(traceback.format_exception(self.error))}" if self.error else str(self)
+        return f"{self}\n{self.trace}" if self.trace else str(self)
 
     def __str__(self) -> str:
         head = "refused" if self.level == "error" else "warning (ignored)" if self.ignored else "warning"
-        text = f"{head}: {self.what} [{self.code}]\n    why: {self.why}\n    fix: {self.fix}"
-        return text.encode(errors="backslashreplace").decode()  # a path or a key may hold half a surrogate pair
+        return f"{head}: {self.what} [{self.code}]\n    why: {self.why}\n    fix: {self.fix}"
 
 
 @cache
@@ -88,31 +86,14 @@ def refusal(code: str, /, *, scope: str = "run", **values: Any) -> Refusal:
 
 
 class Refusal(Exception):
-    """A run that is refused, for one finding or for several at once."""
+    """A run that is refused, for one finding or for several at once; warnings among them are left out."""
 
     def __init__(self, findings: list[Finding]):
-        """`findings`: at least one of them is an error; warnings are left out."""
         self.findings = [finding for finding in findings if finding.level == "error"]
-        super().__init__(self.what)
-
-    def __reduce__(self):
-        return Refusal, ([replace(finding, error=None) for finding in self.findings],)  # to other ranks
-
-    @property
-    def codes(self) -> list[str]:
-        return [finding.code for finding in self.findings]
-
-    @property
-    def what(self) -> str:
-        return "\n".join(finding.what for finding in self.findings)
-
-    @property
-    def why(self) -> str:
-        return "\n".join(finding.why for finding in self.findings)
-
-    @property
-    def fix(self) -> str:
-        return "\n".join(finding.fix for finding in self.findings)
+        super().__init__(self.findings)
+        self.codes = [finding.code for finding in self.findings]
+        parts = ("what", "why", "fix")
+        self.what, self.why, self.fix = ("\n".join(getattr(each, part) for each in self.findings) for part in parts)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.findings))
@@ -139,7 +120,8 @@ def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[N
         message = " ".join(str(error).split())
         named = next((key for key in keys if re.search(rf"\b{re.escape(key)}\b", message)), None)
         about = {"doing": doing, "name": type(error).__name__, "message": message[:LONGEST_MESSAGE]}
-        raise Refusal([replace(finding("ZR199", recipe_key=named, **about), error=error)]) from error
+        trace = "".join(traceback.format_exception(error))
+        raise Refusal([replace(finding("ZR199", recipe_key=named, **about), trace=trace)]) from error
 
 
 @contextlib.contextmanager
@@ -157,7 +139,7 @@ def first_line(error: BaseException) -> str:
 
 
 def downgraded(findings: list[Finding], ignored: Container[str]) -> list[Finding]:
-    """The findings, with errors of the ignored codes as warnings. Which codes may be ignored: `ignore` of the table."""
+    """The findings, with errors of the ignored codes as warnings."""
     return [
         replace(finding, level="warning", ignored=True)
         if finding.level == "error" and finding.code in ignored
@@ -173,19 +155,12 @@ def ignored_codes(ignore: list[str] | str | None) -> frozenset[str]:
 
 
 def described(code: str) -> dict[str, Any]:
-    """The row of a code, with <names> in the place of what only a run knows."""
-    parts = {part: re.sub(r"\{(\w*)[^{}]*\}", _in_words, table()[code][part]) for part in ("what", "why", "fix")}
-    return table()[code] | parts | {"area": AREAS[code[2]]}
-
-
-def _in_words(placeholder: re.Match) -> str:
-    return f"<{placeholder[1].replace('_', ' ')}>"
-
-
-def near_codes(code: str) -> list[str]:
-    """The three known codes that are next to this one by number; none if it has no digit."""
-    digits = "".join(filter(str.isdigit, code))
-    return sorted(table(), key=lambda known: abs(int(known[2:]) - int(digits)))[:3] if digits else []
+    """The row of a code with its area, and with <names> in the place of what only a run knows."""
+    row = table()[code] | {"area": AREAS[code[2]]}
+    return row | {
+        part: re.sub(r"\{(\w*)[^{}]*\}", lambda named: f"<{named[1].replace('_', ' ')}>", row[part])
+        for part in ("what", "why", "fix")
+    }
 
 
 def raise_errors(findings: list[Finding]) -> None:
@@ -202,39 +177,26 @@ def raise_or_print(findings: list[Finding]) -> None:
 
 
 def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:
-    """Print why a run ends, with `tracebacks` also where a library raised. Returns the exit code of every rank."""
-    if isinstance(ending, Refusal):
-        return print_refusal(ending, tracebacks)
-    if tracebacks:
-        traceback.print_exception(ending)
-    if rank() == 0:
-        print(f"{ending.status}: {ending}", file=sys.stderr, flush=True)
-    _tell_launcher(f"{ending.status}: {ending}")
-    if rank():
-        wait_for_rank_0(PRINT_SECONDS)
-    return FAILED
-
-
-def print_refusal(refusal: Refusal, tracebacks: bool = False) -> int:
-    """Print each finding on the ranks of its scope alone. Returns the exit code, which every rank ends with.
+    """Print why a run ends, each finding on the ranks of its scope alone. Returns the exit code of every rank.
 
     accelerate and torchrun turn the code into 1 and close with a table of their own. They print in it what stands in
     TORCHELASTIC_ERROR_FILE (torch/distributed/elastic/multiprocessing/errors/error_handler.py), so the message goes
     there too and is the last thing read.
     """
     prints = {"run": rank() == 0, "machine": int(os.environ.get("LOCAL_RANK", rank())) == 0, "rank": True}
-    for finding in refusal.findings:
-        if prints[finding.scope]:
-            print(finding.with_traceback() if tracebacks else finding, file=sys.stderr, flush=True)
-    _tell_launcher(str(refusal))
-    if rank() and not any(prints[finding.scope] for finding in refusal.findings):
-        wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
-    return REFUSED
-
-
-def _tell_launcher(message: str) -> None:
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
+    if isinstance(ending, Refusal):
+        message, mine = str(ending), [finding for finding in ending.findings if prints[finding.scope]]
+        texts = [finding.with_traceback() if tracebacks else str(finding) for finding in mine]
+    else:
+        message = f"{ending.status}: {ending}"
+        texts = [message] if prints["run"] else []
+        texts += traceback.format_exception(ending) if tracebacks else []
+    for text in texts:
+        print(text, file=sys.stderr, flush=True)
+    if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
         with open(error_file, "w") as file:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+    if rank() and not texts:
+        wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
+    return REFUSED if isinstance(ending, Refusal) else FAILED

@@ -21,13 +21,12 @@ from typing import Annotated, Any
 
 import psutil
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from zero_recipes.core.findings import refusal
 
-# host_limits
-
 CAP_IPC_LOCK = 14  # linux/capability.h
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "datasets", "peft", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -46,60 +45,36 @@ class Host:
         return self.root / str(path).lstrip("/")
 
     def memory(self) -> tuple[int, str]:
-        """(bytes that processes here may still take, free swap included, and what sets that limit).
-
-        The least of MemAvailable and the limits of the process's cgroup and of all above it: version 2 memory.max,
-        version 1 memory.limit_in_bytes. What a container's cgroup shows as its root is its own limit.
-        """
+        """(bytes that processes here may still take, free swap included, and what sets that limit): the least of
+        MemAvailable and the limits of the process's cgroup and of all above it."""
         found = [(self._meminfo("MemAvailable"), "MemAvailable in /proc/meminfo")]
-        for path, version in self._cgroups("memory"):
-            name = "memory.max" if version == 2 else "memory.limit_in_bytes"
-            limit = self._read(path / name)
-            if limit is not None and limit.isdigit():
-                found.append((int(limit), f"the cgroup's {name}"))
+        limits = map(self._read, self._cgroup_files("memory.max"))
+        found += [(int(limit), "the cgroup's memory.max") for limit in limits if limit.isdigit()]
         limit, source = min(found)
         swap = self._meminfo("SwapFree")
         return limit + swap, f"{source} and free swap" if swap else source
 
     def _meminfo(self, name: str) -> int:
         """Bytes; meminfo counts in KiB."""
-        for line in self.at("/proc/meminfo").read_text().splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-        return 0
+        found = re.search(rf"^{name}:\s*(\d+)", self._read("/proc/meminfo"), re.MULTILINE)
+        return int(found[1]) * 1024 if found else 0
 
     def cores(self) -> int:
-        """Cores' worth of time that processes here may take: those they may run on, and the quotas of their cgroups.
-
-        A rented pod shows all cores of its machine and a quota: version 2 cpu.max, version 1 cpu.cfs_quota_us.
-        """
-        found = [float(len(os.sched_getaffinity(0)))]
-        for path, version in self._cgroups("cpu"):
-            if version == 2:
-                quota, period = (self._read(path / "cpu.max") or "max 1").split()
-            else:
-                quota, period = (self._read(path / f"cpu.cfs_{what}_us") or "-1" for what in ("quota", "period"))
-            if quota.isdigit():
-                found.append(int(quota) / int(period))
-        return max(1, int(min(found)))
+        """Cores' worth of time that processes here may take: those they may run on, and the quotas of their cgroups. A
+        rented pod shows all cores of its machine and a quota."""
+        quotas = [self._read(path).split() for path in self._cgroup_files("cpu.max")]
+        cores = [int(quota[0]) / int(quota[1]) for quota in quotas if quota and quota[0] != "max"]
+        return max(1, int(min([len(os.sched_getaffinity(0)), *cores])))
 
     def threads(self, processes: int) -> int:
         """For each of so many processes its share of the cores, one at least."""
         return max(1, self.cores() // processes)
 
-    def _cgroups(self, controller: str) -> list[tuple[Path, int]]:
-        """[(folder of this process's cgroup or of one above it, version)]: /proc/self/cgroup, cgroups(7)."""
-        found = []
-        for line in (self._read(self.at("/proc/self/cgroup")) or "").splitlines():
-            hierarchy, controllers, path = line.split(":", 2)
-            if hierarchy == "0":
-                folder, version = self.at("/sys/fs/cgroup" + path), 2
-            elif controller in controllers.split(","):
-                folder, version = self.at(f"/sys/fs/cgroup/{controller}" + path), 1
-            else:
-                continue
-            found += [(above, version) for above in (folder, *folder.parents)]
-        return found
+    def _cgroup_files(self, name: str) -> list[Path]:
+        """A file of this process's cgroup (version 2) and of those above it; a container's own shows as the root."""
+        found = re.search(r"^0::(.*)", self._read("/proc/self/cgroup"), re.MULTILINE)
+        folder = self.at("/sys/fs/cgroup" + (found[1] if found else ""))
+        return [above / name for above in (folder, *folder.parents)]
 
     def free_disk(self, folder: str | Path) -> int:
         """Bytes that this user may still write where `folder` is, or will be made."""
@@ -111,21 +86,18 @@ class Host:
 
     def shared_memory(self) -> int | None:
         """Free bytes of /dev/shm; None where there is none."""
-        path = self.at("/dev/shm")
-        return self.free_disk("/dev/shm") if path.is_dir() else None
+        return self.free_disk("/dev/shm") if self.at("/dev/shm").is_dir() else None
 
     def lockable(self) -> float:
         """Bytes that each process may lock in memory (mlock): RLIMIT_MEMLOCK; infinite with CAP_IPC_LOCK, mlock(2)."""
-        status, limits = (self._read(self.at(f"/proc/self/{name}")) or "" for name in ("status", "limits"))
-        effective = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
-        soft = re.search(r"^Max locked memory\s+(\d+)", limits, re.MULTILINE)  # not where it is "unlimited"
+        effective = re.search(r"^CapEff:\s*([0-9a-f]+)", self._read("/proc/self/status"), re.MULTILINE)
+        soft = re.search(r"^Max locked memory\s+(\d+)", self._read("/proc/self/limits"), re.MULTILINE)
         if soft is None or (effective and int(effective[1], 16) >> CAP_IPC_LOCK & 1):
             return math.inf
         return int(soft[1])
 
     def is_mount(self, folder: str) -> bool:
-        mounts = (self._read(self.at("/proc/self/mounts")) or "").splitlines()
-        return any(line.split()[1] == folder for line in mounts)
+        return any(line.split()[1] == folder for line in self._read("/proc/self/mounts").splitlines())
 
     def compiler(self) -> str | None:
         """The C++ compiler that torch calls (torch/utils/cpp_extension.py `get_cxx_compiler`), None if missing."""
@@ -140,66 +112,58 @@ class Host:
     def libaio_headers(self) -> bool:
         """Whether a compiler finds libaio.h: the usual folders, CPATH, and what CFLAGS adds."""
         folders = ["/usr/include", "/usr/local/include", *self.environment.get("CPATH", "").split(":")]
-        folders += [flag[2:] for flag in self.environment.get("CFLAGS", "").split() if flag.startswith("-I")]
+        folders += re.findall(r"-I(\S+)", self.environment.get("CFLAGS", ""))
         return any((self.at(folder) / "libaio.h").is_file() for folder in folders if folder)
 
     def cuda_release(self) -> str | None:
-        """Version of the CUDA toolkit, as "13.0"; None without one.
-
-        Found as torch does (cpp_extension.py `_find_cuda_home`), read as DeepSpeed does (op_builder/builder.py
-        `installed_cuda_version`).
-        """
+        """Version of the CUDA toolkit, as "13.0"; None without one. Found as torch does (cpp_extension.py)."""
         home = self.environment.get("CUDA_HOME") or self.environment.get("CUDA_PATH")
         nvcc = Path(home, "bin/nvcc") if home else Path(self.which("nvcc") or self.at("/usr/local/cuda/bin/nvcc"))
         try:
-            words = subprocess.run([nvcc, "-V"], capture_output=True, text=True, check=True).stdout.split()
+            printed = subprocess.run([nvcc, "-V"], capture_output=True, text=True, check=True).stdout
         except (OSError, subprocess.CalledProcessError):
             return None
-        return words[words.index("release") + 1].rstrip(",") if "release" in words else None
+        found = re.search(r"release ([\d.]+)", printed)
+        return found and found[1]
 
-    @staticmethod
-    def _read(path: Path) -> str | None:
+    def _read(self, path: str | Path) -> str:
+        """A file of the machine; empty where there is none."""
         try:
-            return path.read_text().strip()
+            return (self.at(path) if isinstance(path, str) else path).read_text().strip()
         except OSError:
-            return None
+            return ""
 
 
-# pinned_memory
+# torch's page-locked host memory
+#
+# torch 2.13 (ATen/core/CachingHostAllocator.h `allocate`) rounds every pinned allocation up to a power of two and keeps
+# what is freed: DeepSpeed's offloaded fp32 weights of Pythia-12B on one GPU take 68.7 GB in place of 47.4. Allocations
+# above `pinned_max_cached_size_mb` are neither rounded nor kept. Its neighbour, `pinned_max_round_threshold_mb`, alone
+# hands out blocks that are too small (pytorch/pytorch#192722) and is never set here.
 
-NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first of them that is set
-KEY = "pinned_max_cached_size_mb"
-LIMIT_MIB = 4  # a batch of a data loader stays below it, what DeepSpeed offloads above
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads the first of them that is set
+PINNED_KEY = "pinned_max_cached_size_mb"
+PINNED_LIMIT_MIB = 4  # a batch of a data loader stays below it, what DeepSpeed offloads above
 
 
 def limit_rounding(environment: MutableMapping[str, str]) -> None:
     """Have torch, which is not imported yet, round no large pinned allocation; a limit of the user's own stays."""
-    if _own_limit(environment) is None:
-        name = _in_force(environment)
-        environment[name] = ",".join(filter(None, (environment.get(name, ""), f"{KEY}:{LIMIT_MIB}")))
+    name = next((name for name in ALLOCATOR if environment.get(name)), ALLOCATOR[0])
+    own = environment.get(name, "")
+    if PINNED_KEY not in own:
+        environment[name] = ",".join(filter(None, (own, f"{PINNED_KEY}:{PINNED_LIMIT_MIB}")))
 
 
 def pinned_bytes(size: int, environment: Mapping[str, str]) -> int:
     """Bytes of host memory that a run under this environment takes for a pinned tensor of `size` bytes."""
-    limit = _own_limit(environment)
-    if size <= 1 or size > (LIMIT_MIB if limit is None else limit) << 20:
+    own = next((environment[name] for name in ALLOCATOR if environment.get(name)), "")
+    found = re.search(rf"{PINNED_KEY}\s*:\s*(\d+)", own)
+    if size <= 1 or size > (int(found[1]) if found else PINNED_LIMIT_MIB) << 20:
         return size
     return 1 << (size - 1).bit_length()
 
 
-def _in_force(environment: Mapping[str, str]) -> str:
-    return next((name for name in NAMES if environment.get(name)), NAMES[0])
-
-
-def _own_limit(environment: Mapping[str, str]) -> int | None:
-    """MiB that somebody has set."""
-    found = re.search(rf"(?:^|,)\s*{KEY}\s*:\s*(\d+)", environment.get(_in_force(environment), ""))
-    return int(found[1]) if found else None
-
-
-# environment
-
-PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "datasets", "peft", "evaluate")
+# what a measurement was made on
 
 
 def library_versions() -> dict[str, str]:
@@ -247,17 +211,14 @@ def peak_memory(device: str) -> dict[str, int | None]:
 
 def cpu_name() -> str:
     """As the kernel names it."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1] if found else platform.machine()
 
 
-# hardware
+# GPUs: hardware.yaml, which has the source of every figure, and for a plan a user's file in the same form
 
 FP32_SHARE = 1 / 16  # of the bf16 figure: A100 19.5 of 312, without TF32 (torch's default)
 OWN = Path(__file__).with_name("hardware.yaml")
-
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
@@ -292,36 +253,26 @@ class Gpu(BaseModel):
         tflops = {"fp32": fp32, "tf32": self.tf32_tflops or fp32}.get(precision, self.bf16_tflops)
         return tflops * 1e12
 
-    @model_validator(mode="after")
-    def _low_before_high(self) -> Gpu:
-        if self.achievable[0] > self.achievable[1]:
-            raise ValueError("achievable is [low, high]")
-        return self
-
 
 def gpus(extra: Path | None = None) -> dict[str, Gpu]:
     """{name: GPU}; what `extra` names is added, or takes the place of ours. Raises Refusal for a file with a fault."""
-    return _read(OWN) | ({} if extra is None else _read(extra))
+    known = {}
+    for path in filter(None, (OWN, extra)):
+        try:
+            for name, row in yaml.safe_load(path.read_text()).items():
+                known[str(name).lower()] = Gpu.model_validate({"name": str(name).lower()} | row)
+        except (OSError, yaml.YAMLError, AttributeError, TypeError, ValidationError) as error:
+            raise refusal("ZR811", path=path, error=" ".join(str(error).split())) from None
+    return known
 
 
 def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
     """The GPU of this name, or the only one whose name begins with it. Raises Refusal."""
-    bare = _bare(name)
-    found = [key for key in known if _bare(key) == bare] or [key for key in known if _bare(key).startswith(bare)]
+    found = [known[name]] if name in known else [gpu for key, gpu in known.items() if key.startswith(name.lower())]
     if len(found) == 1:
-        return known[found[0]]
-    raise refusal(
-        "ZR807",
-        name=name,
-        what=f"{' and '.join(found)} begin so" if found else "no such GPU is known",
-        known=", ".join(known),
-    )
-
-
-def peak_flops_of(device_name: str | None, precision: str) -> float | None:
-    """Dense FLOP/s of the card that torch.cuda.get_device_name names; None where hardware.yaml does not have it."""
-    card = gpu_of_device(device_name)
-    return None if card is None else card.peak_flops(precision)
+        return found[0]
+    what = f"{' and '.join(gpu.name for gpu in found)} begin so" if found else "no such GPU is known"
+    raise refusal("ZR807", name=name, what=what, known=", ".join(known))
 
 
 def gpu_of_device(device_name: str | None) -> Gpu | None:
@@ -329,15 +280,7 @@ def gpu_of_device(device_name: str | None) -> Gpu | None:
     return next((gpu for gpu in gpus().values() if device_name in gpu.names), None)
 
 
-def _read(path: Path) -> dict[str, Gpu]:
-    try:
-        content = yaml.safe_load(path.read_text())
-        return {
-            str(name).lower(): Gpu.model_validate({"name": str(name).lower()} | row) for name, row in content.items()
-        }
-    except (OSError, yaml.YAMLError, AttributeError, TypeError, ValidationError) as error:
-        raise refusal("ZR811", path=path, error=" ".join(str(error).split())) from None
-
-
-def _bare(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name.lower())
+def peak_flops_of(device_name: str | None, precision: str) -> float | None:
+    """Dense FLOP/s of that card; None where hardware.yaml does not have it."""
+    card = gpu_of_device(device_name)
+    return card and card.peak_flops(precision)

@@ -8,22 +8,22 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import distributed
 from torch.distributed.elastic.utils.store import barrier
 
 from zero_recipes.config.run import RunConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import Refusal, RunFailed, first_line, refusal
+from zero_recipes.core.findings import Refusal, RunFailed, first_line, print_ending, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import CLOCK, free_port, local_world_size, rank
-from zero_recipes.distributed.kernels import COMPILE_SECONDS, build, deadline, missing, ops_of, remove_stale_locks
+from zero_recipes.distributed.kernels import COMPILE_SECONDS, build, missing, ops_of, remove_stale_locks
 
 # torchrun itself gives machines 600 s to join (torch/distributed/elastic/rendezvous/dynamic_rendezvous.py,
 # `_DEFAULT_TIMEOUTS`): imports from a cold network disk take minutes, and no import is left once all have come
@@ -35,9 +35,6 @@ JOINED = "zero_recipes/joined"
 _calls = itertools.count()  # every process counts the same calls
 
 
-# together and apart
-
-
 @contextlib.contextmanager
 def session(run: RunConfig) -> Iterator[None]:
     """The run's process group: ready before TrainingArguments, taken down together where the run is refused.
@@ -47,6 +44,7 @@ def session(run: RunConfig) -> Iterator[None]:
     """
     ops = ops_of(run.strategy, run.device, run.settings)
     start_process_group(run.strategy, run.device, run.settings.ddp_timeout, ops)
+    set_host_threads(run.strategy, run.device)
     try:
         yield
     except (Refusal, RunFailed):
@@ -89,6 +87,16 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
             deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
+def set_host_threads(strategy: Strategy, device: str) -> None:
+    """Give DeepSpeedCPUAdam, an OpenMP loop (csrc/includes/cpu_adam.h), this process's share of the cores.
+
+    torchrun and accelerate set OMP_NUM_THREADS=1 where the environment has none. Any other number was somebody's choice
+    and stays, and so does the launcher's where the CPU itself trains: every rank computes on its cores already.
+    """
+    if device == "cuda" and strategy.offload_optimizer and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(Host().threads(local_world_size(os.environ, strategy.world_size)))
+
+
 def rendezvous(
     backend: str,
     timeout: timedelta,
@@ -104,26 +112,29 @@ def rendezvous(
     number, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # as torch does (distributed/rendezvous.py `_create_c10d_store`): torchrun's agent keeps the store, else rank 0
     keeps = number == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        store = _join(address, port, keeps, number, world_size, join_seconds)
+        store = _join(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), keeps, number, world_size, join_seconds
+        )
     except NotJoined as error:
         raise _apart(backend, f"waited {join_seconds:g} s for {world_size} ranks", str(error)) from error
     store.set_timeout(timeout)  # as init_process_group does with a store of its own
     what = "cannot exchange data with the others"
-    silent = f"one number was not all-reduced within {exchange_seconds:g} s"
-    with deadline(exchange_seconds, lambda: _apart(backend, what, silent)):
-        try:
-            trainings = distributed.PrefixStore("training", store)
-            distributed.init_process_group(
-                backend, timeout=timeout, store=trainings, rank=number, world_size=world_size
-            )
-            total = torch.ones(1, device="cuda" if backend == "nccl" else "cpu")
-            distributed.all_reduce(total)
-            if total.item() != world_size:
-                raise RuntimeError(f"the all-reduce of ones gave {total.item():g} instead of {world_size}")
-        except RuntimeError as error:
-            raise _apart(backend, what, first_line(error)) from error
+    silent = _apart(backend, what, f"one number was not all-reduced within {exchange_seconds:g} s")
+    timer = threading.Timer(exchange_seconds, lambda: os._exit(print_ending(silent)))
+    timer.daemon = True
+    timer.start()
+    try:
+        trainings = distributed.PrefixStore("training", store)
+        distributed.init_process_group(backend, timeout=timeout, store=trainings, rank=number, world_size=world_size)
+        total = torch.ones(1, device="cuda" if backend == "nccl" else "cpu")
+        distributed.all_reduce(total)
+        if total.item() != world_size:
+            raise RuntimeError(f"the all-reduce of ones gave {total.item():g} instead of {world_size}")
+    except RuntimeError as error:
+        raise _apart(backend, what, first_line(error)) from error
+    finally:
+        timer.cancel()
 
 
 class NotJoined(Exception):
@@ -140,39 +151,33 @@ def _join(address: str, port: int, keeps: bool, number: int, members: int, secon
         store = distributed.TCPStore(
             address, port, is_master=keeps, wait_for_workers=False, multi_tenant=True, timeout=limit
         )
-        store.set(f"{JOINED}/{number}", socket.gethostname())
-    except RuntimeError as error:  # torch's DistError is one
-        raise NotJoined(f"{address}:{port} cannot be reached: {first_line(error).rstrip('.')}") from error
-    try:
+        store.set(f"{JOINED}/{number}", "")
         store.wait(keys, limit)
         return store
-    except distributed.DistNetworkError as error:
-        raise NotJoined(f"{address}:{port} has ended: {first_line(error).rstrip('.')}") from error
-    except RuntimeError as error:
+    except distributed.DistStoreError as error:
         missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise NotJoined(f"missing: {', '.join(missing[:8])}{more}") from error
+    except RuntimeError as error:  # no such host, nobody listens, or it has ended
+        raise NotJoined(f"{address}:{port} cannot be reached: {first_line(error).rstrip('.')}") from error
 
 
-def wait_for_hosts(hosts: list[str], machine_rank: int, port: int, seconds: float) -> list[str]:
-    """Wait until every machine of `hosts` has come, before any launcher starts; their own names, by machine rank.
+def wait_for_hosts(hosts: list[str], machine_rank: int, port: int, seconds: float) -> None:
+    """Wait until every machine of `hosts` has come, before any launcher starts. Raises Refusal.
 
-    Launchers do not name who is missing. torchrun's static rendezvous, which `accelerate launch` uses, waits 600 s
-    before it starts a rank and then says "1/2 clients joined" (torch/distributed/elastic/rendezvous/
-    static_tcp_rendezvous.py, next_rendezvous): no code of the ranks can help, for none runs. `hosts`: names or
-    addresses under which the machines reach each other, by machine rank; the first one keeps the store. Raises Refusal.
+    torchrun's static rendezvous, which `accelerate launch` uses, waits 600 s before it starts a rank and then says "1/2
+    clients joined" (torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, next_rendezvous): no code of the
+    ranks can help, for none runs. `hosts`: names or addresses under which the machines reach each other, by machine
+    rank; the first one keeps the store.
     """
-    number = len(hosts)
     try:
-        store = _join(hosts[0], port, machine_rank == 0, machine_rank, number, seconds)
+        store = _join(hosts[0], port, machine_rank == 0, machine_rank, len(hosts), seconds)
     except NotJoined as error:
         named = ", ".join(f"{other}: {host}" for other, host in enumerate(hosts))
         raise refusal(
             "ZR327", machine_rank=machine_rank, seconds=seconds, missing=error, hosts=named, first=hosts[0], port=port
         ) from error
-    names = [store.get(f"{JOINED}/{other}").decode() for other in range(number)]
-    _leave_together(store, number, "zero_recipes/hosts")
-    return names
+    _leave_together(store, len(hosts), "zero_recipes/hosts")
 
 
 def _leave_together(store: distributed.Store, members: int, key: str) -> None:
@@ -182,7 +187,7 @@ def _leave_together(store: distributed.Store, members: int, key: str) -> None:
 
 
 def _apart(backend: str, what: str, cause: str) -> Refusal:
-    here = ", ".join(f"{name} {address}" for name, address in _addresses().items())
+    variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
     return refusal(
         "ZR324",
         rank=os.environ["RANK"],
@@ -190,42 +195,12 @@ def _apart(backend: str, what: str, cause: str) -> Refusal:
         host=socket.gethostname(),
         what=what,
         cause=cause.rstrip("."),
-        interface=interface(backend),
         address=os.environ["MASTER_ADDR"],
         port=os.environ["MASTER_PORT"],
-        variable=_variable(backend),
-        here=here,
+        variable=variable,
+        interface=os.environ.get(variable, "not set"),
         scope="rank",
     )
-
-
-def interface(backend: str) -> str:
-    """The network interface that this rank's traffic takes: the one requested, or that of the route to MASTER_ADDR."""
-    variable = _variable(backend)
-    if variable in os.environ:
-        return f"{os.environ[variable]} ({variable})"
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # sends nothing
-            address = probe.getsockname()[0]
-    except OSError as error:
-        return f"none found, no route to MASTER_ADDR ({error})"
-    name = next((name for name, known in _addresses().items() if known == address), "unknown")
-    return f"{name} {address} (the route to MASTER_ADDR; {variable} is not set)"
-
-
-def _variable(backend: str) -> str:
-    return "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
-
-
-def _addresses() -> dict[str, str]:
-    """{interface: its IPv4 address}."""
-    return {
-        name: address.address
-        for name, addresses in psutil.net_if_addrs().items()
-        for address in addresses
-        if address.family == socket.AF_INET
-    }
 
 
 # what one rank did or failed of, on all ranks
@@ -278,32 +253,26 @@ def _shared(work: Callable[[], Any], workers: Sequence[int], doing: str) -> list
     store = distributed.group.WORLD.get_group_store()
     own = None
     if me in workers:
-        value = None
+        value = told = None
         try:
             value = work()
         except Exception as error:
-            own = error
-        store.set(f"{key}/{me}", pickle.dumps((value, own and _as_seen_by_others(own, me, doing))))
-    outcomes = {worker: _outcome(store, f"{key}/{worker}", worker, doing) for worker in workers}
+            own = told = error
+            if not isinstance(error, (Refusal, RunFailed)):
+                told = RuntimeError(f"rank {me}, which {doing}, failed: {type(error).__name__}: {error}")
+        store.set(f"{key}/{me}", pickle.dumps((value, told)))
+    outcomes = {}
+    for worker in workers:
+        try:
+            store.wait([f"{key}/{worker}"], FOREVER)
+            outcomes[worker] = pickle.loads(store.get(f"{key}/{worker}"))
+        except distributed.DistError as error:  # the store is in rank 0 or its launcher
+            raise RuntimeError(f"rank 0 died, or rank {worker}, which {doing}, without a message") from error
     failed = next((worker for worker, (_, error) in outcomes.items() if error is not None), None)
     if failed is not None:
         _leave_together(store, distributed.get_world_size(), key)
         raise own if failed == me else outcomes[failed][1]
     return [value for value, _ in outcomes.values()]
-
-
-def _as_seen_by_others(error: Exception, worker: int, doing: str) -> Exception:
-    if isinstance(error, (Refusal, RunFailed)):
-        return error
-    return RuntimeError(f"rank {worker}, which {doing}, failed: {type(error).__name__}: {error}")
-
-
-def _outcome(store: distributed.Store, key: str, worker: int, doing: str) -> tuple[Any, Exception | None]:
-    try:
-        store.wait([key], FOREVER)
-        return pickle.loads(store.get(key))
-    except distributed.DistError as error:  # the store is in rank 0 or its launcher
-        raise RuntimeError(f"rank 0 died, or rank {worker}, which {doing}, without a message") from error
 
 
 def gather_rows(own: torch.Tensor) -> torch.Tensor:
@@ -314,28 +283,3 @@ def gather_rows(own: torch.Tensor) -> torch.Tensor:
     everyone = own.new_empty(distributed.get_world_size(), own.shape[1])
     distributed.all_gather(list(everyone.split(1)), own)
     return everyone
-
-
-# threads on the host
-
-
-def set_host_threads(
-    strategy: Strategy, device: str, environment: Mapping[str, str], host: Host | None = None
-) -> int | None:
-    """Give DeepSpeedCPUAdam this process's share of the cores; the number of threads, None where nothing was changed.
-
-    Adam on the host is an OpenMP loop (DeepSpeed csrc/includes/cpu_adam.h), as are the sums and norms of offloaded
-    gradients; torchrun and accelerate set OMP_NUM_THREADS=1 where the environment has none (torch 2.13
-    distributed/run.py `config_from_args`, accelerate 1.15 utils/launch.py). Any other number was somebody's choice and
-    stays, and so does the launcher's where the CPU itself trains, for then every rank computes on its cores already.
-    """
-    if device == "cpu" or not strategy.offload_optimizer or environment.get("OMP_NUM_THREADS", "1") != "1":
-        return None
-    threads = (host or Host()).threads(local_world_size(environment, strategy.world_size))
-    torch.set_num_threads(threads)
-    return threads
-
-
-def host_threads_header(threads: int | None) -> list[str]:
-    """The line of a run's header; none where nothing was changed."""
-    return [] if threads is None else [f"host threads  {threads} a process for the optimizer on the CPU"]

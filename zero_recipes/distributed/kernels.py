@@ -10,12 +10,10 @@ op's folder, silently and for ever, also where the process that made it was kill
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -23,11 +21,10 @@ import torch
 
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.findings import Finding, Refusal, finding, print_refusal, refusal
+from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host
 
 COMPILE_SECONDS = 1800.0  # more for the ranks to come together, for each op that the first of a machine compiles
-SAY_SECONDS = 30.0
 BY_OPTIMIZER = {"adam": "adam", "adamw": "adam", "adagrad": "adagrad", "lion": "lion", "lamb": "lamb"}
 # ops whose builder is a CUDAOpBuilder where there is a GPU (deepspeed/ops/op_builder): they need the CUDA toolkit
 ON_CUDA = {"fused_adam", "fused_lamb", "fused_lion", "async_io", "quantizer"}
@@ -62,9 +59,6 @@ def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
     return ops
 
 
-# what is there, and what it takes
-
-
 def build_findings(strategy: Strategy, device: str, settings: Settings, host: Host) -> Iterator[Finding]:
     """What is missing to build the ops of this run."""
     ops = {op for op in ops_of(strategy, device, settings) if not is_prebuilt(op, device)}
@@ -96,18 +90,10 @@ def is_prebuilt(op: str, device: str) -> bool:
 
 
 def is_compiled(op: str, host: Host) -> bool:
-    """Whether an earlier launch of this environment's DeepSpeed has left it where torch looks for it.
-
-    async_io loads pin_memory first (deepspeed 0.19.8, op_builder/async_io.py `load`).
-    """
-    deepspeed = Path(importlib.util.find_spec("deepspeed").origin).parent
-    for name in ("pin_memory", op) if op == "async_io" else (op,):
-        folder = host.at(extension_folder(host.environment, name))
-        if not (folder / f"{name}.so").is_file() or not (folder / "build.ninja").is_file():
-            return False
-        if f" {deepspeed}/" not in (folder / "build.ninja").read_text():
-            return False
-    return True
+    """Whether an earlier launch has left it where torch looks for it. async_io loads pin_memory first (DeepSpeed
+    0.19.8, op_builder/async_io.py `load`)."""
+    names = ("pin_memory", op) if op == "async_io" else (op,)
+    return all(host.at(extension_folder(host.environment, name) / f"{name}.so").is_file() for name in names)
 
 
 def build_root(environment: Mapping[str, str]) -> Path:
@@ -121,88 +107,29 @@ def extension_folder(environment: Mapping[str, str], name: str) -> Path:
     """The folder of one extension: torch/utils/cpp_extension.py, `_get_build_directory`."""
     if environment.get("TORCH_EXTENSIONS_DIR"):
         return Path(environment["TORCH_EXTENSIONS_DIR"], name)
-    release = torch.version.hip or torch.version.cuda
-    device = f"{'rocm' if torch.version.hip else 'cu'}{release.replace('.', '')}" if release else "cpu"
+    device = f"cu{torch.version.cuda.replace('.', '')}" if torch.version.cuda else "cpu"
     python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
     return build_root(environment) / f"{python}_{device}" / name
-
-
-# building
 
 
 def build(ops: Iterable[str]) -> None:
     """Compile these ops into torch's folder of extensions, one after another, and print how it goes."""
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-    # DeepSpeed compiles with ninja, which is beside the interpreter: a venv need not be activated
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     for op in ops:
         start = time.monotonic()
         print(f"compiling {op}, once for this machine (async_io takes minutes, others less than one)", flush=True)
-        with _still_compiling(op), deadline(COMPILE_SECONDS, lambda op=op: _not_compiled(op)):
-            ALL_OPS[op].load(verbose=False)
+        ALL_OPS[op].load(verbose=False)
         print(f"compiled {op} in {time.monotonic() - start:.0f} s", flush=True)
 
 
-@contextlib.contextmanager
-def _still_compiling(op: str) -> Iterator[None]:
-    """Print a line every SAY_SECONDS; another process may be the one that compiles."""
-    done = threading.Event()
-
-    def say() -> None:
-        spent = 0.0
-        while not done.wait(SAY_SECONDS):
-            spent += SAY_SECONDS
-            print(f"still compiling {op}, {spent:.0f} s ({extension_folder(os.environ, op)})", flush=True)
-
-    threading.Thread(target=say, daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
-
-
-@contextlib.contextmanager
-def deadline(seconds: float, refused: Callable[[], Refusal]) -> Iterator[None]:
-    """End this process with exit code 2 and the refusal's message where what is inside takes longer.
-
-    Not by an exception: none reaches a main thread that waits in NCCL, in gloo or for torch's lock.
-    """
-    timer = threading.Timer(seconds, lambda: os._exit(print_refusal(refused())))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _not_compiled(op: str) -> Refusal:
-    lock = extension_folder(os.environ, op) / "lock"
-    return refusal("ZR626", op=op, seconds=COMPILE_SECONDS, lock=lock, scope="machine")
-
-
-def stale_locks(root: Path) -> list[Path]:
-    """Locks that a killed compiler left: older than this process and its siblings, and held by nobody.
-
-    Who made a lock keeps it open (torch, utils/file_baton.py).
-    """
-    started = psutil.Process().create_time()
-    old = {lock.resolve() for lock in root.rglob("lock") if lock.stat().st_mtime < started - 1}
-    return sorted(old - _open_files()) if old else []
-
-
-def _open_files() -> set[Path]:
-    """Of all processes of this machine that this user may look into."""
-    found = set()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            found |= {Path(file.path) for file in process.open_files()}
-    return found
-
-
 def remove_stale_locks() -> None:
-    for lock in stale_locks(build_root(os.environ)):
+    """Locks that a killed compiler left: who made one keeps it open (torch, utils/file_baton.py)."""
+    locks = {lock.resolve() for lock in build_root(os.environ).rglob("lock")}
+    for process in psutil.process_iter() if locks else ():
+        with contextlib.suppress(psutil.Error):  # of another user
+            locks -= {Path(file.path) for file in process.open_files()}
+    for lock in sorted(locks):
         print(f"removed a build lock that a killed compiler left: {lock}", flush=True)
         lock.unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""ZeRO-Infinity's disk: a folder claimed for one run, measured before training, and empty again after it.
+"""ZeRO-Infinity's disk: a folder claimed for one run, and empty again after it.
 
 DeepSpeed 0.19.8 swaps to `nvme_path`/zero_stage_3, whoever else does: two runs on one path would overwrite each other's
 states silently, and what a run has swapped stays there when it ends (runtime/swap_tensor/).
@@ -7,7 +7,6 @@ states silently, and what a run has swapped stays there when it ends (runtime/sw
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,6 @@ from zero_recipes.distributed.group import once_per_node
 
 LOCK = "zero-recipes.lock"
 SWAPPED = "zero_stage_3"  # DeepSpeed's folder below nvme_path
-PROBE_BYTES = 256 * 2**20
 
 
 def paths(strategy: Strategy) -> list[Path]:
@@ -34,8 +32,7 @@ def paths(strategy: Strategy) -> list[Path]:
 
 @contextmanager
 def swap_space(strategy: Strategy) -> Iterator[list[dict[str, Any]]]:
-    """The run's folders, claimed and measured: [{"path", "free_bytes", "write_bytes_per_second",
-    "read_bytes_per_second"}], as rank 0's machine has them. Swap files are gone afterwards.
+    """The run's folders: [{"path", "free_bytes"}], as rank 0's machine has them. Swap files are gone afterwards.
 
     Every rank enters (the first process of each machine works, the others wait). Raises Refusal on all of them where
     another run holds a folder.
@@ -45,9 +42,8 @@ def swap_space(strategy: Strategy) -> Iterator[list[dict[str, Any]]]:
         yield []
         return
     locks: list[FileLock] = []
-    aio = strategy.ds_config.aio
     try:
-        yield once_per_node(lambda: [claim_swap_folder(folder, locks) | measure(folder, aio) for folder in folders])
+        yield once_per_node(lambda: [claim_swap_folder(folder, locks) for folder in folders])
     finally:
         # by the process that holds the lock: another run's files have the same names, and may be there once it is free
         for lock, folder in zip(locks, folders, strict=False):
@@ -67,33 +63,6 @@ def claim_swap_folder(folder: Path, locks: list[FileLock]) -> dict[str, Any]:
         print(f"deleted: {folder / SWAPPED}, swap files that a killed run left", flush=True)
         shutil.rmtree(folder / SWAPPED)
     return {"path": str(folder), "free_bytes": shutil.disk_usage(folder).free}
-
-
-def measure(folder: Path, aio: dict[str, Any], size: int = PROBE_BYTES) -> dict[str, float]:
-    """Bytes per second that one process writes to `folder` and reads back, by DeepSpeed's own aio handle.
-
-    With the run's `aio` block, past the page cache (csrc/aio opens with O_DIRECT), as the run itself will.
-    """
-    import torch
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-    from deepspeed.runtime.swap_tensor.aio_config import get_aio_config
-
-    known = get_aio_config({"aio": aio})
-    known.pop("use_gds")
-    handle = AsyncIOBuilder().load(verbose=False).aio_handle(**known)
-    buffer = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
-    buffer.fill_(1)
-    file = folder / "zero-recipes.probe"
-    seconds = {}
-    try:
-        for name, transfer in (("write", handle.sync_pwrite), ("read", handle.sync_pread)):
-            start = time.perf_counter()
-            transfer(buffer, str(file), 0)
-            seconds[name] = time.perf_counter() - start
-    finally:
-        handle.free_cpu_locked_tensor(buffer)
-        file.unlink(missing_ok=True)
-    return {f"{name}_bytes_per_second": size / spent for name, spent in seconds.items()}
 
 
 def swapped_bytes(strategy: Strategy) -> int:
@@ -124,11 +93,6 @@ class Traffic:
         return counters.read_bytes, counters.write_bytes
 
 
-def described(measured: list[dict[str, Any]]) -> list[str]:
-    """What is known of the disk, for the header of a run."""
-    return [
-        f"swaps to      {disk['path']}: {units.size(disk['free_bytes'])} free, writes "
-        f"{units.rate(disk['write_bytes_per_second'])}, reads {units.rate(disk['read_bytes_per_second'])} "
-        "(one process, DeepSpeed's aio)"
-        for disk in measured
-    ]
+def described(disks: list[dict[str, Any]]) -> list[str]:
+    """The lines of a run's header."""
+    return [f"swaps to      {disk['path']}: {units.size(disk['free_bytes'])} free" for disk in disks]

@@ -15,7 +15,7 @@ checkpoint goes into a fresh engine by parameter; no public call fills one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -296,40 +296,6 @@ def refresh_weights(optimizer) -> None:
     if persistent:  # small parameters stay gathered: drop the old whole ones, gather the new
         persistent[0].partition(persistent)
     optimizer.checkpoint_event_epilogue()
-
-
-# constants of utils/timer.py, of the timers that run over all micro steps of one optimizer step: the phase
-STEP_TIMERS = {
-    "FORWARD_GLOBAL_TIMER": "forward",
-    "BACKWARD_GLOBAL_TIMER": "backward",
-    "BACKWARD_INNER_GLOBAL_TIMER": "backward_inner",
-    "BACKWARD_REDUCE_GLOBAL_TIMER": "backward_reduce",
-    "STEP_GLOBAL_TIMER": "optimizer",
-}
-
-
-def read_timers_before_reset(engine, keep: Callable[[dict[str, float]], None]) -> bool:
-    """Call `keep` with {phase: seconds} whenever the engine logs its timers; False where wall_clock_breakdown is off.
-
-    Private: `engine.timers` and the names of STEP_TIMERS (DeepSpeed 0.19.8, engine.py and utils/timer.py). Outside of
-    `timers.log` they read 0: `step` logs and resets in one.
-    """
-    from deepspeed import DeepSpeedEngine
-    from deepspeed.utils import timer
-
-    if not isinstance(engine, DeepSpeedEngine) or not engine.wall_clock_breakdown():
-        return False
-    timers, log = engine.timers, engine.timers.log
-    phases = {getattr(timer, name): phase for name, phase in STEP_TIMERS.items()}
-
-    def read_and_log(names, **keywords):
-        seconds = {phases[n]: timers(n).elapsed(reset=False) / 1000 for n in names if n in phases}
-        if seconds:
-            keep(seconds)
-        log(names, **keywords)
-
-    timers.log = read_and_log
-    return True
 
 
 # collectives

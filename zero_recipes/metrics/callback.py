@@ -32,18 +32,15 @@ from zero_recipes.metrics.parts import (
     Failure,
     GradientDtypes,
     Hardware,
-    HostLink,
     ModelStateBytes,
     Network,
     Nvme,
     PeakMemory,
     PhaseBytes,
     PhaseSeconds,
-    SecondsInStep,
 )
 from zero_recipes.metrics.prediction import PredictedMetrics
 from zero_recipes.metrics.probe import (
-    EngineSeconds,
     MemoryPhases,
     StateProbe,
     StepClock,
@@ -68,8 +65,7 @@ class RunFacts:
     model: str | None
     recipe_sha256: str | None = None
     disks: list[dict[str, Any]] = field(default_factory=list)  # zero_recipes/distributed/nvme.py, swap_space
-    host_link: dict[str, Any] | None = None  # zero_recipes/distributed/links.py
-    network: dict[str, Any] | None = None  # likewise; None on one machine
+    network: dict[str, Any] | None = None  # zero_recipes/distributed/links.py; None on one machine
     predicted: PredictedMetrics | None = None
 
     @classmethod
@@ -131,7 +127,6 @@ class StageMetricsCallback(TrainerCallback):
         self.forward_hook = None
         self.probe: StateProbe | None = None
         self.communication: CommunicationCounter | None = None
-        self.engine_seconds: EngineSeconds | None = None
         self.gradient_dtypes: GradientDtypes | None = None
         self.started_at = 0  # step
         self.warmup = 0
@@ -241,7 +236,6 @@ class StageMetricsCallback(TrainerCallback):
         engine = model if self.engine is None else self.engine
         self.probe = StateProbe(model, optimizer, self.facts.strategy, self.phases)
         self.communication = CommunicationCounter(engine, self.facts.strategy)
-        self.engine_seconds = EngineSeconds(engine)
         if self.engine is not None or not self.facts.strategy.is_deepspeed:
             self.gradient_dtypes = gradient_dtypes(engine)
         if self.engine is None:
@@ -336,7 +330,6 @@ class StageMetricsCallback(TrainerCallback):
         if not seconds:  # a resumed run that had no step left
             peaks = Measurements(peak_memory_bytes=[rank.peak for rank in ranks], loss_history=[])
             return peaks if self.earlier == Measurements() else self.earlier
-        within = self.engine_seconds.median(self.warmup)
         traffic, disks = [rank.traffic for rank in ranks], [Disk(**disk) for disk in self.facts.disks]
         now = summarise(
             ranks,
@@ -344,7 +337,6 @@ class StageMetricsCallback(TrainerCallback):
             min(self.warmup, len(seconds)),
             self.used.peak,
             nvme=Nvme(disks=disks, bytes_per_step=traffic) if disks else None,
-            engine_seconds=None if within is None else SecondsInStep(**within),
             communication_bytes_per_step=self.communication.median(),
             communication_bytes_between_nodes=self.communication.median_between_nodes(),
             skipped_steps=self.skipped if self.identity.precision == "fp16" else None,
@@ -382,7 +374,6 @@ class StageMetricsCallback(TrainerCallback):
             **dict(self.summary),
             memory_phases=PhaseBytes(**self.phases.bytes) if facts.device == "cuda" else None,
             host_memory_phases=PhaseBytes(**self.phases.host_bytes),
-            host_device_bytes_per_second=None if facts.host_link is None else HostLink(**facts.host_link),
             host_threads=torch.get_num_threads(),
             phase_seconds=PhaseSeconds(**{name: round(spent, 3) for name, spent in CLOCK.seconds.items()}),
             first_step=self.first_step,

@@ -107,16 +107,6 @@ class StepSeconds(Part):
     )
 
 
-class SecondsInStep(Part):
-    """Seconds of one optimizer step by DeepSpeed's own timers, the median of the timed ones."""
-
-    forward: float | None = measured("forward passes", "seconds")
-    backward: float | None = measured("backward passes, the two below included", "seconds")
-    backward_inner: float | None = measured("autograd", "seconds")
-    backward_reduce: float | None = measured("what is left to reduce after it", "seconds")
-    optimizer: float | None = measured("the optimizer", "seconds")
-
-
 class PhaseSeconds(Part):
     """Seconds of rank 0 by its host's clock since its process was started: the phases sum up to them.
 
@@ -138,12 +128,10 @@ class Evaluation(Part):
 
 
 class Disk(Part):
-    """A folder for swap files, measured by one process before training (DeepSpeed's aio, past the page cache)."""
+    """A folder for swap files."""
 
     path: str = known("the folder")
     free_bytes: int = known("free on its disk", "bytes")
-    write_bytes_per_second: float = known("written", "bytes/s")
-    read_bytes_per_second: float = known("read back", "bytes/s")
 
 
 class DiskTraffic(Part):
@@ -160,30 +148,11 @@ class Nvme(Part):
     bytes_per_step: list[DiskTraffic | None] = known("per rank")
 
 
-class LinkRates(Part):
-    """Copies between pinned host memory and the GPU, of the slowest rank."""
-
-    to_device: float = known("host to GPU", "bytes/s")
-    to_host: float = known("GPU to host", "bytes/s")
-
-
-class HostLink(Part):
-    """Copies between pinned host memory and the GPU."""
-
-    alone: LinkRates | None = measured("one process of a machine at a time, the slowest of all")
-    together: LinkRates | None = measured(
-        "all processes at once, the slowest of them",
-        null="where each machine has one process",
-    )
-
-
 class Network(Part):
     """The links between the machines, measured before training."""
 
     machines: int = known("machines of the run")
     backend: str = known("nccl or gloo")
-    transport: str = known("what carries the bytes: TCP, InfiniBand or RoCE")
-    interfaces: list[str] = known("network interface of each machine's first rank")
     all_reduce_bytes: int = known("size of the tensor of the measured all-reduce", "bytes")
     all_reduce_seconds: float = known("the median of three", "seconds")
     bus_bytes_per_second: float = known(

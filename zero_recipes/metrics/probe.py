@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.distributed import nvme
-from zero_recipes.libs.deepspeed import base_optimizer, read_timers_before_reset, state_bytes
+from zero_recipes.libs.deepspeed import base_optimizer, state_bytes
 from zero_recipes.metrics.parts import GradientDtypes
 
 MOST_WARMUP_STEPS = 5
@@ -149,24 +148,6 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-class EngineSeconds:
-    """Seconds of forward, backward, reduction and optimizer, by DeepSpeed's own timers (wall_clock_breakdown)."""
-
-    def __init__(self, engine: Any):
-        self.steps: list[dict[str, float]] = []
-        read_timers_before_reset(engine, self.steps.append)
-
-    def median(self, warmup: int) -> dict[str, float] | None:
-        """{phase: seconds of one optimizer step}, the median after the warm-up steps; None where nobody asked for it.
-
-        backward contains backward_inner (autograd) and backward_reduce (what is left to reduce after it).
-        """
-        timed = self.steps[warmup:]
-        if not timed:
-            return None
-        return {name: statistics.median(step.get(name, 0.0) for step in timed) for name in timed[0]}
 
 
 def steps_not_timed(total: int) -> int:

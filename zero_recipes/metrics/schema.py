@@ -23,7 +23,6 @@ from zero_recipes.metrics.parts import (
     Failure,
     GradientDtypes,
     Hardware,
-    HostLink,
     ModelStateBytes,
     Network,
     Number,
@@ -32,7 +31,6 @@ from zero_recipes.metrics.parts import (
     PeakMemory,
     PhaseBytes,
     PhaseSeconds,
-    SecondsInStep,
     StepSeconds,
     Tokens,
     TokensPerSecond,
@@ -124,9 +122,6 @@ class Measurements(Part):
         null="on CPUs, on a GPU that the table has not, and wherever model_flops_per_second is",
     )
     step_seconds: StepSeconds | None = measured("optimizer steps")
-    engine_seconds: SecondsInStep | None = measured(
-        "one optimizer step by DeepSpeed's timers", null='without "wall_clock_breakdown": true in the ds_config'
-    )
     nvme: Nvme | None = measured("swapping to disks", null="unless states are swapped")
     skipped_steps: int | None = measured(
         "of the whole run, those that the loss scale was too high for: no weight, state or learning rate changed",
@@ -149,9 +144,6 @@ class Metrics(Measurements, RunIdentity, RunStatus):
     )
     host_memory_phases: PhaseBytes | None = measured(
         "rank 0: resident memory of the process after the same phases", null=EARLIER
-    )
-    host_device_bytes_per_second: HostLink | None = measured(
-        "the link between host and GPU", null="unless a GPU trains with offloaded states"
     )
     host_threads: int | None = measured(
         "threads of each process for what the CPU computes, an offloaded optimizer among it", null=EARLIER

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +20,7 @@ from zero_recipes.core.process import CLOCK, rank
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows
 from zero_recipes.distributed import links, nvme, ulysses
-from zero_recipes.distributed.group import agree, host_threads_header, set_host_threads
+from zero_recipes.distributed.group import agree
 from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.huggingface import attention_name
 from zero_recipes.metrics.callback import UNFINISHED, RunFacts, StageMetricsCallback
@@ -44,7 +43,6 @@ class RecipeRun:
     def hold(cls, run: RunConfig) -> Iterator[RecipeRun]:
         """Hold the folder (collective). A run that fails inside leaves failure.rankN.json, and a metrics.json that says
         so; a refusal leaves nothing."""
-        CLOCK.begin_run()
         recipe_run = cls(run)
         with hold_output_dir(run.output_dir), recipe_run._failure_recorded():
             yield recipe_run
@@ -60,7 +58,6 @@ class RecipeRun:
         ulysses.share_sequences(
             self.args, run.strategy.sequence_parallel, attention_name(run.settings.attn_implementation)
         )
-        self.host_threads = set_host_threads(run.strategy, run.device, os.environ)
         with CLOCK.phase("model"):
             self.config = models.load_config(run.settings)
             models.refuse_other_keys(self.config, run.settings)
@@ -88,12 +85,10 @@ class RecipeRun:
         run = self.run
         with CLOCK.phase("startup"):
             network = links.measure_network(run.device)
-            link = links.measure_host_link(run.strategy, run.device)
         agree(self._move_earlier_run if rank() == 0 else lambda: None)
         if rank() == 0:
             header = [*run.strategy.described(run.device, self.args), *links.network_header(network)]
-            header += [*nvme.described(disks), *links.host_link_header(link)]
-            header += [*host_threads_header(self.host_threads), str(self.data.audit)]
+            header += [*nvme.described(disks), str(self.data.audit)]
             print(*header, *self.data.findings, sep="\n", flush=True)
             write_resolved(run.given, run.output_dir / "recipe.resolved.yaml", header, ds_config)
         self.args.distributed_state.wait_for_everyone()
@@ -105,7 +100,6 @@ class RecipeRun:
             model=run.recipe.settings.model_name_or_path,
             recipe_sha256=run.recipe.sha256,
             disks=disks,
-            host_link=link,
             network=network,
             predicted=predicted,
         )
@@ -134,7 +128,7 @@ class RecipeRun:
         except Refusal:
             raise
         except Exception as error:
-            run, phase, states, losses = self.run, CLOCK.failed or CLOCK.current, {}, []
+            run, phase, states, losses = self.run, CLOCK.failed or "startup", {}, []
             is_measured = self.metrics is not None and self.metrics.identity is not None
             if is_measured:
                 losses = self.metrics.losses_so_far()
