@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -60,36 +59,18 @@ def test_before_and_after_of_a_run_are_base_and_model(one, tmp_path, case):
     same(asked_again(out, tmp_path / "asked"), expected, ROUNDED.get(case, 0))
 
 
-def test_a_run_of_stage_3_in_bf16_differs_by_rounding(one, tmp_path):
-    out = tmp_path / "out"
-    argv = [str(write_recipe(tmp_path, **WORLD)), "--output_dir", str(out), *named("zero3")]
-    one.run("train", argv=argv)
-    for row, known in zip(asked_again(out, tmp_path / "asked"), read_samples(out / "samples.jsonl"), strict=True):
-        assert row.scores_before["reference_loss"] == pytest.approx(known.scores_before["reference_loss"], abs=0.05)
-        assert row.scores_after["reference_loss"] == pytest.approx(known.scores_after["reference_loss"], abs=0.05)
-
-
-def test_a_checkpoint_of_two_ranks_is_asked_too(two, tmp_path, capsys):
-    """By its run's recipe; DeepSpeed's states without a model are refused."""
+def test_a_checkpoint_of_two_ranks_is_asked_too(two, tmp_path):
+    """By its run's recipe."""
     path = write_recipe(tmp_path, **WORLD | {"save_strategy": "steps", "save_steps": 3})
     out = tmp_path / "out"
     two.run("train", argv=[str(path), "--output_dir", str(out), *named("zero2")])
     rows = asked_again(out / "checkpoint-3", tmp_path / "asked")
     same(rows, read_samples(out / "samples.jsonl"), losses=2e-2)
-    capsys.readouterr()
-    bare = tmp_path / "bare" / "checkpoint-3"
-    shutil.copytree(out / "checkpoint-3", bare)
-    (bare / "model.safetensors").unlink()
-    assert cli.main(["ask", str(bare), "--prompts", str(tmp_path / "x")]) == 2
-    assert "[ZR784]" in capsys.readouterr().err
 
 
 def test_the_chat_template_of_a_run_is_asked_with(one, tmp_path):
     template = tmp_path / "chat.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}"
-        "{% else %}\n{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
-    )
+    template.write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}")
     rows = tmp_path / "chats"
     rows.mkdir()
     chat = [{"role": "user", "content": "What is red?"}, {"role": "assistant", "content": "The kozob."}]

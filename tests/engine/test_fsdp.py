@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.grid import grid
-from tests.helpers.resuming import LORA, NOTHING, compare
+from tests.helpers.resuming import EXACT, LORA, compare
 from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.checkpoint.reshard import reshard
 from zero_recipes.checkpoint.verify import verify
@@ -163,7 +163,7 @@ def test_samples_and_evaluations_are_those_of_ddp(saved):
 
 @pytest.mark.parametrize(("bf16", "lora"), [(True, False), (False, True)])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, bf16, lora):
-    assert compare(two, tmp_path, "fsdp2", bf16=bf16, **(LORA if lora else {})) == NOTHING
+    assert compare(two, tmp_path, "fsdp2", bf16=bf16, **(LORA if lora else {})) == EXACT
 
 
 def test_the_best_model_is_the_one_that_is_saved(two, tmp_path):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.tiny import write_recipe
-from zero_recipes.checkpoint.output_dir import LOCK, hold_output_dir
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +70,7 @@ def test_the_last_refusal_is_that_of_the_loaded_model(one, two, earlier):
         assert contents(out) == before
 
 
-def test_a_run_that_fails_in_its_first_step_has_kept_the_one_before(one, two, earlier, tmp_path):
-    """And a second one that fails does not push it out: nothing was saved by the first."""
-    out = Path(shutil.copytree(earlier.parent / "out", tmp_path / "out"))
-    before = contents(out)
-    given = [str(earlier), "--output_dir", str(out), "--overwrite", "true"]
-    for group in (one, two):
-        names = group.run("output_dir_cases.failure_in_the_first_step", argv=given)[0]
-        assert "metrics.json" in names and not {"model.safetensors", "checkpoint-2"} & set(names)
-        assert contents(tmp_path / "out.previous") == before
-        assert not (out / LOCK).exists() and not (tmp_path / "out.previous" / LOCK).exists()
-
-
 def test_a_run_holds_its_folder_and_all_ranks_of_another_are_refused(two, tmp_path):
     out = tmp_path / "out"
     assert all("ZR747" in said for said in two.run("output_dir_cases.held_and_refused", folder=str(out)))
     assert not out.exists(), "a run that is refused leaves nothing"
-    with hold_output_dir(out):
-        assert all("ZR747" in said for said in two.run("output_dir_cases.refused", folder=str(out)))

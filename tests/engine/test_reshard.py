@@ -1,22 +1,20 @@
-"""A checkpoint goes on under another ZeRO stage and world size: the same losses, the same bits, little memory."""
+"""A checkpoint goes on under another ZeRO stage and world size: the same losses, the same bits."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import shlex
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.checkpoint_files import write_checkpoint
 from tests.helpers.grid import grid
 from tests.helpers.tiny import ROOT, write_recipe, write_rows
 from zero_recipes.checkpoint.reshard import reshard
-from zero_recipes.checkpoint.save import STATES
 from zero_recipes.cli import main as cli
 from zero_recipes.core.files import write_json
 from zero_recipes.core.host import hardware_facts, library_versions
@@ -30,8 +28,8 @@ USUAL |= {"per_device_train_batch_size": 2, "warmup_steps": 2, "lr_scheduler_typ
 class Runs:
     """Uninterrupted runs with a checkpoint in their middle, each made when it is first needed."""
 
-    def __init__(self, folder: Path, groups: dict, rows: int = 32, **keys):
-        self.folder, self.groups = folder, groups
+    def __init__(self, folder: Path, group: Callable, rows: int = 32, **keys):
+        self.folder, self.group = folder, group
         rows = write_rows(folder / "few", count=rows)
         self.recipe = write_recipe(folder, **({"dataset_name": str(rows), "max_grad_norm": 1.0} | USUAL | keys))
         self.done: dict[tuple, list[float]] = {}
@@ -46,7 +44,7 @@ class Runs:
         if (strategy, world) not in self.done:
             keep = {"step": SAVED, "path": str(self.folder / f"{out.name}.pt")}
             case = "reshard_cases.train_and_keep_states"
-            result = self.groups[world].run(case, argv=self.argv(strategy, out), **keep)[0]
+            result = self.group(world).run(case, argv=self.argv(strategy, out), **keep)[0]
             assert result["world_size"] == world and result["groups"][0]
             self.done[strategy, world] = result["metrics"]["loss_history"]
         return out
@@ -59,7 +57,7 @@ class Runs:
         assert batch.total == 8 and batch.world_size == world
         argv = self.argv(strategy, self.folder / "resumed", "--resume_from_checkpoint", str(folder))
         case = "reshard_cases.train_and_compare_states"
-        results = self.groups[world].run(case, argv=argv, path=str(out.with_suffix(".pt")))
+        results = self.group(world).run(case, argv=argv, path=str(out.with_suffix(".pt")))
         shutil.rmtree(folder)
         shutil.rmtree(self.folder / "resumed")
         assert results[0]["steps"] == [SAVED, STEPS], "Adam's step was not kept, or counted twice"
@@ -68,17 +66,6 @@ class Runs:
         assert len(wanted) == STEPS and losses[:SAVED] == wanted[:SAVED], "the checkpoint carries its history"
         gap = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
         return {"gap": gap} | {key: results[0][key] for key in ("different", "groups", "dtypes")}
-
-
-@pytest.fixture(scope="module")
-def groups(request):
-    """The launched groups by world size, each launched when it is first used."""
-
-    class Lazy(dict):
-        def __missing__(self, world):
-            return request.getfixturevalue({1: "one", 2: "two", 4: "four"}[world])
-
-    return Lazy()
 
 
 LORA = dict(use_peft=True, lora_r=3, lora_dropout=0.0, lora_target_modules=["query_key_value", "dense"])
@@ -93,29 +80,27 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def runs(groups, tmp_path_factory):
-    """The Runs of each kind, made when they are first used."""
+def runs(request, tmp_path_factory):
+    """The Runs of a kind, made when they are first used."""
 
-    class Lazy(dict):
-        def __missing__(self, kind: str) -> Runs:
-            self[kind] = Runs(tmp_path_factory.mktemp("runs"), groups, **KINDS[kind][0])
-            return self[kind]
+    def group(world: int):
+        return request.getfixturevalue({1: "one", 2: "two", 4: "four"}[world])
 
-    return Lazy()
+    @functools.cache
+    def of(kind: str) -> Runs:
+        return Runs(tmp_path_factory.mktemp("runs"), group, **KINDS[kind][0])
+
+    return of
 
 
 @pytest.mark.parametrize(
     ("kind", "source", "target"),
     [
         ("fp32", ("zero3", 2), ("zero2", 2)),
-        grid("fp32", ("zero2", 2), ("zero3", 2)),
         ("fp32", ("zero1", 2), ("zero3", 1)),
-        grid("fp32", ("zero2", 2), ("zero1", 1)),
         ("fp32", ("zero3", 1), ("zero1", 2)),
-        grid("fp32", ("zero3", 2), ("zero2", 4)),
         ("fp32", ("zero2", 4), ("zero3", 2)),
         ("fp32", ("zero2_offload", 2), ("zero3", 1)),  # DeepSpeedCPUAdam counts its steps with an integer
-        grid("fp32", ("zero2", 2), ("zero3_offload", 1)),
         ("the last batch of an epoch is not full", ("zero2", 2), ("zero3", 1)),
         grid("the last batch of an epoch is not full", ("zero3", 1), ("zero2", 2)),
         grid("the last batch of an epoch is not full", ("zero1", 2), ("zero2", 4)),
@@ -132,7 +117,7 @@ def runs(groups, tmp_path_factory):
     ids=lambda value: value if isinstance(value, str) else "{}-world{}".format(*value),
 )
 def test_a_run_goes_on_as_if_nothing_had_happened(runs, kind, source, target):
-    outcome = runs[kind].go_on(source, target)
+    outcome = runs(kind).go_on(source, target)
     assert outcome["different"] == [], "states after loading are not the bits that were saved"
     assert outcome["gap"] < KINDS[kind][1]
     if kind == "bf16 states":
@@ -141,15 +126,9 @@ def test_a_run_goes_on_as_if_nothing_had_happened(runs, kind, source, target):
         assert outcome["groups"] == 2, "weight decay and none are two groups"
 
 
-def test_states_in_bf16_go_on_in_fp32(runs):
-    """Exactly what was saved, in wider tensors; from then on it is another run."""
-    outcome = runs["bf16 states"].go_on(("zero2_bf16_states", 2), ("zero1", 2))
-    assert outcome["different"] == [] and outcome["dtypes"] == ["torch.float32"] and 0 < outcome["gap"] < 1e-2
-
-
 def test_other_layouts_and_deepspeeds_own_scheduler(runs):
     """Several flat groups each, another order in them, and a schedule of the engine's."""
-    fp32 = runs["fp32"]
+    fp32 = runs("fp32")
     automatic = dict.fromkeys(("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
     scheduler = {"scheduler": {"type": "WarmupDecayLR", "params": automatic}}
 
@@ -162,26 +141,14 @@ def test_other_layouts_and_deepspeeds_own_scheduler(runs):
 
     sub_groups = fp32.go_on((changed("zero3", {"sub_group_size": 20_000}), 2), ("zero1", 2))
     assert sub_groups["gap"] < 1e-5 and sub_groups["different"] == []
-    # DeepSpeed's own gathering, which `different` is compared with, is wrong under round_robin_gradients: see below
+    # DeepSpeed's own gathering, which `different` is compared with, is wrong under round_robin_gradients
     assert fp32.go_on((changed("zero2", {"round_robin_gradients": True}), 2), ("zero1", 2))["gap"] < 1e-5
     outcome = fp32.go_on((changed("zero3", {}, **scheduler), 2), (changed("zero2", {}, **scheduler), 1))
     assert outcome["different"] == [] and outcome["gap"] < 1e-5
 
 
-def test_round_robin_gradients_cannot_be_a_target(two):
-    """Fails when DeepSpeed maps what it lays out: then remove the refusal in checkpoint/compatibility.py."""
-    assert all(result == [True, False] for result in two.run("reshard_cases.masters_read_through_round_robin"))
-
-
-@pytest.mark.private
-def test_setting_a_part_at_stage_3_is_still_needed(two):
-    """Fails when DeepSpeed pads what it is given whole: then use safe_set_full_* alone in checkpoint/resume.py."""
-    first, last = two.run("reshard_cases.set_whole_at_stage_3")
-    assert first == "no error" and "exceeds dimension size" in last
-
-
 def test_the_printed_command_goes_on(runs, capsys):
-    fp32 = runs["fp32"]
+    fp32 = runs("fp32")
     out = fp32.source("zero3", 2)
     assert cli.main(["reshard", str(out / f"checkpoint-{SAVED}"), "--world_size", "1", "--stage", "2"]) == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
@@ -189,7 +156,7 @@ def test_the_printed_command_goes_on(runs, capsys):
     assert words[4:8] == ["--num_processes", "1", "run_sft.py", "RECIPE.yaml"]
     argv = [str(fp32.recipe), *words[8:], "--deepspeed", "ds_configs/zero2.json"]
     shutil.rmtree(out / f"checkpoint-{STEPS}")  # as if the run had been interrupted: newer ones are not written over
-    losses = fp32.groups[1].run("train", argv=argv)[0]["metrics"]["loss_history"]
+    losses = fp32.group(1).run("train", argv=argv)[0]["metrics"]["loss_history"]
     assert losses == pytest.approx(fp32.done["zero3", 2], rel=1e-5)
     assert (out / f"checkpoint-{STEPS}" / "latest").is_file(), "the next checkpoint is DeepSpeed's own"
 
@@ -204,13 +171,11 @@ def test_every_stage_and_world_into_every_other(runs):
     pairs += [(source, target) for source in [("zero2", 1), ("zero3", 4)] for target in offloaded]
     rows = []
     for source, target in pairs:
-        outcome = runs["fp32"].go_on(source, target)
+        outcome = runs("fp32").go_on(source, target)
         assert outcome["gap"] < 1e-5 and outcome["different"] == [], (source, target)
         sides = {"from": source, "to": target}
-        rows.append(
-            {side: {"strategy": name, "world_size": world} for side, (name, world) in sides.items()}
-            | {"largest_relative_loss_difference": outcome["gap"]}
-        )
+        sides = {side: {"strategy": name, "world_size": world} for side, (name, world) in sides.items()}
+        rows.append(sides | {"largest_relative_loss_difference": outcome["gap"]})
     document = {
         "precision": "fp32",
         "global_batch": 8,
@@ -222,46 +187,3 @@ def test_every_stage_and_world_into_every_other(runs):
         "versions": library_versions(),
     }
     write_json(RESULT, document)
-
-
-MEASURE = """
-import os, sys
-from pathlib import Path
-from zero_recipes.libs.warnings import quieten
-quieten()
-import deepspeed, rich.progress, safetensors.torch, torch
-from zero_recipes.checkpoint.reshard import reshard
-
-checkpoint = Path(sys.argv[1])
-
-def bytes_of(name):
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-def grown(work):
-    if os.fork():
-        return os.wait()
-    Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
-    before = bytes_of("VmRSS")
-    kept = work()
-    print("grown", bytes_of("VmHWM") - before, flush=True)
-    os._exit(0)
-
-grown(lambda: [torch.load(path, weights_only=False) for path in checkpoint.rglob("*_optim_states.pt")])
-grown(lambda: reshard(checkpoint, 1, 3))
-"""
-
-
-def test_a_checkpoint_is_never_in_memory_whole(tmp_path):
-    """300 MB of states in 96 parameters: the peak grows by ten or so of them, mapped pages and imports included."""
-    shapes = [{f"layers.{number}.weight": (1024, 256) for number in range(96)}, {"norm.bias": (1024,)}]
-    checkpoint = write_checkpoint(tmp_path, shapes=shapes)
-    size = sum(path.stat().st_size for path in checkpoint.rglob("*_optim_states.pt"))
-    assert size > 300e6
-    command = [sys.executable, "-c", MEASURE, str(checkpoint)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    whole, lean = (int(line.split()[1]) for line in ended.stdout.splitlines() if line.startswith("grown "))
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    assert whole > 0.95 * size, "the measure does not see what is loaded"
-    assert lean < 0.2 * size
-    assert sum(path.stat().st_size for path in tmp_path.rglob(f"{STATES}/*")) > 0.99 * size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import shutil
@@ -15,7 +16,6 @@ from tests.helpers.resuming import (
     EXACT,
     KINDS,
     LORA,
-    NOTHING,
     RESULT,
     SAVED_AT,
     STEPS,
@@ -25,13 +25,14 @@ from tests.helpers.resuming import (
     drawn,
     gaps_of,
     interrupted,
+    keep_result,
     resume_recipe,
 )
 from tests.helpers.tiny import write_rows
 from zero_recipes.checkpoint.save import checkpoint_fault, content_fault
-from zero_recipes.core.files import write_json
 from zero_recipes.core.host import hardware_facts, library_versions
 
+GROUPS = {1: "one", 2: "two"}  # fixtures, by world size
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp2")
 SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
 
@@ -48,7 +49,7 @@ SAMPLES = ("--sample_prompts", "2", "--sample_max_new_tokens", "3")
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strategy, bf16, lora):
-    assert compare(two, tmp_path, strategy, bf16=bf16, **(LORA if lora else {})) == NOTHING
+    assert compare(two, tmp_path, strategy, bf16=bf16, **(LORA if lora else {})) == EXACT
 
 
 @pytest.mark.parametrize(
@@ -66,25 +67,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, strat
         Shape("packed stream", rows=21, micro=2, accumulation=2, killed=7, steps=9, strategy="zero2"),
         grid(Shape("mixture", rows=37, micro=2, accumulation=4, killed=4, steps=7)),
         grid(Shape("lora", rows=37, micro=3, accumulation=1, killed=8, steps=15)),
+        grid(Shape("lengths", rows=37, micro=2, accumulation=4, killed=6, steps=9, world=1)),
+        Shape("packing", rows=55, micro=2, accumulation=2, killed=12, steps=15, world=1),
+        grid(Shape("stream", rows=21, micro=2, accumulation=4, killed=4, steps=7, world=1)),
+        Shape("mixture", rows=37, micro=2, accumulation=2, killed=12, steps=16, world=1),
     ],
-    ids=lambda shape: shape.kind,
+    ids=lambda shape: f"{shape.kind}-world{shape.world}",
 )
-def test_rows_that_do_not_divide_are_resumed_bit_for_bit(two, tmp_path, shape):
-    assert gaps_of(two, tmp_path, shape) == EXACT
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        grid(Shape("lengths", rows=37, micro=2, accumulation=4, killed=6, steps=9)),
-        Shape("packing", rows=55, micro=2, accumulation=2, killed=12, steps=15),
-        grid(Shape("stream", rows=21, micro=2, accumulation=4, killed=4, steps=7)),
-        Shape("mixture", rows=37, micro=2, accumulation=2, killed=12, steps=16),
-    ],
-    ids=lambda shape: shape.kind,
-)
-def test_one_process_is_resumed_bit_for_bit(one, tmp_path, shape):
-    assert gaps_of(one, tmp_path, shape) == EXACT
+def test_rows_that_do_not_divide_are_resumed_bit_for_bit(request, tmp_path, shape):
+    assert gaps_of(request.getfixturevalue(GROUPS[shape.world]), tmp_path, shape) == EXACT
 
 
 @pytest.fixture(scope="module")
@@ -149,88 +140,43 @@ def test_a_checkpoint_of_plain_transformers_is_taken_by_its_path(two, zero0, tmp
     assert metrics["loss_history"] == losses[SAVED_AT:] and metrics["first_step"] == SAVED_AT + 1
 
 
-@pytest.mark.private
-def test_rotation_after_the_manifest_is_still_needed(one, tmp_path):
-    """Fails when transformers rotates after on_save: then a callback can write the manifest."""
-    recipe = resume_recipe(tmp_path, max_steps=2, save_steps=2)
-    argv = arguments(recipe, "ddp", tmp_path / "out")
-    assert one.run("order_of_saving", argv=argv)[0] == ["rotate", "on_save"]
-
-
-@pytest.mark.private
-def test_ending_at_the_last_step_is_still_needed(two, zero0, tmp_path):
-    """Fails when transformers trains no step past the end: then remove CheckpointingSFTTrainer._run_epoch."""
-    recipe, whole, _ = zero0
-    folder = Path(shutil.copytree(whole, tmp_path / "copy"))
-    argv = arguments(recipe, "zero0", folder, "--resume_from_checkpoint", "true")
-    assert two.run("train_past_the_end", argv=argv)[0]["calls"] == [STEPS] * 2
-
-
-@pytest.mark.private
-@pytest.mark.parametrize(
-    "shape",
-    [
-        Shape("lengths", rows=51, micro=2, accumulation=2, killed=9, steps=12),
-        grid(Shape("rebalance", rows=51, micro=2, accumulation=2, killed=9, steps=12)),
-    ],
-    ids=lambda shape: shape.kind,
-)
-def test_an_order_by_the_epoch_is_still_needed(two, tmp_path, shape):
-    """Fails when a run of plain transformers that is resumed in its second epoch trains the same rows: then remove
-    training/row_order.py, `_run_epoch`."""
-    gaps = gaps_of(two, tmp_path, shape, case="equivalence_cases.train_in_transformers_order")
-    assert gaps["loss"] > 1e-3
-
-
 @pytest.mark.grid
 def test_the_whole_grid(two, tmp_path):
     """Every strategy, full and LoRA, bf16 and fp32; writes benchmarks/results/resume.json."""
     found = {}
-    for strategy in STRATEGIES:
-        for name, keys in (("full", {}), ("lora", LORA)):
-            for precision in ("bf16", "fp32"):
-                folder = tmp_path / f"{strategy}-{name}-{precision}"
-                folder.mkdir()
-                gaps = compare(two, folder, strategy, bf16=precision == "bf16", **keys)
-                found.setdefault(strategy, {}).setdefault(name, {})[precision] = gaps
-    kept = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-    write_json(
-        RESULT,
-        kept
-        | {
-            "what": "largest absolute difference between a run interrupted and resumed and the uninterrupted one: of "
-            "losses, gradient norms, evaluation, and of all tensors of the last checkpoint (weights; states: those of "
-            "optimizer, schedule and random numbers of each rank)",
-            "world_size": 2,
-            "saved_at": SAVED_AT,
-            "steps": STEPS,
-            "strategies": found,
-            "versions": library_versions(),
-            "hardware": hardware_facts("cpu"),
-        },
+    for strategy, name, precision in itertools.product(STRATEGIES, ("full", "lora"), ("bf16", "fp32")):
+        folder = tmp_path / f"{strategy}-{name}-{precision}"
+        folder.mkdir()
+        gaps = compare(two, folder, strategy, bf16=precision == "bf16", **(LORA if name == "lora" else {}))
+        found.setdefault(strategy, {}).setdefault(name, {})[precision] = gaps
+        assert gaps == EXACT, folder.name
+    keep_result(
+        what="largest absolute difference between a run interrupted and resumed and the uninterrupted one: of losses, "
+        "gradient norms, evaluation, and of all tensors of the last checkpoint (weights; states: those of optimizer, "
+        "schedule and random numbers of each rank)",
+        world_size=2,
+        saved_at=SAVED_AT,
+        steps=STEPS,
+        strategies=found,
+        versions=library_versions(),
+        hardware=hardware_facts("cpu"),
     )
-    assert all(gaps == NOTHING for names in found.values() for kinds in names.values() for gaps in kinds.values())
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("world", [1, 2])
 def test_shapes_that_nobody_has_chosen(request, tmp_path, world):
     """Of every kind of KINDS and every accumulation, drawn by seed; part of benchmarks/results/resume.json."""
-    group = request.getfixturevalue({1: "one", 2: "two"}[world])
     strategies = ("ddp",) if world == 1 else ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-    found, kinds = [], list(KINDS) * (2 if world == 1 else 5)
+    kinds = [kind for kind in list(KINDS) * (2 if world == 1 else 5) if (kind, world) != ("split_batches", 1)]
+    largest = 0.0
     for seed, kind in enumerate(kinds):
-        if kind == "split_batches" and world == 1:
-            continue  # nothing is split
         folder = tmp_path / str(seed)
         folder.mkdir()
         shape = drawn(seed, world, strategies, (kind,))
-        found.append((shape, gaps_of(group, folder, shape)))
+        gaps = gaps_of(request.getfixturevalue(GROUPS[world]), folder, shape)
+        assert gaps == EXACT, shape
+        largest = max(largest, *gaps.values())
         shutil.rmtree(folder)
-    assert {shape.accumulation for shape, _ in found} == {1, 2, 4}
-    kept = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-    shapes = kept.get("shapes", {}) | {
-        f"world {world}": {"runs": len(found), "largest": max(max(gaps.values()) for _, gaps in found)}
-    }
-    write_json(RESULT, kept | {"shapes": shapes})
-    assert [shape for shape, gaps in found if gaps != EXACT] == []
+    shapes = json.loads(RESULT.read_text()).get("shapes", {}) if RESULT.is_file() else {}
+    keep_result(shapes=shapes | {f"world {world}": {"runs": len(kinds), "largest": largest}})

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.engine.conftest import STRATEGIES, Trained
+from tests.engine.conftest import STRATEGIES
 from tests.helpers.grid import grid
 from tests.helpers.tiny import llama_config, named, write_recipe
 from zero_recipes.checkpoint.verify import verify
@@ -22,22 +22,15 @@ from zero_recipes.theory.deepspeed import read_at_resume
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_saved_model_loads_and_is_the_trained_one(trained, strategy):
+def test_model_and_samples_are_those_of_the_trained_one(trained, strategy):
     folder = trained(strategy).folder
     assert verify(folder, deep=True)["parameters"] == trained(strategy).metrics["parameters"]
-    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(trained("zero1").folder, dtype=torch.float32)
-    apart, whole = 0.0, 0.0
-    for mine, wanted in zip(model.parameters(), reference.parameters(), strict=True):
-        apart += (mine - wanted).square().sum().item()
-        whole += wanted.square().sum().item()
-    assert (apart / whole) ** 0.5 < 1e-2  # bf16 rounds to 4e-3
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_samples_before_and_after_under_every_strategy(trained, strategy):
-    rows = [json.loads(line) for line in (trained(strategy).folder / "samples.jsonl").read_text().splitlines()]
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    apart = sum((mine - wanted).square().sum().item() for mine, wanted in pairs)
+    assert (apart / sum(wanted.square().sum().item() for _, wanted in pairs)) ** 0.5 < 1e-2  # bf16 rounds to 4e-3
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == 3
     for row in rows:
         assert set(row) == {"prompt", "before", "after", "reference", "scores_before", "scores_after"}
@@ -69,16 +62,10 @@ def test_the_best_model_is_the_one_that_is_saved(two, tmp_path, strategy):
     assert not torch.equal(ours["embed_out.weight"], last["embed_out.weight"])
 
 
-def of_stage(run: Trained, strategy: str) -> tuple[int, Strategy]:
-    """(its ZeRO stage, the strategy as the checks know it)."""
-    stage = int(strategy[4])
-    return stage, Strategy(strategy, 2, DsConfig({"zero_optimization": {"stage": stage}}), "c.json")
-
-
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "zero2_offload"])
 def test_a_real_checkpoint_is_as_large_as_predicted(trained, strategy):
-    run = trained(strategy)
-    stage, launched = of_stage(run, strategy)
+    run, stage = trained(strategy), int(strategy[4])
+    launched = Strategy(strategy, 2, DsConfig({"zero_optimization": {"stage": stage}}), "c.json")
     written = [p for p in (run.folder / "checkpoint-6").rglob("*") if p.suffix in (".safetensors", ".pt")]
     settings = recipes.parse_recipe(run.recipe, recipes.read_recipe_file(run.recipe), []).settings
     psi = run.metrics["parameters"]
@@ -90,7 +77,7 @@ def test_a_real_checkpoint_is_as_large_as_predicted(trained, strategy):
 
 
 @pytest.mark.parametrize("strategy", [grid("ddp"), grid("zero0"), grid("zero1"), "zero2", grid("zero3"), "fsdp2"])
-def test_a_tied_head_is_saved_once_and_loads_equal(two, tmp_path, strategy):
+def test_a_tied_head_is_saved_once(two, tmp_path, strategy):
     """Of the model in output_dir and of a checkpoint; DeepSpeed and FSDP2 gather copies of the one tensor."""
     torch.manual_seed(5)
     keys = {"random_weights": False, "save_model": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 2}
@@ -102,16 +89,4 @@ def test_a_tied_head_is_saved_once_and_loads_equal(two, tmp_path, strategy):
         saved = load_file(folder / "model.safetensors")
         assert saved.keys() == before.keys() and "lm_head.weight" not in saved
         assert verify(folder)["tensors"] == len(before)
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-        assert torch.equal(model.lm_head.weight, saved["model.embed_tokens.weight"])
     assert not torch.equal(saved["model.embed_tokens.weight"], before["model.embed_tokens.weight"]), "it has trained"
-
-
-@pytest.mark.private
-def test_saving_a_tied_head_once_is_still_our_work(two, tmp_path):
-    """Fails when transformers saves it once by itself: then remove libs.patches.without_aliases."""
-    path = write_recipe(tmp_path, bf16=False, random_weights=False, save_model=True, max_steps=1)
-    AutoModelForCausalLM.from_config(llama_config(tie_word_embeddings=True)).save_pretrained(tmp_path / "model")
-    two.run("train_with_aliases", argv=[str(path), "--output_dir", str(tmp_path / "out"), *named("zero2")])
-    assert "lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from types import SimpleNamespace
 
@@ -79,56 +78,6 @@ def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
         return train(argv)
     finally:
         StageMetricsCallback.on_train_begin = original
-
-
-def order_of_saving(argv: list[str]) -> list[str]:
-    """What happens around a save by transformers' own `_save_checkpoint`."""
-    from transformers import trainer
-
-    rotate, on_save = trainer.rotate_checkpoints, StageMetricsCallback.on_save
-    events = []
-    trainer.rotate_checkpoints = lambda *_, **__: events.append("rotate")
-    StageMetricsCallback.on_save = lambda *_, **__: events.append("on_save")
-    try:
-        with transformers_own("_save_checkpoint"):
-            train(argv)
-        return events
-    finally:
-        trainer.rotate_checkpoints, StageMetricsCallback.on_save = rotate, on_save
-
-
-@contextlib.contextmanager
-def transformers_own(method: str):
-    """A method of the trainer as transformers has it, without ours before it."""
-    from zero_recipes.training.trainer import ZeroSFTTrainer
-
-    ours = getattr(ZeroSFTTrainer, method)
-    delattr(ZeroSFTTrainer, method)
-    try:
-        yield
-    finally:
-        setattr(ZeroSFTTrainer, method, ours)
-
-
-def train_past_the_end(argv: list[str]) -> dict:
-    """`train_counted`, by transformers' own epoch."""
-    with transformers_own("_run_epoch"):
-        return train_counted(argv)
-
-
-def train_with_adam_reset(argv: list[str]) -> dict:
-    """`train`, with stage 0's mending applied to a resumed run as if it were a fresh one."""
-    from zero_recipes.libs.patches import FreshAdamAtStage0
-
-    original = FreshAdamAtStage0.on_train_begin
-    fresh = SimpleNamespace(global_step=0)
-    FreshAdamAtStage0.on_train_begin = lambda self, args, state, control, **more: original(
-        self, args, fresh, control, **more
-    )
-    try:
-        return train(argv)
-    finally:
-        FreshAdamAtStage0.on_train_begin = original
 
 
 def checkpoint_gaps(one: str, other: str) -> dict[str, float]:
@@ -410,9 +359,3 @@ def plan_for_small_gpus(argv: list[str], program: str, capacities: list[int]) ->
                 return {"peak": planned().peak_memory_bytes, "refused": None, "started": len(started)}
         except Refusal as refusal:
             return {"peak": None, "refused": refusal.codes, "started": len(started)}
-
-
-def train_with_aliases(argv: list[str]) -> dict:
-    """`train`, with the state dict saved as DeepSpeed gathers it."""
-    with transformers_own("_save"):
-        return train(argv)

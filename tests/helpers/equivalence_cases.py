@@ -116,14 +116,6 @@ def train_with_a_stream_that_ends(argv: list[str]) -> dict:
         return train(argv)
 
 
-def train_in_transformers_order(argv: list[str]) -> dict:
-    """`train`, with the samplers as transformers leaves them."""
-    from tests.helpers.cases import train
-
-    with replaced(trainers.ZeroSFTTrainer, "_run_epoch", SFTTrainer._run_epoch):
-        return train(argv)
-
-
 def train_with_a_mean_for_each_rank(argv: list[str]) -> dict:
     """`train_watched`, with the check of combinations switched off."""
     with without_rules():
@@ -143,13 +135,6 @@ def train_by(argv: list[str], mended: bool, accepts_loss_kwargs: bool = True) ->
             stack.enter_context(replaced(token_loss, "count_tokens_with_loss", lambda trainer: None))
         found = train(argv)["metrics"]
     return {"losses": found["loss_history"], "evaluations": [entry["loss"] for entry in found["eval_history"]]}
-
-
-def keys_reported_by_transformers(argv: list[str]) -> dict[str, list[str]]:
-    """What from_pretrained reports while the run's DeepSpeed configuration is in force."""
-    model_args = run_sft.prepare(argv).trl_arguments().model
-    _, report = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, output_loading_info=True)
-    return {problem: sorted(report[problem]) for problem in ("missing_keys", "unexpected_keys")}
 
 
 @contextlib.contextmanager

@@ -15,11 +15,11 @@ RANK_0_ONLY = ("manifest", "replace", "rotation")
 PLACES = ("step", "begun", "weights", "optimizer", "random", *RANK_0_ONLY)  # in the order in which a run reaches them
 
 
-def die() -> None:
+def die(*_) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def terminate() -> None:
+def terminate(*_) -> None:
     """End the launcher, which is this process's parent, and wait for what it does to its workers."""
     os.kill(os.getppid(), signal.SIGTERM)
     signal.pause()
@@ -29,14 +29,11 @@ def sabotage(place: str, step: int) -> None:
     """Let this rank die while it trains step `step` ("step", "terminate"), or while it saves after it."""
     import torch
 
-    from zero_recipes.checkpoint.save import MANIFEST
     from zero_recipes.training import trainer as training
 
-    Trainer = training.ZeroSFTTrainer
+    trainer, saves, save = training.ZeroSFTTrainer, [], torch.save
 
-    saves = []
-
-    def before(owner, name: str, act, applies) -> None:
+    def before(owner, name: str, act, applies=lambda *_: bool(saves)) -> None:
         original = getattr(owner, name)
 
         def wrapped(*arguments, **keywords):
@@ -45,9 +42,6 @@ def sabotage(place: str, step: int) -> None:
             return original(*arguments, **keywords)
 
         setattr(owner, name, wrapped)
-
-    def saving(*_) -> bool:
-        return bool(saves)
 
     def half(value, path, *_) -> None:
         whole = io.BytesIO()
@@ -59,29 +53,23 @@ def sabotage(place: str, step: int) -> None:
         next(path for path in Path(folder).rglob("*.safetensors")).unlink()
         die()
 
-    save = torch.save
+    def trains(self, *_) -> bool:
+        return self.state.global_step == step - 1
+
+    before(trainer, "_save_checkpoint", lambda *_: saves.append(step), lambda self, *_: self.state.global_step == step)
     before(
-        Trainer,
-        "_save_checkpoint",
-        lambda *_: saves.append(step),
-        lambda trainer, *_: trainer.state.global_step == step,
+        *{
+            "step": (trainer, "training_step", die, trains),
+            "terminate": (trainer, "training_step", terminate, trains),
+            "begun": (trainer, "save_model", die),
+            "weights": (trainer, "_save_optimizer_and_scheduler", die),
+            "optimizer": (torch, "save", half, lambda _, path, *more: saves and "optim" in str(path)),
+            "random": (trainer, "_save_rng_state", die),
+            "manifest": (training, "write_manifest", die),
+            "replace": (os, "replace", die, lambda _, path: saves and Path(path).name == "manifest.json"),
+            "rotation": (shutil, "rmtree", some, lambda folder, *_: saves and "checkpoint-" in str(folder)),
+        }[place]
     )
-    if place in ("step", "terminate"):
-        act = {"step": die, "terminate": terminate}[place]
-        before(Trainer, "training_step", lambda *_: act(), lambda trainer, *_: trainer.state.global_step == step - 1)
-    elif place in ("begun", "weights", "random"):
-        names = {"begun": "save_model", "weights": "_save_optimizer_and_scheduler", "random": "_save_rng_state"}
-        before(Trainer, names[place], lambda *_: die(), saving)
-    elif place == "optimizer":
-        before(torch, "save", half, lambda value, path, *_: bool(saves) and "optim" in str(path))
-    elif place == "manifest":
-        before(training, "write_manifest", lambda *_: die(), saving)
-    elif place == "replace":
-        before(os, "replace", lambda *_: die(), lambda _, path: bool(saves) and Path(path).name == MANIFEST)
-    elif place == "rotation":
-        before(shutil, "rmtree", some, lambda folder, *_: bool(saves) and "checkpoint-" in str(folder))
-    else:
-        raise ValueError(place)
 
 
 original = run_sft.train

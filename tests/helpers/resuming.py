@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.helpers.tiny import named, write_recipe, write_rows
 from zero_recipes.checkpoint.save import checkpoint_fault
+from zero_recipes.core.files import write_json
 
 SAVED_AT, STEPS = 4, 7
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "resume.json"
 LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["query_key_value", "dense"], "lora_dropout": 0.1}
-NOTHING = dict.fromkeys(("loss", "grad_norm", "eval_loss", "weights", "states"), 0.0)
-EXACT = NOTHING | {"tokens": 0}
+EXACT = dict.fromkeys(("loss", "grad_norm", "eval_loss", "weights", "states", "tokens"), 0.0)
 
 
 def resume_recipe(folder: Path, **keys) -> Path:
@@ -55,27 +55,32 @@ def compare(two, folder: Path, strategy: str, **keys) -> dict[str, float]:
     for rank in (0, 1):
         remaining = [step for step in whole[rank]["calls"] if step >= SAVED_AT]
         assert rest[rank]["calls"] == remaining and 0 < len(remaining) < len(whole[rank]["calls"])
-    then, now = whole[0]["metrics"], rest[0]["metrics"]
+    now = rest[0]["metrics"]
     assert (now["strategy"], now["resumed_at"], now["first_step"]) == (strategy, [SAVED_AT], 1)
-    assert then["resumed_at"] == [] and len(now["loss_history"]) == STEPS == len(then["loss_history"])
-    assert now["tokens"] == then["tokens"] and [e["step"] for e in now["eval_history"]] == [5, STEPS]
-    paths = [str(folder / name / f"checkpoint-{STEPS}") for name in ("whole", "rest")]
-    assert checkpoint_fault(Path(paths[1])) is None
-    gaps = two.run("checkpoint_gaps", one=paths[0], other=paths[1])[0]
-    assert gaps["tensors"] > 40
+    assert len(now["loss_history"]) == STEPS and [e["step"] for e in now["eval_history"]] == [5, STEPS]
+    return differences(two, whole[0]["metrics"], now, [folder / "whole", folder / "rest"], STEPS)
 
-    def gap(key: str) -> float:
-        return max((abs(a - b) for a, b in zip(then[key], now[key], strict=True)), default=0.0)
 
-    return {
-        "loss": gap("loss_history"),
-        "grad_norm": gap("grad_norm_history"),
-        "eval_loss": max(
-            abs(a["loss"] - b["loss"]) for a, b in zip(then["eval_history"], now["eval_history"], strict=True)
-        ),
-        "weights": gaps["weights"],
-        "states": gaps["states"],
+def differences(group, then: dict, now: dict, folders: list[Path], steps: int) -> dict[str, float]:
+    """The largest ones of all that two runs measured and saved."""
+    paths = [folder / f"checkpoint-{steps}" for folder in folders]
+    assert checkpoint_fault(paths[1]) is None
+    gaps = group.run("checkpoint_gaps", one=str(paths[0]), other=str(paths[1]))[0]
+    assert gaps.pop("tensors") > 20
+    tokens = [list(run["tokens"].values()) for run in (then, now)]
+    evaluations = [[entry["loss"] for entry in run["eval_history"]] for run in (then, now)]
+    return gaps | {
+        "loss": largest(then["loss_history"], now["loss_history"]),
+        "grad_norm": largest(then["grad_norm_history"], now["grad_norm_history"]),
+        "eval_loss": largest(*evaluations),
+        "tokens": largest(*tokens),
     }
+
+
+def keep_result(**found: Any) -> None:
+    """Into benchmarks/results/resume.json, beside what it holds."""
+    kept = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+    write_json(RESULT, kept | found)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -104,12 +109,12 @@ class Shape:
     killed: int
     steps: int
     strategy: str = "ddp"
+    world: int = 2
     seed: int = 0  # of the rows
-    keys: dict[str, Any] = field(default_factory=dict)
 
     def recipe(self, folder: Path) -> Path:
         rows = write_rows(folder / "shaped", count=self.rows, seed=self.seed)
-        keys = {"dataset_name": str(rows), "bf16": False} | KINDS[self.kind] | self.keys
+        keys = {"dataset_name": str(rows), "bf16": False} | KINDS[self.kind]
         if self.kind == "mixture":  # TRL's: rows of two files, of which it sets some aside
             more = write_rows(folder / "more", count=self.rows // 2 + 1, seed=self.seed + 1)
             files = [str(path / "train.jsonl") for path in (rows, more)]
@@ -135,32 +140,21 @@ def drawn(seed: int, world: int, strategies: tuple[str, ...], kinds: tuple[str, 
     rows = draw.randint(total, max(total + 1, 61))
     epoch = -(-rows // total)
     killed = draw.randint(1, 3 * epoch)
-    return Shape(kind, rows, micro, accumulation, killed, killed + draw.randint(1, epoch + 1), strategy, seed)
+    return Shape(kind, rows, micro, accumulation, killed, killed + draw.randint(1, epoch + 1), strategy, world, seed)
 
 
-def gaps_of(group, folder: Path, shape: Shape, case: str = "train") -> dict[str, float]:
+def gaps_of(group, folder: Path, shape: Shape) -> dict[str, float]:
     """Run the shape whole, and again from its checkpoint; the largest differences of all that is measured or saved."""
     recipe, whole, rest = shape.recipe(folder), folder / "whole", folder / "rest"
-    then = group.run(case, argv=arguments(recipe, shape.strategy, whole))[0]["metrics"]
+    then = group.run("train", argv=arguments(recipe, shape.strategy, whole))[0]["metrics"]
     shutil.copytree(whole, rest)
     for path in rest.glob("checkpoint-*"):
         if int(path.name.split("-")[1]) > shape.killed:
             shutil.rmtree(path)
     argv = arguments(recipe, shape.strategy, rest, "--resume_from_checkpoint", "true")
-    now = group.run(case, argv=argv)[0]["metrics"]
+    now = group.run("train", argv=argv)[0]["metrics"]
     assert now["resumed_at"] == [shape.killed] and len(now["loss_history"]) == shape.steps
-    last = [str(path / f"checkpoint-{shape.steps}") for path in (whole, rest)]
-    states = group.run("checkpoint_gaps", one=last[0], other=last[1])[0]
-    tokens = [list(run["tokens"].values()) for run in (then, now)]
-    evaluations = [[entry["loss"] for entry in run["eval_history"]] for run in (then, now)]
-    return {
-        "loss": largest(then["loss_history"], now["loss_history"]),
-        "grad_norm": largest(then["grad_norm_history"], now["grad_norm_history"]),
-        "eval_loss": largest(*evaluations),
-        "weights": states["weights"],
-        "states": states["states"],
-        "tokens": largest(*tokens),
-    }
+    return differences(group, then, now, [whole, rest], shape.steps)
 
 
 def largest(one: list[float], other: list[float]) -> float:

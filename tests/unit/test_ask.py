@@ -13,11 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.tiny import ROOT
-from zero_recipes.ask import rouge, write_turns
+from zero_recipes.ask import write_turns
 from zero_recipes.cli import main as cli
 from zero_recipes.data.load import alpaca_prompt
-from zero_recipes.metrics.read_runs import SampleRow, read_runs, read_samples
-from zero_recipes.report import judge_runs, write_report
+from zero_recipes.metrics.read_runs import SampleRow, read_samples
 
 BASE = ROOT / "tiny_world" / "base"
 ROWS = [json.loads(line) for line in (ROOT / "tiny_world" / "test.jsonl").read_text().splitlines()[:40:10]]
@@ -89,13 +88,6 @@ def test_losses_and_perplexities_are_what_torch_makes_of_all_tokens_at_once(tune
             assert getattr(sample, key)["perplexity"] == pytest.approx(loss.exp().item(), rel=1e-4)
             assert getattr(sample, key)["reference_loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert {"rouge1", "rouge2", "rougeL", "exact_match", "token_f1"} < set(rows[0].scores_after)
-
-
-def test_rouge_by_hand():
-    """3 of 3 and of 6 words, 2 of 2 and of 5 pairs; "running" and "runs" have one stem."""
-    scores = rouge("the cat sat", "the cat sat on the mat")
-    assert scores == pytest.approx({"rouge1": 2 / 3, "rouge2": 4 / 7, "rougeL": 2 / 3})
-    assert rouge("running", "Runs.")["rouge1"] == 1
 
 
 @pytest.mark.parametrize(
@@ -176,18 +168,13 @@ def test_code_that_a_model_brings_does_not_run_unasked(tmp_path, prompts, capsys
     assert "ASK_WAS_HERE" not in os.environ
 
 
-@pytest.mark.parametrize("base", ["none", BASE])
-def test_a_report_shows_what_a_run_was_asked_later_and_nothing_is_written_over(base, prompts, tmp_path, monkeypatch):
+def test_no_answers_are_written_over(prompts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        assert ask(BASE, "--base", base, "--prompts", prompts, *FORMAT) == 0
+        assert ask(BASE, "--base", BASE, "--prompts", prompts, *FORMAT) == 0
     first, second = sorted((tmp_path / "output").iterdir())
     assert (first.name, second.name) == ("ask-base", "ask-base-2") and answered(first) == answered(second)
-    shutil.copy(ROOT / "docs" / "demo" / "full" / "metrics.json", first)
-    judgement = judge_runs(read_runs(first))[-1]
-    page = Path(write_report(first)).read_text()
-    assert "rougeL" in page and ("(no answer)" in page) == (base == "none")
-    assert judgement.measured.startswith("No run has" if base == "none" else "ask-base: 0 of 4 answers changed")
+    assert all(row.before == row.after for row in answered(first))
 
 
 def test_an_adapter_switched_off_is_its_base(adapter, prompts, tmp_path):
@@ -225,28 +212,10 @@ def test_a_pipe_is_a_conversation(adapter, tuned, monkeypatch, capsys):
     assert printed.count("model> ") == 1 and "base> " not in printed
 
 
-def test_turns_are_kept_by_a_chat_template_as_far_as_there_is_room(tmp_path, monkeypatch, capsys):
-    folder = shutil.copytree(BASE, tmp_path / "model")
-    template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
-    (folder / "chat_template.jinja").write_text(template)
-    seen = []
-    model = type(AutoModelForCausalLM.from_pretrained(folder))
-    original = model.generate
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def generate(self, input_ids, **keywords):
-        seen.append(tokenizer.decode(input_ids[0]))
-        return original(self, input_ids=input_ids, **keywords)
-
-    monkeypatch.setattr(model, "generate", generate)
-    typed = "One.\nTwo.\n/reset\nThree.\n" + "far " * 200 + "\n"
-    talk(monkeypatch, capsys, typed, folder, "--max_new_tokens", 2)
-    assert seen[0] == "u:One.;a:" and seen[1].startswith("u:One.;a:") and seen[1].endswith(";u:Two.;a:")
-    assert seen[2] == "u:Three.;a:" and "Three" not in seen[3] and seen[3].endswith("far;a:")
-
-
 def test_words_of_a_conversation():
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
     assert write_turns(tokenizer, "alpaca", turns) == alpaca_prompt("c")
     assert write_turns(tokenizer, None, turns) == "a\nb\nc"
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
+    assert write_turns(tokenizer, None, turns) == "u:a;a:b;u:c;a:"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.checkpoint_files import MODEL, OPTIMIZER, rank_states, write_checkpoint
+from tests.helpers.checkpoint_files import OPTIMIZER, rank_states, write_checkpoint
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint import reshard as resharding
 from zero_recipes.checkpoint.reshard import reshard, strategy_of
@@ -54,11 +54,6 @@ def test_a_whole_checkpoint_is_written_beside_the_old_one(tmp_path):
     assert after == before, "the old checkpoint was touched"
 
 
-def test_the_micro_batch_shrinks_where_the_global_batch_asks_for_it(tmp_path):
-    _, batch = reshard(write_checkpoint(tmp_path, gradient_accumulation_steps=1), 4, 1)
-    assert tuple(batch) == (1, 1, 4)
-
-
 def test_a_killed_reshard_leaves_nothing_half(tmp_path, monkeypatch):
     checkpoint = write_checkpoint(tmp_path)
     before = contents(checkpoint)
@@ -84,7 +79,7 @@ def change_rank(number: int, change) -> Callable[[Path], None]:
     """What lets `change` loose on the states of a rank."""
 
     def broken(checkpoint: Path) -> None:
-        states = rank_states(2)
+        states = rank_states()
         change(states, states["optimizer_state_dict"]["state"])
         torch.save({"optimizer_state_dict": states}, checkpoint / "global_step7" / OPTIMIZER.format(number))
 
@@ -100,11 +95,6 @@ def other_optimizer(_, adam: dict) -> None:
         state["momentum_buffer"] = state.pop("exp_avg")
 
 
-def cut_off(checkpoint: Path) -> None:
-    path = checkpoint / "global_step7" / OPTIMIZER.format(1)
-    path.write_bytes(path.read_bytes()[:-200])
-
-
 def lose_by_manifest(checkpoint: Path) -> None:
     write_manifest(checkpoint, {"step": 7})
     (checkpoint / "scheduler.pt").unlink()
@@ -112,10 +102,7 @@ def lose_by_manifest(checkpoint: Path) -> None:
 
 BROKEN = {
     "no `latest`": ({}, lambda c: (c / "latest").unlink(), "without DeepSpeed", "ZR731"),
-    "no folder": ({}, lambda c: shutil.rmtree(c / "global_step7"), "'global_step7' is no folder", "ZR729"),
-    "no model states": ({}, lambda c: (c / "global_step7" / MODEL).unlink(), "no *_model_states.pt", "ZR729"),
     "a rank": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(1)).unlink(), "states of 1 of 2 ranks", "ZR729"),
-    "cut off": ({}, cut_off, "cannot be read", "ZR729"),
     "steps": ({}, change_rank(1, count_apart), "step counters differ", "ZR729"),
     "by manifest": ({}, lose_by_manifest, "scheduler.pt is not there", "ZR729"),
     "not Adam": (
@@ -128,8 +115,6 @@ BROKEN = {
     "model parallel": ({"model": {"mp_world_size": 2}}, None, "model-parallel", "ZR731"),
     "experts": ({"model": {"num_experts": [4]}}, None, "mixture-of-experts", "ZR731"),
     "stage 0": ({"zero_optimization": {"stage": 0}}, None, "ZeRO stage 0", "ZR731"),
-    "fp16": ({"fp16": {"enabled": True}}, None, "in fp16", "ZR731"),
-    "MiCS": ({"zero_optimization": {"stage": 3, "mics_shard_size": 2}}, None, "mics_shard_size", "ZR731"),
     "masters alone in bf16": ({"bf16": {"bf16_master_weights_and_grads": True}}, None, "states in fp32", "ZR731"),
     "NVMe": ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, None, "on NVMe", "ZR731"),
 }

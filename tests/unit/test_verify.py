@@ -78,9 +78,6 @@ def test_whole_ones_raise_no_alarm(whole, sharded, adapter, tmp_path):
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "tied")
     assert "lm_head.weight" not in load_file(tmp_path / "tied" / SINGLE), "tied weights may be absent"
     verify(tmp_path / "tied", deep=True)
-    mask = torch.ones(1, 1, 8, 8, dtype=torch.bool)  # of earlier versions: transformers ignores it
-    change(whole / SINGLE, **{"gpt_neox.layers.0.attention.bias": mask})
-    verify(whole)
 
 
 @pytest.mark.parametrize(
@@ -107,14 +104,12 @@ def test_files_that_are_lost_or_cut_off(whole, sharded, tmp_path):
         assert "model.safetensors is cut off or damaged" in fault(whole)
     path.unlink()
     assert "no weights" in fault(whole) and "no weights" in fault(tmp_path / "nowhere")
-    index = (sharded / INDEX).read_text()
-    for text in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 1}}'):
-        (sharded / INDEX).write_text(text)
-        assert f"{INDEX} is cut off or damaged" in fault(sharded)
-    (sharded / INDEX).write_text(index)
-    shard = sorted(set(json.loads(index)["weight_map"].values()))[1]
-    (sharded / shard).unlink()
-    assert f"{shard} is cut off or damaged: No such file" in fault(sharded)
+    index = json.loads((sharded / INDEX).read_text())
+    (sharded / INDEX).write_text("[]")
+    assert f"{INDEX} is cut off or damaged" in fault(sharded)
+    (sharded / INDEX).write_text(json.dumps(index))
+    (sharded / index["weight_map"][MATRIX]).unlink()
+    assert f"{index['weight_map'][MATRIX]} is cut off or damaged: No such file" in fault(sharded)
 
 
 def test_adapters(adapter):
@@ -129,23 +124,6 @@ def test_adapters(adapter):
         assert "adapter that cannot be put on its base" in fault(adapter)
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "nobody/nothing"}))
     verify(adapter)  # a base that is not at hand is not compared with
-
-
-def test_an_adapter_whose_base_has_got_more_rows_raises_no_alarm(tmp_path):
-    """As TRL makes it where the chat template comes from another model: new tokens, a resized base, a trained head."""
-    AutoModelForCausalLM.from_config(llama_config()).save_pretrained(tmp_path / "base")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    model.resize_token_embeddings(1408)
-    config = LoraConfig(
-        target_modules=["q_proj", "v_proj"],
-        modules_to_save=["lm_head"],
-        trainable_token_indices={"embed_tokens": [1382, 1383]},
-        init_lora_weights=False,
-        task_type="CAUSAL_LM",
-    )
-    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
-    assert {tensor.shape[0] for tensor in load_file(tmp_path / "adapter" / ADAPTER).values()} >= {1408, 2}
-    verify(tmp_path / "adapter")
 
 
 def test_numbers_are_read_only_by_deep(whole, capsys):
@@ -163,24 +141,17 @@ def test_numbers_are_read_only_by_deep(whole, capsys):
 
 
 def test_configs_and_tokenizers(whole):
-    config = json.loads((whole / "config.json").read_text())
-    for values, message in (
-        ({"num_hidden_layers": 1}, "unexpected keys"),
-        ({"num_attention_heads": 7}, "no model can be made of it"),
-        ({"model_type": "nobody"}, "no model can be made of it"),
-    ):
-        (whole / "config.json").write_text(json.dumps(config | values))
-        assert message in fault(whole)
-    (whole / "config.json").write_text(json.dumps(config))
     text = (whole / "tokenizer.json").read_text()
     (whole / "tokenizer.json").write_text(text[: len(text) // 2])
     assert "its tokenizer cannot be read" in fault(whole)
+    config = json.loads((whole / "config.json").read_text())
+    (whole / "config.json").write_text(json.dumps(config | {"num_attention_heads": 7}))
+    assert "no model can be made of it" in fault(whole)
 
 
 def test_checksums_show_what_headers_do_not(whole, capsys):
     """Two matrices of one shape change places: headers, names and numbers are all in order."""
     write_checksums(whole)
-    assert {SINGLE, "config.json", "tokenizer.json"} <= json.loads((whole / CHECKSUMS).read_text())["files"].keys()
     verify(whole, deep=True)
     tensors, other = load_file(whole / SINGLE), MATRIX.replace("layers.0", "layers.1")
     change(whole / SINGLE, **{MATRIX: tensors[other], other: tensors[MATRIX]})
