@@ -54,6 +54,13 @@ def test_a_whole_checkpoint_is_written_beside_the_old_one(tmp_path):
     assert after == before, "the old checkpoint was touched"
 
 
+def test_files_are_mapped_and_not_read_whole(tmp_path, monkeypatch):
+    load, mapped = torch.load, []
+    monkeypatch.setattr(torch, "load", lambda *args, **more: mapped.append(more["mmap"]) or load(*args, **more))
+    reshard(write_checkpoint(tmp_path), 4, 1)
+    assert len(mapped) > 4 and all(mapped)
+
+
 def test_a_killed_reshard_leaves_nothing_half(tmp_path, monkeypatch):
     checkpoint = write_checkpoint(tmp_path)
     before = contents(checkpoint)
