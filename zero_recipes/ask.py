@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 from collections import Counter
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -84,9 +83,10 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 def _output_dir(requested: Path | None, target: Target) -> Path:
     """Where samples.jsonl goes: the folder named, else the first of output/ask-NAME, ask-NAME-2, ... without one."""
     if requested is None:
-        names = (f"ask-{target.name}{f'-{number}' if number > 1 else ''}" for number in itertools.count(1))
-        return next(Path("output") / name for name in names if not os.path.lexists(Path("output") / name / SAMPLES))
-    if os.path.lexists(requested / SAMPLES):
+        first = Path("output") / f"ask-{target.folder.resolve().name}"
+        folders = itertools.chain([first], (Path(f"{first}-{number}") for number in itertools.count(2)))
+        return next(folder for folder in folders if not (folder / SAMPLES).exists())
+    if (requested / SAMPLES).exists():
         raise refusal("ZR793", requested=requested / SAMPLES)
     requested.mkdir(parents=True, exist_ok=True)
     return requested
@@ -120,12 +120,6 @@ class Target:
         """The dtype that the run computed in, where its weights are float32."""
         is_wide = self.is_ours and self.saved_dtype == "float32"
         return _COMPUTED_IN.get(self.recipe.settings.precision) if is_wide else None
-
-    @property
-    def name(self) -> str:
-        """The folder's name, of a checkpoint with its run's."""
-        folder = self.folder.resolve()
-        return f"{folder.parent.name}-{folder.name}" if folder.name.startswith("checkpoint-") else folder.name
 
 
 class Loaded(NamedTuple):
@@ -200,7 +194,7 @@ def _recipe_of(folder: Path, overrides: list[str]) -> tuple[Recipe, bool]:
 def load_tokenizer(target: Target) -> PreTrainedTokenizerBase:
     """The tokenizer beside the model, else the base's, whose tokens must be the same. Raises Refusal."""
     is_own = any((target.folder / name).is_file() for name in TOKENIZER)
-    if not is_own and target.base is None:
+    if not is_own and target.base is None:  # transformers would make one without a word
         raise refusal("ZR575", folder=target.folder)
     tokenizer = _read_tokenizer(str(target.folder) if is_own else target.base, target)
     known = tokenizer.get_vocab()
@@ -305,11 +299,8 @@ def write_turns(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None, 
     if tokenizer.chat_template:
         with library_error_as_finding("writing the conversation with the model's chat template"):
             return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return (
-        alpaca_prompt(turns[-1]["content"])
-        if dataset_format == "alpaca"
-        else "\n".join(turn["content"] for turn in turns)
-    )
+    contents = [turn["content"] for turn in turns]
+    return alpaca_prompt(contents[-1]) if dataset_format == "alpaca" else "\n".join(contents)
 
 
 def _chat(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, beside: bool, most: int) -> int:
