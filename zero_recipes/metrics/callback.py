@@ -139,7 +139,7 @@ class StageMetricsCallback(TrainerCallback):
 
     # called by ZeroSFTTrainer
 
-    def take_up(self, carried: dict[str, Any], step: int) -> None:
+    def load_state_dict(self, carried: dict[str, Any], step: int) -> None:
         """Go on from what the checkpoint of `step` carries; `carried` is empty where another program wrote it."""
         history = History.model_validate(carried)
         self.resumed_at = [*history.resumed_at, step]
@@ -149,7 +149,7 @@ class StageMetricsCallback(TrainerCallback):
         self.evaluations += history.eval_history
 
     def history(self) -> dict[str, Any]:
-        """What a checkpoint carries, for `take_up`, as JSON can hold it. Every rank calls it (collectives)."""
+        """What a checkpoint carries, for `load_state_dict`, as JSON can hold it. Every rank calls it (collectives)."""
         return History(
             summary=self._summary(),
             grad_norm_history=self.grad_norms,
@@ -224,7 +224,7 @@ class StageMetricsCallback(TrainerCallback):
         if self.identity is None:  # added to a Trainer that was there
             self.identify(args, model)
         if state.global_step and not self.resumed_at:
-            self.take_up({}, state.global_step)
+            self.load_state_dict({}, state.global_step)
         CLOCK.switch("train")
         self.started_at, total = state.global_step, state.max_steps - state.global_step
         self.warmup, self.probed = steps_not_timed(total), min(1, max(0, total - 1))

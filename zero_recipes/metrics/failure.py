@@ -70,11 +70,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def write_failure(
-    output_dir: Path, phase: str, error: BaseException, states: dict[str, int], reached: str | None = None
+    output_dir: Path, phase: str, error: BaseException, states: dict[str, int], save_status: str | None = None
 ) -> RankFailure:
     """Write failure.rankN.json for this rank and return its content.
 
-    `states`: model-state bytes of this rank; `reached`: what stands all the same.
+    `states`: model-state bytes of this rank; `save_status`: what stands all the same.
     """
     import torch
 
@@ -89,7 +89,7 @@ def write_failure(
         rank=rank(),
         status="oom" if is_out_of_memory(error) else getattr(error, "status", "failed"),
         phase=phase,
-        error=f"{type(error).__name__}: {error}".strip() + (f" ({reached})" if reached else ""),
+        error=f"{type(error).__name__}: {error}".strip() + (f" ({save_status})" if save_status else ""),
         largest_memory=sorted(memory, key=lambda held: -held.bytes),
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),

@@ -126,7 +126,7 @@ class ZeroSFTTrainer(SFTTrainer):
             resume_from_checkpoint = str(whole[-1]) if whole else True
         if self.stage_metrics.finished:  # of an earlier training
             self.stage_metrics.begin()
-        self._take_up(resume_from_checkpoint)
+        self._load_history(resume_from_checkpoint)
         with CLOCK.phase("train"):
             try:
                 return super().train(resume_from_checkpoint, *arguments, **keywords)
@@ -136,13 +136,15 @@ class ZeroSFTTrainer(SFTTrainer):
                 step = self.state.global_step + 1
                 raise Diverged(f"the gradients of step {step} overflow fp16 at the smallest loss scale") from error
 
-    def _take_up(self, checkpoint: str | bool | None) -> None:
+    def _load_history(self, checkpoint: str | bool | None) -> None:
         """The history that a checkpoint carries; then metrics.json says what a killed run leaves."""
         folder = Path(str(checkpoint))
         if (folder / TRAINER_STATE_NAME).is_file():
             carried = folder / HISTORY  # another program's has none
             history = json.loads(carried.read_text()) if carried.is_file() else {}
-            self.stage_metrics.take_up(history, json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"])
+            self.stage_metrics.load_state_dict(
+                history, json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
+            )
             self.answers_before = samples.answers_carried(history, self.samples)
         self.stage_metrics.write("failed", UNFINISHED)
 
