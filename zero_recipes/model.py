@@ -14,16 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal, finding, first_line, raise_errors, refusal
 from zero_recipes.libs.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
-from zero_recipes.libs.huggingface import (
-    attention_in_force,
-    attention_kernel,
-    download_kernel,
-    has_flash_package,
-    is_requested_attention,
-    kernel_runs_on,
-    wanted_kernels,
-    without_deepspeed_announcement,
-)
+from zero_recipes.libs.huggingface import fetch_attention, other_attention, without_deepspeed_announcement
 from zero_recipes.libs.patches import keep_4bit_layout
 
 # what transformers reports of a load: what it would have done about it
@@ -82,19 +73,8 @@ def parameter_sizes(config: PretrainedConfig, trust_remote_code: bool) -> list[i
 
 def refuse_missing_attention(attn_implementation: str | None, device: str) -> None:
     """Refuse flash attention without a GPU, package or kernel, before weights are downloaded. Raises Refusal."""
-    kernel = attention_kernel(attn_implementation)
-    if kernel is None:
-        return
-    is_for_gpus = device == "cpu" and not kernel_runs_on(kernel, "cpu")
-    if has_flash_package(attn_implementation) and not is_for_gpus:
-        return
-    wanted = wanted_kernels()
     try:
-        if is_for_gpus:
-            raise LookupError("its kernels exist for GPUs only")
-        if wanted is not None:
-            raise LookupError(f'neither its own package is installed nor "{wanted}", which loads {kernel}')
-        download_kernel(kernel, only_cached=constants.is_offline_mode())
+        fetch_attention(attn_implementation, device, only_cached=constants.is_offline_mode())
     except LookupError as error:
         raise refusal("ZR405", attn_implementation=attn_implementation, error=error) from error
 
@@ -129,8 +109,8 @@ def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
         _refuse_keys(report, settings.model_name_or_path, settings.allow_keys)
         if _quantization(settings, config) is not None:
             keep_4bit_layout(model)
-    got = attention_in_force(model)
-    if not is_requested_attention(requested, got):
+    got = other_attention(model, requested)
+    if got is not None:
         raise refusal("ZR406", requested=requested, name=type(model).__name__, got=got)
     return model
 

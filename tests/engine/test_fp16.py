@@ -7,8 +7,7 @@ import random
 
 import pytest
 
-from tests.helpers.public_cases import set_by_launch
-from tests.helpers.tiny import ROOT, write_model, write_recipe, write_rows
+from tests.helpers.tiny import ROOT, write_recipe
 
 STEPS = 6
 STRATEGIES = [  # stages 1 and 2 share an optimizer; what offloads does in fp16 what it does in memory
@@ -59,23 +58,6 @@ def test_the_stages_train_alike_in_fp16_and_as_in_bf16(two, recipe, tmp_path):
         assert metrics["skipped_steps"] == (None if strategy.endswith("bf16") else 0)
     assert losses["zero3"] == pytest.approx(losses["zero2"], rel=1e-3)
     assert losses["zero3 in bf16"] == pytest.approx(losses["zero2"], rel=2e-2)
-
-
-def test_the_recipe_that_names_its_ds_config_trains_as_under_accelerate(two, tmp_path):
-    """Plain torchrun's environment, with `deepspeed:` in the recipe; and zero2.yaml's, with the same job without it."""
-    small = ["--model_name_or_path", str(write_model(tmp_path / "model")), "--random_weights", "true"]
-    small += ["--dataset_name", str(write_rows(tmp_path / "rows")), "--max_length", "128", "--max_steps", "3"]
-    small += ["--learning_rate", "1e-3", "--warmup_steps", "0", "--logging_steps", "1", "--save_model", "false"]
-    ended = {}
-    for name, launched in (("pythia-410m-zero2-fp16", {}), ("pythia-410m-fp16", set_by_launch(ROOT / "zero2.yaml", 2))):
-        argv = [f"recipes/{name}.yaml", "--output_dir", str(tmp_path / name), "--sample_prompts", "null", *small]
-        ended[name] = two.run("half_cases.train_in_fp16", argv=argv, environment=launched)[0]
-    by_recipe, by_accelerate = ended.values()
-    metrics = by_recipe["metrics"]
-    assert (metrics["status"], metrics["strategy"], metrics["precision"]) == ("ok", "zero2", "fp16")
-    assert by_recipe["steps"][0]["scale"] == 2.0**16 and len(metrics["loss_history"]) == 3
-    assert by_recipe["steps"] == by_accelerate["steps"]
-    assert metrics["loss_history"] == by_accelerate["metrics"]["loss_history"]
 
 
 @pytest.mark.parametrize(("strategy", "added_up"), [("zero2", "bf16"), ("zero1", "fp32"), ("zero3", "fp32")])

@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from math import prod
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from tests.helpers.grid import grid
-from tests.helpers.resuming import EXACT, LORA, compare
-from tests.helpers.tiny import ROOT, write_recipe
-from zero_recipes.checkpoint.reshard import reshard
+from tests.helpers.resuming import LORA, NOTHING, compare
+from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint.verify import verify
-from zero_recipes.config import recipe as recipes
-from zero_recipes.config.accelerate import launched_environment
-from zero_recipes.config.strategy import resolve_strategy
-from zero_recipes.core.findings import Refusal
-from zero_recipes.core.process import free_port
 from zero_recipes.libs.deepspeed import STATE_PARTS
-from zero_recipes.model import sizes_of
 from zero_recipes.theory.deepspeed import fsdp2_terms
 
 FSDP = ["--fsdp", "true"]
@@ -39,42 +28,27 @@ def recipe(tmp_path_factory):
     ("world_size", "bf16", "accumulation"), [(2, True, 1), grid(4, False, 1), (2, True, 2), (2, False, 2)]
 )
 def test_it_shards_and_its_bytes_are_those_counted_by_hand(request, recipe, tmp_path, world_size, bf16, accumulation):
+    """Collectives: every parameter is gathered forward and backward, those of LM head, final norm and embedding once
+    each pass they are used in; all are padded to a whole number of rows for each rank."""
     group = request.getfixturevalue({2: "two", 4: "four"}[world_size])
     argv = [str(recipe), "--output_dir", str(tmp_path), *FSDP, "--bf16", str(bf16)]
     argv += ["--gradient_accumulation_steps", str(accumulation)]
     results = group.run("fsdp_cases.train_and_keep_shapes", argv=argv)
     metrics, shapes = results[0]["metrics"], results[0]["shapes"]
-    assert (metrics["strategy"], metrics["zero_stage"], results[0]["engine"]) == (
-        "fsdp2",
-        None,
-        "FSDPGPTNeoXForCausalLM",
-    )
+    assert (metrics["strategy"], metrics["zero_stage"]) == ("fsdp2", None)
     assert metrics["precision"] == ("bf16" if bf16 else "fp32")
     assert set(metrics["gradient_dtypes"].values()) == {metrics["precision"]}
     assert results[0]["placements"] == ["(Shard(dim=0),)"]
-    odd = "gpt_neox.embed_in.weight"
-    assert [found["rows_here"][odd][0] for found in results] == (
-        [516, 515] if world_size == 2 else [258, 258, 258, 257]
-    )
     assert sum(map(prod, shapes)) == metrics["parameters"]
     for rank, measured in enumerate(metrics["model_state_bytes"]):
         terms = fsdp2_terms(shapes, world_size, rank, bf16, accumulation > 1)
-        assert {part: measured[part] for part in STATE_PARTS} == {
-            part: sum(terms[part].values()) for part in STATE_PARTS
-        }, terms
-        assert measured["offloaded_host"] == measured["offloaded_disk"] == 0
-
-
-def test_its_collectives_are_two_gathers_and_a_reduction_in_bf16(two, recipe, tmp_path):
-    """Every parameter is gathered forward and backward, but those of the LM head, final norm and embedding once each
-    pass they are used in; all are padded to a whole number of rows for each rank."""
-    argv = [str(recipe), "--output_dir", str(tmp_path), *FSDP]
-    result = two.run("fsdp_cases.train_and_keep_shapes", argv=argv)[0]
-    sent = result["metrics"]["communication_bytes_per_step"]
-    padded = sum(2 * -(-shape[0] // 2) * prod(shape[1:]) for shape in result["shapes"])
-    assert sent["reduce_scatter"] == 2 * padded
-    assert padded < sent["all_gather"] <= 4 * padded
-    assert sent["all_reduce"] < 1000, "flags and norms alone"
+        expected = {part: sum(terms[part].values()) for part in STATE_PARTS}
+        assert measured == expected | {"offloaded_host": 0, "offloaded_disk": 0}, terms
+    if (bf16, accumulation) == (True, 1):
+        sent = metrics["communication_bytes_per_step"]
+        padded = sum(2 * -(-shape[0] // 2) * prod(shape[1:]) for shape in shapes)
+        assert sent["reduce_scatter"] == 2 * padded and padded < sent["all_gather"] <= 4 * padded
+        assert sent["all_reduce"] < 1000, "flags and norms alone"
 
 
 def apart(losses: list[float], wanted: list[float]) -> float:
@@ -121,109 +95,28 @@ def test_an_evaluation_leaves_parameters_gathered(two, recipe, tmp_path):
         assert found["before"] and found["after"] == []
 
 
-@pytest.fixture(scope="module")
-def saved(two, tmp_path_factory):
-    """One run each, saved, with samples of uneven length before and after: folders by strategy."""
-    folder = tmp_path_factory.mktemp("saved")
-    path = write_recipe(folder, save_model=True, eval_strategy="steps", eval_steps=2, bf16=False, max_steps=4)
-    ways = {"ddp": [], "fsdp2": FSDP}
-    for name, how in ways.items():
-        samples = ["--sample_prompts", "5", "--sample_max_new_tokens", "7", "--per_device_eval_batch_size", "2"]
-        two.run("train", argv=[str(path), "--output_dir", str(folder / name), *how, *samples])
-    return {name: folder / name for name in ways}
-
-
-def test_the_saved_model_is_whole_and_that_of_ddp(saved):
-    assert verify(saved["fsdp2"], deep=True)["parameters"] == 192_074
-    weights, wanted = (load_file(saved[name] / "model.safetensors") for name in ("fsdp2", "ddp"))
-    assert {name: (t.shape, t.dtype) for name, t in weights.items()} == {
-        name: (t.shape, t.dtype) for name, t in wanted.items()
-    }
-    apart = sum((weights[name] - wanted[name]).square().sum() for name in wanted)
-    assert (apart / sum(t.square().sum() for t in wanted.values())) ** 0.5 < 1e-5
-    AutoModelForCausalLM.from_pretrained(saved["fsdp2"], dtype=torch.float32)
-
-
-def test_samples_and_evaluations_are_those_of_ddp(saved):
-    rows = {
-        name: [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-        for name, folder in saved.items()
-    }
-    assert len(rows["fsdp2"]) == 5
-    for mine, wanted in zip(rows["fsdp2"], rows["ddp"], strict=True):
+def test_model_samples_and_evaluations_are_those_of_ddp(two, tmp_path):
+    """With samples of uneven length before and after training."""
+    path = write_recipe(tmp_path, save_model=True, eval_strategy="steps", eval_steps=2, bf16=False, max_steps=4)
+    samples = ["--sample_prompts", "5", "--sample_max_new_tokens", "7", "--per_device_eval_batch_size", "2"]
+    weights, rows, evaluations = [], [], []
+    for name, how in (("fsdp2", FSDP), ("ddp", [])):
+        folder = tmp_path / name
+        metrics = two.run("train", argv=[str(path), "--output_dir", str(folder), *how, *samples])[0]["metrics"]
+        assert verify(folder, deep=True)["parameters"] == metrics["parameters"]
+        weights.append(load_file(folder / "model.safetensors"))
+        rows.append([json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()])
+        evaluations.append([entry["loss"] for entry in metrics["eval_history"]])
+    assert len(evaluations[0]) == 2 and evaluations[0] == pytest.approx(evaluations[1], rel=1e-5)
+    for name, wanted in weights[1].items():
+        torch.testing.assert_close(weights[0][name], wanted, rtol=1e-4, atol=1e-4)
+    assert set(weights[0]) == set(weights[1]) and len(rows[0]) == 5
+    for mine, wanted in zip(*rows, strict=True):
         assert (mine["prompt"], mine["before"], mine["after"]) == (wanted["prompt"], wanted["before"], wanted["after"])
         for key in ("scores_before", "scores_after"):
             assert mine[key]["reference_loss"] == pytest.approx(wanted[key]["reference_loss"], rel=1e-4)
-    evaluations = [
-        [entry["loss"] for entry in json.loads((folder / "metrics.json").read_text())["eval_history"]]
-        for folder in saved.values()
-    ]
-    assert evaluations[0] == pytest.approx(evaluations[1], rel=1e-5) and len(evaluations[0]) == 2
 
 
 @pytest.mark.parametrize(("bf16", "lora"), [(True, False), (False, True)])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, bf16, lora):
-    assert compare(two, tmp_path, "fsdp2", bf16=bf16, **(LORA if lora else {})) == EXACT
-
-
-def test_the_best_model_is_the_one_that_is_saved(two, tmp_path):
-    keys = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    keys |= {"load_best_model_at_end": True, "learning_rate": 3.0, "warmup_steps": 2, "bf16": False}
-    path = write_recipe(tmp_path, save_model=True, **keys)
-    metrics = two.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out"), *FSDP])[0]["metrics"]
-    losses = [evaluation["loss"] for evaluation in metrics["eval_history"]]
-    best = losses.index(min(losses)) + 1
-    assert best < 3, losses
-    ours, wanted, last = (
-        load_file(folder / "model.safetensors")
-        for folder in (tmp_path / "out", *(tmp_path / "out" / f"checkpoint-{step}" for step in (best, 3)))
-    )
-    assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
-    assert not torch.equal(ours["embed_out.weight"], last["embed_out.weight"])
-
-
-def test_the_accelerate_file_means_what_accelerate_makes_of_it(tmp_path):
-    """What `zero-recipes check` foretells of it, and the environment that accelerate starts a rank with."""
-    file = ROOT / "accelerate_configs" / "fsdp2.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--no_python", "env"]
-    ended = subprocess.run(
-        [*command[:-2], "--main_process_port", str(free_port()), *command[-2:]],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR")},
-    )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    real = dict(line.split("=", 1) for line in ended.stdout.splitlines() if "=" in line)
-    path = write_recipe(tmp_path)
-    found = [
-        resolve_strategy(recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings, environment, sizes_of)
-        for environment in (real, launched_environment(file, None))
-    ]
-    assert {(strategy.name, strategy.world_size) for strategy in found} == {("fsdp2", 2)}
-    common = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}
-    common |= {"state_dict_type": "FULL_STATE_DICT", "cpu_offload": False, "cpu_ram_efficient_loading": False}
-    for strategy in found:
-        assert strategy.fsdp_config | {"min_num_params": 0} == common | {
-            "activation_checkpointing": False,
-            "min_num_params": 0,
-        }
-
-
-def test_a_checkpoint_of_fsdp2_fits_no_other_strategy(two, tmp_path):
-    path = write_recipe(tmp_path, save_strategy="steps", save_steps=2)
-    argv = [str(path), "--output_dir", str(tmp_path / "out")]
-    two.run("train", argv=[*argv, *FSDP])
-    resume = ["--resume_from_checkpoint", "true"]
-    for said in two.run("refusal_of", argv=[*argv, *resume]):
-        assert said.endswith("was written by fsdp2 on 2 processes; this run is ddp on 2 [ZR720]")
-    with pytest.raises(Refusal):
-        reshard(tmp_path / "out" / "checkpoint-2", 1, 2)
-
-
-def test_the_resolved_recipe_runs_again(two, saved):
-    resolved = saved["fsdp2"] / "recipe.resolved.yaml"
-    argv = [str(resolved), "--output_dir", str(saved["fsdp2"].parent / "again"), "--save_model", "false"]
-    again = two.run("train", argv=argv)[0]["metrics"]
-    first = json.loads((saved["fsdp2"] / "metrics.json").read_text())
-    assert (again["strategy"], again["loss_history"]) == ("fsdp2", first["loss_history"])
+    assert compare(two, tmp_path, "fsdp2", bf16=bf16, **(LORA if lora else {})) == NOTHING

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import json
-import mmap
-import os
-import resource
-import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.helpers.tiny import ROOT, write_model, write_recipe
+from tests.helpers.tiny import write_model, write_recipe
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import Host
 from zero_recipes.distributed import nvme
@@ -28,22 +20,6 @@ MIXED = "zero3_offload_infinity"
 pytestmark = pytest.mark.skipif(
     not Host().libaio_headers(), reason="libaio-dev is not installed: async_io cannot be compiled"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def a_disk(tmp_path_factory) -> None:
-    """Skip where temporary files lie on no disk (tmpfs), or the kernel does not count what goes there."""
-    path, block = tmp_path_factory.mktemp("disk") / "probe", mmap.mmap(-1, 2**16)
-    try:
-        before = psutil.Process().io_counters().write_bytes
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
-        os.write(file, block)
-        os.close(file)
-        counted = psutil.Process().io_counters().write_bytes - before
-    except (OSError, psutil.Error, NotImplementedError) as error:
-        pytest.skip(f"no disk under the temporary folder: {error}")
-    if counted < 2**16:
-        pytest.skip("the kernel does not count what is written to the temporary folder")
 
 
 @pytest.fixture(scope="module")
@@ -154,21 +130,6 @@ def test_what_a_killed_run_left_is_deleted(tmp_path, capsys):
     locks[0].release()
 
 
-def test_only_a_checkpoint_that_would_be_resumed_is_refused(two, recipe, tmp_path):
-    """`true` without a checkpoint starts fresh, so that a pod can restart the same command."""
-    output = tmp_path / "out"
-    argv = [str(recipe), "--output_dir", str(output), "--deepspeed", "ds_configs/zero3_infinity.json"]
-    argv += ["--nvme_path", str(tmp_path), "--resume_from_checkpoint", "true", "--max_steps", "1"]
-    assert two.run("train", argv=argv)[0]["metrics"]["status"] == "ok"
-    (output / "checkpoint-1").mkdir()
-    (output / "checkpoint-1" / "optimizer.pt").write_text("")
-    (output / "checkpoint-1" / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
-    (output / "metrics.json").unlink()
-    named = [word if word != "true" else str(output / "checkpoint-1") for word in argv]
-    (said, _) = two.run("refusal_of", argv=named)
-    assert f"resumes from {output / 'checkpoint-1'}, with states on NVMe" in said
-
-
 @pytest.mark.private
 def test_prefetching_is_still_to_be_refused(two, recipe, tmp_path):
     """Fails when DeepSpeed prefetches what is on NVMe: then drop the finding in checks/zero_options.py."""
@@ -177,33 +138,3 @@ def test_prefetching_is_still_to_be_refused(two, recipe, tmp_path):
     argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--deepspeed", json.dumps(config)]
     said = two.run("family_cases.failure_of", argv=[*argv, "--nvme_path", str(tmp_path)])
     assert all("already assigned swap buffer id" in one for one in said), said
-
-
-LOCK = """import sys, torch
-from deepspeed.ops.op_builder import PinMemoryBuilder
-from zero_recipes.core.host import Host
-print(Host().lockable(), flush=True)
-pins = PinMemoryBuilder().load(verbose=False).pin_handle()
-pins.new_cpu_locked_tensor(int(sys.argv[1]), torch.zeros(1, dtype=torch.uint8))
-"""
-
-
-@pytest.mark.private
-@pytest.mark.skipif(os.getuid() == 0 and not shutil.which("setpriv"), reason="nothing takes CAP_IPC_LOCK away")
-def test_deepspeed_still_aborts_where_it_may_not_lock(tmp_path):
-    """DeepSpeed 0.19.8, ops/csrc/pin_memory/page_alloc.cpp: a page over the limit ends the process (ZR655)."""
-    (tmp_path / "lock.py").write_text(LOCK)
-    bare = ["setpriv", "--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock"] if os.getuid() == 0 else []
-    limit, page = 16 * resource.getpagesize(), resource.getpagesize()
-    codes = []
-    for size in (limit, limit + page):
-        ended = subprocess.run(
-            [*bare, sys.executable, str(tmp_path / "lock.py"), str(size)],
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_MEMLOCK, (limit, limit)),
-            env=os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"},
-            capture_output=True,
-            text=True,
-        )
-        assert str(limit) in ended.stdout.splitlines(), ended.stderr
-        codes.append(ended.returncode)
-    assert codes == [0, -signal.SIGABRT]

@@ -15,7 +15,7 @@ CONTRACT = {
     *("trainable_parameters", "precision", "micro_batch_size", "gradient_accumulation_steps", "max_length"),
     *("peak_memory_bytes", "memory_phases", "host_memory_phases", "model_state_bytes", "tokens", "nvme"),
     *("communication_bytes_per_step", "communication_bytes_between_nodes"),
-    *("host_threads"),
+    "host_threads",
     *("model_flops_per_token", "model_flops_per_second", "mfu"),
     *("tokens_per_second", "step_seconds", "phase_seconds", "loss_history", "grad_norm_history", "eval_history"),
     *(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
 
@@ -13,6 +12,7 @@ from zero_recipes.theory.zero_paper import PLUS_PLUS, paper_volume, plus_plus_un
 STRATEGIES = ("zero3", "zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus")
 STEPS = 6
 LOSS_GAP = 0.02  # of the loss, for int8 weights and int4 gradients; hpZ moves no number
+MAGNITUDES = [1e-9, 1e-8, 1e-7, 3e-7, 1e-6, 1e-5, 1e-3, 0.1, 10.0, 1e3, 1e5]
 NEVER_KEPT = {  # so that stage 3 gathers every parameter in forward and in backward, as the paper counts
     "stage3_param_persistence_threshold": 0,
     "stage3_max_live_parameters": 0,
@@ -37,35 +37,23 @@ def runs(four, tmp_path_factory) -> dict[str, dict]:
     return found
 
 
-def losses(runs, strategy: str) -> list[float]:
-    return runs[strategy]["metrics"]["loss_history"]
-
-
-def test_hpz_has_the_losses_of_stage_3_from_groups_of_its_own(runs):
-    assert losses(runs, "zero3_hpz") == losses(runs, "zero3")
-    assert runs["zero3"]["hpz_groups"] == [[1, 4]] and runs["zero3_hpz"]["hpz_groups"] == [[2, 2]]
-
-
-def test_hpz_costs_a_copy_of_the_weights_in_each_node(runs):
+def test_hpz_has_the_losses_of_stage_3_from_groups_of_its_own_and_a_copy_of_the_weights_in_each_node(runs):
     """2Ψ divided by the processes of a node, beside the 2Ψ divided by all."""
+    assert runs["zero3"]["hpz_groups"] == [[1, 4]] and runs["zero3_hpz"]["hpz_groups"] == [[2, 2]]
     plain, copied = (runs[name]["metrics"] for name in ("zero3", "zero3_hpz"))
+    assert copied["loss_history"] == plain["loss_history"]
     more = copied["model_state_bytes"][0]["params"] - plain["model_state_bytes"][0]["params"]
     assert more == pytest.approx(2 * plain["parameters"] / 2, rel=0.02)
 
 
 @pytest.mark.parametrize("strategy", ["zero3_qwz", "zero3_qgz", "zero3_plus_plus"])
-def test_quantised_losses_stay_within_the_bound(runs, strategy):
-    plain, quantised = losses(runs, "zero3"), losses(runs, strategy)
-    gaps = [abs(a - b) / abs(a) for a, b in zip(plain, quantised, strict=True)]
-    assert 0 < max(gaps) < LOSS_GAP, gaps
-    assert quantised[-1] < quantised[0] - 0.3
-
-
-@pytest.mark.parametrize("strategy", ["zero3_qwz", "zero3_qgz", "zero3_plus_plus"])
-def test_quantised_gradients_have_the_norm_of_plain_ones(runs, strategy):
+def test_quantised_losses_and_norms_stay_within_the_bound(runs, strategy):
     """A sum where a mean belongs would be twice the norm, and Adam would hide it from the losses."""
-    plain, quantised = (runs[name]["metrics"]["grad_norm_history"] for name in ("zero3", strategy))
-    assert quantised == pytest.approx(plain, rel=0.15)
+    plain, quantised = (runs[name]["metrics"] for name in ("zero3", strategy))
+    pairs = zip(plain["loss_history"], quantised["loss_history"], strict=True)
+    assert 0 < max(abs(a - b) / abs(a) for a, b in pairs) < LOSS_GAP
+    assert quantised["loss_history"][-1] < quantised["loss_history"][0] - 0.3
+    assert quantised["grad_norm_history"] == pytest.approx(plain["grad_norm_history"], rel=0.15)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -77,77 +65,34 @@ def test_what_crosses_between_nodes_is_what_the_paper_says(runs, strategy):
     assert paper_volume(metrics["communication_bytes_between_nodes"]) / phi == pytest.approx(paper, rel=0.08)
 
 
-def test_sizes_that_do_not_divide_stop_the_quantiser(four, tmp_path):
-    """The usual tiny model: refused by name, and with the check off DeepSpeed stops as the finding says."""
-    argv = [
-        str(write_recipe(tmp_path)),
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--deepspeed",
-        "ds_configs/zero3_qwz.json",
-    ]
+def test_sizes_that_do_not_divide_are_refused_by_name(four, tmp_path):
+    argv = [str(write_recipe(tmp_path)), "--output_dir", str(tmp_path), "--deepspeed", "ds_configs/zero3_qwz.json"]
     (said, *_) = four.run("family_cases.refusal_on_two_nodes", argv=argv)
     assert "no multiple of 8 elements" in said
-    unchecked = four.run("family_cases.refusal_on_two_nodes", argv=argv, checked=False)
-    assert all("number of weights be a multiple of 8" in one for one in unchecked)
-
-
-def test_one_node_sends_nothing_between_nodes(two, tmp_path):
-    argv = [str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero3.json"]
-    metrics = two.run("train", argv=argv)[0]["metrics"]
-    assert metrics["communication_bytes_between_nodes"] == {}
-    assert metrics["communication_bytes_per_step"]["all_gather"] > 0
-
-
-@pytest.mark.private
-def test_the_patch_of_quantised_gradients_is_still_needed(four):
-    """Fails when DeepSpeed's qgZ takes bf16 and gives means: then remove patch_quantized_gradients."""
-    found = four.run("family_cases.quantized_means")[0]
-    for dtype in ("float16", "bfloat16", "float32"):
-        assert found[f"{dtype} mended"] < 0.25, found
-    assert found["float16 as it is"] == pytest.approx(1.0, abs=0.3), "twice the mean is its own size away from it"
-    assert found["bfloat16 as it is"] > 0.9 and found["float32 as it is"] > 0.9
-
-
-MAGNITUDES = [1e-9, 1e-8, 1e-7, 3e-7, 1e-6, 1e-5, 1e-3, 0.1, 10.0, 1e3, 1e5]
 
 
 @pytest.fixture(scope="module")
 def ranges(four) -> list[dict]:
-    return four.run("family_cases.quantized_ranges", magnitudes=MAGNITUDES, seed=random.randrange(10**6))
+    return four.run("family_cases.quantized_ranges", magnitudes=MAGNITUDES, seed=11)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_quantised_gradients_are_as_exact_at_every_size(ranges, dtype):
+def test_quantised_gradients_are_as_exact_at_every_size(ranges):
     """int4 costs the same share of a small gradient and of a large one; fp16's own range does not show."""
     for rank in ranges:
-        after = [gaps[1] for gaps in rank["errors"][dtype].values()]
-        assert max(after) < 0.25 and max(after) < 1.2 * min(after), rank["errors"][dtype]
-
-
-def test_quantised_gradients_of_fp16_are_as_exact_as_they_were_in_the_middle_of_its_range(ranges):
-    for rank in ranges:
-        errors = rank["errors"]["float16"]
-        assert all(after < 0.25 for magnitude, (_, after) in errors.items() if 1e-7 <= float(magnitude) <= 1e3), errors
+        for dtype, errors in rank["errors"].items():
+            after = [gaps[1] for size, gaps in errors.items() if dtype != "float16" or 1e-7 <= float(size) <= 1e3]
+            assert max(after) < 0.25 and (dtype == "float16" or max(after) < 1.2 * min(after)), (dtype, errors)
 
 
 @pytest.mark.private
 def test_the_cast_to_fp16_alone_still_loses_small_and_large_gradients(ranges):
-    """Fails when DeepSpeed's qgZ reads more than fp16: then the scale of patch_quantized_gradients may go.
-
-    A node of two here; on eight devices, by which each gradient is divided, the loss begins at four times the size.
-    """
+    """Fails when DeepSpeed's qgZ reads more than fp16: then the scale of patch_quantized_gradients may go."""
     for rank in ranges:
         before = {magnitude: gaps[0] for magnitude, gaps in rank["errors"]["bfloat16"].items()}
-        assert before["1e-08"] > 0.9 and before["100000"] > 0.9, before
-        assert before["0.001"] < 0.25, before
+        assert before["1e-08"] > 0.9 and before["100000"] > 0.9 and before["0.001"] < 0.25, before
 
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
 def test_one_ranks_infinity_reaches_every_rank_through_int4(ranges, value):
     """And no other tensor of the bucket: the check for overflow sees it, and the stop at a norm of NaN."""
     assert [rank[value] for rank in ranges] == [[False, True]] * 4
-
-
-def test_a_gradient_of_zeros_stays_one(ranges):
-    assert [rank["zero"] for rank in ranges] == [0.0] * 4

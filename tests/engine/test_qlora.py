@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
-from tests.helpers.faults import found_in
 from tests.helpers.grid import grid
 from tests.helpers.qlora_cases import sha256_of
 from tests.helpers.tiny import named, write_model, write_rows
@@ -155,19 +154,3 @@ def test_keeping_the_layout_is_still_needed():
         layer.train()(given).float().sum().backward()
         passed.append(given.grad is not None)
     assert passed == [False, True]
-
-
-def test_weights_in_integers_are_not_shared_out_by_fsdp2(two, model, tmp_path):
-    uint8 = ["--bnb_4bit_quant_storage", "uint8"]
-    changes = {"fsdp": True, "bnb_4bit_quant_storage": "uint8"}
-    assert ("error", "four_bit_fsdp") in found_in(Path(RECIPE), changes)
-    ranks = two.run("qlora_cases.train", argv=argv(model, tmp_path, "fsdp2", *uint8), checked=False)
-    assert all("does not shard" in rank["error"] and "base_layer.weight" in rank["error"] for rank in ranks)
-
-
-def test_weights_packed_into_another_float_are_other_weights(two, model, runs, tmp_path):
-    changes = {"deepspeed": "ds_configs/zero2.json", "bnb_4bit_quant_storage": "float16"}
-    assert ("error", "four_bit_storage") in found_in(Path(RECIPE), changes)
-    more = ["--bnb_4bit_quant_storage", "float16", "--max_steps", "1", "--sample_prompts", "0"]
-    (first,) = losses(two.run("qlora_cases.train", argv=argv(model, tmp_path, "zero2", *more), checked=False))
-    assert abs(first - losses(runs["zero2"][1])[0]) > 1e-3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from safetensors.torch import load_file
 
@@ -77,18 +75,3 @@ def test_a_mean_for_each_micro_batch_is_noticed(two, recipe, alone, tmp_path):
     more = [*named("zero2"), "--sequence_parallel_size", "2"]
     found, _ = run(two, recipe, tmp_path / "out", *more, case="ulysses_cases.train_with_a_mean_for_each_micro_batch")
     assert apart(found["loss_history"], alone[0]["loss_history"]) > 1e-3
-
-
-def test_the_recipe_for_long_sequences_is_sound(tmp_path):
-    """recipes/qwen-long.yaml with a model of its kind: nothing is found in it."""
-    from tests.helpers.faults import ds_config, found_in
-    from tests.helpers.tiny import ROOT
-    from zero_recipes.config import recipe as recipes
-
-    write_recipe(tmp_path)
-    write_llama(tmp_path / "model")
-    shipped = recipes.read_recipe_file(ROOT / "recipes" / "qwen-long.yaml")
-    assert shipped["sequence_parallel_size"] == 2
-    changes = {"model_name_or_path": str(tmp_path / "model"), "deepspeed": ds_config(3)}
-    assert found_in(ROOT / "recipes" / "qwen-long.yaml", changes) == []
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["num_key_value_heads"] == 2

@@ -19,7 +19,6 @@ def train_and_keep_shapes(argv: list[str]) -> dict:
             named = dict(model.named_parameters())
             seen["shapes"] = [list(p.shape) for p in named.values()]
             seen["placements"] = sorted({str(p.placements) for p in named.values()})
-            seen["rows_here"] = {name: list(p.to_local().shape) for name, p in named.items()}
 
     with replaced(fsdp, "RefuseUnsharded", Look):
         return train(argv) | seen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from unittest import mock
 
@@ -57,9 +56,8 @@ class Watch(TrainerCallback):
         return [v.detach().clone() for v in (*model.parameters(), *masters, *states)]
 
 
-def train_in_fp16(argv: list[str], environment: dict[str, str] | None = None) -> dict:
-    """`train` in fp16, with what `Watch` saw of each step. `environment`: what a launcher sets."""
-    os.environ.update(environment or {})
+def train_in_fp16(argv: list[str]) -> dict:
+    """`train` in fp16, with what `Watch` saw of each step."""
     from zero_recipes.training.trainer import ZeroSFTTrainer
 
     watch, original = Watch(), ZeroSFTTrainer.__init__

@@ -7,30 +7,23 @@ import hashlib
 from unittest import mock
 
 import run_sft
-from tests.helpers.unchecked import without_rules
-from zero_recipes.core.findings import Refusal
 from zero_recipes.libs.deepspeed import packed_weights
 from zero_recipes.training import trainer as trainers
 
 
-def train(argv: list[str], checked: bool = True, dtypes_kept: bool = True) -> dict:
+def train(argv: list[str], dtypes_kept: bool = True) -> dict:
     """One run over quantised weights: what was measured, and what became of the weights on this rank.
 
-    `checked`: with the check of combinations; `dtypes_kept`: with the mending of a resumed adapter's dtype.
+    `dtypes_kept`: with the mending of a resumed adapter's dtype.
     """
     import json
 
-    off = contextlib.ExitStack()
+    off = contextlib.nullcontext()
+    if not dtypes_kept:
+        off = mock.patch.object(trainers, "adapter_dtypes_kept", lambda _: contextlib.nullcontext())
     with off:
-        if not checked:
-            off.enter_context(without_rules())
-        if not dtypes_kept:
-            off.enter_context(mock.patch.object(trainers, "adapter_dtypes_kept", lambda _: contextlib.nullcontext()))
-        try:
-            run = run_sft.prepare(argv)
-            trainer = run_sft.train(run)
-        except (Refusal, AttributeError) as error:
-            return {"error": str(error)}
+        run = run_sft.prepare(argv)
+        trainer = run_sft.train(run)
     trainer.accelerator.wait_for_everyone()  # rank 0 writes the files
     packed = list(packed_weights(trainer.model))
     return {
@@ -39,7 +32,6 @@ def train(argv: list[str], checked: bool = True, dtypes_kept: bool = True) -> di
         "repacked": any(getattr(state, "packing_format_for_cpu", False) for _, state in packed),
         "packed_bytes_here": sum(bytes_here(weight) for weight, _ in packed),
         "packed_sha256": sha256_of([weight for weight, _ in packed]),
-        "kept_in_8_bit": sum(m.state.CB.numel() for m in trainer.model.modules() if hasattr(m, "init_8bit_state")),
     }
 
 

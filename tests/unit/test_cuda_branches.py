@@ -15,9 +15,6 @@ import torch
 from tests.helpers import fake_cuda
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host import device_name, hardware_facts, peak_memory
-from zero_recipes.core.process import PhaseClock
-from zero_recipes.distributed import group, links
-from zero_recipes.distributed.kernels import extension_folder
 from zero_recipes.libs.deepspeed import state_bytes
 from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import RunFacts, StageMetricsCallback
@@ -35,9 +32,6 @@ def cuda(monkeypatch) -> fake_cuda.FakeCuda:
     return fake_cuda.install(monkeypatch)
 
 
-# the clock of steps
-
-
 def test_steps_are_timed_on_the_device_and_read_once_it_is_done(cuda):
     draw = random.Random(4)
     clock, taken = StepClock("cuda"), [draw.uniform(0.1, 2) for _ in range(7)]
@@ -49,9 +43,6 @@ def test_steps_are_timed_on_the_device_and_read_once_it_is_done(cuda):
         clock.open()
     assert cuda.calls == [], "no step waits for the device"
     assert clock.seconds() == pytest.approx(taken) and cuda.calls == ["synchronize"]
-
-
-# a whole training
 
 
 def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2, device=None, log_every: int = 10**9):
@@ -142,12 +133,6 @@ def test_mfu_is_of_the_timed_steps_and_of_the_card(cuda, monkeypatch, tmp_path):
         assert log["mfu"] == pytest.approx(4 * flops / sum(steps) / 989e12)
 
 
-def test_a_card_that_the_table_has_not_has_no_mfu(cuda, monkeypatch, tmp_path):
-    row, *_, logs = training(cuda, 4, tmp_path, monkeypatch, log_every=2)
-    assert row.status == "ok" and row.mfu is None and row.model_flops_per_second > 0
-    assert all(set(log) == {"tokens_per_second"} for log in logs)
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_run_of_two_steps_says_that_nothing_was_timed(cuda, monkeypatch, tmp_path, steps):
     row, *_ = training(cuda, steps, tmp_path, monkeypatch)
@@ -155,19 +140,6 @@ def test_a_run_of_two_steps_says_that_nothing_was_timed(cuda, monkeypatch, tmp_p
     assert row.step_seconds.median is row.step_seconds.p90 is None
     assert row.step_seconds.warmup_steps_excluded == steps and row.model_state_bytes[0].optimizer > 0
     assert row.memory_phases.step == 180 * MIB
-
-
-# what is read back
-
-
-class Reads(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts how often a number is read out of a tensor: on a GPU each waits for all that is queued."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("repeated", [False, True])
@@ -189,38 +161,6 @@ def test_counting_tokens_and_losses_reads_nothing_back(repeated):
         found.tokens.tolist()
 
 
-def test_the_norm_is_read_with_the_loss(monkeypatch):
-    found = StageMetricsCallback.__new__(StageMetricsCallback)
-    found.grad_norms, found.step_losses, found.losses = [], [], [torch.tensor(2.0)]
-    reads, gathered = Reads(), []
-
-    def gather(tensor):
-        gathered.append(tensor.shape)
-        return torch.cat([tensor, torch.tensor([[4.0, float("nan")]], dtype=torch.float64)])
-
-    monkeypatch.setattr(callbacks, "gather_rows", gather)
-    found.communication = SimpleNamespace(not_counted=lambda: PhaseClock().phase("train"))
-    with reads:
-        found.add_norm(torch.tensor(0.5))
-        found._bring_losses_together()
-    assert reads.count == 0 and gathered == [(1, 2)], "one gather, whose list is read at once"
-    assert found.step_losses == [3.0] and found.grad_norms == [0.5] and found.last_step[1] != found.last_step[1]
-
-
-# links
-
-
-def test_an_all_reduce_is_over_when_the_device_is(cuda, monkeypatch):
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
-    monkeypatch.setattr(links.time, "perf_counter", lambda: cuda.host)
-    taken = iter([9.0, 0.25, 0.5, 1.0])
-    monkeypatch.setattr(links, "distributed", SimpleNamespace(all_reduce=lambda _: cuda.queue(next(taken))))
-    assert links._all_reduce_seconds("cuda") == 0.5
-
-
-# what else asks torch.cuda
-
-
 def test_peaks_and_hardware_are_the_accelerators(cuda):
     cuda.hold(7 * MIB)
     cuda.hold(3 * MIB)
@@ -238,16 +178,6 @@ def test_a_failure_on_a_gpu_names_what_held_its_memory(cuda, tmp_path):
     assert held == [("offloaded_host", 64 * MIB), ("optimizer", 5 * MIB), ("params", 4 * MIB), ("activations,", MIB)]
 
 
-def test_a_process_takes_its_own_gpu_before_it_meets_the_others(cuda, monkeypatch):
-    monkeypatch.setenv("RANK", "5")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(group, "rendezvous", lambda backend, *_: cuda.calls.append(backend))
-    monkeypatch.setattr(group, "missing", lambda *_: set())
-    strategy = SimpleNamespace(world_size=8, is_deepspeed=False)
-    group.start_process_group(strategy, "cuda", 60, set())
-    assert cuda.calls == ["set_device 1", "nccl"]
-
-
 def test_a_counter_on_the_host_is_no_offloaded_state(monkeypatch):
     """torch's AdamW keeps its step counts on the host beside states on the GPU (adam.py, `_init_group`); "meta" stands
     for the GPU here."""
@@ -260,13 +190,3 @@ def test_a_counter_on_the_host_is_no_offloaded_state(monkeypatch):
     assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
     found = state_bytes(model, list(model.parameters()), optimizer, False, False)
     assert found == {"params": 288, "grads": 288, "optimizer": 2 * 288 + 8, "offloaded_host": 0}
-
-
-def test_extensions_lie_where_a_cuda_build_of_torch_puts_them(monkeypatch, tmp_path):
-    from torch.utils import cpp_extension
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    for release in ("13.0", "12.8", None):
-        monkeypatch.setattr(torch.version, "cuda", release)
-        assert str(extension_folder({}, "fused_adam")) == cpp_extension._get_build_directory("fused_adam", False)

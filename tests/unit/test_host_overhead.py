@@ -8,35 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-from deepspeed.utils import numa
 from transformers import AutoTokenizer, LlamaForCausalLM
 from trl import SFTConfig
 
 from tests.helpers.tiny import llama_config
-from zero_recipes.libs import patches
 from zero_recipes.training.token_loss import TokenMetrics
 from zero_recipes.training.trainer import ZeroSFTTrainer
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.private
-def test_the_machine_is_asked_once_for_its_numa_nodes(monkeypatch):
-    """Fails where DeepSpeed asks once itself: patches.remember_numa_cores may go."""
-    asked = []
-
-    def check_output(command):
-        asked.append(command[0])
-        raise FileNotFoundError
-
-    monkeypatch.delenv("LOCAL_SIZE", raising=False)
-    monkeypatch.setattr(numa.subprocess, "check_output", check_output)
-    monkeypatch.setattr(numa, "get_numa_cores", getattr(numa.get_numa_cores, "__wrapped__", numa.get_numa_cores))
-    assert [CPU_Accelerator().device_count() for _ in range(3)] == [1] * 3 and asked == ["numactl"] * 3
-    patches.remember_numa_cores()
-    patches.remember_numa_cores()
-    assert [CPU_Accelerator().device_count() for _ in range(3)] == [1] * 3 and len(asked) == 4
 
 
 @pytest.mark.parametrize("packed, loss_type", [(False, "nll"), (True, "nll"), (False, "dft")])

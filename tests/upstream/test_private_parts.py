@@ -7,17 +7,12 @@ from __future__ import annotations
 
 import ast
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
-from zero_recipes.libs import huggingface
 from zero_recipes.libs.deepspeed import _LAYOUTS, state_bytes
-from zero_recipes.libs.huggingface import tested_versions
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST = 28
@@ -42,26 +37,6 @@ def test_each_record_names_a_library_with_its_version():
     libraries = "DeepSpeed|transformers|TRL|accelerate|datasets|torch|bitsandbytes"
     for place, text in found:
         assert re.search(rf"({libraries}) \d+\.\d+", text), place
-
-
-def test_private_names_are_used_where_records_are():
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
-    excepted = {path for path, codes in settings["per-file-ignores"].items() if "SLF001" in codes}
-    assert "SLF001" in settings["select"]
-    assert excepted == {"zero_recipes/libs/*", "zero_recipes/plan/simulator/*", "tests/*"}
-    assert not [path for path in (ROOT / "zero_recipes").rglob("*.py") if "noqa: SLF001" in path.read_text()]
-
-
-def test_the_lock_has_versions_of_the_ranges():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    optional = [named for extra in ("qlora", "flash") for named in project["optional-dependencies"][extra]]
-    required = {r.name: r.specifier for r in map(Requirement, [*project["dependencies"], *optional])}
-    lock = (ROOT / "requirements.lock").read_text().lower()
-    locked = dict(line.split("==") for line in lock.splitlines() if "==" in line)
-    for library, specifier in tested_versions().items():
-        assert required[library] == specifier
-    for library, specifier in required.items():
-        assert library not in locked or locked[library] in SpecifierSet(str(specifier)), library
 
 
 # what a renamed attribute must not make 0 bytes
@@ -102,21 +77,6 @@ def test_an_optimizer_that_is_not_known_is_not_counted_as_0_bytes():
 
     with pytest.raises(TypeError, match="Unknown is none of DeepSpeedZeroOptimizer"):
         state_bytes(torch.nn.Module(), [], Unknown(), False, False)
-
-
-@pytest.mark.private
-def test_what_transformers_knew_of_deepspeed_it_knows_again():
-    from transformers.integrations import deepspeed
-
-    config = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
-    try:
-        assert deepspeed.is_deepspeed_zero3_enabled()
-        with huggingface.without_deepspeed_announcement():
-            assert not deepspeed.is_deepspeed_zero3_enabled()
-            deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
-        assert deepspeed.deepspeed_config() is config.config
-    finally:
-        deepspeed.unset_hf_deepspeed_config()
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def _disks(host: Host) -> list[dict[str, Any]]:
 
 def _versions() -> dict[str, dict[str, Any]]:
     """{package: its version, the range that was tested, whether it lies in it}; null where none is stated."""
-    from zero_recipes.libs.huggingface import is_tested, tested_versions
+    from zero_recipes.libs.huggingface import tested_versions
 
     present = {package.name for package in metadata.distributions()}
     found = library_versions() | {"zero-recipes": metadata.version("zero-recipes")}
@@ -175,7 +175,7 @@ def _versions() -> dict[str, dict[str, Any]]:
         name: {
             "installed": version,
             "tested": str(tested[name]) if name in tested else None,
-            "is_tested": is_tested(name) if name in tested and version else None,
+            "is_tested": version in tested[name] if name in tested and version else None,
         }
         for name, version in found.items()
     }

@@ -375,16 +375,12 @@ def _fetch_data(settings: Settings) -> tuple[str, int]:
 
 def _fetch_kernel(settings: Settings) -> list[tuple[str, int | None]]:
     """The build for this machine's torch: one fetched without a GPU is none of a machine that has one, and is named."""
-    from zero_recipes.libs.huggingface import attention_kernel, download_kernel, has_flash_package, wanted_kernels
+    from zero_recipes.libs.huggingface import attention_kernel, fetch_attention
 
     kernel = attention_kernel(settings.attn_implementation)
-    if kernel is None or has_flash_package(settings.attn_implementation):
-        return []
-    wanted = wanted_kernels()
-    if wanted is not None:
-        return [(f'{kernel} is not fetched: pip install "{wanted}" first', None)]
     try:
-        return [(kernel, _size(download_kernel(kernel, only_cached=False)))]
+        folder = fetch_attention(settings.attn_implementation, "cuda", only_cached=False)
+        return [] if folder is None else [(kernel, _size(folder))]
     except LookupError as error:
         return [(f"{kernel} is not fetched, the run itself will look for it: {error}", None)]
 

@@ -138,8 +138,6 @@ def rows_are_cut(training_args) -> Iterator[None]:
         training_args.max_length = kept
 
 
-# single_process
-
 # prefixes of the variables that launchers set
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "NODE_RANK")
 LAUNCHED += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMPI_", "PMI_", "MV2_", "PMIX_", "CROSS_")
@@ -180,7 +178,7 @@ def single_process_env() -> Iterator[None]:
                 datasets.enable_progress_bars()
 
 
-# attention
+# attention: a package that is installed, or a kernel of the hub that was built beforehand
 
 
 def attention_kernel(attn_implementation: str | None) -> str | None:
@@ -190,7 +188,7 @@ def attention_kernel(attn_implementation: str | None) -> str | None:
     return attn_implementation if hub_kernels.is_kernel(attn_implementation) else None
 
 
-def has_flash_package(attn_implementation: str) -> bool:
+def has_flash_package(attn_implementation: str | None) -> bool:
     """Whether the package of flash_attention_2, _3 or _4 is installed; False of a kernel, which none has."""
     known = flash.FLASH_ATTENTION_COMPATIBILITY_MATRIX
     versions = {f"flash_attention_{number}": each["general_availability_check"] for number, each in known.items()}
@@ -199,56 +197,40 @@ def has_flash_package(attn_implementation: str) -> bool:
 
 def attention_name(attn_implementation: str | None) -> str | None:
     """What the model's config will say: the kernel's name where it stands for a package that is missing."""
-    if attention_kernel(attn_implementation) is None or has_flash_package(attn_implementation):
-        return attn_implementation
-    return attention_kernel(attn_implementation)
+    kernel = None if has_flash_package(attn_implementation) else attention_kernel(attn_implementation)
+    return kernel or attn_implementation
 
 
-def attention_in_force(model: PreTrainedModel) -> str | None:
-    """The attention implementation that the model has taken."""
-    return model.config._attn_implementation
+def other_attention(model: PreTrainedModel, requested: str | None) -> str | None:
+    """The attention that the model has taken in place of what was requested; None where it is that."""
+    got = model.config._attn_implementation
+    return None if requested is None or got in (requested, attention_kernel(requested)) else got
 
 
-def is_requested_attention(requested: str | None, got: str | None) -> bool:
-    """Whether a model that says `got` has taken what was requested; None: whatever it takes."""
-    return requested is None or got in (requested, attention_kernel(requested))
-
-
-def kernel_runs_on(kernel: str, device: str) -> bool:
-    """Whether a kernel is built for "cpu" or "cuda", as far as transformers knows."""
-    repository, _ = _revision(kernel)
-    return device in flash.FLASH_ATTN_KERNEL_DEVICES.get(repository, (device,))
-
-
-def wanted_kernels() -> str | None:
-    """The versions of the package `kernels` that transformers takes, for pip; None where such a one is installed."""
-    if import_utils.is_kernels_available():
+def fetch_attention(attn_implementation: str | None, device: str, only_cached: bool) -> Path | None:
+    """The folder of the kernel that transformers will load, from the cache or (unless `only_cached`) the hub; None
+    where it needs none. Raises LookupError, with the reason, where it cannot be had for this torch and device."""
+    kernel = attention_kernel(attn_implementation)
+    if kernel is None:
         return None
-    return f"kernels>={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}"
-
-
-def download_kernel(kernel: str, only_cached: bool) -> Path:
-    """The folder of a kernel's build for this torch, from the cache or (unless `only_cached`) the hub. Not loaded.
-
-    Raises LookupError, with the library's words, where there is none.
-    """
+    repository, _, revision = kernel.partition(":")[0].partition("@")  # of "owner/name@revision:function"
+    if device not in flash.FLASH_ATTN_KERNEL_DEVICES.get(repository, (device,)):
+        raise LookupError("its kernels exist for GPUs only")
+    if has_flash_package(attn_implementation):
+        return None
+    if not import_utils.is_kernels_available():
+        wanted = f"kernels>={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}"
+        raise LookupError(f'neither its own package is installed nor "{wanted}", which loads {kernel}')
     from kernels import install_kernel
 
-    repository, revision = _revision(kernel)
+    revision = revision or f"v{hub_kernels.get_attn_kernel_version(repository)}"
     try:
         return Path(install_kernel(repository, revision=revision, local_files_only=only_cached))
     except Exception as error:  # of kernels, huggingface_hub and the network, of many kinds
         raise LookupError(first_line(error).rstrip(":.")) from error
 
 
-def _revision(kernel: str) -> tuple[str, str]:
-    """("owner/name", branch) of "owner/name", "owner/name@revision" or "owner/name:function"; a kernel's versions are
-    branches of its repository."""
-    repository, _, revision = kernel.partition(":")[0].partition("@")
-    return repository, revision or f"v{hub_kernels.get_attn_kernel_version(repository)}"
-
-
-# safe_loading
+# pickles without code: DeepSpeed 0.19.8 loads its own with weights_only=False, and code in them runs
 
 PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".metadata", ".distcp")
 NEVER_LOADED = "training_args.bin"  # by a run or by transformers' resume
@@ -276,16 +258,12 @@ def not_plain(path: Path) -> str | None:
         load_without_code(path)
     except Exception as error:  # of any kind: the file is a stranger's
         lines = str(error).splitlines()
-        refused = [line for line in lines if REFUSED.search(line)]
-        return (refused or lines or [type(error).__name__])[0].strip().rstrip(".")
+        return next(filter(REFUSED.search, lines), first_line(error)).strip().rstrip(".")
     return None
 
 
-# accelerate_launch
-
-
 def launch_findings(path: Path | None) -> Iterator[Finding]:
-    """Nothing without a file. What accelerate refuses itself, it refuses before a process starts."""
+    """What `accelerate launch` takes from a file without a word; nothing without a file."""
     if path is None:
         return
     from accelerate.commands import launch
@@ -300,22 +278,8 @@ def launch_findings(path: Path | None) -> Iterator[Finding]:
         yield finding("ZR344", path=path, num_machines=config.num_machines)
 
 
-# versions
-
-
-@cache  # each look parses the package's whole description
-def installed_version(library: str) -> str:
-    """Its version; nothing is imported. Raises PackageNotFoundError."""
-    return metadata.version(library)
-
-
 @cache
 def tested_versions() -> dict[str, SpecifierSet]:
     """{library: its range} of the libraries that have an upper bound, for private parts of them are used."""
     required = map(Requirement, metadata.requires("zero-recipes") or ())
     return {each.name: each.specifier for each in required if any(s.operator == "<" for s in each.specifier)}
-
-
-def is_tested(library: str) -> bool:
-    """Whether the installed version lies in the range. A local version (2.13.0+cpu) is its public one."""
-    return installed_version(library) in tested_versions()[library]

@@ -19,7 +19,6 @@ def patch_libraries(strategy: Strategy, ddp_timeout: int) -> None:
     """What must be in place before DeepSpeed builds its engine. `ddp_timeout`: seconds."""
     if strategy.is_deepspeed:
         patch_timeouts(ddp_timeout)
-        remember_numa_cores()
     if strategy.is_deepspeed and strategy.zero_stage == 3:
         forget_releases_with_the_trace()
     if strategy.is_deepspeed and strategy.ds_config.quantizes_gradients:
@@ -120,19 +119,6 @@ def patch_timeouts(seconds: int) -> None:
 
     new_group.unpatched = faulty
     TorchBackend.new_group = new_group
-
-
-def remember_numa_cores() -> None:
-    """Look up the machine's NUMA nodes once. Called again, it does nothing more.
-
-    Private: `get_numa_cores` (DeepSpeed 0.19.8, utils/numa.py). accelerator/cpu_accelerator.py `device_count` starts
-    `numactl --hardware` at every call, and stage 3 calls it for every bucket of gradients (zero/stage3.py
-    `__avg_scatter_grads`): on CPUs each bucket forks this process.
-    """
-    from deepspeed.utils import numa
-
-    if not hasattr(numa.get_numa_cores, "cache_info"):
-        numa.get_numa_cores = functools.cache(numa.get_numa_cores)
 
 
 def forget_releases_with_the_trace() -> None:

@@ -13,28 +13,34 @@ from zero_recipes.config.settings import Settings
 from zero_recipes.core.process import imported_for_good, rank
 
 BAR_SECONDS = "10"  # between two states of a bar without a terminal; what takes less time shows none
-# (category, message, module): all as regular expressions of the warnings filter
+# (message, module): regular expressions of the warnings filter; all are FutureWarnings
 SUPPRESSED = [
     # deepspeed/comm/torch.py 0.19.8 calls all_gather_into_tensor and reduce_scatter_tensor, which torch 2.13 renamed;
     # at stage 3 the notice comes with every collective, thousands of times a run. Ours to change: nothing.
-    (FutureWarning, r".*torch\.distributed\.\w+.* is deprecated", r"torch\.distributed\.c10d_logger"),
+    (r".*torch\.distributed\.\w+.* is deprecated", r"torch\.distributed\.c10d_logger"),
     # peft/peft_model.py 0.21 asks for is_gradient_checkpointing, which transformers 5.23 has renamed.
-    (FutureWarning, r"`is_gradient_checkpointing` is deprecated", r"transformers\.modeling_utils"),
+    (r"`is_gradient_checkpointing` is deprecated", r"transformers\.modeling_utils"),
     # trl/trainer/base_config.py 1.16 itself sets gradient_checkpointing, the name that transformers 5.23 deprecates:
     # the notice comes whatever the recipe says.
-    (FutureWarning, r"`gradient_checkpointing(_kwargs)?` is deprecated", r"transformers\.training_args"),
+    (r"`gradient_checkpointing(_kwargs)?` is deprecated", r"transformers\.training_args"),
 ]
+LEVELS = {
+    # the whole configuration on every engine; what is in force stands in recipe.resolved.yaml
+    "DeepSpeed": logging.WARNING,
+    # bitsandbytes 0.50, which PEFT imports, misses a package for the kernel that patches.keep_4bit_layout keeps out
+    "bitsandbytes.backends.cpu.ops": logging.ERROR,
+}
 
 
 def quieten() -> None:
-    """Drop the warnings above, and progress bars that nobody looks at.
+    """Drop the output above, and progress bars that nobody looks at.
 
     Bars move on a terminal alone, on the first rank. Rows may take minutes to prepare: without a terminal the first
     process of each machine shows how far datasets is, every 10 s.
     """
-    for category, message, module in SUPPRESSED:
-        warnings.filterwarnings("ignore", message=message, category=category, module=module)
     quieten_loggers()
+    for message, module in SUPPRESSED:
+        warnings.filterwarnings("ignore", message=message, category=FutureWarning, module=module)
     if rank() or not sys.stderr.isatty():
         import transformers
 
@@ -59,11 +65,8 @@ def quieten_loggers() -> None:
     if not sys.stderr.isatty():  # tqdm reads its defaults when it is imported
         os.environ.setdefault("TQDM_DELAY", BAR_SECONDS)
         os.environ.setdefault("TQDM_MININTERVAL", BAR_SECONDS)
-    # DeepSpeed logs its whole configuration on every engine; what is in force stands in recipe.resolved.yaml
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    # bitsandbytes 0.50 (backends/cpu/ops.py), which PEFT imports wherever it is installed, misses a package for the
-    # kernel that patches.keep_4bit_layout keeps out
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    for name, level in LEVELS.items():
+        logging.getLogger(name).setLevel(level)
 
 
 def hides_progress(settings: Settings) -> bool:
