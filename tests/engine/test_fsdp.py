@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers.grid import grid
-from tests.helpers.resuming import LORA, NOTHING, compare
+from tests.helpers.resuming import EXACT, LORA, compare
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.libs.deepspeed import STATE_PARTS
@@ -119,4 +119,4 @@ def test_model_samples_and_evaluations_are_those_of_ddp(two, tmp_path):
 
 @pytest.mark.parametrize(("bf16", "lora"), [(True, False), (False, True)])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(two, tmp_path, bf16, lora):
-    assert compare(two, tmp_path, "fsdp2", bf16=bf16, **(LORA if lora else {})) == NOTHING
+    assert compare(two, tmp_path, "fsdp2", bf16=bf16, **(LORA if lora else {})) == EXACT
