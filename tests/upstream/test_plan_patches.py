@@ -11,8 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.tiny import ROOT
-from zero_recipes.plan.simulator import device, patches
-from zero_recipes.plan.simulator import parent as simulation
+from zero_recipes.plan.simulator import patches
 from zero_recipes.plan.simulator.device import MIB, CachingAllocator, reserved_peak
 from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
 
@@ -55,20 +54,6 @@ def test_the_gpus_own_kernels_are_still_asked_for_by_name():
     assert not chunked_logprob._use_triton(torch.device("cpu"))  # nor for a device that only stands for a GPU
 
 
-def test_a_program_that_plans_keeps_its_libraries():
-    before = torch.Tensor.data_ptr, torch.nn.Module._apply, torch.nn.functional.scaled_dot_product_attention
-    assert simulation.simulate([]) == []
-    assert (torch.Tensor.data_ptr, torch.nn.Module._apply, torch.nn.functional.scaled_dot_product_attention) == before
-    loaded = (
-        "import sys; import zero_recipes.plan.simulator.parent, zero_recipes.plan.command; print(sorted(sys.modules))"
-    )
-    ended = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert (
-        "zero_recipes.plan.simulator.parent" in ended.stdout
-        and "zero_recipes.plan.simulator.patches" not in ended.stdout
-    )
-
-
 def test_every_storage_is_counted_once_and_until_its_end():
     tracker = LiveStorages("cpu", block=512)
     with FakeTensorMode(), Observed(tracker):
@@ -92,61 +77,38 @@ def test_every_storage_is_counted_once_and_until_its_end():
     assert tracker.at_peak["backward"]["grads"] == 512 and tracker.at_peak["backward"]["activations"] == 2048
 
 
-def test_flops_are_those_of_the_matrix_products():
-    observed = Observed()
-    with FakeTensorMode(), observed:
+def test_numbers_are_answered_as_in_a_healthy_step_and_matrix_products_are_counted():
+    with FakeTensorMode(), Observed() as observed:
+        assert torch.empty(1).item() == 0.0 and torch.empty(1, dtype=torch.uint8).item() == 0
+        assert torch.empty(1, dtype=torch.int64).item() == 1 and not torch.empty(1, dtype=torch.bool)
         observed.counts_flops = True
         torch.empty(3, 4) @ torch.empty(4, 5) + 1
     assert observed.flops == 2 * 3 * 4 * 5
 
 
-def test_numbers_are_answered_as_in_a_healthy_step():
-    with FakeTensorMode(), Observed():
-        assert torch.empty(1).item() == 0.0 and torch.empty(1, dtype=torch.uint8).item() == 0
-        assert torch.empty(1, dtype=torch.int64).item() == 1 and not torch.empty(1, dtype=torch.bool)
-
-
-def test_small_blocks_share_a_segment_and_large_ones_are_rounded():
+def test_segments_are_those_of_the_caching_allocator():
     model = CachingAllocator()
-    model.allocate(1, 1, 0)
-    model.allocate(2, 1000, 0)
-    assert model.reserved == device.kSmallBuffer
-    model.allocate(3, 3 * MIB, 0)
-    assert model.reserved == device.kSmallBuffer + device.kLargeBuffer
-    model.allocate(4, 11 * MIB, 0)  # 17 MiB are left of the large buffer
-    assert model.reserved == device.kSmallBuffer + device.kLargeBuffer
-    model.allocate(5, 25 * MIB + 1, 0)
-    assert model.reserved == device.kSmallBuffer + device.kLargeBuffer + 26 * MIB
 
+    def after(*changes: tuple) -> int:
+        """MiB reserved after (number, MiB, stream) are allocated, or a number is given back."""
+        for number, *what in changes:
+            if what:
+                model.allocate(number, int(what[0] * MIB), what[1])
+            else:
+                model.release(number)
+        return model.reserved // MIB
 
-def test_freed_blocks_join_and_serve_again_on_their_stream_only():
-    model = CachingAllocator()
-    for number in range(4):
-        model.allocate(number, 5 * MIB, 0)
-    assert model.reserved == 20 * MIB
-    model.release(1)
-    model.release(3)
-    model.allocate(4, 8 * MIB, 0)  # 10 MiB are free, in two pieces
-    assert model.reserved == 40 * MIB
-    model.release(2)
-    model.allocate(5, 15 * MIB, 0)
-    assert model.reserved == 40 * MIB
-    model.allocate(6, 2 * MIB, 7)
-    assert model.reserved == 60 * MIB
-
-
-def test_emptying_gives_whole_free_segments_back():
-    model = CachingAllocator()
-    model.allocate(1, 30 * MIB, 0)
-    model.allocate(2, 3 * MIB, 0)
-    model.release(1)
-    model.empty()
-    assert model.reserved == 20 * MIB and model.peak == 50 * MIB
-    model.allocate(3, 30 * MIB, 0)
-    assert model.reserved == 50 * MIB
+    assert after((1, 0.1, 0), (2, 0.2, 0)) == 2  # small blocks share a segment
+    assert after((3, 3, 0)) == 22
+    assert after((4, 11, 0)) == 22  # of the large segment's rest
+    assert after((5, 25.5, 0)) == 48  # rounded up
+    assert after((6, 5, 0), (4,), (3,), (7, 13, 0)) == 48  # two neighbours that are free join
+    assert after((8, 2, 7)) == 68  # another stream takes nothing of them
+    model.release(5)
+    model.empty()  # gives back what is free as a whole
+    assert after() == 42 and model.peak == 68 * MIB
 
 
 def test_the_peak_counts_from_the_first_step_on():
     events = [("alloc", 1, 100 * MIB, 0), ("free", 1), ("empty",), ("phase", "forward"), ("alloc", 2, 30 * MIB, 0)]
     assert reserved_peak(events, "forward") == 30 * MIB
-    assert reserved_peak(events, "no phase of this name") == 100 * MIB

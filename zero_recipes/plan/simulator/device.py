@@ -19,13 +19,13 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 NAME = "gpu"
 ENDLESS = 1 << 50
 
-_current_stream = [0]
 emptied: list = []  # callables, for each `empty_cache`
+_streams = [0]  # those that were entered, the innermost last
 
 
 def stream() -> int:
     """The stream that work goes to now: 0, or that of the innermost `with accelerator.stream(...)`."""
-    return _current_stream[-1]
+    return _streams[-1]
 
 
 def answers(value: Any = None):
@@ -35,7 +35,6 @@ def answers(value: Any = None):
 
 class Event:
     __init__ = record = wait = synchronize = answers()
-    query = answers(True)
     elapsed_time = answers(1.0)  # milliseconds: DeepSpeed divides bytes by it
 
 
@@ -44,27 +43,23 @@ class Stream(contextlib.nullcontext):
 
     def __init__(self, *_, **__):
         super().__init__(self)
-        Stream.made += 1
         self.id = Stream.made
+        Stream.made += 1
 
     wait_stream = wait_event = synchronize = answers()
-    query = answers(True)
-
-    def record_event(self, *_) -> Event:
-        return Event()
+    record_event = answers(Event())
 
 
-_default_stream = Stream()
-_default_stream.id = 0
+_DEFAULT_STREAM = Stream()  # number 0
 
 
 @contextlib.contextmanager
 def _on(one: Stream | None) -> Iterator[None]:
-    _current_stream.append(0 if one is None else one.id)
+    _streams.append(0 if one is None else one.id)
     try:
         yield
     finally:
-        _current_stream.pop()
+        _streams.pop()
 
 
 class _Backend:
@@ -75,40 +70,30 @@ class _Backend:
     device_count, current_device = answers(1), answers(0)
     set_device = manual_seed_all = set_rng_state = synchronize = empty_cache = answers()
     _is_in_bad_fork = answers(False)
-    current_stream = answers(_default_stream)
+    current_stream = answers(_DEFAULT_STREAM)
     mem_get_info = answers((ENDLESS, ENDLESS))
+    get_amp_supported_dtype = answers([torch.bfloat16, torch.float16])
+    device = stream = answers(contextlib.nullcontext())
 
     def get_rng_state(self, *_) -> torch.Tensor:
         return torch.empty(16, dtype=torch.uint8)
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
-
-    def device(self, *_):
-        return contextlib.nullcontext()
-
-    stream = device
 
 
 def set_up_fake_gpu() -> None:
     """Make the device known to torch and DeepSpeed. Once in a process, before any tensor is made."""
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
     torch.Tensor.record_stream = lambda *_: None
-    _tensors_from_numbers_on_it()
-    _deepspeed_accelerator()
-
-
-def _tensors_from_numbers_on_it() -> None:
-    """torch 2.13: `torch.tensor(numbers, device=...)` copies from the host, for which this device has no kernel."""
     plain = torch.tensor
 
     def tensor(*arguments, device=None, **keywords):
+        """torch 2.13 copies the numbers from the host, for which this device has no kernel."""
         made = plain(*arguments, **keywords)
         if device is None or torch.device(device).type != NAME:
             return made
         return torch.empty(made.shape, dtype=made.dtype, device=device)
 
     torch.tensor = tensor
+    _deepspeed_accelerator()
 
 
 def _deepspeed_accelerator() -> None:
@@ -123,17 +108,14 @@ def _deepspeed_accelerator() -> None:
 
         is_synchronized_device, is_fp16_supported = answers(False), answers(True)
         current_device, current_device_name, device_count = answers(0), answers(f"{NAME}:0"), answers(1)
-        current_stream = default_stream = answers(_default_stream)
+        current_stream = default_stream = answers(_DEFAULT_STREAM)
         available_memory = total_memory = answers(ENDLESS)
         memory_allocated = max_memory_allocated = memory_reserved = max_memory_reserved = answers(0)
-        memory_cached = max_memory_cached = answers(0)
         reset_peak_memory_stats = reset_max_memory_allocated = reset_max_memory_cached = answers()
+        memory_stats, device = answers({}), answers(contextlib.nullcontext())
 
         def device_name(self, device_index=None):
             return NAME if device_index is None else f"{NAME}:{device_index}"
-
-        def device(self, device_index=None):
-            return contextlib.nullcontext()
 
         def stream(self, one):
             return _on(one)
@@ -141,9 +123,6 @@ def _deepspeed_accelerator() -> None:
         def empty_cache(self):
             for listener in emptied:
                 listener()
-
-        def memory_stats(self, device_index=None):
-            return {}
 
         def on_accelerator(self, tensor):
             return tensor.device.type == NAME
