@@ -15,8 +15,8 @@ from transformers import modeling_utils
 from transformers.integrations import hub_kernels
 
 from zero_recipes import model as load
+from zero_recipes.cli.verbs import fetch_kernel
 from zero_recipes.core.findings import Refusal
-from zero_recipes.data.load import _fetch_kernel
 from zero_recipes.libs.huggingface import attention_name, flash, import_utils
 
 KERNEL = "kernels-community/flash-attn2"
@@ -104,14 +104,14 @@ def test_a_kernel_that_cannot_be_had_is_found_before_anything_is_loaded(kernels,
         load.refuse_missing_attention("flash_attention_3", "cuda")
 
 
-def test_fetch_brings_the_kernel_or_says_why_not(kernels, monkeypatch):
+def test_fetch_brings_the_kernel_or_says_why_not(kernels, monkeypatch, capsys):
     def fetched(name):
-        return _fetch_kernel(SimpleNamespace(attn_implementation=name))
+        fetch_kernel(name)
+        return capsys.readouterr().out
 
-    assert fetched("flash_attention_2") == [(KERNEL, 4)] and kernels[-1][2] is False
-    ((said, size),) = fetched("flash_attention_3")
-    assert "vllm-flash-attn3 is not fetched" in said and "build variant" in said and size is None
-    assert fetched("sdpa") == fetched(None) == []
+    assert fetched("flash_attention_2") == f"{KERNEL}: 4 B\n" and kernels[-1][2] is False
+    said = fetched("flash_attention_3")
+    assert "vllm-flash-attn3 is not fetched" in said and "build variant" in said
+    assert fetched("sdpa") == fetched(None) == ""
     monkeypatch.setattr(import_utils, "is_kernels_available", lambda: False)
-    ((said, size),) = fetched("flash_attention_2")
-    assert '"kernels>=' in said and size is None
+    assert '"kernels>=' in fetched("flash_attention_2")

@@ -38,7 +38,7 @@ def tokenizer():
 
 def test_training_and_generation_see_the_same_prompt_to_the_byte():
     assert alpaca_prompt("Translate.") == alpaca_prompt("Translate.", "") == WITHOUT_INPUT
-    rows = format_rows(Dataset.from_list([ROW]), "alpaca")
+    rows = format_rows(Dataset.from_list([ROW]))
     (sample,) = choose_samples(1, rows, "alpaca", tokenizer=None)
     assert rows[0] == alpaca_row(ROW) == {"prompt": WITH_INPUT, "completion": "dog"}
     assert (sample.prompt, sample.reference, question(sample.prompt)) == (WITH_INPUT, "dog", "Translate.\nHund")
@@ -47,7 +47,7 @@ def test_training_and_generation_see_the_same_prompt_to_the_byte():
 
 
 def test_the_end_of_text_is_supervised_and_the_prompt_is_not(tmp_path, tokenizer):
-    rows = format_rows(Dataset.from_list([ROW]), "alpaca")
+    rows = format_rows(Dataset.from_list([ROW]))
     (row,) = tokenise(rows, tokenizer, arguments(tmp_path))
     supervised = [label for label in row["labels"] if label != -100]
     assert tokenizer.decode(supervised) == "dog" + tokenizer.eos_token
@@ -122,7 +122,6 @@ def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path):
     ("requested", "code", "words"),
     [
         (b'{"prompt": "a"', "ZR517", "Expecting"),
-        (b"[" * 100_000, "ZR517", "recursion"),
         (b'{"prompt": "\xe9"}', "ZR517", "utf-8"),
         ("nowhere.jsonl", "ZR517", "nowhere.jsonl"),
         (-3, "ZR517", "-3"),
@@ -182,10 +181,6 @@ def same_tokens(tokenizer, folder) -> None:
             assert (sample.ids, sample.labels) == trained
 
     holds()
-
-
-def test_a_samples_tokens_are_those_of_a_training_row(tmp_path, tokenizer):
-    same_tokens(tokenizer, tmp_path)
 
 
 def test_a_samples_tokens_are_those_of_a_training_row_where_spaces_are_marked(tmp_path, fixtures):

@@ -99,7 +99,7 @@ def test_rows_with_longalpacas_columns_are_taken_in_alpacas_format():
     """`input` is null in its long rows, and a column `file` names the book or paper that they are about."""
     long = {"instruction": "Below is a paper. Whose is it?", "input": None, "output": "Ours.", "file": "a paper"}
     short = {"instruction": "Add.", "input": "1 and 2", "output": "3", "file": None}
-    rows = format_rows(Dataset.from_list([long, short]), "alpaca")
+    rows = format_rows(Dataset.from_list([long, short]))
     assert rows.column_names == ["prompt", "completion"] and rows["completion"][0] == "Ours."
     assert "Whose is it?" in rows["prompt"][0] and "### Input" not in rows["prompt"][0]
     assert "### Input:\n1 and 2" in rows["prompt"][1]

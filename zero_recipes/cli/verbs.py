@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
 from zero_recipes.cli.options import AMOUNT, COUNT, OVERRIDES, RECIPE, add_strategies, names, strategies_of, subcommand
-from zero_recipes.core.findings import AREAS, REFUSED, described, table
+from zero_recipes.core import units
+from zero_recipes.core.findings import AREAS, REFUSED, described, library_error_as_finding, table
 
 DEFAULT_STRATEGIES = "ddp,zero0,zero1,zero2,zero3"
 
@@ -24,15 +26,51 @@ def add_fetch(verbs) -> None:
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
+    """Local folders are only measured. Raises Refusal where the hub cannot be reached or does not have it."""
     from zero_recipes.config import recipe as recipes
-    from zero_recipes.core import units
-    from zero_recipes.data.load import fetch
+    from zero_recipes.data.load import load_splits
 
     mapping = recipes.read_recipe_file(arguments.recipe)
-    recipe = recipes.parse_recipe(arguments.recipe, mapping, [])
-    for name, size in fetch(recipe.settings):
-        print(name if size is None else f"{name}: {units.size(size)}")
+    settings = recipes.parse_recipe(arguments.recipe, mapping, []).settings
+    model = fetch_model(settings)
+    print(f"{settings.model_name_or_path}: {units.size(_bytes_in(model.rglob('*')))}")
+    files = {file["filename"] for split in load_splits(settings).values() for file in split.cache_files}
+    named = settings.dataset_name or ", ".join(entry["path"] for entry in settings.datasets)
+    print(f"{named}: {units.size(_bytes_in(map(Path, files)))}")
+    fetch_kernel(settings.attn_implementation)
     return 0
+
+
+def fetch_model(settings) -> Path:
+    """The folder of configuration, tokenizer and weights: safetensors, or *.bin in repositories that have none."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    name, revision = str(settings.model_name_or_path), settings.model_revision
+    if Path(name).is_dir():
+        return Path(name)
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"]
+    with library_error_as_finding(f"downloading the model {name}"):
+        if not settings.random_weights:
+            files = HfApi().list_repo_files(name, revision=revision)
+            patterns.append("*.safetensors" if any(file.endswith(".safetensors") for file in files) else "*.bin")
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+
+
+def fetch_kernel(attn_implementation: str | None) -> None:
+    """Flash attention's build for this machine's torch: one fetched without a GPU is none of a machine with one."""
+    from zero_recipes.libs.huggingface import attention_kernel, fetch_attention
+
+    kernel = attention_kernel(attn_implementation)
+    try:
+        folder = fetch_attention(attn_implementation, "cuda", only_cached=False)
+        if folder is not None:
+            print(f"{kernel}: {units.size(_bytes_in(folder.rglob('*')))}")
+    except LookupError as error:
+        print(f"{kernel} is not fetched: {error}")
+
+
+def _bytes_in(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def add_plan(verbs) -> None:

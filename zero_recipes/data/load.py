@@ -7,20 +7,19 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import fsspec
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_dataset_builder
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from zero_recipes.config.settings import Settings
-from zero_recipes.core.findings import Refusal, first_line, refusal
+from zero_recipes.core.findings import Refusal, first_line, library_error_as_finding, refusal
 from zero_recipes.libs.huggingface import single_process_env
 
-Result = TypeVar("Result")
 Rows = Dataset | IterableDataset
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
@@ -62,12 +61,18 @@ def alpaca_row(row: dict[str, Any]) -> dict[str, str]:
     return {"prompt": alpaca_prompt(row["instruction"], row["input"] or ""), "completion": row["output"]}
 
 
-def format_rows(rows: Rows, dataset_format: str, split: str = "the data") -> Rows:
-    """Rows in `dataset_format` as prompt and completion; all other columns are dropped. Raises Refusal."""
-    columns = rows.column_names or list(next(iter(rows)))
-    if isinstance(rows, IterableDataset):
-        return rows.map(alpaca_row, remove_columns=columns)
-    return or_the_row(rows, lambda part: part.map(alpaca_row, remove_columns=columns), split)
+def format_rows(rows: Rows, split: str = "the data") -> Rows:
+    """Alpaca's rows as prompt and completion; all other columns are dropped. Raises Refusal."""
+    with library_error_as_finding(f"reading the rows of {split}"):
+        columns = rows.column_names or list(next(iter(rows)))
+        return rows.map(_numbered_alpaca_row, with_indices=True, remove_columns=columns)
+
+
+def _numbered_alpaca_row(row: dict[str, Any], number: int) -> dict[str, str]:
+    try:
+        return alpaca_row(row)
+    except TypeError as error:
+        raise TypeError(f"row {number}: {error}") from None
 
 
 # rows
@@ -104,15 +109,14 @@ def load_splits(settings: Settings) -> DatasetDict:
 
 
 def _sources(settings: Settings) -> list[dict[str, Any]]:
-    """What the datasets library is called with for each data set of the recipe."""
     keys = ("path", "name", "data_dir", "data_files")
     mixture = [{key: entry.get(key) for key in keys} for entry in settings.datasets]
     return mixture or [{"path": settings.dataset_name, "name": settings.dataset_config}]
 
 
 def _formatted(rows: Rows, split: str, settings: Settings) -> Rows:
-    """One split, whose first row has the columns that are read. Raises Refusal."""
-    sources, dataset_format = _sources(settings), settings.dataset_format
+    """Raises Refusal where the first row lacks the columns that are read."""
+    sources = _sources(settings)
     with reading(sources):
         first = next(iter(rows), None)
     if not first:
@@ -126,7 +130,7 @@ def _formatted(rows: Rows, split: str, settings: Settings) -> Rows:
     chats = [name for name in ("prompt", "messages", "conversations") if isinstance(first.get(name), list)]
     if settings.assistant_only_loss and not chats:  # TRL 1.16 refuses it once it has the model
         raise refusal("ZR431", first=", ".join(first))
-    return rows if dataset_format is None else format_rows(rows, dataset_format, split)
+    return rows if settings.dataset_format is None else format_rows(rows, split)
 
 
 def _columns_read(settings: Settings) -> dict[str, set[str]]:
@@ -175,8 +179,8 @@ def reading(sources: list[dict[str, Any]]) -> Iterator[None]:
         named = ", ".join(str(source["path"]) for source in sources)
         place = next(filter(None, map(_broken_json, _local_files(sources))), None)
         if place is not None:
-            raise refusal("ZR522", named=named, place=place, error=root_cause(error)) from error
-        raise refusal("ZR506", named=named, error=root_cause(error), cwd=Path.cwd()) from error
+            raise refusal("ZR522", named=named, place=place, error=_root_cause(error)) from error
+        raise refusal("ZR506", named=named, error=_root_cause(error), cwd=Path.cwd()) from error
 
 
 def _local_files(sources: list[dict[str, Any]]) -> Iterator[str]:
@@ -188,7 +192,7 @@ def _local_files(sources: list[dict[str, Any]]) -> Iterator[str]:
 
 def _broken_json(file: str) -> str | None:
     """The first line of a JSON file that is no JSON in UTF-8, or no object: "train.jsonl line 5: Expecting value"."""
-    if Path(file.removesuffix(".gz")).suffix.lower() not in JSON_LINES:
+    if not file.removesuffix(".gz").endswith(JSON_LINES):
         return None
     number = 0
     try:
@@ -205,37 +209,7 @@ def _broken_json(file: str) -> str | None:
     return None
 
 
-def or_the_row(rows: Dataset, step: Callable[[Dataset], Result], split: str) -> Result:
-    """`step(rows)`. What a library raises over a row becomes a Refusal with that row, which is found by halves."""
-    try:
-        return step(rows)
-    except (Refusal, MemoryError):
-        raise
-    except Exception as error:
-        number, cause = _first_failing(rows, step)
-        raise broken_row(number, split, cause or error) from error
-
-
-def broken_row(number: int | str, split: str, error: Exception) -> Refusal:
-    return refusal("ZR528", row=number, split=split, cause=root_cause(error))
-
-
-def _first_failing(rows: Dataset, step: Callable[[Dataset], object]) -> tuple[int | str, Exception | None]:
-    """The first row on which `step` fails, and how; "?" where it fails on none alone."""
-    low, high = 0, len(rows)
-    while low < high:
-        middle = (low + high + 1) // 2
-        try:
-            step(rows.select(range(low, middle)))
-            low = middle
-        except Exception as error:
-            if middle - low == 1:
-                return low, error
-            high = middle
-    return "?", None
-
-
-def root_cause(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     """The message of the first error in a chain, with its type: datasets wraps what it meets."""
     while (earlier := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
         if type(earlier).__name__ == "RemoteTraceback":  # another process's traceback, as text
@@ -292,7 +266,7 @@ def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, settings) -> Pr
         if path is not None and is_template_file(path):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
         elif path is not None:
-            clone_chat_template(_without_embeddings(tokenizer), tokenizer, path)
+            clone_chat_template(_without_embeddings(), tokenizer, path, resize_to_multiple_of=None)
     except (OSError, ValueError) as error:
         raise refusal("ZR511", path=path, error=first_line(error), cwd=Path.cwd()) from error
     return tokenizer
@@ -303,15 +277,14 @@ def is_template_file(path: str) -> bool:
     return os.path.isfile(path) and path.endswith((".jinja", ".j2"))
 
 
-def _without_embeddings(tokenizer: PreTrainedTokenizerBase) -> SimpleNamespace:
+def _without_embeddings() -> SimpleNamespace:
     """What `clone_chat_template` wants of a model, where only the tokenizer is to change."""
-    text_config = SimpleNamespace()
-    stand_in = SimpleNamespace(can_generate=lambda: False, vocab_size=0)
-    stand_in.config = SimpleNamespace(get_text_config=lambda: text_config)
 
-    def resize_token_embeddings(new_num_tokens: int, pad_to_multiple_of: int | None) -> None:
+    def resize_token_embeddings(new_num_tokens: int, pad_to_multiple_of: None) -> None:
         stand_in.vocab_size = new_num_tokens
 
+    config = SimpleNamespace(get_text_config=SimpleNamespace)
+    stand_in = SimpleNamespace(config=config, can_generate=lambda: False, vocab_size=0)
     stand_in.resize_token_embeddings = resize_token_embeddings
     return stand_in
 
@@ -338,52 +311,3 @@ def packaged_formats() -> set[str]:
     from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
     return set(_PACKAGED_DATASETS_MODULES)
-
-
-def fetch(settings: Settings) -> list[tuple[str, int | None]]:
-    """Download what a recipe names, before anything is timed: [(what, bytes on disk)] of model, data and the kernel of
-    flash attention. Local folders are only measured; None of a kernel that cannot be fetched here, with the reason.
-
-    Raises Refusal where the hub cannot be reached or does not have it.
-    """
-    return [_fetch_model(settings), _fetch_data(settings), *_fetch_kernel(settings)]
-
-
-def _fetch_model(settings: Settings) -> tuple[str, int]:
-    """Configuration, tokenizer and weights: safetensors, or *.bin in repositories that have none."""
-    from huggingface_hub import HfApi, snapshot_download
-
-    name, revision = str(settings.model_name_or_path), settings.model_revision
-    if Path(name).is_dir():
-        return name, _size(Path(name))
-    try:
-        files = HfApi().list_repo_files(name, revision=revision)
-        weights = "*.safetensors" if any(file.endswith(".safetensors") for file in files) else "*.bin"
-        patterns = ["*.json", "*.txt", "*.model", "*.jinja", "*.py", weights]
-        patterns = ["config.json", "*token*", "*.model", "*.jinja", "*.py"] if settings.random_weights else patterns
-        return name, _size(Path(snapshot_download(name, revision=revision, allow_patterns=patterns)))
-    except (OSError, ValueError) as error:  # the hub's errors and the network's are OSErrors
-        raise refusal("ZR521", name=name, error=first_line(error)) from error
-
-
-def _fetch_data(settings: Settings) -> tuple[str, int]:
-    dataset = load_splits(settings)
-    files = {file["filename"] for split in dataset.values() for file in split.cache_files}
-    named = settings.dataset_name or ", ".join(entry["path"] for entry in settings.datasets)
-    return named, sum(Path(file).stat().st_size for file in files)
-
-
-def _fetch_kernel(settings: Settings) -> list[tuple[str, int | None]]:
-    """The build for this machine's torch: one fetched without a GPU is none of a machine that has one, and is named."""
-    from zero_recipes.libs.huggingface import attention_kernel, fetch_attention
-
-    kernel = attention_kernel(settings.attn_implementation)
-    try:
-        folder = fetch_attention(settings.attn_implementation, "cuda", only_cached=False)
-        return [] if folder is None else [(kernel, _size(folder))]
-    except LookupError as error:
-        return [(f"{kernel} is not fetched, the run itself will look for it: {error}", None)]
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

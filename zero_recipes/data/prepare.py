@@ -19,13 +19,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 import datasets
+import numpy as np
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.files import write_json
-from zero_recipes.core.findings import Finding, Refusal, downgraded, first_line, ignored_codes, raise_errors, refusal
+from zero_recipes.core.findings import (
+    Finding,
+    Refusal,
+    downgraded,
+    first_line,
+    ignored_codes,
+    library_error_as_finding,
+    raise_errors,
+    refusal,
+)
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import forks_end_with_parent
 from zero_recipes.data import audit as audits
@@ -89,19 +99,7 @@ def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokeniz
     wrong with the data.
     """
     ignored = ignored_codes(settings.ignore)
-
-    def work() -> dict:
-        data = read_data(settings, tokenizer)
-        if isinstance(data.train, IterableDataset):
-            splits, findings = prepare_splits(data, settings, training_args)
-            raise_errors(downgraded(findings, ignored))
-            made = _noted(splits[0].audit, findings, None)
-        else:
-            made = _kept(data, settings, training_args, ignored)
-        samples = with_tokens(data.samples, data.tokenizer, training_args)
-        return made | {"samples": [asdict(sample) for sample in samples]}
-
-    made = once_per_node(work)
+    made = once_per_node(lambda: _made_or_kept(settings, training_args, tokenizer, ignored))
     if made["folder"] is None:  # TRL tokenises a stream as it comes
         train, evaluation = load.load_rows(settings)
         evaluation = None if evaluation is None else read_whole(evaluation)
@@ -111,10 +109,31 @@ def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokeniz
         training_args.dataset_kwargs = (training_args.dataset_kwargs or {}) | {"skip_prepare_dataset": True}
         training_args.assistant_only_loss = False  # in the labels by now; SFTTrainer would look for conversations
     samples = [Sample(**sample) for sample in made["samples"]]
-    audit = Audit(**made["audit"])
     findings = downgraded([Finding(**finding) for finding in made["findings"]], ignored)
-    findings += audits.padding_findings(audit, training_args)
-    return Prepared(tokenizer, train, evaluation, samples, audit, findings, made["data_sha256"])
+    return Prepared(tokenizer, train, evaluation, samples, Audit(**made["audit"]), findings, made["data_sha256"])
+
+
+def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozenset[str]) -> dict:
+    """Prepared rows as JSON: those that an earlier run of the same data and arguments has kept, or new ones.
+
+    The findings are not downgraded yet: other runs ignore others. Raises Refusal for errors that are not ignored;
+    nothing is kept then.
+    """
+    data = read_data(settings, tokenizer)
+    folder = _folder(data, training_args) if isinstance(data.train, Dataset) else None
+    if folder is not None and (folder / "audit.json").is_file():
+        made = json.loads((folder / "audit.json").read_text())
+        raise_errors(downgraded([Finding(**finding) for finding in made["findings"]], ignored))
+    else:
+        with forks_end_with_parent():
+            splits, findings = prepare_splits(data, settings, training_args)
+        raise_errors(downgraded(findings, ignored))
+        made = {"audit": asdict(splits[0].audit), "findings": [asdict(finding) for finding in findings]}
+        made["data_sha256"] = None if folder is None else data_sha256(splits[0].ready)
+        if folder is not None:
+            _keep(folder, [split.ready for split in splits], made)
+    samples = with_tokens(data.samples, data.tokenizer, training_args)
+    return made | {"folder": folder and str(folder), "samples": [asdict(sample) for sample in samples]}
 
 
 def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:
@@ -161,12 +180,12 @@ def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args
     return huggingface.prepare_dataset(tokenised, tokenizer, single, packing)
 
 
-def workers(rows: int, requested: int | None, host: Host | None = None) -> int | None:
+def workers(rows: int, requested: int | None) -> int | None:
     """How many processes prepare so many rows: what the recipe says, else one for each core that this process really
     has, as far as each has enough rows to be worth its start; None for this process alone."""
     if requested is not None:
         return requested
-    found = min((host or Host()).cores(), rows // ROWS_OF_A_WORKER)
+    found = min(Host().cores(), rows // ROWS_OF_A_WORKER)
     return found if found > 1 else None
 
 
@@ -193,27 +212,24 @@ def _start_of(rows: load.Rows, split: str) -> Dataset:
     """The rows, or the first of a stream."""
     if isinstance(rows, Dataset):
         return rows
-    first = []
-    try:
-        first.extend(rows.take(STREAMED_ROWS))
-        return Dataset.from_list(first)
-    except Exception as error:  # of the datasets library, or of the row's format
-        raise load.broken_row(len(first), split, error) from error
+    with library_error_as_finding(f"reading the rows of {split}"):
+        return Dataset.from_list(list(rows.take(STREAMED_ROWS)))
 
 
 def prepare_split(
     rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool, split: str = "the data"
 ) -> tuple[Split, list[Finding]]:
     """One split tokenised whole and as it is trained on, its counts, and what is wrong with it. Raises Refusal."""
-    rows = load.or_the_row(rows, _as_messages, split)
-    audits.refuse_broken_rows(rows, tokenizer, split)
-    if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        tokenised = ready = rows
-    else:
-        tokenised = load.or_the_row(rows, lambda part: tokenise(part, tokenizer, training_args), split)
-        ready = finish(tokenised, tokenizer, training_args, packing)
+    with library_error_as_finding(f"tokenising the rows of {split}"):
+        rows = _as_messages(rows)
+        audits.refuse_broken_rows(rows, tokenizer, training_args.dataset_text_field, split)
+        if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+            tokenised = ready = rows
+        else:
+            tokenised = tokenise(rows, tokenizer, training_args)
+            ready = finish(tokenised, tokenizer, training_args, packing)
     found = audits.audit(rows, tokenised, ready, tokenizer, training_args)
-    return Split(tokenised, ready, found), audits.audit_findings(found, rows, tokenizer, training_args, split)
+    return Split(tokenised, ready, found), list(audits.audit_findings(found, rows, tokenizer, training_args, split))
 
 
 def _as_messages(rows: Dataset) -> Dataset:
@@ -229,37 +245,16 @@ def _as_messages(rows: Dataset) -> Dataset:
 # prepared rows are kept
 
 
-def _noted(audit: Audit, findings: list[Finding], rows_sha256: str | None) -> dict:
-    """What a run is told of prepared rows, as JSON. The findings are not downgraded yet: other runs ignore others."""
-    found = [asdict(finding) for finding in findings]
-    return {"folder": None, "audit": asdict(audit), "findings": found, "data_sha256": rows_sha256}
-
-
-def _kept(data: Data, settings: Settings, training_args, ignored: frozenset[str]) -> dict:
-    """What `_noted` says of rows that are made now, or were by an earlier run of the same data and arguments.
-
-    Raises Refusal for errors that are not ignored; nothing is kept then.
-    """
-    folder = _folder(data, training_args)
-    note = folder / "audit.json"
-    if not note.is_file():
-        with forks_end_with_parent():
-            splits, findings = prepare_splits(data, settings, training_args)
-        raise_errors(downgraded(findings, ignored))
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".part"))
-        named = dict(zip(("train", "eval"), (split.ready for split in splits), strict=False))
-        datasets.DatasetDict(named).save_to_disk(part)
-        write_json(part / "audit.json", _noted(splits[0].audit, findings, data_sha256(splits[0].ready)))
-        try:
-            part.rename(folder)
-        except OSError:  # another run was faster
-            shutil.rmtree(part)
-    made = json.loads(note.read_text()) | {"folder": str(folder)}
-    raise_errors(downgraded([Finding(**finding) for finding in made["findings"]], ignored))
-    lengths = audits.row_lengths(datasets.load_from_disk(folder)["train"])  # padding is of this run's micro batch
-    made["audit"]["padding_share"] = audits.padding_of(lengths, training_args)
-    return made
+def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:
+    """Whole or not at all."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".part"))
+    datasets.DatasetDict(zip(("train", "eval"), splits, strict=False)).save_to_disk(part)
+    write_json(part / "audit.json", made)
+    try:
+        part.rename(folder)
+    except OSError:  # another run was faster
+        shutil.rmtree(part)
 
 
 def _folder(data: Data, training_args) -> Path:
@@ -273,20 +268,12 @@ def _folder(data: Data, training_args) -> Path:
     digest = hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode())
     for path in _OUR_PARTS:
         digest.update(path.read_bytes())
+    digest.update(repr(data.tokenizer).encode())  # its configuration: the file also says how it was loaded
     with tempfile.TemporaryDirectory() as folder:
         data.tokenizer.save_pretrained(folder)
-        for path in sorted(filter(Path.is_file, Path(folder).rglob("*"))):
-            digest.update(path.name.encode() + _without_loading(path))
+        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            digest.update(path.name.encode() + (b"" if path.name == "tokenizer_config.json" else path.read_bytes()))
     return Path(datasets.config.HF_DATASETS_CACHE) / "zero-recipes" / digest.hexdigest()[:32]
-
-
-def _without_loading(path: Path) -> bytes:
-    """A tokenizer's file, without what transformers 5.23 notes there of how it was loaded: a plan looks offline."""
-    if path.name != "tokenizer_config.json":
-        return path.read_bytes()
-    content = json.loads(path.read_text())
-    kept = {key: value for key, value in content.items() if key not in ("is_local", "local_files_only")}
-    return json.dumps(kept, sort_keys=True).encode()
 
 
 def data_sha256(rows: Dataset) -> str:
@@ -380,7 +367,7 @@ def _counted(settings: Settings, path: Path) -> RowLengths:
 def of_prepared(ready: Dataset, source: str) -> RowLengths:
     """Of rows as they are trained on, truncated and packed. Reads Arrow's buffers, no token."""
     packed = "seq_lengths" in ready.column_names  # TRL's bfd; "wrapped" makes rows of its own, all full
-    lengths = audits.values_of(ready, "seq_lengths") if packed else audits.row_lengths(ready)
+    lengths = np.concatenate(ready.with_format("numpy")["seq_lengths"][:]) if packed else audits.row_lengths(ready)
     return RowLengths(tuple(lengths.tolist()), len(ready), len(ready), source)
 
 
