@@ -48,7 +48,7 @@ class PredictedMetrics(Part):
     )
 
 
-def _engine_only(meaning: str, unit: str) -> Any:
+def _engine_only(meaning: str, unit: str | None = None) -> Any:
     """A field that only a simulation has; JSON leaves it out elsewhere."""
     return Field(None, description=meaning, json_schema_extra={"unit": unit}, exclude_if=lambda value: value is None)
 
@@ -74,11 +74,11 @@ class Prediction(BaseModel):
         "bytes",
     )
     peak_phase: str = known("where the peak stands: forward, backward, step, between, evaluation or best model")
-    peak_operator: str | None = known("the operator at the peak, e.g. aten.mm; null by formulas")
+    peak_operator: str | None = _engine_only("the operator at the peak, e.g. aten.mm")
     at_peak: dict[str, int] = known(f"the peak by parts: {', '.join(PARTS)}", "bytes")
     peaks: dict[str, int] | None = _engine_only("the peak of each phase", "bytes")
     model_state_bytes: ModelStateBytes = known("as in metrics.json")
-    memory_phases: PhaseBytes = known("allocated after each phase")
+    memory_phases: PhaseBytes | None = _engine_only("allocated after each phase", "bytes")
     segment_bytes: int | None = _engine_only("the caching allocator's segments at their peak, replayed", "bytes")
     reserved_bytes: ReservedRange = known("of one GPU")
     host_bytes: HostBytes = known("of one machine")
@@ -88,7 +88,7 @@ class Prediction(BaseModel):
     flops_per_step: int = known(
         "of one rank: matrix products and attention of forward and backward, recomputation too", "FLOP"
     )
-    seconds: float = known("how long the prediction took", "seconds")
+    seconds: float | None = _engine_only("how long the simulation took", "seconds")
     resident_bytes: int | None = _engine_only("memory that the simulation of a rank took", "bytes")
     notes: list[str] = known("what the prediction does not know about this job")
 

@@ -100,6 +100,17 @@ class Job:
         new = self.settings.activation_checkpointing
         return bool(self.settings.gradient_checkpointing if new is None else new)
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a prediction repeats of the job."""
+        return {
+            "strategy": self.strategy,
+            "zero_stage": self.zero_stage,
+            "world_size": self.world_size,
+            "precision": self.precision,
+            "micro_batch_size": self.settings.per_device_train_batch_size,
+        }
+
     def changed(self, **values: Any) -> Job:
         """With other values of the recipe's keys."""
         return replace(self, settings=self.settings.replace(**values))

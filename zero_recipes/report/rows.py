@@ -64,8 +64,9 @@ def textbook(run: MeasuredRun) -> float | None:
     sizes = (run.parameters, run.world_size, stage, run.trainable_parameters)
     # under autocast DDP keeps fp32 weights, gradients and Adam; FSDP2's fp32 shards are their own master
     if run.precision == "fp32" or strategy in ("ddp", "fsdp2"):
-        return zero_paper.model_state_bytes_fp32(*sizes).total
-    return zero_paper.model_state_bytes(*sizes, 12 if strategy == run.strategy else 6).total
+        return zero_paper.model_state_bytes(*sizes, zero_paper.FP32).total
+    each = zero_paper.MIXED if strategy == run.strategy else zero_paper.MIXED._replace(optimizer=6)
+    return zero_paper.model_state_bytes(*sizes, each).total
 
 
 def peak_allocated(run: MeasuredRun) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 from zero_recipes.config.ds_config import LEAST_SWAPPED, DsConfig, number_in
@@ -83,10 +84,7 @@ def fsdp2_terms(shapes: Sequence[Sequence[int]], world_size: int, rank: int, bf1
     psi, rows, row = sum(map(prod, shapes)), [shape[0] for shape in shapes], [prod(shape[1:]) for shape in shapes]
     parts = [-(-count // world_size) for count in rows]
     mine = [max(0, min(part, count - part * rank)) for part, count in zip(parts, rows, strict=True)]
-    padded, own = (
-        sum(p * r for p, r in zip(parts, row, strict=True)),
-        sum(m * r for m, r in zip(mine, row, strict=True)),
-    )
+    padded, own = (sum(map(mul, cut, row)) for cut in (parts, mine))
     share = 4 * psi // world_size
     grads = {"fp32 gradients 4Ψ/N": share, "padding of each tensor": 4 * padded - share}
     whole = (2 if bf16 else 4) * psi
