@@ -44,16 +44,14 @@ def job(strategy: str, ranks: int = 2, name: str = "pythia", gpus_per_node: int 
     return replace(made, settings=made.settings.replace(**values))
 
 
-def rows_of(needs: dict[str, int | tuple], ranks: int = 2, with_change: bool = False, **request) -> list[Row]:
+def rows_of(needs: dict[str, int | tuple], ranks: int = 2, **request) -> list[Row]:
     """Rows of recipes/pythia.yaml on H100s. `needs`: {strategy: GB, or (GB, seconds of a step)}."""
     own, names = recipe("pythia"), {name: every_strategy()[name] for name in needs}
     asked = plan_job.PlanRequest(own, [], job("zero3").config, names, [ranks], 8, H100, **request)
     taken = {name: need if isinstance(need, tuple) else (need, None) for name, need in needs.items()}
     rows = []
     for name, (size, seconds) in taken.items():
-        made = make_row(
-            asked, job(name, ranks), lambda one, size=size: made_up(one, size * GB), with_change=with_change
-        )
+        made = make_row(asked, job(name, ranks), lambda one, size=size: made_up(one, size * GB))
         if seconds is not None:
             made = replace(made, speed=replace(made.speed, step_seconds=(0.9 * seconds, 1.1 * seconds)))
         rows.append(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 
@@ -13,34 +14,18 @@ from tests.helpers.plan_jobs import GB, ROOT, job
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.prediction import PARTS, Prediction
-from zero_recipes.plan import formulas
-from zero_recipes.plan.formulas import overheads, predict_by_formulas, shape_of
+from zero_recipes.plan.formulas import Sizes, overheads, predict_by_formulas, shape_of
 from zero_recipes.plan.job import known_models
 from zero_recipes.plan.predict import Predictor
-from zero_recipes.plan.simulator import parent
 
 PSI = 6_857_302_016  # EleutherAI/pythia-6.9b
 H = 4096
 EMBEDDING = 50432 * H
 TOKENS = 4 * 512  # recipes/pythia.yaml: four sequences of 512
-MEMBERS = (
-    "zero3_infinity",
-    "zero3_offload_infinity",
-    "zero3_hpz",
-    "zero3_qwz",
-    "zero3_qgz",
-    "zero3_plus_plus",
-    "fsdp2",
-)
 
 
 def member(name: str, ranks: int = 4, gpus_per_node: int = 2, **values):
     return job(name, ranks, gpus_per_node=gpus_per_node, **values)
-
-
-def with_zero(asked, **keys):
-    zero = asked.ds_config["zero_optimization"] | keys
-    return replace(asked, ds_config=asked.ds_config | {"zero_optimization": zero})
 
 
 @pytest.mark.parametrize("name", sorted({entry["model"] for entry in known_models().values()}))
@@ -120,10 +105,10 @@ def test_infinity_takes_the_disk_and_not_the_hosts_memory():
 def test_activations_are_korthikantis_without_dropout():
     """34sbh + 5as²b of arXiv:2205.05198, less the masks: 2sbh and as²b."""
     heads, layers, s = 32, 32, 512
-    shape = shape_of(job("zero3").config, Settings({"use_peft": False}))
 
     def kept(**values):
-        return formulas.activation_bytes(job("zero3", **values), shape)
+        asked = job("zero3", **values)
+        return Sizes(asked, shape_of(asked.config, asked.settings)).activations()
 
     scores, fused = 4 * heads * TOKENS * s, 4 * heads * TOKENS
     assert kept(attn_implementation="eager") == layers * (32 * TOKENS * H + scores) + 2 * 2 * TOKENS * H
@@ -131,14 +116,10 @@ def test_activations_are_korthikantis_without_dropout():
     assert kept(activation_checkpointing=True) == layers * 2 * TOKENS * H + 32 * TOKENS * H + fused
     assert kept(activation_checkpointing=None) == kept(activation_checkpointing=True)  # TRL's default is to recompute
     assert kept(sequence_parallel_size=2) == kept() / 2
-
-
-def test_grouped_queries_and_gated_mlps_count_by_their_own_widths():
-    shape = shape_of(known_models()["meta-llama/Meta-Llama-3-8B"]["config"], Settings({"use_peft": False}))
-    assert (shape.query_width, shape.kv_width, shape.ffn, shape.gated) == (4096, 1024, 14336, True)
+    llama = replace(job("zero3"), config=known_models()["meta-llama/Meta-Llama-3-8B"]["config"])
     # input, queries, keys, values, output; one sum per head; input, gate, up, SiLU, product; two norms
     by_hand = 2 * (4096 + 4096 + 2 * 1024 + 4096) + 4 * 32 + 2 * (4096 + 4 * 14336) + 2 * 2 * 4096
-    assert formulas.layer_bytes(job("zero3"), shape, 1) == by_hand
+    assert Sizes(llama, shape_of(llama.config, llama.settings)).layer(1) == by_hand
 
 
 @pytest.mark.parametrize(
@@ -156,9 +137,9 @@ def test_grouped_queries_and_gated_mlps_count_by_their_own_widths():
 )
 def test_buckets_and_what_stage_3_gathers(strategy, ranks, keys, elements):
     """At least the largest tensor is gathered whole, whatever stage3_max_live_parameters says."""
-    asked = with_zero(job(strategy, ranks), **keys)
-    shape = shape_of(asked.config, asked.settings)
-    assert formulas.bucket_bytes(asked, shape) == 2 * elements
+    asked = job(strategy, ranks)
+    asked = replace(asked, ds_config={"zero_optimization": asked.ds_config["zero_optimization"] | keys})
+    assert Sizes(asked, shape_of(asked.config, asked.settings)).terms.buckets == 2 * elements
 
 
 def test_copies_in_the_step_and_beside_it():
@@ -174,7 +155,7 @@ def test_copies_in_the_step_and_beside_it():
         predict_by_formulas(job("zero2", load_best_model_at_end=best, max_length=1, per_device_train_batch_size=1))
         for best in (True, False)
     )
-    loading = plain.memory_phases.step + 8 * PSI // 2
+    loading = (2 + 6) * PSI + 8 * PSI // 2
     assert best.allocated_peak_bytes == max(plain.allocated_peak_bytes, loading)
     evaluating = predict_by_formulas(job("zero3", eval_strategy="steps", per_device_eval_batch_size=4096))
     assert evaluating.peak_phase == "evaluation"
@@ -208,31 +189,19 @@ def test_flops_are_six_per_weight_and_token_and_eight_with_recomputation():
     assert again == 8 * multiplied * tokens + attention * 4 // 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "sizes", "width_of_mlp"),
-    [
-        ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}, 2 * 48),
-        (
-            "qwen2_moe",
-            {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "intermediate_size": 48}
-            | {"shared_expert_intermediate_size": 28},
-            3 * 20 + 28,
-        ),
-    ],
-)
-def test_a_token_takes_the_flops_and_the_activations_of_the_experts_that_it_goes_to(kind, sizes, width_of_mlp):
+def test_a_token_takes_the_flops_and_the_activations_of_the_experts_that_it_goes_to():
     """Against the model's own modules, and the same weights with every expert at work."""
-    config = {"model_type": kind, "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3}
+    config = {"model_type": "mixtral", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
-    asked = replace(job("zero3", max_length=64), config=config | sizes)
+    config |= {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}
+    asked = replace(job("zero3", max_length=64), config=config)
     shape = shape_of(asked.config, asked.settings)
     tokens = 64 * asked.settings.per_device_train_batch_size * asked.settings.gradient_accumulation_steps
     attention = 12 * 3 * 64 * 32 * tokens
     found = predict_by_formulas(asked).flops_per_step - attention
     assert found == pytest.approx(6 * shape.flops.weights * tokens, rel=0.02)  # norms have no product
-    assert shape.ffn == width_of_mlp and shape.gated
-    every = next(key for key in sizes if key.startswith("num_"))
-    busy = replace(asked, config=config | sizes | {"num_experts_per_tok": sizes[every]})
+    assert shape.ffn == 2 * 48 and shape.gated
+    busy = replace(asked, config=config | {"num_experts_per_tok": 8})
     assert predict_by_formulas(busy).flops_per_step - attention == 6 * shape.multiplied * tokens
 
 
@@ -266,15 +235,18 @@ def test_collectives(strategy, moved):
 MEASURED = json.loads((ROOT / "benchmarks" / "results" / "zero_family.json").read_text())
 
 
-def of_size(asked, psi: int, **more):
-    return replace(shape_of(asked.config, Settings({"use_peft": False})), parameters=psi, trainable=psi, **more)
+def sizes_of(asked, psi: int, **more) -> Sizes:
+    """Of a model with so many parameters."""
+    shape = copy.copy(shape_of(asked.config, Settings({"use_peft": False})))
+    vars(shape).update(parameters=psi, trainable=psi, **more)
+    return Sizes(asked, shape)
 
 
 def test_fsdp2_states_are_those_that_were_measured():
     rows = json.loads((ROOT / "benchmarks" / "results" / "fsdp.json").read_text())["rows"]
     found = next(row for row in rows if row["strategy"] == "fsdp2")
     asked = member("fsdp2", found["world_size"], gradient_accumulation_steps=1)
-    states = formulas.model_states(asked, of_size(asked, found["parameters"], dtype="float32"))
+    states = sizes_of(asked, found["parameters"], dtype="float32").terms.states
     for part in ("params", "grads", "optimizer"):
         assert getattr(states, part) == pytest.approx(found[f"{part}_bytes"], rel=1e-3)
 
@@ -286,9 +258,11 @@ def test_plus_plus_holds_and_moves_what_was_measured(name):
     found = MEASURED["plus_plus"][name]
     psi = MEASURED["plus_plus"]["zero3"]["between_nodes_by_collective"]["reduce_scatter"] // 2
     asked = member(name, gradient_accumulation_steps=1)
-    assert formulas.model_states(asked, of_size(asked, psi)).params == found["params_bytes"]
-    moved = formulas.communication_bytes(asked, of_size(asked, psi))
-    outside = moved["all_gather"] / (2 if asked.zero.hpz_partition_size > 1 else 1) + moved["reduce_scatter"]
+    terms = sizes_of(asked, psi).terms
+    assert terms.states.params == found["params_bytes"]
+    outside = (
+        terms.moved["all_gather"] / (2 if asked.zero.hpz_partition_size > 1 else 1) + terms.moved["reduce_scatter"]
+    )
     assert outside / (2 * psi) == pytest.approx(found["between_nodes_phi"], rel=0.02)
 
 
@@ -296,38 +270,32 @@ def test_plus_plus_holds_and_moves_what_was_measured(name):
 def test_offloaded_states_are_those_that_were_measured(name):
     found = MEASURED["offload"][name]
     (held, _), psi = found["model_state_bytes"], found["parameters"]
-    asked = member(name, len(found["model_state_bytes"]), gradient_accumulation_steps=1)
-    assert formulas.model_states(asked, of_size(asked, psi)).params == pytest.approx(held["params"], rel=1e-3)
-    beside = held["offloaded_host"] - formulas._offloaded(asked, of_size(asked, psi), "cpu")
+    terms = sizes_of(member(name, len(found["model_state_bytes"]), gradient_accumulation_steps=1), psi).terms
+    assert terms.states.params == pytest.approx(held["params"], rel=1e-3)
+    beside = held["offloaded_host"] - terms.on_host
     assert beside / (psi / 2) == pytest.approx(6 if name == "zero3_offload" else 4, rel=0.01)  # gradients of its part
 
 
 # the prediction as a whole
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        *map(member, MEMBERS),
-        job("zero3", max_length=None),
-        job("zero3", sequence_parallel_size=2),
-        job("zero2", use_peft=True, load_in_4bit=True),
-    ],
-    ids=[*MEMBERS, "no max_length", "Ulysses", "QLoRA"],
-)
+NOT_SIMULATED = {
+    "infinity": member("zero3_infinity"),
+    "hpz": member("zero3_hpz"),
+    "qwz": member("zero3_qwz"),
+    "qgz": member("zero3_qgz"),
+    "fsdp2": member("fsdp2"),
+    "no max_length": job("zero3", max_length=None),
+    "Ulysses": job("zero3", sequence_parallel_size=2),
+    "QLoRA": job("zero2", use_peft=True, load_in_4bit=True),
+}
+
+
+@pytest.mark.parametrize("asked", NOT_SIMULATED.values(), ids=NOT_SIMULATED)
 def test_what_is_not_simulated_is_by_formulas_and_says_so(asked):
     predicted = Predictor()(asked)
     assert predicted.source == "formulas" and predicted.notes[0].startswith(f"{asked.strategy} is by formulas: ")
     assert "by formulas:" not in str(Predictor(quick=True)(asked).notes)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "changes", "says"),
-    [("zero3", {"max_length": None}, "sequences of 2048 tokens"), ("zero2_autocast", {}, "torch_autocast")],
-)
-def test_what_the_formulas_do_not_know_is_said(strategy, changes, says):
-    assert any(says in note for note in predict_by_formulas(job(strategy, name="pythia-410m", **changes)).notes)
-    assert not any(says in note for note in predict_by_formulas(job("zero3", name="pythia-410m")).notes)
 
 
 def test_a_prediction_is_whole_and_a_config_of_an_unknown_class_is_refused():
@@ -338,22 +306,12 @@ def test_a_prediction_is_whole_and_a_config_of_an_unknown_class_is_refused():
         predict_by_formulas(replace(job("zero3"), config={"model_type": "no_such_model"}))
 
 
-FOUND = dict.fromkeys(("parameters", "trainable_parameters", "gradient_accumulation_steps", "flops_per_step"), 1)
-FOUND |= dict.fromkeys(("allocated_peak_bytes", "host_load", "host_training", "imports", "resident_bytes"), 900)
-FOUND |= {"peak_phase": "step", "peak_operator": "", "at_peak": {}, "peaks": {}, "communication_bytes_per_step": {}}
-FOUND |= {"reserved_peak_bytes": 10**10, "seconds": 1.0}
-FOUND["model_state_bytes"] = dict.fromkeys(("params", "grads", "optimizer", "offloaded_host", "offloaded_disk"), 0)
-FOUND["memory_phases"] = dict.fromkeys(("model_loaded", "engine_built", "forward", "backward", "step"), 0)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_formulas_and_simulation_add_the_same_overheads(ranks):
-    known = overheads()
+def test_a_context_and_of_several_ranks_a_communicator_stand_beside_the_segments(ranks):
+    known, found = overheads(), predict_by_formulas(job("zero2", ranks))
     beside = int(known.context) + (int(known.communicator) if ranks == 2 else 0)
-    by_engine, by_formulas = parent._prediction(job("zero2", ranks), [FOUND]), predict_by_formulas(job("zero2", ranks))
-    for found, segments in ((by_engine, 10**10), (by_formulas, by_formulas.allocated_peak_bytes)):
-        assert found.reserved_bytes.low == segments + beside
-        assert found.reserved_bytes.high == int(segments * known.fragmentation) + beside
+    assert found.reserved_bytes.low == found.allocated_peak_bytes + beside
+    assert found.reserved_bytes.high == int(found.allocated_peak_bytes * known.fragmentation) + beside
 
 
 SIZES = dict(

@@ -6,28 +6,10 @@ from contextlib import chdir
 
 import pytest
 
-from tests.helpers.damaged_metrics import CONTENTS
-from tests.helpers.report_runs import metrics, save
 from zero_recipes.checkpoint.output_dir import refuse_occupied
 from zero_recipes.cli.sweep import _row
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.read_runs import read_run
-from zero_recipes.plan.cost import read_measured
-
-
-@pytest.mark.parametrize("content", CONTENTS, ids=lambda content: repr(content[:30]))
-def test_nothing_that_is_no_metrics_json_calibrates(tmp_path, content):
-    (tmp_path / "metrics.json").write_bytes(content)
-    with pytest.raises(Refusal, match="ZR812"):
-        read_measured(tmp_path / "metrics.json")
-
-
-@pytest.mark.parametrize("key", ["world_size", "micro_batch_size", "gradient_accumulation_steps", "max_length"])
-def test_a_number_that_no_run_has_does_not_calibrate(tmp_path, key):
-    save(tmp_path, metrics("zero1") | {key: -1})
-    with pytest.raises(Refusal, match="ZR812") as refusal:
-        read_measured(tmp_path / "metrics.json")
-    assert f"{key} is -1" in refusal.value.why
 
 
 def test_a_sweep_goes_on_where_a_run_left_damaged_files(tmp_path):

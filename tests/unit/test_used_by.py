@@ -57,7 +57,7 @@ def test_check_plan_and_sweep_take_the_file_of_a_launch(root, monkeypatch, capsy
     assert "zero3 (DeepSpeed, ds_configs/zero3.json)" in capsys.readouterr().out
     plan = ["plan", "recipes/tiny.yaml", "--gpus", "2", "--gpu", "h200", "--quick", "--json"]
     assert cli.main([*plan, "--config_file", "zero3.yaml"]) == 0
-    assert [row["strategy"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["zero3"]
+    assert [row["job"]["strategy"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["zero3"]
     swept = []
     monkeypatch.setattr("zero_recipes.cli.sweep.sweep", lambda recipe, names, *_, **__: swept.append(names) or [])
     for words in (["--config_file", "accelerate_configs/zero3_offload.yaml"], ["--config_file", "ddp.yaml"], []):

@@ -5,7 +5,7 @@ And how far a job can grow. By predictions, never guessed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from zero_recipes.config.ds_config import OFFLOADS, DsConfig
@@ -13,14 +13,28 @@ from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import Gpu
 from zero_recipes.metrics.prediction import Prediction
 from zero_recipes.plan.cost import Speed, estimate
-from zero_recipes.plan.job import Job, PlanRequest, Strategies, why_not, with_hpz
+from zero_recipes.plan.job import Job, PlanRequest, Strategies, why_not
 from zero_recipes.plan.predict import Fit, Predict, fit_of
 
-MOST_GPUS = 1024
 MOST_SEQUENCES = 4096  # a micro batch beyond it gains nothing
 LENGTH_STEP = 64  # tokens; tensor cores want multiples of it
-# what a change costs: first time, then another way of training, then money
-COST_ORDER = ("nothing", "evaluation", "checkpointing", "micro batch", "stage", "offload", "LoRA", "GPUs")
+ROOM = 0.25  # of the GPU's memory, to be left: for larger batches and evaluations, and for what the plan does not know
+# what a change costs: first time, then another way of training
+COST_ORDER = ("nothing", "evaluation", "checkpointing", "micro batch", "stage", "offload", "LoRA")
+PLUS_PLUS = ("zero3_hpz", "zero3_plus_plus", "zero3_qwz", "zero3_qgz")
+# the strategies of each place of the model states (on the GPUs, in the memory of each node, on NVMe), both in the order
+# in which they are tried. Lower stages communicate less. Stage 2 goes before stage 1, which holds whole gradients for
+# longer and is no faster; where accumulation makes stage 2 slower, it is not among the fastest. ZeRO++ comes once a
+# stage below 3 is out of the question; hpZ first, which changes no number. FSDP2 shares out as much as stage 3.
+PLACES = (
+    ("ddp", "zero0", "zero2", "zero1", *PLUS_PLUS, "zero3", "fsdp2"),
+    ("zero2_offload", "zero3_offload"),
+    ("zero3_offload_infinity", "zero3_infinity"),
+)
+ORDER = tuple(strategy for place in PLACES for strategy in place)
+
+
+# changes
 
 
 @dataclass(frozen=True)
@@ -52,142 +66,84 @@ def smallest_change(
     where smaller activations change nothing. `strategies`: where higher stages and offload come from. `host`, `nvme`:
     bytes of each machine's memory and NVMe, None where they are not known; without NVMe none is used.
     """
-    for setting, changed in _settings(job, _eligible(job, strategies, nvme)):
+    for setting, changed in _settings(job, strategies, nvme):
         for extra, smaller in _smaller(changed):
             try:
                 prediction = predict(smaller)
             except Refusal:  # e.g. LoRA without target modules for this architecture
                 break
             fit = fit_of(prediction, capacity, host, nvme)
-            if (
-                fit.status != "fits" and prediction.peak_phase == "evaluation"
-            ):  # it keeps less than a training step does
-                settings = smaller.settings
-                size = min(settings.per_device_eval_batch_size, settings.per_device_train_batch_size)
-                extra = costliest_change(extra, "evaluation")
+            if fit.status != "fits" and prediction.peak_phase == "evaluation":  # it keeps less than a step does
+                values, extra = smaller.settings, costliest_change(extra, "evaluation")
+                size = min(values.per_device_eval_batch_size, values.per_device_train_batch_size)
                 smaller = smaller.changed(per_device_eval_batch_size=size)
                 prediction = predict(smaller)
                 fit = fit_of(prediction, capacity, host, nvme)
-            if fit.host_lacks or fit.nvme_lacks or _beyond_smaller_activations(prediction, capacity):
-                break
             if fit.status == "fits" and smaller is not job:
                 return Change(job, costliest_change(setting, extra), smaller, prediction, fit)
+            at_step = prediction.peak_phase in ("step", "best model") and prediction.reserved_bytes.low > capacity
+            if fit.host_lacks or fit.nvme_lacks or at_step or prediction.state_bytes > capacity:
+                break  # smaller activations change nothing
     return None
 
 
-def _eligible(job: Job, strategies: Strategies, nvme: int | None) -> Strategies:
-    """Those that this machine can run, and that train with the job's arithmetic."""
-    found = {}
-    for name, config in strategies.items():
-        changed = _under(job, name, strategies)
-        alike = _arithmetic(changed.zero) == _arithmetic(job.zero)
-        on_disk = changed.on_nvme and nvme is None and not job.on_nvme
-        if name == job.strategy or (alike and not on_disk and why_not(changed) is None):
-            found[name] = config
-    return found
+def _settings(job: Job, strategies: Strategies, nvme: int | None) -> Iterator[tuple[str, Job]]:
+    """(of COST_ORDER, the job): as it is, higher stages, offload, LoRA. Strategies that this machine can run, and that
+    train with the job's arithmetic."""
+    yield "nothing", job
+    kinds = [("stage", False)] if job.zero.offloads else [("stage", False), ("offload", True)]
+    for costs, offloads in kinds:
+        for name, config in strategies.items():
+            changed = job.under(name, config)
+            alike = _arithmetic(changed.zero) == _arithmetic(job.zero) and changed.zero.offloads == offloads
+            higher = changed.zero.stage >= job.zero.stage + (not offloads)
+            on_disk = changed.on_nvme and nvme is None
+            if alike and higher and not on_disk and why_not(changed) is None:
+                yield costs, changed
+    if not job.settings.use_peft:
+        yield "LoRA", job.changed(use_peft=True)
 
 
 def _arithmetic(zero: DsConfig) -> tuple:
     return zero.adam_bytes, zero.autocast, zero.quantizes_weights, zero.quantizes_gradients
 
 
-def _settings(job: Job, strategies: Strategies) -> Iterator[tuple[str, Job]]:
-    """(of COST_ORDER, the job): as it is, higher stages, offload, LoRA, more GPUs."""
-    yield "nothing", job
-    views = {name: DsConfig(config or {}) for name, config in strategies.items()}
-    flat = [name for name, zero in views.items() if not zero.offloads]
-    for name in flat:
-        if views[name].stage > job.zero.stage:
-            yield "stage", _under(job, name, strategies)
-    if not job.zero.offloads:
-        for name, zero in views.items():
-            if zero.offloads and zero.stage >= job.zero.stage:
-                yield "offload", _under(job, name, strategies)
-    if not job.settings.use_peft:
-        yield "LoRA", job.changed(use_peft=True)
-    highest = max(flat, key=lambda name: views[name].stage, default=job.strategy)
-    spread = [job] if highest == job.strategy else [job, _under(job, highest, strategies)]
-    ranks = 2 * job.world_size
-    while ranks <= MOST_GPUS:
-        for changed in spread:
-            more = _on(changed, ranks)
-            if more is not None and changed.zero.stage > 0:  # without shards more GPUs do not help
-                yield "GPUs", more
-        ranks *= 2
-
-
 def _smaller(job: Job) -> Iterator[tuple[str, Job]]:
     """(of COST_ORDER, the job): as it is, recomputing activations, and its micro batch halved again and again."""
     yield "nothing", job
-    recomputing = job
-    if not job.recomputes:
-        recomputing = job.changed(activation_checkpointing=True)
-        yield "checkpointing", recomputing
-    batch = job.settings.per_device_train_batch_size
-    passes = job.settings.gradient_accumulation_steps
+    ways = [job] if job.recomputes else [job, job.changed(activation_checkpointing=True)]
+    for changed in ways[1:]:
+        yield "checkpointing", changed
+    batch, passes = job.settings.per_device_train_batch_size, job.settings.gradient_accumulation_steps
     for smaller in (size for size in range(batch // 2, 0, -1) if batch % size == 0):
         sizes = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": passes * batch // smaller}
-        if recomputing is not job:
-            yield "micro batch", job.changed(**sizes)
-        yield "micro batch", recomputing.changed(**sizes)
+        for changed in ways:
+            yield "micro batch", changed.changed(**sizes)
 
 
-def _on(job: Job, ranks: int) -> Job | None:
-    """The same global batch on more ranks where it can be divided; None where the recipe fixes it and it cannot."""
-    batch, passes = job.settings.per_device_train_batch_size, job.settings.gradient_accumulation_steps
-    total = job.world_size * batch * passes
-    if total % (ranks * batch) == 0:
-        passes = total // (ranks * batch)
-    elif job.settings.global_batch_size is not None:
-        return None
-    node = job.gpus_per_node if job.gpus_per_node < job.world_size else min(ranks, max(8, job.gpus_per_node))
-    return replace(job.changed(gradient_accumulation_steps=passes), world_size=ranks, gpus_per_node=node)
-
-
-def _under(job: Job, name: str, strategies: Strategies) -> Job:
-    config = with_hpz(strategies[name], job.ranks_per_node)
-    return replace(job.changed(deepspeed=config), strategy=name, ds_config=config)
-
-
-def _beyond_smaller_activations(prediction: Prediction, capacity: int) -> bool:
-    """Whether the states alone, or the optimizer step or the best model's states, are too large."""
-    in_step = prediction.peak_phase in ("step", "best model") and prediction.reserved_bytes.low > capacity
-    return in_step or prediction.state_bytes > capacity
+# limits
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a job can grow on its GPUs."""
+    """How far a job can grow on its GPUs; 0 where not even the least fits."""
 
     micro_batch_size: int  # sequences of the recipe's max_length
-    max_length: int  # tokens, with the recipe's micro batch
+    max_length: int  # tokens, a multiple of 64 within the model's positions, with the recipe's micro batch
 
 
 def limits_of(job: Job, capacity: int, predict: Predict, guess: Predict) -> Limits:
     """By `predict`, looked for near those by `guess`, which costs nothing."""
-    batch, length = largest_micro_batch(job, capacity, guess), longest_sequence(job, capacity, guess)
-    return Limits(largest_micro_batch(job, capacity, predict, batch), longest_sequence(job, capacity, predict, length))
-
-
-def largest_micro_batch(job: Job, capacity: int, predict: Predict, start: int = 1) -> int:
-    """Sequences of the recipe's max_length in one micro batch; 0 where not even one fits. `start`: a guess."""
-    return largest(lambda size: _fits(job, capacity, predict, per_device_train_batch_size=size), MOST_SEQUENCES, start)
-
-
-def longest_sequence(job: Job, capacity: int, predict: Predict, start: int = LENGTH_STEP) -> int:
-    """Tokens, a multiple of 64, with the recipe's micro batch; 0 where not even 64 fit. `start`: a guess.
-
-    No longer than the positions that the model's config has.
-    """
     positions = job.config.get("max_position_embeddings") or job.config.get("n_positions") or 131072
-    fits = lambda steps: _fits(job, capacity, predict, max_length=LENGTH_STEP * steps)  # noqa: E731
-    return LENGTH_STEP * largest(fits, positions // LENGTH_STEP, start // LENGTH_STEP)
 
+    def fits(by: Predict, **values: int) -> bool:  # a recipe's global_batch_size speaks of its own micro batch
+        return fit_of(by(job.changed(global_batch_size=None, **values)), capacity).status == "fits"
 
-def _fits(job: Job, capacity: int, predict: Predict, **values: int) -> bool:
-    # a recipe's global_batch_size speaks of its own micro batch
-    changed = job.changed(global_batch_size=None, **values)
-    return fit_of(predict(changed), capacity).status == "fits"
+    batch = length = 1
+    for by in (guess, predict):
+        batch = largest(lambda size, by=by: fits(by, per_device_train_batch_size=size), MOST_SEQUENCES, batch)
+        length = largest(lambda n, by=by: fits(by, max_length=LENGTH_STEP * n), positions // LENGTH_STEP, length)
+    return Limits(batch, LENGTH_STEP * length)
 
 
 def largest(fits: Callable[[int], bool], most: int, start: int) -> int:
@@ -205,7 +161,7 @@ def largest(fits: Callable[[int], bool], most: int, start: int) -> int:
     return good
 
 
-ROOM = 0.25  # of the GPU's memory, to be left: for larger batches and evaluations, and for what the plan does not know
+# rows
 
 
 @dataclass(frozen=True)
@@ -215,15 +171,13 @@ class Row:
     job: Job
     prediction: Prediction
     fit: Fit
-    speed: Speed  # every sequence as long as it may be
-    real: Speed | None = None  # of the rows, where their lengths are known
+    speed: Speed  # of the rows; where their lengths are not known, every sequence is taken to be as long as it may be
     change: Change | None = None  # only where it does not fit, and where there is one
     limits: Limits | None = None  # only where they are requested
 
     @property
-    def expected(self) -> Speed:
-        """The best that is known of the run's."""
-        return self.real or self.speed
+    def fits(self) -> bool:
+        return self.fit.status == "fits"
 
     @property
     def offloads(self) -> bool:
@@ -234,32 +188,29 @@ class Row:
         return self.fit.margin >= ROOM * self.fit.capacity
 
 
-def make_row(
-    request: PlanRequest, job: Job, predict: Predict, factor: float | None = None, with_change: bool = True
-) -> Row:
-    """`factor`: measured over estimated seconds (cost.py). `with_change`: look for one where `job` does not fit."""
-    prediction, gpu = predict(job), request.gpu
-    fit = fit_of(prediction, gpu.memory_bytes, request.host, request.nvme)
-    change = None
-    if with_change and fit.status != "fits":
-        change = smallest_change(job, gpu.memory_bytes, predict, request.strategies, request.host, request.nvme)
-    real = request.lengths and estimate(job, prediction, gpu, factor, request.lengths)
-    return Row(job, prediction, fit, estimate(job, prediction, gpu, factor), real, change)
+def make_row(request: PlanRequest, job: Job, predict: Predict, factor: float | None = None) -> Row:
+    """`factor`: measured over estimated seconds (cost.py)."""
+    prediction = predict(job)
+    fit = fit_of(prediction, request.gpu.memory_bytes, request.host, request.nvme)
+    return Row(job, prediction, fit, estimate(job, prediction, request.gpu, factor, request.lengths))
 
 
 def rows_of(request: PlanRequest, jobs: Sequence[Job], predict: Predict, factor: float | None) -> list[Row]:
     """A row for each job. Changes are looked for where one count is requested, or nothing fits, on the most GPUs."""
-    is_one = len(request.counts) == 1
-    rows = [make_row(request, job, predict, factor, with_change=is_one) for job in jobs]
-    if is_one or any(row.fit.status == "fits" for row in rows):
+    rows = [make_row(request, job, predict, factor) for job in jobs]
+    if len(request.counts) > 1 and any(row.fits for row in rows):
         return rows
-    most = max(row.job.world_size for row in rows)
-    return [make_row(request, row.job, predict, factor) if row.job.world_size == most else row for row in rows]
+    most, machine = max(job.world_size for job in jobs), (request.strategies, request.host, request.nvme)
+    changes = [
+        None if row.fits or row.job.world_size < most else smallest_change(row.job, row.fit.capacity, predict, *machine)
+        for row in rows
+    ]
+    return [replace(row, change=change) for row, change in zip(rows, changes, strict=True)]
 
 
 def fewest_gpus(rows: Sequence[Row], with_offload: bool) -> int | None:
     """The fewest GPUs on which a strategy fits."""
-    fitting = [row for row in rows if row.fit.status == "fits" and (with_offload or not row.offloads)]
+    fitting = [row for row in rows if row.fits and (with_offload or not row.offloads)]
     return min((row.job.world_size for row in fitting), default=None)
 
 
@@ -269,45 +220,7 @@ def smallest_machine(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.job.world_size == count]
 
 
-def fastest_of(rows: Sequence[Row]) -> list[Row]:
-    """Those that are as fast as the fastest one, within the error of its estimate."""
-    fastest = min(rows, key=lambda row: row.expected.middle, default=None)
-    return [row for row in rows if row.expected.middle <= fastest.expected.step_seconds[1]]
-
-
-def _without_plus_plus(rows: Sequence[Row]) -> list[Row]:
-    """All of them where ZeRO++ is all there is: only a comparison tells whether it is worth its rounding."""
-    return [row for row in rows if kind(row.job) not in PLUS_PLUS] or list(rows)
-
-
-def _leaves_room(row: Row, others: Sequence[Row]) -> bool:
-    """A quarter of each GPU is left, and none is faster."""
-    return row in fastest_of(_without_plus_plus(others)) and row.has_room
-
-
-def _is_faster(row: Row, others: Sequence[Row]) -> bool:
-    """Faster than all without ZeRO++, beyond the error of the estimates: on several nodes."""
-    exact = _without_plus_plus(others)
-    parts = [other for other in others if other not in exact]
-    slowest = row.expected.step_seconds[1]
-    return row in fastest_of(parts) and all(slowest < other.expected.middle for other in exact)
-
-
-PLUS_PLUS = ("zero3_hpz", "zero3_plus_plus", "zero3_qwz", "zero3_qgz")
-# {strategy: its rule, which takes a row of it and all rows of its place that fit}, for each place of the model states:
-# on the GPUs, in the memory of each node, on NVMe. Places and their rules are tried in turn; where a strategy fits in a
-# place and no rule holds, the one of the fastest that leaves most of each GPU is chosen.
-# Lower stages communicate less. Stage 2 goes before stage 1, which holds whole gradients for longer and is no faster;
-# where accumulation makes stage 2 slower, it is not among the fastest. ZeRO++ comes once a stage below 3 is out of the
-# question; hpZ first, which changes no number. FSDP2 shares out as much as stage 3.
-PLACES = (
-    dict.fromkeys(("ddp", "zero0", "zero2", "zero1"), _leaves_room)
-    | dict.fromkeys(PLUS_PLUS, _is_faster)
-    | dict.fromkeys(("zero3", "fsdp2"), _leaves_room),
-    dict.fromkeys(("zero2_offload", "zero3_offload"), _leaves_room),
-    dict.fromkeys(("zero3_offload_infinity", "zero3_infinity"), _leaves_room),
-)
-ORDER = tuple(strategy for place in PLACES for strategy in place)
+# the choice
 
 
 @dataclass(frozen=True)
@@ -323,7 +236,7 @@ class Recommendation:
 
     @property
     def fitting(self) -> list[Row]:
-        return [row for row in self.rows if row.fit.status == "fits" and row not in self.other_arithmetic]
+        return [row for row in self.rows if row.fits and row not in self.other_arithmetic]
 
     @property
     def job(self) -> Job | None:
@@ -332,23 +245,38 @@ class Recommendation:
 
 
 def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
-    """What the first place that holds a strategy says by its rules; else the change of all rows that costs least.
+    """Of the first place that holds a strategy: the first of its fastest that leaves room, or of ZeRO++ what is faster
+    than all others beyond the error of the estimates; else the fastest that leaves most. Where nothing fits, the change
+    of all rows that costs least.
 
-    As fast: on average no slower than the slow end of the fastest row's range, for the estimate is no better than its
-    range. Strategies with another arithmetic are never chosen beside others. `rows`: of one machine.
+    Strategies with another arithmetic are never chosen beside others. `rows`: of one machine.
     """
     exact = [row for row in rows if not changes_arithmetic(row.job)] or list(rows)
-    fitting = [row for row in exact if row.fit.status == "fits"]
-    otherwise = [row for row in rows if row not in exact and row.fit.status == "fits"]
+    fitting = [row for row in exact if row.fits]
+    otherwise = [row for row in rows if row not in exact and row.fits]
     if not fitting:
-        changes = [row.change for row in exact if row.change]
-        least = min(changes, key=lambda change: _cost_of(change, gpu), default=None)
+        costs = lambda one: (COST_ORDER.index(one.costliest), estimate(one.job, one.prediction, gpu).middle)  # noqa: E731
+        least = min((row.change for row in exact if row.change), key=costs, default=None)
         return Recommendation(rows, gpu, change=least, other_arithmetic=otherwise)
-    place, found = next((place, found) for place in PLACES if (found := _in(place, fitting)))
-    by_rule = (row for row in found if place[kind(row.job)](row, found))
-    chosen = next(by_rule, None) or max(fastest_of(_without_plus_plus(found)), key=lambda row: row.fit.margin)
-    alike = [row for row in found if (kind(row.job) in PLUS_PLUS) == (kind(chosen.job) in PLUS_PLUS)]
+    place_of = lambda row: (ORDER.index(kind(row.job)), -row.fit.margin)  # noqa: E731
+    ordered = sorted(fitting, key=place_of)
+    here = next(found for place in PLACES if (found := [row for row in ordered if kind(row.job) in place]))
+    plus_plus = [row for row in here if kind(row.job) in PLUS_PLUS]
+    others = [row for row in here if row not in plus_plus]
+    by_rule = [row for row in fastest_of(others) if row.has_room]
+    if others:
+        slowest = min(other.speed.middle for other in others)
+        by_rule += [row for row in fastest_of(plus_plus) if row.speed.step_seconds[1] < slowest]
+    chosen = min(by_rule, key=place_of, default=None)
+    chosen = chosen or max(fastest_of(others or here), key=lambda row: row.fit.margin)
+    alike = plus_plus if chosen in plus_plus else others
     return Recommendation(rows, gpu, chosen, fastest_of(alike), other_arithmetic=otherwise)
+
+
+def fastest_of(rows: Sequence[Row]) -> list[Row]:
+    """Those that are on average no slower than the slow end of the fastest one's range, its own error."""
+    fastest = min(rows, key=lambda row: row.speed.middle, default=None)
+    return [row for row in rows if row.speed.middle <= fastest.speed.step_seconds[1]]
 
 
 def kind(job: Job) -> str:
@@ -371,13 +299,3 @@ def changes_arithmetic(job: Job) -> bool:
     """Whether it trains with other numbers than mixed precision does: optimizer states in 16 bits, or torch_autocast,
     which keeps fp32 weights. (ZeRO++'s quantised collectives round too; they have rules of their own.)"""
     return job.zero.bf16_masters or job.zero.bf16_states or job.zero.autocast is not None
-
-
-def _in(place: Mapping[str, object], rows: Sequence[Row]) -> list[Row]:
-    """Those of the place, in the order of its rules."""
-    found = [row for row in rows if kind(row.job) in place]
-    return sorted(found, key=lambda row: (ORDER.index(kind(row.job)), -row.fit.margin))
-
-
-def _cost_of(change: Change, gpu: Gpu) -> tuple[int, float]:
-    return COST_ORDER.index(change.costliest), estimate(change.job, change.prediction, gpu).middle

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from zero_recipes.core.tables import terminal
 from zero_recipes.plan import output
 from zero_recipes.plan.choose import limits_of, recommend, rows_of, smallest_machine
-from zero_recipes.plan.cost import calibrated, read_measured
+from zero_recipes.plan.cost import calibrated
 from zero_recipes.plan.job import read_request
 from zero_recipes.plan.predict import Predictor
 
@@ -19,20 +19,20 @@ from zero_recipes.plan.predict import Predictor
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """The verb; `rest` overrides the recipe's keys. Returns 0. Raises Refusal for what cannot be planned."""
     request, predict = read_request(arguments, rest), Predictor(arguments.quick)
-    jobs, refused, excluded = request.jobs()
+    jobs, excluded = request.jobs()
     if not arguments.quick:  # all side by side; the predictor then knows them
         with Progress(console=terminal(stderr=True), transient=True) as progress:
             task = progress.add_task("simulating", total=len(jobs))
             predict.prepare(jobs, lambda job: progress.advance(task))
     factor = None
     if arguments.calibrate:
-        factor = calibrated(read_measured(arguments.calibrate), request, predict)
+        factor = calibrated(arguments.calibrate, request, predict)
     rows = rows_of(request, jobs, predict, factor)
     if arguments.max:
         quick, memory = Predictor(quick=True), request.gpu.memory_bytes
         rows = [replace(row, limits=limits_of(row.job, memory, predict, quick)) for row in rows]
     advice = recommend(smallest_machine(rows), request.gpu)
-    answer = output.Answer(request, rows, refused, excluded, advice, arguments.price)
+    answer = output.Answer(request, rows, excluded, advice, arguments.price)
     if arguments.output_dir:
         output.write_answer(answer, arguments.output_dir)
     if arguments.json:

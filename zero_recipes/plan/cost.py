@@ -1,36 +1,22 @@
 """How long a step takes and what a run costs: a range, from counted FLOPs and bytes and the GPU's figures.
 
 Without a measured run the range is 20 to 30 % to either side where GPUs are joined by NVLink, and wider where the link
-or the host decides; `--calibrate metrics.json` takes the share that a measured run reached instead.
-
-Which collectives go on while the GPU computes, by what the libraries do:
-- DeepSpeed 0.19.8, stage 0: runtime/engine.py `allreduce_gradients` reduces after the last backward; nothing overlaps.
-- stages 1 and 2: with `overlap_comm` a hook reduces each full bucket on a stream of its own while backward goes on
-  (zero/stage_1_and_2.py `process_gradients`, `average_tensor`); stage 1 in the last micro step only, stage 2 in each.
-  Without it the reduction is in backward's own stream, or after it. The all-gather of the updated weights comes after
-  the optimizer's step (`step`, `all_gather_dp_groups`), where there is nothing to hide behind.
-- stage 3: with `overlap_comm` (its default) weights are gathered ahead on a stream of their own in forward and backward
-  (zero/partitioned_param_coordinator.py `fetch_sub_module`) where `stage3_prefetch_bucket_size` is not 0, and gradients
-  reduced on another (zero/stage3.py `reduce_and_partition_stream`).
-- torch 2.13: DDP reduces each bucket during backward, under accumulation in the last micro step only (accelerate's
-  `no_sync`); FSDP2 gathers the next layer while one is at work, and reduces like DDP.
-Not counted: the launches of many small collectives, and the hooks in Python that start them; stage 3 has most of both.
+or the host decides; `--calibrate metrics.json` takes the share that a measured run reached instead. Not counted: the
+launches of many small collectives, and the hooks in Python that start them; stage 3 has most of both.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from zero_recipes.config.recipe import steps_by_epochs
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Gpu
 from zero_recipes.data.prepare import RowLengths
-from zero_recipes.metrics.flops import ModelFlops, squares
+from zero_recipes.metrics.flops import squares
 from zero_recipes.metrics.prediction import Prediction
+from zero_recipes.metrics.schema import ContractError, Metrics, read_part
 from zero_recipes.plan.formulas import shape_of
 from zero_recipes.plan.job import Job, PlanRequest, job_of
 from zero_recipes.plan.predict import Predict
@@ -52,40 +38,25 @@ CALIBRATED = 0.10  # to either side of a range that a measured run of the same k
 BY_LENGTH = ("group_by_length", "batch_rebalance")  # train_sampling_strategy: rows of a micro batch are alike
 
 
-# one sequence of a micro batch
+def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
+    """(tokens, FLOPs, share) of one sequence, the mean over a run: the first two without padding, the share of FLOPs
+    with it in those of a sequence that is as long as it may be.
 
-
-@dataclass(frozen=True)
-class OneSequence:
-    """The mean over a run. `tokens`, `flops` (metrics/flops.py): without padding; `places`: tokens with padding;
-    `computed`: FLOPs with padding, as a share of those of a sequence that is as long as it may be."""
-
-    tokens: float
-    places: float
-    flops: float
-    computed: float
-
-
-def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> OneSequence:
-    """`longest`: tokens that a sequence may have; `rows`: None where all have as many.
-
-    Raises Refusal where the model's class cannot be built.
+    `longest`: tokens that it may have; `rows`: None where all have as many. A padded row is as long as the longest of
+    those drawn with it at random. Raises Refusal where the model's class cannot be built.
     """
-    model = shape_of(job.config, job.settings).flops
+    model, settings = shape_of(job.config, job.settings).flops, job.settings
     full = model.of_rows([longest])
     if rows is None:
-        return OneSequence(longest, longest, full, 1.0)
+        return longest, full, 1.0
     tokens, flops = sum(rows.lengths) / rows.sequences, model.of_rows(rows.lengths) / rows.sequences
-    if not pads(job):
-        return OneSequence(tokens, longest if job.settings.packing else tokens, flops, flops / full)
-    places, padded = _padded(model, rows.lengths, padded_together(job))
-    return OneSequence(tokens, places, flops, padded / full)
-
-
-def pads(job: Job) -> bool:
-    """Whether a micro batch is as long as its longest row."""
-    alike = str(job.settings.train_sampling_strategy) in BY_LENGTH
-    return not (job.settings.packing or job.settings.padding_free or alike)
+    if settings.packing or settings.padding_free or str(settings.train_sampling_strategy) in BY_LENGTH:
+        return tokens, flops, flops / full
+    ordered, count, together = sorted(rows.lengths), len(rows.lengths), padded_together(job)
+    chances = [((i + 1) / count) ** together - (i / count) ** together for i in range(count)]  # of being the longest
+    mean = lambda values: sum(chance * value for chance, value in zip(chances, values, strict=True))  # noqa: E731
+    padded = [mean(squares(row, window) for row in ordered) for window in model.attention]
+    return tokens, flops, model.of_step(mean(ordered), padded) / full
 
 
 def padded_together(job: Job) -> int:
@@ -94,22 +65,6 @@ def padded_together(job: Job) -> int:
     each_pass = job.zero_stage in (2, 3) or job.is_fsdp or job.settings.gradient_accumulation_steps == 1
     replicas = job.world_size // job.sequence_parallel
     return job.settings.per_device_train_batch_size * (replicas if each_pass else 1)
-
-
-def _padded(model: ModelFlops, lengths: Sequence[float], together: int) -> tuple[float, float]:
-    """(tokens, FLOPs) of one row that is padded to the longest of `together` rows drawn at random, the mean."""
-    ordered = sorted(lengths)
-    count = len(ordered)
-    chances = [((i + 1) / count) ** together - (i / count) ** together for i in range(count)]  # of being the longest
-    places = sum(chance * length for chance, length in zip(chances, ordered, strict=True))
-    squared = [
-        sum(chance * squares(length, window) for chance, length in zip(chances, ordered, strict=True))
-        for window in model.attention
-    ]
-    return places, model.of_step(places, squared)
-
-
-# a step
 
 
 @dataclass(frozen=True)
@@ -138,8 +93,14 @@ def estimate(
 ) -> Speed:
     """`factor`: measured over estimated seconds, from `calibrated`; None without a measured run. `rows`: how long they
     are; None where every sequence is taken to be as long as it may be."""
-    each = sequence_of(job, prediction.max_length, rows)
-    computing = _computing(job, prediction, gpu, each.computed)
+    tokens, flops, computed = sequence_of(job, prediction.max_length, rows)
+    peak = gpu.peak_flops("tf32" if prediction.precision == "fp32" and job.settings.tf32 else prediction.precision)
+    # matrix products, and Adam where it runs on the GPU
+    share = prediction.trainable_parameters / (prediction.world_size if prediction.zero_stage else 1)
+    on_gpu = share if prediction.model_state_bytes.optimizer else 0
+    updated = on_gpu * ADAM_BYTES / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
+    needed, (slow, fast) = computed * prediction.flops_per_step, gpu.achievable
+    computing = needed / (peak * fast) + updated, needed / (peak * slow) + updated
     communicating = _communicating(job, prediction, gpu, computing)
     offloading = _offloading(job, prediction, gpu)
     low, high = (sum(ends) for ends in zip(computing, communicating, offloading, strict=True))
@@ -147,42 +108,27 @@ def estimate(
         middle = factor * sum((low, high)) / 2
         low, high = middle * (1 - CALIBRATED), middle * (1 + CALIBRATED)
     sequences = prediction.micro_batch_size * prediction.gradient_accumulation_steps / job.sequence_parallel
-    share = sequences * each.flops / _peak(job, prediction, gpu)
-    tokens = sequences * prediction.world_size * each.tokens
-    return Speed((low, high), computing, communicating, offloading, round(tokens), (share / high, share / low))
-
-
-def _peak(job: Job, prediction: Prediction, gpu: Gpu) -> float:
-    """Dense FLOP/s of the GPU in this run."""
-    return gpu.peak_flops("tf32" if prediction.precision == "fp32" and job.settings.tf32 else prediction.precision)
-
-
-def _computing(job: Job, prediction: Prediction, gpu: Gpu, computed: float) -> Range:
-    """Matrix products, and Adam where it runs on the GPU. `computed`: as of OneSequence."""
-    peak, (low, high) = _peak(job, prediction, gpu), gpu.achievable
-    share = prediction.trainable_parameters / (prediction.world_size if prediction.zero_stage else 1)
-    on_gpu = share if prediction.model_state_bytes.optimizer else 0
-    updated = on_gpu * ADAM_BYTES / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
-    flops = computed * prediction.flops_per_step
-    return flops / (peak * high) + updated, flops / (peak * low) + updated
+    used, tokens = sequences * flops / peak, round(sequences * prediction.world_size * tokens)
+    return Speed((low, high), computing, communicating, offloading, tokens, (used / high, used / low))
 
 
 def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range) -> Range:
     """Seconds that the computation waits for collectives: ring algorithms, over the slowest link between the ranks."""
-    ranks, moved = job.world_size, prediction.communication_bytes_per_step
-    one_node = ranks <= job.gpus_per_node
+    ranks, moved, one_node = (
+        job.world_size,
+        prediction.communication_bytes_per_step,
+        job.world_size <= job.gpus_per_node,
+    )
     bandwidth = 1e9 * (gpu.link_gb_s if one_node else min(gpu.network_gb_s, gpu.link_gb_s))
-    around = {
-        name: (2 if name.startswith("all_reduce") else 1) * (ranks - 1) / ranks * size for name, size in moved.items()
-    }
+    times = {name: 2 if name.startswith("all_reduce") else 1 for name in moved}
+    around = {name: times[name] * (ranks - 1) / ranks * size for name, size in moved.items()}
     if not one_node and "all_gather" in around and job.zero.hpz_partition_size > 1:  # backward's stay within a node
         around["all_gather"] *= 1 / 2 + 1 / 2 * bandwidth / (1e9 * gpu.link_gb_s)
     beside = sum(size for name, size in around.items() if overlaps(job, name))
     bare, behind = sum(around.values()) - beside, window(job)
-    ends = zip(computing, reversed(LINK_SHARE), reversed(HIDDEN), strict=True)
     low, high = (
         bare / bandwidth / share + max(0.0, beside / bandwidth / share - behind * hidden * seconds)
-        for seconds, share, hidden in ends
+        for seconds, share, hidden in zip(computing, reversed(LINK_SHARE), reversed(HIDDEN), strict=True)
     )
     return min(low, high), high
 
@@ -191,7 +137,8 @@ def window(job: Job) -> float:
     """Share of a step's computation that collectives may go on behind.
 
     Stage 3 and FSDP2: all of it; gathers of forward and of backward with the reduction are as 1 to 2, and so are the
-    two computations. Others reduce behind backward alone.
+    two computations. Others reduce behind backward alone, stage 2 in each micro step and the others in the last one
+    (torch's DDP by accelerate's `no_sync`).
     """
     if job.zero_stage == 3 or job.is_fsdp:
         return 1
@@ -200,7 +147,13 @@ def window(job: Job) -> float:
 
 
 def overlaps(job: Job, collective: str) -> bool:
-    """Whether `collective` ("all_reduce", "all_gather"...) goes on beside the computation."""
+    """Whether `collective` ("all_reduce", "all_gather"...) goes on beside the computation: DDP's and FSDP2's do.
+
+    DeepSpeed 0.19.8: stage 0 reduces after the last backward (runtime/engine.py `allreduce_gradients`). Stages 1 and 2
+    reduce beside backward with overlap_comm (zero/stage_1_and_2.py `process_gradients`), and gather after the step.
+    Stage 3 (overlap_comm is its default) gathers ahead where stage3_prefetch_bucket_size is not 0
+    (partitioned_param_coordinator.py `fetch_sub_module`), and reduces on another stream (zero/stage3.py).
+    """
     if job.ds_config is None:
         return True
     zero, gathers = job.zero.zero, collective.startswith("all_gather")
@@ -216,23 +169,15 @@ def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> Range:
     On NVMe a step reads and writes the optimizer's 12 bytes a parameter and its gradient (4), reads the parameters (2)
     for each forward and backward, and writes them once. Nothing is taken to overlap.
     """
-    here, passes = job.ranks_per_node, prediction.gradient_accumulation_steps
-    ranks, crossing, updated, swapped = job.world_size, 0.0, 0.0, 0.0
-    if job.zero.offload_optimizer:
-        share = prediction.trainable_parameters / ranks
-        crossing += 2 * share * (passes + 1)  # gradients down in each pass, weights up once
-        updated = share * here
-    if job.zero.offload_param:
-        crossing += 2 * 2 * passes * prediction.parameters / ranks  # up for forward and for backward
-    if job.zero.offload_optimizer == "nvme":
-        swapped += 2 * 16 * prediction.trainable_parameters / ranks * here
-    if job.zero.offload_param == "nvme":
-        swapped += 2 * (2 * passes + 1) * prediction.parameters / ranks * here
+    here, passes, zero = job.ranks_per_node, prediction.gradient_accumulation_steps, job.zero
+    trained, held = prediction.trainable_parameters / job.world_size, prediction.parameters / job.world_size
+    crossing = 2 * trained * (passes + 1) if zero.offload_optimizer else 0.0  # gradients in each pass, weights once
+    crossing += 2 * 2 * passes * held if zero.offload_param else 0  # up for forward and for backward
+    updated = trained * here if zero.offload_optimizer else 0
+    swapped = 2 * 16 * trained * here if zero.offload_optimizer == "nvme" else 0
+    swapped += 2 * (2 * passes + 1) * held * here if zero.offload_param == "nvme" else 0
     low, high = (crossing / (gpu.host_gb_s * 1e9 * share) for share in reversed(HOST_SHARE))
     return low + updated / CPU_ADAM[1] + swapped / NVME[1], high + updated / CPU_ADAM[0] + swapped / NVME[0]
-
-
-# money
 
 
 @dataclass(frozen=True)
@@ -248,65 +193,39 @@ class Cost:
 def cost(job: Job, speed: Speed, price: float, rows: RowLengths | None = None) -> Cost:
     """`price`: of one GPU for one hour. The run's steps are known from max_steps, or epochs of data at hand; of packed
     rows from `rows`."""
-    per_step = _times(speed.step_seconds, price * job.world_size / 3600)
-    steps = job.settings.max_steps
-    if rows is not None and rows.epoch and not (steps and steps > 0):
+    times = lambda values, factor: (values[0] * factor, values[1] * factor)  # noqa: E731
+    per_step, steps = times(speed.step_seconds, price * job.world_size / 3600), job.settings.max_steps
+    if rows is not None and rows.epoch and steps <= 0:
         steps = steps_by_epochs(rows.epoch, job.settings, job.world_size // job.sequence_parallel)
-    known = steps is not None and steps > 0
-    return Cost(
-        per_step,
-        _times(per_step, 1e6 / speed.tokens_per_step),
-        _times(speed.step_seconds, steps / 3600) if known else None,
-        _times(per_step, steps) if known else None,
-    )
+    hours, run = (times(speed.step_seconds, steps / 3600), times(per_step, steps)) if steps > 0 else (None, None)
+    return Cost(per_step, times(per_step, 1e6 / speed.tokens_per_step), hours, run)
 
 
-def _times(values: Range, factor: float) -> Range:
-    return values[0] * factor, values[1] * factor
-
-
-# a measured run
-
-
-def read_measured(path: Path) -> dict[str, Any]:
-    """A metrics.json for `--calibrate`. Raises Refusal where it is none of a finished run on a GPU."""
-    try:
-        measured = json.loads(path.read_text())
-        if measured["device"] == "cpu":
-            raise ValueError("It was measured on CPU processes.")
-        needed = {key: measured[key] for key in ("world_size", "micro_batch_size", "gradient_accumulation_steps")}
-        needed["step_seconds.median"] = (measured["step_seconds"] or {}).get("median")
-        needed["tokens_per_second.all"] = (measured["tokens_per_second"] or {}).get("all")
-        needed |= {} if measured["max_length"] is None else {"max_length": measured["max_length"]}
-        for name, value in needed.items():
-            if not value or not value > 0:
-                raise ValueError(f"{name} is {value}.")
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise refusal("ZR812", path=path, error=error if isinstance(error, ValueError) else repr(error)) from error
-    return measured
-
-
-def calibrated(measured: Mapping[str, Any], request: PlanRequest, predict: Predict) -> float:
-    """Measured over estimated seconds of a run of this recipe. Raises Refusal where it is a run of something else.
+def calibrated(path: Path, request: PlanRequest, predict: Predict) -> float:
+    """Measured over estimated seconds of the run whose metrics.json this is. Raises Refusal for one of something else.
 
     The estimate is of sequences as long as the measured ones were, padding included; where the file does not say how
     many tokens its steps had, as long as they may be.
     """
-    name, strategies, ranks = measured["strategy"], request.strategies, measured["world_size"]
-    model = request.recipe.settings.model_name_or_path
-    if measured["model"] != model or name not in ("single", *strategies):
+    try:
+        run = read_part(Metrics, path)
+    except ContractError as error:
+        raise refusal("ZR812", path=path, error=error) from error
+    if run.status != "ok" or run.device == "cpu" or not (run.tokens_per_second and run.tokens_per_second.all):
+        raise refusal("ZR812", path=path, error=f"Its status is {run.status}, its device {run.device}.")
+    name, model, strategies = run.strategy, request.recipe.settings.model_name_or_path, request.strategies
+    if run.model != model or name not in ("single", *strategies):
         planned = ", ".join(strategies)
-        raise refusal("ZR814", measured=measured["model"], strategy=name, model=model, strategies=planned)
-    job = job_of(request.recipe, request.config, name, strategies.get(name), ranks).changed(
-        per_device_train_batch_size=measured["micro_batch_size"],
-        gradient_accumulation_steps=measured["gradient_accumulation_steps"],
-        max_length=measured["max_length"],
+        raise refusal("ZR814", measured=run.model, strategy=name, model=model, strategies=planned)
+    job = job_of(request.recipe, request.config, name, strategies.get(name), run.world_size).changed(
+        per_device_train_batch_size=run.micro_batch_size,
+        gradient_accumulation_steps=run.gradient_accumulation_steps,
+        max_length=run.max_length,
     )
-    prediction = predict(job)
-    tokens, steps = (measured.get("tokens") or {}).get("all"), len(measured.get("loss_history") or [])
-    rows = None
-    if tokens and steps:
+    prediction, rows = predict(job), None
+    if run.tokens and run.loss_history:
         sequences = estimate(job, prediction, request.gpu).tokens_per_step / prediction.max_length
-        rows = RowLengths((tokens / steps / sequences,), 1, None, "measured")
+        mean = run.tokens.all / len(run.loss_history) / sequences
+        rows = RowLengths((mean,), 1, None, "measured")
     estimated = estimate(job, prediction, request.gpu, rows=rows)
-    return estimated.tokens_per_step / measured["tokens_per_second"]["all"] / estimated.middle
+    return estimated.tokens_per_step / run.tokens_per_second.all / estimated.middle

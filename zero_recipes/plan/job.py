@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.accelerate import read_accelerate_file
 from zero_recipes.config.ds_config import DsConfig, read_json_mapping
 from zero_recipes.config.recipe import Recipe, steps_by_epochs
 from zero_recipes.config.settings import Settings
@@ -25,12 +24,23 @@ from zero_recipes.core.host import Gpu, gpu_named, gpus
 from zero_recipes.data.prepare import RowLengths, rows_at_hand, rows_on_disk, stated
 
 FSDP = "fsdp2"  # the strategy that no ds_config describes
-
-# Keys of a recipe that no prediction depends on.
+MODELS = Path(__file__).with_name("models")
+CONFIGS = Path("accelerate_configs")
+GPUS_PER_NODE = 8  # of most machines that are rented; --gpus_per_node says otherwise
+ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+EVERY = (*ALL, "zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", "fsdp2")  # what `--strategies all` means
+EVERY += ("zero3_offload_infinity", "zero3_infinity", "zero2_bf16_states", "zero3_bf16_states", "zero2_autocast")
+# keys of a recipe that no prediction depends on, and those that a plan may change
 NO_PART = {"output_dir", "run_name", "overwrite", "predict", "skip_plan", "resume_from_checkpoint", "save_model"}
 NO_PART |= {"max_steps", "num_train_epochs", "learning_rate", "warmup_steps", "seed", "data_seed", "allow_keys"}
 NO_PART |= {"dataset_name", "sample_prompts", "sample_max_new_tokens", "logging_steps", "save_steps", "eval_steps"}
 NO_PART |= {"ignore"}
+CHANGED = ("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft")
+CHANGED += ("per_device_eval_batch_size",)
+NO_FOLDER = "ZR233"  # the folder on NVMe is the machine's, and a plan is made elsewhere
+USELESS = ("ZR224", "ZR226")  # warnings: ZeRO++ on one node, which costs and saves nothing
+
+Strategies = dict[str, dict[str, Any] | None]  # {name: its ds_config, None without DeepSpeed}
 
 
 @dataclass(frozen=True)
@@ -103,17 +113,19 @@ class Job:
     @property
     def facts(self) -> dict[str, Any]:
         """What a prediction repeats of the job."""
-        return {
-            "strategy": self.strategy,
-            "zero_stage": self.zero_stage,
-            "world_size": self.world_size,
-            "precision": self.precision,
-            "micro_batch_size": self.settings.per_device_train_batch_size,
-        }
+        own = {name: getattr(self, name) for name in ("strategy", "zero_stage", "world_size", "precision")}
+        return own | {"micro_batch_size": self.settings.per_device_train_batch_size}
 
     def changed(self, **values: Any) -> Job:
         """With other values of the recipe's keys."""
         return replace(self, settings=self.settings.replace(**values))
+
+    def under(self, strategy: str, ds_config: dict[str, Any] | None) -> Job:
+        """Under another strategy, hpZ's "auto" filled in with the ranks of a node as in a run."""
+        filled = copy.deepcopy(ds_config)
+        if DsConfig(filled or {}).hpz_partition_size == "auto":
+            filled["zero_optimization"]["zero_hpz_partition_size"] = self.ranks_per_node
+        return replace(self.changed(deepspeed=filled), strategy=strategy, ds_config=filled)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON can hold it; `from_dict` reads it."""
@@ -125,38 +137,20 @@ class Job:
 
     def key(self, versions: dict[str, str]) -> str:
         """Name of the cached answer: everything that it depends on."""
-        dependencies = self.as_dict()
-        settings = dependencies.pop("settings")
-        dependencies["settings"] = {key: settings[key] for key in settings if key not in NO_PART}
-        return hashlib.sha256(json.dumps([dependencies, versions], sort_keys=True, default=str).encode()).hexdigest()
+        settings = {key: value for key, value in vars(self.settings).items() if key not in NO_PART}
+        dependencies = [vars(self) | {"settings": settings}, versions]
+        return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()
 
 
-MODELS = Path(__file__).with_name("models")
-CONFIGS = Path("accelerate_configs")
-GPUS_PER_NODE = 8  # of most machines that are rented; --gpus_per_node says otherwise
-ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-EVERY = (*ALL, "zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", "fsdp2")  # what `--strategies all` means
-EVERY += ("zero3_offload_infinity", "zero3_infinity", "zero2_bf16_states", "zero3_bf16_states", "zero2_autocast")
-# keys that a plan may change
-CHANGED = ("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft")
-CHANGED += ("per_device_eval_batch_size",)
-NO_FOLDER = ("ZR233",)  # the folder on NVMe is the machine's, and a plan is made elsewhere
-USELESS = ("ZR224", "ZR226")  # warnings: ZeRO++ on one node, which costs and saves nothing
-
-Strategies = dict[str, dict[str, Any] | None]  # {name: its ds_config, None without DeepSpeed}
-Excluded = dict[int, dict[str, str]]  # {number of GPUs: {strategy: why it is not planned}}
+# what the command line names
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
-    """The recipe with its overrides; raises Refusal for what neither TRL nor we know."""
     return recipes.parse_recipe(path, recipes.read_recipe_file(path), list(overrides))
 
 
 def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = CONFIGS) -> Strategies:
-    """The requested strategies: files of `folder`; unset, the recipe's own `deepspeed:`, or all.
-
-    Raises Refusal where a file is missing, or where `names` and the recipe's `deepspeed:` contradict each other.
-    """
+    """The requested strategies: files of `folder`; unset, the recipe's own `deepspeed:`, or all. Raises Refusal."""
     own = recipe.settings.deepspeed
     if names is None and str(recipe.settings.fsdp).lower() == "true":
         return {FSDP: None}
@@ -170,18 +164,15 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
     return {name: _ds_config_of(folder / f"{name}.yaml") for name in named if names or name not in without}
 
 
-def strategies_here(folder: Path = CONFIGS) -> Strategies:
-    """Those of ALL whose files are in `folder`; nothing where the program runs elsewhere."""
-    return {name: _ds_config_of(folder / f"{name}.yaml") for name in ALL if (folder / f"{name}.yaml").is_file()}
+def strategies_here() -> Strategies:
+    """Those of ALL whose files are here; nothing where the program runs elsewhere."""
+    paths = {name: CONFIGS / f"{name}.yaml" for name in ALL}
+    return {name: _ds_config_of(path) for name, path in paths.items() if path.is_file()}
 
 
 def _ds_config_of(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        known = sorted(file.stem for file in path.parent.glob("*.yaml"))
-        raise refusal("ZR802", stem=path.stem, parent=path.parent, cwd=Path.cwd(), known=", ".join(known) or "none")
-    launched = yaml.safe_load(path.read_text()) or {}
-    named = (launched.get("deepspeed_config") or {}).get("deepspeed_config_file")
-    kind = launched.get("distributed_type")
+    launched = read_accelerate_file(path)
+    named, kind = launched.deepspeed_config.get("deepspeed_config_file"), str(launched.distributed_type.value)
     if kind in ("DEEPSPEED", "FSDP") and named is None and path.stem != FSDP:
         raise refusal("ZR367", path=path, kind=kind)
     return None if named is None else read_json_mapping(named)
@@ -189,36 +180,26 @@ def _ds_config_of(path: Path) -> dict[str, Any] | None:
 
 def model_config(settings: Settings) -> dict[str, Any]:
     """The model's config.json: of a folder, of those in plan/models/, or of the cache. Raises Refusal without one."""
-    name, revision = str(settings.model_name_or_path), settings.model_revision
-    local, known = Path(name) / "config.json", known_models()
-    if local.is_file():
-        return json.loads(local.read_text())
-    if name in known and revision in (None, "main"):
-        return known[name]["config"]
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    name, revision = str(settings.model_name_or_path), settings.model_revision
+    known, path = known_models(), Path(name) / "config.json"
+    if not path.is_file() and name in known and revision in (None, "main"):
+        return known[name]["config"]
     try:
-        cached = try_to_load_from_cache(name, "config.json", revision=revision)
+        cached = path if path.is_file() else try_to_load_from_cache(name, "config.json", revision=revision)
     except HFValidationError:
         cached = None  # a path of a folder that is not there
-    if isinstance(cached, str):
-        return json.loads(Path(cached).read_text())
-    raise refusal("ZR804", name=name, at="" if revision in (None, "main") else f" at revision {revision}")
+    if not isinstance(cached, (str, Path)):
+        raise refusal("ZR804", name=name, at="" if revision in (None, "main") else f" at revision {revision}")
+    return json.loads(Path(cached).read_text())
 
 
 def known_models() -> dict[str, dict[str, Any]]:
     """{model's name on the hub: its file in plan/models/ with config, source, revision and parameters}."""
     entries = [json.loads(path.read_text()) for path in sorted(MODELS.glob("*.json"))]
     return {name: entry for entry in entries for name in (entry["model"], *entry["names"])}
-
-
-def with_hpz(ds_config: dict[str, Any] | None, ranks_per_node: int) -> dict[str, Any] | None:
-    """A copy in which hpZ's "auto" is the ranks of a node, as a run fills it in."""
-    filled = copy.deepcopy(ds_config)
-    if filled is not None and DsConfig(filled).hpz_partition_size == "auto":
-        filled["zero_optimization"]["zero_hpz_partition_size"] = ranks_per_node
-    return filled
 
 
 def job_of(
@@ -230,14 +211,12 @@ def job_of(
     gpus_per_node: int = GPUS_PER_NODE,
 ) -> Job:
     """One job. Raises Refusal where global_batch_size cannot be made of so many ranks."""
-    per_node = min(gpus_per_node, world_size)
-    ds_config = with_hpz(ds_config, per_node)
-    settings = recipe.settings.replace(deepspeed=ds_config)
+    settings, name = recipe.settings, "single" if ds_config is None and world_size == 1 else strategy
     accumulation = recipes.derive_accumulation(settings, recipe.given, world_size)
     if accumulation is not None:
         settings = settings.replace(gradient_accumulation_steps=accumulation)
-    name = "single" if ds_config is None and world_size == 1 else strategy
-    return Job(settings.model_name_or_path, config, settings, name, ds_config, world_size, per_node)
+    node = min(gpus_per_node, world_size)
+    return Job(settings.model_name_or_path, config, settings, name, None, world_size, node).under(name, ds_config)
 
 
 @dataclass(frozen=True)
@@ -257,38 +236,33 @@ class PlanRequest:
     lengths: RowLengths | None = None  # of the rows, where they are at hand or stated
     no_lengths: str | None = None  # why they are not known
 
-    def job(self, strategy: str, count: int) -> Job:
-        job = job_of(self.recipe, self.config, strategy, self.strategies[strategy], count, self.gpus_per_node)
-        if self.rows is None:
-            return job
-        steps = steps_by_epochs(self.rows, job.settings, count // (job.settings.sequence_parallel_size or 1))
-        return job.changed(max_steps=steps)
-
-    def jobs(self) -> tuple[list[Job], dict[int, str], Excluded]:
-        """(the jobs that can run, {count: why the recipe cannot run on so many}, Excluded). Raises Refusal for none."""
-        able, refused, excluded, last = [], {}, {}, None
+    def jobs(self) -> tuple[list[Job], dict[int, dict[str, str]]]:
+        """(those that can run, {number of GPUs: {strategy: why it is not planned}}). Raises Refusal for none."""
+        able, excluded = [], {}
         for count in self.counts:
-            try:
-                jobs = {strategy: self.job(strategy, count) for strategy in self.strategies}
-            except Refusal as error:
-                refused[count], last = error.what, error
-                continue
-            reasons = {name: self.excluded(name, job) for name, job in jobs.items()}
-            excluded[count] = {name: reason for name, reason in reasons.items() if reason}
-            able += [job for name, job in jobs.items() if not reasons[name]]
-        if not able and last:
-            raise last
+            excluded[count] = {}
+            for strategy in self.strategies:
+                try:
+                    job = self._job(strategy, count)
+                    why = self._excluded(strategy, job)
+                except Refusal as refused:  # global_batch_size cannot be made of so many ranks
+                    why = refused.what
+                if why is None:
+                    able.append(job)
+                else:
+                    excluded[count][strategy] = why
         if not able:
             count, reasons = next(iter(excluded.items()))
             raise refusal("ZR842", count=count, reasons="; ".join(f"{name}: {why}" for name, why in reasons.items()))
-        return able, refused, excluded
+        return able, excluded
 
-    def named(self, job: Job) -> str:
-        """What the command line calls the job's strategy: ddp is "single" on one GPU."""
-        plain = next((name for name, config in self.strategies.items() if config is None), job.strategy)
-        return plain if job.strategy == "single" else job.strategy
+    def _job(self, strategy: str, count: int) -> Job:
+        job = job_of(self.recipe, self.config, strategy, self.strategies[strategy], count, self.gpus_per_node)
+        if self.rows is None:
+            return job
+        return job.changed(max_steps=steps_by_epochs(self.rows, job.settings, count // job.sequence_parallel))
 
-    def excluded(self, strategy: str, job: Job) -> str | None:
+    def _excluded(self, strategy: str, job: Job) -> str | None:
         """Why `strategy` is not planned, as `job`; None where it is."""
         written = DsConfig(self.strategies[strategy] or {})
         compressed = written.hpz_partition_size != 1 or written.quantizes_weights or written.quantizes_gradients
@@ -297,6 +271,11 @@ class PlanRequest:
         if job.on_nvme and self.nvme is None and len(self.strategies) == len(EVERY):
             return "--nvme says how much of it each machine has"
         return why_not(job)
+
+    def named(self, job: Job) -> str:
+        """What the command line calls the job's strategy: ddp is "single" on one GPU."""
+        plain = next((name for name, config in self.strategies.items() if config is None), job.strategy)
+        return plain if job.strategy == "single" else job.strategy
 
     def command(self, job: Job) -> str:
         return run_command(self.recipe.path, self.recipe.settings, self.overrides, job)
@@ -307,29 +286,20 @@ def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanReq
     if arguments.network is not None:
         gpu = gpu.model_copy(update={"network_gb_s": arguments.network})
     recipe = read_recipe(arguments.recipe, overrides)
-    if recipe.settings.precision == "bf16" and not gpu.bf16:
+    settings, text, per_node = recipe.settings, arguments.gpus, arguments.gpus_per_node
+    if settings.precision == "bf16" and not gpu.bf16:
         raise refusal("ZR273", name=gpu.name)
     names = None if arguments.strategies is None else [n.strip() for n in arguments.strategies.split(",") if n.strip()]
-    counts = _counts(arguments.gpus, arguments.gpus_per_node)
-    strategies, config = read_strategies(recipe, names), model_config(recipe.settings)
-    host, nvme = (None if size is None else int(size * 1e9) for size in (arguments.host_memory, arguments.nvme))
-    rows = rows_on_disk(recipe.settings) if recipe.settings.max_steps <= 0 else None
-    if arguments.mean_tokens is not None:
-        lengths, unknown = stated(arguments.mean_tokens, recipe.settings, rows), None
-    else:
-        found = rows_at_hand(recipe.settings, recipe.path)
-        lengths, unknown = (None, found) if isinstance(found, str) else (found, None)
-    machine = (arguments.gpus_per_node, gpu, host, nvme)
-    return PlanRequest(recipe, overrides, config, strategies, counts, *machine, rows, lengths, unknown)
-
-
-def _counts(text: str, per_node: int) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    counts = sorted({int(part) for part in parts if part.isdigit()} - {0})
-    uneven = [count for count in counts if per_node < 1 or (count > per_node and count % per_node)]
-    if not counts or len(counts) < len(set(parts)) or uneven:
+    counts = sorted({int(part) if part.strip().isdigit() else 0 for part in text.split(",")})
+    if per_node < 1 or any(count < 1 or (count > per_node and count % per_node) for count in counts):
         raise refusal("ZR805", text=text, per_node=per_node)
-    return counts
+    strategies, config = read_strategies(recipe, names), model_config(settings)
+    host, nvme = (None if size is None else int(size * 1e9) for size in (arguments.host_memory, arguments.nvme))
+    rows = rows_on_disk(settings) if settings.max_steps <= 0 else None
+    mean = arguments.mean_tokens
+    found = rows_at_hand(settings, recipe.path) if mean is None else stated(mean, settings, rows)
+    lengths, unknown = (None, found) if isinstance(found, str) else (found, None)
+    return PlanRequest(recipe, overrides, config, strategies, counts, per_node, gpu, host, nvme, rows, lengths, unknown)
 
 
 def why_not(job: Job) -> str | None:
@@ -344,14 +314,13 @@ def why_not(job: Job) -> str | None:
 
     strategy = Strategy(zero.name, job.world_size, zero, "the ds_config")
     found = strategy_findings(Candidate(job.settings, strategy, "cuda", {"LOCAL_WORLD_SIZE": str(job.ranks_per_node)}))
-    named = (one for one in found if one.code in USELESS or (one.level == "error" and one.code not in NO_FOLDER))
+    named = (one for one in found if one.code in USELESS or (one.level == "error" and one.code != NO_FOLDER))
     return next((f"{one.what} ({one.code})" for one in named), None)
 
 
 def run_command(recipe: Path, settings: Settings, overrides: Sequence[str], job: Job) -> str:
     """What to type to run `job`: the recipe's own values are left out, what the plan changed is added."""
-    fixed = settings.global_batch_size is not None
-    options = [*overrides]
+    fixed, options = settings.global_batch_size is not None, [*overrides]
     for key in CHANGED:
         value = getattr(job.settings, key)
         if value != getattr(settings, key) and not (fixed and key == "gradient_accumulation_steps"):

@@ -18,7 +18,7 @@ from zero_recipes.core.units import count, percent, significant, size
 from zero_recipes.data.audit import holding
 from zero_recipes.plan.choose import Change, Recommendation, Row, fewest_gpus
 from zero_recipes.plan.cost import Cost, Range, cost
-from zero_recipes.plan.job import Excluded, Job, PlanRequest
+from zero_recipes.plan.job import Job, PlanRequest
 from zero_recipes.theory.zero_paper import paper_volume
 
 SCHEMA = 2
@@ -43,13 +43,12 @@ class Answer:
 
     request: PlanRequest
     rows: Sequence[Row]
-    refused: dict[int, str]  # {number of GPUs: why the recipe cannot run on so many}
-    excluded: Excluded
+    excluded: dict[int, dict[str, str]]  # {number of GPUs: {strategy: why it is not planned}}
     advice: Recommendation
     price: float | None  # of one GPU for one hour
 
     def cost(self, row: Row) -> Cost:
-        return cost(row.job, row.expected, self.price or 1.0, self.request.lengths)
+        return cost(row.job, row.speed, self.price or 1.0, self.request.lengths)
 
 
 # JSON
@@ -74,7 +73,6 @@ def document(answer: Answer) -> dict[str, Any]:
         "gpu": request.gpu,
         "mean_tokens": request.lengths and request.lengths.mean,
         "rows": [vars(row) | {"cost": answer.price and answer.cost(row)} for row in rows],
-        "refused": answer.refused,
         "not_planned": answer.excluded,
         "smallest_machine": fewest_gpus(rows, with_offload=True),
         "smallest_machine_without_offload": fewest_gpus(rows, with_offload=False),
@@ -103,9 +101,9 @@ def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
         Column("NVMe", lambda row: size(row.prediction.nvme_bytes or None)),
         Column("Disk", lambda row: _sizes(*dict(row.prediction.checkpoint_bytes).values())),
         Column("Comm.\nper step", lambda row: size(paper_volume(row.prediction.communication_bytes_per_step) or None)),
-        Column("Step", lambda row: f"{_between(row.expected.step_seconds)} s"),
-        Column("Tokens/s", lambda row: _between(row.expected.tokens_per_second, count)),
-        Column("MFU", lambda row: _between(row.expected.mfu, percent)),
+        Column("Step", lambda row: f"{_between(row.speed.step_seconds)} s"),
+        Column("Tokens/s", lambda row: _between(row.speed.tokens_per_second, count)),
+        Column("MFU", lambda row: _between(row.speed.mfu, percent)),
         Column("Run\nin hours", lambda row: _between(answer.cost(row).hours)),
         Column("Largest\nmicro batch", lambda row: row.limits and f"{row.limits.micro_batch_size:,}"),
         Column("Longest\nsequences", lambda row: row.limits and f"{row.limits.max_length:,}"),
@@ -185,11 +183,8 @@ def change_in_words(change: Change) -> str:
     """What is set otherwise: "zero3 and activation checkpointing"."""
     start, job = change.start, change.job
     before, after = start.settings, job.settings
-    under = job.strategy if job.strategy != start.strategy else ""
     batch, evaluated = after.per_device_train_batch_size, after.per_device_eval_batch_size
-    parts = [under]
-    if job.world_size != start.world_size:
-        parts = [f"{job.world_size} GPUs" + (f" under {under}" if under else "")]
+    parts = [job.strategy] if job.strategy != start.strategy else []
     if after.use_peft and not before.use_peft:
         parts.append("LoRA (use_peft: true)")
     if job.recomputes and not start.recomputes:
@@ -198,7 +193,7 @@ def change_in_words(change: Change) -> str:
         parts.append(f"micro batches of {batch} with {after.gradient_accumulation_steps} accumulations")
     if evaluated != before.per_device_eval_batch_size:
         parts.append(f"evaluation in batches of {evaluated}")
-    return " and ".join(part for part in parts if part)
+    return " and ".join(parts)
 
 
 def reasons(advice: Recommendation) -> list[str]:
@@ -208,7 +203,7 @@ def reasons(advice: Recommendation) -> list[str]:
     if advice.other_arithmetic:
         found.append(f"{_names(advice.other_arithmetic)} would fit too, with another arithmetic: other losses.")
     if chosen:
-        seconds = " to ".join(map(significant, chosen.expected.step_seconds))
+        seconds = " to ".join(map(significant, chosen.speed.step_seconds))
         why = "the fastest of them"
         if len(advice.as_fast) > 1:
             why = "it is the lowest stage of them that leaves room" if chosen.has_room else "it leaves most room"
@@ -218,7 +213,7 @@ def reasons(advice: Recommendation) -> list[str]:
         words = f"{change_in_words(change)} (from {change.start.strategy}{_host(change)})"
         found.append(f"The change that costs least: {words}.")
     else:
-        found.append("No change that was tried makes one fit: larger GPUs, QLoRA or Infinity are left.")
+        found.append("No change that was tried makes one fit: more or larger GPUs, QLoRA or Infinity are left.")
     return found
 
 
@@ -255,7 +250,7 @@ def _print_machines(answer: Answer, console: Console) -> None:
     found = {(row.job.world_size, request.named(row.job)): row.fit.status for row in rows}
     others = [Column(name, lambda count, name=name: found.get((count, name), "-")) for name in request.strategies]
     print_columns([Column("GPUs", str)], others, request.counts, console)
-    lines = [f"{count}: {why}" for count, why in answer.refused.items()]
+    lines = []
     for offload, name in ((True, "Smallest machine"), (False, "Without offload")):
         lines.append(f"{name}: {fewest_gpus(rows, offload) or 'no number'} x {request.gpu.name}")
     console.print(*map(Text, lines), "", sep="\n")

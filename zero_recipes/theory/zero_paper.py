@@ -33,9 +33,7 @@ class ModelState(NamedTuple):
         return self.params + self.grads + self.optimizer
 
 
-MIXED = ModelState(
-    2, 2, 12
-)  # 16-bit weight and gradient; fp32 master, momentum and variance (section 3.1)
+MIXED = ModelState(2, 2, 12)  # 16-bit weight and gradient; fp32 master, momentum and variance (section 3.1)
 FP32 = ModelState(4, 4, 8)  # the weights are their own master; the paper treats mixed precision only
 
 

@@ -140,13 +140,9 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
     states = [rank["model_state_bytes"] for rank in ranks]
     return Prediction(
         **most
+        | job.facts
         | {
             "source": "engine",
-            "strategy": job.strategy,
-            "zero_stage": job.zero_stage,
-            "world_size": job.world_size,
-            "precision": job.precision,
-            "micro_batch_size": settings.per_device_train_batch_size,
             "max_length": settings.max_length,
             "model_state_bytes": ModelStateBytes(**{part: max(s[part] for s in states) for part in states[0]}),
             "memory_phases": PhaseBytes(**most["memory_phases"]),
