@@ -209,10 +209,10 @@ def calibrated(path: Path, request: PlanRequest, predict: Predict) -> float:
     """
     try:
         run = read_part(Metrics, path)
+        if run.status != "ok" or run.device == "cpu" or not (run.tokens_per_second and run.tokens_per_second.all):
+            raise ContractError(f"Its status is {run.status}, its device {run.device}.")
     except ContractError as error:
         raise refusal("ZR812", path=path, error=error) from error
-    if run.status != "ok" or run.device == "cpu" or not (run.tokens_per_second and run.tokens_per_second.all):
-        raise refusal("ZR812", path=path, error=f"Its status is {run.status}, its device {run.device}.")
     name, model, strategies = run.strategy, request.recipe.settings.model_name_or_path, request.strategies
     if run.model != model or name not in ("single", *strategies):
         planned = ", ".join(strategies)
