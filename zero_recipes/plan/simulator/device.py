@@ -35,6 +35,7 @@ def answers(value: Any = None):
 
 class Event:
     __init__ = record = wait = synchronize = answers()
+    query = answers(True)
     elapsed_time = answers(1.0)  # milliseconds: DeepSpeed divides bytes by it
 
 
@@ -47,7 +48,7 @@ class Stream(contextlib.nullcontext):
         Stream.made += 1
 
     wait_stream = wait_event = synchronize = answers()
-    record_event = answers(Event())
+    query, record_event = answers(True), answers(Event())
 
 
 _DEFAULT_STREAM = Stream()  # number 0
