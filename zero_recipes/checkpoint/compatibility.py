@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from zero_recipes.config.keys import tables
 from zero_recipes.config.settings import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, finding, refusal
-from zero_recipes.core.host import library_versions
 
 # other values of the first are another training, the second may be raised, the third are speed or rounding: a warning
 DECIDES, LENGTH, ROUNDING = (tuple(tables()["resume"][kind]) for kind in ("decides", "length", "rounding"))
@@ -60,9 +58,6 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
     if there != here:
         yield finding("ZR722", checkpoint=checkpoint, there=there, here=here)
     yield from _recipe(checkpoint, written.get("recipe", {}), recipe_facts(settings, strategy))
-    versions, here = written.get("versions") or {}, library_versions()
-    if other := [name for name in versions if versions[name] != here.get(name)]:
-        yield finding("ZR726", checkpoint=checkpoint, then=_listed(other, versions), now=_listed(other, here))
 
 
 def refuse_other_data(checkpoint: str | None, data_sha256: str | None) -> None:
@@ -145,8 +140,5 @@ def _resharded(checkpoint: str, settings: Settings, strategy: Strategy) -> Itera
 def _accelerator_config(settings: Settings) -> dict[str, Any]:
     """All its values, defaults included, but `non_blocking`, which is speed."""
     value = settings.accelerator_config
-    if isinstance(value, str):  # as the command line gives it, or a file; what is neither is refused where it is used
-        with suppress(OSError, ValueError):
-            value = json.loads(value if value.lstrip().startswith("{") else Path(value).read_text())
-    values = AcceleratorConfig().to_dict() | (value if isinstance(value, dict) else {})
+    values = AcceleratorConfig().to_dict() | ({"file": value} if isinstance(value, str) else value or {})
     return {key: each for key, each in values.items() if key != "non_blocking"}

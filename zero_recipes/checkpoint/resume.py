@@ -135,12 +135,12 @@ def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
     """
     chosen = agree(lambda: run.checkpoint)
     if len(set(chosen)) > 1:
-        listed = ", ".join(f"rank {rank}: {path or 'starts fresh'}" for rank, path in enumerate(chosen))
+        listed = ", ".join(f"rank {number}: {path or 'starts fresh'}" for number, path in enumerate(chosen))
         raise refusal("ZR711", listed=listed)
-    requested = run.recipe.settings.resume_from_checkpoint
+    requested, share = run.recipe.settings.resume_from_checkpoint, (rank(), len(chosen))
     while run.checkpoint is not None and not run.settings.skip_checksums:
         checkpoint = Path(run.checkpoint)
-        fault = next(filter(None, agree(partial(content_fault, checkpoint, *_share()))), None)
+        fault = next(filter(None, agree(partial(content_fault, checkpoint, *share))), None)
         if fault is None:
             break
         if str(requested).lower() != "true":
@@ -151,7 +151,7 @@ def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
             raise_errors(list(fit_findings(earlier, run.settings, run.strategy)))
         run = dataclasses.replace(run, settings=run.settings.replace(resume_from_checkpoint=earlier))
     if run.checkpoint is not None and not (run.settings.trust_checkpoint or resumes_in(run.output_dir, run.checkpoint)):
-        agree(partial(_refuse_code_in_share, Path(run.checkpoint)))
+        agree(partial(_refuse_code_in_share, Path(run.checkpoint), share))
     return run
 
 
@@ -180,11 +180,11 @@ def _move_aside(checkpoint: Path, fault: str) -> None:
     _print(f"moved aside: {fault} It is now {aside}")
 
 
-def _refuse_code_in_share(checkpoint: Path) -> None:
+def _refuse_code_in_share(checkpoint: Path, share: tuple[int, int]) -> None:
     """DeepSpeed and transformers load pickles of a checkpoint, and of the best one that it names."""
     best = json.loads((checkpoint / STATE).read_text()).get("best_model_checkpoint")
     for folder in {checkpoint.resolve(), Path(best or checkpoint).resolve()}:
-        refuse_code(checkpoint, code_in(folder, *_share()))
+        refuse_code(checkpoint, code_in(folder, *share))
 
 
 def refuse_code(checkpoint: Path, found: str | None) -> None:
@@ -200,12 +200,6 @@ def code_in(folder: Path, share: int = 0, of: int = 1) -> str | None:
         if why is not None:
             return f"{path.relative_to(folder)}, which cannot be read as plain data: {why}"
     return None
-
-
-def _share() -> tuple[int, int]:
-    """(rank, world size) of the process group."""
-    group = torch.distributed
-    return (group.get_rank(), group.get_world_size()) if group.is_initialized() else (0, 1)
 
 
 def _print(text: str) -> None:
