@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from unittest import mock
 
 import run_sft
 from tests.helpers.cases import train
@@ -23,11 +24,8 @@ def train_and_keep_states(argv: list[str], step: int, path: str) -> dict:
                 torch.save(states, path)
         return original(self, args, state, control, model=model, optimizer=optimizer, **kwargs)
 
-    StageMetricsCallback.on_save = keep
-    try:
+    with mock.patch.object(StageMetricsCallback, "on_save", keep):
         return train(argv)
-    finally:
-        StageMetricsCallback.on_save = original
 
 
 def train_and_compare_states(argv: list[str], path: str) -> dict:
@@ -56,13 +54,10 @@ def train_and_compare_states(argv: list[str], path: str) -> dict:
         seen["steps"] = [{int(step) for step in counters(optimizer)}.pop()]
         return original(self, args, state, control, model=model, optimizer=optimizer, **kwargs)
 
-    StageMetricsCallback.on_train_begin = compare
-    try:
+    with mock.patch.object(StageMetricsCallback, "on_train_begin", compare):
         run = run_sft.prepare(argv)
         trainer = run_sft.train(run)
         trainer.accelerator.wait_for_everyone()
-    finally:
-        StageMetricsCallback.on_train_begin = original
     steps = counters(trainer.optimizer)
     assert len({int(step) for step in steps}) == 1
     shared = {step.data_ptr() if torch.is_tensor(step) else number for number, step in enumerate(steps)}

@@ -45,38 +45,6 @@ def interrupted(whole: Path, folder: Path) -> Path:
     return folder
 
 
-def compare(two, folder: Path, strategy: str, **keys) -> dict[str, float]:
-    """Run, interrupt, resume; the largest differences, after asserting that only the remaining steps were trained."""
-    recipe = resume_recipe(folder, **keys)
-    whole = two.run("train_counted", argv=arguments(recipe, strategy, folder / "whole"))
-    rest_dir = interrupted(folder / "whole", folder / "rest")
-    argv = arguments(recipe, strategy, rest_dir, "--resume_from_checkpoint", "true")
-    rest = two.run("train_counted", argv=argv)
-    for rank in (0, 1):
-        remaining = [step for step in whole[rank]["calls"] if step >= SAVED_AT]
-        assert rest[rank]["calls"] == remaining and 0 < len(remaining) < len(whole[rank]["calls"])
-    now = rest[0]["metrics"]
-    assert (now["strategy"], now["resumed_at"], now["first_step"]) == (strategy, [SAVED_AT], 1)
-    assert len(now["loss_history"]) == STEPS and [e["step"] for e in now["eval_history"]] == [5, STEPS]
-    return differences(two, whole[0]["metrics"], now, [folder / "whole", folder / "rest"], STEPS)
-
-
-def differences(group, then: dict, now: dict, folders: list[Path], steps: int) -> dict[str, float]:
-    """The largest ones of all that two runs measured and saved."""
-    paths = [folder / f"checkpoint-{steps}" for folder in folders]
-    assert checkpoint_fault(paths[1]) is None
-    gaps = group.run("checkpoint_gaps", one=str(paths[0]), other=str(paths[1]))[0]
-    assert gaps.pop("tensors") > 20
-    tokens = [list(run["tokens"].values()) for run in (then, now)]
-    evaluations = [[entry["loss"] for entry in run["eval_history"]] for run in (then, now)]
-    return gaps | {
-        "loss": largest(then["loss_history"], now["loss_history"]),
-        "grad_norm": largest(then["grad_norm_history"], now["grad_norm_history"]),
-        "eval_loss": largest(*evaluations),
-        "tokens": largest(*tokens),
-    }
-
-
 def keep_result(**found: Any) -> None:
     """Into benchmarks/results/resume.json, beside what it holds."""
     kept = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
@@ -112,7 +80,7 @@ class Shape:
     world: int = 2
     seed: int = 0  # of the rows
 
-    def recipe(self, folder: Path) -> Path:
+    def recipe(self, folder: Path, **others) -> Path:
         rows = write_rows(folder / "shaped", count=self.rows, seed=self.seed)
         keys = {"dataset_name": str(rows), "bf16": False} | KINDS[self.kind]
         if self.kind == "mixture":  # TRL's: rows of two files, of which it sets some aside
@@ -124,8 +92,8 @@ class Shape:
             per_device_train_batch_size=self.micro,
             gradient_accumulation_steps=self.accumulation,
             max_steps=self.steps,
-            save_steps=1 if self.steps % self.killed else self.killed,
-            **keys,
+            save_steps=self.killed,
+            **(keys | others),
         )
 
 
@@ -143,18 +111,37 @@ def drawn(seed: int, world: int, strategies: tuple[str, ...], kinds: tuple[str, 
     return Shape(kind, rows, micro, accumulation, killed, killed + draw.randint(1, epoch + 1), strategy, world, seed)
 
 
-def gaps_of(group, folder: Path, shape: Shape) -> dict[str, float]:
-    """Run the shape whole, and again from its checkpoint; the largest differences of all that is measured or saved."""
-    recipe, whole, rest = shape.recipe(folder), folder / "whole", folder / "rest"
-    then = group.run("train", argv=arguments(recipe, shape.strategy, whole))[0]["metrics"]
+def compare(group, folder: Path, strategy: str, **keys) -> dict[str, float]:
+    """`gaps_of` the shape of `resume_recipe`."""
+    shape = Shape("random", rows=20, micro=2, accumulation=2, killed=SAVED_AT, steps=STEPS, strategy=strategy)
+    return gaps_of(group, folder, shape, **keys)
+
+
+def gaps_of(group, folder: Path, shape: Shape, **keys) -> dict[str, float]:
+    """Run the shape whole, and again from its checkpoint; the largest differences of all that is measured or saved,
+    after asserting that only the remaining steps were trained."""
+    recipe, whole, rest = shape.recipe(folder, **keys), folder / "whole", folder / "rest"
+    then = group.run("train_counted", argv=arguments(recipe, shape.strategy, whole))
     shutil.copytree(whole, rest)
     for path in rest.glob("checkpoint-*"):
         if int(path.name.split("-")[1]) > shape.killed:
             shutil.rmtree(path)
     argv = arguments(recipe, shape.strategy, rest, "--resume_from_checkpoint", "true")
-    now = group.run("train", argv=argv)[0]["metrics"]
-    assert now["resumed_at"] == [shape.killed] and len(now["loss_history"]) == shape.steps
-    return differences(group, then, now, [whole, rest], shape.steps)
+    now = group.run("train_counted", argv=argv)
+    for earlier, later in zip(then, now, strict=True):
+        assert later["calls"] == [step for step in earlier["calls"] if step >= shape.killed] != []
+    then, now = then[0]["metrics"], now[0]["metrics"]
+    assert (now["strategy"], now["resumed_at"], now["first_step"]) == (then["strategy"], [shape.killed], 1)
+    assert len(now["loss_history"]) == shape.steps
+    paths = [path / f"checkpoint-{shape.steps}" for path in (whole, rest)]
+    assert checkpoint_fault(paths[1]) is None
+    gaps = group.run("checkpoint_gaps", one=str(paths[0]), other=str(paths[1]))[0]
+    assert gaps.pop("tensors") > 20
+    for metrics in (then, now):
+        metrics |= {"eval_loss": [entry["loss"] for entry in metrics["eval_history"]]}
+        metrics |= {"loss": metrics["loss_history"], "grad_norm": metrics["grad_norm_history"]}
+        metrics |= {"tokens": list(metrics["tokens"].values())}
+    return gaps | {key: largest(then[key], now[key]) for key in ("loss", "grad_norm", "eval_loss", "tokens")}
 
 
 def largest(one: list[float], other: list[float]) -> float:

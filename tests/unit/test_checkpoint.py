@@ -92,6 +92,8 @@ def test_a_manifest_lists_every_file_and_is_written_last(tmp_path):
     assert checkpoint_fault(folder) is None
     (folder / "unfinished").touch()  # killed between manifest and mark
     assert checkpoint_fault(folder) is None and not is_unfinished(folder)
+    (folder / MANIFEST).write_text(json.dumps(found | {"world_size": 4}))
+    assert read_manifest(folder) is None and "as it was written" in checkpoint_fault(folder)
     begin_checkpoint(folder)  # a new save
     assert is_unfinished(folder) and read_manifest(folder) is None
 
