@@ -162,6 +162,7 @@ def test_the_printed_command_goes_on(runs, capsys):
 
 
 @pytest.mark.grid
+@pytest.mark.timeout(3600)
 def test_every_stage_and_world_into_every_other(runs):
     """All of stages 1, 2, 3 and worlds 1, 2, 4; and the offloaded ones. Writes benchmarks/results/reshard.json."""
     plain = [(f"zero{stage}", world) for stage in (1, 2, 3) for world in (1, 2, 4)]

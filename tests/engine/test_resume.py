@@ -141,6 +141,7 @@ def test_a_checkpoint_of_plain_transformers_is_taken_by_its_path(two, zero0, tmp
 
 
 @pytest.mark.grid
+@pytest.mark.timeout(3600)
 def test_the_whole_grid(two, tmp_path):
     """Every strategy, full and LoRA, bf16 and fp32; writes benchmarks/results/resume.json."""
     found = {}
@@ -164,6 +165,7 @@ def test_the_whole_grid(two, tmp_path):
 
 
 @pytest.mark.grid
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", [1, 2])
 def test_shapes_that_nobody_has_chosen(request, tmp_path, world):
     """Of every kind of KINDS and every accumulation, drawn by seed; part of benchmarks/results/resume.json."""

@@ -122,6 +122,7 @@ def seeded_kills(seed: int, count: int, steps: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.grid
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
 def test_a_run_that_is_killed_ten_times(two, tmp_path, strategy):
     """One checkpoint a step, one kept: each launch goes on from the last whole one."""

@@ -132,6 +132,13 @@ def test_bytes_of_any_file(tmp_path, recipe, taken):
     assert len(names) == 8 and len(numbered(out)) == 1
 
 
+def test_the_one_before_must_fit_too(tmp_path, taken):
+    checkpoint(tmp_path, 2, world_size=4)
+    last = checkpoint(tmp_path, 3)
+    (last / "scheduler.pt").write_bytes((last / "scheduler.pt").read_bytes()[::-1])
+    assert refusal_of(taken, tmp_path).codes == ["ZR720", "ZR722"]
+
+
 @pytest.mark.parametrize("name", [STATE, HISTORY, LATEST])
 @pytest.mark.parametrize("text", ["..", "../checkpoint-1", "/etc", "global_step9", "{", "[3]"])
 def test_small_files_without_checksums_that_no_resume_could_read(tmp_path, taken, name, text):
