@@ -23,18 +23,14 @@ ROOM = 0.25  # of the GPU's memory, to be left: for larger batches and evaluatio
 COST_ORDER = ("nothing", "evaluation", "checkpointing", "micro batch", "stage", "offload", "LoRA")
 PLUS_PLUS = ("zero3_hpz", "zero3_plus_plus", "zero3_qwz", "zero3_qgz")
 # the strategies of each place of the model states (on the GPUs, in the memory of each node, on NVMe), both in the order
-# in which they are tried. Lower stages communicate less. Stage 2 goes before stage 1, which holds whole gradients for
-# longer and is no faster; where accumulation makes stage 2 slower, it is not among the fastest. ZeRO++ comes once a
-# stage below 3 is out of the question; hpZ first, which changes no number. FSDP2 shares out as much as stage 3.
+# in which they are tried. Lower stages communicate less; stage 2 goes before stage 1, which holds whole gradients for
+# longer and is no faster. ZeRO++ comes once a stage below 3 is out of the question; hpZ first, which changes no number.
 PLACES = (
     ("ddp", "zero0", "zero2", "zero1", *PLUS_PLUS, "zero3", "fsdp2"),
     ("zero2_offload", "zero3_offload"),
     ("zero3_offload_infinity", "zero3_infinity"),
 )
 ORDER = tuple(strategy for place in PLACES for strategy in place)
-
-
-# changes
 
 
 @dataclass(frozen=True)
@@ -48,23 +44,13 @@ class Change:
     fit: Fit
 
 
-def costliest_change(*changes: str) -> str:
-    return max(changes, key=COST_ORDER.index)
-
-
 def smallest_change(
-    job: Job,
-    capacity: int,
-    predict: Predict,
-    strategies: Strategies,
-    host: int | None = None,
-    nvme: int | None = None,
+    job: Job, capacity: int, predict: Predict, strategies: Strategies, host: int | None = None, nvme: int | None = None
 ) -> Change | None:
     """The first change, in COST_ORDER, under which `job` fits into `capacity` bytes; None where none does.
 
-    Each setting is tried as it is, with activation checkpointing and with smaller micro batches, unless its peak is
-    where smaller activations change nothing. `strategies`: where higher stages and offload come from. `host`, `nvme`:
-    bytes of each machine's memory and NVMe, None where they are not known; without NVMe none is used.
+    Each setting is tried as it is, with activation checkpointing and with smaller micro batches. `strategies`: where
+    higher stages and offload come from. `host`, `nvme`: bytes of each machine's, None where they are not known.
     """
     for setting, changed in _settings(job, strategies, nvme):
         for extra, smaller in _smaller(changed):
@@ -74,13 +60,13 @@ def smallest_change(
                 break
             fit = fit_of(prediction, capacity, host, nvme)
             if fit.status != "fits" and prediction.peak_phase == "evaluation":  # it keeps less than a step does
-                values, extra = smaller.settings, costliest_change(extra, "evaluation")
-                size = min(values.per_device_eval_batch_size, values.per_device_train_batch_size)
+                own, extra = smaller.settings, max(extra, "evaluation", key=COST_ORDER.index)
+                size = min(own.per_device_eval_batch_size, own.per_device_train_batch_size)
                 smaller = smaller.changed(per_device_eval_batch_size=size)
                 prediction = predict(smaller)
                 fit = fit_of(prediction, capacity, host, nvme)
             if fit.status == "fits" and smaller is not job:
-                return Change(job, costliest_change(setting, extra), smaller, prediction, fit)
+                return Change(job, max(setting, extra, key=COST_ORDER.index), smaller, prediction, fit)
             at_step = prediction.peak_phase in ("step", "best model") and prediction.reserved_bytes.low > capacity
             if fit.host_lacks or fit.nvme_lacks or at_step or prediction.state_bytes > capacity:
                 break  # smaller activations change nothing
@@ -109,7 +95,7 @@ def _arithmetic(zero: DsConfig) -> tuple:
 
 
 def _smaller(job: Job) -> Iterator[tuple[str, Job]]:
-    """(of COST_ORDER, the job): as it is, recomputing activations, and its micro batch halved again and again."""
+    """(of COST_ORDER, the job): as it is, recomputing activations, and with smaller micro batches."""
     yield "nothing", job
     ways = [job] if job.recomputes else [job, job.changed(activation_checkpointing=True)]
     for changed in ways[1:]:
@@ -119,9 +105,6 @@ def _smaller(job: Job) -> Iterator[tuple[str, Job]]:
         sizes = {"per_device_train_batch_size": smaller, "gradient_accumulation_steps": passes * batch // smaller}
         for changed in ways:
             yield "micro batch", changed.changed(**sizes)
-
-
-# limits
 
 
 @dataclass(frozen=True)
@@ -159,9 +142,6 @@ def largest(fits: Callable[[int], bool], most: int, start: int) -> int:
         size = (good + bad) // 2 if good and bad <= most else beyond
         step *= 2
     return good
-
-
-# rows
 
 
 @dataclass(frozen=True)
@@ -220,9 +200,6 @@ def smallest_machine(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row.job.world_size == count]
 
 
-# the choice
-
-
 @dataclass(frozen=True)
 class Recommendation:
     """What to run, and the rows that speak for it. Neither `chosen` nor `change` where nothing was found that fits."""
@@ -247,10 +224,7 @@ class Recommendation:
 def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
     """Of the first place that holds a strategy: the first of its fastest that leaves room, or of ZeRO++ what is faster
     than all others beyond the error of the estimates; else the fastest that leaves most. Where nothing fits, the change
-    of all rows that costs least.
-
-    Strategies with another arithmetic are never chosen beside others. `rows`: of one machine.
-    """
+    of all rows that costs least. Other arithmetics are never chosen beside others. `rows`: of one machine."""
     exact = [row for row in rows if not changes_arithmetic(row.job)] or list(rows)
     fitting = [row for row in exact if row.fits]
     otherwise = [row for row in rows if row not in exact and row.fits]
@@ -296,6 +270,5 @@ def kind(job: Job) -> str:
 
 
 def changes_arithmetic(job: Job) -> bool:
-    """Whether it trains with other numbers than mixed precision does: optimizer states in 16 bits, or torch_autocast,
-    which keeps fp32 weights. (ZeRO++'s quantised collectives round too; they have rules of their own.)"""
+    """Whether it trains with other numbers than mixed precision does. (ZeRO++ rounds too, and has its own rules.)"""
     return job.zero.bf16_masters or job.zero.bf16_states or job.zero.autocast is not None

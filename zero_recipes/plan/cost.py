@@ -2,7 +2,7 @@
 
 Without a measured run the range is 20 to 30 % to either side where GPUs are joined by NVLink, and wider where the link
 or the host decides; `--calibrate metrics.json` takes the share that a measured run reached instead. Not counted: the
-launches of many small collectives, and the hooks in Python that start them; stage 3 has most of both.
+launches of many small collectives, of which stage 3 has most.
 """
 
 from __future__ import annotations
@@ -28,23 +28,16 @@ HOST_SHARE = (0.5, 0.8)
 HIDDEN = (1 / 2, 1)  # of the computation that a collective may go on behind: NCCL's kernels take cores and memory, too
 ADAM_BYTES = 30  # read and written per parameter: master, moments, gradient in; master, moments, 16-bit weight out
 MEMORY_SHARE = 0.8
-# parameters per second and node; low: 3.1e9 in 2.4 to 3.1 s on 128 cores (github.com/deepspeedai/DeepSpeed/pull/7474),
-# high: ADAM_BYTES a parameter over 105 GB/s of host memory
-CPU_ADAM = (1.3e9, 3.5e9)
-# bytes per second of one node's NVMe, low and high; one PCIe 4 x4 drive (datasheets: 7 GB/s read, 5 to 7 written), and
-# half of it, as files of single tensors reach. A run measures its own disk and keeps it in metrics.json
-NVME = (3e9, 7e9)
+CPU_ADAM = (1.3e9, 3.5e9)  # parameters per second and node: DeepSpeed#7474 on 128 cores; ADAM_BYTES over 105 GB/s
+NVME = (3e9, 7e9)  # bytes per second of one PCIe 4 x4 drive; low: as files of single tensors reach
 CALIBRATED = 0.10  # to either side of a range that a measured run of the same kind has set
 BY_LENGTH = ("group_by_length", "batch_rebalance")  # train_sampling_strategy: rows of a micro batch are alike
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
     """(tokens, FLOPs, share) of one sequence, the mean over a run: the first two without padding, the share of FLOPs
-    with it in those of a sequence that is as long as it may be.
-
-    `longest`: tokens that it may have; `rows`: None where all have as many. A padded row is as long as the longest of
-    those drawn with it at random. Raises Refusal where the model's class cannot be built.
-    """
+    with it in those of a sequence that is `longest`. A padded row is as long as the longest of those drawn with it at
+    random. `rows`: None where all are as long as they may be."""
     model, settings = shape_of(job.config, job.settings).flops, job.settings
     full = model.of_rows([longest])
     if rows is None:
@@ -91,14 +84,14 @@ class Speed:
 def estimate(
     job: Job, prediction: Prediction, gpu: Gpu, factor: float | None = None, rows: RowLengths | None = None
 ) -> Speed:
-    """`factor`: measured over estimated seconds, from `calibrated`; None without a measured run. `rows`: how long they
-    are; None where every sequence is taken to be as long as it may be."""
+    """`factor`: from `calibrated`. `rows`: None where every sequence is taken to be as long as it may be."""
     tokens, flops, computed = sequence_of(job, prediction.max_length, rows)
     peak = gpu.peak_flops("tf32" if prediction.precision == "fp32" and job.settings.tf32 else prediction.precision)
     # matrix products, and Adam where it runs on the GPU
     share = prediction.trainable_parameters / (prediction.world_size if prediction.zero_stage else 1)
-    on_gpu = share if prediction.model_state_bytes.optimizer else 0
-    updated = on_gpu * ADAM_BYTES / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
+    updated = (
+        (share if prediction.model_state_bytes.optimizer else 0) * ADAM_BYTES / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
+    )
     needed, (slow, fast) = computed * prediction.flops_per_step, gpu.achievable
     computing = needed / (peak * fast) + updated, needed / (peak * slow) + updated
     communicating = _communicating(job, prediction, gpu, computing)
@@ -134,12 +127,8 @@ def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range)
 
 
 def window(job: Job) -> float:
-    """Share of a step's computation that collectives may go on behind.
-
-    Stage 3 and FSDP2: all of it; gathers of forward and of backward with the reduction are as 1 to 2, and so are the
-    two computations. Others reduce behind backward alone, stage 2 in each micro step and the others in the last one
-    (torch's DDP by accelerate's `no_sync`).
-    """
+    """Share of a step's computation that collectives may go on behind. Stage 3 and FSDP2: all of it. Others reduce
+    behind backward alone, stage 2 in each micro step and the others in the last one (accelerate's `no_sync`)."""
     if job.zero_stage == 3 or job.is_fsdp:
         return 1
     backward = 3 / 4 if job.recomputes else 2 / 3  # of forward, backward and recomputation
@@ -149,10 +138,9 @@ def window(job: Job) -> float:
 def overlaps(job: Job, collective: str) -> bool:
     """Whether `collective` ("all_reduce", "all_gather"...) goes on beside the computation: DDP's and FSDP2's do.
 
-    DeepSpeed 0.19.8: stage 0 reduces after the last backward (runtime/engine.py `allreduce_gradients`). Stages 1 and 2
-    reduce beside backward with overlap_comm (zero/stage_1_and_2.py `process_gradients`), and gather after the step.
-    Stage 3 (overlap_comm is its default) gathers ahead where stage3_prefetch_bucket_size is not 0
-    (partitioned_param_coordinator.py `fetch_sub_module`), and reduces on another stream (zero/stage3.py).
+    DeepSpeed 0.19.8: stage 0 reduces after the last backward (runtime/engine.py). Stages 1 and 2 reduce beside backward
+    with overlap_comm (zero/stage_1_and_2.py), and gather after the step. Stage 3 (overlap_comm is its default) gathers
+    ahead where stage3_prefetch_bucket_size is not 0 (partitioned_param_coordinator.py), and reduces on another stream.
     """
     if job.ds_config is None:
         return True
@@ -191,8 +179,7 @@ class Cost:
 
 
 def cost(job: Job, speed: Speed, price: float, rows: RowLengths | None = None) -> Cost:
-    """`price`: of one GPU for one hour. The run's steps are known from max_steps, or epochs of data at hand; of packed
-    rows from `rows`."""
+    """`price`: of one GPU for one hour. The run's steps are known from max_steps, or epochs of data at hand."""
     times = lambda values, factor: (values[0] * factor, values[1] * factor)  # noqa: E731
     per_step, steps = times(speed.step_seconds, price * job.world_size / 3600), job.settings.max_steps
     if rows is not None and rows.epoch and steps <= 0:
@@ -202,22 +189,18 @@ def cost(job: Job, speed: Speed, price: float, rows: RowLengths | None = None) -
 
 
 def calibrated(path: Path, request: PlanRequest, predict: Predict) -> float:
-    """Measured over estimated seconds of the run whose metrics.json this is. Raises Refusal for one of something else.
-
-    The estimate is of sequences as long as the measured ones were, padding included; where the file does not say how
-    many tokens its steps had, as long as they may be.
-    """
+    """Measured over estimated seconds of the run whose metrics.json this is, of sequences as long as the measured ones
+    were, padding included. Raises Refusal for a run of something else."""
     try:
         run = read_part(Metrics, path)
         if run.status != "ok" or run.device == "cpu" or not (run.tokens_per_second and run.tokens_per_second.all):
             raise ContractError(f"Its status is {run.status}, its device {run.device}.")
     except ContractError as error:
         raise refusal("ZR812", path=path, error=error) from error
-    name, model, strategies = run.strategy, request.recipe.settings.model_name_or_path, request.strategies
-    if run.model != model or name not in ("single", *strategies):
-        planned = ", ".join(strategies)
-        raise refusal("ZR814", measured=run.model, strategy=name, model=model, strategies=planned)
-    job = job_of(request.recipe, request.config, name, strategies.get(name), run.world_size).changed(
+    name, model, known = run.strategy, request.recipe.settings.model_name_or_path, request.strategies
+    if run.model != model or name not in ("single", *known):
+        raise refusal("ZR814", measured=run.model, strategy=name, model=model, strategies=", ".join(known))
+    job = job_of(request.recipe, request.config, name, known.get(name), run.world_size).changed(
         per_device_train_batch_size=run.micro_batch_size,
         gradient_accumulation_steps=run.gradient_accumulation_steps,
         max_length=run.max_length,

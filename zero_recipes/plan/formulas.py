@@ -2,9 +2,8 @@
 
 Model states: zero_recipes/theory/zero_paper.py (arXiv:1910.02054), with what DeepSpeed 0.19.8 adds inside its step
 (zero_recipes/theory/deepspeed.py). Activations: Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", arXiv:2205.05198, section 4.1 and table 2, without dropout's masks; widths of grouped queries and
-gated MLPs counted in the same way. Symbols: Ψ parameters, N ranks, s tokens in a sequence, b sequences in a micro
-batch, h hidden width, a heads, L layers, V vocabulary. Sizes are bytes of one rank.
+Transformer Models", arXiv:2205.05198, section 4.1 and table 2, without dropout's masks. Symbols: s tokens, b sequences
+in a micro batch, h hidden width, a heads, L layers, V vocabulary. Sizes are bytes of one rank.
 """
 
 from __future__ import annotations
@@ -32,20 +31,13 @@ from zero_recipes.theory.zero_paper import FP32, MIXED, ModelState, model_state_
 OVERHEADS = Path(__file__).with_name("overheads.yaml")
 DEFAULT_BUCKET = 500_000_000  # elements; deepspeed/runtime/zero/config.py `reduce_bucket_size`
 DEFAULT_LIVE = 1_000_000_000  # elements; `max_live_parameters`
-NOTES = {
-    "all": "By textbook formulas: copies in fp32 inside norms, masks and workspace of kernels are not in the numbers.",
-    "no max_length": "max_length is null: sequences of {} tokens, all that the model takes, are assumed.",
-    "autocast": "torch_autocast: activations are counted in fp32, more than autocast keeps.",
-}
+NOTE = "By textbook formulas: copies in fp32 inside norms, masks and workspace of kernels are not in the numbers."
 LORA_KEYS = ("use_peft", "use_rslora", "use_dora")  # of TRL's ModelConfig, beside lora_*
-
-
-# what a GPU holds beside the tensors that a plan counts
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """Bytes of a CUDA context and of a NCCL communicator, and the factor on the allocator's segments."""
+    """What a GPU holds beside the tensors that a plan counts: bytes, and the factor on the allocator's segments."""
 
     context: float
     communicator: float
@@ -69,9 +61,6 @@ def overheads() -> Overheads:
     return Overheads(**{name: entry["value"] for name, entry in entries.items()}, measured=measured)
 
 
-# the model
-
-
 def shape_of(config: Mapping[str, Any], settings: Settings) -> Shape:
     """Raises Refusal where the model's class cannot be built from the config alone."""
     lora = {key: value for key, value in vars(settings).items() if key.startswith("lora_") or key in LORA_KEYS}
@@ -79,8 +68,8 @@ def shape_of(config: Mapping[str, Any], settings: Settings) -> Shape:
 
 
 class Shape:
-    """The numbers of a model that formulas need, with LoRA's adapter where the recipe has one, counted on the meta
-    device. Counts are elements; widths are elements per token."""
+    """The numbers of a model that formulas need, LoRA's adapter included. Counts are elements; widths are elements per
+    token."""
 
     def __init__(self, config_json: str, lora_json: str):
         from peft import get_peft_model
@@ -110,7 +99,7 @@ class Shape:
         self.layers, self.hidden, self.heads = text.num_hidden_layers, text.hidden_size, text.num_attention_heads
         head_width = getattr(text, "head_dim", None) or self.hidden // self.heads
         self.query_width = self.heads * head_width
-        self.kv_width = (getattr(text, "num_key_value_heads", None) or self.heads) * head_width  # of one of the two
+        self.kv_width = (getattr(text, "num_key_value_heads", None) or self.heads) * head_width  # of one
         self.ffn = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * self.hidden
         experts, active = active_experts(text)
         if experts:  # those that a token goes to together
@@ -123,14 +112,6 @@ class Shape:
 
 
 _shape = lru_cache(maxsize=64)(Shape)
-
-
-# one job
-
-
-def predict_by_formulas(job: Job) -> Prediction:
-    """What `job` needs. Raises Refusal where the model's class cannot be built."""
-    return Sizes(job, shape_of(job.config, job.settings)).prediction()
 
 
 class Terms(NamedTuple):
@@ -169,11 +150,8 @@ class Sizes:
         return batch * self.length // self.job.sequence_parallel
 
     def packed(self, width: int) -> float:
-        """Bytes of all weights: those of linear layers packed by bitsandbytes where the recipe has it so.
-
-        4 bit: half a byte and an fp32 scale for 64 weights (arXiv:2305.14314, section 3); 8 bit: a byte. Embedding,
-        head and LoRA's adapter stay as they are.
-        """
+        """All weights, linear layers packed by bitsandbytes where the recipe has it so; embedding, head and adapter are
+        not. 4 bit: half a byte and an fp32 scale for 64 weights (arXiv:2305.14314, section 3)."""
         shape = self.shape
         if not self.job.quantizes:
             return width * shape.parameters
@@ -184,13 +162,9 @@ class Sizes:
     # the terms of a strategy
 
     def _fsdp2(self) -> Terms:
-        """Shards in the dtype of loading are their own master. Under accumulation whole gradients stay: accelerate
-        1.15, accelerator.py `no_sync`, puts their reduction off.
-
-        Gathered: embedding and head, which stay so, two layers, one layer's gradients and their copy: the next is
-        gathered while one is at work, and `foreach_reduce` copies gradients into the input of the reduce-scatter
-        (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py).
-        """
+        """Shards in the dtype of loading are their own master; under accumulation whole gradients stay (accelerate
+        1.15, accelerator.py `no_sync`). Gathered: embedding and head, two layers, one layer's gradients and their copy
+        (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py `foreach_reduce`)."""
         shape, width = self.shape, self.width
         shard = self.loaded * shape.trainable / self.ranks
         whole = width * shape.trainable if self.passes > 1 else 0
@@ -243,12 +217,10 @@ class Sizes:
     def _of_stage(self, stage: int) -> tuple[float, int, dict[str, float]]:
         """(bytes of copies in the step, elements of buckets, bytes through collectives) of DeepSpeed.
 
-        Copies: the gradients in the masters' dtype, and in 16 bits those that stages 1 and 2 flatten (stage_1_and_2.py
-        `step`); torch's `to` makes no second copy of the same dtype. Buckets: transformers fills "auto" from the hidden
-        width (integrations/deepspeed.py 232-240); with overlap_comm one fills as another is sent; stage 3 gathers at
-        least the largest tensor. Collectives: stages 1 and 2 move 3Φ; 2 and 3 reduce at every micro step
-        (deepspeed/runtime/engine.py). ZeRO++ quantises weights to 8 bits, and gradients to 4, which DeepSpeed does
-        between nodes only. Under torch_autocast linear layers' gradients are reduced in 16 bits; others are few.
+        Copies: gradients in the masters' dtype, and those that stages 1 and 2 flatten (stage_1_and_2.py `step`).
+        Buckets: transformers fills "auto" from the hidden width (integrations/deepspeed.py 232-240); with overlap_comm
+        one fills as another is sent; stage 3 gathers at least the largest tensor. Collectives: 2 and 3 reduce at every
+        micro step (deepspeed/runtime/engine.py). ZeRO++ quantises weights to 8 bits, and between nodes gradients to 4.
         """
         shape, zero, width, trainable = self.shape, self.job.zero, self.width, self.shape.trainable
         share, gradients, master = trainable / self.ranks, width * trainable, 2 if zero.bf16_masters else 4
@@ -291,13 +263,9 @@ class Sizes:
         return width * tokens * (attention + mlp + 2 * shape.hidden) + scores
 
     def phases(self) -> dict[str, dict[str, float]]:
-        """{phase: {part: bytes}}: backward, the optimizer's step, an evaluation and loading the best model.
-
-        The loss head: fp32 gradients of its weight (V·h, where it is trained) and input (b·s·h), chunked_logprob.py
-        407-410. Autocast keeps 16-bit copies of fp32 weights that are not gathered (autocast_mode.cpp, the weight
-        cache). An evaluation keeps no activations: one layer's at a time. The best model's optimizer states are made
-        before the old ones go (torch's Optimizer.load_state_dict; transformers asks DeepSpeed for them too).
-        """
+        """{phase: {part: bytes}}. The loss head: fp32 gradients of its weight (V·h) and input (b·s·h). Autocast keeps
+        16-bit copies of fp32 weights (autocast_mode.cpp). An evaluation keeps one layer's activations. The best model's
+        optimizer states are made before the old ones go."""
         job, shape, settings, states = self.job, self.shape, self.settings, self.terms.states
         casts = job.ds_config is None and not job.is_fsdp and settings.precision != "fp32" and self.loaded == 4
         resting = dict.fromkeys(PARTS, 0) | {"params": states.params, "optimizer": states.optimizer}
@@ -318,8 +286,7 @@ class Sizes:
 
     def flops(self) -> int:
         """Of one rank and optimizer step: 2 per weight and token forward, 4 backward (2 where weights are frozen), 2
-        again with recomputation; attention 4·s·(heads x width) per layer and token and pass (arXiv:2205.05198,
-        appendix A). Of a mixture of experts the weights of those that a token goes to."""
+        again with recomputation; attention 4·s·(heads x width) per layer, token and pass (appendix A)."""
         shape, tokens, again = self.shape, self.tokens * self.passes, 1 if self.job.recomputes else 0
         products = 2 * (shape.multiplied - shape.idle) * tokens * ((2 if self.settings.use_peft else 3) + again)
         return int(products + 4 * shape.layers * self.length * shape.query_width * tokens * (3 + again))
@@ -335,36 +302,33 @@ class Sizes:
         read = read_at_resume(saved, self.terms.saved, job.zero_stage, self.ranks)
         return HostBytes(load=int(load), training=int(here * held), resume=int(here * (held + read)))
 
-    def prediction(self) -> Prediction:
-        job, shape, settings, terms = self.job, self.shape, self.settings, self.terms
-        phases = self.phases()
-        phase = max(phases, key=lambda name: sum(phases[name].values()))
-        at_peak = {part: int(size) for part, size in phases[phase].items()}
-        peak, in_16_bits = sum(at_peak.values()), job.ds_config is not None and settings.precision != "fp32"
-        weights = (2 if in_16_bits else self.loaded) * (shape.trainable if settings.use_peft else shape.parameters)
-        applies = {"all": True, "no max_length": not settings.max_length, "autocast": job.zero.autocast}
-        return Prediction(
-            **job.facts,
-            source="formulas",
-            parameters=shape.parameters,
-            trainable_parameters=shape.trainable,
-            gradient_accumulation_steps=self.passes,
-            max_length=self.length,
-            allocated_peak_bytes=peak,
-            peak_phase=phase,
-            at_peak=at_peak,
-            model_state_bytes=ModelStateBytes(
-                **{part: int(size) for part, size in terms.states._asdict().items()},
-                offloaded_host=int(terms.on_host),
-                offloaded_disk=int(terms.on_nvme),
-            ),
-            reserved_bytes=overheads().reserved_range(peak, job.world_size),
-            host_bytes=self.host(weights),
-            nvme_bytes=int(job.ranks_per_node * terms.on_nvme),
-            checkpoint_bytes=CheckpointBytes(
-                weights=weights, resumable=resumable_bytes(weights, terms.saved, job.zero_stage)
-            ),
-            communication_bytes_per_step={name: int(size) for name, size in terms.moved.items() if self.ranks > 1},
-            flops_per_step=self.flops(),
-            notes=[note.format(shape.positions) for name, note in NOTES.items() if applies[name]],
-        )
+
+def predict_by_formulas(job: Job) -> Prediction:
+    """What `job` needs. Raises Refusal where the model's class cannot be built."""
+    sizes, settings = Sizes(job, shape_of(job.config, job.settings)), job.settings
+    shape, terms, phases = sizes.shape, sizes.terms, sizes.phases()
+    phase = max(phases, key=lambda name: sum(phases[name].values()))
+    at_peak = {part: int(size) for part, size in phases[phase].items()}
+    peak, in_16_bits = sum(at_peak.values()), job.ds_config is not None and settings.precision != "fp32"
+    weights = (2 if in_16_bits else sizes.loaded) * (shape.trainable if settings.use_peft else shape.parameters)
+    states = terms.states._asdict() | {"offloaded_host": terms.on_host, "offloaded_disk": terms.on_nvme}
+    resumable = resumable_bytes(weights, terms.saved, job.zero_stage)
+    return Prediction(
+        **job.facts,
+        source="formulas",
+        parameters=shape.parameters,
+        trainable_parameters=shape.trainable,
+        gradient_accumulation_steps=sizes.passes,
+        max_length=sizes.length,
+        allocated_peak_bytes=peak,
+        peak_phase=phase,
+        at_peak=at_peak,
+        model_state_bytes=ModelStateBytes(**{part: int(size) for part, size in states.items()}),
+        reserved_bytes=overheads().reserved_range(peak, job.world_size),
+        host_bytes=sizes.host(weights),
+        nvme_bytes=int(job.ranks_per_node * terms.on_nvme),
+        checkpoint_bytes=CheckpointBytes(weights=weights, resumable=resumable),
+        communication_bytes_per_step={name: int(size) for name, size in terms.moved.items() if sizes.ranks > 1},
+        flops_per_step=sizes.flops(),
+        notes=[NOTE],
+    )

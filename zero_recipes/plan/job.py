@@ -10,6 +10,7 @@ import hashlib
 import json
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from zero_recipes.data.prepare import RowLengths, rows_at_hand, rows_on_disk, st
 FSDP = "fsdp2"  # the strategy that no ds_config describes
 MODELS = Path(__file__).with_name("models")
 CONFIGS = Path("accelerate_configs")
-GPUS_PER_NODE = 8  # of most machines that are rented; --gpus_per_node says otherwise
 ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 EVERY = (*ALL, "zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", "fsdp2")  # what `--strategies all` means
 EVERY += ("zero3_offload_infinity", "zero3_infinity", "zero2_bf16_states", "zero3_bf16_states", "zero2_autocast")
@@ -57,14 +57,13 @@ class Job:
     device: str = "gpu"  # "cpu": as CPU processes over gloo hold it, to compare with a run on them
 
     @property
-    def zero_stage(self) -> int | None:
-        """None without DeepSpeed."""
-        return None if self.ds_config is None else self.zero.stage
+    def zero(self) -> DsConfig:
+        """An empty one without DeepSpeed."""
+        return DsConfig(self.ds_config or {})
 
     @property
-    def zero(self) -> DsConfig:
-        """The DeepSpeed configuration by its meaning; that of an empty one without DeepSpeed."""
-        return DsConfig(self.ds_config or {})
+    def zero_stage(self) -> int | None:
+        return None if self.ds_config is None else self.zero.stage
 
     @property
     def precision(self) -> str:
@@ -77,12 +76,11 @@ class Job:
 
     @property
     def is_alone(self) -> bool:
-        """One process without a process group: nothing is wrapped, neither by DeepSpeed nor by DDP or FSDP2."""
+        """Nothing is wrapped, neither by DeepSpeed nor by DDP or FSDP2."""
         return self.world_size == 1 and self.ds_config is None and not self.is_fsdp
 
     @property
     def on_nvme(self) -> bool:
-        """Whether the optimizer's states or the parameters lie on NVMe."""
         return bool(self.zero.on_nvme)
 
     @property
@@ -101,14 +99,12 @@ class Job:
 
     @property
     def quantizes(self) -> bool:
-        """Whether bitsandbytes packs the weights."""
         return bool(self.settings.load_in_4bit or self.settings.load_in_8bit)
 
     @property
     def recomputes(self) -> bool:
-        """Whether activations are recomputed, under TRL's new name or transformers' old one."""
         new = self.settings.activation_checkpointing
-        return bool(self.settings.gradient_checkpointing if new is None else new)
+        return bool(self.settings.gradient_checkpointing if new is None else new)  # transformers' old name
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -117,7 +113,6 @@ class Job:
         return own | {"micro_batch_size": self.settings.per_device_train_batch_size}
 
     def changed(self, **values: Any) -> Job:
-        """With other values of the recipe's keys."""
         return replace(self, settings=self.settings.replace(**values))
 
     def under(self, strategy: str, ds_config: dict[str, Any] | None) -> Job:
@@ -128,7 +123,6 @@ class Job:
         return replace(self.changed(deepspeed=filled), strategy=strategy, ds_config=filled)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON can hold it; `from_dict` reads it."""
         return vars(self) | {"settings": self.settings.as_dict()}
 
     @classmethod
@@ -140,9 +134,6 @@ class Job:
         settings = {key: value for key, value in vars(self.settings).items() if key not in NO_PART}
         dependencies = [vars(self) | {"settings": settings}, versions]
         return hashlib.sha256(json.dumps(dependencies, sort_keys=True, default=str).encode()).hexdigest()
-
-
-# what the command line names
 
 
 def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
@@ -159,15 +150,14 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
         return {DsConfig(config).name: config}
     if own is not None:
         raise refusal("ZR801", names=",".join(names))
-    without = ("zero0",) if recipe.settings.precision == "fp16" else ()  # refused (ZR193)
-    named = EVERY if names == ["all"] else names or ALL
-    return {name: _ds_config_of(folder / f"{name}.yaml") for name in named if names or name not in without}
+    fp16 = recipe.settings.precision == "fp16"  # zero0 is refused (ZR193)
+    named = EVERY if names == ["all"] else names or [name for name in ALL if name != "zero0" or not fp16]
+    return {name: _ds_config_of(folder / f"{name}.yaml") for name in named}
 
 
 def strategies_here() -> Strategies:
     """Those of ALL whose files are here; nothing where the program runs elsewhere."""
-    paths = {name: CONFIGS / f"{name}.yaml" for name in ALL}
-    return {name: _ds_config_of(path) for name, path in paths.items() if path.is_file()}
+    return {name: _ds_config_of(path) for name in ALL if (path := CONFIGS / f"{name}.yaml").is_file()}
 
 
 def _ds_config_of(path: Path) -> dict[str, Any] | None:
@@ -187,13 +177,11 @@ def model_config(settings: Settings) -> dict[str, Any]:
     known, path = known_models(), Path(name) / "config.json"
     if not path.is_file() and name in known and revision in (None, "main"):
         return known[name]["config"]
-    try:
-        cached = path if path.is_file() else try_to_load_from_cache(name, "config.json", revision=revision)
-    except HFValidationError:
-        cached = None  # a path of a folder that is not there
-    if not isinstance(cached, (str, Path)):
-        raise refusal("ZR804", name=name, at="" if revision in (None, "main") else f" at revision {revision}")
-    return json.loads(Path(cached).read_text())
+    with suppress(HFValidationError):  # a path of a folder that is not there
+        found = path if path.is_file() else try_to_load_from_cache(name, "config.json", revision=revision)
+        if isinstance(found, (str, Path)):
+            return json.loads(Path(found).read_text())
+    raise refusal("ZR804", name=name, at="" if revision in (None, "main") else f" at revision {revision}")
 
 
 def known_models() -> dict[str, dict[str, Any]]:
@@ -207,16 +195,17 @@ def job_of(
     config: dict[str, Any],
     strategy: str,
     ds_config: dict[str, Any] | None,
-    world_size: int,
-    gpus_per_node: int = GPUS_PER_NODE,
+    ranks: int,
+    per_node: int = 8,
 ) -> Job:
-    """One job. Raises Refusal where global_batch_size cannot be made of so many ranks."""
-    settings, name = recipe.settings, "single" if ds_config is None and world_size == 1 else strategy
-    accumulation = recipes.derive_accumulation(settings, recipe.given, world_size)
+    """Raises Refusal where global_batch_size cannot be made of so many ranks. `per_node`: GPUs of most machines that
+    are rented; --gpus_per_node says otherwise."""
+    settings, name = recipe.settings, "single" if ds_config is None and ranks == 1 else strategy
+    accumulation = recipes.derive_accumulation(settings, recipe.given, ranks)
     if accumulation is not None:
         settings = settings.replace(gradient_accumulation_steps=accumulation)
-    node = min(gpus_per_node, world_size)
-    return Job(settings.model_name_or_path, config, settings, name, None, world_size, node).under(name, ds_config)
+    made = Job(settings.model_name_or_path, config, settings, name, None, ranks, min(per_node, ranks))
+    return made.under(name, ds_config)
 
 
 @dataclass(frozen=True)
@@ -252,8 +241,8 @@ class PlanRequest:
                 else:
                     excluded[count][strategy] = why
         if not able:
-            count, reasons = next(iter(excluded.items()))
-            raise refusal("ZR842", count=count, reasons="; ".join(f"{name}: {why}" for name, why in reasons.items()))
+            reasons = "; ".join(f"{name}: {why}" for name, why in excluded[count].items())
+            raise refusal("ZR842", count=count, reasons=reasons)
         return able, excluded
 
     def _job(self, strategy: str, count: int) -> Job:
@@ -263,7 +252,6 @@ class PlanRequest:
         return job.changed(max_steps=steps_by_epochs(self.rows, job.settings, count // job.sequence_parallel))
 
     def _excluded(self, strategy: str, job: Job) -> str | None:
-        """Why `strategy` is not planned, as `job`; None where it is."""
         written = DsConfig(self.strategies[strategy] or {})
         compressed = written.hpz_partition_size != 1 or written.quantizes_weights or written.quantizes_gradients
         if job.world_size == 1 and (compressed or (strategy == FSDP and len(self.strategies) > 1)):
@@ -274,18 +262,17 @@ class PlanRequest:
 
     def named(self, job: Job) -> str:
         """What the command line calls the job's strategy: ddp is "single" on one GPU."""
-        plain = next((name for name, config in self.strategies.items() if config is None), job.strategy)
-        return plain if job.strategy == "single" else job.strategy
+        plain = [name for name, config in self.strategies.items() if config is None]
+        return plain[0] if job.strategy == "single" and plain else job.strategy
 
     def command(self, job: Job) -> str:
         return run_command(self.recipe.path, self.recipe.settings, self.overrides, job)
 
 
 def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanRequest:
-    gpu = gpu_named(arguments.gpu, gpus(arguments.hardware))
+    gpu, recipe = gpu_named(arguments.gpu, gpus(arguments.hardware)), read_recipe(arguments.recipe, overrides)
     if arguments.network is not None:
         gpu = gpu.model_copy(update={"network_gb_s": arguments.network})
-    recipe = read_recipe(arguments.recipe, overrides)
     settings, text, per_node = recipe.settings, arguments.gpus, arguments.gpus_per_node
     if settings.precision == "bf16" and not gpu.bf16:
         raise refusal("ZR273", name=gpu.name)
@@ -327,14 +314,12 @@ def run_command(recipe: Path, settings: Settings, overrides: Sequence[str], job:
             options += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     if job.on_nvme and settings.nvme_path is None:
         options += ["--nvme_path", "FOLDER"]
-    machines = job.world_size // job.gpus_per_node
+    run, machines = shlex.join(["run_sft.py", str(recipe), *options]), job.world_size // job.gpus_per_node
     if job.strategy == "single":
-        launch = "python"
-    elif settings.deepspeed is not None:
+        return f"python {run}"
+    if settings.deepspeed is not None:
         nodes = f" --nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500" if machines > 1 else ""
-        launch = f"torchrun{nodes} --nproc_per_node {job.gpus_per_node}"
-    else:
-        launch = f"accelerate launch --config_file accelerate_configs/{job.strategy}.yaml"
-        launch += f" --num_processes {job.world_size}"
-        launch += f" --num_machines {machines} --machine_rank K --main_process_ip HOST" if machines > 1 else ""
-    return f"{launch} {shlex.join(['run_sft.py', str(recipe), *options])}"
+        return f"torchrun{nodes} --nproc_per_node {job.gpus_per_node} {run}"
+    nodes = f" --num_machines {machines} --machine_rank K --main_process_ip HOST" if machines > 1 else ""
+    launch = f"accelerate launch --config_file accelerate_configs/{job.strategy}.yaml"
+    return f"{launch} --num_processes {job.world_size}{nodes} {run}"
