@@ -44,12 +44,12 @@ def train(run):
     from zero_recipes.training.trainer import ZeroSFTTrainer
 
     run = resolve_resume_checkpoint(run)
-    with RecipeRun.hold(run) as recipe_run, swap_space(run.strategy) as disks:
+    with RecipeRun.hold(run) as recipe_run, swap_space(run.strategy):
         recipe_run.prepare_libraries()
         with planning(run) as planned:
             predicted = planned(recipe_run.prepare_data())
         model = recipe_run.load_model()  # the last that can refuse: nothing on disk is touched so far
-        recipe_run.claim(predicted, disks, resolved_ds_config(run, recipe_run.data.rows))
+        recipe_run.claim(predicted, resolved_ds_config(run, recipe_run.data.rows))
         trainer = ZeroSFTTrainer.of_recipe(model, recipe_run)
         trainer.train(run.checkpoint)
         recipe_run.progress("the model is not saved")  # what is measured is kept, whatever fails from here on

@@ -13,7 +13,7 @@ from zero_recipes.data.load import alpaca_row
 CONTRACT = {
     *("schema", "status", "error", "name", "strategy", "zero_stage", "world_size", "device", "model", "parameters"),
     *("trainable_parameters", "precision", "micro_batch_size", "gradient_accumulation_steps", "max_length"),
-    *("peak_memory_bytes", "memory_phases", "host_memory_phases", "model_state_bytes", "tokens", "nvme"),
+    *("peak_memory_bytes", "memory_phases", "host_memory_phases", "model_state_bytes", "tokens"),
     *("communication_bytes_per_step", "communication_bytes_between_nodes"),
     "host_threads",
     *("model_flops_per_token", "model_flops_per_second", "mfu"),
@@ -24,7 +24,6 @@ CONTRACT = {
         "skipped_steps",
         "first_step",
         "resumed_at",
-        "network",
         "predicted",
         "versions",
         "hardware",
@@ -44,7 +43,7 @@ def epoch(trained):
 def test_the_keys_are_the_contracts(epoch):
     for metrics in epoch[0].values():
         assert set(metrics) == CONTRACT
-        assert metrics["predicted"] is metrics["network"] is None and metrics["memory_phases"] is None
+        assert metrics["predicted"] is None and metrics["memory_phases"] is None
         assert metrics["skipped_steps"] is None and set(metrics["gradient_dtypes"]) == {"added_up", "reduced"}
         assert [set(rank) for rank in metrics["peak_memory_bytes"]] == [{"allocated", "reserved", "rss"}] * 2
         assert metrics["peak_memory_bytes"][0]["allocated"] is None and metrics["peak_memory_bytes"][0]["rss"] > 2**27

@@ -50,7 +50,6 @@ def one_host(two, recipe, tmp_path_factory) -> list[float]:
     """Losses of as many processes on one machine."""
     argv = [str(recipe), "--output_dir", str(tmp_path_factory.mktemp("one") / "out")]
     metrics = two.run("train", argv=[*argv, "--deepspeed", "ds_configs/zero3.json"])[0]["metrics"]
-    assert metrics["network"] is None
     return metrics["loss_history"]
 
 
@@ -59,10 +58,6 @@ def assert_equal_and_measured(ended: list[tuple[int, str]], folder: Path, losses
     metrics = json.loads((folder / "metrics.json").read_text())
     assert (metrics["strategy"], metrics["world_size"], metrics["status"]) == ("zero3", 2, "ok")
     assert metrics["loss_history"] == pytest.approx(losses, rel=1e-6)
-    links = metrics["network"]
-    assert (links["machines"], links["backend"]) == (2, "gloo")
-    assert links["bus_bytes_per_second"] == pytest.approx(links["all_reduce_bytes"] / links["all_reduce_seconds"])
-    assert "network       2 machines, gloo: all-reduce " in ended[0][1] and "network    " not in ended[1][1]
 
 
 @pytest.mark.launch

@@ -556,7 +556,7 @@ OPENED = SEEN | {"/dev/infiniband/uverbs3": ""}
     ],
 )
 def test_infiniband_that_a_container_only_sees_is_named(tmp_path, monkeypatch, files, library, variables, found):
-    monkeypatch.setattr(machines, "has_libibverbs", lambda: library)
+    monkeypatch.setattr(machines, "find_library", lambda name: library or None)
     host = machine(tmp_path, files)
     text = said(machines.infiniband_findings("cuda", True, variables, host))
     assert found in text and bool(found) == text.startswith("warning")

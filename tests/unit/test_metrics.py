@@ -17,8 +17,6 @@ from pydantic import BaseModel
 from zero_recipes.core import files
 from zero_recipes.metrics.failure import RankFailure, failed_row
 from zero_recipes.metrics.parts import (
-    Disk,
-    DiskTraffic,
     Evaluation,
     Failure,
     ModelStateBytes,
@@ -163,7 +161,6 @@ def figures(step: int, **changes) -> RankFigures:
         losses=[1.0 * step, 2.0 * step, 3.0 * step],
         tokens=Tokens(all=30, non_padding=20, supervised=10),
         timed_tokens=Tokens(all=20, non_padding=10, supervised=5),
-        traffic=None,
     )
     return replace(figures, **changes)
 
@@ -224,7 +221,7 @@ def test_a_resumed_run_has_losses_and_tokens_of_the_whole_and_the_rest_of_the_la
 def test_a_checkpoint_carries_the_history_as_json():
     evaluation = Evaluation(step=2, loss=1.5)
     history = History(
-        summary=summarise([figures(1)], [1.0, 1.0, 1.0], 0, nvme=None),
+        summary=summarise([figures(1)], [1.0, 1.0, 1.0], 0),
         grad_norm_history=[1.0, math.inf],
         eval_history=[evaluation],
         first_step=1,
@@ -235,19 +232,6 @@ def test_a_checkpoint_carries_the_history_as_json():
     assert again.summary == history.summary and again.eval_history == [evaluation]
     assert (again.first_step, again.resumed_at, math.isfinite(again.grad_norm_history[1])) == (1, [3], False)
     assert History.model_validate({}).summary == Measurements()
-
-
-def test_what_is_measured_before_training_fits_the_model(tmp_path):
-    from zero_recipes.distributed import nvme
-
-    locks = []
-    claimed = nvme.claim_swap_folder(tmp_path, locks)
-    locks[0].release()
-    disk = Disk(**claimed)
-    assert disk.path == str(tmp_path) and disk.free_bytes > 0
-    traffic = nvme.Traffic()
-    traffic.start()
-    assert DiskTraffic(**traffic.per_step(1)).read >= 0
 
 
 # failures

@@ -61,14 +61,14 @@ def test_every_tensor_of_a_deepspeed_optimizer_is_counted(name):
     made = object.__new__(getattr(module, name))
     made.partition_gradients, made.ipg_buckets = False, {}
     made.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    for attribute in (attribute for part in layout.values() for attribute in part):
+    for attribute in (name for part in layout for name in part):
         assert re.search(rf"self\.{attribute}\b", source), attribute
         with pytest.raises(AttributeError, match=attribute):  # a renamed one
             state_bytes(torch.nn.Module(), [], made, False, False)
         setattr(made, attribute, [torch.zeros(16)])
     counted = state_bytes(torch.nn.Module(), [], made, False, False)
-    assert counted["optimizer"] == 64 * len(layout["masters"]) and counted["grads"] == 64 * len(layout["gradients"])
-    assert counted["params"] == 64 * len(layout["weights"])
+    found = [counted[part] for part in ("params", "grads", "optimizer")]
+    assert found == [64 * len(attributes) for attributes in layout]
 
 
 def test_an_optimizer_that_is_not_known_is_not_counted_as_0_bytes():

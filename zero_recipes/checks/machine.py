@@ -8,6 +8,7 @@ import re
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from ctypes.util import find_library
 from pathlib import Path
 
 from zero_recipes.checks.cache import offline_findings, volume_findings
@@ -19,7 +20,6 @@ from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import local_world_size
 from zero_recipes.distributed.kernels import build_findings
-from zero_recipes.distributed.links import has_libibverbs, infiniband_devices
 
 # oldest driver that runs programs of a CUDA major version (NVIDIA's CUDA compatibility guide)
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
@@ -192,11 +192,11 @@ def infiniband_findings(
     """A warning where the machine has InfiniBand or RoCE that NCCL cannot open: a container sees it in /sys all the
     same."""
     off = environment.get("NCCL_IB_DISABLE") == "1" or environment.get("NCCL_NET")
-    devices = infiniband_devices(host) if device == "cuda" and several_machines and not off else {}
+    devices = host.infiniband_devices() if device == "cuda" and several_machines and not off else {}
     missing = ""
     if devices and not any(devices.values()):
         missing = "/dev/infiniband/uverbs* is closed to this user or container"
-    elif devices and not has_libibverbs():
+    elif devices and find_library("ibverbs") is None:  # NCCL takes TCP then (src/misc/ibvsymbols.cc)
         missing = "libibverbs.so.1 is not found"
     elif devices and host.lockable() < REGISTERED:
         missing = f"each process may lock {units.size(int(host.lockable()))} of memory alone"

@@ -51,7 +51,6 @@ def _env(arguments: argparse.Namespace) -> int:
 
 def machine(host: Host) -> dict[str, Any]:
     """All that `page` shows, as JSON can hold it. Sizes in bytes; null where there is no limit or no such thing."""
-    from zero_recipes.distributed.links import infiniband_devices
 
     memory, limit = host.memory()
     locked, cuda = host.lockable(), _cuda(host)
@@ -75,7 +74,7 @@ def machine(host: Host) -> dict[str, Any]:
             "libaio_headers": host.libaio_headers(),
             "cuda_toolkit": host.cuda_release(),
         },
-        "infiniband": infiniband_devices(host),
+        "infiniband": host.infiniband_devices(),
         "versions": _versions(),
         "variables": {name: "(set, not shown)" if SECRET.search(name) else host.environment[name] for name in named},
     }

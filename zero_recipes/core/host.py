@@ -126,6 +126,15 @@ class Host:
         found = re.search(r"release ([\d.]+)", printed)
         return found and found[1]
 
+    def infiniband_devices(self) -> dict[str, bool]:
+        """{device of the kernel: whether its file can be opened here}. /sys shows a machine's in all of its containers;
+        libibverbs opens /dev/infiniband/uverbsN, and /sys/class/infiniband_verbs says whose file that is."""
+        found = {path.name: False for path in sorted(self.at("/sys/class/infiniband").glob("*"))}
+        for ibdev in self.at("/sys/class/infiniband_verbs").glob("uverbs*/ibdev"):
+            if os.access(self.at(f"/dev/infiniband/{ibdev.parent.name}"), os.R_OK | os.W_OK):
+                found[ibdev.read_text().strip()] = True
+        return found
+
     def _read(self, path: str | Path) -> str:
         """A file of the machine; empty where there is none."""
         try:

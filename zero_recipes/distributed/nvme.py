@@ -10,13 +10,10 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import psutil
 from filelock import FileLock, Timeout
 
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core import units
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.process import rank
 from zero_recipes.distributed.group import once_per_node
@@ -31,19 +28,20 @@ def paths(strategy: Strategy) -> list[Path]:
 
 
 @contextmanager
-def swap_space(strategy: Strategy) -> Iterator[list[dict[str, Any]]]:
-    """The run's folders: [{"path", "free_bytes"}], as rank 0's machine has them. Swap files are gone afterwards.
+def swap_space(strategy: Strategy) -> Iterator[None]:
+    """The run's folders are its own inside, and its swap files are gone afterwards.
 
     Every rank enters (the first process of each machine works, the others wait). Raises Refusal on all of them where
     another run holds a folder.
     """
     folders = paths(strategy)
     if not folders:
-        yield []
+        yield
         return
     locks: list[FileLock] = []
     try:
-        yield once_per_node(lambda: [claim_swap_folder(folder, locks) for folder in folders])
+        once_per_node(lambda: [claim_swap_folder(folder, locks) for folder in folders])
+        yield
     finally:
         # by the process that holds the lock: another run's files have the same names, and may be there once it is free
         for lock, folder in zip(locks, folders, strict=False):
@@ -51,7 +49,7 @@ def swap_space(strategy: Strategy) -> Iterator[list[dict[str, Any]]]:
             lock.release()
 
 
-def claim_swap_folder(folder: Path, locks: list[FileLock]) -> dict[str, Any]:
+def claim_swap_folder(folder: Path, locks: list[FileLock]) -> None:
     """Hold `folder` for this run (its lock is appended to `locks`) and delete what a killed run has left there."""
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)  # ends with the process, however that ends
     try:
@@ -62,37 +60,9 @@ def claim_swap_folder(folder: Path, locks: list[FileLock]) -> dict[str, Any]:
     if (folder / SWAPPED).exists():
         print(f"deleted: {folder / SWAPPED}, swap files that a killed run left", flush=True)
         shutil.rmtree(folder / SWAPPED)
-    return {"path": str(folder), "free_bytes": shutil.disk_usage(folder).free}
 
 
 def swapped_bytes(strategy: Strategy) -> int:
     """Bytes of this rank's swap files."""
     own = (path for folder in paths(strategy) for path in (folder / SWAPPED).glob(f"*/rank{rank()}/*"))
     return sum(path.stat().st_size for path in own)
-
-
-class Traffic:
-    """Bytes that this process reads from and writes to disks between `start` and `per_step` (/proc/self/io).
-
-    Past the page cache nothing hides there; checkpoints and evaluation between the steps count too.
-    """
-
-    def __init__(self) -> None:
-        self.began = (0, 0)
-
-    def start(self) -> None:
-        self.began = self._now()
-
-    def per_step(self, steps: int) -> dict[str, int]:
-        """{"read", "written"}: bytes, the mean over so many optimizer steps."""
-        passed = [now - then for now, then in zip(self._now(), self.began, strict=True)]
-        return dict(zip(("read", "written"), (size // max(1, steps) for size in passed), strict=True))
-
-    def _now(self) -> tuple[int, int]:
-        counters = psutil.Process().io_counters()
-        return counters.read_bytes, counters.write_bytes
-
-
-def described(disks: list[dict[str, Any]]) -> list[str]:
-    """The lines of a run's header."""
-    return [f"swaps to      {disk['path']}: {units.size(disk['free_bytes'])} free" for disk in disks]

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from zero_recipes.libs.fsdp import local, whole_gradients
 
@@ -30,24 +31,21 @@ STATE_PARTS = ("params", "grads", "optimizer")
 # DeepSpeed's optimizers (zero/stage_1_and_2.py, zero/stage3.py, fp16/, bf16_optimizer.py): the attributes that hold
 # weights beside the parameters, gradients beside theirs, and fp32 masters. Each must be there: one that DeepSpeed has
 # renamed would be counted as 0 bytes.
-_LAYOUTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "DeepSpeedZeroOptimizer": {
-        "weights": ("bit16_groups_flat",),
-        "gradients": ("averaged_gradients", "all_grad_tensors"),  # views over micro steps
-        "masters": ("single_partition_of_fp32_groups",),
-    },
-    "DeepSpeedZeroOptimizer_Stage3": {
-        "weights": (),
-        "gradients": ("averaged_gradients", "grad_partitions_flat_buffer"),
-        "masters": ("fp32_partitioned_groups_flat",),
-    },
-    "FP16_Optimizer": {"weights": (), "gradients": (), "masters": ("fp32_groups_flat",)},
-    "FP16_UnfusedOptimizer": {"weights": (), "gradients": (), "masters": ("fp32_groups",)},
-    "BF16_Optimizer": {
-        "weights": ("bf16_groups_flat",),
-        "gradients": ("fp32_groups_gradients_flat",),
-        "masters": ("fp32_groups_flat_partition",),
-    },
+WEIGHTS, GRADIENTS, MASTERS = range(3)
+_LAYOUTS = {
+    "DeepSpeedZeroOptimizer": (
+        ["bit16_groups_flat"],
+        ["averaged_gradients", "all_grad_tensors"],  # views over micro steps
+        ["single_partition_of_fp32_groups"],
+    ),
+    "DeepSpeedZeroOptimizer_Stage3": (
+        [],
+        ["averaged_gradients", "grad_partitions_flat_buffer"],
+        ["fp32_partitioned_groups_flat"],
+    ),
+    "FP16_Optimizer": ([], [], ["fp32_groups_flat"]),
+    "FP16_UnfusedOptimizer": ([], [], ["fp32_groups"]),
+    "BF16_Optimizer": (["bf16_groups_flat"], ["fp32_groups_gradients_flat"], ["fp32_groups_flat_partition"]),
 }
 
 
@@ -97,7 +95,7 @@ def weight_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> 
             yield from _flatten(p.ds_secondary_tensor)
     else:
         yield from parameters
-    yield from _held(optimizer, "weights")
+    yield from _held(optimizer, WEIGHTS)
 
 
 def is_partitioned(p: torch.nn.Parameter) -> bool:
@@ -151,10 +149,10 @@ def gradient_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -
             for grad in (p.grad, getattr(p, "grad_accum", None)):
                 if grad is not None and local(grad).untyped_storage() not in buckets:
                     yield grad
-    yield from _held(optimizer, "gradients")
+    yield from _held(optimizer, GRADIENTS)
     if stage_1_or_2:  # the buffer of copy_grads_in_partition: made by the first gradient
         yield from _flatten(getattr(optimizer, "grads_in_partition", None))
-    for master in _held(optimizer, "masters"):
+    for master in _held(optimizer, MASTERS):
         if master.grad is not None:
             yield master.grad
 
@@ -162,25 +160,19 @@ def gradient_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -
 def optimizer_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
     """fp32 masters and every tensor of `optimizer.state`. Without DeepSpeed the master is the parameter itself."""
     known = set(map(id, parameters))
-    for master in _held(optimizer, "masters"):
+    for master in _held(optimizer, MASTERS):
         if id(master) not in known:
             yield master
     yield from _flatten(dict(base_optimizer(optimizer).state))
 
 
-def _held(optimizer: Any, what: str) -> Iterator[torch.Tensor]:
-    """The tensors of DeepSpeed's optimizer that hold "weights", "gradients" or "masters"; none of a torch optimizer."""
-    for name in _layout(optimizer)[what]:
+def _held(optimizer: Any, what: int) -> Iterator[torch.Tensor]:
+    """The tensors of DeepSpeed's optimizer that hold WEIGHTS, GRADIENTS or MASTERS; none of a torch optimizer."""
+    layouts = [_LAYOUTS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _LAYOUTS]
+    if not layouts and not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is none of {', '.join(_LAYOUTS)}")
+    for name in layouts[0][what] if layouts else ():
         yield from _flatten(getattr(optimizer, name))
-
-
-def _layout(optimizer: Any) -> dict[str, tuple[str, ...]]:
-    for cls in type(optimizer).__mro__:
-        if cls.__name__ in _LAYOUTS:
-            return _LAYOUTS[cls.__name__]
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return {"weights": (), "gradients": (), "masters": ()}
-    raise TypeError(f"{type(optimizer).__name__} is none of {', '.join(_LAYOUTS)}")
 
 
 def _is(optimizer: Any, name: str) -> bool:
@@ -201,14 +193,7 @@ def _training_device() -> str:
 
 
 def _flatten(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _flatten(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _flatten(item)
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 # the engine

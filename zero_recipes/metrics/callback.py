@@ -7,7 +7,7 @@ with. The contract of the file is in docs/metrics.md.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,16 @@ from zero_recipes.config.settings import precision_of
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host import device_name, hardware_facts, library_versions, peak_memory
 from zero_recipes.core.process import CLOCK, rank
-from zero_recipes.distributed import nvme
 from zero_recipes.distributed.group import gather_rows
 from zero_recipes.libs.deepspeed import STATE_PARTS
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.model_flops import UsedFlops
 from zero_recipes.metrics.parts import (
-    Disk,
-    DiskTraffic,
     Evaluation,
     Failure,
     GradientDtypes,
     Hardware,
     ModelStateBytes,
-    Network,
-    Nvme,
     PeakMemory,
     PhaseBytes,
     PhaseSeconds,
@@ -64,8 +59,6 @@ class RunFacts:
     precision: str
     model: str | None
     recipe_sha256: str | None = None
-    disks: list[dict[str, Any]] = field(default_factory=list)  # zero_recipes/distributed/nvme.py, swap_space
-    network: dict[str, Any] | None = None  # zero_recipes/distributed/links.py; None on one machine
     predicted: PredictedMetrics | None = None
 
     @classmethod
@@ -123,7 +116,6 @@ class StageMetricsCallback(TrainerCallback):
         self.tokens: torch.Tensor | None = None  # all, non-padding, supervised, squares; of this rank and run
         self.tokens_timed: torch.Tensor | None = None  # the same over the timed steps
         self.states = dict.fromkeys((*STATE_PARTS, "offloaded_host", "offloaded_disk"), 0)
-        self.traffic = nvme.Traffic()
         self.forward_hook = None
         self.probe: StateProbe | None = None
         self.communication: CommunicationCounter | None = None
@@ -243,8 +235,6 @@ class StageMetricsCallback(TrainerCallback):
             self.write("failed", UNFINISHED)
         if total:  # a resumed run may have no step left, and then nothing would stop it
             self.communication.start()
-        if self.facts.disks:
-            self.traffic.start()
         self.steps.open()
 
     def _before_forward(self, model, arguments, inputs) -> None:
@@ -323,20 +313,17 @@ class StageMetricsCallback(TrainerCallback):
             tokens=tokens_of(self.tokens, self.has_labels),
             timed_tokens=tokens_of(self.tokens_timed, self.has_labels),
             timed_flops=self.used.of(self.tokens_timed),
-            traffic=DiskTraffic(**self.traffic.per_step(self.done)) if self.facts.disks else None,
         )
         ranks = gather_object([own])
         seconds = self.steps.seconds()
         if not seconds:  # a resumed run that had no step left
             peaks = Measurements(peak_memory_bytes=[rank.peak for rank in ranks], loss_history=[])
             return peaks if self.earlier == Measurements() else self.earlier
-        traffic, disks = [rank.traffic for rank in ranks], [Disk(**disk) for disk in self.facts.disks]
         now = summarise(
             ranks,
             seconds,
             min(self.warmup, len(seconds)),
             self.used.peak,
-            nvme=Nvme(disks=disks, bytes_per_step=traffic) if disks else None,
             communication_bytes_per_step=self.communication.median(),
             communication_bytes_between_nodes=self.communication.median_between_nodes(),
             skipped_steps=self.skipped if self.identity.precision == "fp16" else None,
@@ -382,7 +369,6 @@ class StageMetricsCallback(TrainerCallback):
             grad_norm_history=self.grad_norms,
             first_nonfinite_step=first_nonfinite(losses, self.first_step),
             eval_history=self.evaluations,
-            network=None if facts.network is None else Network(**facts.network),
             predicted=facts.predicted,
             versions=library_versions(),
             hardware=Hardware(**hardware_facts(facts.device)),

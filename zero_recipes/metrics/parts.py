@@ -127,39 +127,6 @@ class Evaluation(Part):
     loss: Number = known("mean over all tokens of the split that carry loss; null where it is not finite", "nats/token")
 
 
-class Disk(Part):
-    """A folder for swap files."""
-
-    path: str = known("the folder")
-    free_bytes: int = known("free on its disk", "bytes")
-
-
-class DiskTraffic(Part):
-    """What one rank reads and writes in an optimizer step, the mean, by the kernel's counters."""
-
-    read: int = known("from disks", "bytes")
-    written: int = known("to disks", "bytes")
-
-
-class Nvme(Part):
-    """Swapping to disks."""
-
-    disks: list[Disk] = known("the folders, as rank 0's machine has them")
-    bytes_per_step: list[DiskTraffic | None] = known("per rank")
-
-
-class Network(Part):
-    """The links between the machines, measured before training."""
-
-    machines: int = known("machines of the run")
-    backend: str = known("nccl or gloo")
-    all_reduce_bytes: int = known("size of the tensor of the measured all-reduce", "bytes")
-    all_reduce_seconds: float = known("the median of three", "seconds")
-    bus_bytes_per_second: float = known(
-        "nccl-tests' bus bandwidth: 2 (N - 1) / N times the bytes, by the time; N ranks", "bytes/s"
-    )
-
-
 class Hardware(Part):
     """The machine of rank 0."""
 

@@ -24,9 +24,7 @@ from zero_recipes.metrics.parts import (
     GradientDtypes,
     Hardware,
     ModelStateBytes,
-    Network,
     Number,
-    Nvme,
     Part,
     PeakMemory,
     PhaseBytes,
@@ -122,7 +120,6 @@ class Measurements(Part):
         null="on CPUs, on a GPU that the table has not, and wherever model_flops_per_second is",
     )
     step_seconds: StepSeconds | None = measured("optimizer steps")
-    nvme: Nvme | None = measured("swapping to disks", null="unless states are swapped")
     skipped_steps: int | None = measured(
         "of the whole run, those that the loss scale was too high for: no weight, state or learning rate changed",
         "steps",
@@ -168,7 +165,6 @@ class Metrics(Measurements, RunIdentity, RunStatus):
         "the first step whose loss is not finite, and so null in loss_history", "steps", null="where all are finite"
     )
     eval_history: list[Evaluation] | None = measured("the evaluations")
-    network: Network | None = measured("the links between the machines", null="on one machine")
     predicted: PredictedMetrics | None = measured(
         "what was planned before the run, on a GPU or with predict: true", null="where it was not"
     )

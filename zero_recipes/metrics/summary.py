@@ -12,7 +12,6 @@ from pydantic import Field
 
 from zero_recipes.metrics.model_flops import utilisation
 from zero_recipes.metrics.parts import (
-    DiskTraffic,
     Evaluation,
     ModelStateBytes,
     Number,
@@ -34,7 +33,6 @@ class RankFigures:
     losses: list[float] | None  # one per optimizer step of this process; None where they are not known
     tokens: Tokens  # over all its steps
     timed_tokens: Tokens  # over the timed ones
-    traffic: DiskTraffic | None  # None where nothing is swapped
     timed_flops: float = 0.0  # the model's, over the timed steps; 0 where they are not counted
 
 

@@ -19,7 +19,7 @@ from zero_recipes.core.findings import Refusal
 from zero_recipes.core.process import CLOCK, rank
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows
-from zero_recipes.distributed import links, nvme, ulysses
+from zero_recipes.distributed import ulysses
 from zero_recipes.distributed.group import agree
 from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.huggingface import attention_name
@@ -74,21 +74,15 @@ class RecipeRun:
         with CLOCK.phase("model"):
             return models.load_model(self.config, self.run.settings)
 
-    def claim(
-        self, predicted: PredictedMetrics | None, disks: list[dict[str, Any]], ds_config: dict[str, Any] | None
-    ) -> None:
+    def claim(self, predicted: PredictedMetrics | None, ds_config: dict[str, Any] | None) -> None:
         """From here on the folder is this run's: what an earlier one left may go, the launch is written down.
 
-        Every rank calls it (collectives). `disks`: of nvme.swap_space; `ds_config`: as it is in force, None without
-        DeepSpeed.
+        Every rank calls it (collectives). `ds_config`: as it is in force, None without DeepSpeed.
         """
         run = self.run
-        with CLOCK.phase("startup"):
-            network = links.measure_network(run.device)
         agree(self._move_earlier_run if rank() == 0 else lambda: None)
         if rank() == 0:
-            header = [*run.strategy.described(run.device, self.args), *links.network_header(network)]
-            header += [*nvme.described(disks), str(self.data.audit)]
+            header = [*run.strategy.described(run.device, self.args), str(self.data.audit)]
             print(*header, *self.data.findings, sep="\n", flush=True)
             write_resolved(run.given, run.output_dir / "recipe.resolved.yaml", header, ds_config)
         self.args.distributed_state.wait_for_everyone()
@@ -99,8 +93,6 @@ class RecipeRun:
             precision=run.precision,
             model=run.recipe.settings.model_name_or_path,
             recipe_sha256=run.recipe.sha256,
-            disks=disks,
-            network=network,
             predicted=predicted,
         )
         self.metrics = StageMetricsCallback(run.output_dir, facts)
