@@ -110,6 +110,8 @@ def metrics_type(hint: Any) -> tuple[str, type[BaseModel] | None]:
     if origin is list:
         kind, nested = metrics_type(inside[0])
         return f"list of {kind}s", nested
+    if origin is dict and inside[1] is Any:
+        return "object", None
     if origin is dict:
         return f"object of {metrics_type(inside[1])[0]}s", None
     return ("object", hint) if issubclass(hint, BaseModel) else (PYTHON_TYPES[hint], None)

@@ -20,7 +20,7 @@ from benchmarks.planners import court, estimators, other_trainers  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
 from zero_recipes.core.findings import Refusal  # noqa: E402
 from zero_recipes.core.host import library_versions  # noqa: E402
-from zero_recipes.metrics.prediction import Prediction  # noqa: E402
+from zero_recipes.metrics.schema import Prediction  # noqa: E402
 from zero_recipes.plan import predict as planner  # noqa: E402
 from zero_recipes.plan.formulas import overheads, predict_by_formulas  # noqa: E402
 from zero_recipes.plan.job import Job  # noqa: E402

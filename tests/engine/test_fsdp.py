@@ -37,7 +37,6 @@ def test_it_shards_and_its_bytes_are_those_counted_by_hand(request, recipe, tmp_
     metrics, shapes = results[0]["metrics"], results[0]["shapes"]
     assert (metrics["strategy"], metrics["zero_stage"]) == ("fsdp2", None)
     assert metrics["precision"] == ("bf16" if bf16 else "fp32")
-    assert set(metrics["gradient_dtypes"].values()) == {metrics["precision"]}
     assert results[0]["placements"] == ["(Shard(dim=0),)"]
     assert sum(map(prod, shapes)) == metrics["parameters"]
     for rank, measured in enumerate(metrics["model_state_bytes"]):

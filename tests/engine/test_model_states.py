@@ -105,8 +105,6 @@ def test_bytes_of_other_precisions(request, recipe, tmp_path, world_size, mode, 
     result = group.run("train", argv=argv)[0]
     metrics = result["metrics"]
     assert (metrics["strategy"], metrics["precision"]) == (f"zero{stage}_{mode}", "bf16")
-    dtypes = {"added_up": "fp32", "reduced": "bf16 and fp32" if stage else "fp32"}
-    assert metrics["gradient_dtypes"] == ({"added_up": "bf16", "reduced": "bf16"} if mode == "bf16_states" else dtypes)
     for rank, measured in enumerate(metrics["model_state_bytes"]):
         terms = model_state_terms(result["groups"], world_size, rank, stage, HIDDEN * HIDDEN, widths=widths)
         assert {part: measured[part] for part in STATE_PARTS} == {

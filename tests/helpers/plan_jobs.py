@@ -8,8 +8,15 @@ from functools import lru_cache
 from pathlib import Path
 
 from zero_recipes.core.host import gpu_named, gpus
-from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
-from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction, ReservedRange
+from zero_recipes.metrics.schema import (
+    PARTS,
+    CheckpointBytes,
+    HostBytes,
+    ModelStateBytes,
+    PhaseBytes,
+    Prediction,
+    ReservedRange,
+)
 from zero_recipes.plan import job as plan_job
 from zero_recipes.plan.choose import Row, make_row
 from zero_recipes.plan.job import Job

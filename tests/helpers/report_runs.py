@@ -91,6 +91,6 @@ def oom(strategy):
         "peak_memory_bytes": [None, {"allocated": None, "reserved": None, "rss": None}],
         "model_state_bytes": [None, {"params": None, "grads": None, "optimizer": None}],
         "step_seconds": {"median": None, "p90": None, "warmup_steps_excluded": 2},
-        "failure": {"phase": "train", "rank": 1, "signal": "SIGKILL", "cures": ["shard <more>"],
-                    "largest_memory": [{"what": "optimizer states", "bytes": 512 * MIB}]},
+        "failure": {"phase": "train", "rank": 1, "signal": "SIGKILL",
+                    "largest_memory": {"optimizer states": 512 * MIB}},
     }  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.tiny import write_recipe
 from zero_recipes.cli.sweep import sweep
 from zero_recipes.core.findings import Refusal
-from zero_recipes.metrics.failure import failed_row, signal_in
+from zero_recipes.metrics.failure import failed_row
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,10 +68,9 @@ def test_out_of_memory_on_rank_1(recipe, tmp_path):
     assert row["status"] == "oom" and "out of memory" in row["error"]
     failure = row["failure"]
     assert (failure["phase"], failure["rank"]) == ("train", 1)
-    assert {entry["what"] for entry in failure["largest_memory"]} >= {"params", "grads", "optimizer"}
-    sizes = [entry["bytes"] for entry in failure["largest_memory"]]
+    assert failure["largest_memory"].keys() >= {"params", "grads", "optimizer"}
+    sizes = list(failure["largest_memory"].values())
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0
-    assert failure["cures"][0].startswith("activation_checkpointing")
     assert row["parameters"] > 0 and row["strategy"] == "zero2", "what rank 0 knew of the run was lost"
     assert json.loads((outcome.folder / "failure.rank1.json").read_text())["traceback"]
     assert len(row["loss_history"]) == 2 and all(row["loss_history"]), "the losses up to the crash were lost"
@@ -118,28 +117,3 @@ def test_a_sweep_refuses_before_it_starts(recipe, tmp_path):
     with pytest.raises(Refusal, match="earlier run"):
         sweep(recipe, ["zero1"], 2, tmp_path, [])
     assert (tmp_path / "zero1" / "metrics.json").read_text() == '{"status": "ok"}'
-
-
-def test_signals_are_read_off_the_exit_code_and_the_closing_table():
-    assert signal_in(-9, "") == "SIGKILL"
-    assert signal_in(1, "  exitcode  : -9 (pid: 1)\n  exitcode  : -15 (pid: 2)") == "SIGKILL"
-    assert signal_in(1, "  exitcode  : 1 (pid: 1)\n  exitcode  : -15 (pid: 2)") is None
-
-
-def test_the_first_cause_wins(tmp_path):
-    def write(rank, status, time):
-        content = {
-            "rank": rank,
-            "status": status,
-            "phase": "train",
-            "error": f"e{rank}",
-            "largest_memory": [],
-            "time": time,
-        }
-        (tmp_path / f"failure.rank{rank}.json").write_text(json.dumps(content))
-
-    write(0, "failed", 1.0)  # a peer that lost its connection, noticed first
-    write(1, "oom", 2.0)
-    assert failed_row(tmp_path, "zero2", 1, "").failure.rank == 1
-    write(1, "failed", 2.0)
-    assert failed_row(tmp_path, "zero2", 1, "").failure.rank == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as draw
 from tests.helpers.plan_jobs import GB, H100, ROOT, every_strategy, job, made_up, recipe, rows_of, strategies
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import gpu_named, gpus
-from zero_recipes.metrics.prediction import HostBytes
+from zero_recipes.metrics.schema import HostBytes
 from zero_recipes.plan import choose
 from zero_recipes.plan.choose import (
     COST_ORDER,

@@ -13,7 +13,7 @@ from hypothesis import strategies as draw
 from tests.helpers.plan_jobs import GB, ROOT, job
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal
-from zero_recipes.metrics.prediction import PARTS, Prediction
+from zero_recipes.metrics.schema import PARTS, Prediction
 from zero_recipes.plan.formulas import Sizes, overheads, predict_by_formulas, shape_of
 from zero_recipes.plan.job import known_models
 from zero_recipes.plan.predict import Predictor

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.compared_jobs import job_of, write_recipe
 from tests.helpers.tiny import write_model
-from zero_recipes.metrics.prediction import Prediction
+from zero_recipes.metrics.schema import Prediction
 from zero_recipes.plan.simulator import parent as simulation
 
 TWICE = {"gradient_accumulation_steps": 2}

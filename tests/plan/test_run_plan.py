@@ -25,7 +25,7 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.data.prepare import RowLengths
-from zero_recipes.metrics.prediction import PredictedMetrics
+from zero_recipes.metrics.schema import PredictedMetrics
 from zero_recipes.plan import of_run
 from zero_recipes.plan.cost import estimate
 from zero_recipes.plan.formulas import overheads, predict_by_formulas

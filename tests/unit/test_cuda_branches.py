@@ -20,8 +20,7 @@ from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import RunFacts, StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure
 from zero_recipes.metrics.flops import ModelFlops
-from zero_recipes.metrics.model_flops import UsedFlops
-from zero_recipes.metrics.probe import StepClock
+from zero_recipes.metrics.probe import StepClock, UsedFlops
 from zero_recipes.metrics.schema import Metrics, RunIdentity
 
 MIB = 2**20
@@ -173,7 +172,7 @@ def test_a_failure_on_a_gpu_names_what_held_its_memory(cuda, tmp_path):
     cuda.hold(10 * MIB)
     states = {"params": 4 * MIB, "grads": 0, "optimizer": 5 * MIB, "offloaded_host": 64 * MIB}
     failure = write_failure(tmp_path, "train", torch.OutOfMemoryError("CUDA out of memory."), states)
-    held = [(part.what.split()[0], part.bytes) for part in failure.largest_memory]
+    held = [(part.split()[0], size) for part, size in failure.largest_memory.items()]
     assert failure.status == "oom"
     assert held == [("offloaded_host", 64 * MIB), ("optimizer", 5 * MIB), ("params", 4 * MIB), ("activations,", MIB)]
 

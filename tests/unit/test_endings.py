@@ -81,7 +81,7 @@ NOISE = [
 
 
 def failure(rank: int, error: str, time: float, status: str = "failed") -> RankFailure:
-    return RankFailure(rank=rank, status=status, phase="train", error=error, largest_memory=[], time=time)
+    return RankFailure(rank=rank, status=status, phase="train", error=error, largest_memory={}, time=time)
 
 
 def unfinished() -> Metrics:
@@ -106,7 +106,7 @@ def test_the_first_cause_is_named_whoever_writes_first(order, noise, out_of_memo
         assert cause_of(folder) == cause
         row = strict((folder / FILE).read_text())
     assert (row["status"], row["error"], row["failure"]["rank"]) == (cause.status, cause.error, cause.rank)
-    assert row["loss_history"] == [2.0, 1.0, None] and row["first_nonfinite_step"] == 3
+    assert row["loss_history"] == [2.0, 1.0, None]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,6 @@ def test_a_run_that_is_refused_or_breaks_while_loading(tmp_path, before, resumes
         assert left == json.loads(text)
     else:
         assert (left["status"], left["error"]) == ("oom", "MemoryError: no room")
-        assert left["failure"]["cures"]
     assert strict((folder / "failure.rank0.json").read_text())["status"] == "oom"
 
 

@@ -14,7 +14,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from tests.helpers.plan_jobs import job
 from zero_recipes.core.host import gpus, peak_flops_of
 from zero_recipes.metrics.flops import ModelFlops, model_flops, squares
-from zero_recipes.metrics.model_flops import UsedFlops, utilisation
+from zero_recipes.metrics.probe import UsedFlops, utilisation
 from zero_recipes.metrics.schema import RunIdentity
 from zero_recipes.plan.formulas import shape_of
 from zero_recipes.plan.job import known_models

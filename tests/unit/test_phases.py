@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from zero_recipes.core.process import PHASES, PhaseClock, age
-from zero_recipes.metrics.parts import PhaseSeconds
+from zero_recipes.metrics.schema import PhaseSeconds
 
 ROOT = Path(__file__).resolve().parents[2]
 NESTED = draw.recursive(

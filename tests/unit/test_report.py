@@ -273,16 +273,6 @@ def test_a_resumed_run_without_history_is_compared_step_by_step_from_its_first(t
     assert verdict(sweep(tmp_path / "apart", apart), "train alike").verdict == "cannot tell"
 
 
-def test_the_precision_of_gradients_stands_beside_the_losses(tmp_path):
-    changes = {name: {"gradient_dtypes": {"added_up": "bf16", "reduced": "bf16"}} for name in SPEED}
-    changes["ddp"] = {"gradient_dtypes": {"added_up": "fp32", "reduced": "fp32"}}
-    changes["zero2"] = {"gradient_dtypes": {"added_up": "bf16", "reduced": "fp32"}}
-    assert verdict(sweep(tmp_path, changes), "train alike").measured.endswith(
-        "Gradients: ddp added up and reduced in fp32; zero0, zero1, zero3 added up and reduced in bf16; "
-        "zero2 added up in bf16 and reduced in fp32."
-    )
-
-
 @pytest.mark.parametrize(
     ("samples", "expected"),
     [
@@ -346,7 +336,7 @@ def test_the_page_fetches_nothing_and_escapes_what_models_and_people_wrote(repor
 
 
 def test_the_page_has_samples_failures_and_the_full_run(report):
-    _, page, printed = report
+    _, page, _ = report
     heads = re.findall(r"<h2>([^<]+)</h2>", page)
     assert heads == ["Judgement", "Comparison", "Runs that did not finish", "Pictures", "Full run", "Before and after",
                      "Details"]  # fmt: skip
@@ -354,9 +344,8 @@ def test_the_page_has_samples_failures_and_the_full_run(report):
     assert re.search(r"token_f1</td><td class=\"number\">0.100</td><td class=\"number\">0.500", page)
     assert "full: 15 of 15 answers changed. Mean token_f1 0.100 to 0.500" in page, "not of the full run"
     assert re.search(r"<td class=\"number\">4</td><td class=\"number\">1.5000</td>", page)
-    for text in ("ddp: oom", "phase train, rank 1, signal SIGKILL", "optimizer states: 537 MB", "shard &lt;more&gt;"):
+    for text in ("ddp: oom", "phase train, rank 1, signal SIGKILL", "optimizer states: 537 MB"):
         assert text in page
-    assert "may help: shard <more>" in printed and printed.index("Comparison: ") < printed.index("Single runs: ")
     assert re.search(r"46\.1 MB</td><td class=\"number\">41\.9 MB</td><td class=\"number\">10\.0 %", page), "the plan"
 
 

@@ -19,7 +19,7 @@ from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise
 from zero_recipes.core.process import CLOCK, local_world_size, rank
 from zero_recipes.data.prepare import of_prepared
 from zero_recipes.distributed.group import agree, once
-from zero_recipes.metrics.prediction import PredictedMetrics
+from zero_recipes.metrics.schema import PredictedMetrics
 
 if TYPE_CHECKING:
     from zero_recipes.data.prepare import Prepared

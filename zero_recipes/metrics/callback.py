@@ -23,26 +23,22 @@ from zero_recipes.core.process import CLOCK, rank
 from zero_recipes.distributed.group import gather_rows
 from zero_recipes.libs.deepspeed import STATE_PARTS
 from zero_recipes.metrics.communication import CommunicationCounter
-from zero_recipes.metrics.model_flops import UsedFlops
-from zero_recipes.metrics.parts import (
+from zero_recipes.metrics.probe import MemoryPhases, StateProbe, StepClock, UsedFlops, steps_not_timed
+from zero_recipes.metrics.schema import (
+    FILE,
+    SCHEMA,
     Evaluation,
-    Failure,
-    GradientDtypes,
     Hardware,
+    Measurements,
+    Metrics,
     ModelStateBytes,
     PeakMemory,
     PhaseBytes,
     PhaseSeconds,
+    PredictedMetrics,
+    RunIdentity,
+    Status,
 )
-from zero_recipes.metrics.prediction import PredictedMetrics
-from zero_recipes.metrics.probe import (
-    MemoryPhases,
-    StateProbe,
-    StepClock,
-    gradient_dtypes,
-    steps_not_timed,
-)
-from zero_recipes.metrics.schema import FILE, SCHEMA, Measurements, Metrics, RunIdentity, Status, first_nonfinite
 from zero_recipes.metrics.summary import History, RankFigures, continued, summarise, tokens_of
 from zero_recipes.model import parameter_counts
 
@@ -119,7 +115,6 @@ class StageMetricsCallback(TrainerCallback):
         self.forward_hook = None
         self.probe: StateProbe | None = None
         self.communication: CommunicationCounter | None = None
-        self.gradient_dtypes: GradientDtypes | None = None
         self.started_at = 0  # step
         self.warmup = 0
         self.probed = 0  # steps before the one that the probe looks into
@@ -228,8 +223,6 @@ class StageMetricsCallback(TrainerCallback):
         engine = model if self.engine is None else self.engine
         self.probe = StateProbe(model, optimizer, self.facts.strategy, self.phases)
         self.communication = CommunicationCounter(engine, self.facts.strategy)
-        if self.engine is not None or not self.facts.strategy.is_deepspeed:
-            self.gradient_dtypes = gradient_dtypes(engine)
         if self.engine is None:
             self.forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             self.write("failed", UNFINISHED)
@@ -345,13 +338,13 @@ class StageMetricsCallback(TrainerCallback):
         """Of the whole run, without a collective."""
         return [*(self.earlier.loss_history or []), *self.step_losses]
 
-    def write(self, status: Status = "ok", error: str | None = None, failure: Failure | None = None) -> None:
+    def write(self, status: Status = "ok", error: str | None = None) -> None:
         """Write metrics.json on rank 0: complete after `end_steps`, before it with null for what was not measured."""
         if rank():
             return
         if not self.finished:
             self.summary = self.summary.model_copy(update={"loss_history": self.losses_so_far()})
-        facts, losses = self.facts, self.summary.loss_history or []
+        facts = self.facts
         CLOCK.book()
         row = Metrics(
             schema=SCHEMA,
@@ -360,18 +353,13 @@ class StageMetricsCallback(TrainerCallback):
             **dict(self.identity),
             **dict(self.summary),
             memory_phases=PhaseBytes(**self.phases.bytes) if facts.device == "cuda" else None,
-            host_memory_phases=PhaseBytes(**self.phases.host_bytes),
-            host_threads=torch.get_num_threads(),
             phase_seconds=PhaseSeconds(**{name: round(spent, 3) for name, spent in CLOCK.seconds.items()}),
             first_step=self.first_step,
             resumed_at=self.resumed_at,
-            gradient_dtypes=self.gradient_dtypes,
             grad_norm_history=self.grad_norms,
-            first_nonfinite_step=first_nonfinite(losses, self.first_step),
             eval_history=self.evaluations,
             predicted=facts.predicted,
             versions=library_versions(),
             hardware=Hardware(**hardware_facts(facts.device)),
-            **({} if failure is None else {"failure": failure}),
         )
         row.write(self.output_dir / FILE)

@@ -10,34 +10,21 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from zero_recipes.core.files import write_text
 from zero_recipes.core.process import rank
-from zero_recipes.metrics.parts import Failure, Holding, Part, known, measured
 from zero_recipes.metrics.schema import (
     FILE,
     SCHEMA,
     ContractError,
+    Failure,
     Metrics,
-    Status,
-    first_nonfinite,
+    Part,
+    optional,
     read_part,
+    required,
 )
-
-CURES = {
-    "model": [
-        "launch stage 3 (accelerate_configs/zero3.yaml), which loads each weight in parts",
-        "dtype: bfloat16 (half the host memory while loading)",
-    ],
-    "train": [
-        "activation_checkpointing: true",
-        "a smaller per_device_train_batch_size with a larger gradient_accumulation_steps",
-        "the next ZeRO stage (accelerate_configs/zero2.yaml, zero3.yaml)",
-        "offload to the CPU (accelerate_configs/zero2_offload.yaml, zero3_offload.yaml)",
-        "more processes (--num_processes), or use_peft: true",
-    ],
-}
 
 # what is said of a peer that has ended, by gloo, NCCL, the store and Linux
 ECHOES = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
@@ -49,15 +36,15 @@ ECHOES += ("which plans the run",)
 class RankFailure(Part):
     """One failure.rankN.json."""
 
-    rank: int = known("the rank that wrote it")
-    status: Literal["oom", "diverged", "failed"] = known(
+    rank: int = required("the rank that wrote it")
+    status: Literal["oom", "diverged", "failed"] = required(
         "oom: memory was short, on the accelerator or on the host; diverged: loss or weights were not finite any more"
     )
-    phase: str = known("the innermost phase that the error left: a key of phase_seconds")
-    error: str = known("type and message of the exception")
-    largest_memory: list[Holding] = known("what held memory on this rank, the largest first")
-    traceback: str = measured("as Python prints it", default="")
-    time: float = known("when it was written", "seconds since 1970")
+    phase: str = required("the innermost phase that the error left: a key of phase_seconds")
+    error: str = required("type and message of the exception")
+    largest_memory: dict[str, int] = required("by part: what held memory on this rank, the largest first", "bytes")
+    traceback: str = optional("as Python prints it", default="")
+    time: float = required("when it was written", "seconds since 1970")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -74,23 +61,22 @@ def write_failure(
 ) -> RankFailure:
     """Write failure.rankN.json for this rank and return its content.
 
-    `states`: model-state bytes of this rank; `save_status`: what stands all the same.
+    `states`: model-state bytes of this rank; `save_status`: what is known of the model's save.
     """
     import torch
 
-    memory = [Holding(what=what, bytes=size) for what, size in states.items() if size]
+    memory = {what: size for what, size in states.items() if size}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         allocated = torch.cuda.max_memory_allocated()
         others = allocated - sum(states.get(part, 0) for part in ("params", "grads", "optimizer"))
         if others > 0:
-            rest = "activations, buckets and gathered parameters (the rest of the peak)"
-            memory.append(Holding(what=rest, bytes=others))
+            memory["activations, buckets and gathered parameters (the rest of the peak)"] = others
     failure = RankFailure(
         rank=rank(),
         status="oom" if is_out_of_memory(error) else getattr(error, "status", "failed"),
         phase=phase,
         error=f"{type(error).__name__}: {error}".strip() + (f" ({save_status})" if save_status else ""),
-        largest_memory=sorted(memory, key=lambda held: -held.bytes),
+        largest_memory=dict(sorted(memory.items(), key=lambda held: -held[1])),
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
     )
@@ -137,15 +123,12 @@ def keep_failure(output_dir: Path, own: RankFailure, losses: list[float], unfini
         cause, row = own, unfinished
     if row.status == "ok" and not resumes:
         return
-    update: dict[str, Any] = {"status": cause.status, "error": cause.error, "failure": _details(cause.phase, cause)}
-    if len(losses) > len(row.loss_history or []):
-        update["loss_history"] = losses
-        update["first_nonfinite_step"] = first_nonfinite(losses, row.first_step)
-    row.model_copy(update=update).write(path)
+    history = max(losses, row.loss_history or [], key=len)
+    _ended(row.model_copy(update={"loss_history": history}), cause).write(path)
 
 
 def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> Metrics:
-    """The row of a run that left none or left it unfinished: status, phase, consumers of memory, cures.
+    """The row of a run that left none or left it unfinished.
 
     `exit_code` is the launcher's; `log` its output. A killed rank writes no file: then its signal is the cause.
     Raises ContractError where a file of the run is damaged.
@@ -154,25 +137,21 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> Met
     unknown = Metrics(schema=SCHEMA, name=strategy, strategy=strategy, status="failed")
     row = Metrics.read(path) if path.is_file() else unknown
     cause, killed_by = cause_of(output_dir), signal_in(exit_code, log)
-    # a launcher that sees another rank end first stops rank 0 before it speaks; the closing table then has the message
-    lines = [line.strip().removeprefix("traceback : ") for line in log.splitlines() if line.strip()]
-    refused = next((number for number, line in enumerate(lines) if line.startswith("refused: ")), None)
-
-    def ended(status: Status, error: str, **failure: Failure) -> Metrics:
-        return row.model_copy(update={"status": status, "error": error, **failure})
-
-    if refused is not None and cause is None:
-        return ended("refused", " ".join(lines[refused : refused + 3]))
     if killed_by is not None and (cause is None or cause.status != "oom"):
         error = f"a process was killed by {killed_by}"
         if killed_by == "SIGKILL":
             error += ", which is what the kernel does when the host's memory is short"
-        phase = "train" if cause is None else cause.phase
-        return ended("failed", error, failure=_details(phase, cause, signal_name=killed_by))
-    if cause is None:
-        error = f"exit code {exit_code}" + (f": {lines[-1]}" if lines else "")
-        return ended("failed", error, failure=_details("unknown", None))
-    return ended(cause.status, cause.error, failure=_details(cause.phase, cause))
+        failure = Failure(phase="train" if cause is None else cause.phase, signal=killed_by)
+        return row.model_copy(update={"status": "failed", "error": error, "failure": failure})
+    if cause is not None:
+        return _ended(row, cause)
+    # a launcher that sees another rank end first stops rank 0 before it speaks; the closing table then has the message
+    lines = [line.strip().removeprefix("traceback : ") for line in log.splitlines() if line.strip()]
+    refused = next((number for number, line in enumerate(lines) if line.startswith("refused: ")), None)
+    if refused is not None:
+        return row.model_copy(update={"status": "refused", "error": " ".join(lines[refused : refused + 3])})
+    error = f"exit code {exit_code}" + (f": {lines[-1]}" if lines else "")
+    return row.model_copy(update={"status": "failed", "error": error, "failure": Failure(phase="unknown")})
 
 
 def signal_in(exit_code: int, log: str) -> str | None:
@@ -185,12 +164,6 @@ def signal_in(exit_code: int, log: str) -> str | None:
     return None
 
 
-def _details(phase: str, cause: RankFailure | None, signal_name: str | None = None) -> Failure:
-    short_of_memory = signal_name == "SIGKILL" or (cause is not None and cause.status == "oom")
-    return Failure(
-        phase=phase,
-        rank=None if cause is None or signal_name else cause.rank,
-        largest_memory=[] if cause is None else cause.largest_memory,
-        cures=CURES.get(phase, CURES["train"]) if short_of_memory else [],
-        signal=signal_name,
-    )
+def _ended(row: Metrics, cause: RankFailure) -> Metrics:
+    failure = Failure(phase=cause.phase, rank=cause.rank, largest_memory=cause.largest_memory)
+    return row.model_copy(update={"status": cause.status, "error": cause.error, "failure": failure})

@@ -1,36 +1,34 @@
-"""Looks into optimizer steps: model states where they can be largest, memory after each phase, seconds."""
+"""What is read off optimizer steps: the largest model states, memory after each phase, seconds, tokens, model FLOPs."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-import psutil
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.host import peak_flops_of
+from zero_recipes.core.process import rank
 from zero_recipes.distributed import nvme
-from zero_recipes.libs.deepspeed import base_optimizer, state_bytes
-from zero_recipes.metrics.parts import GradientDtypes
+from zero_recipes.distributed.group import gather_rows
+from zero_recipes.libs.deepspeed import base_optimizer, state_bytes, whole_shape
+from zero_recipes.metrics.flops import ModelFlops, model_flops
+from zero_recipes.metrics.schema import RunIdentity
 
 MOST_WARMUP_STEPS = 5
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class MemoryPhases:
-    """Bytes after each phase of the first steps: allocated on the accelerator, resident on the host."""
+    """Bytes allocated on the accelerator after each phase of the first steps; none without one."""
 
     def __init__(self, device: str):
         self.on_cuda = device == "cuda"
         self.bytes: dict[str, int] = {}
-        self.host_bytes: dict[str, int] = {}
-        self.process = psutil.Process()
 
     def record(self, name: str) -> None:
         if self.on_cuda:
             self.bytes[name] = torch.cuda.memory_allocated()
-        self.host_bytes[name] = self.process.memory_info().rss
 
 
 class StateProbe:
@@ -90,34 +88,6 @@ class StateProbe:
         self.read()
 
 
-def gradient_dtypes(engine: torch.nn.Module) -> GradientDtypes | None:
-    """In which precision a step's gradients are added up over its micro batches and reduced over the ranks.
-
-    Read off the engine, once there is one; None where it is another precision than these three.
-    DeepSpeed 0.19.8, runtime/engine.py: `get_data_types` (data_types.grad_accum_dtype, else the model's) and
-    `communication_data_type`; torch_autocast.py gives each its own. FSDP2 (torch,
-    _fsdp_param.py `to_accumulated_grad_if_needed`) adds up what is not yet reduced in its reduce_dtype. DDP adds up
-    and reduces the gradients of fp32 weights, whatever autocast computes in.
-    """
-    if hasattr(engine, "get_data_types"):
-        dtypes = engine.get_data_types()[1], engine.communication_data_type
-        if engine.torch_autocast_enabled() and engine.zero_optimization():
-            return GradientDtypes(added_up=DTYPES[dtypes[0]], reduced="bf16 and fp32")
-    else:
-        weights = next((p.dtype for p in engine.parameters() if p.requires_grad), torch.float32)
-        dtypes = ((_fsdp_reduce_dtype() if isinstance(engine, FSDPModule) else None) or weights,) * 2
-    if not set(dtypes) <= set(DTYPES):
-        return None
-    return GradientDtypes(added_up=DTYPES[dtypes[0]], reduced=DTYPES[dtypes[1]])
-
-
-def _fsdp_reduce_dtype() -> torch.dtype | None:
-    from accelerate.state import AcceleratorState
-
-    policy = AcceleratorState().fsdp_plugin.mixed_precision_policy
-    return policy.reduce_dtype if policy else None
-
-
 class StepClock:
     """Durations of optimizer steps, data loading included, what the Trainer does between steps (logs, evaluation,
     checkpoints) excluded. On CUDA by events, so that no step waits for the device."""
@@ -154,3 +124,92 @@ def steps_not_timed(total: int) -> int:
     """How many of `total` optimizer steps are not timed: the first that compiles and allocates, and the second, which
     the probe of the memory slows down; more of a longer run, at most half of it and five."""
     return min(total, max(2, min(MOST_WARMUP_STEPS, total // 2)))
+
+
+class UsedFlops:
+    """Of one run, on every rank. `peak`: dense FLOP/s of this run's card in its precision; None on CPUs and for a card
+    that hardware.yaml has not."""
+
+    def __init__(self, identity: RunIdentity):
+        tf32 = identity.precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32"
+        self.peak = peak_flops_of(identity.device, "tf32" if tf32 else identity.precision)
+        self.model: ModelFlops | None = None
+        self.logged: torch.Tensor | int = 0  # what this rank had counted at the last log
+        self.logged_steps = 0
+
+    def count(self, model: torch.nn.Module) -> None:
+        """Look at the model as it is trained, with its adapter. Where its config does not say how wide attention is,
+        there are no FLOPs and no MFU, and a line in the log that says so."""
+        try:
+            self.model = model_flops(model, whole_shape)
+        except (AttributeError, TypeError, ZeroDivisionError) as error:  # a config of the model's own making
+            if rank() == 0:
+                print(f"model FLOPs   not counted, no MFU: {error}", flush=True)
+
+    def counted(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None) -> torch.Tensor:
+        """All tokens of a micro batch, those without padding, those with a loss, then `squares`; on its device.
+
+        Arguments: as of StageMetricsCallback.count_tokens.
+        """
+        ids = inputs["input_ids"]
+        shared = "shift_labels" in inputs  # this process's part of each row (zero_recipes/distributed/ulysses.py)
+        labels = inputs.get("labels", torch.full_like(ids, -100))
+        supervised = inputs["shift_labels"] if shared else labels[..., 1:]
+        first = torch.ones_like(ids, dtype=torch.bool) if repeated is None else ~repeated
+        mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+        non_padding = first if mask is None else first & (mask != 0)
+        if mask is None and positions is not None and not shared:
+            # rows in one line; TRL's collator fills it up to pad_to_multiple_of with tokens at position 0, so that a
+            # row of a single token at its very end is not counted either
+            non_padding = non_padding & (positions.flip(-1).cumsum(-1) > 0).flip(-1)
+        squares = self.squares(inputs, non_padding)
+        return torch.stack([first.sum(), non_padding.sum(), (supervised != -100).sum(), *squares])
+
+    def squares(self, inputs: dict[str, torch.Tensor], non_padding: torch.Tensor) -> list[torch.Tensor]:
+        """metrics/flops.py `squares`, summed over the rows of a micro batch, for each window; on its device.
+
+        `non_padding`: which places hold a token, of the shape of input_ids. Rows that stand in one line (packed or
+        padding-free), or in several processes (Ulysses), are told apart by position_ids: the odd numbers up to a row's
+        length add up to its square.
+        """
+        windows = () if self.model is None else tuple(self.model.attention)
+        positions = inputs.get("position_ids")
+        if positions is None:
+            lengths = non_padding.sum(-1)
+            seen = [lengths if window is None else lengths.clamp(max=window) for window in windows]
+            return [(short * (2 * lengths - short)).sum() for short in seen]
+        odd = (2 * positions + 1) * non_padding
+        return [(odd if window is None else odd.clamp(max=2 * window)).sum() for window in windows]
+
+    def of(self, counted: torch.Tensor | None) -> float:
+        """FLOPs of what StageMetricsCallback has counted; 0 where the model's are not known."""
+        if self.model is None or counted is None:
+            return 0.0
+        _, tokens, _, *squares = counted.tolist()
+        return self.model.of_step(tokens, squares)
+
+    def since_last_log(self, counted: torch.Tensor | None, steps: StepClock, world_size: int) -> dict[str, float]:
+        """Tokens per second without padding, of all ranks, and MFU where the peak is known; for the progress line.
+
+        Every rank calls it (one gather). `counted`: by this rank over the whole run.
+        """
+        seconds = sum(steps.seconds(self.logged_steps))
+        if counted is None or not seconds:
+            return {}
+        everyone = gather_rows((counted - self.logged).reshape(1, -1)).sum(0)
+        self.logged, self.logged_steps = counted, len(steps.steps)
+        tokens = int(everyone[1])
+        used = utilisation(self.of(everyone), tokens, seconds, world_size, self.peak)
+        return {"tokens_per_second": tokens / seconds} | ({"mfu": used["mfu"]} if used.get("mfu") else {})
+
+
+def utilisation(flops: float, tokens: int, seconds: float, ranks: int, peak: float | None) -> dict[str, float | None]:
+    """The fields of Measurements. `flops`, `tokens` (without padding): of all ranks in `seconds`; `peak`: of one."""
+    if not flops or not tokens or not seconds:
+        return {}
+    each = flops / seconds / ranks
+    return {
+        "model_flops_per_token": flops / tokens,
+        "model_flops_per_second": each,
+        "mfu": None if peak is None else each / peak,
+    }

@@ -8,8 +8,18 @@ from typing import Any, Literal
 from pydantic import Field
 
 from zero_recipes.core.files import write_text
-from zero_recipes.metrics.parts import Part, known, measured
-from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, ContractError, Metrics, parse_part, read_part
+from zero_recipes.metrics.schema import (
+    FILE,
+    ORDER,
+    SCHEMA,
+    ContractError,
+    Metrics,
+    Part,
+    optional,
+    parse_part,
+    read_part,
+    required,
+)
 
 SWEEP_FILE = "sweep.json"
 
@@ -18,16 +28,16 @@ class SampleRow(Part):
     """One line of samples.jsonl: a prompt, the answers before and after training, and their scores by metric. In that
     of `zero-recipes ask`, before is the base and after the model."""
 
-    prompt: str = known("as the model was asked, the template included")
-    before: str | None = measured("the answer before the first step", null="where no base was asked")
-    after: str | None = measured("the answer after the last step", null="where it was not asked for")
-    reference: str | None = measured("the answer in the data", null="where there is none")
-    scores_before: dict[str, float | None] = known(
+    prompt: str = required("as the model was asked, the template included")
+    before: str | None = optional("the answer before the first step", null="where no base was asked")
+    after: str | None = optional("the answer after the last step", null="where it was not asked for")
+    reference: str | None = optional("the answer in the data", null="where there is none")
+    scores_before: dict[str, float | None] = required(
         "by metric: exact_match, token_f1 (0 to 1) and reference_loss (nats/token, over the reference's tokens as "
         "training has them; null where max_length leaves none or is not finite); of `zero-recipes ask` also rouge1, "
         "rouge2, rougeL (0 to 1) and perplexity (exp of the loss); empty without a reference"
     )
-    scores_after: dict[str, float | None] = measured("the same after training", default={})
+    scores_after: dict[str, float | None] = optional("the same after training", default={})
 
 
 class MeasuredRun(Metrics):
@@ -35,8 +45,8 @@ class MeasuredRun(Metrics):
 
     folder: Path = Path()
     samples: list[SampleRow] = Field([])
-    samples_fault: str | None = measured("why samples.jsonl cannot be read", null="where it can")
-    swept: dict[str, Any] | None = measured("what a sweep set in it, by key", null="unless a sweep.json says so")
+    samples_fault: str | None = optional("why samples.jsonl cannot be read", null="where it can")
+    swept: dict[str, Any] | None = optional("what a sweep set in it, by key", null="unless a sweep.json says so")
 
     @property
     def compared(self) -> bool:
@@ -58,16 +68,16 @@ class UnreadableRun(MeasuredRun):
 class SweptRun(Part):
     """One run of a sweep."""
 
-    folder: str = known("its folder's name, below the sweep's")
-    strategy: str = known("the accelerate file that it was launched with, without .yaml")
-    values: dict[str, Any] = known("by key, in the order of the command line: the value that the sweep set")
+    folder: str = required("its folder's name, below the sweep's")
+    strategy: str = required("the accelerate file that it was launched with, without .yaml")
+    values: dict[str, Any] = required("by key, in the order of the command line: the value that the sweep set")
 
 
 class SweepFile(Part):
     """All runs of a folder whose values a sweep set, in the order in which they were to run."""
 
-    schema_version: Literal[1] = known("version of this contract", alias="schema")
-    runs: list[SweptRun] = known("those of earlier sweeps into the same folder among them")
+    schema_version: Literal[1] = required("version of this contract", alias="schema")
+    runs: list[SweptRun] = required("those of earlier sweeps into the same folder among them")
 
     def with_runs(self, added: list[SweptRun]) -> SweepFile:
         """The same with further runs; a run in the folder of an earlier one takes its place."""

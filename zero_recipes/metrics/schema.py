@@ -1,47 +1,267 @@
-"""metrics.json as one model: written, read and documented (docs/metrics.md, docs/metrics.schema.json) from it.
+"""metrics.json and a plan's prediction as models: written, read and documented (docs/metrics.md) from them.
 
-Bytes are bytes, times are seconds, lists "per rank" are indexed by rank. Every measured field may be null or absent in
-a row that did not finish; in a row of status "ok" only those that say when (`measured(..., null=...)`).
+Bytes are bytes, times are seconds, lists "per rank" are indexed by rank. Every optional field may be null or absent in
+a row that did not finish; in a row of status "ok" only those that say when (`optional(..., null=...)`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from zero_recipes.core.files import write_text
-from zero_recipes.metrics.parts import (
-    EARLIER,
-    NO_ACCELERATOR,
-    NOT_TIMED,
-    Count,
-    Evaluation,
-    Failure,
-    GradientDtypes,
-    Hardware,
-    ModelStateBytes,
-    Number,
-    Part,
-    PeakMemory,
-    PhaseBytes,
-    PhaseSeconds,
-    StepSeconds,
-    Tokens,
-    TokensPerSecond,
-    known,
-    measured,
-)
-from zero_recipes.metrics.prediction import PredictedMetrics
 
 SCHEMA = 1
 FILE = "metrics.json"
 ORDER = ("ddp", "zero0", "zero1", "zero2", "zero3")
 
-NOT_COUNTED = f"{NOT_TIMED}, where the model's config does not say how wide attention is, and {EARLIER}"
+NO_ACCELERATOR = "without an accelerator"
+UNKNOWN = "where the machine does not say"
+NO_LABELS = "where the model is given no labels (a Trainer with a loss of its own)"
+ENDED_BEFORE = "where the run ended before"
+NOT_TIMED = "where no step was timed: a run of one or two steps"
+
+
+class Part(BaseModel):
+    """A piece of the file. Keys that it does not know are ignored: a later version may have added them."""
+
+    model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
+
+
+def optional(meaning: str, unit: str | None = None, null: str | None = None, default: Any = None) -> Any:
+    """A field that a row which did not finish may lack.
+
+    A row of status "ok" has it, unless `null` says when it is null there too ("without an accelerator").
+    """
+    more = {key: value for key, value in (("unit", unit), ("null", null)) if value is not None}
+    return Field(default, description=meaning, json_schema_extra=more)
+
+
+def required(meaning: str, unit: str | None = None, **more: Any) -> Any:
+    """A field that every row has."""
+    return Field(description=meaning, json_schema_extra={} if unit is None else {"unit": unit}, **more)
+
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]  # what a report computes with
+# Strict JSON has no NaN: a number that is not finite is written as null, and read as NaN.
+Number = Annotated[
+    float,
+    BeforeValidator(lambda value: math.nan if value is None else value),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]}),
+]
+
+
+class PeakMemory(Part):
+    """Highest bytes of one rank's process."""
+
+    allocated: int | None = optional(
+        "live tensors on the accelerator, from the first step on, samples excluded", "bytes", NO_ACCELERATOR
+    )
+    reserved: int | None = optional(
+        "what the caching allocator took of the accelerator, over the same time", "bytes", NO_ACCELERATOR
+    )
+    rss: int | None = optional("resident memory of the whole process", "bytes")
+
+
+class PhaseBytes(Part):
+    """Bytes after each phase of the first steps."""
+
+    model_loaded: int | None = optional("the weights are loaded", "bytes", ENDED_BEFORE)
+    engine_built: int | None = optional("the engine and its optimizer stand", "bytes", ENDED_BEFORE)
+    forward: int | None = optional("after a forward pass", "bytes", ENDED_BEFORE)
+    backward: int | None = optional("after a backward pass", "bytes", ENDED_BEFORE)
+    step: int | None = optional("after an optimizer step", "bytes", ENDED_BEFORE)
+
+
+class ModelStateBytes(Part):
+    """Model states of one rank: the first three on the device that trains, the others elsewhere."""
+
+    params: int | None = optional("parameters", "bytes")
+    grads: int | None = optional("gradients", "bytes")
+    optimizer: int | None = optional("states of the optimizer, the fp32 master included", "bytes")
+    offloaded_host: int | None = optional(
+        "states in the host's memory. In a CPU run, what the configuration offloads; what is swapped in for a moment "
+        "counts there too",
+        "bytes",
+    )
+    offloaded_disk: int | None = optional("states in swap files", "bytes")
+
+
+class Tokens(Part):
+    """Tokens of the whole run, over all ranks."""
+
+    all: int | None = optional("padding included", "tokens")
+    non_padding: int | None = optional("without padding", "tokens")
+    supervised: int | None = optional("those that carry the loss", "tokens", NO_LABELS)
+
+
+class TokensPerSecond(Part):
+    """Tokens per second over all ranks and the timed steps."""
+
+    all: float | None = optional("padding included", "tokens/s")
+    non_padding: float | None = optional("without padding", "tokens/s")
+    supervised: float | None = optional("those that carry the loss", "tokens/s", NO_LABELS)
+
+
+class StepSeconds(Part):
+    """Seconds per optimizer step after the warm-up steps."""
+
+    median: float | None = optional("of the timed steps", "seconds", NOT_TIMED)
+    p90: float | None = optional("nine of ten timed steps take at most so long", "seconds", NOT_TIMED)
+    warmup_steps_excluded: int | None = optional(
+        "the first steps, which are not timed: two, as the second is slowed by the probe of the memory; in a longer "
+        "run half of it, at most five",
+        "steps",
+    )
+
+
+class PhaseSeconds(Part):
+    """Seconds of rank 0 by its host's clock since its process was started: the phases sum up to them.
+
+    A phase inside another does not count in the outer one."""
+
+    startup: float | None = optional("imports, checks, kernels, the ranks finding each other", "seconds", ENDED_BEFORE)
+    data: float | None = optional("loading and tokenising the rows, and waiting for the plan", "seconds", ENDED_BEFORE)
+    model: float | None = optional("loading the weights, building trainer and engine", "seconds", ENDED_BEFORE)
+    train: float | None = optional("optimizer steps and logging", "seconds", ENDED_BEFORE)
+    eval: float | None = optional("evaluations, and answers to the sample prompts", "seconds", ENDED_BEFORE)
+    save: float | None = optional("saving checkpoints and the model, and checking it", "seconds", ENDED_BEFORE)
+
+
+class Evaluation(Part):
+    """One evaluation."""
+
+    step: int = required("optimizer steps that were done", "steps")
+    loss: Number = required(
+        "mean over all tokens of the split that carry loss; null where it is not finite", "nats/token"
+    )
+
+
+class Hardware(Part):
+    """The machine of rank 0."""
+
+    cpu: str | None = optional("processor", null=UNKNOWN)
+    cpu_cores: int | None = optional("cores that the process may use", null=UNKNOWN)
+    ram_bytes: int | None = optional("memory of the machine", "bytes", UNKNOWN)
+    gpu: str | None = optional("the accelerator's name", null=NO_ACCELERATOR)
+    gpus_visible: int | None = optional("accelerators that the process sees", null=NO_ACCELERATOR)
+    gpu_memory_bytes: int | None = optional("memory of one accelerator", "bytes", NO_ACCELERATOR)
+    cuda: str | None = optional("CUDA version that torch was built with", null=NO_ACCELERATOR)
+
+
+class Failure(Part):
+    """What is known about a run that ended early."""
+
+    phase: str | None = optional("the phase that failed (a key of phase_seconds), or unknown")
+    rank: int | None = optional("the rank that failed first", null="where a signal ended it, or nothing is known")
+    largest_memory: dict[str, int] = optional(
+        "by part: what held memory on that rank, the largest first", "bytes", default={}
+    )
+    signal: str | None = optional("the signal that ended a process", null="where none did")
+
+
+PARTS = ("params", "grads", "optimizer", "activations", "buckets", "loss_head", "other")
+
+
+class ReservedRange(Part):
+    """What the process will take of one GPU."""
+
+    low: int = required("the caching allocator's segments, the CUDA context and NCCL's buffers", "bytes")
+    high: int = required("the same with fragmentation by rows of other lengths", "bytes")
+
+
+class HostBytes(Part):
+    """Host memory of one machine, all its ranks together."""
+
+    load: int = required("while the weights are loaded", "bytes")
+    training: int = required("in training", "bytes")
+    resume: int | None = optional("while a checkpoint is read to go on from it", "bytes", null="of older plans")
+
+
+class CheckpointBytes(Part):
+    """On disk, all ranks together."""
+
+    weights: int = required("the saved model, or the adapter alone", "bytes")
+    resumable: int = required("a checkpoint to go on from", "bytes")
+
+
+class PredictedMetrics(Part):
+    """The part of a prediction that metrics.json carries, of the rank that needs most."""
+
+    source: Literal["engine", "formulas"] | None = optional("engine: simulated; formulas: the papers' and DeepSpeed's")
+    peak_memory_bytes: int | None = optional("allocated at the peak; beside peak_memory_bytes.allocated", "bytes")
+    model_state_bytes: ModelStateBytes | None = optional("as model_state_bytes above")
+    at_peak: dict[str, int] | None = optional(f"the peak by parts: {', '.join(PARTS)}", "bytes")
+    peak_phase: str | None = optional("where the peak stands: forward, backward, step, evaluation or best model")
+    reserved_bytes: ReservedRange | None = optional("of one GPU")
+    host_bytes: HostBytes | None = optional("of one machine")
+    flops_per_step: int | None = optional(
+        "of one rank: matrix products and attention of forward and backward, recomputation too", "FLOP"
+    )
+
+
+def _engine_only(meaning: str, unit: str | None = None) -> Any:
+    """A field that only a simulation has; JSON leaves it out elsewhere."""
+    return Field(None, description=meaning, json_schema_extra={"unit": unit}, exclude_if=lambda value: value is None)
+
+
+class Prediction(BaseModel):
+    """What one job needs, of the rank that needs most (0 or world_size - 1). `model_dump()` is its JSON."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", protected_namespaces=())
+
+    source: Literal["engine", "formulas"] = required("engine: simulated; formulas: the papers' and DeepSpeed's")
+    strategy: str = required("a name of accelerate_configs/, or single")
+    zero_stage: int | None = required("null without DeepSpeed")
+    world_size: int = required("ranks")
+    parameters: int = required("of the model, LoRA's included", "elements")
+    trainable_parameters: int = required("those that get gradients", "elements")
+    precision: str = required("bf16, fp16 or fp32")
+    micro_batch_size: int = required("of one rank", "sequences")
+    gradient_accumulation_steps: int = required("micro steps of an optimizer step")
+    max_length: int = required("of every sequence", "tokens")
+    allocated_peak_bytes: int = required(
+        "the largest sum of live tensors on the accelerator, in a training step, an evaluation or where the best model "
+        "is loaded",
+        "bytes",
+    )
+    peak_phase: str = required("where the peak stands: forward, backward, step, between, evaluation or best model")
+    peak_operator: str | None = _engine_only("the operator at the peak, e.g. aten.mm")
+    at_peak: dict[str, int] = required(f"the peak by parts: {', '.join(PARTS)}", "bytes")
+    peaks: dict[str, int] | None = _engine_only("the peak of each phase", "bytes")
+    model_state_bytes: ModelStateBytes = required("as in metrics.json")
+    memory_phases: PhaseBytes | None = _engine_only("allocated after each phase", "bytes")
+    segment_bytes: int | None = _engine_only("the caching allocator's segments at their peak, replayed", "bytes")
+    reserved_bytes: ReservedRange = required("of one GPU")
+    host_bytes: HostBytes = required("of one machine")
+    nvme_bytes: int = required("swap files on the NVMe of one machine, all its ranks together", "bytes", default=0)
+    checkpoint_bytes: CheckpointBytes = required("on disk")
+    communication_bytes_per_step: dict[str, int] = required("full tensors through each collective", "bytes")
+    flops_per_step: int = required(
+        "of one rank: matrix products and attention of forward and backward, recomputation too", "FLOP"
+    )
+    seconds: float | None = _engine_only("how long the simulation took", "seconds")
+    resident_bytes: int | None = _engine_only("memory that the simulation of a rank took", "bytes")
+    notes: list[str] = required("what the prediction does not know about this job")
+
+    @property
+    def state_bytes(self) -> int:
+        """Model states at rest on the device that trains."""
+        states = self.model_state_bytes
+        return states.params + states.grads + states.optimizer
+
+    @property
+    def for_metrics(self) -> PredictedMetrics:
+        """The part that metrics.json carries."""
+        carried = {name: getattr(self, name) for name in PredictedMetrics.model_fields if hasattr(self, name)}
+        return PredictedMetrics(**carried, peak_memory_bytes=self.allocated_peak_bytes)
+
+
+NOT_COUNTED = f"{NOT_TIMED}, and where the model's config does not say how wide attention is"
 
 Status = Literal["ok", "oom", "diverged", "failed", "refused"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -54,13 +274,13 @@ class ContractError(ValueError):
 class RunStatus(Part):
     """How a run ended."""
 
-    schema_version: Literal[1] = known(
+    schema_version: Literal[1] = required(
         "version of this contract; raised where a key changes its meaning", alias="schema"
     )
-    status: Status = known(
+    status: Status = required(
         "how the run ended; diverged: its loss or weights were not finite any more; refused: before it started"
     )
-    error: str | None = measured(
+    error: str | None = optional(
         "what went wrong in one line; a run at work, or killed, says that it has not finished", null="where nothing did"
     )
 
@@ -68,64 +288,64 @@ class RunStatus(Part):
 class RunIdentity(Part):
     """Who a run is: what is known before the first step."""
 
-    name: str = known("the recipe's file name")
-    strategy: str = known(
+    name: str = required("the recipe's file name")
+    strategy: str = required(
         "single, ddp, fsdp2, zero0 to zero3, zero2_offload, zero3_offload, zero3_infinity, zero3_offload_infinity, "
         "zero3_hpz, zero3_qwz, zero3_qgz, zero3_plus_plus; with _bf16_states, _bf16_masters or _autocast where the "
         "ds_config asks for it, with _ulysses where sequences are shared"
     )
-    zero_stage: Count | None = measured("0 to 3", null="without DeepSpeed (FSDP2 included)")
-    world_size: Count | None = measured("processes, one a GPU", "ranks")
-    device: str | None = measured("cpu, or the GPU's name")
-    model: str | None = measured("model_name_or_path", null="of a model without a name")
-    parameters: Count | None = measured("Ψ: weights of the model, with adapters", "parameters")
-    trainable_parameters: Count | None = measured("those that are trained", "parameters")
-    precision: Precision | None = measured("of the computation")
-    micro_batch_size: int | None = measured("of one process and pass", "sequences")
-    gradient_accumulation_steps: int | None = measured("of one optimizer step", "passes")
-    max_length: int | None = measured("longest sequence", "tokens", "without a limit")
-    recipe_sha256: str | None = measured("hash of the recipe's file", null="without a recipe")
+    zero_stage: Count | None = optional("0 to 3", null="without DeepSpeed (FSDP2 included)")
+    world_size: Count | None = optional("processes, one a GPU", "ranks")
+    device: str | None = optional("cpu, or the GPU's name")
+    model: str | None = optional("model_name_or_path", null="of a model without a name")
+    parameters: Count | None = optional("Ψ: weights of the model, with adapters", "parameters")
+    trainable_parameters: Count | None = optional("those that are trained", "parameters")
+    precision: Precision | None = optional("of the computation")
+    micro_batch_size: int | None = optional("of one process and pass", "sequences")
+    gradient_accumulation_steps: int | None = optional("of one optimizer step", "passes")
+    max_length: int | None = optional("longest sequence", "tokens", "without a limit")
+    recipe_sha256: str | None = optional("hash of the recipe's file", null="without a recipe")
 
 
 class Measurements(Part):
     """What all ranks together have measured over the steps; a checkpoint carries it to the run that goes on."""
 
-    peak_memory_bytes: list[PeakMemory | None] | None = measured("per rank: the highest of the run")
-    model_state_bytes: list[ModelStateBytes | None] | None = measured(
+    peak_memory_bytes: list[PeakMemory | None] | None = optional("per rank: the highest of the run")
+    model_state_bytes: list[ModelStateBytes | None] | None = optional(
         "per rank: of each part the largest within one optimizer step"
     )
-    communication_bytes_per_step: dict[str, int] | None = measured(
+    communication_bytes_per_step: dict[str, int] | None = optional(
         "by collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce): size of the full, "
         "unsharded tensors through it in one optimizer step; median over the warm-up steps",
         "bytes",
     )
-    communication_bytes_between_nodes: dict[str, int] | None = measured(
+    communication_bytes_between_nodes: dict[str, int] | None = optional(
         "the part of it whose process groups span machines, as one machine receives it (an all-to-all's parts summed "
         "over its processes); empty on one machine",
         "bytes",
-        EARLIER,
+        default={},
     )
-    tokens: Tokens | None = measured("over the whole run and all ranks")
-    tokens_per_second: TokensPerSecond | None = measured("over the timed steps and all ranks", null=NOT_TIMED)
-    model_flops_per_token: float | None = measured(
+    tokens: Tokens | None = optional("over the whole run and all ranks")
+    tokens_per_second: TokensPerSecond | None = optional("over the timed steps and all ranks", null=NOT_TIMED)
+    model_flops_per_token: float | None = optional(
         "forward and backward of the model's matrix products and of attention within the rows of the timed steps, for "
         "each token that is no padding; nothing that activation checkpointing computes again",
         "FLOP",
         NOT_COUNTED,
     )
-    model_flops_per_second: float | None = measured("of one process, over the timed steps", "FLOP/s", NOT_COUNTED)
-    mfu: float | None = measured(
+    model_flops_per_second: float | None = optional("of one process, over the timed steps", "FLOP/s", NOT_COUNTED)
+    mfu: float | None = optional(
         "model FLOPs utilization: model_flops_per_second as a share of the dense peak of the GPU in the run's "
         "precision (zero_recipes/core/hardware.yaml)",
         null="on CPUs, on a GPU that the table has not, and wherever model_flops_per_second is",
     )
-    step_seconds: StepSeconds | None = measured("optimizer steps")
-    skipped_steps: int | None = measured(
+    step_seconds: StepSeconds | None = optional("optimizer steps")
+    skipped_steps: int | None = optional(
         "of the whole run, those that the loss scale was too high for: no weight, state or learning rate changed",
         "steps",
         "unless in fp16",
     )
-    loss_history: list[Number] | None = measured(
+    loss_history: list[Number] | None = optional(
         "one number per optimizer step: the mean over all its tokens that carry loss, on whichever rank, null where it "
         "is not finite; of a resumed run the whole history, the interrupted part included",
         "nats/token",
@@ -136,41 +356,29 @@ class Measurements(Part):
 class Metrics(Measurements, RunIdentity, RunStatus):
     """One metrics.json. Fields that were never set are not written."""
 
-    memory_phases: PhaseBytes | None = measured(
+    memory_phases: PhaseBytes | None = optional(
         "rank 0: allocated on the accelerator after each phase of the first steps", null=NO_ACCELERATOR
     )
-    host_memory_phases: PhaseBytes | None = measured(
-        "rank 0: resident memory of the process after the same phases", null=EARLIER
-    )
-    host_threads: int | None = measured(
-        "threads of each process for what the CPU computes, an offloaded optimizer among it", null=EARLIER
-    )
-    phase_seconds: PhaseSeconds | None = measured("phases of the run")
-    first_step: int = measured(
+    phase_seconds: PhaseSeconds | None = optional("phases of the run")
+    first_step: int = optional(
         "the step of loss_history's first number: 1, or later where a resumed checkpoint carried no history", default=1
     )
-    resumed_at: list[int] = measured(
+    resumed_at: list[int] = optional(
         "the steps at which the run was resumed; tokens and the histories cover the whole run, memory, times and rates "
         "the last process",
         default=[],
     )
-    gradient_dtypes: GradientDtypes | None = measured(
-        "of a step's gradients", null="under DeepSpeed in a Trainer other than ZeroSFTTrainer"
-    )
-    grad_norm_history: list[Number] | None = measured(
+    grad_norm_history: list[Number] | None = optional(
         "norm of the gradients before clipping, per optimizer step, null where it is not finite; empty where the "
         "engine keeps none (DeepSpeed stage 0 in fp32)"
     )
-    first_nonfinite_step: int | None = measured(
-        "the first step whose loss is not finite, and so null in loss_history", "steps", null="where all are finite"
-    )
-    eval_history: list[Evaluation] | None = measured("the evaluations")
-    predicted: PredictedMetrics | None = measured(
+    eval_history: list[Evaluation] | None = optional("the evaluations")
+    predicted: PredictedMetrics | None = optional(
         "what was planned before the run, on a GPU or with predict: true", null="where it was not"
     )
-    versions: dict[str, str] | None = measured("by package: the version that ran, Python's included")
-    hardware: Hardware | None = measured("the machine of rank 0")
-    failure: Failure | None = measured("what is known of the end", null="unless the run failed")
+    versions: dict[str, str] | None = optional("by package: the version that ran, Python's included")
+    hardware: Hardware | None = optional("the machine of rank 0")
+    failure: Failure | None = optional("what is known of the end", null="unless the run failed")
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -184,11 +392,6 @@ class Metrics(Measurements, RunIdentity, RunStatus):
     def write(self, path: Path) -> None:
         """Write strict JSON, whole or not at all."""
         write_text(path, self.model_dump_json(by_alias=True, exclude_unset=True, indent=2) + "\n")
-
-
-def first_nonfinite(losses: Sequence[float], first: int) -> int | None:
-    """The step of the first loss that is not finite; `first`: the step of the first loss."""
-    return next((step for step, loss in enumerate(losses, first) if not math.isfinite(loss)), None)
 
 
 AnyPart = TypeVar("AnyPart", bound=Part)

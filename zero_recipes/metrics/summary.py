@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from zero_recipes.metrics.model_flops import utilisation
-from zero_recipes.metrics.parts import (
+from zero_recipes.metrics.probe import utilisation
+from zero_recipes.metrics.schema import (
     Evaluation,
+    Measurements,
     ModelStateBytes,
     Number,
     Part,
@@ -21,7 +22,6 @@ from zero_recipes.metrics.parts import (
     Tokens,
     TokensPerSecond,
 )
-from zero_recipes.metrics.schema import Measurements
 
 
 @dataclass(frozen=True)

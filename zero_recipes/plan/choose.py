@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from zero_recipes.config.ds_config import OFFLOADS, DsConfig
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import Gpu
-from zero_recipes.metrics.prediction import Prediction
+from zero_recipes.metrics.schema import Prediction
 from zero_recipes.plan.cost import Speed, estimate
 from zero_recipes.plan.job import Job, PlanRequest, Strategies, why_not
 from zero_recipes.plan.predict import Fit, Predict, fit_of

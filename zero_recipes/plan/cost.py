@@ -15,8 +15,7 @@ from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Gpu
 from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.flops import squares
-from zero_recipes.metrics.prediction import Prediction
-from zero_recipes.metrics.schema import ContractError, Metrics, read_part
+from zero_recipes.metrics.schema import ContractError, Metrics, Prediction, read_part
 from zero_recipes.plan.formulas import shape_of
 from zero_recipes.plan.job import Job, PlanRequest, job_of
 from zero_recipes.plan.predict import Predict

@@ -22,8 +22,7 @@ from zero_recipes.config.ds_config import number_in
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.metrics.flops import active_experts, idle_weights, model_flops
-from zero_recipes.metrics.parts import ModelStateBytes
-from zero_recipes.metrics.prediction import PARTS, CheckpointBytes, HostBytes, Prediction, ReservedRange
+from zero_recipes.metrics.schema import PARTS, CheckpointBytes, HostBytes, ModelStateBytes, Prediction, ReservedRange
 from zero_recipes.plan.job import Job
 from zero_recipes.theory.deepspeed import SwapTensor, read_at_resume, swapped_bytes
 from zero_recipes.theory.zero_paper import FP32, MIXED, ModelState, model_state_bytes

@@ -22,7 +22,7 @@ from zero_recipes.core.host import Host, gpu_of_device
 from zero_recipes.core.process import end_with_parent
 from zero_recipes.core.units import count, percent, significant, size
 from zero_recipes.data.prepare import RowLengths
-from zero_recipes.metrics.prediction import Prediction
+from zero_recipes.metrics.schema import Prediction
 from zero_recipes.plan.choose import changes_arithmetic, smallest_change
 from zero_recipes.plan.cost import estimate
 from zero_recipes.plan.formulas import overheads

@@ -18,7 +18,7 @@ import zero_recipes
 from zero_recipes.core.files import write_text
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import library_versions
-from zero_recipes.metrics.prediction import Prediction
+from zero_recipes.metrics.schema import Prediction
 from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.simulator import parent as simulation

@@ -137,7 +137,6 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
     if sixteen_bit and len(stages) >= 2:
         sentence = _within(stages, LOSS_16_BIT)[1]
         measured += f" For DeepSpeed's stages alone: {sentence[0].lower()}{sentence[1:]}"
-    measured += _gradient_dtypes(trained) if sixteen_bit else ""
     if any(set(rows.losses_by_step(run)) != set(steps) for run in trained):
         measured += f" Only steps {steps[0]} to {steps[-1]} are compared; some strategies have others too."
     return _yes(holds), measured
@@ -166,17 +165,6 @@ def _within(runs: Sequence[MeasuredRun], limit: float) -> tuple[bool, str]:
         return True, f"Equal to the last bit over {len(steps)} steps."
     where = f"at step {step} between {low} and {high}"
     return gap <= limit, f"The largest gap is {gap:.1e} of the loss, {where} (limit {limit:g})."
-
-
-def _gradient_dtypes(runs: Sequence[MeasuredRun]) -> str:
-    """In which precision each run added up and reduced its gradients; nothing of rows that do not know."""
-    alike: dict[str, list[str]] = {}
-    for run in runs:
-        if (dtypes := run.gradient_dtypes) is not None:
-            apart = "" if dtypes.added_up == dtypes.reduced else f"in {dtypes.added_up} "
-            alike.setdefault(f"{apart}and reduced in {dtypes.reduced}", []).append(run.label)
-    listed = "; ".join(f"{', '.join(labels)} added up {how}" for how, labels in alike.items())
-    return f" Gradients: {listed}." if listed else ""
 
 
 def _communication(runs: Sequence[MeasuredRun]) -> Answer:

@@ -4,9 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zero_recipes.metrics.parts import ModelStateBytes
 from zero_recipes.metrics.read_runs import MeasuredRun
-from zero_recipes.metrics.schema import ORDER
+from zero_recipes.metrics.schema import ORDER, ModelStateBytes
 from zero_recipes.theory import zero_paper
 
 BYTES_PER_VALUE = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -65,8 +65,6 @@ def _print(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console
             console.print(plain(f"\n{run.label}: its samples cannot be read. {run.samples_fault}", style="red"))
         if run.status != "ok":
             console.print(plain(f"\n{run.label}: {run.status}. {run.error or ''}", style="red"))
-            for fix in run.failure.cures if run.failure else []:
-                console.print(plain(f"  may help: {fix}"))
 
 
 def _as_json(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement]) -> str:

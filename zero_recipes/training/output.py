@@ -25,8 +25,7 @@ from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.huggingface import attention_name
 from zero_recipes.metrics.callback import UNFINISHED, RunFacts, StageMetricsCallback
 from zero_recipes.metrics.failure import if_the_disk_takes_it, keep_failure, write_failure
-from zero_recipes.metrics.prediction import PredictedMetrics
-from zero_recipes.metrics.schema import SCHEMA, Metrics
+from zero_recipes.metrics.schema import SCHEMA, Metrics, PredictedMetrics
 
 
 class RecipeRun:

@@ -25,8 +25,7 @@ from zero_recipes.checks.lower_bounds import resumable_bytes
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import end_with_parent, imported_for_good, kill_with_children
-from zero_recipes.metrics.parts import ModelStateBytes, PhaseBytes
-from zero_recipes.metrics.prediction import CheckpointBytes, HostBytes, Prediction
+from zero_recipes.metrics.schema import CheckpointBytes, HostBytes, ModelStateBytes, PhaseBytes, Prediction
 from zero_recipes.plan.formulas import overheads
 from zero_recipes.plan.job import Job
 from zero_recipes.theory.deepspeed import read_at_resume

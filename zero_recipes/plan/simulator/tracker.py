@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from zero_recipes.core.host import pinned_bytes
-from zero_recipes.metrics.prediction import PARTS
+from zero_recipes.metrics.schema import PARTS
 from zero_recipes.plan.simulator.patches import ASKED_FOR, answer_for_number
 
 # Where a tensor made in this file belongs; the innermost frame that is named decides.
