@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -66,18 +65,3 @@ def test_a_checkpoint_of_two_ranks_is_asked_too(two, tmp_path):
     two.run("train", argv=[str(path), "--output_dir", str(out), *named("zero2")])
     rows = asked_again(out / "checkpoint-3", tmp_path / "asked")
     same(rows, read_samples(out / "samples.jsonl"), losses=2e-2)
-
-
-def test_the_chat_template_of_a_run_is_asked_with(one, tmp_path):
-    template = tmp_path / "chat.jinja"
-    template.write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}{% endfor %}")
-    rows = tmp_path / "chats"
-    rows.mkdir()
-    chat = [{"role": "user", "content": "What is red?"}, {"role": "assistant", "content": "The kozob."}]
-    for split in ("train", "test"):
-        (rows / f"{split}.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 8)
-    keys = {"dataset_name": str(rows), "dataset_format": None, "chat_template_path": str(template), "sample_prompts": 2}
-    out = tmp_path / "out"
-    one.run("train", argv=[str(write_recipe(tmp_path, **WORLD | keys)), "--output_dir", str(out)])
-    template.unlink()  # it is saved with the model
-    same(asked_again(out, tmp_path / "asked"), read_samples(out / "samples.jsonl"))
