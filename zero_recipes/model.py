@@ -194,17 +194,14 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
         if len(whole_shape(p)) < 2:
             continue
         generator = torch.Generator().manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-        with _whole(p), torch.no_grad():
+        whole = contextlib.nullcontext()
+        if is_partitioned(p):
+            import deepspeed
+
+            whole = deepspeed.zero.GatheredParameters(p, modifier_rank=0)
+        with whole, torch.no_grad():
             if p.numel():  # under stage 3 rank 0 alone fills; the exit of the context hands it to the others
                 p.copy_(torch.empty(p.shape).normal_(0.0, deviation, generator=generator))
-
-
-def _whole(p: torch.nn.Parameter):
-    if not is_partitioned(p):
-        return contextlib.nullcontext()
-    import deepspeed
-
-    return deepspeed.zero.GatheredParameters(p, modifier_rank=0)
 
 
 def sizes_of(settings: Settings) -> list[int] | None:

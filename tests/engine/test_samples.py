@@ -6,13 +6,11 @@ import json
 import random
 
 import pytest
-from transformers import AutoTokenizer
 
 from tests.helpers.grid import grid
 from tests.helpers.sample_cases import strict
 from tests.helpers.tiny import ROOT, named, write_recipe
 from zero_recipes.checkpoint.verify import verify
-from zero_recipes.data.load import alpaca_row
 
 SAMPLES = {"sample_prompts": 3, "sample_max_new_tokens": 2, "per_device_eval_batch_size": 2}
 
@@ -50,18 +48,8 @@ def equal_losses(group, tmp_path, row, **keys):
     assert scored == pytest.approx(evaluated, abs=1e-6) and scored[1] < scored[0]
 
 
-def test_the_reference_loss_is_the_evaluation_loss_of_a_tokenizer_with_space_marks(one, tmp_path, fixtures):
-    equal_losses(one, tmp_path, STORY, model_name_or_path=str(fixtures / "stories260K"))
-
-
 def test_the_reference_loss_is_the_evaluation_loss_of_a_row_that_is_cut(one, tmp_path, fixtures):
     equal_losses(one, tmp_path, STORY, model_name_or_path=str(fixtures / "stories260K"), max_length=17)
-
-
-def test_the_reference_loss_is_the_evaluation_loss_of_the_tiny_world(two, tmp_path):
-    row = {"instruction": "What colour is the kozob?", "input": "", "output": "The kozob is red."}
-    keys = {"model_name_or_path": str(ROOT / "tiny_world" / "base"), "dataset_format": "alpaca"}
-    equal_losses(two, tmp_path, row, **keys)
 
 
 def test_the_reference_loss_is_the_evaluation_loss_of_a_chat(one, tmp_path):
@@ -98,7 +86,7 @@ def test_a_prompt_as_long_as_max_length_and_an_empty_reference_end_well(two, tmp
     )  # 256 places, 2 for the answer
 
 
-@pytest.mark.parametrize("strategy", [grid("ddp"), grid("zero2"), "zero3", "fsdp2"])
+@pytest.mark.parametrize("strategy", [grid("ddp"), grid("fsdp2"), "zero3"])
 def test_samples_that_fail_lose_no_model(two, tmp_path, strategy):
     """Whatever breaks after the save: exit with an error that names the whole model, and the model is the trained one.
 
@@ -116,21 +104,3 @@ def test_samples_that_fail_lose_no_model(two, tmp_path, strategy):
     assert metrics["error"] == f"RuntimeError: it broke (the model in {tmp_path / 'out'} is saved and whole)"
     assert metrics["loss_history"] == whole["metrics"]["loss_history"]
     assert verify(tmp_path / "out", deep=True) == verify(tmp_path / "whole", deep=True)
-
-
-@pytest.mark.parametrize("accumulation", [grid(1), 2])
-def test_the_tokens_of_a_row_are_counted_once(two, tmp_path, accumulation):
-    """51 rows on two processes: the last batches of an epoch are filled with rows that it had before."""
-    keys = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": accumulation, "max_length": 96}
-    path = write_recipe(tmp_path, max_steps=-1, num_train_epochs=2, **keys)
-    train = tmp_path / "rows" / "train.jsonl"
-    rows = [json.loads(line) for line in train.read_text().splitlines()[:51]]
-    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokens = two.run("train", argv=[str(path), "--output_dir", str(tmp_path / "two")])[0]["metrics"]["tokens"]
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    prompts = [len(tokenizer(alpaca_row(row)["prompt"])["input_ids"]) for row in rows]
-    answers = [len(tokenizer(row["output"] + tokenizer.eos_token)["input_ids"]) for row in rows]
-    lengths = [min(96, prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
-    assert tokens["non_padding"] == 2 * sum(lengths)
-    assert tokens["supervised"] == 2 * (sum(lengths) - sum(prompts))
-    assert 2 * sum(lengths) < tokens["all"] <= 2 * 51 * 96

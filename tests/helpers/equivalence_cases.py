@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GPTNeoXForCausalLM, TrainerCallback
-from trl import SFTTrainer, get_peft_config
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import get_peft_config
 
 import run_sft
 from tests.helpers import equivalence_reference
-from tests.helpers.unchecked import without_rules
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import prepare_rows
 from zero_recipes.training import token_loss
@@ -106,35 +105,6 @@ def train_with_repeated_rows(argv: list[str]) -> dict:
     """`train_watched`, with the loss of the rows that accelerate repeats left in place."""
     with replaced(token_loss, "without_loss", lambda *_: None):
         return train_watched(argv)
-
-
-def train_with_a_stream_that_ends(argv: list[str]) -> dict:
-    """`train`, with transformers' own epochs of a streamed data set."""
-    from tests.helpers.cases import train
-
-    with replaced(trainers, "EndlessRows", lambda rows: rows):
-        return train(argv)
-
-
-def train_with_a_mean_for_each_rank(argv: list[str]) -> dict:
-    """`train_watched`, with the check of combinations switched off."""
-    with without_rules():
-        return train_watched([*argv, "--average_tokens_across_devices", "false"])
-
-
-def train_by(argv: list[str], mended: bool, accepts_loss_kwargs: bool = True) -> dict:
-    """Loss and evaluation histories by our weighting or by SFTTrainer's, for a GPT-NeoX that counts tokens or not."""
-    from tests.helpers.cases import train
-
-    with contextlib.ExitStack() as stack:
-        if not accepts_loss_kwargs:
-            stack.enter_context(replaced(GPTNeoXForCausalLM, "accepts_loss_kwargs", False))
-        if not mended:
-            for name in ("get_batch_samples", "evaluation_loop", "prediction_step"):
-                stack.enter_context(replaced(trainers.ZeroSFTTrainer, name, getattr(SFTTrainer, name)))
-            stack.enter_context(replaced(token_loss, "count_tokens_with_loss", lambda trainer: None))
-        found = train(argv)["metrics"]
-    return {"losses": found["loss_history"], "evaluations": [entry["loss"] for entry in found["eval_history"]]}
 
 
 @contextlib.contextmanager

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 Rows = list[dict[str, list[int]]]
 
 
-def padded(rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(input_ids, attention_mask, labels) of shape (rows, longest), padded on the right; padding has no loss."""
-    longest = max(len(row["input_ids"]) for row in rows)
-    ids, mask, labels = (torch.full((len(rows), longest), fill) for fill in (0, 0, -100))
-    for i, row in enumerate(rows):
-        length = len(row["input_ids"])
-        ids[i, :length] = torch.tensor(row["input_ids"])
-        mask[i, :length] = 1
-        labels[i, :length] = torch.tensor(row["labels"])
-    return ids, mask, labels
-
-
 def token_losses(model: PreTrainedModel, rows: Rows) -> list[torch.Tensor]:
-    """The losses of each row's tokens that have one."""
-    ids, mask, labels = padded(rows)
+    """The losses of each row's tokens that have one. Rows are padded on the right; padding has no loss."""
+
+    def padded(key: str, fill: int) -> torch.Tensor:
+        return pad_sequence([torch.tensor(row[key]) for row in rows], batch_first=True, padding_value=fill)
+
+    ids, targets = padded("input_ids", 0), padded("labels", -100)[:, 1:]
+    mask = pad_sequence([torch.ones(len(row["input_ids"]), dtype=torch.long) for row in rows], batch_first=True)
     logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
-    targets = labels[:, 1:]
     losses = cross_entropy(logits.transpose(1, 2), targets, ignore_index=-100, reduction="none")
     return [row[target != -100] for row, target in zip(losses, targets, strict=True)]
 
@@ -46,12 +39,7 @@ def global_batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
         epoch += 1
 
 
-def train(
-    folder: str,
-    rows: Rows,
-    values: dict,
-    weigh: Callable[[list[torch.Tensor]], torch.Tensor] = token_weighted,
-) -> tuple[PreTrainedModel, list[float], list[float]]:
+def train(folder: str, rows: Rows, values: dict) -> tuple[PreTrainedModel, list[float], list[float]]:
     """(model, losses, gradient norms before clipping) of AdamW with a linear schedule.
 
     `values`: a recipe's max_steps, global_batch_size, learning_rate, weight_decay, max_grad_norm, data_seed.
@@ -67,7 +55,7 @@ def train(
     for step in range(values["max_steps"]):
         for group in optimizer.param_groups:
             group["lr"] = values["learning_rate"] * (1 - step / values["max_steps"])
-        loss = weigh(token_losses(model, [rows[i] for i in next(batches)]))
+        loss = token_weighted(token_losses(model, [rows[i] for i in next(batches)]))
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), values["max_grad_norm"])))
         optimizer.step()

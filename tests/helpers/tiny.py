@@ -38,21 +38,10 @@ def write_model(folder: Path, hidden: int = 64, intermediate: int = 101, vocabul
 
 def llama_config(**sizes) -> LlamaConfig:
     """A Llama with grouped queries and a gated MLP, for the tiny world's tokenizer; `sizes` override it."""
-    config = {
-        "vocab_size": 1031,
-        "hidden_size": 64,
-        "intermediate_size": 101,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "pad_token_id": 1,
-        "tie_word_embeddings": False,
-        "architectures": ["LlamaForCausalLM"],
-    }
-    return LlamaConfig(**(config | sizes))
+    config = {"vocab_size": 1031, "hidden_size": 64, "intermediate_size": 101, "num_hidden_layers": 2}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 0}
+    config |= {"eos_token_id": 0, "pad_token_id": 1, "tie_word_embeddings": False}
+    return LlamaConfig(architectures=["LlamaForCausalLM"], **(config | sizes))
 
 
 def write_rows(folder: Path, count: int = 240, seed: int = 0) -> Path:

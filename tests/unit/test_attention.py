@@ -11,25 +11,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from transformers import modeling_utils
 from transformers.integrations import hub_kernels
 
+from tests.helpers import flash_stand_in
 from zero_recipes import model as load
 from zero_recipes.cli.verbs import fetch_kernel
 from zero_recipes.core.findings import Refusal
-from zero_recipes.libs.huggingface import attention_name, flash, import_utils
+from zero_recipes.libs.huggingface import attention_name, import_utils
 
 KERNEL = "kernels-community/flash-attn2"
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
-CALLS = []
-
-
-def flash_attn_func(query, key, value, dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, **_):
-    """sdpa in disguise."""
-    CALLS.append(causal)
-    heads = [each.transpose(1, 2) for each in (query, key, value)]
-    kept = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=causal, scale=softmax_scale)
-    return kept.transpose(1, 2)
 
 
 @pytest.fixture
@@ -45,14 +36,8 @@ def kernels(monkeypatch, tmp_path):
         (tmp_path / "build" / "flash.so").write_bytes(b"1234")
         return tmp_path / "build"
 
-    module = SimpleNamespace(
-        flash_attn_func=flash_attn_func, flash_attn_varlen_func=print, flash_attn_with_kvcache=None
-    )
+    flash_stand_in.install(monkeypatch)
     monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(install_kernel=install_kernel))
-    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *_, **__: module)
-    monkeypatch.setattr(flash, "_loaded_implementation", None)  # transformers keeps the last one
-    for where in (modeling_utils, hub_kernels, import_utils):
-        monkeypatch.setattr(where, "is_kernels_available", lambda *_: True)
     return asked
 
 
@@ -70,15 +55,7 @@ def test_a_kernel_of_the_hub_is_what_was_requested_and_computes_what_sdpa_does(k
         assert loaded(requested).config._attn_implementation == KERNEL == attention_name(requested)
     assert attention_name("sdpa") == "sdpa" and attention_name(None) is None
     ids = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(3))
-    CALLS.clear()
     torch.testing.assert_close(*(loaded(name).eval()(ids).logits for name in ("sdpa", KERNEL)))
-    assert CALLS == [True]
-
-
-def test_another_implementation_than_the_kernels_is_still_refused(kernels, monkeypatch):
-    monkeypatch.setattr(load, "other_attention", lambda *_: "kernels-community/vllm-flash-attn3")
-    with pytest.raises(Refusal, match=r"flash_attention_2 was requested.*vllm-flash-attn3.*ZR406"):
-        loaded("flash_attention_2")
 
 
 def test_what_cannot_run_here_is_refused_before_weights_are_downloaded():

@@ -46,14 +46,6 @@ def test_training_and_generation_see_the_same_prompt_to_the_byte():
     assert listed.prompt == WITHOUT_INPUT and listed.reference is None
 
 
-def test_the_end_of_text_is_supervised_and_the_prompt_is_not(tmp_path, tokenizer):
-    rows = format_rows(Dataset.from_list([ROW]))
-    (row,) = tokenise(rows, tokenizer, arguments(tmp_path))
-    supervised = [label for label in row["labels"] if label != -100]
-    assert tokenizer.decode(supervised) == "dog" + tokenizer.eos_token
-    assert tokenizer.decode(row["input_ids"][: -len(supervised)]) == WITH_INPUT
-
-
 @pytest.mark.parametrize(
     ("saved", "named", "taken"),
     [
@@ -145,14 +137,6 @@ def test_prompts_that_cannot_be_read_are_refused(tmp_path, tokenizer, requested,
     assert choose_samples(None, None, None, None) == choose_samples("0", None, None, None) == []
 
 
-def test_prompts_of_a_file_are_rows_of_the_recipes_format(tmp_path, tokenizer):
-    path = tmp_path / "p.jsonl"
-    path.write_text(json.dumps(ROW) + "\n\n" + json.dumps(ROW | {"input": "a\u2028b"}, ensure_ascii=False))
-    first, second = choose_samples(str(path), None, "alpaca", tokenizer)
-    assert (first.prompt, first.reference, first.source) == (WITH_INPUT, "dog", str(path))
-    assert "a\u2028b" in second.prompt
-
-
 WORDS = st.lists(
     st.sampled_from(["Once", "upon", " a", "time,", "\n", " ", "", "x1", "Ünï", "語", "</s>", "  "]), max_size=9
 )
@@ -181,6 +165,10 @@ def same_tokens(tokenizer, folder) -> None:
             assert (sample.ids, sample.labels) == trained
 
     holds()
+
+
+def test_a_samples_tokens_are_those_of_a_training_row(tmp_path, tokenizer):
+    same_tokens(tokenizer, tmp_path)
 
 
 def test_a_samples_tokens_are_those_of_a_training_row_where_spaces_are_marked(tmp_path, fixtures):

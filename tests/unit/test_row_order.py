@@ -6,15 +6,13 @@ import random
 from itertools import islice
 
 import datasets
-import pytest
 import torch
-from accelerate import Accelerator, skip_first_batches
+from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader
 
-from zero_recipes.data.prepare import read_whole
 from zero_recipes.libs.huggingface import rows_left_over
-from zero_recipes.training.token_loss import CollatorWithRowLengths, EndlessRows, kept_rows, tokens_after, without_loss
+from zero_recipes.training.token_loss import EndlessRows, tokens_repeated
 
 
 def loaders(rows: int, size: int, world: int, drop_last: bool, split: bool, shuffle: bool) -> list:
@@ -33,7 +31,7 @@ def loaders(rows: int, size: int, world: int, drop_last: bool, split: bool, shuf
 
 
 def test_every_row_of_an_epoch_counts_once_whatever_is_repeated():
-    """100 epochs drawn at random, on up to 5 ranks, with more places than rows among them."""
+    """100 epochs drawn at random, on up to 5 ranks, rows in lines of their own and in one."""
     draw, repeated = random.Random(11), 0
     for _ in range(100):
         world, split, drop_last = draw.randint(2, 5), draw.random() < 0.2, draw.random() < 0.2
@@ -43,11 +41,19 @@ def test_every_row_of_an_epoch_counts_once_whatever_is_repeated():
         ranks = loaders(rows, size, world, drop_last, split, draw.random() < 0.5)
         left_over = {rows_left_over(loader) for loader in ranks}.pop()
         for rank, loader in enumerate(ranks):
-            batches = list(loader.batch_sampler)
-            seen += sum(len(batch) for batch in batches)
-            if batches and left_over:
-                batches[-1] = batches[-1][: kept_rows(len(batches[-1]), left_over, rank)]
-            counted += [row for batch in batches for row in batch]
+            *others, last = list(loader.batch_sampler) or [[]]
+            seen += sum(map(len, [*others, last]))
+            if last and left_over:
+                labels = torch.tensor(last).unsqueeze(1).repeat(1, 3)
+                kept = labels[~tokens_repeated(labels, None, left_over, rank)].reshape(-1, 3)[:, 0].tolist()
+                lengths = [draw.randint(1, 4) for _ in last]
+                flat = torch.tensor(
+                    [[row for row, n in zip(last, lengths, strict=True) for _ in range(n)] + [-100] * 2]
+                )
+                in_one = flat[~tokens_repeated(flat, lengths, left_over, rank)].tolist()
+                assert list(dict.fromkeys(row for row in in_one if row != -100)) == list(dict.fromkeys(kept))
+                last = kept
+            counted += [row for batch in [*others, last] for row in batch]
         assert len(set(counted)) == len(counted), (rows, size, world, split, drop_last)
         if drop_last:
             assert len(counted) == seen and rows_left_over(ranks[0]) == 0
@@ -55,45 +61,6 @@ def test_every_row_of_an_epoch_counts_once_whatever_is_repeated():
             assert sorted(counted) == list(range(rows))
         repeated += seen - len(counted)
     assert repeated > 150, "no row was repeated"
-
-
-def test_nothing_is_filled_on_one_process_or_where_batches_are_rebalanced():
-    assert rows_left_over(Accelerator(cpu=True).prepare(DataLoader(range(7), batch_size=2))) == 0
-    (loader, _) = loaders(7, 2, 2, False, False, False)
-    loader.batch_sampler.batch_size = None  # transformers' BatchRebalanceSampler has none
-    assert rows_left_over(loader) == 0
-
-
-@pytest.mark.private
-def test_counting_the_rows_left_over_is_still_needed():
-    """Fails when accelerate keeps the count where batches are skipped: then read GradientState.remainder alone."""
-    (loader, _) = loaders(51, 2, 2, False, False, False)
-    (dropping, _) = loaders(51, 2, 2, True, False, False)
-    counts = []
-    for each in (loader, skip_first_batches(loader, 3)):
-        for _ in each:
-            counts.append(each.gradient_state.remainder)
-    assert counts[0] == 3 == rows_left_over(loader) and counts[-1] == -1
-    assert dropping._drop_last and not skip_first_batches(dropping, 3)._drop_last
-
-
-def test_the_tokens_of_repeated_rows_are_found_where_rows_stand_in_one():
-    draw = random.Random(12)
-    for _ in range(100):
-        lengths = [draw.randint(1, 9) for _ in range(draw.randint(1, 6))]
-        padding, kept = draw.randint(0, 4), draw.randint(0, len(lengths))
-        rows = [{"input_ids": [1] * length} for length in lengths]
-        flat = [number for number, length in enumerate(lengths) for _ in range(length)]
-
-        def collate(given: list[dict], flat=flat, padding=padding) -> dict:
-            return {"labels": torch.tensor([flat + [-100] * padding])}
-
-        batch = CollatorWithRowLengths(collate)(rows)
-        without_loss(batch, tokens_after(batch["labels"], kept, batch["row_lengths"]))
-        assert [label for label in batch["labels"][0].tolist() if label != -100] == [n for n in flat if n < kept]
-        lines = {"labels": torch.zeros(len(lengths), 9, dtype=torch.long)}
-        without_loss(lines, tokens_after(lines["labels"], kept, None))
-        assert (lines["labels"] != -100).all(dim=1).tolist() == [n < kept for n in range(len(lengths))]
 
 
 def streamed(folder, counts: list[int], seed: int) -> datasets.IterableDataset:
@@ -128,8 +95,3 @@ def test_a_stream_gives_the_same_batches_to_any_number_of_processes_and_has_no_e
         assert order == [number % sum(counts) for number in range(steps * size * world)]
         skipped = [list(islice(iter(skip_first_batches(loader, steps - 2)), 2)) for loader in ranks]
         assert skipped == [batches[-2:] for batches in taken], "a resumed run takes other rows"
-
-
-def test_an_evaluation_stream_is_read_whole(tmp_path):
-    rows = read_whole(streamed(tmp_path, [3, 0, 5], 0).map(lambda row: {"twice": 2 * row["row"]}))
-    assert isinstance(rows, datasets.Dataset) and rows["twice"][:] == [0, 2, 4, 6, 8, 10, 12, 14]

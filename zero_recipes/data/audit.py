@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -51,13 +51,14 @@ def audit(
     rows: Dataset, tokenised: Dataset, ready: Dataset, tokenizer: PreTrainedTokenizerBase, training_args
 ) -> Audit:
     """Count one split: `rows` as loaded, `tokenised` whole, `ready` as trained on (truncated, packed, dropped)."""
-    longest, lengths, supervised, ended = training_args.max_length, [], [], []
-    for batch in token_batches(tokenised):
-        lengths.append(batch.lengths)
-        before = np.concatenate([[0], np.cumsum(batch.labels != -100)])  # reduceat is wrong for empty rows
-        supervised.append(before[batch.ends] - before[batch.starts])
-        ended.append(_learns_to_end(batch, tokenizer.eos_token_id))
-    whole, supervised, ended = map(np.concatenate, (lengths, supervised, ended))
+    longest, whole, supervised, ended = training_args.max_length, [], [], []
+    for ids, labels, lengths in token_batches(tokenised):
+        ends = np.cumsum(lengths)
+        before = np.concatenate([[0], np.cumsum(labels != -100)])  # reduceat is wrong for empty rows
+        supervised.append(before[ends] - before[ends - lengths])
+        ended.append(_learns_to_end(ids, labels, ends, tokenizer.eos_token_id))
+        whole.append(lengths)
+    whole, supervised, ended = map(np.concatenate, (whole, supervised, ended))
     fits = np.full(len(whole), True) if longest is None else whole <= longest
     packed = training_args.packing
     return Audit(
@@ -215,28 +216,12 @@ def show_audit(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerB
 # columns of tokens
 
 
-class TokenBatch(NamedTuple):
-    """Some rows, one after the other: `ids` and `labels` of shape (tokens,), `ends` of shape (rows,), exclusive."""
-
-    ids: np.ndarray
-    labels: np.ndarray
-    ends: np.ndarray
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.diff(self.ends, prepend=0)
-
-    @property
-    def starts(self) -> np.ndarray:
-        return self.ends - self.lengths
-
-
-def token_batches(rows: Dataset) -> Iterator[TokenBatch]:
-    """All rows in their order; labels are the ids where there is no such column."""
+def token_batches(rows: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(ids, labels, lengths) of BATCH rows after the other: shapes (tokens,), (tokens,), (rows,).
+    Labels are the ids where there is no such column."""
     for table in tables(rows, [name for name in ("input_ids", "labels") if name in rows.column_names]):
         ids, lengths = flat(table["input_ids"])
-        labels = ids if "labels" not in table.column_names else flat(table["labels"])[0]
-        yield TokenBatch(ids, labels, np.cumsum(lengths))
+        yield ids, ids if "labels" not in table.column_names else flat(table["labels"])[0], lengths
 
 
 def tables(rows: Dataset, columns: list[str]) -> Iterator[pa.Table]:
@@ -260,29 +245,28 @@ def _lengths(column: pa.Array) -> np.ndarray:
     return np.asarray(pc.fill_null(pc.list_value_length(column), 0)).astype(np.int64)
 
 
-def _learns_to_end(batch: TokenBatch, eos_token_id: int | None) -> np.ndarray:
-    """For each row whether its last end of text carries loss; False where it has none."""
-    places = np.flatnonzero(batch.ids == eos_token_id)
-    last = np.full(len(batch.ends), -1)
-    last[np.searchsorted(batch.ends, places, side="right")] = places  # of repeated indices the last one stays
+def _learns_to_end(ids: np.ndarray, labels: np.ndarray, ends: np.ndarray, eos_token_id: int | None) -> np.ndarray:
+    """For each row whether its last end of text carries loss; False where it has none. `ends`: of rows, exclusive."""
+    places = np.flatnonzero(ids == eos_token_id)
+    last = np.full(len(ends), -1)
+    last[np.searchsorted(ends, places, side="right")] = places  # of repeated indices the last one stays
     found = last >= 0
-    found[found] = batch.labels[last[found]] != -100
+    found[found] = labels[last[found]] != -100
     return found
 
 
 def _ids_as_bytes(rows: Dataset) -> Iterator[bytes]:
-    for batch in token_batches(rows.select_columns(["input_ids"])):
-        ids = batch.ids.astype(np.int64)
-        yield from (ids[start:end].tobytes() for start, end in zip(batch.starts, batch.ends, strict=True))
+    for ids, _, lengths in token_batches(rows.select_columns(["input_ids"])):
+        yield from (row.tobytes() for row in np.split(ids.astype(np.int64), np.cumsum(lengths)[:-1]))
 
 
 def _supervised(ready: Dataset, packed: bool) -> int:
     """Tokens that a loss is computed for: the first token of a row, or of each packed row, is never predicted."""
     total = 0
     parts = tables(ready, ["seq_lengths"]) if packed else None
-    for batch in token_batches(ready):
-        carries = batch.labels != -100
-        lengths = batch.lengths if parts is None else flat(next(parts)["seq_lengths"])[0]
+    for _, labels, lengths in token_batches(ready):
+        carries = labels != -100
+        lengths = lengths if parts is None else flat(next(parts)["seq_lengths"])[0]
         firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
         total += int(carries.sum() - carries[firsts].sum())
     return total

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import datasets
 import numpy as np
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.config import recipe as recipes
@@ -102,7 +102,8 @@ def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokeniz
     made = once_per_node(lambda: _made_or_kept(settings, training_args, tokenizer, ignored))
     if made["folder"] is None:  # TRL tokenises a stream as it comes
         train, evaluation = load.load_rows(settings)
-        evaluation = None if evaluation is None else read_whole(evaluation)
+        if evaluation is not None:  # whole, in memory: of a stream's shares that differ in length ranks wait for others
+            evaluation = Dataset.from_list(list(evaluation), features=evaluation.features)
     else:
         splits = datasets.load_from_disk(made["folder"])
         train, evaluation = splits["train"], splits.get("eval")
@@ -146,15 +147,6 @@ def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:
     return Data(rows, evaluation, samples, tokenizer)
 
 
-def read_whole(rows: IterableDataset) -> Dataset:
-    """All rows of a stream, in memory.
-
-    Of an evaluation: ranks whose shares of a stream differ in length wait for each other, and rows that accelerate 1.15
-    repeats to even them out (data_loader.py, IterableDatasetShard) are not told apart where there is no length.
-    """
-    return Dataset.from_list(list(rows), features=rows.features)
-
-
 # rows by TRL's own code
 
 
@@ -172,9 +164,7 @@ def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -
 def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
     """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does.
 
-    Packed by one process, whatever dataset_num_proc says: TRL 1.16 packs a thousand rows of one worker's share at a
-    time (data_utils.py, `pack_dataset`), so that the packed rows would depend on the number of workers.
-    """
+    Packed by one process: TRL 1.16 packs within one worker's share, so that packs would depend on their number."""
     single = copy.copy(training_args)
     single.dataset_num_proc = None if packing else workers(len(tokenised), training_args.dataset_num_proc)
     return huggingface.prepare_dataset(tokenised, tokenizer, single, packing)
@@ -278,11 +268,7 @@ def _folder(data: Data, training_args) -> Path:
 
 def data_sha256(rows: Dataset) -> str:
     """A hash of the rows themselves, in their order: values and boundaries, whatever Arrow's chunks and the width of
-    integers.
-
-    Not the key under which prepared rows are kept: that one also changes with TRL's version and with our own code,
-    which need not make other rows.
-    """
+    integers, TRL's version and our own code."""
     digest = hashlib.sha256()
     for table in audits.tables(rows, sorted(rows.column_names)):
         for name in table.column_names:
@@ -347,11 +333,7 @@ def _counted(settings: Settings, path: Path) -> RowLengths:
     plain |= {"dataset_num_proc": None, "load_best_model_at_end": False, "sample_prompts": None}
     settings = settings.replace(**plain)
     args = recipes.trl_arguments(settings, path).training
-    tokenizer = load.load_tokenizer(settings)
-    try:
-        data = read_data(settings, tokenizer)
-    except Refusal:  # of the evaluation rows, which a plan can do without
-        data = read_data(settings.replace(eval_strategy="no"), tokenizer)
+    data = read_data(settings, load.load_tokenizer(settings))
     rows, folder = data.train, _folder(data, args)
     if (folder / "audit.json").is_file():
         ready = datasets.load_from_disk(folder)["train"]

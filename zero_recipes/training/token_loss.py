@@ -19,14 +19,11 @@ from zero_recipes.libs.huggingface import count_tokens_with_loss, rows_left_over
 
 
 def begin_epoch(sampler: Sampler | None, epoch: int, seed: int) -> None:
-    """Tell a training sampler the epoch.
+    """Tell a training sampler the epoch: a step's rows follow from seed and step alone, also after a resume.
 
-    transformers 5.23, trainer.py `_get_train_sampler` gives the sampler of group_by_length no generator: it draws from
-    the random numbers of each process, which dropout has used by the second epoch, otherwise on each rank and after a
-    resume. So does the random one under accelerator_config.use_seedable_sampler: false. The first epoch stays as it is
-    there: nothing has been drawn yet.
-    accelerate 1.15, data_loader.py `skip_first_batches` puts another sampler around that of batch_rebalance, and
-    `_run_epoch` no longer finds its `set_epoch`: an epoch that a run is resumed in had the first one's order.
+    transformers 5.23 gives the samplers of group_by_length and of use_seedable_sampler: false no generator: from the
+    second epoch on they draw what dropout has left, on each rank another number. Of batch_rebalance accelerate 1.15
+    (`skip_first_batches`) hides `set_epoch`: an epoch that a run is resumed in had the first one's order.
     """
     if hasattr(sampler, "set_epoch"):
         sampler.set_epoch(epoch)
@@ -37,12 +34,9 @@ def begin_epoch(sampler: Sampler | None, epoch: int, seed: int) -> None:
 class EndlessRows(torch.utils.data.IterableDataset):
     """A stream that begins again where it ends, within a step if need be; every process reads all of it.
 
-    transformers 5.23, trainer.py `_run_epoch` does not know where an epoch of a stream ends: it takes no step with the
-    batches that are left over, adds their gradients to the next step's, and a resumed run stops at the stream's end
-    (huggingface/transformers#26413).
-    accelerate 1.15, data_loader.py `prepare_data_loader` gives the processes files of their own where a `datasets`
-    stream has enough of them: their rows then depend on how many processes there are, and the ranks end at different
-    steps. Of any other stream each process takes its rows of every batch.
+    transformers 5.23 takes no step with the batches that a stream's end leaves over, adds their gradients to the next
+    step's, and ends a resumed run at the stream's end (huggingface/transformers#26413). accelerate 1.15 gives the
+    processes files of their own where a `datasets` stream has enough of them: ranks then end at different steps.
     """
 
     def __init__(self, rows: datasets.IterableDataset):
@@ -60,18 +54,11 @@ Batch = dict[str, Any]
 class TokenWeights:
     """Makes a trainer's losses, in training and in evaluation, token-weighted means over all ranks.
 
-    Training: transformers counts the tokens of a step (trainer.py, `_get_num_items_in_batch`) by rules for the model's
-    own loss, but SFTTrainer computes the loss itself (`compute_loss`). Of models with `accepts_loss_kwargs = False`
-    (Gemma 3n, Gemma 4) nothing is counted, and each micro batch of each rank weighs the same; of models without a
-    `loss_type` of their own (GPT-2) the first token of each row is counted, which has no loss.
-
-    Evaluation: SFTTrainer's `prediction_step` passes no count, and the evaluation loop weights the means of each rank's
-    batches by their rows.
-
-    Ulysses: transformers weighs each micro batch of each group the same (integrations/deepspeed.py).
-
-    Rows that accelerate repeats to fill the last batches of an epoch (data_loader.py, BatchSamplerShard) have no loss.
-    A mixture of experts' auxiliary loss stays a mean over micro batches.
+    In training transformers counts a step's tokens by rules for the model's own loss, but SFTTrainer computes the loss:
+    of some models nothing is counted (Gemma 3n, Gemma 4), of others each row's first token too (GPT-2). In evaluation
+    the means of batches are weighted by their rows; under Ulysses micro batches weigh the same. Rows that accelerate
+    repeats to fill the last batches of an epoch have no loss here. A mixture of experts' auxiliary loss stays a mean
+    over micro batches.
     """
 
     def __init__(self, trainer: SFTTrainer):
@@ -84,7 +71,7 @@ class TokenWeights:
 
     @property
     def shares_sequences(self) -> bool:
-        """Whether each row is shared by several processes (zero_recipes/distributed/ulysses.py)."""
+        """Whether each row is shared by several processes (Ulysses)."""
         parallelism = self.trainer.accelerator.parallelism_config
         return parallelism is not None and parallelism.sp_enabled
 
@@ -104,10 +91,8 @@ class TokenWeights:
         return batches, count
 
     def repeated_tokens(self, batch: Batch) -> torch.Tensor | None:
-        """Which tokens of a batch that `training_step` is given are of rows that the epoch had before.
-
-        A mask of the shape of `labels`; None where there is no such row. Their labels are -100 by then.
-        """
+        """Which tokens of a batch in training are of rows that the epoch had before, a mask of the shape of `labels`;
+        None where there is no such row. Their labels are -100 by then."""
         return self._repeated[1] if self._repeated is not None and self._repeated[0] is batch else None
 
     def begin_evaluation(self) -> None:
@@ -139,10 +124,7 @@ class TokenWeights:
         return accelerator.gradient_state.end_of_dataloader and left_over > 0 and accelerator.num_processes > 1
 
     def _tokens_repeated(self, batch: Batch, lengths: list[int] | None, left_over: int) -> torch.Tensor:
-        """Which tokens of this rank's last batch are of repeated rows. What is no repetition stands first, by rank."""
-        rows = len(batch["labels"]) if lengths is None else len(lengths)
-        rank = self.trainer.accelerator.process_index
-        return tokens_after(batch["labels"], kept_rows(rows, left_over, rank), lengths)
+        return tokens_repeated(batch["labels"], lengths, left_over, self.trainer.accelerator.process_index)
 
 
 class CollatorWithRowLengths:
@@ -155,22 +137,20 @@ class CollatorWithRowLengths:
         return self.collate(rows) | {ROW_LENGTHS: [len(row["input_ids"]) for row in rows]}
 
 
-def kept_rows(rows: int, left_over: int, rank: int) -> int:
-    """How many of the `rows` of a rank's last batch are no repetition, of `left_over` over all ranks."""
-    return max(0, min(rows, left_over - rows * rank))
+def tokens_repeated(labels: torch.Tensor, lengths: list[int] | None, left_over: int, rank: int) -> torch.Tensor:
+    """Which tokens of a rank's last batch are of repeated rows: a mask of the shape of `labels`.
 
-
-def tokens_after(labels: torch.Tensor, kept: int, lengths: list[int] | None) -> torch.Tensor:
-    """Which tokens stand after the first `kept` rows: a mask of the shape of `labels`.
-
-    `lengths`: those of the rows that stand in one, in tokens; None where each has a line of its own.
+    `lengths`: of the rows that stand in one, in tokens; None where each has a line of its own. `left_over`: rows of all
+    ranks that are no repetition; they stand first, by rank.
     """
-    after = torch.zeros_like(labels, dtype=torch.bool)
+    rows = len(labels) if lengths is None else len(lengths)
+    kept = max(0, min(rows, left_over - rows * rank))
+    repeated = torch.zeros_like(labels, dtype=torch.bool)
     if lengths is None:
-        after[kept:] = True
+        repeated[kept:] = True
     else:
-        after[:, sum(lengths[:kept]) :] = True
-    return after
+        repeated[:, sum(lengths[:kept]) :] = True
+    return repeated
 
 
 def without_loss(batch: Batch, tokens: torch.Tensor) -> None:
@@ -181,10 +161,9 @@ def without_loss(batch: Batch, tokens: torch.Tensor) -> None:
 class TokenMetrics:
     """Entropy, token accuracy and tokens of the log, brought together once a log line instead of in every micro batch.
 
-    TRL 1.16, trainer/sft_trainer.py `compute_loss` gathers four numbers from all ranks and reads each of them in every
-    micro batch. Here they stay on the device until they are logged; the log has the same values. One exception: of
-    an epoch's last rows, where they are fewer than the processes, TRL leaves out the numbers of some processes
-    (`gather_for_metrics`), here all are counted.
+    TRL 1.16 gathers four numbers from all ranks and reads them in every micro batch. Here they stay on the device until
+    they are logged, with the same values; only of an epoch's last rows, where they are fewer than the processes, TRL
+    leaves out some (`gather_for_metrics`).
     """
 
     def __init__(self, trainer: SFTTrainer, when: str):
@@ -236,7 +215,6 @@ class TokenMetrics:
 
 
 def _non_padding(inputs: Batch) -> torch.Tensor:
-    """Non-padding tokens of a batch; rows that stand one after the other have no mask and no padding."""
     if "attention_mask" in inputs:
         return inputs["attention_mask"].sum()
     ids = inputs["position_ids"]
