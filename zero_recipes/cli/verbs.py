@@ -90,7 +90,7 @@ def add_plan(verbs) -> None:
     verb.add_argument("--mean_tokens", type=AMOUNT, help="tokens of a training row, where the data is not at hand")
     verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU: its speed")
     verb.add_argument("--hardware", type=Path, help="further GPUs, in the form of zero_recipes/core/hardware.yaml")
-    verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.md and plan.png there")
+    verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.txt and plan.png there")
     verb.add_argument("--json", action="store_true", help="print JSON alone")
     verb.set_defaults(func=_plan, overrides=[])
 

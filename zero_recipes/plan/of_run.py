@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ def answer_of(question: Mapping[str, Any], predict: Predict, rows: Callable[[], 
     lines, findings = [note for note in prediction.notes if BY_FORMULAS in note], []
     peak = f"{size(prediction.allocated_peak_bytes)} at the peak, by {SOURCES[prediction.source]}"
     if question["cards"]:
-        cards = [Card.of(card) for card in question["cards"]]
-        fit = fit_of(prediction, min(card.left for card in cards))
+        cards = question["cards"]
+        fit = fit_of(prediction, min(map(left_of, cards)))
         peak += f": {STATUSES[fit.status]} {size(fit.capacity)}"
         findings = too_large(job, prediction, cards, lambda capacity: _what_helps(question, job, capacity, predict))
     lines.insert(0, f"{peak}; it took {time.monotonic() - started:.0f} s")
@@ -83,40 +83,31 @@ def _speed(job: Job, prediction: Prediction, rows: dict[str, Any] | None) -> lis
     return [f"{gpu.name}: {seconds} s a step, {tokens} real tokens/s, MFU {mfu}: estimated for {of_rows}"]
 
 
-@dataclass(frozen=True)
-class Card:
-    """The GPU of one rank. `total`: bytes; `left`: those that no other process uses."""
+def left_of(card: Mapping[str, Any]) -> int:
+    """Bytes of a GPU that no other process uses. `card`: by checks/predicted.py."""
+    others = card["total"] - card["free"] - card["reserved"] - overheads().beside_segments(card["ranks"])
+    return card["total"] - (others if others >= NAMED else 0)
 
-    rank: int
-    host: str
-    total: int
-    left: int
 
-    @classmethod
-    def of(cls, seen: Mapping[str, Any]) -> Card:
-        """`seen`: by checks/predicted.py `card`."""
-        own = seen["reserved"] + overheads().beside_segments(seen["ranks"])
-        others = seen["total"] - seen["free"] - own
-        return cls(seen["rank"], seen["host"], seen["total"], seen["total"] - (others if others >= NAMED else 0))
-
-    def __str__(self) -> str:
-        held = f", {size(self.total - self.left)} of it held by other processes" if self.left < self.total else ""
-        return f"rank {self.rank}'s on {self.host} has {size(self.total)}{held}"
+def _described(card: Mapping[str, Any]) -> str:
+    return f"rank {card['rank']}'s on {card['host']} has {size(card['total'])}, {size(left_of(card))} of it free"
 
 
 def too_large(
-    job: Job, prediction: Prediction, cards: Sequence[Card], what_helps: Callable[[int], str]
+    job: Job, prediction: Prediction, cards: Sequence[Mapping[str, Any]], what_helps: Callable[[int], str]
 ) -> list[Finding]:
     """The run whose model states are larger than a whole GPU, which is certain; or that does not fit: by formulas, and
     while no plan was compared with a GPU, a warning."""
     states = certain_states(job, prediction)
-    smallest = min(cards, key=lambda card: card.total)
+    smallest = min(cards, key=lambda card: card["total"])
     about = {"strategy": job.strategy, "gpus": f"{job.world_size} GPUs"}
-    if sum(states.values()) > smallest.total:
-        needed, helps = size(sum(states.values())), what_helps(smallest.total)
-        return [finding("ZR840", **about, size=needed, card=smallest, parts=_listed(states), what_helps=helps)]
-    fullest = min(cards, key=lambda card: card.left)
-    if fit_of(prediction, fullest.left).status != "no":
+    if sum(states.values()) > smallest["total"]:
+        needed, helps = size(sum(states.values())), what_helps(smallest["total"])
+        return [
+            finding("ZR840", **about, size=needed, card=_described(smallest), parts=_listed(states), what_helps=helps)
+        ]
+    fullest = min(cards, key=left_of)
+    if fit_of(prediction, left_of(fullest)).status != "no":
         return []
     largest = sorted(prediction.at_peak.items(), key=lambda part: -part[1])[:3]
     return [
@@ -124,11 +115,11 @@ def too_large(
             "ZR816",
             **about,
             size=size(prediction.reserved_bytes.low),
-            card=fullest,
+            card=_described(fullest),
             source=SOURCES[prediction.source],
             peak_phase=prediction.peak_phase,
             at_peak=_listed(dict(largest)),
-            what_helps=what_helps(fullest.left),
+            what_helps=what_helps(left_of(fullest)),
             level="error" if prediction.source == "engine" and overheads().measured else "warning",
         )
     ]

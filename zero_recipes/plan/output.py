@@ -32,8 +32,9 @@ NOTES = [
     "checkpoint to go on from. NVMe: swap files of a machine. Comm.: an all-reduce counts twice.",
     "Times are estimates, 20 to 30 % to either side, more with offload or without NVLink.",
     "MFU: model FLOPs of the tokens that are no padding, as a share of the GPU's dense peak.",
-    "Not known: fragmentation beyond the range, torch.compile, which tokens go to which expert, quantised weights, "
-    "other programs on the GPU.",
+    "Every row is taken for max_length tokens long where memory is planned; shorter rows need less.",
+    "Not known: fragmentation beyond the range, torch.compile, Liger kernels, which tokens go to which expert, other "
+    "programs on the GPU.",
 ]
 
 

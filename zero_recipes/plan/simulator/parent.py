@@ -46,21 +46,17 @@ ENVIRONMENT = {
 
 def not_simulated(job: Job) -> str | None:
     """Why the engine cannot be simulated for this job; None where it can."""
-    if job.is_fsdp:
-        return "FSDP2 is not simulated"
-    if job.on_nvme:
-        return "states on NVMe are not simulated: DeepSpeed writes them by a kernel that reads addresses"
-    if job.zero.hpz_partition_size > 1:
-        return "hpZ's second copy of the weights is not simulated"
-    if job.zero.quantizes_weights or job.zero.quantizes_gradients:
-        return "ZeRO++'s quantisers are not simulated: they are CUDA kernels"
-    if job.sequence_parallel > 1:
-        return "sequences that Ulysses shares out are not simulated"
-    if job.settings.max_length is None:
-        return "the recipe sets no max_length"
-    if job.quantizes:
-        return "quantised weights are not simulated: bitsandbytes packs them in kernels of its own"
-    return None
+    zero = job.zero
+    reasons = {
+        "FSDP2 is not simulated": job.is_fsdp,
+        "DeepSpeed writes states to NVMe by a kernel that reads addresses": job.on_nvme,
+        "hpZ's second copy of the weights is not simulated": zero.hpz_partition_size > 1,
+        "ZeRO++'s quantisers are CUDA kernels": zero.quantizes_weights or zero.quantizes_gradients,
+        "sequences that Ulysses shares out are not simulated": job.sequence_parallel > 1,
+        "the recipe sets no max_length": job.settings.max_length is None,
+        "bitsandbytes packs weights in kernels of its own": job.quantizes,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def simulate(
@@ -155,26 +151,9 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
             ),
             "seconds": sum(rank["seconds"] for rank in ranks),
             "resident_bytes": max(rank["resident_bytes"] for rank in ranks),
-            "notes": _notes(job),
+            "notes": [],
         }
     )
-
-
-def _notes(job: Job) -> list[str]:
-    settings = job.settings
-    notes = [
-        f"Every row is taken for {settings.max_length} tokens long (max_length); shorter rows need less.",
-        "Fragmentation is replayed for rows of one length; other lengths fragment more.",
-    ]
-    if settings.attn_implementation not in (None, "sdpa", "eager"):
-        notes.append(f"{settings.attn_implementation} is simulated by torch's own flash kernel.")
-    if settings.torch_compile:
-        notes.append("torch.compile fuses operators and keeps other activations: not simulated.")
-    if settings.use_liger_kernel:
-        notes.append("Liger kernels keep other activations: not simulated.")
-    if any("expert" in key for key in job.config):
-        notes.append("A mixture of experts is simulated with the routing of random tokens.")
-    return notes
 
 
 def main(at_once: int) -> None:
