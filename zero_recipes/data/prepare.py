@@ -300,13 +300,13 @@ class RowLengths:
         return sum(self.lengths) / len(self.lengths)
 
 
-def stated(mean: float, settings: Settings, epoch: int | None) -> RowLengths:
+def stated(mean: float, settings: Settings) -> RowLengths:
     """Rows that all have so many tokens, and that fill their packs. Raises Refusal where max_length is less."""
     longest = settings.max_length
     if longest is not None and mean > longest:
         raise refusal("ZR841", mean=mean, longest=longest)
     sequences = mean / longest if settings.packing and longest else 1.0
-    return RowLengths((mean,), sequences, epoch, f"--mean_tokens {mean:g}, all rows alike")
+    return RowLengths((mean,), sequences, None, f"--mean_tokens {mean:g}, all rows alike")
 
 
 def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
@@ -351,17 +351,6 @@ def of_prepared(ready: Dataset, source: str) -> RowLengths:
     packed = "seq_lengths" in ready.column_names  # TRL's bfd; "wrapped" makes rows of its own, all full
     lengths = np.concatenate(ready.with_format("numpy")["seq_lengths"][:]) if packed else audits.row_lengths(ready)
     return RowLengths(tuple(lengths.tolist()), len(ready), len(ready), source)
-
-
-def rows_on_disk(settings: Settings) -> int | None:
-    """Training rows of a data set that lies in a folder; None of others, and where TRL makes other rows of them."""
-    name, split = settings.dataset_name, settings.dataset_train_split
-    if settings.packing or settings.dataset_streaming or not name or not name.startswith((".", "/")):
-        return None
-    try:
-        return len(datasets.load_dataset(name, name=settings.dataset_config, split=split))
-    except Exception:  # whatever is wrong with it
-        return None  # the run refuses it; a plan needs no data
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from zero_recipes.config.ds_config import OFFLOADS, DsConfig
+from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import Gpu
 from zero_recipes.metrics.schema import Prediction
@@ -255,18 +255,9 @@ def fastest_of(rows: Sequence[Row]) -> list[Row]:
 
 def kind(job: Job) -> str:
     """The strategy of ORDER that `job` is one of, whatever its name and its other settings."""
-    zero = job.zero
     if job.ds_config is None:
         return "fsdp2" if job.is_fsdp else "ddp"
-    if job.on_nvme:
-        return "zero3_offload_infinity" if "cpu" in map(zero.offload_device, OFFLOADS) else "zero3_infinity"
-    if zero.offloads:
-        return "zero3_offload" if job.zero_stage == 3 else "zero2_offload"
-    parts = {"hpz": zero.hpz_partition_size != 1, "qwz": zero.quantizes_weights, "qgz": zero.quantizes_gradients}
-    used = [name for name, is_used in parts.items() if is_used]
-    if used:
-        return f"zero3_{used[0]}" if len(used) == 1 else "zero3_plus_plus"
-    return f"zero{job.zero_stage}"
+    return max((name for name in ORDER if job.zero.name.startswith(name)), key=len)
 
 
 def changes_arithmetic(job: Job) -> bool:

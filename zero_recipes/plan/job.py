@@ -18,17 +18,18 @@ from typing import Any
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import read_accelerate_file
 from zero_recipes.config.ds_config import DsConfig, read_json_mapping
-from zero_recipes.config.recipe import Recipe, steps_by_epochs
+from zero_recipes.config.recipe import Recipe
 from zero_recipes.config.settings import Settings
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.host import Gpu, gpu_named, gpus
-from zero_recipes.data.prepare import RowLengths, rows_at_hand, rows_on_disk, stated
+from zero_recipes.data.prepare import RowLengths, rows_at_hand, stated
 
 FSDP = "fsdp2"  # the strategy that no ds_config describes
 MODELS = Path(__file__).with_name("models")
 CONFIGS = Path("accelerate_configs")
 ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-EVERY = (*ALL, "zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", "fsdp2")  # what `--strategies all` means
+ON_SEVERAL = ("zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", FSDP)  # GPUs: one has nobody to share with
+EVERY = (*ALL, *ON_SEVERAL)  # what `--strategies all` means
 EVERY += ("zero3_offload_infinity", "zero3_infinity", "zero2_bf16_states", "zero3_bf16_states", "zero2_autocast")
 # keys of a recipe that no prediction depends on, and those that a plan may change
 NO_PART = {"output_dir", "run_name", "overwrite", "predict", "skip_plan", "resume_from_checkpoint", "save_model"}
@@ -73,11 +74,6 @@ class Job:
     @property
     def is_fsdp(self) -> bool:
         return self.ds_config is None and self.strategy.startswith(FSDP)
-
-    @property
-    def is_alone(self) -> bool:
-        """Nothing is wrapped, neither by DeepSpeed nor by DDP or FSDP2."""
-        return self.world_size == 1 and self.ds_config is None and not self.is_fsdp
 
     @property
     def on_nvme(self) -> bool:
@@ -221,7 +217,6 @@ class PlanRequest:
     gpu: Gpu
     host: int | None = None  # bytes of each machine's memory, where it was given
     nvme: int | None = None  # the same of its NVMe
-    rows: int | None = None  # of the data, where a run by epochs has it at hand
     lengths: RowLengths | None = None  # of the rows, where they are at hand or stated
     no_lengths: str | None = None  # why they are not known
 
@@ -232,7 +227,8 @@ class PlanRequest:
             excluded[count] = {}
             for strategy in self.strategies:
                 try:
-                    job = self._job(strategy, count)
+                    config = self.strategies[strategy]
+                    job = job_of(self.recipe, self.config, strategy, config, count, self.gpus_per_node)
                     why = self._excluded(strategy, job)
                 except Refusal as refused:  # global_batch_size cannot be made of so many ranks
                     why = refused.what
@@ -245,16 +241,8 @@ class PlanRequest:
             raise refusal("ZR842", count=count, reasons=reasons)
         return able, excluded
 
-    def _job(self, strategy: str, count: int) -> Job:
-        job = job_of(self.recipe, self.config, strategy, self.strategies[strategy], count, self.gpus_per_node)
-        if self.rows is None:
-            return job
-        return job.changed(max_steps=steps_by_epochs(self.rows, job.settings, count // job.sequence_parallel))
-
     def _excluded(self, strategy: str, job: Job) -> str | None:
-        written = DsConfig(self.strategies[strategy] or {})
-        compressed = written.hpz_partition_size != 1 or written.quantizes_weights or written.quantizes_gradients
-        if job.world_size == 1 and (compressed or (strategy == FSDP and len(self.strategies) > 1)):
+        if job.world_size == 1 and strategy in ON_SEVERAL and len(self.strategies) > 1:
             return "one GPU has no other to share with or to send to"
         if job.on_nvme and self.nvme is None and len(self.strategies) == len(EVERY):
             return "--nvme says how much of it each machine has"
@@ -282,11 +270,10 @@ def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanReq
         raise refusal("ZR805", text=text, per_node=per_node)
     strategies, config = read_strategies(recipe, names), model_config(settings)
     host, nvme = (None if size is None else int(size * 1e9) for size in (arguments.host_memory, arguments.nvme))
-    rows = rows_on_disk(settings) if settings.max_steps <= 0 else None
     mean = arguments.mean_tokens
-    found = rows_at_hand(settings, recipe.path) if mean is None else stated(mean, settings, rows)
+    found = rows_at_hand(settings, recipe.path) if mean is None else stated(mean, settings)
     lengths, unknown = (None, found) if isinstance(found, str) else (found, None)
-    return PlanRequest(recipe, overrides, config, strategies, counts, per_node, gpu, host, nvme, rows, lengths, unknown)
+    return PlanRequest(recipe, overrides, config, strategies, counts, per_node, gpu, host, nvme, lengths, unknown)
 
 
 def why_not(job: Job) -> str | None:

@@ -103,7 +103,7 @@ def run(task: dict, answer: TextIO) -> NoReturn:
 
 def _start_group(job: Job, rank: int) -> None:
     """A process group of the job's size in which every collective succeeds and moves nothing."""
-    if job.is_alone:
+    if job.world_size == 1 and job.ds_config is None and not job.is_fsdp:  # nothing is wrapped
         return
     os.environ.update(
         RANK=str(rank),
