@@ -12,38 +12,22 @@ from zero_recipes.metrics import callback as metrics
 def train_and_keep_shapes(argv: list[str]) -> dict:
     """`train`, with the shapes of all tensors and the placements that they really had while training."""
     seen: dict = {}
+    original = metrics.StageMetricsCallback.on_train_begin
 
-    class Look(fsdp.RefuseUnsharded):
-        def on_train_begin(self, args, state, control, model=None, **kwargs):
-            super().on_train_begin(args, state, control, model=model, **kwargs)
-            named = dict(model.named_parameters())
-            seen["shapes"] = [list(p.shape) for p in named.values()]
-            seen["placements"] = sorted({str(p.placements) for p in named.values()})
+    def look(self, args, state, control, model=None, **keywords):
+        parameters = list(model.parameters())
+        seen["shapes"] = [list(p.shape) for p in parameters]
+        seen["placements"] = sorted({str(getattr(p, "placements", None)) for p in parameters})
+        return original(self, args, state, control, model=model, **keywords)
 
-    with replaced(fsdp, "RefuseUnsharded", Look):
+    with replaced(metrics.StageMetricsCallback, "on_train_begin", look):
         return train(argv) | seen
 
 
-def train_without_the_patch(argv: list[str]) -> str:
-    """What a CPU run under FSDP2 is refused for, where accelerate is left to itself; else how the model was wrapped."""
-    from zero_recipes.core.findings import Refusal
-
-    wrapped = []
-    original = metrics.StageMetricsCallback.on_train_begin
-
-    def look(self, *arguments, **keywords):
-        wrapped.append(type(self.engine).__name__)
-        return original(self, *arguments, **keywords)
-
-    with (
-        replaced(fsdp, "shard_on_cpu", lambda: None),
-        replaced(metrics.StageMetricsCallback, "on_train_begin", look),
-    ):
-        try:
-            train(argv)
-        except Refusal as refusal:
-            return refusal.what
-    return f"trained as {wrapped[0]}"
+def placements_without_the_patch(argv: list[str]) -> list[str]:
+    """Those of a CPU run under FSDP2, where accelerate is left to itself."""
+    with replaced(fsdp, "shard_on_cpu", lambda: None):
+        return train_and_keep_shapes(argv)["placements"]
 
 
 def losses_by_accelerate(argv: list[str]) -> list[float]:

@@ -14,7 +14,7 @@ import torch
 
 from tests.helpers import fake_cuda
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.host import device_name, hardware_facts, peak_memory
+from zero_recipes.core.host import hardware_facts, peak_memory
 from zero_recipes.libs.deepspeed import state_bytes
 from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import RunFacts, StageMetricsCallback
@@ -165,7 +165,7 @@ def test_peaks_and_hardware_are_the_accelerators(cuda):
     cuda.hold(3 * MIB)
     found = peak_memory("cuda")
     assert (found["allocated"], found["reserved"]) == (7 * MIB, 7 * MIB)
-    assert device_name("cuda") == "NVIDIA Stand-in" and hardware_facts("cuda")["gpus_visible"] == 1
+    assert hardware_facts("cuda")["gpu"] == "NVIDIA Stand-in"
 
 
 def test_a_failure_on_a_gpu_names_what_held_its_memory(cuda, tmp_path):

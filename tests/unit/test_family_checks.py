@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.helpers.compiled import write_compiled
 from tests.helpers.tiny import ROOT, write_model, write_recipe
 from zero_recipes.checks.capacity import nvme_findings
 from zero_recipes.cli.sweep import all_strategies
@@ -131,7 +130,8 @@ def test_ops_are_compiled_once_and_said(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
 
     def load(verbose):
-        write_compiled(tmp_path / "some_op")
+        (tmp_path / "some_op").mkdir()
+        (tmp_path / "some_op" / "some_op.so").touch()
 
     monkeypatch.setitem(ALL_OPS, "some_op", SimpleNamespace(load=load))
     assert kernels.missing(["some_op"], "cpu") == ["some_op"]

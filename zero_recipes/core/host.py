@@ -200,14 +200,6 @@ def hardware_facts(device: str) -> dict[str, Any]:
     return found
 
 
-def device_name(device: str) -> str:
-    if device != "cuda":
-        return "cpu"
-    import torch
-
-    return torch.cuda.get_device_name(torch.cuda.current_device())
-
-
 def peak_memory(device: str) -> dict[str, int | None]:
     """{"allocated", "reserved", "rss"}: peaks in bytes of this process; the first two null without an accelerator."""
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB

@@ -22,11 +22,6 @@ def size(number_of_bytes: float | None) -> str:
     return f"{number_of_bytes:.0f} B" if one == 1 else f"{significant(number_of_bytes / one)} {name}"
 
 
-def rate(bytes_per_second: float) -> str:
-    """The same a second: 12.0 GB/s."""
-    return f"{size(bytes_per_second)}/s"
-
-
 def significant(value: float) -> str:
     """Three significant digits without an exponent; whole numbers from 100 on."""
     if value == 0:
@@ -52,13 +47,3 @@ def fixed(value: float | None, digits: int) -> str:
 def percent(share: float | None) -> str:
     """0.953 as 95.3 %."""
     return "" if share is None else f"{100 * share:.1f} %"
-
-
-def parameters(number: int | None) -> str:
-    """A model's size in words: 6.86 billion, 5.2 million."""
-    if number is None:
-        return "unknown number of"
-    for name, one in (("billion", 10**9), ("million", 10**6)):
-        if number >= one:
-            return f"{significant(number / one)} {name}"
-    return f"{number:,}"

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, TrainerCallback
-
-from zero_recipes.core.findings import refusal
+from transformers import PreTrainedModel
 
 
 def fix_arguments(training_args, device: str) -> None:
@@ -62,17 +60,6 @@ def keep_names_of_the_file(model: PreTrainedModel) -> None:
     if getattr(model, "_weight_conversions", None) is None:  # a model that is read from a file has them
         found = get_model_conversion_mapping(model, add_legacy=False)
         model._weight_conversions = [change for change in found if not isinstance(change, PrefixChange)] or None
-
-
-class RefuseUnsharded(TrainerCallback):
-    """Refuses a run that was to shard by FSDP2 and does not, before its first step."""
-
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-        if isinstance(model, FSDPModule) and not whole:
-            return
-        named = ", ".join(whole[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
-        raise refusal("ZR323", named=named or "the model is not wrapped", name=type(model).__name__)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.settings import precision_of
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core.host import device_name, hardware_facts, library_versions, peak_memory
+from zero_recipes.core.host import hardware_facts, library_versions, peak_memory
 from zero_recipes.core.process import CLOCK, rank
 from zero_recipes.distributed.group import gather_rows
 from zero_recipes.libs.deepspeed import STATE_PARTS
@@ -192,7 +192,7 @@ class StageMetricsCallback(TrainerCallback):
             strategy=self.facts.strategy.name,
             zero_stage=self.facts.strategy.zero_stage,
             world_size=self.facts.strategy.world_size,
-            device=device_name(self.facts.device),
+            device=hardware_facts(self.facts.device).get("gpu", "cpu"),
             model=self.facts.model,
             parameters=parameters,
             trainable_parameters=trainable,

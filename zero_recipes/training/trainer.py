@@ -102,7 +102,6 @@ class ZeroSFTTrainer(SFTTrainer):
         measures = [recipe_run.metrics, StopAtDivergence(recipe_run.metrics, run.settings.stop_after_nonfinite_steps)]
         if run.strategy.is_fsdp:
             fsdp.keep_names_of_the_file(model)
-            measures.insert(0, fsdp.RefuseUnsharded())
         return cls(
             model=model,
             args=recipe_run.args,
