@@ -28,7 +28,6 @@ from zero_recipes.checkpoint.save import (
     checkpoint_fault,
     content_fault,
     is_unfinished,
-    manifest_facts,
     read_manifest,
     write_manifest,
 )
@@ -147,7 +146,7 @@ def test_small_files_without_checksums_that_no_resume_could_read(tmp_path, taken
     assert taken(tmp_path, str(foreign)) == str(foreign)
     for folder in (foreign, unchecked):
         (folder / name).write_text(text)
-    write_manifest(unchecked, manifest_facts(unchecked), with_checksums=False)
+    write_manifest(unchecked, read_manifest(unchecked), with_checksums=False)
     for folder in (foreign, unchecked):
         refusal = refusal_of(taken, tmp_path, str(folder))
         assert refusal.codes == ["ZR707"] and f"{name} of {folder} cannot be read" in refusal.why

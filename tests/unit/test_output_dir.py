@@ -96,7 +96,6 @@ def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch, capsys):
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     write(tmp_path / "file")
     assert "ZR748" in refused(hold_output_dir(tmp_path / "file" / "out").__enter__)
-    assert "ZR748" in refused(refuse_occupied, tmp_path / "file" / "out", None, False)
 
 
 # what is kept

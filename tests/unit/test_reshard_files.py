@@ -19,7 +19,6 @@ from zero_recipes.checkpoint.save import (
     MANIFEST,
     STATE,
     checkpoint_fault,
-    manifest_facts,
     read_manifest,
     write_manifest,
 )
@@ -171,7 +170,7 @@ def resharded(tmp_path_factory) -> dict[str, Path]:
     found = {name: reshard(write_checkpoint(folder / name, **config), 1, 2)[0] for name, config in configs.items()}
     found["best"] = Path(shutil.copytree(found["fp32"], folder / "best" / found["fp32"].name))
     (found["best"] / STATE).write_text('{"global_step": 7, "best_model_checkpoint": "out/checkpoint-5"}')
-    write_manifest(found["best"], manifest_facts(found["fp32"]))
+    write_manifest(found["best"], read_manifest(found["fp32"]))
     return found
 
 

@@ -76,9 +76,6 @@ def _texts(value: Any) -> Iterator[str]:
 def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: Inputs = ()) -> None:
     """Refuse a folder that holds what an earlier run saved, unless the recipe resumes it or overwrites it; and to
     overwrite what the run reads. Touches nothing."""
-    existing = next(path for path in (output_dir, *output_dir.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise _not_writable(output_dir, f"{existing} is a file")
     found = saved_in(output_dir)
     if found and overwrite:
         _refuse_foreign(output_dir)
@@ -135,7 +132,7 @@ def _make_and_acquire(lock: FileLock, output_dir: Path) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         _acquire(lock, output_dir)
     except OSError as error:
-        raise _not_writable(output_dir, f"{error.strerror}: {error.filename}") from None
+        raise refusal("ZR748", output_dir=output_dir, reason=f"{error.strerror}: {error.filename}") from None
 
 
 def _acquire(lock: FileLock, output_dir: Path) -> None:
@@ -189,7 +186,3 @@ def previous_of(output_dir: Path) -> Path:
 
 def _not_kept(output_dir: Path, reason: str) -> Refusal:
     return refusal("ZR752", output_dir=output_dir, previous=previous_of(output_dir), reason=reason)
-
-
-def _not_writable(output_dir: Path, reason: str) -> Refusal:
-    return refusal("ZR748", output_dir=output_dir, reason=reason)

@@ -43,8 +43,7 @@ from zero_recipes.checkpoint.save import (
     content_fault,
     document_fault,
     is_foreign,
-    is_resharded,
-    manifest_facts,
+    read_manifest,
     write_manifest,
 )
 from zero_recipes.config.ds_config import DsConfig
@@ -156,10 +155,8 @@ def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
 
     `trusted`: pickles of the checkpoint may run code, as DeepSpeed's own load lets them.
     """
-    if is_resharded(checkpoint):
-        raise _other(checkpoint, "by zero-recipes reshard; take the checkpoint that it was made from")
     if not (checkpoint / LATEST).is_file():
-        raise _other(checkpoint, "without DeepSpeed or with save_only_model: it has no file `latest`")
+        raise _other(checkpoint, "without DeepSpeed, with save_only_model or by a reshard: it has no file `latest`")
     if (fault := document_fault(checkpoint)) is not None:
         raise _damaged(checkpoint, fault)
     folder = checkpoint / (checkpoint / LATEST).read_text().strip()
@@ -363,7 +360,7 @@ def _copy_random_states(source: Source, world_size: int, folder: Path) -> None:
 def _facts(source: Source, batch: Batch, stage: int) -> dict[str, Any]:
     """For the manifest: what the old one says, with the new stage, world and batch."""
     step = json.loads((source.checkpoint / STATE).read_text())["global_step"]
-    return {"step": step, **manifest_facts(source.checkpoint)} | {
+    return {"step": step, **(read_manifest(source.checkpoint) or {})} | {
         "strategy": strategy_of(source.ds_config, stage),
         "zero_stage": stage,
         "world_size": batch.world_size,

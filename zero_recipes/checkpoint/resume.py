@@ -60,8 +60,7 @@ def resumes_in(output_dir: Path, requested: object) -> bool:
 
 def numbered(output_dir: Path) -> list[Path]:
     """The folders checkpoint-N, by step."""
-    found = [p for p in output_dir.glob("checkpoint-*") if p.is_dir() and re.fullmatch(r"checkpoint-\d+", p.name)]
-    return sorted(found, key=step_of)
+    return sorted((p for p in output_dir.glob("checkpoint-*") if p.is_dir() and step_of(p) >= 0), key=step_of)
 
 
 def step_of(checkpoint: Path) -> int:

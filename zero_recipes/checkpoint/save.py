@@ -75,7 +75,8 @@ def begin_checkpoint(checkpoint: Path) -> None:
 def write_manifest(checkpoint: Path, facts: dict[str, Any], with_checksums: bool = True) -> None:
     """Write manifest.json after all ranks have written their files; every file reaches the disk before it does.
 
-    `facts`: of the run, and the step. Checksums are computed while the disk writes, from what the system still holds.
+    `facts`: of the run, and the step; or another manifest. Checksums are computed while the disk writes, from what the
+    system still holds.
     """
     names = [path.relative_to(checkpoint).as_posix() for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     names = [name for name in names if name not in (MANIFEST, UNFINISHED)]
@@ -98,12 +99,6 @@ def read_manifest(checkpoint: Path) -> dict[str, Any] | None:
         return found if found["checksum"] == _checksum_of(found) else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def manifest_facts(checkpoint: Path) -> dict[str, Any]:
-    """What a manifest says beside its files; nothing where there is none."""
-    of_the_files = ("schema", "files", "checksums", "checksum")
-    return {key: value for key, value in (read_manifest(checkpoint) or {}).items() if key not in of_the_files}
 
 
 def is_unfinished(checkpoint: Path) -> bool:
