@@ -295,6 +295,9 @@ def test_a_simulation_is_kept_for_the_same_job_and_the_same_versions(tmp_path, m
     monkeypatch.setattr("zero_recipes.plan.predict.library_versions", lambda: {"torch": "another"})
     predict(job("zero2"))
     assert len(simulated) == 4
+    for path in tmp_path.glob("*.json"):
+        path.write_text('{"half')  # a full disk may leave that
+    assert predict(job("zero2")).allocated_peak_bytes == GB and len(simulated) == 5
     (tmp_path / "file").write_text("")
     assert predict(job("zero2"), tmp_path / "file") == first  # cannot be kept, is answered
 

@@ -1,48 +1,13 @@
-"""The simulation's own parts: each patch is still needed and stays in its process; tracker and allocator by hand."""
+"""The simulation's own parts: tracker and allocator by hand, and names of libraries that patches replace."""
 
 from __future__ import annotations
-
-import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.helpers.tiny import ROOT
-from zero_recipes.plan.simulator import patches
 from zero_recipes.plan.simulator.device import MIB, CachingAllocator, reserved_peak
 from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
-
-NEEDED = {
-    "answer_for_number": "DataDependentOutputException",
-    "no_kernels": "1",  # asked for where the process group starts
-    "no_addresses": "1",  # one address for two tensors
-    "no_pinned_memory": "AssertionError",
-    "conversions_by_hand": "RuntimeError",
-    "no_other_ranks": "DataDependentOutputException",
-    "masks_by_shape": "True",  # a fake tensor is taken for a compiler's
-    "data_parallel_in_python": "RuntimeError",
-    "adam_on_the_host": "11",  # SIGSEGV
-    "adam_over_all_tensors": "False",  # torch takes fake tensors one by one
-}
-
-
-@pytest.fixture(scope="module")
-def without() -> dict[str, str]:
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.plan_needs"], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    return json.loads(ended.stdout.splitlines()[-1])
-
-
-@pytest.mark.private
-@pytest.mark.parametrize("patch", NEEDED)
-def test_the_patch_is_still_needed(patch, without):
-    """Where this fails, the library has learnt it: the patch can go."""
-    assert hasattr(patches, patch)
-    assert without[patch] == NEEDED[patch]
 
 
 @pytest.mark.private

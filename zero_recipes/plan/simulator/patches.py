@@ -1,7 +1,7 @@
 """What the libraries do that fake tensors cannot: each is replaced here, in the planning process and nowhere else.
 
 Fake tensors have shapes, dtypes and devices but no numbers, no addresses and no other ranks. Each function below names
-the one thing that it replaces; tests/upstream/test_plan_patches.py shows for each that it is still needed.
+the one thing that it replaces.
 """
 
 from __future__ import annotations
