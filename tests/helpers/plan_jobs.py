@@ -13,7 +13,6 @@ from zero_recipes.metrics.schema import (
     CheckpointBytes,
     HostBytes,
     ModelStateBytes,
-    PhaseBytes,
     Prediction,
     ReservedRange,
 )
@@ -81,15 +80,12 @@ def made_up(job: Job, peak: int, states: int | None = None, phase: str = "backwa
         max_length=job.settings.max_length,
         allocated_peak_bytes=peak,
         peak_phase=phase,
-        peak_operator="aten.mm",
         at_peak=dict.fromkeys(PARTS, 0) | {"params": states, "activations": peak - states},
         model_state_bytes=ModelStateBytes(params=states, grads=0, optimizer=0, offloaded_host=0, offloaded_disk=0),
-        memory_phases=PhaseBytes(model_loaded=0, engine_built=0, forward=0, backward=0, step=0),
         reserved_bytes=ReservedRange(low=peak, high=peak + overhead),
         host_bytes=HostBytes(load=0, training=100 * GB if job.strategy.endswith("_offload") else 0),
         checkpoint_bytes=CheckpointBytes(weights=2 * GB, resumable=14 * GB),
         communication_bytes_per_step={"all_reduce": 2 * GB, "all_gather": 2 * GB},
         flops_per_step=10**15,
-        seconds=1.5,
         notes=[],
     )

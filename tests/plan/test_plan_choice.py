@@ -14,10 +14,6 @@ from zero_recipes.plan import choose
 from zero_recipes.plan.choose import (
     COST_ORDER,
     ORDER,
-    PLACES,
-    PLUS_PLUS,
-    fastest_of,
-    kind,
     largest,
     limits_of,
     make_row,
@@ -92,45 +88,6 @@ def test_each_rule_chooses_its_strategy(wanted):
 
 def test_the_rules_have_every_strategy_once():
     assert sorted(ORDER) == sorted(set(EVERY) - OTHERWISE) and set(CHOICES) >= set(ORDER)
-
-
-STEP = draw.tuples(draw.integers(1, 100), draw.sampled_from([0.5, 1, 1.05, 2, 9]))
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(needs=draw.dictionaries(draw.sampled_from(sorted(set(EVERY) - OTHERWISE)), STEP, min_size=1))
-def test_what_is_recommended_fits_and_no_earlier_place_or_rule_holds(needs):
-    rows = rows_of(needs, ranks=16)
-    chosen = recommend(rows, H100).chosen
-    fitting = [row for row in rows if row.fit.status == "fits"]
-    assert (chosen is None) == (not fitting)
-    if chosen is None:
-        return
-    assert chosen in fitting
-    names = {strategy: place for place in PLACES for strategy in place}
-    here = [row for row in fitting if names[kind(row.job)] is names[kind(chosen.job)]]
-    earlier = PLACES[: PLACES.index(names[kind(chosen.job)])]
-    assert not any(names[kind(row.job)] in earlier for row in fitting)
-    plain = [row for row in here if kind(row.job) not in PLUS_PLUS] or here
-    if kind(chosen.job) in PLUS_PLUS and plain != here:
-        assert all(chosen.speed.step_seconds[1] < row.speed.middle for row in plain)
-    elif kind(chosen.job) not in PLUS_PLUS:
-        assert chosen in fastest_of(plain)
-        roomy = [row for row in fastest_of(plain) if row.has_room]
-        assert chosen in (roomy or [max(fastest_of(plain), key=lambda row: row.fit.margin)])
-
-
-@pytest.mark.parametrize(
-    ("needs", "part"),
-    [
-        ({"zero2": 60, "zero1": 40}, "it is the lowest stage of them that leaves room"),
-        ({"zero2": (20, 1), "zero3": (10, 3)}, "the fastest of them"),
-        ({"zero2": 80, "zero2_bf16_states": 10}, "zero2_bf16_states would fit too, with another arithmetic"),
-        ({"zero2": 500}, "No change that was tried makes one fit"),
-    ],
-)
-def test_a_recommendation_says_why(needs, part):
-    assert part in " ".join(reasons(recommend(rows_of(needs), H100)))
 
 
 def test_where_nothing_fits_the_change_of_all_rows_that_costs_least_is_recommended():
