@@ -44,15 +44,6 @@ def assert_equal(found: dict) -> None:
     assert all(apart < 1e-3 for apart in found["tensors_further_apart"].values()), found
 
 
-def test_the_subject_is_worth_comparing(subject):
-    lengths = sorted(subject.tokens_with_loss)
-    assert lengths[len(lengths) // 10] < 5 and lengths[-1] > 60, "rows are not of very uneven length"
-    assert len(subject.losses) == STEPS and subject.losses[-1] < subject.losses[0] - 1.0, "it does not learn"
-    assert min(subject.norms) > 1.0, "clipping at 1.0 is not put to the test"
-    assert subject.gradients["zero"] == subject.gradients["none"] == []
-    assert len(lengths) < STEPS * EXAMPLES and len(lengths) % EXAMPLES, "no epoch ends with a short step"
-
-
 @pytest.mark.parametrize("strategy, world, accumulation", PART)
 def test_a_part_of_the_grid(request, subject, tmp_path, strategy, world, accumulation):
     group = request.getfixturevalue(NAMES[world])
@@ -60,6 +51,7 @@ def test_a_part_of_the_grid(request, subject, tmp_path, strategy, world, accumul
 
 
 @pytest.mark.grid
+@pytest.mark.timeout(3600)
 def test_the_whole_grid(request, subject, tmp_path):
     """Writes benchmarks/results/equivalence.json, then asserts."""
     runs = [

@@ -76,26 +76,13 @@ def run(
 ) -> dict:
     """One run: what it was asserted to be, and its distance from the reference."""
     world, micro = group.world_size, EXAMPLES // (group.world_size * accumulation)
-    argv = [
-        str(subject.recipe),
-        "--output_dir",
-        str(folder),
-        "--per_device_train_batch_size",
-        str(micro),
-        *named(strategy),
-    ]
+    argv = [str(subject.recipe), "--output_dir", str(folder), "--per_device_train_batch_size", str(micro)]
+    argv += named(strategy)
     result = group.run(case, argv=argv)[0]
     metrics = result["metrics"]
     stage = int(strategy[4]) if strategy.startswith("zero") else None
-    asked = {
-        "engine": {"ddp": "DistributedDataParallel", "fsdp2": "FSDPGPTNeoXForCausalLM"}.get(
-            strategy, "DeepSpeedEngine"
-        ),
-        "stage": stage,
-        "world_size": world,
-        "accumulation": accumulation,
-        "micro_batch": micro,
-    }
+    engine = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPGPTNeoXForCausalLM"}.get(strategy, "DeepSpeedEngine")
+    asked = {"engine": engine, "stage": stage, "world_size": world, "accumulation": accumulation, "micro_batch": micro}
     really = {key: result[key] for key in ("engine", "stage", "world_size")}
     really |= {"accumulation": metrics["gradient_accumulation_steps"], "micro_batch": metrics["micro_batch_size"]}
     assert really == asked

@@ -19,7 +19,6 @@ def two_ranks(
     argv: list[str],
     tmp_path: Path,
     extra: dict[str, str] | None = None,
-    by_rank: dict[int, dict] | None = None,
     script: str = "run_sft.py",
 ) -> list[subprocess.CompletedProcess]:
     port = free_port()
@@ -33,7 +32,6 @@ def two_ranks(
             "MASTER_PORT": str(port),
             "TORCHELASTIC_ERROR_FILE": str(tmp_path / f"error{rank}.json"),
             **(extra or {}),
-            **(by_rank or {}).get(rank, {}),
         }
         for rank in range(2)
     ]

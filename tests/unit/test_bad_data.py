@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import tempfile
 from pathlib import Path
 
@@ -137,66 +136,32 @@ def test_the_files_of_a_mixture_are_looked_into(tmp_path):
     assert found.code == "ZR522" and f"{data / 'b.jsonl'} line 3" in found.what
 
 
-# any wrong row, any bytes
+# any wrong row
 
 WRONG = st.sampled_from([None, 5, -1.5, True, ["a"], [], {"a": 1}, {}, [None], [[1]], ...])
 WRONG_IDS = st.sampled_from([None, 5, "a", [], [-1], [10**6], [None], [1.5], ["a"], ...])
 WRONG_CHATS = st.sampled_from(
     [None, "a", 5, [], [None], ["a"], [{}], [{"role": "user"}], [{"content": "a"}], [{"role": None, "content": "a"}]]
 )
-FORMATS = {
-    "jsonl": lines, "json": lambda rows: json.dumps(rows).encode(), "jsonl.gz": lambda rows: gzip.compress(lines(rows)),
-}  # fmt: skip
 KEYS = st.sampled_from([{}, {"dataset_num_proc": 2}, STREAMS, {"packing": True}])
-
-
-def property_of(strategy, examples: int, holds) -> None:
-    """`holds` of every draw, the same draws in every run, each with a folder of its own."""
-
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
-    @given(strategy)
-    def drawn(value):
-        with tempfile.TemporaryDirectory() as folder:
-            holds(Path(folder), *value)
-
-    drawn()
 
 
 @pytest.mark.parametrize("examples", [15, pytest.param(200, marks=pytest.mark.grid)])
 def test_any_wrong_row_is_found(examples):
-    @st.composite
-    def wrong(draw):
-        kind, number = draw(st.sampled_from(sorted(SOUND))), draw(st.integers(0, 19))
-        column = draw(st.sampled_from([name for name in SOUND[kind][0] if name != "input"]))
-        value = draw(WRONG_IDS if kind == "ids" else WRONG_CHATS if kind in ("chats", "sharegpt") else WRONG)
-        return (
-            kind,
-            with_row(SOUND[kind], number, **{column: value}),
-            draw(st.sampled_from(sorted(FORMATS))),
-            draw(KEYS),
-        )
-
-    def refused(folder, kind, rows, form, keys):
-        data = written(folder, {f"train.{form}": FORMATS[form](rows)})
-        found = found_in(data, **keys, **(AS_ALPACA if kind == "alpaca" else {}))
+    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @given(st.data())
+    def holds(data):
+        kind, number = data.draw(st.sampled_from(sorted(SOUND))), data.draw(st.integers(0, 19))
+        column = data.draw(st.sampled_from([name for name in SOUND[kind][0] if name != "input"]))
+        wrong = WRONG_IDS if kind == "ids" else WRONG_CHATS if kind in ("chats", "sharegpt") else WRONG
+        rows, keys = with_row(SOUND[kind], number, **{column: data.draw(wrong)}), data.draw(KEYS)
+        with tempfile.TemporaryDirectory() as folder:
+            found = found_in(
+                written(Path(folder), {"train.jsonl": lines(rows)}), **keys, **(AS_ALPACA if kind == "alpaca" else {})
+            )
         assert any(finding.level == "error" for finding in found), (kind, rows, keys)
 
-    property_of(wrong(), examples, refused)
-
-
-@pytest.mark.parametrize("examples", [15, pytest.param(200, marks=pytest.mark.grid)])
-def test_any_bytes_end_in_findings(examples):
-    @st.composite
-    def broken(draw):
-        content = bytearray(draw(st.sampled_from([lines(PAIRS), lines(CHATS), parquet(TEXTS)])))
-        place = draw(st.integers(0, len(content) - 1))
-        content[place : place + draw(st.sampled_from([0, 1, 16, 10**6]))] = draw(st.binary(max_size=8))
-        return draw(st.sampled_from(["jsonl", "json", "parquet", "txt"])), bytes(content)
-
-    def ends(folder, form, content):
-        assert all(f.code.startswith(("ZR5", "ZR199")) for f in found_in(written(folder, {f"train.{form}": content})))
-
-    property_of(broken(), examples, ends)
+    holds()
 
 
 def test_errors_that_the_recipe_ignores_are_warnings_also_of_rows_that_are_kept(tmp_path):

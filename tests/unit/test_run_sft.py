@@ -10,15 +10,17 @@ import pytest
 from zero_recipes.config.recipe import split_command_line
 
 
-@pytest.mark.parametrize("words", [["--local_rank=3"], ["--local-rank", "3"], ["--local_rank", "3"]])
-def test_the_deepspeed_launchers_local_rank_goes_to_the_environment(words):
-    """It passes one to each process; the overrides are what is left."""
-    with mock.patch.dict("os.environ", clear=True) as environment:
-        assert split_command_line([*words, "r.yaml", "--max_steps", "2"]) == (Path("r.yaml"), ["--max_steps", "2"])
-        assert environment["LOCAL_RANK"] == "3"
-
-
-def test_the_launchers_own_environment_counts_more():
-    with mock.patch.dict("os.environ", {"LOCAL_RANK": "1"}, clear=True) as environment:
-        assert split_command_line(["r.yaml", "--traceback", "--local_rank=3"]) == (Path("r.yaml"), [])
-        assert environment["LOCAL_RANK"] == "1"
+@pytest.mark.parametrize(
+    ("words", "environment", "rank"),
+    [
+        (["--local_rank=3"], {}, "3"),
+        (["--local-rank", "3"], {}, "3"),
+        (["--local_rank", "3"], {"LOCAL_RANK": "1"}, "1"),
+    ],
+)
+def test_the_deepspeed_launchers_local_rank_goes_to_the_environment(words, environment, rank):
+    """It passes one to each process; the launcher's own environment counts more."""
+    with mock.patch.dict("os.environ", environment, clear=True) as left:
+        argv = [*words, "r.yaml", "--traceback", "--max_steps", "2"]
+        assert split_command_line(argv) == (Path("r.yaml"), ["--max_steps", "2"])
+        assert left["LOCAL_RANK"] == rank

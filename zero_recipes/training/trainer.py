@@ -76,7 +76,10 @@ class ZeroSFTTrainer(SFTTrainer):
     @functools.wraps(SFTTrainer.__init__)
     def __init__(self, *arguments, recipe_run: RecipeRun | None = None, **keywords):
         self.recipe_run, self._flops_per_token, self._train_sampler = recipe_run, None, None
+        settings = recipe_run.run.settings if recipe_run else None
         self.samples = recipe_run.data.samples if recipe_run else []
+        self._max_new_tokens = settings.sample_max_new_tokens if settings else 0
+        self._with_checksums = not (settings and settings.skip_checksums)
         self.answers_before: samples.Answers | None = None
         cut = rows_are_cut(recipe_run.args) if recipe_run else contextlib.nullcontext()
         with CLOCK.phase("model"), cut:
@@ -89,9 +92,7 @@ class ZeroSFTTrainer(SFTTrainer):
         self.stage_metrics.identify(self.args, self.model)
         if recipe_run is None:
             patches.patch_libraries(self.stage_metrics.facts.strategy, self.args.ddp_timeout)
-        self.token_metrics = TokenMetrics(
-            self, recipe_run.run.settings.token_metrics if recipe_run else "logging_steps"
-        )
+        self.token_metrics = TokenMetrics(self, settings.token_metrics if settings else "logging_steps")
         self.token_weights = TokenWeights(self)
         if isinstance(self.train_dataset, datasets.IterableDataset):
             self.train_dataset = EndlessRows(self.train_dataset)
@@ -141,29 +142,27 @@ class ZeroSFTTrainer(SFTTrainer):
         if (folder / TRAINER_STATE_NAME).is_file():
             carried = folder / HISTORY  # another program's has none
             history = json.loads(carried.read_text()) if carried.is_file() else {}
-            self.stage_metrics.load_state_dict(
-                history, json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
-            )
+            step = json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
+            self.stage_metrics.load_state_dict(history, step)
             self.answers_before = samples.answers_carried(history, self.samples)
         self.stage_metrics.write("failed", UNFINISHED)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        """Before the first step: the engine and the sample prompts."""
+        """Before the first step: the engine and the sample prompts.
+
+        A resharded checkpoint has no files of DeepSpeed's: the engine is built fresh, then filled by parameter.
+        """
+        resharded = resume_from_checkpoint is not None and is_resharded(resume_from_checkpoint)
         with CLOCK.phase("model"):
-            prepared = self._build_engine(max_steps, train_dataloader, resume_from_checkpoint)
+            checkpoint = None if resharded else resume_from_checkpoint
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
+            if resharded:
+                load_resharded(self.model_wrapped, resume_from_checkpoint)
+                self._load_optimizer_and_scheduler(resume_from_checkpoint)
         self.stage_metrics.engine_built(self.model_wrapped)
         if self.answers_before is None:
             with CLOCK.phase("eval"):
                 self.answers_before = samples.answer_before(self, self.samples, self._max_new_tokens)
-        return prepared
-
-    def _build_engine(self, max_steps, train_dataloader, resume_from_checkpoint):
-        """A resharded checkpoint has no files of DeepSpeed's: the engine is built fresh, then filled by parameter."""
-        if resume_from_checkpoint is None or not is_resharded(resume_from_checkpoint):
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        load_resharded(self.model_wrapped, resume_from_checkpoint)
-        self._load_optimizer_and_scheduler(resume_from_checkpoint)
         return prepared
 
     def _get_train_sampler(self, train_dataset=None):
@@ -264,10 +263,6 @@ class ZeroSFTTrainer(SFTTrainer):
                 samples.write_rows(self.recipe_run.run.output_dir / "samples.jsonl", rows)
                 samples.show_samples(rows, f"from {self.samples[0].source}")
 
-    @property
-    def _max_new_tokens(self) -> int:
-        return self.recipe_run.run.settings.sample_max_new_tokens if self.recipe_run else 0
-
     # checkpoints and the model
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -281,9 +276,8 @@ class ZeroSFTTrainer(SFTTrainer):
         """With the run's history and a manifest. None of weights that are not finite: it would push out the last one
         that can be gone on from. Collective.
 
-        transformers 5.23, trainer.py `_save_checkpoint` deletes the oldest checkpoints (`rotate_checkpoints`) when rank
-        0 has written its own files, before `on_save` and while other ranks still write theirs: a run killed there has
-        lost the last whole checkpoint under save_total_limit: 1. Here rotation comes after the manifest.
+        transformers 5.23 deletes the oldest checkpoints while other ranks still write their files: a run killed there
+        has lost the last whole one under save_total_limit: 1. Here rotation comes after the manifest.
         """
         if not_finite(self.stage_metrics) or has_nonfinite_weights(self.model):
             if self.args.process_index == 0:
@@ -333,10 +327,6 @@ class ZeroSFTTrainer(SFTTrainer):
             facts |= {"recipe": recipe_facts(run.settings, run.strategy)}
         return facts
 
-    @property
-    def _with_checksums(self) -> bool:
-        return not (self.recipe_run and self.recipe_run.run.settings.skip_checksums)
-
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         model = self.model if model is None else model
         if isinstance(model, PreTrainedModel) and not self.is_fsdp_enabled:
@@ -364,17 +354,14 @@ class ZeroSFTTrainer(SFTTrainer):
             self.save_model(str(run.output_dir))
             with rank_0_writes():
                 if self.args.process_index == 0:
-                    self._verify(run.output_dir, run.settings.trust_remote_code)
+                    with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
+                        tensors = compare_with_class(run.output_dir, run.settings.trust_remote_code)
+                    refuse_bad_numbers(tensors)
+                    if self._with_checksums:
+                        write_checksums(run.output_dir)
+                    size = sum(path.stat().st_size for path in {tensor.file for tensor in tensors.values()})
+                    print(f"saved {run.output_dir}: whole, {len(tensors)} tensors, {size:,} bytes", flush=True)
         return f"the model in {run.output_dir} is saved and whole"
-
-    def _verify(self, folder: Path, trust_remote_code: bool) -> None:
-        with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
-            tensors = compare_with_class(folder, trust_remote_code)
-        refuse_bad_numbers(tensors)
-        if self._with_checksums:
-            write_checksums(folder)
-        size = sum(path.stat().st_size for path in {tensor.file for tensor in tensors.values()})
-        print(f"saved {folder}: whole, {len(tensors)} tensors, {size:,} bytes", flush=True)
 
     def push_if_requested(self) -> None:
         """Upload the model where the recipe says push_to_hub."""
