@@ -11,13 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from tests.helpers.plan_jobs import job
 from zero_recipes.core.host import gpus, peak_flops_of
 from zero_recipes.metrics.flops import ModelFlops, model_flops, squares
 from zero_recipes.metrics.probe import UsedFlops, utilisation
 from zero_recipes.metrics.schema import RunIdentity
-from zero_recipes.plan.formulas import shape_of
-from zero_recipes.plan.job import known_models
 
 WIDE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 WIDE |= {"num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0}
@@ -59,10 +56,6 @@ def counted(model, rows: int, length: int) -> int:
     return counter.get_total_flops()
 
 
-def test_every_architecture_that_a_plan_knows_is_tried_here():
-    assert {entry["config"]["model_type"] for entry in known_models().values()} <= set(SMALL)
-
-
 @pytest.mark.parametrize("kind", SMALL)
 def test_torch_counts_the_same_but_for_the_half_that_causal_attention_leaves_out(kind):
     draw = random.Random(kind)
@@ -87,42 +80,6 @@ def test_frozen_weights_take_four_flops_and_an_adapter_six():
     assert found.of_step(1, [0]) == 4 * found.weights + 2 * found.trained
 
 
-def test_a_copy_that_peft_trains_stands_for_its_original():
-    from peft import LoraConfig, get_peft_model
-
-    plain = model_flops(small("llama"))
-    model = get_peft_model(small("llama"), LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
-    adapters = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
-    assert model_flops(model).weights == plain.weights + adapters
-
-
-def test_pythia_by_hand():
-    """L = 32 layers of h = 4,096: 12·L·h² in them, V·h at the head, 6·L·h·T of half the square of attention."""
-    found = shape_of(job("zero3").config, job("zero3").settings).flops
-    inside, head = 12 * 32 * 4096**2, 50432 * 4096
-    assert (found.weights, found.attention) == (inside + head, {None: 32 * 2 * 4096})
-    for length in (512, 2048):
-        assert found.of_rows([length]) / length == 6 * (inside + head) + 6 * 32 * 4096 * length
-
-
-def test_llama_by_hand():
-    config = next(entry["config"] for name, entry in known_models().items() if name.endswith("Llama-3-8B"))
-    found = shape_of(config, job("zero3").settings).flops
-    layer = 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336  # q and o, k and v of 8 heads, gated MLP
-    assert found.weights == 32 * layer + 128256 * 4096 == 7_504_658_432
-    assert found.of_rows([8192]) / 8192 == 6 * 7_504_658_432 + 6 * 32 * 4096 * 8192
-
-
-def test_the_whole_square_is_megatrons_formula():
-    """arXiv:2104.04473, 96·B·s·l·h²·(1 + s/6h + V/16lh), less the forward pass that it computes again."""
-    config = known_models()["gpt3-175b"]["config"]
-    found = shape_of(config, job("zero3").settings).flops
-    s, layers, h, vocabulary = 2048, 96, 12288, config["vocab_size"]
-    megatron = 96 * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (16 * layers * h))
-    again = 24 * s * layers * h**2 * (1 + s / (6 * h))
-    assert found.of_step(s, [2 * s**2]) == pytest.approx(megatron - again, rel=1e-12)
-
-
 def test_palms_own_mfu():
     """arXiv:2204.02311, appendix B: 238.3K tokens/s on 6,144 chips of 275 TFLOP/s are 46.2 % with the whole square of
     attention, 45.7 % without attention."""
@@ -140,7 +97,7 @@ def test_palms_own_mfu():
 # the rows of a batch
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_squares_are_twice_the_pairs_less_the_diagonal(seed):
     draw = random.Random(seed)
     length, window = draw.randint(1, 60), draw.choice([None, draw.randint(1, 60)])
@@ -155,7 +112,7 @@ def used(model: ModelFlops | None) -> UsedFlops:
     return found
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_packed_rows_look_at_themselves_alone_and_padding_at_nothing(seed):
     draw = random.Random(seed)
     lengths = [draw.randint(1, 30) for _ in range(draw.randint(1, 6))]

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
-from pydantic import BaseModel
 
 from zero_recipes.core import files
-from zero_recipes.metrics.failure import RankFailure, failed_row
+from zero_recipes.metrics.failure import failed_row
 from zero_recipes.metrics.probe import steps_not_timed
-from zero_recipes.metrics.read_runs import SampleRow, read_runs
+from zero_recipes.metrics.read_runs import read_runs
 from zero_recipes.metrics.schema import (
     SCHEMA,
     ContractError,
@@ -134,30 +133,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         row(parameters=1).write(path)
     assert Metrics.read(path).parameters == 70
-
-
-def models(model: type[BaseModel]):
-    """The model and all that are nested in it."""
-    yield model
-    for field in model.model_fields.values():
-        inside = [field.annotation]
-        while inside:
-            hint = inside.pop()
-            inside += getattr(hint, "__args__", ())
-            if isinstance(hint, type) and issubclass(hint, BaseModel):
-                yield from models(hint)
-
-
-@pytest.mark.parametrize("model", [Metrics, RankFailure, SampleRow])
-def test_every_field_is_described_and_sizes_and_times_have_their_unit(model):
-    units = {"_bytes": "bytes", "_bytes_per_second": "bytes/s", "_seconds": "seconds"}
-    for part in models(model):
-        assert part.__doc__
-        for name, field in part.model_fields.items():
-            assert field.description, f"{part.__name__}.{name}"
-            if field.annotation in (int, float, int | None, float | None):
-                for ending, unit in units.items():
-                    assert not name.endswith(ending) or field.json_schema_extra.get("unit") == unit, name
 
 
 # all ranks together

@@ -7,13 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from zero_recipes.core.process import PHASES, PhaseClock, age
-from zero_recipes.metrics.schema import PhaseSeconds
+from zero_recipes.core.process import PHASES, PhaseClock
 
 ROOT = Path(__file__).resolve().parents[2]
 NESTED = draw.recursive(
@@ -27,10 +25,6 @@ def now(monkeypatch):
     moment = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: moment[0])
     return moment
-
-
-def test_metrics_json_has_the_six_phases():
-    assert tuple(PhaseSeconds.model_fields) == PHASES == ("startup", "data", "model", "train", "eval", "save")
 
 
 def test_a_phase_inside_another_is_taken_out_of_it_and_a_failure_names_the_innermost(now):
@@ -65,11 +59,6 @@ def test_whatever_a_run_does_the_phases_sum_up_to_its_time(phases):
         go_through(phases)
         clock.book()
     assert sum(clock.seconds.values()) == pytest.approx(3.5 + spent[0])
-
-
-def test_the_age_of_this_process_is_the_kernels():
-    """psutil counts from a boot time in whole seconds."""
-    assert age() == pytest.approx(time.time() - psutil.Process().create_time(), abs=2)
 
 
 IMPORTS = """
