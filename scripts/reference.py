@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from zero_recipes.config import keys  # noqa: E402
-from zero_recipes.config.validation import UNTYPED, accepted_types  # noqa: E402
+from zero_recipes.config.keys import UNTYPED, accepted_types  # noqa: E402
 from zero_recipes.core import findings  # noqa: E402
 from zero_recipes.metrics.schema import Metrics  # noqa: E402
 

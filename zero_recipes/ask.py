@@ -21,9 +21,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from zero_recipes.checkpoint.save import ADAPTER, INDEX, SINGLE, NotWhole, compare_with_class, entries_of
 from zero_recipes.checkpoint.verify import TOKENIZER
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.recipe import Recipe
-from zero_recipes.config.run import choose_device
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Recipe, Settings, choose_device
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
 from zero_recipes.core.process import environment_kept
 from zero_recipes.core.tables import shown

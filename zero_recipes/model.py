@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal, finding, first_line, raise_errors, refusal
 from zero_recipes.libs.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
 from zero_recipes.libs.huggingface import fetch_attention, other_attention, without_deepspeed_announcement

@@ -13,9 +13,9 @@ from tests.helpers.grid import grid
 from tests.helpers.public_cases import set_by_launch
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint.verify import verify
-from zero_recipes.checks.candidate import Candidate
 from zero_recipes.checks.preflight import preflight, resolved_ds_config
 from zero_recipes.checks.rehearsal import _handed_over
+from zero_recipes.checks.rules import Candidate
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy

@@ -14,7 +14,7 @@ from tests.helpers import flash_stand_in
 from tests.helpers.faults import found_in
 from tests.helpers.grid import grid
 from tests.helpers.tiny import write_recipe, write_rows
-from zero_recipes.checks.candidate import options
+from zero_recipes.checks.rules import options
 
 KINDS = options()["packing"]
 FLASH = "kernels-community/flash-attn2"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.helpers.tiny import ROOT
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.plan.job import Job
 
 

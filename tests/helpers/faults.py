@@ -132,23 +132,24 @@ def _found_by_rules(side: Side, folder: Path) -> list:
 
 def findings_in(path: Path, changes: dict, environment: Mapping[str, str] | None = None, device: str = "cuda") -> list:
     """What the rules find in a recipe with changes, on two processes of one node by default."""
-    from zero_recipes.checks.candidate import Candidate
-    from zero_recipes.checks.rules import rule_findings
+    from zero_recipes.checks.deepspeed_rules import deepspeed_findings
+    from zero_recipes.checks.rules import Candidate, rule_findings
     from zero_recipes.config import recipe as recipes
     from zero_recipes.config import strategy as strategies
-    from zero_recipes.config.run import settings_in_force
+    from zero_recipes.config.recipe import settings_in_force
     from zero_recipes.model import local_config, sizes_of
 
     environment = environment or TWO
     recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path) | changes, [])
     strategy = strategies.resolve_strategy(recipe.settings, environment, sizes_of)
     settings, _ = settings_in_force(recipe, strategy, device, None)
-    return rule_findings(Candidate(settings, strategy, device, environment, local_config(settings)))
+    run = Candidate(settings, strategy, device, environment, local_config(settings))
+    return [*rule_findings(run), *deepspeed_findings(run)]
 
 
 def found_in(path: Path, changes: dict, **launch) -> list[tuple[str, str]]:
     """`findings_in` as [(level, code)]; of rules in options.yaml their name instead of the code."""
-    from zero_recipes.checks.candidate import options
+    from zero_recipes.checks.rules import options
 
     names = {text["option"]: name for part in ("stops_late", "silent") for name, text in options()[part].items()}
     found = findings_in(path, changes, **launch)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaConfig
 
 from zero_recipes.config.keys import dataclasses_of_a_recipe
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ from unittest import mock
 @contextlib.contextmanager
 def without_rules(*names: str) -> Iterator[None]:
     """Without the rules of those names in zero_recipes/checks/options.yaml; of none: without any rule."""
-    from zero_recipes.checks import preflight, rules
+    from zero_recipes.checks import deepspeed_rules, preflight, rules
 
     conditions = rules.conditions
 
@@ -19,7 +19,9 @@ def without_rules(*names: str) -> Iterator[None]:
 
     with contextlib.ExitStack() as off:
         if names:
-            off.enter_context(mock.patch.object(rules, "conditions", others))
+            for module in (rules, deepspeed_rules):
+                off.enter_context(mock.patch.object(module, "conditions", others))
         else:
-            off.enter_context(mock.patch.object(preflight, "rule_findings", lambda *_: []))
+            for name in ("rule_findings", "deepspeed_findings"):
+                off.enter_context(mock.patch.object(preflight, name, lambda *_: []))
         yield

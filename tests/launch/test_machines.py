@@ -17,7 +17,7 @@ import pytest
 from tests.helpers.tiny import ROOT, write_recipe
 from tests.launch.conftest import HOSTS
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.run import refuse_uneven_gpus
+from zero_recipes.config.recipe import refuse_uneven_gpus
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.process import free_port, local_world_size

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as draw
 
 from tests.helpers.plan_jobs import GB, ROOT, job
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.schema import PARTS, Prediction
 from zero_recipes.plan.formulas import Sizes, overheads, predict_by_formulas, shape_of

@@ -19,8 +19,7 @@ from tests.helpers.report_runs import GPU, metrics, on_cpu, save
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import predicted, preflight
 from zero_recipes.cli import main as cli
-from zero_recipes.config.run import RunConfig
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import RunConfig, Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import gpu_named, gpus

@@ -32,8 +32,7 @@ from zero_recipes.checkpoint.save import (
     write_manifest,
 )
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.recipe import Recipe, parse_recipe
-from zero_recipes.config.run import RunConfig
+from zero_recipes.config.recipe import Recipe, RunConfig, parse_recipe
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.data.prepare import data_sha256
 from zero_recipes.training.trainer import rotate

@@ -14,7 +14,7 @@ from zero_recipes.checks.capacity import nvme_findings
 from zero_recipes.cli.sweep import all_strategies
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import NVME_PATH, DsConfig, fill_own_autos
-from zero_recipes.config.run import RunConfig
+from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.host import Host
 from zero_recipes.distributed import kernels

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.helpers.faults import FAULTS, Side, findings_of
-from zero_recipes.checks.candidate import options
+from zero_recipes.checks.rules import options
 from zero_recipes.cli import main as cli
 
 SOUND: set[str] = set()  # twins without a finding

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from zero_recipes.config.run import refuse_uneven_gpus
+from zero_recipes.config.recipe import refuse_uneven_gpus
 from zero_recipes.core.findings import Refusal
 from zero_recipes.distributed.kernels import remove_stale_locks
 

@@ -24,21 +24,20 @@ from huggingface_hub import constants
 
 from tests.helpers.faults import Side
 from tests.helpers.tiny import write_recipe
-from zero_recipes.checks import cache
 from zero_recipes.checks import machine as machines
 from zero_recipes.checks.capacity import (
     disk_findings,
     download_findings,
+    host_terms,
     memory_findings,
     nvme_findings,
     resume_findings,
     shared_memory_findings,
 )
-from zero_recipes.checks.lower_bounds import host_terms
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.run import RunConfig
+from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, Refusal, print_ending
@@ -333,7 +332,7 @@ def test_a_model_that_is_not_whole_in_the_cache_of_an_offline_run(settings, tmp_
     asked = settings.replace(model_name_or_path="o/m")
 
     def missing(**changes) -> str:
-        findings = [f for f in cache.offline_findings(asked.replace(**changes)) if "model" in f.what]
+        findings = [f for f in machines.offline_findings(asked.replace(**changes)) if "model" in f.what]
         return said(findings).partition("cache: no ")[2].removesuffix(" [ZR613]")
 
     assert missing(model_name_or_path="o/other") == "snapshot of it"
@@ -352,15 +351,15 @@ def test_data_that_is_not_in_the_cache_of_an_offline_run(settings, tmp_path, mon
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     for other in (settings.dataset_name, "./nowhere", "json", None):  # a folder, a path, a format; nothing at all
-        assert said(cache.offline_findings(settings.replace(dataset_name=other))) == ""
+        assert said(machines.offline_findings(settings.replace(dataset_name=other))) == ""
     mixture = [{"path": "json", "data_files": "x.jsonl"}, {"path": "somebody/rows"}]
     lacking = [settings.replace(dataset_name="somebody/rows"), settings.replace(datasets=mixture)]
     for found in lacking:
-        assert "somebody/rows is not in the cache [ZR614]" in said(cache.offline_findings(found))
+        assert "somebody/rows is not in the cache [ZR614]" in said(machines.offline_findings(found))
     cached = tmp_path / "datasets" / "somebody___rows" / "default" / "0.0.0" / "abc"
     cached.mkdir(parents=True)
     (cached / "dataset_info.json").write_text('{"config_name": "default"}')
-    assert [said(cache.offline_findings(found)) for found in lacking] == ["", ""]
+    assert [said(machines.offline_findings(found)) for found in lacking] == ["", ""]
 
 
 @pytest.fixture
@@ -377,7 +376,7 @@ def online(monkeypatch):
 def test_a_silent_hub_is_asked_once_and_then_left_alone(tmp_path, online, monkeypatch, capsys):
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:  # takes connections, and never answers
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        monkeypatch.setattr(cache, "PROBE_SECONDS", 0.2)
+        monkeypatch.setattr(machines, "PROBE_SECONDS", 0.2)
         Side(recipe="model_name_or_path: nobody/has-this\nrandom_weights: true").write(tmp_path)
         monkeypatch.chdir(tmp_path)
         assert cli.main(["check", "recipe.yaml"]) == 2
@@ -391,11 +390,11 @@ def test_what_lies_outside_of_a_pods_volume(settings, tmp_path, monkeypatch):
     mounts = {"/proc/self/mounts": "overlay / overlay rw 0 0\nnvme /workspace ext4 rw 0 0\n"}
     settings = settings.replace(model_name_or_path="o/m")
     pod = machine(tmp_path, mounts, RUNPOD_POD_ID="x")
-    found = list(cache.volume_findings(settings, Path("/opt/out"), pod))
+    found = list(machines.volume_findings(settings, Path("/opt/out"), pod))
     assert [f.what.partition(",")[0] for f in found] == ["the Hugging Face cache", "output_dir"]
-    assert said(cache.volume_findings(settings, Path("/opt/out"), machine(tmp_path, mounts))) == ""  # no pod
+    assert said(machines.volume_findings(settings, Path("/opt/out"), machine(tmp_path, mounts))) == ""  # no pod
     monkeypatch.setattr(constants, "HF_HUB_CACHE", "/workspace/cache/huggingface/hub")
-    assert said(cache.volume_findings(settings, Path("/workspace/out"), pod)) == ""
+    assert said(machines.volume_findings(settings, Path("/workspace/out"), pod)) == ""
 
 
 # GPUs

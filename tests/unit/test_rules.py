@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 
 from tests.helpers.faults import TWO, TWO_NODES, ds_config, findings_in, found_in
 from tests.helpers.tiny import ROOT, llama_config, write_llama, write_recipe
-from zero_recipes.checks.candidate import Candidate, options
 from zero_recipes.checks.rehearsal import parser_findings
+from zero_recipes.checks.rules import Candidate, options
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy

@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 
 from zero_recipes.checkpoint.save import STATE, is_resharded, read_manifest, read_states_index
 from zero_recipes.config.keys import tables
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, finding, refusal
 

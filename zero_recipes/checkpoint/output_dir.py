@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from zero_recipes.checkpoint.resume import clear_unfinished, numbered, resumes_in
 from zero_recipes.checkpoint.save import is_foreign
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.process import rank
 from zero_recipes.distributed.group import agree

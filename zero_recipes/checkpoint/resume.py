@@ -29,7 +29,7 @@ from zero_recipes.checkpoint.save import (
     read_manifest,
     read_states_index,
 )
-from zero_recipes.config.run import RunConfig
+from zero_recipes.config.recipe import RunConfig
 from zero_recipes.core.findings import raise_errors, refusal
 from zero_recipes.core.process import rank
 from zero_recipes.distributed.group import agree

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from zero_recipes.checkpoint.output_dir import previous_of, saved_in
-from zero_recipes.checks.cache import missing_of_model
-from zero_recipes.checks.lower_bounds import batch_bytes, disk_terms, host_terms, swap_buffers
-from zero_recipes.config.ds_config import LEAST_SWAPPED, number_in
-from zero_recipes.config.run import RunConfig
+from zero_recipes.config.ds_config import LEAST_SWAPPED, DsConfig, number_in
+from zero_recipes.config.recipe import RunConfig, Settings
+from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.core.host import Host
-from zero_recipes.data.load import on_hub
+from zero_recipes.core.host import Host, pinned_bytes
 
 NCCL_WANTS = 10**9  # bytes of /dev/shm: NVIDIA's documentation starts containers with --shm-size=1g
 DEFAULT_MAX_IN_CPU, DEFAULT_BUFFER = 10**9, 10**8  # elements: deepspeed/runtime/zero/offload_config.py
@@ -74,6 +75,8 @@ def download_findings(run: RunConfig, psi: int, host: Host) -> Iterator[Finding]
     """Weights that are still to be downloaded and do not fit; 16 bits each is the least that a hub file has."""
     from huggingface_hub import constants
 
+    from zero_recipes.data.load import on_hub
+
     settings, cache = run.settings, Path(constants.HF_HUB_CACHE)
     waits = on_hub(settings.model_name_or_path) and not constants.is_offline_mode() and not settings.random_weights
     free = host.free_disk(cache)
@@ -129,3 +132,211 @@ def _files(path: Path) -> list[Path]:
 
 def _sum(terms: Mapping[str, int]) -> str:
     return " + ".join(f"{units.size(size)} ({what})" for what, size in terms.items() if size)
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+
+
+def load_bytes_per_parameter(settings: Settings, config) -> int:
+    """Of the dtype that the weights are loaded in; 0 where they are quantized on the way."""
+    requested = (settings.model_init_kwargs or {}).get("dtype") or settings.dtype
+    requested = config.dtype or "float32" if requested in ("auto", None) else requested
+    return 0 if settings.load_in_4bit or settings.load_in_8bit else _bytes_of(requested)
+
+
+def _bytes_of(dtype: object) -> int:
+    return DTYPE_BYTES.get(str(dtype).removeprefix("torch."), 0)
+
+
+def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi: int, here: int) -> dict:
+    """{what: bytes} that the `here` processes of this machine hold in its memory at one moment, at least.
+
+    On CPUs all model states but those on NVMe; on GPUs what the ds_config offloads to the CPU and, below stage 3, the
+    loaded weights of every process. Weights whose file has the requested dtype do not count: safetensors maps the file.
+    """
+    states = _states(strategy, settings, config, psi)
+    optimizer, params = strategy.offload_optimizer, strategy.offload_param
+    if device == "cpu":
+        terms = {} if optimizer == "nvme" else {"optimizer": states.optimizer}
+        terms |= {"gradients": states.grads} | ({} if params == "nvme" else {"parameters": states.params})
+    else:
+        terms = {"offloaded optimizer": states.optimizer} if optimizer == "cpu" else {}
+        terms |= {"offloaded parameters": states.params} if params == "cpu" else {}
+        if optimizer == "cpu" and states.optimizer and _in_16_bits(strategy, settings):
+            accumulates = settings.gradient_accumulation_steps > 1
+            beside = beside_offloaded_optimizer(strategy.ds_config, psi / strategy.world_size, 2, accumulates)
+            terms |= {"gradients and copies beside it": beside}
+        each = load_bytes_per_parameter(settings, config)
+        mapped = not settings.random_weights and each == _bytes_of(config.dtype)
+        if strategy.zero_stage != 3 and not mapped:
+            loaded = {"weights while loading": each * psi}
+            terms = max(terms, loaded, key=lambda found: sum(found.values()))  # not at the same moment
+    if strategy.ds_config is not None:  # of the Trainer's two groups one has half the parameters or more
+        group = psi / 2 / strategy.world_size if states.optimizer else 0
+        terms |= {what: size for what, size in swap_buffers(strategy.ds_config, group).items() if size}
+    return {what: int(here * size) for what, size in terms.items()}
+
+
+def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accumulates: bool) -> float:
+    """Bytes of one process's host memory that DeepSpeed 0.19.8 holds beside the optimizer's states on the CPU or on
+    NVMe; 0 where they lie on the device that trains.
+
+    On NVMe the gradients of its part in 16 bits stay in memory (zero/stage3.py `grad_partitions_flat_buffer`). On the
+    CPU: an fp32 gradient for each of its `share` of the parameters. Below stage 3 the weights once more as they go back
+    to the GPU (zero/stage_1_and_2.py `param_buffer_of_bit16_for_cpu_offload_groups`) and, where micro steps are
+    accumulated, their gradients; at stage 3 the gradients always (zero/stage3.py `grad_partitions_flat_buffer`). Plus
+    what torch's rounding of page-locked memory adds where it is in force (core/host.py). `width`: bytes of an
+    element on the GPU.
+    """
+    pinned_block = config.offload_block("offload_optimizer").get("pin_memory", True)
+    if config.offload_optimizer == "nvme" and config.stage == 3:
+        return pinned_bytes(int(width * share), os.environ) if pinned_block else width * share
+    if config.offload_optimizer != "cpu":
+        return 0
+    copies = 1 if config.stage == 3 or not accumulates else 2
+    held = 4 * share + copies * width * share
+    if not pinned_block:
+        return held
+    pinned = [width * share] if config.stage == 3 else [4 * share, 4 * share, width * share]  # the first: the weights
+    return held + sum(pinned_bytes(int(size), os.environ) - int(size) for size in pinned)
+
+
+def swap_buffers(config: DsConfig, group: float, tensor: float = 10**8, ranks: int = 0) -> dict[str, float]:
+    """{what: bytes} of one process's buffers for NVMe (DeepSpeed 0.19.8, runtime/swap_tensor/).
+
+    partitioned_param_swapper.py: buffer_count of buffer_size elements, 16 bits at least, and room for all parameters of
+    the largest sub-group, the other processes' parts too (zero/stage3.py gives `reserve_partitioned_swap_space` their
+    ds_numel; `ranks`: so many processes, 0 leaves it out). optimizer_utils.py: buffer_count of the largest sub-group in
+    fp32. `group`: elements of one process's part of the largest parameter group; `tensor`: of its part of the largest
+    tensor, which an "auto" buffer_size is made for (config/ds_auto.py).
+    """
+    terms = {}
+    largest = min(number_in(config.zero, "sub_group_size", 10**9), group)
+    if config.offload_param == "nvme":
+        block = config.offload_block("offload_param")
+        size = number_in({"buffer_size": 10**8} | dict(block), "buffer_size", tensor)
+        terms["swap buffers of parameters"] = 2 * (number_in(block, "buffer_count", 5) * size + ranks * largest)
+    if config.offload_optimizer == "nvme":
+        block = config.offload_block("offload_optimizer")
+        terms["swap buffers of the optimizer"] = 4 * number_in(block, "buffer_count", 4) * largest
+    return terms
+
+
+class HostStates(NamedTuple):
+    """Bytes of one process's model states."""
+
+    params: float
+    grads: float
+    optimizer: float
+
+
+def _states(strategy: Strategy, settings: Settings, config, psi: int) -> HostStates:
+    """Gradients and optimizer only where they are sure to be Adam's. Outside of DeepSpeed's 16 bits everything has the
+    dtype of the weights."""
+    stage, world = strategy.zero_stage or 0, strategy.world_size
+    named = strategy.ds_config is not None and strategy.ds_config.optimizer is not None
+    adam = not named and str(settings.optim).startswith("adamw_torch")
+    trainable = psi if adam and not settings.use_peft else 0
+    if _in_16_bits(strategy, settings):
+        packed = 4 if settings.load_in_4bit else 2 if settings.load_in_8bit else 1
+        each = HostStates(2 / packed, 2, strategy.ds_config.adam_bytes)
+    else:
+        width = load_bytes_per_parameter(settings, config)
+        each = HostStates(width, width, 2 * width)
+    return HostStates(
+        params=each.params * psi / (world if stage >= 3 else 1),
+        grads=each.grads * trainable / (world if stage >= 2 else 1),
+        optimizer=each.optimizer * trainable / (world if stage >= 1 else 1),
+    )
+
+
+def _in_16_bits(strategy: Strategy, settings: Settings) -> bool:
+    return strategy.is_deepspeed and settings.precision != "fp32"
+
+
+def saved_weights(strategy: Strategy, settings: Settings, config, psi: int) -> int:
+    """Bytes of model.safetensors: 16-bit where DeepSpeed trains in 16 bits, else the dtype of loading."""
+    if settings.use_peft:
+        return 0  # an adapter: small, and its size is not known here
+    return (2 if _in_16_bits(strategy, settings) else load_bytes_per_parameter(settings, config)) * psi
+
+
+def checkpoint_bytes(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> int:
+    """Bytes of one checkpoint that the Trainer writes from the `here` processes of this machine, at least.
+
+    Weights, Adam's states and, under DeepSpeed below stage 3, the weights once more in mp_rank_00_model_states.pt.
+    """
+    weights = saved_weights(strategy, settings, config, psi)
+    if settings.save_only_model or settings.use_peft:
+        return weights
+    writers = here if (strategy.zero_stage or 0) >= 1 else 1
+    optimizer = _states(strategy, settings, config, psi).optimizer * writers
+    return resumable_bytes(weights, optimizer, strategy.zero_stage)
+
+
+def resumable_bytes(weights: float, optimizer: float, zero_stage: int | None) -> int:
+    """Bytes on disk of a checkpoint to go on from: `weights` as they are saved, and the `optimizer`'s states.
+
+    Under DeepSpeed below stage 3 the weights once more, in mp_rank_00_model_states.pt (without LoRA's frozen ones:
+    transformers/trainer.py passes exclude_frozen_parameters). `zero_stage`: None without DeepSpeed.
+    """
+    return int(weights + optimizer + (weights if zero_stage in (0, 1, 2) else 0))
+
+
+def disk_terms(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> dict[str, int]:
+    """{what: bytes} that output_dir must take: checkpoints side by side, then the model at the end.
+
+    transformers/trainer_utils.py `rotate_checkpoints` deletes the oldest after the newest is written, so that one more
+    than save_total_limit stands there. Without a limit the number is taken from max_steps and save_steps if known.
+    """
+    terms = {}
+    if settings.saves_checkpoints:
+        one = checkpoint_bytes(strategy, settings, config, psi, here)
+        count = _checkpoints(settings)
+        terms[f"{count} checkpoint{'s' if count > 1 else ''} of {units.size(one)}"] = count * one
+    if settings.save_model:
+        terms["the model"] = saved_weights(strategy, settings, config, psi)
+    return terms
+
+
+def _checkpoints(settings: Settings) -> int:
+    """How many stand side by side at least: one is sure, more where steps and limit say so."""
+    steps, every, limit = settings.max_steps, settings.save_steps, settings.save_total_limit
+    by_steps = getattr(settings.save_strategy, "value", settings.save_strategy) == "steps"
+    written = int(-(-steps // every)) if by_steps and steps > 0 and every >= 1 else 1
+    return max(1, min(written, limit + 1) if limit and limit > 0 else written)
+
+
+def batch_bytes(settings: Settings) -> int:
+    """One batch as a loader's worker hands it over: input_ids, attention_mask and labels, 8 bytes a token each."""
+    return 3 * 8 * settings.per_device_train_batch_size * (settings.max_length or 1)
+
+
+def missing_of_model(settings: Settings) -> str | None:
+    """The first thing that the cache lacks of a model of the hub: "config.json", weights; None if it is whole."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(
+            snapshot_download(settings.model_name_or_path, revision=settings.model_revision, local_files_only=True)
+        )
+    except (LocalEntryNotFoundError, OSError, ValueError):
+        return "snapshot of it"
+    if not (folder / "config.json").is_file():
+        return "config.json"
+    return None if settings.random_weights else _missing_weights(folder)
+
+
+def _missing_weights(folder: Path) -> str | None:
+    for whole in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
+        if (folder / whole).is_file():
+            break
+    else:
+        whole = "pytorch_model.bin.index.json"
+        if not (folder / whole).is_file():
+            return "weights"
+    if not whole.endswith(".index.json"):
+        return None
+    shards = sorted(set(json.loads((folder / whole).read_text())["weight_map"].values()))
+    return next((shard for shard in shards if not (folder / shard).is_file()), None)

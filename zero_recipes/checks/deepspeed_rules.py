@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.checks.candidate import Candidate, options
+from zero_recipes.checks.rules import Candidate, conditions, options
 from zero_recipes.config.ds_config import parsed_zero, quiet
 from zero_recipes.core.findings import Finding, finding
 
@@ -25,23 +25,21 @@ MOSTLY_LOST = 1e-4  # learning rates up to here: benchmarks/results/bf16_states.
 
 
 def deepspeed_findings(run: Candidate) -> list[Finding]:
-    """All findings about the DeepSpeed configuration that are more than a condition."""
-    return [
-        *_unsaved(run),
-        *_left_out(run),
-        *_schedule(run),
-        *_without_effect(run),
-        *zero_plus_plus(run),
-        *nvme(run),
-        *_separate_experts(run),
-    ]
-
-
-def stops_deepspeed(run: Candidate) -> dict[str, Any]:
-    """{name in options.yaml: whether the run would stop on it once the weights are loaded}; without DeepSpeed empty."""
-    settings, ds, stage = run.settings, run.ds, run.stage
+    """All findings about the DeepSpeed configuration."""
     if not run.strategy.is_deepspeed:
-        return {}
+        return []
+    found = [*_unsaved(run), *_left_out(run), *_schedule(run), *_without_effect(run), *_separate_experts(run)]
+    return found + strategy_findings(run)
+
+
+def strategy_findings(run: Candidate) -> list[Finding]:
+    """Those that a plan asks for: about the DeepSpeed configuration, without a model or a folder to save to."""
+    return [*conditions(_stops(run), _silent(run)), *_zero_plus_plus(run), *_nvme(run)]
+
+
+def _stops(run: Candidate) -> dict[str, Any]:
+    """{name in options.yaml: whether the run would stop on it once the weights are loaded}."""
+    settings, ds, stage = run.settings, run.ds, run.stage
     scatters = ds.zero.get("reduce_scatter", True)
     divides = run.value("gradient_predivide_factor") not in (None, 1.0)
     compiles = settings.torch_compile or settings.torch_compile_backend or settings.torch_compile_mode
@@ -77,11 +75,9 @@ def stops_deepspeed(run: Candidate) -> dict[str, Any]:
     }
 
 
-def silent_in_deepspeed(run: Candidate) -> dict[str, Any]:
-    """{name in options.yaml: whether the run would be another one than the recipe says}; without DeepSpeed empty."""
+def _silent(run: Candidate) -> dict[str, Any]:
+    """{name in options.yaml: whether the run would be another one than the recipe says}."""
     settings, ds, stage = run.settings, run.ds, run.stage
-    if not run.strategy.is_deepspeed:
-        return {}
     hpz = ds.hpz_partition_size not in (1, "auto") and stage == 3
     on_nvme = "nvme" in (ds.offload_optimizer, ds.offload_param)
     return {
@@ -196,7 +192,7 @@ def zero_keys() -> set[str]:
     return {alias for name, field in fields for alias in (name, field.alias) if alias}
 
 
-def zero_plus_plus(run: Candidate) -> Iterator[Finding]:
+def _zero_plus_plus(run: Candidate) -> Iterator[Finding]:
     """ZeRO++ where it does nothing. The group of hpZ is cut to the processes as in utils/groups.py."""
     keys = [key for key in ("zero_quantized_weights", "zero_quantized_gradients") if run.ds.zero.get(key)]
     one_node = run.ranks_per_node >= run.world_size
@@ -210,7 +206,7 @@ def zero_plus_plus(run: Candidate) -> Iterator[Finding]:
         yield finding("ZR224", size=hpz, world_size=run.world_size)
 
 
-def nvme(run: Candidate) -> Iterator[Finding]:
+def _nvme(run: Candidate) -> Iterator[Finding]:
     for key in run.ds.on_nvme:
         path = run.ds.offload_block(key).get("nvme_path")
         if path in (None, "auto") or not Path(path).is_dir():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zero_recipes.config.run import RunConfig
+from zero_recipes.config.recipe import RunConfig
 from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise_errors
 from zero_recipes.core.process import CLOCK, local_world_size, rank
 from zero_recipes.data.prepare import of_prepared

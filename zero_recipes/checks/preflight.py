@@ -13,19 +13,16 @@ from huggingface_hub import constants
 from zero_recipes.checkpoint.compatibility import fit_findings
 from zero_recipes.checkpoint.output_dir import inputs_of, refuse_in_use, refuse_occupied
 from zero_recipes.checkpoint.resume import checkpoint_to_resume
-from zero_recipes.checks.cache import offline_where_unreachable
-from zero_recipes.checks.candidate import Candidate
-from zero_recipes.checks.machine import driver_findings, machine_findings
+from zero_recipes.checks.deepspeed_rules import deepspeed_findings
+from zero_recipes.checks.machine import driver_findings, machine_findings, offline_where_unreachable
 from zero_recipes.checks.rehearsal import fill_auto, parser_findings, trainer_findings
-from zero_recipes.checks.rules import rule_findings
+from zero_recipes.checks.rules import Candidate, rule_findings
 from zero_recipes.config import fsdp, keys
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config import run as run_config
 from zero_recipes.config import strategy as strategies
 from zero_recipes.config.accelerate import launch_key_findings, launch_of, launcher_findings, precision_findings
-from zero_recipes.config.recipe import RecipeFile, steps_by_epochs
-from zero_recipes.config.run import RunConfig
-from zero_recipes.config.validation import ignore_findings, recipe_findings
+from zero_recipes.config.keys import ignore_findings, recipe_findings
+from zero_recipes.config.recipe import RecipeFile, RunConfig, steps_by_epochs
 from zero_recipes.core.findings import Finding, Refusal, downgraded, ignored_codes, library_error_as_finding
 from zero_recipes.core.host import Host
 from zero_recipes.data.load import on_hub, refuse_data_at_hand
@@ -54,7 +51,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     findings += ignore_findings(recipe.settings.ignore)
     ignored = ignored_codes(recipe.settings.ignore)
     findings += offline_where_unreachable(recipe.settings)
-    device = run_config.choose_device(recipe.settings.use_cpu)
+    device = recipes.choose_device(recipe.settings.use_cpu)
     findings += driver_findings(recipe.settings.use_cpu, Host())
     findings += launcher_findings(environment)
     strategy = _attempt(findings, strategies.resolve_strategy, recipe.settings, environment, sizes_of)
@@ -62,7 +59,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     if strategy is not None:
         batch = (recipe.settings, recipe.given, strategy.replicas)
         accumulation = _attempt(findings, recipes.derive_accumulation, *batch)
-    settings, given = run_config.settings_in_force(recipe, strategy, device, accumulation)
+    settings, given = recipes.settings_in_force(recipe, strategy, device, accumulation)
     settings = settings.replace(disable_tqdm=hides_progress(settings))
     output_dir = Path(settings.output_dir)
     config = None
@@ -96,9 +93,9 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
 def _strategy_findings(run: Candidate) -> list[Finding]:
     """What does not go with the strategy."""
     findings: list[Finding] = []
-    _attempt(findings, run_config.refuse_uneven_gpus, run.strategy, run.device, run.environment)
+    _attempt(findings, recipes.refuse_uneven_gpus, run.strategy, run.device, run.environment)
     findings += precision_findings(run.environment, run.settings.precision)
-    findings += rule_findings(run)
+    findings += [*rule_findings(run), *deepspeed_findings(run)]
     if run.strategy.is_fsdp:
         findings += fsdp.change_findings(run.settings, run.environment)
     return findings + (parser_findings(run) if run.strategy.is_deepspeed else [])

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from zero_recipes.checks.candidate import Candidate
+from zero_recipes.checks.rules import Candidate
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import fill_own_autos, quiet
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Finding, collected, library_error_as_finding
 from zero_recipes.libs.huggingface import rows_are_cut, single_process_env, without_deepspeed_announcement
 

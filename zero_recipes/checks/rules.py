@@ -9,44 +9,85 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib import resources
 from typing import Any
 
+import yaml
 from huggingface_hub import constants, get_token
 
-from zero_recipes.checks.candidate import Candidate, options
-from zero_recipes.checks.deepspeed_rules import (
-    deepspeed_findings,
-    nvme,
-    silent_in_deepspeed,
-    stops_deepspeed,
-    zero_plus_plus,
-)
-from zero_recipes.config import sequence_parallel
+from zero_recipes.config.ds_config import DsConfig
+from zero_recipes.config.recipe import Settings
+from zero_recipes.config.strategy import Strategy, sequence_parallel_findings
 from zero_recipes.core.findings import Finding, finding
+from zero_recipes.core.process import local_world_size
 from zero_recipes.libs.huggingface import attention_kernel
+
+
+@cache
+def options() -> dict[str, dict[str, Any]]:
+    """options.yaml: the texts of rules that are no more than a condition, and tables of values."""
+    return yaml.safe_load(resources.files(__package__).joinpath("options.yaml").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    settings: Settings  # the keys in force
+    strategy: Strategy
+    device: str  # "cpu" or "cuda"
+    environment: Mapping[str, str]  # the launcher's
+    config: Any = None  # the model's configuration; None where it is not at hand, which is refused elsewhere
+
+    @property
+    def ds(self) -> DsConfig:
+        """The DeepSpeed configuration; an empty one without DeepSpeed."""
+        return self.strategy.ds_config or DsConfig({})
+
+    @property
+    def stage(self) -> int | None:
+        """None without DeepSpeed."""
+        return self.strategy.zero_stage
+
+    @property
+    def world_size(self) -> int:
+        return self.strategy.world_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        return local_world_size(self.environment, self.world_size)
+
+    @cached_property
+    def model(self):
+        """The model without memory; None where its configuration is not at hand, or its class cannot be built so."""
+        from zero_recipes.model import built_or_none
+
+        return None if self.config is None else built_or_none(self.config, self.settings.trust_remote_code)
+
+    def value(self, path: str) -> Any:
+        """What the DeepSpeed configuration has at "zero_optimization.stage"; None where it has nothing."""
+        block: Any = self.ds.raw
+        for key in path.split("."):
+            block = block.get(key) if isinstance(block, Mapping) else None
+        return block
+
 
 QUADRATIC = 4096  # tokens of a micro batch from which attention that sdpa computes in vain is a good part of a step
 RUN_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 def rule_findings(run: Candidate) -> list[Finding]:
-    """All findings about keys that do not go together."""
-    found = [
+    """All findings about keys that do not go together; those of the ds_config are deepspeed_findings."""
+    return [
         *conditions(stops_late(run), silent(run)),
         *training_length(run),
         *packing(run),
         *processes(run),
         *([finding("ZR416")] if run.settings.load_in_4bit and run.stage == 3 else []),
         *layer_classes(run),
-        *sequence_parallel.sequence_parallel_findings(run.settings, run.strategy, run.device, run.config),
+        *sequence_parallel_findings(run.settings, run.strategy, run.device, run.config),
     ]
-    return found + (deepspeed_findings(run) if run.strategy.is_deepspeed else [])
-
-
-def strategy_findings(run: Candidate) -> list[Finding]:
-    """Those that a plan asks for: about the DeepSpeed configuration, without a model or a folder to save to."""
-    return [*conditions(stops_deepspeed(run), silent_in_deepspeed(run)), *zero_plus_plus(run), *nvme(run)]
 
 
 def conditions(stops: dict[str, Any], silently: dict[str, Any]) -> Iterator[Finding]:
@@ -77,7 +118,7 @@ def stops_late(run: Candidate) -> dict[str, Any]:
         "quantized_without_lora": quantized and not settings.use_peft,
         "eight_bit_fsdp": fsdp and settings.load_in_8bit,
         "fp16_on_cpu": settings.fp16 and run.device == "cpu",
-    } | stops_deepspeed(run)
+    }
 
 
 def silent(run: Candidate) -> dict[str, Any]:
@@ -101,7 +142,7 @@ def silent(run: Candidate) -> dict[str, Any]:
         and storage not in ("uint8", dtype),
         "quantized_twice": quantized
         and (run.ds.offload_param == "nvme" or run.ds.quantizes_weights or run.ds.hpz_partition_size != 1),
-    } | silent_in_deepspeed(run)
+    }
 
 
 def _drops_even_batches(settings) -> bool:

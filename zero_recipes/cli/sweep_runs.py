@@ -14,16 +14,15 @@ from typing import Any
 
 import yaml
 
-from zero_recipes.checks.candidate import Candidate
 from zero_recipes.checks.deepspeed_rules import top_level_keys, zero_keys
 from zero_recipes.checks.rehearsal import parser_findings
+from zero_recipes.checks.rules import Candidate
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import AMBIGUOUS, INLINE, launched_environment
 from zero_recipes.config.ds_config import DsConfig, read_json_mapping, schema_findings
-from zero_recipes.config.keys import key_choices, key_types
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.keys import key_choices, key_findings, key_types, recipe_findings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.config.strategy import Strategy, launched_ds_config
-from zero_recipes.config.validation import key_findings, recipe_findings
 from zero_recipes.core.files import write_json, write_text
 from zero_recipes.core.findings import Refusal, raise_errors, refusal
 from zero_recipes.report.table import short_names

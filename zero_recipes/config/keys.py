@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import typing
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import EnumType
 from functools import cache
@@ -11,6 +13,8 @@ from importlib import resources
 from typing import Any
 
 import yaml
+
+from zero_recipes.core.findings import Finding, described, finding, ignored_codes, table
 
 
 @dataclass
@@ -170,3 +174,167 @@ def key_choices() -> dict[str, list[str]]:
             elif kinds:
                 choices[f.name] = [member.value for member in kinds[0]]
     return choices
+
+
+# sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too;
+# validating a ParallelismConfig makes one, which reads the environment
+UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp", "parallelism_config"}
+TYPE_NAMES = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "array": "a list",
+    "object": "a mapping",
+}
+
+
+def recipe_findings(
+    place: str, mapping: dict[str, Any], lines: dict[str, int], types: dict[str, Any], choices: dict[str, list[str]]
+) -> list[Finding]:
+    """All findings about one recipe.
+
+    `lines`: {key: line in the file}; `types`: {known key: its type hint}; `choices`: {key: the only values it takes}.
+    """
+    found: list[Finding] = []
+    for key in (key for key in mapping if key in types):
+        where, value = f"{place}:{lines[key]}" if key in lines else place, mapping[key]
+        here = [*value_findings(where, key, value, types[key])]
+        here = here or ([*_entry_findings(where, value)] if key == "datasets" else [])
+        here = here or [*_choice_findings(where, key, value, choices.get(key)), *range_findings(where, key, value)]
+        if key in tables()["deprecated"]:
+            here.append(finding("ZR104", key=key, place=place, deprecated=tables()["deprecated"][key]))
+        found += [dataclasses.replace(finding, key=key) for finding in here]
+    return found + list(key_findings(place, [key for key in mapping if key not in types], types, lines))
+
+
+def key_findings(
+    place: str, unknown: list[str], known: Iterable[str], lines: dict[str, int] | None = None
+) -> Iterator[Finding]:
+    """One finding for each unknown key: renamed, the launcher's, another trainer's, or misspelt."""
+    renamed, launcher = tables()["renamed"], launcher_keys()
+    for key in unknown:
+        where = f"{place}:{lines[key]}" if lines and key in lines else place
+        if key in renamed:
+            today, note = renamed[key].get("to"), renamed[key].get("note", "")
+            written = renamed[key].get("switch", today)
+            fix = f"Write `{written}`; zero-recipes check --upgrade does it. {note}" if today else note
+            yield finding("ZR101", key=key, where=where, fix=fix.strip(), recipe_key=key)
+        elif key in launcher:
+            yield finding("ZR102", key=key, where=where, recipe_key=key)
+        elif (other := other_trainers_key(key)) is not None:
+            trainer, fix = other
+            yield finding("ZR187", key=key, where=where, trainer=trainer, fix=fix, recipe_key=key)
+        else:
+            fix = _did_you_mean(key, known) or "Remove it, or see the table of keys in docs/recipe.md."
+            yield finding("ZR103", key=key, where=where, fix=fix, recipe_key=key)
+
+
+def launcher_keys() -> set[str]:
+    """Keys that belong to `accelerate launch` and its like."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    return {*tables()["launcher"], *(field.name for field in dataclasses.fields(ClusterConfig))}
+
+
+def other_trainers_key(key: str) -> tuple[str, str] | None:
+    """(the trainer whose key it is, how to write it in a recipe); None for any other key."""
+    for trainer, keys in tables()["other_trainers"].items():
+        if key in keys:
+            today, note = keys[key].get("to"), keys[key].get("note")
+            return trainer, " ".join(filter(None, (f"Write `{today}`." if today else None, note)))
+    return None
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    near = difflib.get_close_matches(str(name), list(known), 2, 0.7)
+    return f"Did you mean {' or '.join(f'`{other}`' for other in near)}?" if near else None
+
+
+def _entry_findings(where: str, entries: Any) -> Iterator[Finding]:
+    """Entries of `datasets` with keys that TRL's DatasetConfig does not have: its constructor names neither place."""
+    from trl.scripts.utils import DatasetConfig
+
+    known = [field.name for field in dataclasses.fields(DatasetConfig)]
+    for key in {key: None for entry in entries or [] for key in entry if key not in known}:
+        alpaca = "`type: alpaca` of axolotl is `dataset_format: alpaca` of the whole recipe. " if key == "type" else ""
+        fix = _did_you_mean(key, known) or f"{alpaca}Remove `{key}`."
+        yield finding("ZR189", where=where, key=key, known=", ".join(known), fix=fix)
+
+
+def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
+    """At most one finding: a value that the key cannot mean, by pydantic and TRL's own type hint."""
+    errors = [] if key in UNTYPED else _type_errors(value, hint)
+    takes = accepted_types(hint) if errors else set()
+    if not errors or (value is None and not takes <= {"boolean", "integer", "number"}):
+        return  # TRL's dataclasses have None where they do not say so
+    if isinstance(value, str) and takes & {"array", "object"} and key != "datasets":
+        return  # TRL's parser makes lists and mappings of other texts
+    if isinstance(value, bool) and "string" in takes:
+        written = "yes" if value else "no"
+        yield finding("ZR106", key=key, where=where, value=str(value).lower(), written=written)
+    else:
+        inner = next((error for error in errors if error["input"] is not value), None)
+        yield finding(
+            "ZR107",
+            key=key,
+            where=where,
+            value="empty" if value is None else repr(value)[:80],
+            named=" or ".join(TYPE_NAMES[kind] for kind in TYPE_NAMES if kind in takes),
+            detail="" if inner is None else f" {inner['input']!r} in it: {inner['msg']}.",
+        )
+
+
+def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:
+    """pydantic's errors: "type", "loc", "msg", "input". None for a hint that pydantic does not know."""
+    from pydantic import PydanticUserError, TypeAdapter, ValidationError  # here: recipes are read before torch
+
+    plain = isinstance(value, (bool, int, float))  # these strictly, or 1 would be taken for true and true for 1
+    try:
+        TypeAdapter(hint).validate_python(value, strict=plain)
+    except ValidationError as error:
+        return error.errors(include_url=False)
+    except PydanticUserError:
+        pass
+    return []
+
+
+def _choice_findings(where: str, key: str, value: Any, choices: list[str] | None) -> Iterator[Finding]:
+    if choices and isinstance(value, str) and value not in choices:
+        fix = _did_you_mean(value, choices) or "Write one of them."
+        yield finding("ZR114", key=key, where=where, value=value, choices=", ".join(choices), fix=fix)
+
+
+def range_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
+    """At most one finding: a number out of the key's range in keys.yaml, or NaN."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    allowed = next((row for row in tables()["ranges"] if key in row["keys"]), {})
+    low, high, below = allowed.get("min", -float("inf")), allowed.get("max", float("inf")), allowed.get("below")
+    if not low <= value <= high or (below is not None and value >= below):
+        words = [f"at least {low:,}"] if "min" in allowed else []
+        words += [f"at most {high:,}"] if "max" in allowed else [f"below {below:,}"] if below is not None else []
+        yield finding("ZR113", key=key, where=where, value=value, allowed=" and ".join(words) or "a number")
+
+
+def accepted_types(hint: Any) -> set[str]:
+    """JSON's names of the types that a key takes: {"string", "null"}. {"any"} for a hint unknown to pydantic."""
+    from pydantic import PydanticUserError, TypeAdapter
+
+    try:
+        schema = TypeAdapter(hint).json_schema()
+    except PydanticUserError:
+        return {"any"}
+    parts = schema.get("anyOf", [schema])
+    named = [schema["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part for part in parts]
+    return {part.get("type", "any") for part in named}
+
+
+def ignore_findings(ignore: list[str] | str | None) -> Iterator[Finding]:
+    """One finding for each code under `ignore` that is unknown, or stands for an error that no run can go on with."""
+    rows: Mapping[str, Any] = table()
+    for code in sorted(ignored_codes(ignore)):
+        if code not in rows:
+            yield finding("ZR142", unknown=code, near=", ".join(difflib.get_close_matches(code, rows)) or "none")
+        elif rows[code]["level"] != "warning" and "ignore" not in rows[code]:
+            yield finding("ZR143", ignored=code, what=described(code)["what"])

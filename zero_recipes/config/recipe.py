@@ -16,19 +16,76 @@ import json
 import math
 import os
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import FrozenInstanceError, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
-from zero_recipes.config.accelerate import LAUNCH_KEYS
-from zero_recipes.config.keys import dataclasses_of_a_recipe, key_choices, key_types
-from zero_recipes.config.settings import Settings
-from zero_recipes.config.validation import accepted_types, key_findings, range_findings, recipe_findings
+from zero_recipes.config.accelerate import LAUNCH_KEYS, hand_over
+from zero_recipes.config.keys import (
+    accepted_types,
+    dataclasses_of_a_recipe,
+    key_choices,
+    key_findings,
+    key_types,
+    range_findings,
+    recipe_findings,
+)
 from zero_recipes.core.findings import first_line, library_error_as_finding, raise_errors, refusal
 from zero_recipes.core.host import limit_rounding
+from zero_recipes.core.process import local_world_size
+
+if TYPE_CHECKING:
+    from zero_recipes.config.strategy import Strategy
+
+
+class Settings:
+    """Every key of TRL's dataclasses and of ours, by its own name; read-only.
+
+    A value has the type that TRL's parser gives it. A key that does not exist raises AttributeError.
+    """
+
+    def __init__(self, values: Mapping[str, Any]):
+        vars(self).update(values)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        raise FrozenInstanceError(f"cannot assign to {key}: settings are made once")
+
+    def __repr__(self) -> str:
+        return f"Settings({vars(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Settings) and vars(self) == vars(other)
+
+    def replace(self, **changes: Any) -> Settings:
+        return Settings(vars(self) | changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    @property
+    def precision(self) -> str:
+        """ "bf16", "fp16" or "fp32"."""
+        return precision_of(self)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the run evaluates while it trains; YAML's bare `no` is False."""
+        return str(getattr(self.eval_strategy, "value", self.eval_strategy)) not in ("no", "False", "None")
+
+    @property
+    def saves_checkpoints(self) -> bool:
+        """YAML's bare `no` is False."""
+        return str(getattr(self.save_strategy, "value", self.save_strategy)) not in ("no", "False")
+
+
+def precision_of(arguments: Any) -> str:
+    """ "bf16", "fp16" or "fp32" of anything with those attributes: TRL takes bf16 where neither is named."""
+    bf16 = arguments.bf16 if arguments.bf16 is not None else not arguments.fp16
+    return "bf16" if bf16 else "fp16" if arguments.fp16 else "fp32"
+
 
 USAGE = "run_sft.py RECIPE.yaml [--key value ...] [--traceback]"
 # mappings, which the command line gives as JSON
@@ -279,3 +336,79 @@ def steps_by_epochs(rows: int, settings: Settings, replicas: int) -> int:
     micro, last = settings.per_device_train_batch_size, settings.dataloader_drop_last
     batches = rows // micro // replicas if last else math.ceil(math.ceil(rows / micro) / replicas)
     return math.ceil(settings.num_train_epochs * max(math.ceil(batches / settings.gradient_accumulation_steps), 1))
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What one run does, ready to start: nothing that could refuse it cheaply has."""
+
+    recipe: Recipe  # as written
+    settings: Settings  # every key in force: the recipe's, the command line's, what launcher and machine decide
+    given: Mapping[str, Any]  # keys that were named, and those that were derived: a recipe that runs again
+    strategy: Strategy
+    device: str  # "cpu" or "cuda"
+    output_dir: Path
+
+    @property
+    def precision(self) -> str:
+        """ "bf16", "fp16" or "fp32", in which it computes; torch_autocast keeps the weights in fp32."""
+        return self.strategy.autocast or self.settings.precision
+
+    @property
+    def checkpoint(self) -> str | None:
+        """The folder to go on from."""
+        return self.settings.resume_from_checkpoint
+
+    def trl_arguments(self) -> TrlArguments:
+        """Starts the device's state: a process group that is needed exists before."""
+        if self.strategy.is_deepspeed:
+            hand_over(os.environ)
+        return trl_arguments(self.settings, self.recipe.path)
+
+
+def choose_device(use_cpu: bool) -> str:
+    """ "cpu" or "cuda": the CPU where the recipe says so or no accelerator is found.
+
+    A GPU that is there and that torch cannot use is refused by checks.machine.
+    """
+    import torch
+
+    if use_cpu or not torch.cuda.is_available():
+        os.environ["DS_ACCELERATOR"] = "cpu"
+        return "cpu"
+    return "cuda"
+
+
+def settings_in_force(
+    recipe: Recipe, strategy: Strategy | None, device: str, accumulation: int | None
+) -> tuple[Settings, dict]:
+    """(settings, given) of a run: what strategy, device and global batch decide, laid over the recipe."""
+    decided: dict[str, Any] = {"output_dir": str(output_dir_of(recipe))}
+    if device == "cpu":
+        decided["use_cpu"] = True
+    if accumulation is not None:
+        decided["gradient_accumulation_steps"] = accumulation
+    if strategy is not None and strategy.is_fsdp:
+        decided |= {"fsdp": True, "fsdp_config": strategy.fsdp_config}
+    if strategy is not None and strategy.is_deepspeed:
+        decided["deepspeed"] = strategy.ds_config.raw
+    without = {} if "fsdp" in decided or strategy is None else {"fsdp": None}  # false and empty lists mean the same
+    return recipe.settings.replace(**(without | decided)), {**recipe.given, **decided}
+
+
+def output_dir_of(recipe: Recipe) -> Path:
+    """The recipe's output_dir, or output/<recipe>: TRL would write into `trainer_output` for every recipe."""
+    return Path(recipe.settings.output_dir or f"output/{recipe.name}")
+
+
+def refuse_uneven_gpus(strategy: Strategy, device: str, environment: Mapping[str, str]) -> None:
+    """One plain process with several GPUs would become nn.DataParallel, which SFTTrainer does not take; more processes
+    than GPUs on a machine end in NCCL, which does not take two ranks on one device."""
+    import torch
+
+    here = local_world_size(environment, strategy.world_size)
+    count = torch.cuda.device_count() if device == "cuda" else here
+    if strategy.world_size == 1 and "RANK" not in environment and count > 1:
+        raise refusal("ZR308", count=count)
+    if here > count:
+        raise refusal("ZR309", here=here, count=count)

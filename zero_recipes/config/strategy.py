@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zero_recipes.config import fsdp, sequence_parallel
+from zero_recipes.config import fsdp
 from zero_recipes.config.accelerate import inline_ds_config
 from zero_recipes.config.ds_config import DsConfig, fill_own_autos, needs_sizes, read_json_mapping, schema_findings
-from zero_recipes.config.settings import Settings, precision_of
-from zero_recipes.core.findings import Refusal, refusal
+from zero_recipes.config.recipe import Settings, precision_of
+from zero_recipes.core.findings import Finding, Refusal, finding, refusal
 
 INLINE_SOURCE = "the accelerate file's deepspeed_config"
 
@@ -130,7 +130,7 @@ def resolve_strategy(
     name = DsConfig(config).name
     filled = DsConfig(fill(config))
     shared = settings.sequence_parallel_size
-    sequence_parallel.refuse_uneven_groups(shared, world_size)
+    refuse_uneven_groups(shared, world_size)
     name += "_ulysses" if shared > 1 else ""
     return Strategy(name, world_size, filled, source, sequence_parallel=shared)
 
@@ -166,3 +166,39 @@ def launched_ds_config(env: Mapping[str, str], precision: str) -> tuple[dict[str
 
 def _shown(named: Any) -> str:
     return "an inline mapping" if isinstance(named, dict) else str(named)
+
+
+def refuse_uneven_groups(size: int, world_size: int) -> None:
+    """Refuse groups that the processes cannot be divided into."""
+    if size < 1 or world_size % size:
+        raise refusal("ZR243", size=size, world_size=world_size)
+
+
+def sequence_parallel_findings(settings: Settings, strategy, device: str, config) -> Iterator[Finding]:
+    """What does not go with shared sequences. `config`: the model's, None where it is not at hand."""
+    size = settings.sequence_parallel_size
+    if settings.parallelism_config is not None:
+        yield finding("ZR244")
+    if size == 1:
+        return
+    if not strategy.is_deepspeed:
+        yield finding("ZR245", size=size, name=strategy.name)
+    heads, keys = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if config is not None and (keys is None or heads % size or (keys % size and size % keys)):
+        yield finding("ZR247", size=size, model_type=config.model_type, heads=heads, keys=keys)
+    attention = str(settings.attn_implementation)
+    kernel = "/" in attention and "flash-attn" in attention  # as accelerate
+    if not kernel and attention not in ("None", "sdpa", "flash_attention_2", "flash_attention_3"):
+        yield finding("ZR248", size=size, attn_implementation=attention)
+    if settings.packing or settings.padding_free:
+        yield finding("ZR249", key="packing" if settings.packing else "padding_free", size=size)
+    multiple = settings.pad_to_multiple_of
+    uneven = not isinstance(multiple, int) or not multiple or multiple % size  # TRL also takes text
+    if uneven or not settings.dataloader_drop_last or (device == "cpu" and multiple != settings.max_length):
+        yield finding("ZR251", size=size, multiple="unset" if multiple is None else multiple, device=device)
+    if settings.sample_prompts not in (None, 0, "0"):
+        yield finding("ZR253", size=size)
+    if settings.saves_checkpoints or settings.resume_from_checkpoint not in (None, False, "false"):
+        yield finding("ZR254", size=size)
+    if settings.loss_type != "nll" or settings.label_smoothing_factor:
+        yield finding("ZR255", size=size)

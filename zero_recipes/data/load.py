@@ -16,7 +16,7 @@ import fsspec
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_dataset_builder
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal, first_line, library_error_as_finding, refusal
 from zero_recipes.libs.huggingface import single_process_env
 

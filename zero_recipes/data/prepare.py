@@ -24,7 +24,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import (
     Finding,

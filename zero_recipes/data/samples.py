@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal, first_line, refusal
 from zero_recipes.data.load import alpaca_prompt, alpaca_row, load_rows
 from zero_recipes.libs.huggingface import prepare_dataset

@@ -18,7 +18,7 @@ import torch
 from torch import distributed
 from torch.distributed.elastic.utils.store import barrier
 
-from zero_recipes.config.run import RunConfig
+from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal, RunFailed, first_line, print_ending, refusal
 from zero_recipes.core.host import Host

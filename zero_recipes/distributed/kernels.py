@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.core.process import imported_for_good, rank
 
 BAR_SECONDS = "10"  # between two states of a bar without a terminal; what takes less time shows none

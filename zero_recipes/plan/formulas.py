@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from zero_recipes.checks.lower_bounds import DTYPE_BYTES, beside_offloaded_optimizer, resumable_bytes, swap_buffers
+from zero_recipes.checks.capacity import DTYPE_BYTES, beside_offloaded_optimizer, resumable_bytes, swap_buffers
 from zero_recipes.config.ds_config import number_in
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import first_line, refusal
 from zero_recipes.metrics.flops import active_experts, idle_weights, model_flops
 from zero_recipes.metrics.schema import PARTS, CheckpointBytes, HostBytes, ModelStateBytes, Prediction, ReservedRange

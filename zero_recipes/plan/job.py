@@ -18,8 +18,7 @@ from typing import Any
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import read_accelerate_file
 from zero_recipes.config.ds_config import DsConfig, read_json_mapping
-from zero_recipes.config.recipe import Recipe
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Recipe, Settings
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.host import Gpu, gpu_named, gpus
 from zero_recipes.data.prepare import RowLengths, rows_at_hand, stated
@@ -282,8 +281,8 @@ def why_not(job: Job) -> str | None:
     special = (zero.on_nvme, zero.quantizes_weights, zero.quantizes_gradients, zero.bf16_masters, zero.autocast)
     if not any(special) and zero.hpz_partition_size == 1:
         return None  # the others need no import of all checks
-    from zero_recipes.checks.candidate import Candidate
-    from zero_recipes.checks.rules import strategy_findings
+    from zero_recipes.checks.deepspeed_rules import strategy_findings
+    from zero_recipes.checks.rules import Candidate
     from zero_recipes.config.strategy import Strategy
 
     strategy = Strategy(zero.name, job.world_size, zero, "the ds_config")

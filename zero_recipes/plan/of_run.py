@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from zero_recipes.config.settings import Settings
+from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Finding, Refusal, finding
 from zero_recipes.core.host import Host, gpu_of_device
 from zero_recipes.core.process import end_with_parent

@@ -13,8 +13,7 @@ from trl import get_peft_config
 from zero_recipes import model as models
 from zero_recipes.checkpoint.compatibility import refuse_other_data
 from zero_recipes.checkpoint.output_dir import claim_output_dir, hold_output_dir
-from zero_recipes.config.recipe import write_resolved
-from zero_recipes.config.run import RunConfig
+from zero_recipes.config.recipe import RunConfig, write_resolved
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.process import CLOCK, rank
 from zero_recipes.data.load import load_tokenizer

@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from zero_recipes.checks.lower_bounds import resumable_bytes
+from zero_recipes.checks.capacity import resumable_bytes
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import end_with_parent, imported_for_good, kill_with_children
