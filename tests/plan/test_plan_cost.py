@@ -122,7 +122,7 @@ def test_who_waits_for_the_longest_row_of_all_ranks_and_where_nothing_is_padded(
     assert padded_together(job("ddp", 8)) == padded_together(job("zero1", 8)) == 4  # two passes: they meet after both
     assert padded_together(job("ddp", 8, gradient_accumulation_steps=1)) == 4 * 8
     assert padded_together(job("zero2", 8)) == padded_together(job("zero3", 8)) == 4 * 8
-    for key in ({"padding_free": True}, {"train_sampling_strategy": "group_by_length"}):
+    for key in ({"packing": True}, {"padding_free": True}, {"train_sampling_strategy": "group_by_length"}):
         tokens, flops, computed = sequence_of(job("zero3", **key), 512, rows_of([100, 300]))
         assert tokens == 200 and computed == flops / sequence_of(job("zero3"), 512, None)[1]
     for asked in (job("zero3"), job("zero3", packing=True), job("ddp", padding_free=True)):
