@@ -63,7 +63,7 @@ def test_segments_are_those_of_the_caching_allocator():
                 model.release(number)
         return model.reserved // MIB
 
-    assert after((1, 0.1, 0), (2, 0.2, 0)) == 2  # small blocks share a segment
+    assert after((1, 0.1, 0), (2, 0.2, 0), (9, 1, 0), (10, 0.5, 0)) == 2  # small blocks share a segment
     assert after((3, 3, 0)) == 22
     assert after((4, 11, 0)) == 22  # of the large segment's rest
     assert after((5, 25.5, 0)) == 48  # rounded up
