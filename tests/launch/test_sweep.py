@@ -10,7 +10,7 @@ import yaml
 
 from tests.helpers.tiny import write_recipe
 from zero_recipes.cli import main as cli
-from zero_recipes.report import read_runs, rows
+from zero_recipes.report import read, read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "zero_optimization.reduce_bucket_size"
@@ -36,4 +36,4 @@ def test_one_value_runs_and_the_other_is_a_row(tmp_path, monkeypatch, capsys):
     assert cli.main(["report", str(tmp_path / "out")]) == 0
     found = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert [row["swept"][BUCKET] for row in found] == [7000, "few"] and found[0]["communication_bytes"] > 0
-    assert rows.table_rows([refused])[0]["code"] == found[1]["code"] == "ZR211"
+    assert read.table_rows([refused])[0]["code"] == found[1]["code"] == "ZR211"

@@ -31,7 +31,7 @@ from zero_recipes.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.plan.predict import Predictor
 from zero_recipes.plan.simulator import parent as simulation
 from zero_recipes.report import read_runs, write_report
-from zero_recipes.report.rows import table_rows
+from zero_recipes.report.read import table_rows
 
 # the answer: of zero_recipes/plan/of_run.py, with predictions made up to order
 

@@ -55,27 +55,26 @@ def test_a_pod_is_shown_as_its_container_may_use_it(cuda, tmp_path):
     assert found["infiniband"] == {"mlx5_0": False}
     assert {disk["free_bytes"] for disk in found["disks"]} == {7 * 10**9}
     assert found["variables"]["NCCL_DEBUG"] == "INFO" and "UNRELATED" not in found["variables"]
-    shown = env.page(found)
+    shown = {title: env._lines(part) for title, part in found.items()}
     whole = json.dumps(found) + str(shown)
     assert "hf_abc" not in whole and "WANDB" not in whole and found["variables"]["HF_TOKEN"] == "(set, not shown)"
-    assert "name: NVIDIA Stand-in, memory: 85.9 GB, free: 53.7 GB, capability: 9.0" in shown["GPUs"]
-    assert {"driver: 550.54.15", "built_for: 13.0", "nccl: 2.27.5"} <= set(shown["Cuda"])
-    assert any("GPU0" in line and "NV18" in line and "\x1b" not in line for line in shown["Links"])
-    assert {"limited_by: the cgroup's memory.max", "lockable: 8.39 MB"} <= set(shown["Memory"])
-    assert shown["Infiniband"] == ["mlx5_0: no"]
+    assert "name: NVIDIA Stand-in, memory: 85.9 GB, free: 53.7 GB, capability: 9.0" in shown["gpus"]
+    assert {"driver: 550.54.15", "built_for: 13.0", "nccl: 2.27.5"} <= set(shown["cuda"])
+    assert any("GPU0" in line and "NV18" in line and "\x1b" not in line for line in shown["links"])
+    assert {"limited_by: the cgroup's memory.max", "lockable: 8.39 MB"} <= set(shown["memory"])
+    assert shown["infiniband"] == ["mlx5_0: no"]
 
 
 def test_torchs_words_stand_where_no_gpu_can_be_used(cuda, tmp_path, monkeypatch):
     monkeypatch.setattr(machines, "refusal_of_cuda", lambda: "The NVIDIA driver on your system is too old")
     found = env.machine(pod(tmp_path))
     assert found["gpus"] == []
-    assert "refusal: The NVIDIA driver on your system is too old" in env.page(found)["Cuda"]
-    assert env.page(found)["GPUs"] == ["none"]
+    assert "refusal: The NVIDIA driver on your system is too old" in env._lines(found["cuda"])
 
 
 def test_a_version_outside_of_the_range_stands_out(monkeypatch):
     monkeypatch.setattr(env, "library_versions", lambda: dict.fromkeys(huggingface.tested_versions(), "9.9.9"))
-    lines = env.page(env.machine(env.Host()))["Versions"]
+    lines = env._lines(env.machine(env.Host())["versions"])
     assert sum(line.endswith("is_tested: no") for line in lines) >= len(huggingface.tested_versions()) - 2
 
 

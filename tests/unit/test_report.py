@@ -14,9 +14,8 @@ from rich.console import Console
 
 from tests.helpers.report_runs import GPU, LOSSES, MIB, SPEED, metrics, on_cpu, oom, sample, save, sweep
 from zero_recipes.cli import main as cli
-from zero_recipes.core.process import PHASES
 from zero_recipes.core.tables import print_columns
-from zero_recipes.report import ContractError, judge_runs, plots, read_runs, rows, table, write_report
+from zero_recipes.report import ContractError, judge_runs, plots, read, read_runs, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -46,7 +45,7 @@ def test_runs_come_in_the_order_of_the_stages(tmp_path, monkeypatch):
     save(tmp_path, metrics("zero1"))
     runs = read_runs(tmp_path)
     assert [run.label for run in runs][:4] == ["ddp", "zero0", "zero1", "zero3"]
-    assert [run.label for run in rows.single_runs(runs)] == sorted(["full", tmp_path.name])
+    assert [run.label for run in read.single_runs(runs)] == sorted(["full", tmp_path.name])
     monkeypatch.chdir(tmp_path / "zero1")
     assert [run.compared for run in read_runs(Path())] == [True], "a relative folder has a name too"
 
@@ -142,7 +141,7 @@ def test_whatever_a_field_holds_ends_in_a_report(tmp_path_factory, drawn):
 
 
 def test_rows_hold_what_was_measured(tmp_path):
-    by_name = {row["label"]: row for row in rows.table_rows(sweep(tmp_path))}
+    by_name = {row["label"]: row for row in read.table_rows(sweep(tmp_path))}
     zero1 = by_name["zero1"]
     assert (zero1["params_bytes"], zero1["grads_bytes"], zero1["optimizer_bytes"]) == (2_000_000, 2_000_000, 6_000_000)
     assert zero1["state_bytes"] == zero1["textbook_bytes"] == 10_000_000
@@ -161,7 +160,7 @@ def test_the_largest_rank_and_the_fullest_accelerator_are_shown(tmp_path):
     peaks = [{"allocated": 5, "reserved": 9, "rss": 90}, {"allocated": 8, "reserved": 9, "rss": 70}]
     name = "zero2_offload"
     save(tmp_path / name, metrics(name, model_state_bytes=[small, large], peak_memory_bytes=peaks))
-    (row,) = rows.table_rows(read_runs(tmp_path))
+    (row,) = read.table_rows(read_runs(tmp_path))
     assert (row["state_bytes"], row["host_bytes"], row["disk_bytes"]) == (33, 7, 1)
     assert (row["peak_allocated_bytes"], row["resident_bytes"], row["textbook_bytes"]) == (8, 90, None)
 
@@ -169,13 +168,13 @@ def test_the_largest_rank_and_the_fullest_accelerator_are_shown(tmp_path):
 def test_without_ddp_the_baseline_is_zero0_and_without_both_there_is_none(tmp_path):
     save(tmp_path / "ddp", oom("ddp"))
     runs = sweep(tmp_path, strategies=("zero0", "zero1"))
-    assert [row["relative_speed"] for row in rows.table_rows(runs)] == [None, 1, pytest.approx(980 / 990)]
-    assert rows.baseline([run for run in runs if run.label == "zero1"]) is None
+    assert [row["relative_speed"] for row in read.table_rows(runs)] == [None, 1, pytest.approx(980 / 990)]
+    assert read.baseline([run for run in runs if run.label == "zero1"]) is None
 
 
 @pytest.mark.parametrize("width", [60, 80, 240])
 def test_no_terminal_cuts_a_number(tmp_path, width):
-    shown = table.runs_table(sweep(tmp_path, {"zero2": {"mfu": 0.4321}}))
+    shown = read.runs_table(sweep(tmp_path, {"zero2": {"mfu": 0.4321}}))
     console = Console(width=width, file=io.StringIO())
     print_columns(shown.named, shown.measured, shown.rows, console)
     printed = console.file.getvalue()
@@ -186,7 +185,7 @@ def test_no_terminal_cuts_a_number(tmp_path, width):
 
 
 def test_without_an_accelerator_resident_memory_is_named_as_imports(tmp_path):
-    first = table.runs_table(sweep(tmp_path, make=on_cpu)).markdown.splitlines()[0]
+    first = read.runs_table(sweep(tmp_path, make=on_cpu)).markdown.splitlines()[0]
     assert "Resident (mostly imports)" in first and "Peak allocated" not in first and "MFU" not in first
 
 
@@ -330,7 +329,7 @@ def test_the_page_fetches_nothing_and_escapes_what_models_and_people_wrote(repor
     _, page, _ = report
     assert re.findall(r'(?:src|href)\s*=\s*"(?!data:image/png;base64,)', page) == []
     assert re.findall(r"<link|<script|<iframe|@import|url\(|<i>", page) == []
-    assert page.count('src="data:image/png;base64,') == 6
+    assert page.count('src="data:image/png;base64,') == 5
     assert "prompt number 11 &lt;i&gt;" in page and "prompt number 12" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page and "CUDA out of memory &lt;sorry&gt;" in page
 
@@ -367,7 +366,7 @@ def test_a_cpu_page_says_so_and_one_run_alone_has_no_bars(report, tmp_path):
     page, printed = written(tmp_path)
     assert "No number on this page was measured on a GPU" in page
     assert "No number on this page was measured on a GPU" in " ".join(printed.split())
-    assert {path.name for path in tmp_path.glob("*.png")} <= {"phases.png", "run_mine.png"}
+    assert {path.name for path in tmp_path.glob("*.png")} <= {"run_mine.png"}
     assert ">Run mine<" in page and "<h2>Comparison" not in page
 
 
@@ -384,15 +383,6 @@ def test_colours_of_strategies_never_meet(tmp_path):
     assert len(set(plots.colours(read_runs(tmp_path)))) == len(names)
 
 
-def test_one_bar_a_run_with_its_phases(tmp_path, monkeypatch):
-    lengths = []
-    monkeypatch.setattr(plots, "_stack", lambda draw, place, parts, *rest: lengths.append(dict(parts)) or [])
-    spent = {"data": 5.0, "train": 1.0, "save": 0.25}
-    save(tmp_path / "mine", metrics("zero2", phase_seconds=spent))
-    assert size_of_png(plots.draw_comparison(read_runs(tmp_path), tmp_path)["phases"]) == (1200, 346)
-    assert lengths == [spent] and set(plots.PHASES) == set(PHASES)
-
-
 def test_a_bar_far_beyond_the_gpu_is_cut_and_says_how_far_it_goes(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(plots, "_note", lambda axes, text, *rest, **looks: said.append(text))
@@ -405,5 +395,5 @@ def test_a_bar_far_beyond_the_gpu_is_cut_and_says_how_far_it_goes(tmp_path, monk
 def test_the_demos_committed_runs_are_read():
     """Their numbers are those of the report that is committed beside them."""
     committed = json.loads((ROOT / "docs" / "demo" / "report.json").read_text())["rows"]
-    for row, known in zip(rows.table_rows(read_runs(ROOT / "docs" / "demo")), committed, strict=True):
+    for row, known in zip(read.table_rows(read_runs(ROOT / "docs" / "demo")), committed, strict=True):
         assert {key: row[key] for key in known} == known

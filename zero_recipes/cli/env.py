@@ -8,7 +8,7 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import psutil
 from zero_recipes.cli.options import subcommand
 from zero_recipes.core import units
 from zero_recipes.core.host import Host, cpu_name, library_versions
-from zero_recipes.core.tables import plain, terminal
 
 OPTIONAL = ("bitsandbytes", "kernels")
 # of the variables that are set, those that change a run
@@ -43,15 +42,13 @@ def _env(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
-    console = terminal()
-    for title, lines in page(found).items():
-        console.print(plain(title, style="bold"), *(plain(f"  {line}") for line in lines), sep="\n", soft_wrap=True)
+    for title, part in found.items():
+        print(title.capitalize().replace("Gpu", "GPU"), *(f"  {line}" for line in _lines(part) or ["none"]), sep="\n")
     return 0
 
 
 def machine(host: Host) -> dict[str, Any]:
-    """All that `page` shows, as JSON can hold it. Sizes in bytes; null where there is no limit or no such thing."""
-
+    """All that is shown, as JSON can hold it. Sizes in bytes; null where there is no limit or no such thing."""
     memory, limit = host.memory()
     locked, cuda = host.lockable(), _cuda(host)
     named = sorted(name for name in host.environment if VARIABLES.fullmatch(name))
@@ -80,17 +77,11 @@ def machine(host: Host) -> dict[str, Any]:
     }
 
 
-def page(found: Mapping[str, Any]) -> dict[str, list[str]]:
-    """{title: lines} of what `machine` found."""
-    return {title.capitalize().replace("Gpu", "GPU"): list(_lines(part)) or ["none"] for title, part in found.items()}
-
-
-def _lines(part: Any) -> Iterator[str]:
+def _lines(part: Any) -> list[str]:
     """A line for each entry; an entry with several values has them on one line."""
     if isinstance(part, Mapping):
-        yield from (f"{name.removesuffix('_bytes')}: {_text(name, value)}" for name, value in part.items())
-    else:
-        yield from (_text("", entry) for entry in part or [])
+        return [f"{name.removesuffix('_bytes')}: {_text(name, value)}" for name, value in part.items()]
+    return [_text("", entry) for entry in part or []]
 
 
 def _text(name: str, value: Any) -> str:

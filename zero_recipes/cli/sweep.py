@@ -4,25 +4,34 @@ failure is a row, not a crash."""
 from __future__ import annotations
 
 import collections
+import copy
+import hashlib
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from rich.console import Console
 
 from zero_recipes.checkpoint.output_dir import claim_output_dir, refuse_in_use, refuse_occupied, saved_in
-from zero_recipes.cli.sweep_runs import SweepRun, refuse_own_ds_config, runs_of
+from zero_recipes.checks.deepspeed_rules import top_level_keys, zero_keys
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.accelerate import FOLDER
-from zero_recipes.config.ds_config import NVME_PATH
-from zero_recipes.core.findings import refusal
+from zero_recipes.config.accelerate import AMBIGUOUS, FOLDER, INLINE, launched_environment
+from zero_recipes.config.ds_config import NVME_PATH, DsConfig, read_json_mapping
+from zero_recipes.config.keys import key_findings, key_types
+from zero_recipes.config.recipe import Settings
+from zero_recipes.config.strategy import launched_ds_config
+from zero_recipes.core.files import write_json, write_text
+from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import free_port
 from zero_recipes.core.tables import plain, terminal
@@ -30,6 +39,15 @@ from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.failure import failed_row
 from zero_recipes.metrics.read_runs import SWEEP_FILE, SweptRun, read_sweep_file
 from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, ContractError, Metrics
+from zero_recipes.report.read import short_names
+
+DS_CONFIG, ACCELERATE_CONFIG = "ds_config.json", "accelerate.yaml"
+SOURCE = "--set"
+EXAMPLE = "--set per_device_train_batch_size=2,4,8"
+LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
+UNSAFE = re.compile(r"[^A-Za-z0-9._+,=-]")
+# what each run of a sweep has of its own, or all of them alike
+NOT_SWEPT = ("output_dir", "overwrite", "resume_from_checkpoint")
 
 
 class Outcome(NamedTuple):
@@ -81,17 +99,13 @@ def sweep(
         previous = claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
         (folder / FILE).unlink(missing_ok=True)
         start = time.perf_counter()
-        if run.refusal is not None:
-            error = " ".join(line.strip() for line in str(run.refusal.findings[0]).splitlines())
-            row = _unmeasured(folder, recipe.stem, run.strategy, "refused", error)
-        else:
-            words = [*shared, *run.words]
-            command = launch_of_strategy(recipe, run.config_in(folder), num_processes, folder, words, script)
-            exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
-            row = _row(folder, run.strategy, exit_code, log)
+        words = [*shared, *run.words]
+        command = launch_of_strategy(recipe, run.config_in(folder), num_processes, folder, words, script)
+        exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
+        row = _row(folder, run.strategy, exit_code, log)
         outcomes.append(Outcome(run.name, row.status, time.perf_counter() - start, folder))
         ending = f"{label}: {row.status} after {outcomes[-1].seconds:.0f} s"
-        ending += f", see {folder / 'log.txt'}" if row.status != "ok" and run.refusal is None else ""
+        ending += f", see {folder / 'log.txt'}" if row.status != "ok" else ""
         if row.status == "refused":
             ending += f": {row.error.removeprefix('refused: ').partition(' why: ')[0]}"
         ending += f"; the results that were there are in {previous}" if previous else ""
@@ -120,13 +134,10 @@ def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
             failed_row(folder, strategy, exit_code, log).write(folder / FILE)
         return Metrics.read(folder / FILE)
     except (ValueError, OSError) as error:  # ContractError is a ValueError
-        return _unmeasured(folder, strategy, strategy, "failed", f"exit code {exit_code}; {error}")
-
-
-def _unmeasured(folder: Path, name: str, strategy: str, status: str, error: str) -> Metrics:
-    row = Metrics(schema=SCHEMA, name=name, strategy=strategy, status=status, error=error)
-    row.write(folder / FILE)
-    return row
+        error = f"exit code {exit_code}; {error}"
+        row = Metrics(schema=SCHEMA, name=strategy, strategy=strategy, status="failed", error=error)
+        row.write(folder / FILE)
+        return row
 
 
 def all_strategies(config_folder: Path = FOLDER) -> list[str]:
@@ -184,3 +195,203 @@ def _run(command: list[str], folder: Path, label: str, console: Console, threads
             if child.poll() is None:  # interrupted: a killed launcher would leave its workers behind
                 os.killpg(child.pid, signal.SIGTERM)
                 child.wait()
+
+
+# the runs of a sweep: strategies by the values of `--set KEY=a,b,c`
+
+
+class _Values(yaml.SafeLoader):
+    """YAML that takes 5e8 and 1e-5 for numbers. YAML 1.1 takes them for text."""
+
+
+def _number(_: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    number = float(node.value)
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+
+
+_Values.add_implicit_resolver("!exponent", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), [*"-+.0123456789"])
+_Values.add_constructor("!exponent", _number)
+
+
+@dataclass(frozen=True)
+class SetKey:
+    """One `--set`: a key and the values that it takes in turn."""
+
+    key: str  # as it was written
+    values: tuple[Any, ...]  # as YAML reads them
+    is_ds: bool  # of the ds_config; else the recipe's
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep."""
+
+    name: str  # of its folder
+    strategy: str
+    config: Path  # the strategy's accelerate file
+    values: Mapping[str, Any]  # what the sweep sets, by key
+    words: tuple[str, ...] = ()  # of the command line, for the keys of the recipe among them
+    ds_config: Mapping[str, Any] | None = None  # with the keys of DeepSpeed among them; None without such keys
+
+    def config_in(self, folder: Path) -> Path:
+        """The accelerate file to launch with: where values of the ds_config are set a new one in `folder`, beside that
+        ds_config. The strategy's own files stay as they are."""
+        if self.ds_config is None:
+            return self.config
+        ds_config, config = folder / DS_CONFIG, folder / ACCELERATE_CONFIG
+        write_json(ds_config, self.ds_config)
+        launched = yaml.safe_load(self.config.read_text())
+        block = launched["deepspeed_config"]
+        if not block.get("deepspeed_config_file"):  # accelerate takes no value of it beside a file
+            launched.pop("mixed_precision", None)
+            in_file = {*AMBIGUOUS, *INLINE} - {"zero3_init_flag"}
+            block = {key: value for key, value in block.items() if key not in in_file}
+        if {"zero_optimization", "zero_optimization.stage"} & set(self.values):
+            block["zero3_init_flag"] = DsConfig(self.ds_config).stage == 3
+        launched["deepspeed_config"] = block | {"deepspeed_config_file": str(ds_config)}
+        write_text(config, yaml.safe_dump(launched, sort_keys=False))
+        return config
+
+
+def runs_of(
+    recipe: Path, configs: Mapping[str, Path], sets: Sequence[str], overrides: list[str], num_processes: int
+) -> list[SweepRun]:
+    """One run a strategy and combination of values. `configs`: {strategy: accelerate file}; `sets`: KEY=a,b,c.
+
+    Raises Refusal for a key that nothing here has; a run whose values cannot be refuses them itself.
+    """
+    if not sets:
+        return [SweepRun(strategy, strategy, config, {}) for strategy, config in configs.items()]
+    parsed = parse_sets(sets, key_types(), overrides)
+    precision = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings.precision
+    environments = {name: launched_environment(config, num_processes) for name, config in configs.items()}
+    _refuse_without_deepspeed(parsed, environments)
+    chosen = [(strategy, values) for strategy in configs for values in combinations(parsed)]
+    runs = []
+    for (strategy, values), name in zip(chosen, run_names(chosen), strict=True):
+        words = [word for key in parsed if not key.is_ds for word in option_words(key.key, values[key.key])]
+        in_ds_config = {tuple(key.key.split(".")): values[key.key] for key in parsed if key.is_ds}
+        launched = launched_ds_config(environments[strategy], precision)[0] if in_ds_config else None
+        ds_config = with_values(launched, in_ds_config) if in_ds_config else None
+        runs.append(SweepRun(name, strategy, configs[strategy], values, tuple(words), ds_config))
+    return runs
+
+
+def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[str]) -> list[SetKey]:
+    """The `--set` options of a command line. `types`: of every key that a recipe may have.
+
+    Raises Refusal for a key that neither a recipe nor a ds_config has, for values that cannot be read, and for a key
+    that is given twice (`overrides`: the other options).
+    """
+    sets = [_parsed(text, types) for text in texts]
+    given = [*recipes.named_on(overrides, types), *(each.key for each in sets)]
+    for text, each in zip(texts, sets, strict=True):
+        if given.count(each.key) > 1:
+            raise _unreadable(text, f"{each.key} is given twice. Name it in one --set, with all its values.")
+    return sets
+
+
+def _parsed(text: str, types: Mapping[str, Any]) -> SetKey:
+    """The values are a YAML list without its brackets."""
+    key, _, listed = text.partition("=")
+    is_ds = _is_ds_key(key.strip(), types)
+    try:
+        values = yaml.load(f"[{listed}]", _Values)
+        written = {json.dumps(value, sort_keys=True, allow_nan=False) for value in values}
+    except (yaml.YAMLError, TypeError, ValueError) as error:
+        raise _unreadable(text, f"{' '.join(str(error).split())}.") from None
+    if not values or len(written) < len(values):
+        raise _unreadable(text, "It has a key, and distinct values by comma.")
+    return SetKey(key.strip(), tuple(values), is_ds)
+
+
+def _unreadable(text: str, why: str) -> Refusal:
+    return refusal("ZR355", text=text[:80], why=why, example=EXAMPLE)
+
+
+def _is_ds_key(key: str, types: Mapping[str, Any]) -> bool:
+    """Whether a key is the ds_config's; the recipe's first, where both have it. Raises Refusal for neither's."""
+    if key in NOT_SWEPT:
+        raise refusal("ZR358", key=key)
+    if key in types:
+        return False
+    block, _, below = key.partition(".")
+    in_zero = block == "zero_optimization" and below
+    if below.split(".")[0] in zero_keys() if in_zero else block in top_level_keys():
+        return True  # DeepSpeed's parser reads what is below
+    zero = {f"zero_optimization.{name}" for name in zero_keys()}
+    raise Refusal(list(key_findings(SOURCE, [key], {*types, *top_level_keys(), *zero})))
+
+
+def combinations(sets: Sequence[SetKey]) -> list[dict[str, Any]]:
+    """{key: value} of each run; the values of the last key change fastest."""
+    keys = [each.key for each in sets]
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(each.values for each in sets))]
+
+
+def run_names(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+    """A folder's name for each (strategy, values): safe on any file system and unique."""
+    texts = [_values_in_words(strategy, values) for strategy, values in runs]
+    safe = [UNSAFE.sub("_", text)[:LONGEST_NAME] for text in texts]
+    folded = [name.casefold() for name in safe]
+    return [
+        name if name == text and folded.count(name.casefold()) == 1 else f"{name},{_digest(run)}"
+        for name, text, run in zip(safe, texts, runs, strict=True)
+    ]
+
+
+def _values_in_words(strategy: str, values: Mapping[str, Any]) -> str:
+    named = short_names(list(values))
+    return ",".join([strategy, *(f"{named[key]}={shown(value)}" for key, value in values.items())])
+
+
+def _digest(run: tuple[str, Mapping[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def shown(value: Any) -> str:
+    """A value as it is written in YAML, on one line."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def option_words(key: str, value: Any) -> list[str]:
+    """How run_sft.py's command line gives a key of the recipe that value."""
+    return [f"--{key}", *map(shown, value)] if isinstance(value, list) else [f"--{key}={shown(value)}"]
+
+
+def refuse_own_ds_config(recipe: Path, settings: Settings, runs: Sequence[SweepRun], num_processes: int) -> None:
+    """Refuse a recipe or command line whose `deepspeed:` is not the ds_config of every run. Raises Refusal.
+
+    Under a launch without DeepSpeed it would train by its own ds_config, in a row that is called ddp.
+    """
+    if settings.deepspeed is None:
+        return
+    own, others = read_json_mapping(settings.deepspeed), set()
+    for run in runs:
+        launched = launched_ds_config(launched_environment(run.config, num_processes), settings.precision)[0]
+        others |= {run.strategy} if launched != own or run.ds_config is not None else set()
+    if others:
+        named = "an inline mapping" if isinstance(settings.deepspeed, dict) else settings.deepspeed
+        raise refusal("ZR366", others=", ".join(sorted(others)), recipe=recipe, named=named)
+
+
+def with_values(config: Mapping[str, Any], values: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    """A ds_config with each value at its path; blocks that are missing are made. Raises Refusal."""
+    filled = copy.deepcopy(dict(config))
+    for path, value in values.items():
+        block = filled
+        for name in path[:-1]:
+            block[name] = {} if block.get(name) is None else block[name]
+            if not isinstance(block[name], dict):
+                raise refusal("ZR360", path=".".join(path), block=name, value=json.dumps(block[name]))
+            block = block[name]
+        block[path[-1]] = value
+    return filled
+
+
+def _refuse_without_deepspeed(sets: list[SetKey], environments: Mapping[str, Mapping[str, str]]) -> None:
+    keys = [each.key for each in sets if each.is_ds]
+    able = [name for name, env in environments.items() if env.get("ACCELERATE_USE_DEEPSPEED") == "true"]
+    without = [name for name in environments if name not in able]
+    if keys and without:
+        raise refusal("ZR359", keys=", ".join(keys), without=", ".join(without), able=",".join(able) or "zero2")

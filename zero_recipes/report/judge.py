@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 from zero_recipes.core import units
 from zero_recipes.metrics.read_runs import MeasuredRun, SampleRow
 from zero_recipes.metrics.schema import ORDER
-from zero_recipes.report import rows
-from zero_recipes.report.table import texts
+from zero_recipes.report import read
+from zero_recipes.report.read import texts
 from zero_recipes.theory import zero_paper
 from zero_recipes.theory.deepspeed import explained, volume_terms
 
@@ -45,7 +45,7 @@ class Judgement(NamedTuple):
 
 def judge_runs(runs: Sequence[MeasuredRun]) -> list[Judgement]:
     """All judgements on these runs, in the order in which a reader asks; those on stages need compared rows."""
-    compared = rows.comparison(runs)
+    compared = read.comparison(runs)
     answers = {name: judge(compared) for name, judge in JUDGES.items()} if compared else {}
     answers["answers"] = _answers(runs)
     asked = texts()["judgements"]
@@ -55,7 +55,7 @@ def judge_runs(runs: Sequence[MeasuredRun]) -> list[Judgement]:
 def sampled_run(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
     """The run whose answers are shown: a full run where there is one, otherwise the last that has samples."""
     with_samples = [run for run in runs if run.samples]
-    return (rows.single_runs(with_samples) or with_samples or [None])[-1]
+    return (read.single_runs(with_samples) or with_samples or [None])[-1]
 
 
 def mean_scores(samples: Sequence[SampleRow]) -> dict[str, tuple[float, float]]:
@@ -93,26 +93,26 @@ def _written(value: object) -> str:
 
 
 def _staircase(runs: Sequence[MeasuredRun]) -> Answer:
-    steps = [run for run in _stages(runs) if rows.largest_rank(run)]
+    steps = [run for run in _stages(runs) if read.largest_rank(run)]
     if len(steps) < 2:
         return "cannot tell", "Fewer than two stages were measured."
-    totals = {run.label: rows.state_total(rows.largest_rank(run)) for run in steps}
+    totals = {run.label: read.state_total(read.largest_rank(run)) for run in steps}
     rises = [(a, b) for a, b in pairwise(totals) if totals[b] > totals[a] * (1 + EQUAL_MEMORY)]
     measured = f"Largest rank: {_listed(totals, units.size)}."
     measured += "".join(f" {upper} holds more than {lower}." for lower, upper in rises)
-    if against := {run.label: totals[run.label] / expected for run in steps if (expected := rows.textbook(run))}:
+    if against := {run.label: totals[run.label] / expected for run in steps if (expected := read.textbook(run))}:
         measured += f" Measured over textbook: {_listed(against, '{:.3f}'.format)}."
-    if peaks := {run.label: peak for run in steps if (peak := rows.peak_allocated(run))}:
+    if peaks := {run.label: peak for run in steps if (peak := read.peak_allocated(run))}:
         measured += f" Peak allocated, with activations and buffers: {_listed(peaks, units.size)}."
     return _yes(not rises), measured
 
 
 def _speed(runs: Sequence[MeasuredRun]) -> Answer:
     """Times taken on a CPU give numbers but no verdict, since the claims are about GPUs."""
-    timed = [run for run in _stages(runs) if rows.speed(run)]
+    timed = [run for run in _stages(runs) if read.speed(run)]
     if len(timed) < 2:
         return "cannot tell", "Fewer than two stages were timed."
-    slower = {run.label: 1 - rows.speed(run) / rows.speed(timed[0]) for run in timed[1:]}
+    slower = {run.label: 1 - read.speed(run) / read.speed(timed[0]) for run in timed[1:]}
     listed = _listed(slower, lambda by: f"{units.percent(abs(by))} {'slower' if by >= 0 else 'faster'}")
     measured = f"Against {timed[0].label}: {listed}."
     if any(run.device == "cpu" for run in timed):
@@ -137,22 +137,22 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
     if sixteen_bit and len(stages) >= 2:
         sentence = _within(stages, LOSS_16_BIT)[1]
         measured += f" For DeepSpeed's stages alone: {sentence[0].lower()}{sentence[1:]}"
-    if any(set(rows.losses_by_step(run)) != set(steps) for run in trained):
+    if any(set(read.losses_by_step(run)) != set(steps) for run in trained):
         measured += f" Only steps {steps[0]} to {steps[-1]} are compared; some strategies have others too."
     return _yes(holds), measured
 
 
 def _common_steps(runs: Sequence[MeasuredRun]) -> list[int]:
-    return sorted(set.intersection(*(set(rows.losses_by_step(run)) for run in runs)))
+    return sorted(set.intersection(*(set(read.losses_by_step(run)) for run in runs)))
 
 
 def _first_not_finite(run: MeasuredRun) -> int | None:
-    return next((step for step, loss in rows.losses_by_step(run).items() if not math.isfinite(loss)), None)
+    return next((step for step, loss in read.losses_by_step(run).items() if not math.isfinite(loss)), None)
 
 
 def _within(runs: Sequence[MeasuredRun], limit: float) -> tuple[bool, str]:
     """Whether the losses of all runs agree at each step that all have, by their largest relative difference."""
-    losses = {run.label: rows.losses_by_step(run) for run in runs}
+    losses = {run.label: read.losses_by_step(run) for run in runs}
     worst, steps = (0.0, 0, "", ""), _common_steps(runs)
     for step in steps:
         low, high = (choose(losses, key=lambda name: losses[name][step]) for choose in (min, max))
@@ -168,7 +168,7 @@ def _within(runs: Sequence[MeasuredRun], limit: float) -> tuple[bool, str]:
 
 
 def _communication(runs: Sequence[MeasuredRun]) -> Answer:
-    moved = {run.label: rows.communication_in_phi(run) for run in runs if run.strategy in ORDER}
+    moved = {run.label: read.communication_in_phi(run) for run in runs if run.strategy in ORDER}
     moved = {label: phi for label, phi in moved.items() if phi is not None}
     measured_runs = [run for run in runs if run.label in moved]
     if all(run.zero_stage is None for run in measured_runs) or any(run.world_size == 1 for run in measured_runs):
@@ -177,7 +177,7 @@ def _communication(runs: Sequence[MeasuredRun]) -> Answer:
     agrees = all(abs(moved[label] / paper[label] - 1) <= EQUAL_VOLUME for label in moved if label != "ddp")
     listed = ", ".join(f"{label} {phi:.2f}Φ (paper {paper[label]})" for label, phi in moved.items())
     first = measured_runs[0]
-    phi = units.size(first.trainable_parameters * rows.BYTES_PER_VALUE[first.precision])
+    phi = units.size(first.trainable_parameters * read.BYTES_PER_VALUE[first.precision])
     measured = f"Per step, with Φ = {phi}: {listed}."
     accumulation = max(run.gradient_accumulation_steps or 1 for run in measured_runs)
     if accumulation > 1:
@@ -192,7 +192,7 @@ def _terms_of(run: MeasuredRun) -> str | None:
         return None
     for buckets, kept in product((True, False), (True, False)):
         terms = volume_terms(run.zero_stage, run.gradient_accumulation_steps or 1, buckets, kept)
-        if abs(rows.communication_in_phi(run) / sum(terms.values()) - 1) <= EQUAL_VOLUME:
+        if abs(read.communication_in_phi(run) / sum(terms.values()) - 1) <= EQUAL_VOLUME:
             return explained(terms)
     return None
 

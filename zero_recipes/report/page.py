@@ -1,22 +1,100 @@
-"""The report as one HTML file: pictures embedded, style inline, nothing fetched from anywhere."""
+"""From a folder of runs to the report's files and the lines in the terminal.
+
+The page is one HTML file: pictures embedded, style inline, nothing fetched from anywhere.
+"""
 
 import base64
+import json
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from rich.console import Console
 
 from zero_recipes.core import units
-from zero_recipes.core.tables import Column
-from zero_recipes.metrics.read_runs import MeasuredRun
-from zero_recipes.report import rows, table
-from zero_recipes.report.judge import Judgement, mean_scores, sampled_run
+from zero_recipes.core.files import without_nan
+from zero_recipes.core.findings import refusal
+from zero_recipes.core.tables import Column, plain, print_columns, terminal
+from zero_recipes.metrics.read_runs import MeasuredRun, UnreadableRun, read_runs
+from zero_recipes.metrics.schema import ContractError
+from zero_recipes.report import plots, read
+from zero_recipes.report.judge import Judgement, judge_runs, mean_scores, sampled_run
 
+VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
 SETTINGS = ("model", "parameters", "trainable_parameters", "device", "world_size", "precision", "micro_batch_size",
             "gradient_accumulation_steps", "max_length", "recipe_sha256")  # fmt: skip
 PLANNED = ("run", "planned by", "states planned", "measured", "apart", "peak planned", "measured", "apart")
+
+
+def write_report(folder: Path, console: Console | None = None) -> Path:
+    """Write report.html, report.json, report.md and the pictures into `folder`, print the tables and judgements.
+
+    A metrics.json that cannot be read is a row that says why. Returns the path of the page. Raises Refusal where there
+    is none that can be read.
+    """
+    folder = Path(folder)
+    try:
+        runs = read_runs(folder)
+    except ContractError as error:
+        raise refusal("ZR560", folder=folder, error=str(error)) from error
+    judgements = judge_runs(runs)
+    page = folder / "report.html"
+    (folder / "report.json").write_text(_as_json(runs, judgements), encoding="utf-8")
+    (folder / "report.md").write_text(_as_markdown(runs), encoding="utf-8")
+    page.write_text(render_page(runs, judgements, _draw(runs, folder)), encoding="utf-8", errors="replace")
+    _print(runs, judgements, console or terminal())
+    return page
+
+
+def _draw(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
+    """All pictures by their file names' stems."""
+    drawn = [*plots.draw_comparison(runs, folder).values()]
+    drawn += [path for run in read.single_runs(runs) if (path := plots.draw_single(run, folder))]
+    for number, group in enumerate(read.sweeps(runs), 1):
+        name = "sweep.png" if number == 1 else f"sweep_{number}.png"
+        drawn.append(plots.draw_sweep(read.sweep_table(group), folder / name))
+    return {path.stem: path for path in drawn}
+
+
+def _print(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console: Console) -> None:
+    for shown in read.tables(runs):
+        console.print(plain(shown.title, style="bold"))
+        print_columns(shown.named, shown.measured, shown.rows, console)
+    for line in read.notes(runs):
+        console.print(plain(line, style="dim"))
+    if note := devices_note(runs):
+        console.print(plain(note, style="yellow"))
+    for judgement in judgements:
+        console.print()
+        console.print(plain(judgement.verdict, VERDICT_STYLE[judgement.verdict]), judgement.question, sep="  ")
+        console.print(plain(judgement.measured))
+    for run in runs:
+        if run.samples_fault:
+            console.print(plain(f"\n{run.label}: its samples cannot be read. {run.samples_fault}", style="red"))
+        if run.status != "ok":
+            console.print(plain(f"\n{run.label}: {run.status}. {run.error or ''}", style="red"))
+
+
+def _as_json(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement]) -> str:
+    """Rows and judgements as strict JSON; bytes and seconds, nothing rounded."""
+    reference = read.baseline(runs)
+    content = {
+        "schema": 1,
+        "baseline": reference.label if reference else None,
+        "rows": read.table_rows(runs),
+        "judgements": [judgement._asdict() for judgement in judgements],
+    }
+    return json.dumps(without_nan(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _as_markdown(runs: Sequence[MeasuredRun]) -> str:
+    """The tables for a README, each below the setting that it was measured in."""
+    lines = read.notes(runs) + [note for note in [devices_note(runs)] if note]
+    lines += [f"{run.label}: {run.status}. {run.error}" for run in runs if isinstance(run, UnreadableRun)]
+    blocks = [f"{shown.title}\n\n{shown.markdown}" for shown in read.tables(runs)]
+    return "\n".join([*blocks, *(f"- {line}" for line in lines)]) + "\n"
 
 
 def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pictures: Mapping[str, Path]) -> str:
@@ -24,17 +102,17 @@ def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pi
     loader, blocks = FileSystemLoader(Path(__file__).parent), {"trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
     environment.filters |= {"size": units.size, "fixed": units.fixed, "embedded": _embedded}
-    compared, answered, swept = rows.comparison(runs), sampled_run(runs), map(table.sweep_table, rows.sweeps(runs))
+    compared, answered, swept = read.comparison(runs), sampled_run(runs), map(read.sweep_table, read.sweeps(runs))
     return environment.get_template("page.html.j2").render(
-        setting=rows.setting(compared or runs),
+        setting=read.setting(compared or runs),
         written=date.today().isoformat(),
         devices=devices_note(runs),
         judgements=judgements,
-        comparison=_grids(table.runs_table(compared)) if compared else [],
-        notes=table.notes(runs),
+        comparison=_grids(read.runs_table(compared)) if compared else [],
+        notes=read.notes(runs),
         sweeps=[(shown, _grid(shown.named + shown.measured, shown.rows)) for shown in swept],
         pictures=pictures,
-        singles=[(run, _grids(table.runs_table([run]))) for run in rows.single_runs(runs)],
+        singles=[(run, _grids(read.runs_table([run]))) for run in read.single_runs(runs)],
         failures=[run for run in runs if run.status != "ok" or run.samples_fault],
         answered=answered,
         means=mean_scores(answered.samples) if answered else {},
@@ -54,7 +132,7 @@ def devices_note(runs: Sequence[MeasuredRun]) -> str | None:
     return f"{which} Model-state bytes carry over to GPUs; times and peak memory do not."
 
 
-def _grids(shown: table.Table) -> list[dict[str, Any]]:
+def _grids(shown: read.Table) -> list[dict[str, Any]]:
     """One table on memory and one on speed and loss: together they are too wide for a page."""
     parts = [part for part in (shown.memory, shown.speed) if part] or [[]]
     return [_grid(shown.named + part, shown.rows) for part in parts]
@@ -79,9 +157,9 @@ def _details(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
 
 def _planned(run: MeasuredRun) -> list[str] | None:
     """What was planned beside what was measured: states with states, allocated peak with allocated peak."""
-    rank, cells = rows.largest_rank(run), []
-    states = rows.planned_states(run), rows.state_total(rank) if rank else None
-    peaks = rows.planned_peak(run), rows.peak_allocated(run)
+    rank, cells = read.largest_rank(run), []
+    states = read.planned_states(run), read.state_total(rank) if rank else None
+    peaks = read.planned_peak(run), read.peak_allocated(run)
     if states[0] is None and peaks[0] is None:
         return None
     for planned, measured in (states, peaks):

@@ -6,7 +6,7 @@ Figures are built without pyplot: nothing global is touched and no display is lo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,8 @@ from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, NullLoca
 
 from zero_recipes.core import units
 from zero_recipes.metrics.read_runs import MeasuredRun
-from zero_recipes.report import rows
-from zero_recipes.report.table import Table, short_names, value_text
+from zero_recipes.report import read
+from zero_recipes.report.read import Table, short_names, value_text
 
 BARS_INCHES, LOSS_INCHES, SWEEP_INCHES = (8.0, 4.8), (8.0, 6.0), (9.0, 6.2)
 DPI = 150
@@ -32,17 +32,14 @@ INK, FAINT, PALE, ALARM = "#24292f", "#d8dce1", "#57606a", "#b3261e"
 STYLE = Path(__file__).with_name("style.mplstyle")
 STRATEGIES = {"ddp": "#7a7a7a", "zero0": "#cc4b58", "zero1": "#e0a030", "zero2": "#2a9d8f", "zero3": "#33608c"}
 OTHERS = ("#8e5ea2", "#a0642e", "#7fa653", "#c77cb0", "#4f4f87")
-# parts of a stack: of a rank's memory, of a run's seconds
+# parts of a stack
 MEMORY = {
     "params": "#4477aa", "grads": "#ee9b3d", "optimizer": "#66a182", "activations": "#aa4466", "buckets": "#88ccee",
     "loss_head": "#ccbb44", "other": "#bbbbbb", "offloaded_host": "#c3cad3", "offloaded_disk": "#e3d9c6",
 }  # fmt: skip
 LABELS = {"buckets": "buckets, gathered", "offloaded_host": "on host", "offloaded_disk": "on disk"}
-PHASES = {"startup": "#7b93b8", "data": "#8e5ea2", "model": "#5a8f9c", "train": "#4f9d69", "eval": "#e0a030",
-          "save": "#b8574e"}  # fmt: skip
 STATES = ("params", "grads", "optimizer", "offloaded_host", "offloaded_disk")
 BEYOND = 2.0  # of the GPU's memory: bars that go further are cut, and say how far they go
-READABLE = 0.06  # of the longest bar: a phase's seconds are written into its part where that is so wide
 ABSENT = {"oom": "out of memory", "ok": "not measured"}  # why there is no bar, by status
 
 
@@ -65,8 +62,8 @@ class Bar:
 
 def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
     """Write the pictures of the comparison, by name; those that the runs have no numbers for are left out."""
-    compared = rows.comparison(runs)
-    setting, drawn = rows.setting(compared or runs), {}
+    compared = read.comparison(runs)
+    setting, drawn = read.setting(compared or runs), {}
     if compared:
         bars, path = list(map(_state_bar, compared)), folder / "staircase.png"
         drawn["staircase"] = draw_memory(bars, "Model states on the fullest rank", setting, path)
@@ -77,8 +74,6 @@ def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path
         bars, capacity = list(map(_plan_bar, planned)), min(memory, default=None)
         title, path = "Planned memory, and the measured peak", folder / "plan.png"
         drawn["plan"] = draw_memory(bars, title, setting, path, capacity)
-    if timed := {run.label: seconds for run in runs if (seconds := seconds_by_phase(run))}:
-        drawn["phases"] = _draw_phases(timed, setting, folder / "phases.png")
     return drawn
 
 
@@ -88,8 +83,8 @@ def draw_single(run: MeasuredRun, folder: Path) -> Path | None:
         return None
     path = folder / f"run_{run.folder.name}.png"
     with _figure(path, BARS_INCHES) as figure:
-        axes = _titled(figure.subplots(), f"Training loss of {run.label}", rows.setting([run]))
-        _lines(axes, rows.losses_by_step(run), color=STRATEGIES["zero3"], lw=1.2, label="training")
+        axes = _titled(figure.subplots(), f"Training loss of {run.label}", read.setting([run]))
+        _lines(axes, read.losses_by_step(run), color=STRATEGIES["zero3"], lw=1.2, label="training")
         if run.eval_history:
             evaluated = {entry.step: entry.loss for entry in run.eval_history}
             _lines(axes, evaluated, color=STRATEGIES["zero0"], lw=1.6, marker="o", ms=5, label="evaluation")
@@ -110,7 +105,7 @@ def draw_memory(bars: Sequence[Bar], title: str, setting: str, path: Path, capac
         axes.set(ylabel=f"memory of the fullest rank in {unit}", ylim=(0, 1.12 * highest / one or 1))
         for place, bar in enumerate(bars):
             left = place - shift if bar.peak else place
-            _stack(axes.bar, left, {part: size / one for part, size in bar.parts.items()}, width, MEMORY)
+            _stack(axes, left, {part: size / one for part, size in bar.parts.items()}, width)
             if bar.textbook:
                 outline = [withStroke(linewidth=4.5, foreground="white")]
                 axes.hlines(bar.textbook / one, left - width / 2, left + width / 2, INK, lw=2, path_effects=outline)
@@ -133,19 +128,19 @@ def draw_memory(bars: Sequence[Bar], title: str, setting: str, path: Path, capac
 
 def _state_bar(run: MeasuredRun) -> Bar:
     """Model states of the fullest rank, in grey on top what lies on host and disk."""
-    rank = rows.largest_rank(run)
+    rank = read.largest_rank(run)
     parts = {part: getattr(rank, part) or 0 for part in STATES} if rank else {}
     absent = "" if rank else ABSENT.get(run.status, run.status)
-    return Bar(_label(run), parts, rows.peak_allocated(run), rows.textbook(run), absent=absent)
+    return Bar(_label(run), parts, read.peak_allocated(run), read.textbook(run), absent=absent)
 
 
 def _plan_bar(run: MeasuredRun) -> Bar:
     reserved = run.predicted.reserved_bytes
-    return Bar(run.label, run.predicted.at_peak, rows.peak_allocated(run), reserved=(reserved.low, reserved.high))
+    return Bar(run.label, run.predicted.at_peak, read.peak_allocated(run), reserved=(reserved.low, reserved.high))
 
 
 def _is_planned_in_parts(run: MeasuredRun) -> bool:
-    return bool(rows.planned_peak(run) and run.predicted.at_peak and run.predicted.reserved_bytes)
+    return bool(read.planned_peak(run) and run.predicted.at_peak and run.predicted.reserved_bytes)
 
 
 def _memory_legend(bars: Sequence[Bar], capacity: int | None) -> list[Any]:
@@ -163,44 +158,17 @@ def _memory_legend(bars: Sequence[Bar], capacity: int | None) -> list[Any]:
     return handles
 
 
-def seconds_by_phase(run: MeasuredRun) -> dict[str, float]:
-    """{phase: seconds}, in the order of a run."""
-    written = {} if run.phase_seconds is None else run.phase_seconds.model_dump(exclude_none=True)
-    return {name: seconds for name, seconds in written.items() if seconds}
-
-
-def _draw_phases(timed: Mapping[str, Mapping[str, float]], setting: str, path: Path) -> Path:
-    """Where the seconds of every run went: one horizontal bar a run, its phases one after the other."""
-    longest = max(sum(seconds.values()) for seconds in timed.values())
-    shown = [name for name in PHASES if any(name in seconds for seconds in timed.values())]
-    with _figure(path, (8.0, 1.95 + 0.36 * len(timed))) as figure:
-        axes = _titled(figure.subplots(), "Where the seconds go", setting, grid="x")
-        for place, seconds in enumerate(timed.values()):
-            for middle, spent in _stack(axes.barh, place, seconds, 0.66, PHASES):
-                if spent >= READABLE * longest:
-                    axes.text(middle, place, f"{spent:.1f}", ha="center", va="center", fontsize=8.5, color="white")
-            total = sum(seconds.values())
-            _note(axes, f"{total:.1f}", (total, place), (4, 0), va="center")
-        axes.set_yticks(range(len(timed)), timed)
-        axes.set(ylim=(len(timed) - 0.4, -0.6), xlim=(0, 1.08 * longest))
-        axes.set_xlabel("seconds of rank 0, from the start of its process")
-        axes.tick_params(axis="y", length=0)
-        figure.legend(handles=[Patch(color=PHASES[name], label=name) for name in shown], loc="outside lower center",
-                      ncols=len(PHASES), handlelength=1.4)  # fmt: skip
-    return path
-
-
 def _draw_throughput(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:
     """Non-padding tokens per second over all ranks, with the share of the baseline on top."""
-    reference, fastest = rows.baseline(runs), max((rows.speed(run) or 0 for run in runs), default=0)
+    reference, fastest = read.baseline(runs), max((read.speed(run) or 0 for run in runs), default=0)
     with _figure(path, BARS_INCHES) as figure:
         axes = _titled(figure.subplots(), "Throughput", setting)
         for place, (run, colour) in enumerate(zip(runs, colours(runs), strict=True)):
-            if (speed := rows.speed(run)) is None:
+            if (speed := read.speed(run)) is None:
                 _say(axes, place, ABSENT.get(run.status, run.status))
                 continue
             axes.bar(place, speed, 0.62, color=colour)
-            share = rows.relative_speed(run, reference)
+            share = read.relative_speed(run, reference)
             label = units.count(speed) if share is None else f"{units.count(speed)}\n{units.percent(share)}"
             _above(axes, place, speed, label, len(runs))
         axes.set(ylim=(0, 1.16 * fastest or 1), ylabel="non-padding tokens per second, all ranks")
@@ -214,12 +182,12 @@ def _draw_throughput(runs: Sequence[MeasuredRun], setting: str, path: Path) -> P
 def _draw_losses(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:
     """All losses over each other, and below how far each lies from the baseline, on a log scale."""
     trained = [(run, colour) for run, colour in zip(runs, colours(runs), strict=True) if run.loss_history]
-    base = rows.baseline(runs) or next((run for run, _ in trained), None)
+    base = read.baseline(runs) or next((run for run, _ in trained), None)
     with _figure(path, LOSS_INCHES) as figure:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         _titled(upper, "Training loss", setting).set_ylabel("loss")
         for index, (run, colour) in enumerate(trained):
-            losses = rows.losses_by_step(run)
+            losses = read.losses_by_step(run)
             # dashes take turns where curves coincide; a thin line joins them
             dashes = (-5.0 * (index - 1), (5.0, 5.0 * (len(trained) - 1))) if index else "-"
             _lines(upper, losses, color=colour, lw=0.9, zorder=1)
@@ -234,9 +202,9 @@ def _draw_losses(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:
 
 def _distances(axes: Axes, base: MeasuredRun | None, trained: Sequence[tuple[MeasuredRun, str]]) -> None:
     """Lines of |loss - baseline loss|; steps that agree to the last bit have no place on a log scale."""
-    expected, remarks, drawn = rows.losses_by_step(base) if base else {}, [], []
+    expected, remarks, drawn = read.losses_by_step(base) if base else {}, [], []
     for run, colour in trained:
-        gaps = {step: abs(loss - expected[step]) for step, loss in rows.losses_by_step(run).items() if step in expected}
+        gaps = {step: abs(loss - expected[step]) for step, loss in read.losses_by_step(run).items() if step in expected}
         if not all(map(math.isfinite, gaps.values())):
             remarks.append(f"not finite: {run.label}")
         elif gaps and not any(gaps.values()):
@@ -350,15 +318,12 @@ def _titled(axes: Axes, text: str, setting: str, grid: str = "y") -> Axes:
     return axes
 
 
-def _stack(draw: Callable, place: float, parts: Mapping[str, float], width: float, colour: Mapping[str, str]):
-    """Parts one on the other, by `axes.bar` or `axes.barh`. Returns (middle, length) of each."""
-    start, drawn = 0.0, []
-    for part, length in parts.items():
-        along = {"left" if draw.__name__ == "barh" else "bottom": start}
-        draw(place, length, width, color=colour.get(part, FAINT), edgecolor="white", linewidth=0.6, **along)
-        drawn.append((start + length / 2, length))
-        start += length
-    return drawn
+def _stack(axes: Axes, place: float, parts: Mapping[str, float], width: float) -> None:
+    """Parts of MEMORY one on the other."""
+    bottom = 0.0
+    for part, height in parts.items():
+        axes.bar(place, height, width, bottom, color=MEMORY.get(part, FAINT), edgecolor="white", linewidth=0.6)
+        bottom += height
 
 
 def _lines(axes: Axes, points: Mapping[Any, float], **looks: Any) -> None:
