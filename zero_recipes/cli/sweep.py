@@ -120,11 +120,7 @@ def _announce(runs: list[SweepRun], output_dir: Path, console: Console) -> None:
         read_sweep_file(output_dir).with_runs(own).write(output_dir)
     except ContractError as error:
         raise refusal("ZR361", output_dir=output_dir / SWEEP_FILE, error=error) from error
-    strategies = len({run.strategy for run in runs})
-    keys = {key: len({json.dumps(run.values[key]) for run in runs}) for key in runs[0].values}
-    counts = [f"{strategies} strateg{'y' if strategies == 1 else 'ies'}"]
-    counts += [f"{count} value{'' if count == 1 else 's'} of {key}" for key, count in keys.items()]
-    console.print(plain(f"{len(runs)} runs: {' x '.join(counts)}"), soft_wrap=True)
+    console.print(plain(f"{len(runs)} runs: {', '.join(run.name for run in runs)}"), soft_wrap=True)
 
 
 def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
@@ -331,22 +327,15 @@ def combinations(sets: Sequence[SetKey]) -> list[dict[str, Any]]:
 
 def run_names(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     """A folder's name for each (strategy, values): safe on any file system and unique."""
-    texts = [_values_in_words(strategy, values) for strategy, values in runs]
-    safe = [UNSAFE.sub("_", text)[:LONGEST_NAME] for text in texts]
-    folded = [name.casefold() for name in safe]
-    return [
-        name if name == text and folded.count(name.casefold()) == 1 else f"{name},{_digest(run)}"
-        for name, text, run in zip(safe, texts, runs, strict=True)
-    ]
-
-
-def _values_in_words(strategy: str, values: Mapping[str, Any]) -> str:
-    named = short_names(list(values))
-    return ",".join([strategy, *(f"{named[key]}={shown(value)}" for key, value in values.items())])
-
-
-def _digest(run: tuple[str, Mapping[str, Any]]) -> str:
-    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:8]
+    names = []
+    for strategy, values in runs:
+        named = short_names(list(values))
+        text = ",".join([strategy, *(f"{named[key]}={shown(value)}" for key, value in values.items())])
+        name = UNSAFE.sub("_", text)[:LONGEST_NAME]
+        if name != text:  # other values may give the same
+            name += "," + hashlib.sha256(text.encode()).hexdigest()[:8]
+        names.append(name)
+    return names
 
 
 def shown(value: Any) -> str:
