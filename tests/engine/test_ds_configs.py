@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.conftest import FIXTURES
 from tests.helpers.grid import grid
 from tests.helpers.public_cases import set_by_launch
 from tests.helpers.tiny import write_recipe
@@ -20,61 +19,6 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.model import load_config
-
-DS_JSON = sorted((FIXTURES / "ds_json").glob("*.json"))
-SIZES = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
-HALF = {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2}
-LIVE = {"stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9, "sub_group_size": 1e9}
-AUTO_3 = {"stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"}
-GATHER = {"stage3_gather_16bit_weights_on_model_save": True}
-# in the form of configurations that people bring along: (configuration, what is said of it; none: it runs)
-BROUGHT = {
-    "DeepSpeed, getting started": (
-        {"train_batch_size": 8, "optimizer": {"type": "Adam"}, "fp16": {"enabled": True}, "zero_optimization": True},
-        ["ZR208"],
-    ),
-    "DeepSpeed, a stage and little else": (
-        {"train_batch_size": 8, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_clipping": 1.0},
-        ["ZR199"],
-    ),
-    "DeepSpeed, the same for this run": (
-        {"train_batch_size": 4, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "gradient_clipping": 1.0},
-        [],
-    ),
-    "DeepSpeed, offload": (
-        SIZES
-        | {"bf16": {"enabled": True}, "gradient_clipping": "auto"}
-        | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, **LIVE, **GATHER}},
-        [],
-    ),
-    "axolotl, zero2": (
-        SIZES
-        | {"bf16": {"enabled": True}, "fp16": HALF | {"auto_cast": False}, "gradient_clipping": "auto"}
-        | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "none"}, "contiguous_gradients": True}}
-        | {"wall_clock_breakdown": False},
-        [],
-    ),
-    "axolotl, zero3": (
-        SIZES
-        | {"bf16": {"enabled": "auto"}, "fp16": HALF, "gradient_clipping": "auto", "wall_clock_breakdown": False}
-        | {"zero_optimization": {"stage": 3, "sub_group_size": 0, "reduce_bucket_size": "auto", **AUTO_3, **GATHER}},
-        [],
-    ),
-    "LLaMA-Factory, z2": (
-        SIZES
-        | {"bf16": {"enabled": "auto"}, "fp16": HALF, "gradient_clipping": "auto"}
-        | {"zero_allow_untested_optimizer": True}
-        | {"zero_optimization": {"stage": 2, "allgather_bucket_size": 5e8, "round_robin_gradients": True}},
-        [],
-    ),
-    "LLaMA-Factory, z3": (
-        SIZES
-        | {"bf16": {"enabled": "auto"}, "fp16": HALF, "gradient_clipping": "auto"}
-        | {"zero_allow_untested_optimizer": True}
-        | {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", **AUTO_3, **LIVE, **GATHER}},
-        [],
-    ),
-}  # fmt: skip
 
 
 def findings_of(path: Path, *overrides: str):
@@ -175,29 +119,3 @@ def test_accelerate_files_brought_along_run_with_what_the_launch_sets(one, two, 
     assert [rank["ended"] for rank in ended] == ["ran"] * processes, ended
     assert ended[0]["strategy"] == strategy and verify(tmp_path / "out")["tensors"] == 28
     assert list((tmp_path / "out").glob("checkpoint-2/*.safetensors")), "checkpoints hold a model too"
-
-
-@pytest.mark.parametrize("name", BROUGHT)
-def test_ds_configs_brought_along_run_or_are_refused(two, tmp_path, monkeypatch, name):
-    config, said = BROUGHT[name]
-    monkeypatch.chdir(tmp_path)
-    Path("c.json").write_text(json.dumps(config))
-    path = write_recipe(tmp_path, max_steps=1, max_grad_norm=1.0)
-    argv = ["--deepspeed", str(tmp_path / "c.json"), "--output_dir", str(tmp_path / "out")]
-    findings = findings_of(path, "--deepspeed", "c.json", *argv[2:])
-    assert [finding.code for finding in findings if finding.level == "error"] == said
-    if not said:
-        assert two.run("train", argv=[str(path), *argv])[0]["metrics"]["status"] == "ok"
-
-
-@pytest.mark.skipif(not DS_JSON, reason=f"the documents' DeepSpeed JSON is not at {FIXTURES}")
-@pytest.mark.parametrize("config", DS_JSON, ids=lambda path: path.stem)
-def test_ds_configs_of_the_documents_run_or_are_refused(two, tmp_path, config):
-    path = write_recipe(tmp_path, max_steps=2)
-    argv = ["--deepspeed", str(config), "--output_dir", str(tmp_path / "out")]
-    findings = findings_of(path, *argv)
-    errors = [finding for finding in findings if finding.level == "error"]
-    for finding in findings:
-        assert finding.why and finding.fix
-    if not errors:
-        assert two.run("train", argv=[str(path), *argv])[0]["metrics"]["status"] == "ok"

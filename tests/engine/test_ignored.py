@@ -23,17 +23,3 @@ def test_an_ignored_option_changes_nothing(two, tmp_path, code):
         runs.append(two.run("train", argv=argv)[0]["metrics"])
     assert [run["status"] for run in runs] == ["ok", "ok"]
     assert runs[0]["loss_history"] == runs[1]["loss_history"]
-
-
-def test_without_ignore_the_run_is_refused(two, tmp_path):
-    argv = argv_of(tmp_path, deepspeed=WITHOUT_EFFECT["ZR239"][0])
-    assert all("[ZR239]" in said for said in two.run("refusal_of", argv=argv))
-
-
-def test_an_ignored_schedule_is_the_one_that_is_written(two, tmp_path):
-    """A warm-up of 1000 steps in a run of a few: the learning rate stays near 0, and the run ends well."""
-    warm_up = {"warmup_min_lr": 0, "warmup_max_lr": 1e-3, "warmup_num_steps": 1000, "warmup_type": "linear"}
-    config = ds_config(2) | {"scheduler": {"type": "WarmupLR", "params": warm_up}}
-    keys = {"warmup_steps": 1000, "learning_rate": 1e-3, "ignore": ["ZR217"]}
-    metrics = two.run("train", argv=argv_of(tmp_path, deepspeed=config, **keys))[0]["metrics"]
-    assert metrics["status"] == "ok"

@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
-from transformers import (
-    AutoModelForCausalLM,
-    MixtralConfig,
-)
 
 from tests.helpers.grid import grid
-from tests.helpers.tiny import llama_config, named, write_recipe
+from tests.helpers.tiny import named, write_recipe
 from zero_recipes.theory.deepspeed import read_at_resume
-
-ADAPTER = {"use_peft": True, "lora_r": 4, "lora_dropout": 0.0, "lora_target_modules": ["q_proj", "v_proj"]}
-LORA = {"bf16": False, "max_steps": 3, "global_batch_size": 8, "learning_rate": 1e-2, "activation_checkpointing": True}
-LORA |= ADAPTER
-NOT_REENTRANT = ["--gradient_checkpointing_kwargs", '{"use_reentrant": false}']
-
-
-def recipe_of(folder: Path, config, **keys) -> Path:
-    recipe = write_recipe(folder, random_weights=False, **keys)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(recipe.parent / "model")
-    return recipe
-
 
 # DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: releases of the trace of generation
 
@@ -51,13 +31,6 @@ def test_a_model_that_takes_longer_to_write_than_a_collective_may_is_saved(two, 
     argv = [str(recipe), "--output_dir", str(tmp_path / "out"), *named(strategy)]
     assert two.run("fault_cases.train_with_a_slow_writer", argv=argv) == ["saved", "saved"]
     assert (tmp_path / "out" / "model.safetensors").is_file()
-
-
-SIZES = {
-    "vocab_size": 1031, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1, "max_position_embeddings": 256, "num_experts_per_tok": 1,
-}  # fmt: skip
-EXPERTS = 64  # more than a micro batch has tokens: on each rank some have none
 
 
 # deepspeedai/DeepSpeed#3938: what a resume reads
@@ -86,30 +59,3 @@ def test_deepspeeds_own_groups_have_the_time_of_the_run(two, tmp_path, patched):
     argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--ddp_timeout", "4321", *named("zero2")]
     made = set(two.run("fault_cases.timeouts", argv=argv, patched=patched)[1])
     assert made == {4321} if patched else 4321 not in made
-
-
-# huggingface/transformers#47254, modelscope/ms-swift#5875: what a new version could break again at stage 3
-
-
-@pytest.mark.private
-def test_lora_with_checkpointing_has_the_losses_of_stage_2_at_stage_3(two, tmp_path):
-    recipe = recipe_of(tmp_path, llama_config(tie_word_embeddings=False), **LORA)
-    found = [
-        two.run("train", argv=[str(recipe), "--output_dir", str(tmp_path / str(n)), *named(name), *more])[0]["metrics"]
-        for n, (name, more) in enumerate((("zero2", []), ("zero3", []), ("zero3", NOT_REENTRANT)))
-    ]
-    for metrics in found[1:]:
-        assert metrics["loss_history"] == pytest.approx(found[0]["loss_history"], rel=1e-6)
-
-
-@pytest.mark.private
-def test_experts_without_a_token_do_not_stop_stage_3(two, tmp_path):
-    """transformers 5 holds all experts of a layer in one tensor, which every rank gathers."""
-    config = MixtralConfig(**SIZES, intermediate_size=96, num_local_experts=EXPERTS)
-    keys = {"bf16": False, "max_steps": 2, "per_device_train_batch_size": 1, "max_length": 48}
-    recipe = recipe_of(tmp_path, config, **keys)
-    found = [
-        two.run("train", argv=[str(recipe), "--output_dir", str(tmp_path / name), *named(name)])[0]["metrics"]
-        for name in ("ddp", "zero3")
-    ]
-    assert found[1]["loss_history"] == pytest.approx(found[0]["loss_history"], rel=1e-5)

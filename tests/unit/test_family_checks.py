@@ -13,7 +13,7 @@ from tests.helpers.tiny import ROOT, write_model, write_recipe
 from zero_recipes.checks.capacity import nvme_findings
 from zero_recipes.cli.sweep import all_strategies
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.ds_config import NVME_PATH, DsConfig, fill_own_autos
+from zero_recipes.config.ds_config import DsConfig, fill_own_autos
 from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.host import Host
@@ -39,15 +39,6 @@ def test_the_buffer_takes_the_models_largest_part_and_no_more(settings, world_si
     assert INFINITY["zero_optimization"]["offload_param"]["buffer_size"] == "auto", "a copy is filled"
 
 
-def test_the_recipes_folder_comes_before_the_environments():
-    def paths(nvme_path=None):
-        zero = fill_own_autos(INFINITY, nvme_path, 2, {NVME_PATH: "/environment"}, None)["zero_optimization"]
-        return {zero[key]["nvme_path"] for key in ("offload_optimizer", "offload_param")}
-
-    assert paths() == {"/environment"}
-    assert paths(nvme_path="/recipe") == {"/recipe"}
-
-
 def test_hpz_takes_the_processes_of_one_machine():
     config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "auto"}}
     two_nodes = fill_own_autos(config, None, 16, {"LOCAL_WORLD_SIZE": "8"}, None)
@@ -70,22 +61,6 @@ def test_hpz_takes_the_processes_of_one_machine():
 )
 def test_names_of_strategies(zero, name):
     assert DsConfig({"zero_optimization": zero}).name == name
-
-
-def test_the_header_says_which_optimizer_and_schedule_count(settings, tmp_path):
-    """The recipe's, as accelerate replaces them, unless the ds_config has blocks of its own."""
-
-    def said(**top) -> dict[str, str]:
-        config = json.loads((ROOT / "ds_configs" / "zero2_offload.json").read_text()) | top
-        changed = settings.replace(deepspeed=config, warmup_steps=10)
-        lines = resolve_strategy(changed, {"WORLD_SIZE": "2"}, sizes_of).described("cpu", changed)
-        return {line.split()[0]: line.split(maxsplit=1)[1] for line in lines}
-
-    assert said()["optimizer"] == "adamw_torch_fused, as DeepSpeedCPUAdam"
-    assert said()["schedule"] == "linear, linear warm-up over 10 steps"
-    own = said(optimizer={"type": "Adam", "params": {}}, scheduler={"type": "WarmupDecayLR", "params": {}})
-    assert own["optimizer"].startswith("Adam (the ds_config's optimizer block")
-    assert own["schedule"].startswith("WarmupDecayLR, log warm-up (the ds_config's scheduler block")
 
 
 def test_a_resolved_recipe_goes_with_the_accelerate_file_that_it_was_launched_with(settings, tmp_path):
@@ -114,31 +89,6 @@ def test_room_and_buffers_of_nvme(settings, tmp_path):
     assert (code, level) == ("ZR619", "error") and f"to {tmp_path}, which has 1.00 MB free" in what
     ((code, level, what),) = found(settings, tmp_path, buffer_size=1000)
     assert (code, level) == ("ZR620", "error") and "buffer_size 1,000" in what
-    ((code, level, what),) = found(settings, tmp_path, max_in_cpu=10**9)
-    assert (code, level) == ("ZR618", "warning")
-
-
-def test_a_model_too_small_to_swap_is_said(settings, tmp_path):
-    small = settings.replace(**{"model_name_or_path": str(ROOT / "tiny_world" / "base")})
-    ((code, level, _),) = found(small, tmp_path)
-    assert (code, level) == ("ZR618", "warning")
-
-
-def test_ops_are_compiled_once_and_said(monkeypatch, tmp_path, capsys):
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS
-
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-
-    def load(verbose):
-        (tmp_path / "some_op").mkdir()
-        (tmp_path / "some_op" / "some_op.so").touch()
-
-    monkeypatch.setitem(ALL_OPS, "some_op", SimpleNamespace(load=load))
-    assert kernels.missing(["some_op"], "cpu") == ["some_op"]
-    kernels.build(["some_op"])
-    said = capsys.readouterr().out
-    assert "compiling some_op, once for this machine" in said and "compiled some_op in" in said
-    assert kernels.missing(["some_op"], "cpu") == []
 
 
 def test_async_io_is_left_out_by_name_where_libaio_is_missing(monkeypatch, capsys):

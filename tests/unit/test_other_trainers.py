@@ -6,10 +6,8 @@ import re
 
 import pytest
 
-from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config import keys
-from zero_recipes.config import recipe as recipes
 
 # files of our own in the form of the two projects
 AXOLOTL = """\
@@ -86,30 +84,3 @@ def test_an_entry_of_datasets_has_the_keys_of_trl(entry, fix, tmp_path, capsys):
     assert cli.main(["check", str(path)]) == 2
     said = "".join(capsys.readouterr())
     assert said.count("[ZR189]") == 1 and fix in said and "ZR123" not in said
-
-
-def test_the_timeout_of_llama_factorys_examples_is_taken(tmp_path):
-    path = tmp_path / "mine.yaml"
-    path.write_text("model_name_or_path: ./tiny_world/base\ndataset_name: ./tiny_world\nddp_timeout: 180000000\n")
-    assert recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings.ddp_timeout == 180_000_000
-
-
-def test_saving_on_sigterm_is_refused_and_its_processes_still_do_not_ask_each_other(tmp_path):
-    """Two ranks of transformers' callback: one has its signal and stops, the other knows nothing of it."""
-    path = tmp_path / "mine.yaml"
-    path.write_text("model_name_or_path: ./tiny_world/base\ndataset_name: ./tiny_world\nenable_jit_checkpoint: true\n")
-    _, findings = preflight(path, recipes.read_recipe_file(path), [], {}, rehearsal=True)
-    assert "ZR193" in [finding.code for finding in findings if finding.level == "error"]
-
-    from transformers import TrainerControl
-    from transformers.trainer_jit_checkpoint import CheckpointManager, JITCheckpointCallback
-
-    saved, stops = [], []
-    for rank, signalled in enumerate((True, False)):
-        callback, control = JITCheckpointCallback(), TrainerControl()
-        callback.jit_manager = CheckpointManager(trainer=None)
-        callback.jit_manager.is_checkpoint_requested = signalled
-        callback.jit_manager.execute_jit_checkpoint = lambda rank=rank: saved.append(rank)
-        callback.on_step_end(None, None, control)
-        stops.append(control.should_training_stop)
-    assert saved == [0] and stops == [True, False]

@@ -33,44 +33,13 @@ def refused(argv: list[str], environment: dict[str, str] | None = None) -> Refus
     return caught.value
 
 
-def test_a_misspelt_key_is_named_with_its_neighbour(good):
-    refusal = refused([str(good), "--lerning_rate", "1e-4"])
-    assert "`lerning_rate`" in refusal.what and "`learning_rate`" in refusal.fix
-    # an abbreviation that argparse would complete in silence
-    abbreviated = refused([str(good), "--max_step", "3"])
-    assert refusal.codes == abbreviated.codes == ["ZR103"] and "`max_step`" in abbreviated.what
-
-
-def test_misspelt_and_launch_keys_in_the_file(tmp_path):
-    path = tmp_path / "r.yaml"
-    path.write_text("model_name_or_path: x\nper_device_batch_size: 4\n")
-    refusal = refused([str(path)])
-    assert refusal.codes == ["ZR103"]
-    assert "`per_device_batch_size`" in refusal.what and "per_device_train_batch_size" in refusal.fix
-    path.write_text("model_name_or_path: x\nnum_machines: 4\n")
-    refusal = refused([str(path)])
-    assert refusal.codes == ["ZR102"]
-    assert "num_machines" in refusal.what and "accelerate launch --config_file" in refusal.fix
-    path.write_text("config_file: zero2.yaml\n")  # accelerate_config and num_processes: test_launch_keys.py
-    assert refused([str(path)]).codes == ["ZR102"]
-
-
 def test_missing_and_broken_recipes(tmp_path):
     missing = refused(["recipes/tyni.yaml"])
     assert missing.codes == ["ZR116"] and "recipes/tiny.yaml" in missing.fix
     assert refused([]).codes == refused(["--max_steps", "3"]).codes == ["ZR115"]
     path = tmp_path / "r.yaml"
-    path.write_text("a: [1\n")
-    assert refused([str(path)]).codes == ["ZR117"]
-    path.write_text("")
-    assert refused([str(path)]).codes == ["ZR118"]
     path.write_text('env: {A: "a\\0b"}')  # no environment holds it
     assert refused([str(path)]).codes == ["ZR199"]
-
-
-def test_a_wrong_value_is_no_usage_dump(good):
-    refusal = refused([str(good), "--max_steps", "many"])
-    assert refusal.codes == ["ZR124"] and "max_steps" in refusal.what and "many" in refusal.what
 
 
 @pytest.mark.parametrize("total, world, micro", [(7, 2, 2), (0, 1, 2), (6, 4, 2)])
@@ -120,17 +89,6 @@ def test_strategies_are_found_under_every_launcher(good, tmp_path):
     assert strategy.resolve_strategy(recipe.settings, {}, sizes_of).name == "zero2"
 
 
-def test_ds_configs_that_cannot_be_read(good, tmp_path):
-    assert refused([str(good), "--deepspeed", "ds_configs/zero9.json"]).codes == ["ZR202"]
-    path = tmp_path / "c.json"
-    path.write_text('{"zero_optimization": {"stage": 2}} // note')
-    commented = refused([str(good), "--deepspeed", str(path)])
-    assert commented.codes == ["ZR203"] and "comments" in commented.why
-    path.write_text('{"zero_optimization": {"stage": 5}}')
-    unknown = refused([str(good), "--deepspeed", str(path)])
-    assert unknown.codes == ["ZR211"] and "is 5" in unknown.what
-
-
 def test_stage_3_that_would_save_nothing_hides_nothing_else(good):
     config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3, "offload_param": {"device": "nvme"}}}
     launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -160,6 +118,3 @@ def test_a_plain_trl_recipe_is_read_as_trl_reads_it(tmp_path, monkeypatch):
     for mine, wanted in zip(ours, theirs, strict=False):
         mine, wanted = (vars(x) | {"logging_dir": None, "distributed_state": None} for x in (mine, wanted))
         assert {k: str(v) for k, v in mine.items()} == {k: str(v) for k, v in wanted.items()}
-
-
-# The same, whole: processes started by hand as two ranks, without a launcher between them and the test.

@@ -146,16 +146,6 @@ def test_what_the_parser_refuses_is_found_without_a_trace(settings, monkeypatch,
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_run_by_epochs_may_have_any_number_of_steps(settings):
-    """Its rows are not counted yet; a run by steps must have the schedule's."""
-    steps = {"type": "WarmupDecayLR", "params": {"total_num_steps": 70, "warmup_num_steps": 7, "warmup_max_lr": 1e-3}}
-    config, rate = ds_config(2) | {"scheduler": steps}, {"learning_rate": 1e-3}
-    assert parsed(settings.replace(max_steps=-1, **rate), config) == []
-    (finding,) = parsed(settings.replace(warmup_steps=7, **rate), config)
-    assert "total_num_steps=70" in finding.why
-    assert parsed(settings.replace(max_steps=70, warmup_steps=7, **rate), config) == []
-
-
 @pytest.mark.parametrize("name", ["stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"])
 @pytest.mark.parametrize("value, saves", [(True, True), ("true", True), (False, False), ("auto", False)])
 def test_the_gather_of_stage_3_by_each_of_its_names(found, name, value, saves):

@@ -1,8 +1,7 @@
-"""Room for a run: memory of the host, disk for checkpoints, downloads and swap files, shared memory. Lower bounds."""
+"""Room for a run: memory of the host, disk for checkpoints and swap files. Lower bounds."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,8 +15,7 @@ from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host, pinned_bytes
 
-NCCL_WANTS = 10**9  # bytes of /dev/shm: NVIDIA's documentation starts containers with --shm-size=1g
-DEFAULT_MAX_IN_CPU, DEFAULT_BUFFER = 10**9, 10**8  # elements: deepspeed/runtime/zero/offload_config.py
+DEFAULT_BUFFER = 10**8  # elements: deepspeed/runtime/zero/offload_config.py
 
 
 def room_findings(run: RunConfig, here: int, host: Host) -> list[Finding]:
@@ -30,7 +28,7 @@ def room_findings(run: RunConfig, here: int, host: Host) -> list[Finding]:
     if sizes is None:
         return findings
     findings += [*memory_findings(run, config, sum(sizes), here, host), *nvme_findings(run, sizes, here, host)]
-    return [*findings, *disk_findings(run, config, sum(sizes), here, host), *download_findings(run, sum(sizes), host)]
+    return [*findings, *disk_findings(run, config, sum(sizes), here, host)]
 
 
 def memory_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> Iterator[Finding]:
@@ -71,31 +69,8 @@ def disk_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> It
         yield finding("ZR609", folder=run.output_dir, needed=needed, free=units.size(free), terms=_sum(terms))
 
 
-def download_findings(run: RunConfig, psi: int, host: Host) -> Iterator[Finding]:
-    """Weights that are still to be downloaded and do not fit; 16 bits each is the least that a hub file has."""
-    from huggingface_hub import constants
-
-    from zero_recipes.data.load import on_hub
-
-    settings, cache = run.settings, Path(constants.HF_HUB_CACHE)
-    waits = on_hub(settings.model_name_or_path) and not constants.is_offline_mode() and not settings.random_weights
-    free = host.free_disk(cache)
-    if waits and 2 * psi > free and missing_of_model(settings):
-        model, needed = settings.model_name_or_path, units.size(2 * psi)
-        yield finding("ZR610", model=model, cache=cache, needed=needed, free=units.size(free))
-
-
-def shared_memory_findings(run: RunConfig, here: int, host: Host) -> Iterator[Finding]:
-    """/dev/shm too small. A warning: NCCL takes none of it between GPUs that reach each other directly."""
-    free, settings = host.shared_memory(), run.settings
-    ahead = settings.dataloader_num_workers * (settings.dataloader_prefetch_factor or 2)
-    needed = max(NCCL_WANTS if run.device == "cuda" and here > 1 else 0, here * ahead * batch_bytes(settings))
-    if free is not None and needed > free:
-        yield finding("ZR611", free=units.size(free), needed=units.size(needed), here=here)
-
-
 def nvme_findings(run: RunConfig, sizes: Sequence[int], here: int, host: Host) -> Iterator[Finding]:
-    """Room on the disk, buffers that fit, and whether anything swaps. `sizes`: elements of each tensor of the model."""
+    """Room on the disk, and buffers that fit. `sizes`: elements of each tensor of the model."""
     strategy = run.strategy
     config, world = strategy.ds_config, strategy.world_size
     if config is None or not config.on_nvme or config.stage != 3:
@@ -107,12 +82,8 @@ def nvme_findings(run: RunConfig, sizes: Sequence[int], here: int, host: Host) -
     if strategy.offload_param == "nvme":
         block = config.offload_block("offload_param")
         buffer = number_in(block, "buffer_size", DEFAULT_BUFFER)
-        kept = number_in(block, "max_in_cpu", DEFAULT_MAX_IN_CPU)
         if swapped and buffer < max(swapped):
             yield finding("ZR620", buffer=buffer, largest=max(swapped))
-        if not swapped or kept >= sum(parts):
-            largest = max(parts) * each
-            yield finding("ZR618", largest=largest, least=least, kept=kept, elements=sum(parts))
     trained = 0 if run.settings.use_peft else sum(parts) / 2  # of the Trainer's two groups one has half or more
     locked, limit = sum(swap_buffers(config, trained).values()), host.lockable()
     if locked > limit:
@@ -162,18 +133,11 @@ def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi:
     else:
         terms = {"offloaded optimizer": states.optimizer} if optimizer == "cpu" else {}
         terms |= {"offloaded parameters": states.params} if params == "cpu" else {}
-        if optimizer == "cpu" and states.optimizer and _in_16_bits(strategy, settings):
-            accumulates = settings.gradient_accumulation_steps > 1
-            beside = beside_offloaded_optimizer(strategy.ds_config, psi / strategy.world_size, 2, accumulates)
-            terms |= {"gradients and copies beside it": beside}
         each = load_bytes_per_parameter(settings, config)
         mapped = not settings.random_weights and each == _bytes_of(config.dtype)
         if strategy.zero_stage != 3 and not mapped:
             loaded = {"weights while loading": each * psi}
             terms = max(terms, loaded, key=lambda found: sum(found.values()))  # not at the same moment
-    if strategy.ds_config is not None:  # of the Trainer's two groups one has half the parameters or more
-        group = psi / 2 / strategy.world_size if states.optimizer else 0
-        terms |= {what: size for what, size in swap_buffers(strategy.ds_config, group).items() if size}
     return {what: int(here * size) for what, size in terms.items()}
 
 
@@ -305,38 +269,3 @@ def _checkpoints(settings: Settings) -> int:
     by_steps = getattr(settings.save_strategy, "value", settings.save_strategy) == "steps"
     written = int(-(-steps // every)) if by_steps and steps > 0 and every >= 1 else 1
     return max(1, min(written, limit + 1) if limit and limit > 0 else written)
-
-
-def batch_bytes(settings: Settings) -> int:
-    """One batch as a loader's worker hands it over: input_ids, attention_mask and labels, 8 bytes a token each."""
-    return 3 * 8 * settings.per_device_train_batch_size * (settings.max_length or 1)
-
-
-def missing_of_model(settings: Settings) -> str | None:
-    """The first thing that the cache lacks of a model of the hub: "config.json", weights; None if it is whole."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        folder = Path(
-            snapshot_download(settings.model_name_or_path, revision=settings.model_revision, local_files_only=True)
-        )
-    except (LocalEntryNotFoundError, OSError, ValueError):
-        return "snapshot of it"
-    if not (folder / "config.json").is_file():
-        return "config.json"
-    return None if settings.random_weights else _missing_weights(folder)
-
-
-def _missing_weights(folder: Path) -> str | None:
-    for whole in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
-        if (folder / whole).is_file():
-            break
-    else:
-        whole = "pytorch_model.bin.index.json"
-        if not (folder / whole).is_file():
-            return "weights"
-    if not whole.endswith(".index.json"):
-        return None
-    shards = sorted(set(json.loads((folder / whole).read_text())["weight_map"].values()))
-    return next((shard for shard in shards if not (folder / shard).is_file()), None)

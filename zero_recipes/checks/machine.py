@@ -12,11 +12,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes.util import find_library
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import constants, get_session
 
-from zero_recipes.checks.capacity import missing_of_model, room_findings, shared_memory_findings
+from zero_recipes.checks.capacity import room_findings
 from zero_recipes.config.recipe import RunConfig, Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
@@ -40,14 +39,13 @@ def machine_findings(
 
     `rehearsal`: False in a run. `zero-recipes check` says "here" where the run is meant for this machine, "elsewhere"
     where that is open: there is no GPU and the recipe does not ask for a CPU. Errors then become warnings that say "on
-    this machine". What is missing offline stays an error: who forbids the hub means this cache.
+    this machine".
     """
     settings, here = run.settings, local_world_size(environment, run.strategy.world_size)
     findings = [
         *build_findings(run.strategy, run.device, settings, host),
         *triton_findings(run.device, host),
         *infiniband_findings(run.device, run.strategy.world_size > here, environment, host),
-        *shared_memory_findings(run, here, host),
         *volume_findings(settings, run.output_dir, host),
         *room_findings(run, here, host),
     ]
@@ -55,7 +53,7 @@ def machine_findings(
         findings += [*card_findings(run.precision), *count_findings(run.strategy, here, environment)]
     if rehearsal == "elsewhere":
         findings = [dataclasses.replace(f, what=f"on this machine: {f.what}", level="warning") for f in findings]
-    return [dataclasses.replace(finding, scope="machine") for finding in (*findings, *offline_findings(settings))]
+    return [dataclasses.replace(finding, scope="machine") for finding in findings]
 
 
 def refusal_of_cuda() -> str:
@@ -250,21 +248,6 @@ def _answers() -> bool:
     return answered.is_set()
 
 
-def offline_findings(settings: Settings) -> Iterator[Finding]:
-    """What the recipe names on the hub and the cache does not hold, where the run may not ask the hub."""
-    import datasets
-
-    if constants.is_offline_mode() and on_hub(settings.model_name_or_path):
-        missing = missing_of_model(settings)
-        if missing:
-            model = settings.model_name_or_path
-            yield finding("ZR613", model=model, missing=missing, cache=constants.HF_HUB_CACHE)
-    if datasets.config.HF_HUB_OFFLINE:
-        for entry in settings.datasets or [{"path": settings.dataset_name, "name": settings.dataset_config}]:
-            if not _dataset_is_cached(entry):
-                yield finding("ZR614", path=entry["path"], cache=datasets.config.HF_DATASETS_CACHE)
-
-
 def volume_findings(settings: Settings, output_dir: Path, host: Host) -> Iterator[Finding]:
     """On a RunPod pod with a volume: caches and results outside of it are gone once the pod stops."""
     if "RUNPOD_POD_ID" not in host.environment or not host.is_mount(VOLUME):
@@ -274,20 +257,3 @@ def volume_findings(settings: Settings, output_dir: Path, host: Host) -> Iterato
     for what, folder in folders.items():
         if not Path(folder).resolve().is_relative_to(VOLUME):
             yield finding("ZR615", what=what, folder=folder, volume=VOLUME)
-
-
-def _dataset_is_cached(entry: Mapping[str, Any]) -> bool:
-    """Whether `load_dataset` finds it without the hub: its own way of finding is asked, and no row is read."""
-    from datasets import load_dataset_builder
-    from datasets.utils.logging import set_verbosity_error, set_verbosity_warning
-
-    if not on_hub(entry.get("path")) or entry["path"] in packaged_formats():
-        return True
-    set_verbosity_error()  # it warns that it could not ask the hub
-    try:
-        load_dataset_builder(**{key: entry.get(key) for key in ("path", "name", "data_dir", "data_files")})
-        return True
-    except (OSError, ValueError, KeyError):  # not there (ConnectionError is an OSError), or a broken dataset_info.json
-        return False
-    finally:
-        set_verbosity_warning()

@@ -17,7 +17,7 @@ from zero_recipes.checks.deepspeed_rules import deepspeed_findings
 from zero_recipes.checks.machine import driver_findings, machine_findings, offline_where_unreachable
 from zero_recipes.checks.rehearsal import fill_auto, parser_findings, trainer_findings
 from zero_recipes.checks.rules import Candidate, rule_findings
-from zero_recipes.config import fsdp, keys
+from zero_recipes.config import keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import strategy as strategies
 from zero_recipes.config.accelerate import launch_key_findings, launch_of, launcher_findings, precision_findings
@@ -25,7 +25,7 @@ from zero_recipes.config.keys import ignore_findings, recipe_findings
 from zero_recipes.config.recipe import RecipeFile, RunConfig, steps_by_epochs
 from zero_recipes.core.findings import Finding, Refusal, downgraded, ignored_codes, library_error_as_finding
 from zero_recipes.core.host import Host
-from zero_recipes.data.load import on_hub, refuse_data_at_hand
+from zero_recipes.data.load import refuse_data_at_hand
 from zero_recipes.libs.warnings import hides_progress
 from zero_recipes.model import load_config, refuse_missing_attention, sizes_of
 
@@ -62,9 +62,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     settings, given = recipes.settings_in_force(recipe, strategy, device, accumulation)
     settings = settings.replace(disable_tqdm=hides_progress(settings))
     output_dir = Path(settings.output_dir)
-    config = None
-    if not (constants.is_offline_mode() and on_hub(settings.model_name_or_path)):  # the cache's own findings say it
-        config = _attempt(findings, load_config, settings)
+    config = _attempt(findings, load_config, settings)
     if strategy is not None:
         findings += _strategy_findings(Candidate(settings, strategy, device, environment, config))
     before = len(findings)
@@ -96,8 +94,6 @@ def _strategy_findings(run: Candidate) -> list[Finding]:
     _attempt(findings, recipes.refuse_uneven_gpus, run.strategy, run.device, run.environment)
     findings += precision_findings(run.environment, run.settings.precision)
     findings += [*rule_findings(run), *deepspeed_findings(run)]
-    if run.strategy.is_fsdp:
-        findings += fsdp.change_findings(run.settings, run.environment)
     return findings + (parser_findings(run) if run.strategy.is_deepspeed else [])
 
 

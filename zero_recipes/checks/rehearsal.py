@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
-import inspect
 import math
 import tempfile
 from collections.abc import Mapping
@@ -34,18 +32,6 @@ ELSEWHERE = {
     **dict.fromkeys(("enable_jit_checkpoint", "use_liger_kernel"), False),
     **{"use_cpu": True, "skip_memory_metrics": True, "disable_tqdm": True},
 }
-# runtime/engine.py, _configure_basic_optimizer: (class on the device that trains, class where states are offloaded)
-OPTIMIZERS = {
-    "adam": ("deepspeed.ops.adam.FusedAdam", "deepspeed.ops.adam.DeepSpeedCPUAdam"),
-    "adamw": ("deepspeed.ops.adam.FusedAdam", "deepspeed.ops.adam.DeepSpeedCPUAdam"),
-    "adagrad": ("torch.optim.Adagrad", "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad"),
-    "lamb": ("deepspeed.ops.lamb.FusedLamb",) * 2,
-    "lion": ("deepspeed.ops.lion.FusedLion", "deepspeed.ops.lion.DeepSpeedCPULion"),
-    "muadam": ("mup.MuAdam",) * 2,
-    "muadamw": ("mup.MuAdamW",) * 2,
-    "musgd": ("mup.MuSGD",) * 2,
-}
-ENGINES_OWN = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}  # of Adam, read by the engine itself
 
 
 def trainer_findings(settings: Settings, ds_config: Mapping[str, Any], place: str) -> list[Finding]:
@@ -114,12 +100,6 @@ def _rehearse_steps(findings: list[Finding], settings: Settings, ds_config: Mapp
             trainer.create_scheduler(settings.max_steps if settings.max_steps > 0 else STEPS)
     with collected(findings), library_error_as_finding("making the data loader", keys):
         trainer.get_train_dataloader()
-    if args.torch_compile:
-        with collected(findings), library_error_as_finding("setting torch.compile up", keys):
-            _compile(args.torch_compile_backend, args.torch_compile_mode)
-    if args.activation_checkpointing:
-        with collected(findings), library_error_as_finding("recomputing activations", keys):
-            _recompute(trainer.model, dict(args.activation_checkpointing_kwargs or {}))
 
 
 def _optimizer(trainer):
@@ -135,23 +115,6 @@ def _optimizer(trainer):
     return kind(parameters, **keywords)
 
 
-def _compile(backend: str, mode: str | None) -> None:
-    """A function that is never called, and so never compiled."""
-    import torch
-
-    torch.compile(torch.sin, backend=backend, mode=mode)
-
-
-def _recompute(model, keywords: dict[str, Any]) -> None:
-    """One small layer, recomputed with the recipe's keywords."""
-    import torch
-    from torch.utils.checkpoint import checkpoint
-
-    keywords.pop("selective", None)  # TRL's own, which it takes out
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(keywords))
-    checkpoint(torch.sin, torch.ones(2, requires_grad=True), **({"use_reentrant": False} | keywords)).sum().backward()
-
-
 def parser_findings(run: Candidate) -> list[Finding]:
     """What transformers, accelerate and DeepSpeed would raise at the ds_config while the engine is built.
 
@@ -164,7 +127,6 @@ def parser_findings(run: Candidate) -> list[Finding]:
 
         config = _handed_over(run)
         DeepSpeedConfig(copy.deepcopy(config))
-        _bind_optimizer(config)
         _make_schedule(config.get("scheduler"))
     return findings
 
@@ -219,25 +181,6 @@ def _handed_over(run: Candidate) -> dict[str, Any]:
     config = dict(plugin.deepspeed_config)
     config.pop("train_batch_size", None)  # DeepSpeed would compare it with a process group that is not there yet
     return config | {"train_micro_batch_size_per_gpu": settings.per_device_train_batch_size}
-
-
-def _bind_optimizer(config: Mapping[str, Any]) -> None:
-    """Raises what the class of the optimizer block does with its parameters' names.
-
-    DeepSpeed makes it by that name once the model has been loaded. Muon makes its groups by the model's parameters.
-    """
-    block = config.get("optimizer") or {"type": "muon"}
-    name, parameters = str(block["type"]), dict(block.get("params") or {})
-    if name.lower() == "muon":
-        return
-    adam = name.lower() in ("adam", "adamw")
-    offload = config["zero_optimization"].get("offload_optimizer") or {}
-    path = OPTIMIZERS.get(name.lower(), (f"torch.optim.{name}",) * 2)[offload.get("device") not in (None, "none")]
-    if adam and parameters.get("torch_adam"):
-        path = "torch.optim.AdamW"
-    module, _, attribute = path.rpartition(".")
-    taken = {key: value for key, value in parameters.items() if not (adam and key in ENGINES_OWN)}
-    inspect.signature(getattr(importlib.import_module(module), attribute)).bind([], **taken)
 
 
 def _make_schedule(block: Mapping[str, Any] | None) -> None:

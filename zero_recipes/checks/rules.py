@@ -85,7 +85,6 @@ def rule_findings(run: Candidate) -> list[Finding]:
         *packing(run),
         *processes(run),
         *([finding("ZR416")] if run.settings.load_in_4bit and run.stage == 3 else []),
-        *layer_classes(run),
         *sequence_parallel_findings(run.settings, run.strategy, run.device, run.config),
     ]
 
@@ -190,20 +189,6 @@ def processes(run: Candidate) -> Iterator[Finding]:
         yield finding("ZR137", level="error" if environment["ACCELERATE_USE_CPU"].lower() == "true" else "warning")
     elif run.stage and not run.ds.offloads:
         yield finding("ZR138", zero_stage=run.stage)
-
-
-def layer_classes(run: Candidate) -> Iterator[Finding]:
-    """Classes of the model that an accelerate file names, and which the model does not have."""
-    named = (run.strategy.fsdp_config or {}).get("transformer_layer_cls_to_wrap") or []
-    if run.strategy.is_deepspeed:
-        named = run.environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", "")
-    names = [name.strip() for name in named.split(",")] if isinstance(named, str) else list(named)
-    if not any(names) or run.model is None:
-        return
-    known = {type(module).__name__ for module in run.model.modules()}
-    missing = [str(name) for name in names if name and name not in known]
-    if missing:
-        yield finding("ZR341", missing=", ".join(missing))
 
 
 def text_of(choice) -> str:

@@ -5,7 +5,7 @@ File names are those of accelerate 1.15, transformers 5.23 and torch 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from zero_recipes.config.ds_config import read_json_mapping
@@ -27,6 +27,8 @@ _VARIABLES = {
 # where a file says nothing: accelerate's own default (utils/dataclasses.py, FullyShardedDataParallelPlugin), written
 # out wherever transformers has another one
 _DEFAULTS = {"version": 1, "auto_wrap_policy": "NO_WRAP"}
+# run so, whatever is written: it trains the same, and saves a whole model
+_WHOLE = {"state_dict_type": "FULL_STATE_DICT", "cpu_ram_efficient_loading": False}
 _FILE = "accelerate_configs/fsdp2.yaml"
 
 
@@ -42,33 +44,13 @@ def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], wor
     config = named if launched is None else launched
     if config is None:
         return None
-    config = config | _changed(config)
+    config = config | {key: value for key, value in _WHOLE.items() if key in config}
     findings = _findings(config, settings, world_size)
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true" or settings.deepspeed:
         findings.append(finding("ZR311", file=_FILE))
     if findings:
         raise Refusal(findings)
     return config
-
-
-def change_findings(settings: Settings, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """What of the FSDP configuration is run in another way than it says: one warning for each."""
-    config = _from_launcher(environment) or _from_recipe(settings) or {}
-    changed = _changed(config)
-    if "state_dict_type" in changed:
-        yield finding("ZR317", state_dict_type=config["state_dict_type"])
-    if "cpu_ram_efficient_loading" in changed:
-        yield finding("ZR319")
-
-
-def _changed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that are run with another value, which trains the same."""
-    changed: dict[str, Any] = {}
-    if str(config.get("state_dict_type", "FULL_STATE_DICT")).upper() != "FULL_STATE_DICT":
-        changed["state_dict_type"] = "FULL_STATE_DICT"
-    if config.get("cpu_ram_efficient_loading"):
-        changed["cpu_ram_efficient_loading"] = False
-    return changed
 
 
 def _from_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:

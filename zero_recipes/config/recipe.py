@@ -16,9 +16,9 @@ import json
 import math
 import os
 from collections.abc import Container, Mapping
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
@@ -41,23 +41,14 @@ if TYPE_CHECKING:
     from zero_recipes.config.strategy import Strategy
 
 
-class Settings:
-    """Every key of TRL's dataclasses and of ours, by its own name; read-only.
+class Settings(SimpleNamespace):
+    """Every key of TRL's dataclasses and of ours, by its own name. Nothing writes into it.
 
     A value has the type that TRL's parser gives it. A key that does not exist raises AttributeError.
     """
 
     def __init__(self, values: Mapping[str, Any]):
-        vars(self).update(values)
-
-    def __setattr__(self, key: str, value: Any) -> None:
-        raise FrozenInstanceError(f"cannot assign to {key}: settings are made once")
-
-    def __repr__(self) -> str:
-        return f"Settings({vars(self)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Settings) and vars(self) == vars(other)
+        super().__init__(**values)
 
     def replace(self, **changes: Any) -> Settings:
         return Settings(vars(self) | changes)

@@ -60,7 +60,7 @@ class Strategy:
         return self.fsdp_config is not None
 
     def described(self, device: str, training_args) -> list[str]:
-        """What is in force, in seven lines."""
+        """What is in force, in five lines."""
         args = training_args
         sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.replicas
         tokens = "" if args.max_length is None else f", at most {sequences * args.max_length:,} tokens"
@@ -76,30 +76,7 @@ class Strategy:
             f"precision     {precision_of(args)}"
             + (f", computed in {self.autocast} by torch.autocast" if self.autocast else ""),
             f"offloaded     {', '.join(offloaded) or 'nothing'}",
-            f"optimizer     {self._from_ds_config('optimizer') or self._recipes_optimizer(args)}",
-            f"schedule      {self._from_ds_config('scheduler') or self._recipes_schedule(args)}",
         ]
-
-    def _from_ds_config(self, block: str) -> str | None:
-        """What the ds_config's block makes, which then counts instead of the recipe's keys."""
-        named = (self.ds_config.raw if self.ds_config else {}).get(block)
-        if named is None:
-            return None
-        warmup = f", {named.get('params', {}).get('warmup_type', 'log')} warm-up" if block == "scheduler" else ""
-        return f"{named['type']}{warmup} (the ds_config's {block} block; the recipe's keys do not count)"
-
-    def _recipes_optimizer(self, args) -> str:
-        name = getattr(args.optim, "value", args.optim)
-        # accelerate 1.15, utils/deepspeed.py, map_pytorch_optim_to_deepspeed
-        on_cpu = self.offload_optimizer and self.ds_config.raw.get("zero_force_ds_cpu_optimizer", True)
-        return f"{name}, as DeepSpeedCPU{'Adagrad' if name == 'adagrad' else 'Adam'}" if on_cpu else str(name)
-
-    def _recipes_schedule(self, args) -> str:
-        name = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-        if not args.warmup_steps or name == "constant":
-            return name
-        long = f"{args.warmup_steps:g} steps" if args.warmup_steps >= 1 else f"{args.warmup_steps:.0%} of the steps"
-        return f"{name}, linear warm-up over {long}"
 
 
 def resolve_strategy(
