@@ -272,17 +272,6 @@ def refusal_of(argv: list[str]) -> str:
         return "\n".join(f"{finding.what} [{finding.code}]" for finding in refusal.findings)
 
 
-def refusals_with_reasons(argv: list[str]) -> str:
-    """`refusal_of`, with why and the fix."""
-    from zero_recipes.core.findings import Refusal
-
-    try:
-        train(argv)
-        return "not refused"
-    except Refusal as refusal:
-        return str(refusal)
-
-
 def refusal_of_a_built_model(argv: list[str]) -> str:
     """`refusal_of`, where the model that is built has another attention than the recipe names."""
     from unittest import mock

@@ -214,11 +214,6 @@ def schedule(warmup: Any) -> dict[str, Any]:
     return {"scheduler": {"type": "WarmupLR", "params": params}}
 
 
-CHATML = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|endoftext|>{% endfor %}"
-MARKED = (
-    "{% for m in messages %}{{ m['role'] }}: {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
-    "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
-)
 STAGE_3 = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}
 DDP = "distributed_type: MULTI_GPU\nnum_processes: 2\n"
 ACCELERATE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n"
@@ -429,8 +424,6 @@ FAULTS = [
     late("bf16_states", zero(2, STATES, **ON_CPU), zero(2, STATES | ADAM, **ON_CPU)),
     late("autocast_quantized", autocast(3) | zero(3, {"torch_autocast": AUTOCAST}, zero_quantized_weights=True),
          autocast(3)),
-    late("autocast_modules", autocast(lower_precision_safe_modules=["torch.nn.Liner"]),
-         autocast(lower_precision_safe_modules=["torch.nn.Linear"])),
     late("liger_loss", {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
          {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}),
     # what makes a run another one than its recipe says

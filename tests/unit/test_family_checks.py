@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.tiny import ROOT, write_model, write_recipe
 from zero_recipes.checks.capacity import nvme_findings
-from zero_recipes.cli.sweep import all_strategies
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig, fill_own_autos
 from zero_recipes.config.recipe import RunConfig
@@ -37,12 +36,6 @@ def test_the_buffer_takes_the_models_largest_part_and_no_more(settings, world_si
     largest = max(p.numel() for p in AutoModelForCausalLM.from_config(local_config(settings)).parameters())
     assert filled["zero_optimization"]["offload_param"]["buffer_size"] == -(-largest // world_size)
     assert INFINITY["zero_optimization"]["offload_param"]["buffer_size"] == "auto", "a copy is filled"
-
-
-def test_hpz_takes_the_processes_of_one_machine():
-    config = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "auto"}}
-    two_nodes = fill_own_autos(config, None, 16, {"LOCAL_WORLD_SIZE": "8"}, None)
-    assert two_nodes["zero_optimization"]["zero_hpz_partition_size"] == 8
 
 
 @pytest.mark.parametrize(
@@ -98,10 +91,3 @@ def test_async_io_is_left_out_by_name_where_libaio_is_missing(monkeypatch, capsy
     kernels.main(["cpu_adam", "async_io"])
     said = capsys.readouterr().out
     assert "apt-get install libaio-dev" in said and "building ['cpu_adam']" in said
-
-
-def test_all_strategies_are_the_folders_files(tmp_path):
-    for name in ("zero3_x", "zero2", "ddp", "fsdp2"):
-        (tmp_path / f"{name}.yaml").write_text("")
-    assert all_strategies(tmp_path) == ["ddp", "zero2", "fsdp2", "zero3_x"]
-    assert set(all_strategies(ROOT / "accelerate_configs")) >= {"zero3_infinity", "zero3_plus_plus", "zero3_hpz"}

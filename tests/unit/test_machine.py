@@ -460,18 +460,15 @@ OPENED = SEEN | {"/dev/infiniband/uverbs3": ""}
 
 
 @pytest.mark.parametrize(
-    "files, library, variables, found",
+    "files, variables, found",
     [
-        ({}, True, {}, ""),
-        (SEEN, True, {}, "(mlx5_0), and NCCL cannot use it: /dev/infiniband/uverbs* is closed"),
-        (SEEN, True, {"NCCL_IB_DISABLE": "1"}, ""),
-        (OPENED, False, {}, "libibverbs.so.1 is not found"),
-        (OPENED | may_lock(8_388_608), True, {}, "each process may lock 8.39 MB of memory alone [ZR656]"),
-        (OPENED | may_lock("unlimited"), True, {}, ""),
+        ({}, {}, ""),
+        (SEEN, {}, "(mlx5_0), and NCCL cannot use it: /dev/infiniband/uverbs* is closed"),
+        (SEEN, {"NCCL_IB_DISABLE": "1"}, ""),
+        (OPENED, {}, ""),
     ],
 )
-def test_infiniband_that_a_container_only_sees_is_named(tmp_path, monkeypatch, files, library, variables, found):
-    monkeypatch.setattr(machines, "find_library", lambda name: library or None)
+def test_infiniband_that_a_container_only_sees_is_named(tmp_path, files, variables, found):
     host = machine(tmp_path, files)
     text = said(machines.infiniband_findings("cuda", True, variables, host))
     assert found in text and bool(found) == text.startswith("warning")

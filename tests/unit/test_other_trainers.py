@@ -68,19 +68,3 @@ def test_check_says_how_each_key_is_called_here(trainer, text, tmp_path, capsys)
         name = KEYS[trainer][key].get("to")
         assert f"`{key}` in " in said and (f"Write `{name}`." in said or not name), key
     assert said.count("[ZR187]") == len(theirs) and "ZR103" not in said
-
-
-@pytest.mark.parametrize(
-    ("entry", "fix"),
-    [
-        ("type: alpaca", "dataset_format: alpaca"),
-        ("splitt: train", "Did you mean `split`?"),
-        ("zzz: 1", "Remove `zzz`."),
-    ],
-)
-def test_an_entry_of_datasets_has_the_keys_of_trl(entry, fix, tmp_path, capsys):
-    path = tmp_path / "mine.yaml"
-    path.write_text(f"model_name_or_path: ./tiny_world/base\ndatasets:\n  - path: ./tiny_world\n    {entry}\n")
-    assert cli.main(["check", str(path)]) == 2
-    said = "".join(capsys.readouterr())
-    assert said.count("[ZR189]") == 1 and fix in said and "ZR123" not in said

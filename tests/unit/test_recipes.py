@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config import strategy
-from zero_recipes.data.load import format_rows
 from zero_recipes.model import sizes_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,13 +36,3 @@ def test_both_folders_hold_the_same_strategies():
     for path in DS_CONFIGS:
         recipe = recipes.parse_recipe(tiny, recipes.read_recipe_file(tiny), ["--deepspeed", str(path)])
         assert strategy.resolve_strategy(recipe.settings, {}, sizes_of).name == path.stem
-
-
-def test_rows_with_longalpacas_columns_are_taken_in_alpacas_format():
-    """`input` is null in its long rows, and a column `file` names the book or paper that they are about."""
-    long = {"instruction": "Below is a paper. Whose is it?", "input": None, "output": "Ours.", "file": "a paper"}
-    short = {"instruction": "Add.", "input": "1 and 2", "output": "3", "file": None}
-    rows = format_rows(Dataset.from_list([long, short]))
-    assert rows.column_names == ["prompt", "completion"] and rows["completion"][0] == "Ours."
-    assert "Whose is it?" in rows["prompt"][0] and "### Input" not in rows["prompt"][0]
-    assert "### Input:\n1 and 2" in rows["prompt"][1]

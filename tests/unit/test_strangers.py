@@ -113,16 +113,6 @@ def test_a_folder_outside_the_checkpoint_is_not_followed(stranger, tmp_path, mar
     assert "is no folder of this checkpoint" in checkpoint_fault(stranger) and not mark.exists()
 
 
-@pytest.mark.private
-def test_deepspeed_still_loads_what_runs_code():
-    """Fails when DeepSpeed loads with weights_only=True: then `_refuse_code_in_share` need not look at its files."""
-    import inspect
-
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-    assert "weights_only=False" in inspect.getsource(TorchCheckpointEngine.load)
-
-
 def test_a_model_s_own_code_and_preloaded_libraries_are_not_run_by_check(tmp_path, mark, capsys, monkeypatch):
     recipe = write_recipe(
         tmp_path,

@@ -65,16 +65,6 @@ def test_check_plan_and_sweep_take_the_file_of_a_launch(root, monkeypatch, capsy
     assert swept == [["zero3_offload"], ["ddp"], ["ddp", "zero0", "zero1", "zero2", "zero3"]]
 
 
-def test_both_or_another_file_are_refused(root, tmp_path, capsys):
-    sweep = ["sweep", "recipes/tiny.yaml", "--config_file"]
-    with pytest.raises(SystemExit, match="2"):
-        cli.main([*sweep, "zero3.yaml", "--strategies", "zero2"])
-    assert "not allowed with" in capsys.readouterr().err
-    shutil.copy("accelerate_configs/zero3.yaml", tmp_path / "zero3.yaml")
-    assert cli.main([*sweep, str(tmp_path / "zero3.yaml")]) == 2
-    assert "ZR365" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "text", ["distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n", "distributed_type: FSDP\n"]
 )
@@ -84,14 +74,6 @@ def test_a_strategy_of_ones_own_without_a_ds_config_is_not_planned_as_ddp(copy, 
     with pytest.raises(Refusal, match="ZR367"):
         read_strategies(recipe, ["ddp", "mine"])
     assert read_strategies(recipe, ["ddp", "fsdp2"]) == {"ddp": None, "fsdp2": None}
-
-
-@pytest.mark.parametrize("verb", [["check"], ["plan", "--gpus", "2", "--gpu", "h200"], ["sweep"]], ids=lambda v: v[0])
-def test_from_another_folder_the_message_names_the_folder(tmp_path, monkeypatch, capsys, verb):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main([*verb, str(ROOT / "recipes" / "tiny.yaml"), "--config_file", "zero2.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert "there is no accelerate file zero2.yaml [ZR304]" in said and str(tmp_path) in said
 
 
 @pytest.mark.parametrize(

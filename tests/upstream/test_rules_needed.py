@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.utils.deepspeed import DeepSpeedEngineWrapper
 from deepspeed.runtime import config as deepspeed_config
-from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.superoffload import superoffload_stage3, superoffload_utils
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import groups
@@ -43,41 +39,12 @@ def test_the_cited_lines_are_there(file, line):
     assert line in (SITE / file).read_text()
 
 
-def test_frozen_weights_are_never_packed_by_deepspeed():
-    for name in ("accelerate", "peft", "trl", "transformers/integrations"):
-        for path in (SITE / name).rglob("*.py"):
-            assert "quantize_nontrainable_params" not in path.read_text(), path
-    assert "tensor.dtype == torch.float16" in inspect.getsource(stage3)
-
-
-def test_superoffload_saves_no_moments():
-    own = vars(superoffload_stage3.SuperOffloadOptimizer_Stage3)
-    assert not {"state_dict", "_rigid_state_dict", "load_state_dict"} & own.keys()
-    tasks = {key for key in vars(superoffload_utils.TaskKeys) if key.isupper()}
-    assert tasks == {"PARAM_DATA", "PARAM_GRAD", "PARAM_GROUP_ID", "SUB_GROUP_ID", "ROLLBACK", "LR"}, "or its states?"
-
-
-def test_the_accumulation_is_deepspeeds():
-    engine = SimpleNamespace(managed_gradient_accumulation=lambda: False, backward=lambda loss: None)
-    engine.set_gradient_accumulation_boundary = partial(DeepSpeedEngine.set_gradient_accumulation_boundary, engine)
-    with pytest.raises(AssertionError, match="managed_gradient_accumulation=False"):
-        DeepSpeedEngineWrapper(engine).backward(0.0)
-
-
 def test_which_gradients_deepspeed_sums_or_scales():
     assert deepspeed_config.get_gradient_allreduce_op({"gradient_allreduce_op": "SUM"}) == "sum"
     assert deepspeed_config.get_gradient_allreduce_op({}) == "mean" and DeepSpeedZeroConfig().reduce_scatter
     assert "if self.reduce_scatter and self.partition_gradients:" in inspect.getsource(stage_1_and_2)
     for source in map(inspect.getsource, (stage_1_and_2, stage3)):
         assert "assert self.gradient_predivide_factor == 1.0" in source and "assert self.postscale_gradients" in source
-
-
-def test_hpz_that_does_not_divide_stops(monkeypatch):
-    monkeypatch.setattr(groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", None)
-    stand_in = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 4, get_rank=lambda: 0)
-    monkeypatch.setattr(groups, "dist", stand_in)
-    with pytest.raises(AssertionError, match="4 is not divisible by 3"):
-        groups._create_zero_param_parallel_group(3)
 
 
 def test_quantized_gradients_take_the_gpus_of_a_machine_for_its_processes(monkeypatch):
@@ -97,14 +64,6 @@ def test_quantized_gradients_take_the_gpus_of_a_machine_for_its_processes(monkey
         except AssertionError:
             local = 0
         assert (local == 8 // here) is sound
-
-
-def test_triton_is_expected_where_trl_takes_it():
-    from transformers.utils import is_triton_available
-    from trl.kernels.chunked_logprob import _use_triton
-
-    for device in ("cpu", "cuda"):
-        assert _use_triton(torch.device(device)) == (device == "cuda" and is_triton_available())
 
 
 def test_a_launcher_still_leaves_each_rank_one_thread(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -70,8 +69,6 @@ def _stops(run: Candidate) -> dict[str, Any]:
         and ds.offload_optimizer == "cpu"
         and not _has_adam_block(run),
         "autocast_quantized": ds.autocast and ds.quantizes_weights,
-        "autocast_modules": ds.autocast
-        and not all(map(_is_class, run.value("torch_autocast.lower_precision_safe_modules") or ())),
     }
 
 
@@ -116,14 +113,6 @@ def _divides_by_8(run: Candidate) -> bool:
     """Whether each tensor's part on a rank does; stage 3 rounds parts up."""
     sizes = [] if run.model is None else [p.numel() for p in run.model.parameters()]
     return not any(-(-size // run.world_size) % 8 for size in sizes)
-
-
-def _is_class(name: object) -> bool:
-    module, _, attribute = str(name).rpartition(".")
-    try:
-        return isinstance(getattr(importlib.import_module(module), attribute), type)
-    except (ImportError, AttributeError, ValueError):
-        return False
 
 
 def _unsaved(run: Candidate) -> Iterator[Finding]:

@@ -10,7 +10,6 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from ctypes.util import find_library
 from pathlib import Path
 
 from huggingface_hub import constants, get_session
@@ -18,7 +17,6 @@ from huggingface_hub import constants, get_session
 from zero_recipes.checks.capacity import room_findings
 from zero_recipes.config.recipe import RunConfig, Settings
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import local_world_size
@@ -29,7 +27,6 @@ from zero_recipes.distributed.kernels import build_findings
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 BF16_FROM = (8, 0)  # NVIDIA's CUDA programming guide, compute capabilities: arithmetic by data type
 BUSY_MIB = 1024  # more than a driver and a display take
-REGISTERED = 64 * 2**20  # bytes: more than the 8 MiB that systems allow by default, less than NCCL registers
 
 
 def machine_findings(
@@ -196,15 +193,8 @@ def infiniband_findings(
     same."""
     off = environment.get("NCCL_IB_DISABLE") == "1" or environment.get("NCCL_NET")
     devices = host.infiniband_devices() if device == "cuda" and several_machines and not off else {}
-    missing = ""
     if devices and not any(devices.values()):
-        missing = "/dev/infiniband/uverbs* is closed to this user or container"
-    elif devices and find_library("ibverbs") is None:  # NCCL takes TCP then (src/misc/ibvsymbols.cc)
-        missing = "libibverbs.so.1 is not found"
-    elif devices and host.lockable() < REGISTERED:
-        missing = f"each process may lock {units.size(int(host.lockable()))} of memory alone"
-    if missing:
-        yield finding("ZR656", devices=", ".join(devices), missing=missing)
+        yield finding("ZR656", devices=", ".join(devices))
 
 
 VOLUME = "/workspace"  # where RunPod mounts a pod's volume, unless its template says otherwise

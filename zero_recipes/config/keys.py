@@ -171,7 +171,6 @@ def recipe_findings(
     for key in (key for key in mapping if key in types):
         where, value = f"{place}:{lines[key]}" if key in lines else place, mapping[key]
         here = [*value_findings(where, key, value, types[key])]
-        here = here or ([*_entry_findings(where, value)] if key == "datasets" else [])
         here = here or [*_choice_findings(where, key, value, choices.get(key)), *range_findings(where, key, value)]
         if key in tables()["deprecated"]:
             here.append(finding("ZR104", key=key, place=place, deprecated=tables()["deprecated"][key]))
@@ -220,17 +219,6 @@ def other_trainers_key(key: str) -> tuple[str, str] | None:
 def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
     near = difflib.get_close_matches(str(name), list(known), 2, 0.7)
     return f"Did you mean {' or '.join(f'`{other}`' for other in near)}?" if near else None
-
-
-def _entry_findings(where: str, entries: Any) -> Iterator[Finding]:
-    """Entries of `datasets` with keys that TRL's DatasetConfig does not have: its constructor names neither place."""
-    from trl.scripts.utils import DatasetConfig
-
-    known = [field.name for field in dataclasses.fields(DatasetConfig)]
-    for key in {key: None for entry in entries or [] for key in entry if key not in known}:
-        alpaca = "`type: alpaca` of axolotl is `dataset_format: alpaca` of the whole recipe. " if key == "type" else ""
-        fix = _did_you_mean(key, known) or f"{alpaca}Remove `{key}`."
-        yield finding("ZR189", where=where, key=key, known=", ".join(known), fix=fix)
 
 
 def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Finding]:
