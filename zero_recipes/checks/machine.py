@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import re
-import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,6 @@ from zero_recipes.distributed.kernels import build_findings
 # oldest driver that runs programs of a CUDA major version (NVIDIA's CUDA compatibility guide)
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 BF16_FROM = (8, 0)  # NVIDIA's CUDA programming guide, compute capabilities: arithmetic by data type
-BUSY_MIB = 1024  # more than a driver and a display take
 
 
 def machine_findings(
@@ -43,7 +41,6 @@ def machine_findings(
         *build_findings(run.strategy, run.device, settings, host),
         *triton_findings(run.device, host),
         *infiniband_findings(run.device, run.strategy.world_size > here, environment, host),
-        *volume_findings(settings, run.output_dir, host),
         *room_findings(run, here, host),
     ]
     if run.device == "cuda" and int(environment.get("LOCAL_RANK", 0)) == 0:
@@ -146,19 +143,9 @@ def count_findings(strategy: Strategy, here: int, environment: Mapping[str, str]
     config = strategy.ds_config
     if config is not None and config.stage == 3 and config.quantizes_gradients and strategy.world_size > here:
         yield finding("ZR268", here=here, visible=visible, launch=launch)
-    idle = 0 if "CUDA_VISIBLE_DEVICES" in environment else visible - here - _busy_gpus()
+    idle = 0 if "CUDA_VISIBLE_DEVICES" in environment else visible - here
     if idle > 0:
         yield finding("ZR354", idle=idle, visible=visible, here=here, launch=launch)
-
-
-def _busy_gpus() -> int:
-    """GPUs with memory in use by others, as nvidia-smi has it; 0 where it does not answer."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        used = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(mib.isdigit() and int(mib) > BUSY_MIB for mib in used)
 
 
 def triton_findings(device: str, host: Host) -> Iterator[Finding]:
@@ -197,7 +184,6 @@ def infiniband_findings(
         yield finding("ZR656", devices=", ".join(devices))
 
 
-VOLUME = "/workspace"  # where RunPod mounts a pod's volume, unless its template says otherwise
 PROBE_SECONDS = 5.0
 
 
@@ -236,14 +222,3 @@ def _answers() -> bool:
     thread.start()
     thread.join(PROBE_SECONDS)
     return answered.is_set()
-
-
-def volume_findings(settings: Settings, output_dir: Path, host: Host) -> Iterator[Finding]:
-    """On a RunPod pod with a volume: caches and results outside of it are gone once the pod stops."""
-    if "RUNPOD_POD_ID" not in host.environment or not host.is_mount(VOLUME):
-        return
-    folders = {"the Hugging Face cache": constants.HF_HUB_CACHE} if on_hub(settings.model_name_or_path) else {}
-    folders["output_dir"] = output_dir
-    for what, folder in folders.items():
-        if not Path(folder).resolve().is_relative_to(VOLUME):
-            yield finding("ZR615", what=what, folder=folder, volume=VOLUME)

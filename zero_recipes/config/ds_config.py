@@ -170,7 +170,6 @@ class DsConfig:
 
     @property
     def zero(self) -> Mapping[str, Any]:
-        """The zero_optimization block; empty where there is none."""
         return self.raw.get("zero_optimization") or {}
 
     @property
@@ -178,7 +177,6 @@ class DsConfig:
         return self.zero.get("stage", 0)
 
     def offload_block(self, key: str) -> Mapping[str, Any]:
-        """The block of one of OFFLOADS; empty where there is none."""
         return self.zero.get(key) or {}
 
     def offload_device(self, key: str) -> str | None:
@@ -188,12 +186,10 @@ class DsConfig:
 
     @property
     def offload_optimizer(self) -> str | None:
-        """Where the optimizer's states lie: "cpu", "nvme", or None for the device that trains."""
         return self.offload_device("offload_optimizer")
 
     @property
     def offload_param(self) -> str | None:
-        """Where the parameters lie: "cpu", "nvme", or None for the device that trains."""
         return self.offload_device("offload_param")
 
     @property
@@ -202,7 +198,6 @@ class DsConfig:
 
     @property
     def on_nvme(self) -> tuple[str, ...]:
-        """Those of OFFLOADS that swap to NVMe."""
         return tuple(key for key in OFFLOADS if self.offload_device(key) == "nvme")
 
     @property
@@ -238,12 +233,10 @@ class DsConfig:
 
     @property
     def bf16_masters(self) -> bool:
-        """Whether the master weights are kept in bf16, and not in fp32."""
         return bool((self.raw.get("bf16") or {}).get("bf16_master_weights_and_grads"))
 
     @property
     def bf16_states(self) -> bool:
-        """Whether the optimizer's states are kept in bf16 too."""
         return bool((self.raw.get("bf16") or {}).get("bf16_optimizer_states"))
 
     @property

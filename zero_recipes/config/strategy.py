@@ -33,12 +33,10 @@ class Strategy:
 
     @property
     def offload_optimizer(self) -> str | None:
-        """ "cpu", "nvme" or None."""
         return None if self.ds_config is None else self.ds_config.offload_optimizer
 
     @property
     def offload_param(self) -> str | None:
-        """ "cpu", "nvme" or None."""
         return None if self.ds_config is None else self.ds_config.offload_param
 
     @property

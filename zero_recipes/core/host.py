@@ -96,9 +96,6 @@ class Host:
             return math.inf
         return int(soft[1])
 
-    def is_mount(self, folder: str) -> bool:
-        return any(line.split()[1] == folder for line in self._read("/proc/self/mounts").splitlines())
-
     def compiler(self) -> str | None:
         """The C++ compiler that torch calls (torch/utils/cpp_extension.py `get_cxx_compiler`), None if missing."""
         return self.which(self.environment.get("CXX", "c++"))
