@@ -283,10 +283,16 @@ FAULTS = [
     recipe("torch's optimizer", "ZR199", "optim_args: sparkle", "optim: adamw_torch", "the optimizer"),
     recipe("transformers' schedule", "ZR199", "lr_scheduler_kwargs: {x: 1}", "lr_scheduler_kwargs: {}", "the schedule"),
     recipe("torch's data loader", "ZR199", "dataloader_persistent_workers: true", names="the data loader"),
+    recipe("torch.compile", "ZR199", "torch_compile: true\ntorch_compile_mode: x", "torch_compile: true", "compile"),
+    recipe("torch's recomputation", "ZR199",
+           "activation_checkpointing: true\nactivation_checkpointing_kwargs: {x: 1}",
+           "activation_checkpointing: true\nactivation_checkpointing_kwargs: {}", "recomputing activations"),
     # ... and DeepSpeed, accelerate and transformers of a ds_config
     ds("a value that contradicts the run", "ZR199", {"train_batch_size": 128}, {"train_batch_size": "auto"}, "ds.json"),
     ds("a warm-up that contradicts the run", "ZR199", schedule(3), schedule(5), lines="warmup_steps: 5"),
     ds("a key that DeepSpeed has removed", "ZR199", {"nebula": {"enabled": False}}, names="ds.json"),
+    ds("a misspelt parameter of the optimizer", "ZR199", {"optimizer": {"type": "AdamW", "params": {"btas": 1}}}, ADAM),
+    ds("an optimizer that nobody has", "ZR199", {"optimizer": {"type": "AdamX"}}, ADAM),
     ds("a schedule that DeepSpeed does not have", "ZR199", {"scheduler": {"type": "WarmUpLR"}}, schedule("auto")),
     # DeepSpeed's configuration
     recipe("a ds_config that is not there", "ZR202", "deepspeed: zero9.json", "deepspeed: ds.json", ds={}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import math
 import tempfile
 from collections.abc import Mapping
@@ -90,6 +91,9 @@ def _made_up():
 
 def _rehearse_steps(findings: list[Finding], settings: Settings, ds_config: Mapping, args, trainer) -> None:
     """What the run makes of the trainer afterwards; each is a finding of its own."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
     keys = settings.as_dict()
     if "optimizer" not in ds_config:
         with collected(findings), library_error_as_finding(f"making the optimizer (optim: {settings.optim})", keys):
@@ -100,6 +104,14 @@ def _rehearse_steps(findings: list[Finding], settings: Settings, ds_config: Mapp
             trainer.create_scheduler(settings.max_steps if settings.max_steps > 0 else STEPS)
     with collected(findings), library_error_as_finding("making the data loader", keys):
         trainer.get_train_dataloader()
+    if args.torch_compile:
+        with collected(findings), library_error_as_finding("setting torch.compile up", keys):
+            torch.compile(torch.sin, backend=args.torch_compile_backend, mode=args.torch_compile_mode)  # never called
+    if args.activation_checkpointing:
+        keywords = {"use_reentrant": False} | (args.activation_checkpointing_kwargs or {})
+        keywords.pop("selective", None)  # TRL's own, which it takes out
+        with collected(findings), library_error_as_finding("recomputing activations", keys):
+            checkpoint(torch.sin, torch.ones(2, requires_grad=True), **keywords).sum().backward()
 
 
 def _optimizer(trainer):
@@ -127,6 +139,7 @@ def parser_findings(run: Candidate) -> list[Finding]:
 
         config = _handed_over(run)
         DeepSpeedConfig(copy.deepcopy(config))
+        _bind_optimizer(config.get("optimizer"))
         _make_schedule(config.get("scheduler"))
     return findings
 
@@ -181,6 +194,24 @@ def _handed_over(run: Candidate) -> dict[str, Any]:
     config = dict(plugin.deepspeed_config)
     config.pop("train_batch_size", None)  # DeepSpeed would compare it with a process group that is not there yet
     return config | {"train_micro_batch_size_per_gpu": settings.per_device_train_batch_size}
+
+
+def _bind_optimizer(block: Mapping[str, Any] | None) -> None:
+    """Raises what Adam or an optimizer of torch does with the names of its parameters.
+
+    DeepSpeed makes it by its name once the model has been loaded (runtime/engine.py, _configure_basic_optimizer).
+    """
+    import torch
+    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+
+    name, parameters = (block["type"], dict(block.get("params") or {})) if block else ("muon", {})
+    if name.lower() in ("adam", "adamw"):
+        for engines_own in ("torch_adam", "adam_w_mode", "fp32_optimizer_states"):
+            parameters.pop(engines_own, None)
+        inspect.signature(FusedAdam).bind([], **parameters)
+    elif name.lower() not in DEEPSPEED_OPTIMIZERS:
+        inspect.signature(getattr(torch.optim, name)).bind([], **parameters)
 
 
 def _make_schedule(block: Mapping[str, Any] | None) -> None:
