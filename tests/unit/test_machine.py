@@ -497,3 +497,10 @@ def test_each_finding_is_said_by_the_ranks_of_its_scope(monkeypatch, capsys):
         assert print_ending(Refusal(findings)) == 2
         heard = [line.removeprefix("refused: ") for line in capsys.readouterr().err.splitlines() if "refused" in line]
         assert heard == [f"{scope} [ZR000]" for scope in says]
+
+
+def test_results_outside_of_a_pods_volume_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "is_mount", lambda self: True)
+    pod = machine(tmp_path, RUNPOD_POD_ID="x")
+    assert "[ZR615]" in said(volume_findings(Path("out"), pod))
+    assert said(volume_findings(Path("/workspace/out"), pod)) == said(volume_findings(Path("out"), machine(tmp_path)))

@@ -41,6 +41,7 @@ def machine_findings(
         *build_findings(run.strategy, run.device, settings, host),
         *triton_findings(run.device, host),
         *infiniband_findings(run.device, run.strategy.world_size > here, environment, host),
+        *volume_findings(run.output_dir, host),
         *room_findings(run, here, host),
     ]
     if run.device == "cuda" and int(environment.get("LOCAL_RANK", 0)) == 0:
@@ -222,3 +223,10 @@ def _answers() -> bool:
     thread.start()
     thread.join(PROBE_SECONDS)
     return answered.is_set()
+
+
+def volume_findings(output_dir: Path, host: Host) -> Iterator[Finding]:
+    """RunPod clears all but a pod's volume once the pod stops; a template mounts it at /workspace by default."""
+    volume = Path("/workspace")
+    if "RUNPOD_POD_ID" in host.environment and volume.is_mount() and not output_dir.resolve().is_relative_to(volume):
+        yield finding("ZR615", folder=output_dir, volume=volume)
