@@ -502,5 +502,7 @@ def test_each_finding_is_said_by_the_ranks_of_its_scope(monkeypatch, capsys):
 def test_results_outside_of_a_pods_volume_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "is_mount", lambda self: True)
     pod = machine(tmp_path, RUNPOD_POD_ID="x")
-    assert "[ZR615]" in said(volume_findings(Path("out"), pod))
-    assert said(volume_findings(Path("/workspace/out"), pod)) == said(volume_findings(Path("out"), machine(tmp_path)))
+    assert "[ZR615]" in said(machines.volume_findings(Path("out"), pod))
+    assert said(machines.volume_findings(Path("/workspace/out"), pod)) == said(
+        machines.volume_findings(Path("out"), machine(tmp_path))
+    )
