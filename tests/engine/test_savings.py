@@ -8,7 +8,6 @@ import pytest
 
 from tests.helpers.faults import ds_config
 from tests.helpers.tiny import named, write_recipe
-from zero_recipes.checkpoint.reshard import open_checkpoint
 from zero_recipes.checkpoint.verify import verify
 
 LEAF = {"leaf_module": {"classes": ["OwnSparseMoeBlock"]}}
@@ -68,7 +67,8 @@ def test_bf16_states_begin_as_fp32_states_and_resume_bit_for_bit(two, tmp_path):
         assert gap(plain, whole) < 2e-2
         assert verify(out)
         elements = json.loads((out / "metrics.json").read_text())["trainable_parameters"]
-        assert open_checkpoint(out / "checkpoint-4").state_bytes == 3 * 2 * elements  # master and two moments
+        states = sum(path.stat().st_size for path in (out / "checkpoint-4").rglob("*_optim_states.pt"))
+        assert states == pytest.approx(3 * 2 * elements, rel=0.2)  # master and two moments
         again = tmp_path / f"again{stage}"
         assert (
             losses(two, recipe, again, *mode, *saves, "--resume_from_checkpoint", str(out / "checkpoint-4"))[-4:]
