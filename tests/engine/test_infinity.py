@@ -130,7 +130,7 @@ def test_what_a_killed_run_left_is_deleted(tmp_path, capsys):
 
 @pytest.mark.private
 def test_prefetching_is_still_to_be_refused(two, recipe, tmp_path):
-    """Fails when DeepSpeed prefetches what is on NVMe: then drop the finding in checks/zero_options.py."""
+    """Fails when DeepSpeed prefetches what is on NVMe: then drop the finding in checks/deepspeed_rules.py."""
     config = json.loads(Path("ds_configs/zero3_infinity.json").read_text())
     config["zero_optimization"] |= {"stage3_prefetch_bucket_size": 5 * 10**7, "stage3_max_live_parameters": 10**9}
     argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--deepspeed", json.dumps(config)]

@@ -83,7 +83,7 @@ def test_killed_before_its_first_step_the_run_before_is_kept_and_the_same_comman
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, request):
-    """The room is there when the run starts (checks/room.py refuses otherwise), then another program takes it."""
+    """The room is there when the run starts (checks/capacity.py refuses otherwise), then another program takes it."""
     recipe = resume_recipe(tmp_path, save_steps=2)
     whole = one.run("train", argv=arguments(recipe, "ddp", tmp_path / "whole"))[0]["metrics"]
     size = sum(read_manifest(tmp_path / "whole" / "checkpoint-2")["files"].values())

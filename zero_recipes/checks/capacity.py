@@ -172,7 +172,7 @@ def swap_buffers(config: DsConfig, group: float, tensor: float = 10**8, ranks: i
     the largest sub-group, the other processes' parts too (zero/stage3.py gives `reserve_partitioned_swap_space` their
     ds_numel; `ranks`: so many processes, 0 leaves it out). optimizer_utils.py: buffer_count of the largest sub-group in
     fp32. `group`: elements of one process's part of the largest parameter group; `tensor`: of its part of the largest
-    tensor, which an "auto" buffer_size is made for (config/ds_auto.py).
+    tensor, which an "auto" buffer_size is made for (config/ds_config.py).
     """
     terms = {}
     largest = min(number_in(config.zero, "sub_group_size", 10**9), group)

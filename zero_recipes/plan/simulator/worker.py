@@ -332,7 +332,7 @@ class Watch(TrainerCallback):
         self.tracker.enter("between")
 
     def found(self) -> dict:
-        """What this rank needs; metrics/prediction.py says what the keys mean."""
+        """What this rank needs; metrics/schema.py says what the keys mean."""
         peaks = {phase: self.tracker.peaks.get(phase, 0) for phase in TRAINING}
         peaks |= {phase: self.tracker.peaks[phase] for phase in AFTERWARDS if phase in self.tracker.peaks}
         phase = max(peaks, key=peaks.get)
