@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,10 @@ def test_a_stale_build_lock_is_removed_and_one_that_is_held_stays(tmp_path, monk
     (tmp_path / "stale" / "lock").write_text("")
     baton = FileBaton(str(tmp_path / "held" / "lock"))
     assert baton.try_acquire()
+    with monkeypatch.context() as other:
+        other.setattr(os, "getuid", lambda: 12345)
+        remove_stale_locks()
+        assert (tmp_path / "stale" / "lock").exists(), "another user may be compiling"
     remove_stale_locks()
     assert not (tmp_path / "stale" / "lock").exists() and "stale" in capsys.readouterr().out
     assert (tmp_path / "held" / "lock").exists()

@@ -123,9 +123,17 @@ def build(ops: Iterable[str]) -> None:
         print(f"compiled {op} in {time.monotonic() - start:.0f} s", flush=True)
 
 
+def _is_seen(lock: Path) -> bool:
+    """Whether the compiler that holds it could be seen: another user's is hidden, but from root."""
+    try:
+        return os.getuid() in (0, lock.stat().st_uid)
+    except FileNotFoundError:  # it has just ended
+        return False
+
+
 def remove_stale_locks() -> None:
     """Locks that a killed compiler left: who made one keeps it open (torch, utils/file_baton.py)."""
-    locks = {lock.resolve() for lock in build_root(os.environ).rglob("lock")}
+    locks = {lock.resolve() for lock in build_root(os.environ).rglob("lock") if _is_seen(lock)}
     for process in psutil.process_iter() if locks else ():
         with contextlib.suppress(psutil.Error):  # of another user
             locks -= {Path(file.path) for file in process.open_files()}
