@@ -13,6 +13,7 @@ from types import MappingProxyType
 import pytest
 import torch
 from datasets import Dataset
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import TrainerState
 
 from tests.helpers.damage import DAMAGES, lose, refusal_of
@@ -35,6 +36,7 @@ from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import Recipe, RunConfig, parse_recipe
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.data.prepare import data_sha256
+from zero_recipes.libs.huggingface import load_without_code, not_plain
 from zero_recipes.training.trainer import rotate
 
 SEED, ROUNDS = int(os.environ.get("DAMAGE_SEED", 12)), int(os.environ.get("DAMAGE_ROUNDS", 1))
@@ -314,3 +316,20 @@ def test_the_hash_of_rows_is_that_of_their_content_and_order():
     assert data_sha256(whole) != data_sha256(whole.select(backwards))
     rows[1700]["labels"][0] += 1
     assert data_sha256(whole) != data_sha256(Dataset.from_list(rows))
+
+
+class Attribute:
+    """Pickled as Python before 3.11.4 pickles a member of an enum."""
+
+    def __init__(self, kind: type, name: str):
+        self.named = kind, name
+
+    def __reduce__(self):
+        return getattr, self.named
+
+
+def test_a_stage_is_data_however_python_pickles_it_and_another_attribute_is_code(tmp_path):
+    torch.save({"stage": Attribute(ZeroStageEnum, "gradients")}, tmp_path / "stage.pt")
+    torch.save({"code": Attribute(torch.Tensor, "data")}, tmp_path / "code.pt")
+    assert load_without_code(tmp_path / "stage.pt") == {"stage": ZeroStageEnum.gradients}
+    assert not_plain(tmp_path / "stage.pt") is None and "WeightsUnpickler" in not_plain(tmp_path / "code.pt")

@@ -11,6 +11,7 @@ import contextlib
 import io
 import logging
 import os
+import pickle
 import re
 import warnings
 import zipfile
@@ -245,7 +246,14 @@ def load_without_code(path: Path) -> Any:
     from deepspeed.utils.tensor_fragment import fragment_address
     from transformers.trainer_pt_utils import safe_globals
 
+    def stage(kind: type, name: str) -> ZeroStageEnum:
+        """Before 3.11.4 Python pickles a member of an enum as `getattr(kind, name)`."""
+        if kind is not ZeroStageEnum:
+            raise pickle.UnpicklingError(f"getattr of {kind} is no data")
+        return ZeroStageEnum[name]
+
     of_deepspeed = [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+    of_deepspeed += [(stage, f"{module}.getattr") for module in ("builtins", "__builtin__")]
     with safe_globals(), torch.serialization.safe_globals(of_deepspeed):
         return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
 
