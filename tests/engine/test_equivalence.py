@@ -83,6 +83,6 @@ def test_the_whole_grid(request, subject, tmp_path):
 
 
 def test_repeated_rows_are_noticed(two, subject, tmp_path):
-    """Fails when accelerate repeats no rows at an epoch's end: then weighting.without_loss may go."""
+    """Fails when accelerate repeats no rows at an epoch's end: then token_loss.without_loss may go."""
     found = run(two, subject, tmp_path / "out", "ddp", 1, case="equivalence_cases.train_with_repeated_rows")
     assert found["loss_delta"] > 100 * TOLERANCE, found

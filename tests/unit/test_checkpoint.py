@@ -319,7 +319,7 @@ def test_the_hash_of_rows_is_that_of_their_content_and_order():
 
 
 class Attribute:
-    """Pickled as Python before 3.11.4 pickles a member of an enum."""
+    """Pickled as Python 3.11.2 pickles a member of an enum."""
 
     def __init__(self, kind: type, name: str):
         self.named = kind, name

@@ -247,7 +247,7 @@ def load_without_code(path: Path) -> Any:
     from transformers.trainer_pt_utils import safe_globals
 
     def stage(kind: type, name: str) -> ZeroStageEnum:
-        """Before 3.11.4 Python pickles a member of an enum as `getattr(kind, name)`."""
+        """Python 3.11.2 (Debian 12) pickles a member of an enum as `getattr(kind, name)`."""
         if kind is not ZeroStageEnum:
             raise pickle.UnpicklingError(f"getattr of {kind} is no data")
         return ZeroStageEnum[name]
