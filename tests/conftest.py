@@ -33,9 +33,11 @@ def pytest_collection_finish() -> None:
 
 
 def _group(world_size: int):
+    from zero_recipes.core.host import Host
     from zero_recipes.distributed.kernels import missing
 
-    if not_compiled := missing(("deepspeed_shm_comm", "cpu_adam"), "cpu"):
+    ops = ["deepspeed_shm_comm", "cpu_adam", *(["async_io"] if Host().libaio_headers() else [])]
+    if not_compiled := missing(ops, "cpu"):
         pytest.exit(f"DeepSpeed's {', '.join(not_compiled)} must be compiled first: make ops", returncode=1)
     group = Group(world_size)
     yield group

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
+import deepspeed
 import pytest
 from torch.utils.file_baton import FileBaton
 
 from zero_recipes.config.recipe import refuse_uneven_gpus
 from zero_recipes.core.findings import Refusal
-from zero_recipes.distributed.kernels import remove_stale_locks
+from zero_recipes.core.host import Host
+from zero_recipes.distributed.kernels import is_compiled, remove_stale_locks
 
 
 def test_a_stale_build_lock_is_removed_and_one_that_is_held_stays(tmp_path, monkeypatch, capsys):
@@ -29,6 +32,24 @@ def test_a_stale_build_lock_is_removed_and_one_that_is_held_stays(tmp_path, monk
     assert not (tmp_path / "stale" / "lock").exists() and "stale" in capsys.readouterr().out
     assert (tmp_path / "held" / "lock").exists()
     baton.release()
+
+
+def test_a_kernel_of_another_installation_or_of_a_killed_compiler_is_compiled_anew(tmp_path, monkeypatch):
+    """ninja would compile it where it is loaded: minutes without a line, longer than the other ranks wait."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    rules, library = tmp_path / "cpu_adam" / "build.ninja", tmp_path / "cpu_adam" / "cpu_adam.so"
+    rules.parent.mkdir()
+    library.write_text("")
+    for sources, built_after, compiled in (
+        (Path(deepspeed.__file__).parent, 1, True),
+        (Path(deepspeed.__file__).parent, -1, False),
+        (f"/elsewhere{Path(deepspeed.__file__).parent}", 1, False),
+    ):
+        rules.write_text(f"build cpu_adam.o: compile {sources}/ops/csrc/adam/cpu_adam.cpp\n")
+        os.utime(library, (time := rules.stat().st_mtime + built_after, time))
+        assert is_compiled("cpu_adam", Host()) == compiled
+    rules.unlink()
+    assert not is_compiled("cpu_adam", Host())
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import deepspeed
 import huggingface_hub
 import pytest
 import torch
@@ -225,7 +226,14 @@ def nvcc(release: str) -> str:
 
 
 CXX, AIO = "/usr/bin/c++", "/usr/include/libaio.h"
-COMPILED = {f"/extensions/{op}/{op}.so": "" for op in ("deepspeed_shm_comm", "async_io")}
+
+
+def compiled(*ops: str) -> dict[str, str]:
+    rules = {f"/extensions/{op}/build.ninja": f"compile {deepspeed.__path__[0]}/ops/csrc" for op in ops}
+    return rules | {f"/extensions/{op}/{op}.so": "" for op in ops}
+
+
+COMPILED = compiled("deepspeed_shm_comm", "async_io")
 
 
 @pytest.mark.parametrize(
@@ -241,7 +249,7 @@ COMPILED = {f"/extensions/{op}/{op}.so": "" for op in ("deepspeed_shm_comm", "as
         ("cpu", NVME, "nvme", dict(), ""),
         ("cpu", NVME, "nvme", dict(lacks=AIO), "lacks libaio.h"),
         ("cpu", NVME, "nvme", dict(lacks=AIO, files=COMPILED), "lacks libaio.h"),  # async_io loads pin_memory first
-        ("cpu", NVME, "nvme", dict(lacks=AIO, files=COMPILED | {"/extensions/pin_memory/pin_memory.so": ""}), ""),
+        ("cpu", NVME, "nvme", dict(lacks=AIO, files=COMPILED | compiled("pin_memory")), ""),
         ("cpu", NVME, "nvme", dict(lacks=AIO, files={"/opt/aio/libaio.h": ""}, CFLAGS="-O2 -I/opt/aio"), ""),
         ("cpu", {}, "cpu", dict(lacks=AIO), ""),
         ("cuda", ADAM, None, dict(), "lacks the CUDA toolkit 13.0 (nvcc) [ZR603]"),

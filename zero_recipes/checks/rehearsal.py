@@ -205,7 +205,9 @@ def _bind_optimizer(block: Mapping[str, Any] | None) -> None:
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-    name, parameters = (block["type"], dict(block.get("params") or {})) if block else ("muon", {})
+    if not block:
+        return
+    name, parameters = block["type"], dict(block.get("params") or {})
     if name.lower() in ("adam", "adamw"):
         for engines_own in ("torch_adam", "adam_w_mode", "fp32_optimizer_states"):
             parameters.pop(engines_own, None)

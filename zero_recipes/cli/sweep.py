@@ -262,13 +262,15 @@ def runs_of(
     precision = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings.precision
     environments = {name: launched_environment(config, num_processes) for name, config in configs.items()}
     _refuse_without_deepspeed(parsed, environments)
+    ds_configs = {}
+    if any(key.is_ds for key in parsed):
+        ds_configs = {name: launched_ds_config(launched, precision)[0] for name, launched in environments.items()}
     chosen = [(strategy, values) for strategy in configs for values in combinations(parsed)]
     runs = []
     for (strategy, values), name in zip(chosen, run_names(chosen), strict=True):
         words = [word for key in parsed if not key.is_ds for word in option_words(key.key, values[key.key])]
         in_ds_config = {tuple(key.key.split(".")): values[key.key] for key in parsed if key.is_ds}
-        launched = launched_ds_config(environments[strategy], precision)[0] if in_ds_config else None
-        ds_config = with_values(launched, in_ds_config) if in_ds_config else None
+        ds_config = with_values(ds_configs[strategy], in_ds_config) if in_ds_config else None
         runs.append(SweepRun(name, strategy, configs[strategy], values, tuple(words), ds_config))
     return runs
 

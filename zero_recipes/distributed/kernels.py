@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -90,10 +91,19 @@ def is_prebuilt(op: str, device: str) -> bool:
 
 
 def is_compiled(op: str, host: Host) -> bool:
-    """Whether an earlier launch has left it where torch looks for it. async_io loads pin_memory first (DeepSpeed
-    0.19.8, op_builder/async_io.py `load`)."""
+    """Whether an earlier launch has left it where torch looks for it, for this installation of DeepSpeed: what another
+    one left is compiled anew. async_io loads pin_memory first (DeepSpeed 0.19.8, op_builder/async_io.py `load`)."""
     names = ("pin_memory", op) if op == "async_io" else (op,)
-    return all(host.at(extension_folder(host.environment, name) / f"{name}.so").is_file() for name in names)
+    return all(_is_up_to_date(host.at(extension_folder(host.environment, name)), name) for name in names)
+
+
+def _is_up_to_date(folder: Path, name: str) -> bool:
+    library, rules = folder / f"{name}.so", folder / "build.ninja"
+    if not library.is_file() or not rules.is_file():
+        return False
+    sources = find_spec("deepspeed").submodule_search_locations[0]
+    # torch (utils/cpp_extension.py `_maybe_write`) writes the rules only where they change, before ninja compiles
+    return rules.stat().st_mtime <= library.stat().st_mtime and f"compile {sources}/" in rules.read_text()
 
 
 def build_root(environment: Mapping[str, str]) -> Path:

@@ -122,8 +122,9 @@ class ZeroSFTTrainer(SFTTrainer):
         `resume_from_checkpoint`: as of SFTTrainer; True is the last checkpoint of args.output_dir that is whole.
         """
         if resume_from_checkpoint is True:
-            whole = [path for path in numbered(Path(self.args.output_dir)) if checkpoint_fault(path) is None]
-            resume_from_checkpoint = str(whole[-1]) if whole else True
+            newest_first = reversed(numbered(Path(self.args.output_dir)))
+            whole = next((path for path in newest_first if checkpoint_fault(path) is None), None)
+            resume_from_checkpoint = True if whole is None else str(whole)
         if self.stage_metrics.finished:  # of an earlier training
             self.stage_metrics.begin()
         self._load_history(resume_from_checkpoint)
