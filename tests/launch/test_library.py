@@ -50,7 +50,8 @@ def test_the_programs_of_the_page(tmp_path, strategy):
         assert 0 < run.tokens.supervised < run.tokens.non_padding < run.tokens.all
         bytes_per_parameter = 6 if strategy == "zero2" else 8  # a half of the fp32 master and of Adam's two moments
         assert (
-            run.model_state_bytes[0].optimizer >= bytes_per_parameter * run.parameters and run.phase_seconds.train > 0
+            run.model_state_bytes[0].optimizer >= bytes_per_parameter * run.parameters
+            and run.phase_seconds["train"] > 0
         )
         sent = {"single": {}, "ddp": {"all_reduce"}, "zero2": {"all_reduce", "all_gather"}}[strategy]
         assert {name: round(size / run.parameters) for name, size in run.communication_bytes_per_step.items()} == (

@@ -108,7 +108,7 @@ def test_the_plan_is_what_a_run_takes(model, case, planned, request, tmp_path):
     states = predicted.model_state_bytes.model_dump()
     assert states == {part: max(rank[part] for rank in metrics["model_state_bytes"]) for part in states}
     peak = predicted.allocated_peak_bytes
-    risen = peak - predicted.memory_phases.step
+    risen = peak - predicted.memory_phases["step"]
     warm = slice(1, None, 2 if "evaluation" in case else 1)  # every second step is followed by an evaluation
     steps = [rank["rises"][warm] for rank in ranks]
     assert max(low for rank in steps for low, _ in rank) - BOUND * peak <= risen, (steps, predicted)

@@ -17,7 +17,7 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host import hardware_facts, peak_memory
 from zero_recipes.libs.deepspeed import state_bytes
 from zero_recipes.metrics import callback as callbacks
-from zero_recipes.metrics.callback import RunFacts, StageMetricsCallback
+from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure
 from zero_recipes.metrics.flops import ModelFlops
 from zero_recipes.metrics.probe import StepClock, UsedFlops
@@ -56,10 +56,10 @@ def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2, devic
     config = SimpleNamespace(num_attention_heads=2, hidden_size=4, num_hidden_layers=1)
     model.config = SimpleNamespace(get_text_config=lambda: config)
     optimizer = torch.optim.AdamW(model.parameters())
-    facts = RunFacts("r", Strategy("single", 1), "cuda", "bf16", "m")
     args = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, logging_steps=1)
+    args.bf16, args.fp16, args.device = True, False, torch.device("cuda")
     cuda.hold(100 * MIB)
-    found = StageMetricsCallback(folder, facts)
+    found = StageMetricsCallback(folder, Strategy("single", 1))
     found.engine_built(model)
     found.identify(args, model)
     cuda.hold(900 * MIB)  # samples before training, with a cache of keys and values
@@ -108,15 +108,15 @@ def test_a_training_on_a_gpu(cuda, monkeypatch, tmp_path, steps):
     (peak,) = row.peak_memory_bytes
     assert peak.allocated == peak.reserved == (201 + steps) * MIB, "what samples took is not the training's"
     phases = row.memory_phases
-    assert (phases.model_loaded, phases.engine_built) == (100 * MIB, 150 * MIB)
-    assert (phases.forward, phases.backward, phases.step) == (203 * MIB, 203 * MIB, 180 * MIB), "of the second step"
+    assert (phases["model_loaded"], phases["engine_built"]) == (100 * MIB, 150 * MIB)
+    assert [phases[name] // MIB for name in ("forward", "backward", "step")] == [203, 203, 180], "of the second step"
     timed = list(range(1, steps + 1))[row.step_seconds.warmup_steps_excluded :]
     assert min(timed) > 2, "the probed step is none of them"
     assert row.step_seconds.median == pytest.approx(statistics.median(timed))
     assert row.tokens.all == 32 * steps and row.tokens_per_second.all == pytest.approx(32 * len(timed) / sum(timed))
     assert row.loss_history == list(range(1, steps + 1))
     assert row.grad_norm_history == [0.5 * step for step in range(1, steps + 1)]
-    assert (row.hardware.gpu, row.hardware.gpu_memory_bytes) == ("NVIDIA Stand-in", 80 * fake_cuda.GIB)
+    assert (row.hardware["gpu"], row.hardware["gpu_memory_bytes"]) == ("NVIDIA Stand-in", 80 * fake_cuda.GIB)
 
 
 def test_mfu_is_of_the_timed_steps_and_of_the_card(cuda, monkeypatch, tmp_path):
@@ -138,7 +138,7 @@ def test_a_run_of_two_steps_says_that_nothing_was_timed(cuda, monkeypatch, tmp_p
     assert row.status == "ok" and row.tokens_per_second is None
     assert row.step_seconds.median is row.step_seconds.p90 is None
     assert row.step_seconds.warmup_steps_excluded == steps and row.model_state_bytes[0].optimizer > 0
-    assert row.memory_phases.step == 180 * MIB
+    assert row.memory_phases["step"] == 180 * MIB
 
 
 @pytest.mark.parametrize("repeated", [False, True])

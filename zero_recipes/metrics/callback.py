@@ -7,7 +7,6 @@ with. The contract of the file is in docs/metrics.md.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,40 +27,18 @@ from zero_recipes.metrics.schema import (
     FILE,
     SCHEMA,
     Evaluation,
-    Hardware,
     Measurements,
     Metrics,
     ModelStateBytes,
     PeakMemory,
-    PhaseBytes,
-    PhaseSeconds,
     PredictedMetrics,
     RunIdentity,
     Status,
 )
-from zero_recipes.metrics.summary import History, RankFigures, continued, summarise, tokens_of
+from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
 from zero_recipes.model import parameter_counts
 
 UNFINISHED = "the run has not finished"
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What is known of a run that no event of the Trainer carries."""
-
-    name: str
-    strategy: Strategy
-    device: str  # "cpu" or "cuda"
-    precision: str
-    model: str | None
-    recipe_sha256: str | None = None
-    predicted: PredictedMetrics | None = None
-
-    @classmethod
-    def of_trainer(cls, args, model: torch.nn.Module, output_dir: Path) -> RunFacts:
-        """Of anybody's Trainer, which has made accelerate's state by now."""
-        name = getattr(getattr(model, "config", None), "name_or_path", None)
-        return cls(output_dir.name, strategy_of(args), args.device.type, precision_of(args), name or None)
 
 
 def strategy_of(args) -> Strategy:
@@ -82,24 +59,29 @@ class StageMetricsCallback(TrainerCallback):
 
     In any Trainer: tokens are counted as they enter the model's forward pass, losses and gradient norms are those of
     the log, where logging_steps is 1. ZeroSFTTrainer hands over the exact numbers of every micro batch instead.
-    `facts`: of a recipe's run, which writes the end of the file itself, once the model is saved.
+    `strategy`, `predicted` and `known` (fields of RunIdentity): of a recipe's run, which writes the end of the file
+    itself, once the model is saved.
     """
 
-    def __init__(self, output_dir: str | Path | None = None, facts: RunFacts | None = None):
+    def __init__(
+        self,
+        output_dir: str | Path | None = None,
+        strategy: Strategy | None = None,
+        predicted: PredictedMetrics | None = None,
+        **known: Any,
+    ):
         self.output_dir = None if output_dir is None else Path(output_dir)
-        self.facts = facts
-        self.ends_with_training = facts is None
+        self.strategy, self.predicted, self.known = strategy, predicted, known
+        self.ends_with_training = strategy is None
         self.identity: RunIdentity | None = None
         self.engine: torch.nn.Module | None = None  # known inside ZeroSFTTrainer alone
-        self.device = facts.device if facts else "cuda" if torch.cuda.is_available() else "cpu"
-        self.phases = MemoryPhases(self.device)
+        self.phases = MemoryPhases()
         self.phases.record("model_loaded")
         self.begin()
 
     def begin(self) -> None:
         """Nothing is measured yet."""
         self.finished = False
-        self.steps = StepClock(self.device)
         self.losses: list[torch.Tensor] = []  # one scalar per optimizer step, of this rank
         self.step_losses: list[float] = []  # the same of all ranks, as soon as the step is over
         self.logged_losses: dict[int, float] = {}  # by step, of a Trainer that does not hand its losses over
@@ -177,38 +159,36 @@ class StageMetricsCallback(TrainerCallback):
         whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # FSDP2's is a DTensor
         self.norm = torch.as_tensor(whole, dtype=torch.float64).detach().reshape(())
 
-    # called by the Trainer
-
-    def on_init_end(self, args, state, control, model=None, **kwargs):
-        self.identify(args, model)
-
     def identify(self, args, model: torch.nn.Module) -> None:
         """Who the run is. TRL has put LoRA's adapter around the model by now."""
         self.output_dir = self.output_dir or Path(args.output_dir)
-        self.facts = self.facts or RunFacts.of_trainer(args, model, self.output_dir)
+        self.strategy, self.device = self.strategy or strategy_of(args), args.device.type
         parameters, trainable = parameter_counts(model)
-        self.identity = RunIdentity(
-            name=self.facts.name,
-            strategy=self.facts.strategy.name,
-            zero_stage=self.facts.strategy.zero_stage,
-            world_size=self.facts.strategy.world_size,
-            device=hardware_facts(self.facts.device).get("gpu", "cpu"),
-            model=self.facts.model,
-            parameters=parameters,
-            trainable_parameters=trainable,
-            precision=self.facts.precision,
-            micro_batch_size=args.per_device_train_batch_size,
-            gradient_accumulation_steps=args.gradient_accumulation_steps,
-            max_length=getattr(args, "max_length", None),
-            recipe_sha256=self.facts.recipe_sha256,
-        )
+        of_trainer = {
+            "name": self.output_dir.name,
+            "strategy": self.strategy.name,
+            "zero_stage": self.strategy.zero_stage,
+            "world_size": self.strategy.world_size,
+            "device": hardware_facts(self.device).get("gpu", "cpu"),
+            "model": getattr(getattr(model, "config", None), "name_or_path", None) or None,
+            "parameters": parameters,
+            "trainable_parameters": trainable,
+            "precision": precision_of(args),
+            "micro_batch_size": args.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "max_length": getattr(args, "max_length", None),
+            "recipe_sha256": None,
+        }
+        self.identity = RunIdentity(**of_trainer | self.known)
         self.used = UsedFlops(self.identity)
         self.used.count(model)
+
+    # called by the Trainer
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         if self.finished:  # of an earlier training of the same Trainer
             self.begin()
-        if self.identity is None:  # added to a Trainer that was there
+        if self.identity is None:  # in anybody's Trainer
             self.identify(args, model)
         if state.global_step and not self.resumed_at:
             self.load_state_dict({}, state.global_step)
@@ -216,13 +196,13 @@ class StageMetricsCallback(TrainerCallback):
         self.started_at, total = state.global_step, state.max_steps - state.global_step
         self.warmup, self.probed = steps_not_timed(total), min(1, max(0, total - 1))
         self.phases.record("engine_built")
-        if self.facts.device == "cuda":  # samples may have been generated, which use memory of their own
+        if self.device == "cuda":  # samples may have been generated, which use memory of their own
             torch.cuda.empty_cache()  # peaks begin again at what is reserved, and the allocator keeps what was freed
             torch.cuda.reset_peak_memory_stats()
-        self.steps = StepClock(self.facts.device)
+        self.steps = StepClock(self.device)
         engine = model if self.engine is None else self.engine
-        self.probe = StateProbe(model, optimizer, self.facts.strategy, self.phases)
-        self.communication = CommunicationCounter(engine, self.facts.strategy)
+        self.probe = StateProbe(model, optimizer, self.strategy, self.phases)
+        self.communication = CommunicationCounter(engine, self.strategy)
         if self.engine is None:
             self.forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
             self.write("failed", UNFINISHED)
@@ -300,11 +280,11 @@ class StageMetricsCallback(TrainerCallback):
         """Read peaks and bring all ranks' figures together, those of the run that was resumed included."""
         losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64)
         own = RankFigures(
-            peak=PeakMemory(**peak_memory(self.facts.device)),
+            peak=PeakMemory(**peak_memory(self.device)),
             states=ModelStateBytes(**self.states),
             losses=losses.cpu().tolist() if self.losses else self._logged(),
-            tokens=tokens_of(self.tokens, self.has_labels),
-            timed_tokens=tokens_of(self.tokens_timed, self.has_labels),
+            tokens=self._counted(self.tokens),
+            timed_tokens=self._counted(self.tokens_timed),
             timed_flops=self.used.of(self.tokens_timed),
         )
         ranks = gather_object([own])
@@ -322,6 +302,11 @@ class StageMetricsCallback(TrainerCallback):
             skipped_steps=self.skipped if self.identity.precision == "fp16" else None,
         )
         return continued(self.earlier, now)
+
+    def _counted(self, tokens: torch.Tensor | None) -> list[int | None]:
+        """Tokens of this rank: all, non-padding, supervised (None where nothing says which carry the loss)."""
+        every, non_padding, supervised = [0, 0, 0] if tokens is None else tokens[:3].tolist()
+        return [every, non_padding, supervised if self.has_labels else None]
 
     def _logged(self) -> list[float] | None:
         """Losses of all steps so far by the log; None where it has not each of them."""
@@ -344,7 +329,6 @@ class StageMetricsCallback(TrainerCallback):
             return
         if not self.finished:
             self.summary = self.summary.model_copy(update={"loss_history": self.losses_so_far()})
-        facts = self.facts
         CLOCK.book()
         row = Metrics(
             schema=SCHEMA,
@@ -352,14 +336,14 @@ class StageMetricsCallback(TrainerCallback):
             error=error,
             **dict(self.identity),
             **dict(self.summary),
-            memory_phases=PhaseBytes(**self.phases.bytes) if facts.device == "cuda" else None,
-            phase_seconds=PhaseSeconds(**{name: round(spent, 3) for name, spent in CLOCK.seconds.items()}),
+            memory_phases=self.phases.bytes if self.device == "cuda" else None,
+            phase_seconds={name: round(spent, 3) for name, spent in CLOCK.seconds.items()},
             first_step=self.first_step,
             resumed_at=self.resumed_at,
             grad_norm_history=self.grad_norms,
             eval_history=self.evaluations,
-            predicted=facts.predicted,
+            predicted=self.predicted,
             versions=library_versions(),
-            hardware=Hardware(**hardware_facts(facts.device)),
+            hardware=hardware_facts(self.device),
         )
         row.write(self.output_dir / FILE)

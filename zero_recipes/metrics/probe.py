@@ -22,12 +22,11 @@ MOST_WARMUP_STEPS = 5
 class MemoryPhases:
     """Bytes allocated on the accelerator after each phase of the first steps; none without one."""
 
-    def __init__(self, device: str):
-        self.on_cuda = device == "cuda"
+    def __init__(self):
         self.bytes: dict[str, int] = {}
 
     def record(self, name: str) -> None:
-        if self.on_cuda:
+        if torch.cuda.is_available():
             self.bytes[name] = torch.cuda.memory_allocated()
 
 

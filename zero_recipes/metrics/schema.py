@@ -20,9 +20,7 @@ FILE = "metrics.json"
 ORDER = ("ddp", "zero0", "zero1", "zero2", "zero3")
 
 NO_ACCELERATOR = "without an accelerator"
-UNKNOWN = "where the machine does not say"
 NO_LABELS = "where the model is given no labels (a Trainer with a loss of its own)"
-ENDED_BEFORE = "where the run ended before"
 NOT_TIMED = "where no step was timed: a run of one or two steps"
 
 
@@ -67,16 +65,6 @@ class PeakMemory(Part):
     rss: int | None = optional("resident memory of the whole process", "bytes")
 
 
-class PhaseBytes(Part):
-    """Bytes after each phase of the first steps."""
-
-    model_loaded: int | None = optional("the weights are loaded", "bytes", ENDED_BEFORE)
-    engine_built: int | None = optional("the engine and its optimizer stand", "bytes", ENDED_BEFORE)
-    forward: int | None = optional("after a forward pass", "bytes", ENDED_BEFORE)
-    backward: int | None = optional("after a backward pass", "bytes", ENDED_BEFORE)
-    step: int | None = optional("after an optimizer step", "bytes", ENDED_BEFORE)
-
-
 class ModelStateBytes(Part):
     """Model states of one rank: the first three on the device that trains, the others elsewhere."""
 
@@ -92,19 +80,11 @@ class ModelStateBytes(Part):
 
 
 class Tokens(Part):
-    """Tokens of the whole run, over all ranks."""
+    """Tokens over all ranks, or how many of them a second."""
 
-    all: int | None = optional("padding included", "tokens")
-    non_padding: int | None = optional("without padding", "tokens")
-    supervised: int | None = optional("those that carry the loss", "tokens", NO_LABELS)
-
-
-class TokensPerSecond(Part):
-    """Tokens per second over all ranks and the timed steps."""
-
-    all: float | None = optional("padding included", "tokens/s")
-    non_padding: float | None = optional("without padding", "tokens/s")
-    supervised: float | None = optional("those that carry the loss", "tokens/s", NO_LABELS)
+    all: int | float | None = optional("padding included")
+    non_padding: int | float | None = optional("without padding")
+    supervised: int | float | None = optional("those that carry the loss", null=NO_LABELS)
 
 
 class StepSeconds(Part):
@@ -119,19 +99,6 @@ class StepSeconds(Part):
     )
 
 
-class PhaseSeconds(Part):
-    """Seconds of rank 0 by its host's clock since its process was started: the phases sum up to them.
-
-    A phase inside another does not count in the outer one."""
-
-    startup: float | None = optional("imports, checks, kernels, the ranks finding each other", "seconds", ENDED_BEFORE)
-    data: float | None = optional("loading and tokenising the rows, and waiting for the plan", "seconds", ENDED_BEFORE)
-    model: float | None = optional("loading the weights, building trainer and engine", "seconds", ENDED_BEFORE)
-    train: float | None = optional("optimizer steps and logging", "seconds", ENDED_BEFORE)
-    eval: float | None = optional("evaluations, and answers to the sample prompts", "seconds", ENDED_BEFORE)
-    save: float | None = optional("saving checkpoints and the model, and checking it", "seconds", ENDED_BEFORE)
-
-
 class Evaluation(Part):
     """One evaluation."""
 
@@ -139,18 +106,6 @@ class Evaluation(Part):
     loss: Number = required(
         "mean over all tokens of the split that carry loss; null where it is not finite", "nats/token"
     )
-
-
-class Hardware(Part):
-    """The machine of rank 0."""
-
-    cpu: str | None = optional("processor", null=UNKNOWN)
-    cpu_cores: int | None = optional("cores that the process may use", null=UNKNOWN)
-    ram_bytes: int | None = optional("memory of the machine", "bytes", UNKNOWN)
-    gpu: str | None = optional("the accelerator's name", null=NO_ACCELERATOR)
-    gpus_visible: int | None = optional("accelerators that the process sees", null=NO_ACCELERATOR)
-    gpu_memory_bytes: int | None = optional("memory of one accelerator", "bytes", NO_ACCELERATOR)
-    cuda: str | None = optional("CUDA version that torch was built with", null=NO_ACCELERATOR)
 
 
 class Failure(Part):
@@ -164,6 +119,7 @@ class Failure(Part):
     signal: str | None = optional("the signal that ended a process", null="where none did")
 
 
+PHASES = "model_loaded, engine_built, forward, backward, step"
 PARTS = ("params", "grads", "optimizer", "activations", "buckets", "loss_head", "other")
 
 
@@ -234,7 +190,7 @@ class Prediction(BaseModel):
     at_peak: dict[str, int] = required(f"the peak by parts: {', '.join(PARTS)}", "bytes")
     peaks: dict[str, int] | None = _engine_only("the peak of each phase", "bytes")
     model_state_bytes: ModelStateBytes = required("as in metrics.json")
-    memory_phases: PhaseBytes | None = _engine_only("allocated after each phase", "bytes")
+    memory_phases: dict[str, int] | None = _engine_only(f"allocated after each phase: {PHASES}", "bytes")
     segment_bytes: int | None = _engine_only("the caching allocator's segments at their peak, replayed", "bytes")
     reserved_bytes: ReservedRange = required("of one GPU")
     host_bytes: HostBytes = required("of one machine")
@@ -326,7 +282,7 @@ class Measurements(Part):
         default={},
     )
     tokens: Tokens | None = optional("over the whole run and all ranks")
-    tokens_per_second: TokensPerSecond | None = optional("over the timed steps and all ranks", null=NOT_TIMED)
+    tokens_per_second: Tokens | None = optional("over the timed steps and all ranks", null=NOT_TIMED)
     model_flops_per_token: float | None = optional(
         "forward and backward of the model's matrix products and of attention within the rows of the timed steps, for "
         "each token that is no padding; nothing that activation checkpointing computes again",
@@ -356,10 +312,16 @@ class Measurements(Part):
 class Metrics(Measurements, RunIdentity, RunStatus):
     """One metrics.json. Fields that were never set are not written."""
 
-    memory_phases: PhaseBytes | None = optional(
-        "rank 0: allocated on the accelerator after each phase of the first steps", null=NO_ACCELERATOR
+    memory_phases: dict[str, int | None] | None = optional(
+        f"rank 0: allocated on the accelerator after each phase of the first steps: {PHASES}", "bytes", NO_ACCELERATOR
     )
-    phase_seconds: PhaseSeconds | None = optional("phases of the run")
+    phase_seconds: dict[str, float | None] | None = optional(
+        "of rank 0 by its host's clock since its process was started, by phase: startup (imports, checks, kernels, the "
+        "ranks finding each other), data (rows, and waiting for the plan), model (weights, trainer, engine), train "
+        "(optimizer steps and logging), eval (evaluations and sample prompts), save (checkpoints and the model). They "
+        "sum up to all of them: a phase inside another does not count in the outer one",
+        "seconds",
+    )
     first_step: int = optional(
         "the step of loss_history's first number: 1, or later where a resumed checkpoint carried no history", default=1
     )
@@ -377,7 +339,10 @@ class Metrics(Measurements, RunIdentity, RunStatus):
         "what was planned before the run, on a GPU or with predict: true", null="where it was not"
     )
     versions: dict[str, str] | None = optional("by package: the version that ran, Python's included")
-    hardware: Hardware | None = optional("the machine of rank 0")
+    hardware: dict[str, str | int | None] | None = optional(
+        "the machine of rank 0: cpu, cpu_cores (that the process may use), ram_bytes; with an accelerator also gpu, "
+        "gpus_visible, gpu_memory_bytes (of one) and cuda (that torch was built with)"
+    )
     failure: Failure | None = optional("what is known of the end", null="unless the run failed")
 
     @classmethod

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from pydantic import Field
 
 from zero_recipes.metrics.probe import utilisation
@@ -20,7 +19,6 @@ from zero_recipes.metrics.schema import (
     PeakMemory,
     StepSeconds,
     Tokens,
-    TokensPerSecond,
 )
 
 
@@ -31,8 +29,8 @@ class RankFigures:
     peak: PeakMemory
     states: ModelStateBytes
     losses: list[float] | None  # one per optimizer step of this process; None where they are not known
-    tokens: Tokens  # over all its steps
-    timed_tokens: Tokens  # over the timed ones
+    tokens: list[int | None]  # over all its steps: all, non-padding, supervised (None where they are not known)
+    timed_tokens: list[int | None]  # over the timed ones
     timed_flops: float = 0.0  # the model's, over the timed steps; 0 where they are not counted
 
 
@@ -53,14 +51,15 @@ def summarise(
     `peak_flops`: FLOP/s of a card, None where it is not known; `more`: what rank 0 alone knows (fields of
     Measurements). Where none is timed, times and rates are null."""
     timed = seconds[warmup:]
-    speed = _sum([rank.timed_tokens for rank in ranks])
+    speed = _sums([rank.timed_tokens for rank in ranks])
     flops = sum(rank.timed_flops for rank in ranks)
-    used = utilisation(flops, speed.non_padding, sum(timed), len(ranks), peak_flops) if timed else {}
+    used = utilisation(flops, speed[1], sum(timed), len(ranks), peak_flops) if timed else {}
+    rates = [None if count is None or not timed else count / sum(timed) for count in speed]
     return Measurements(
         peak_memory_bytes=[rank.peak for rank in ranks],
         model_state_bytes=[rank.states for rank in ranks],
-        tokens=_sum([rank.tokens for rank in ranks]),
-        tokens_per_second=TokensPerSecond(**_rates(speed, sum(timed))) if timed else None,
+        tokens=_tokens(_sums([rank.tokens for rank in ranks])),
+        tokens_per_second=_tokens(rates) if timed else None,
         step_seconds=StepSeconds(
             median=statistics.median(timed) if timed else None,
             p90=sorted(timed)[min(len(timed) - 1, int(0.9 * len(timed)))] if timed else None,
@@ -77,16 +76,13 @@ def continued(earlier: Measurements, now: Measurements) -> Measurements:
     if earlier.tokens is None:
         return now
     losses = [*(earlier.loss_history or []), *now.loss_history]
-    more = {"loss_history": losses, "tokens": _sum([earlier.tokens, now.tokens])}
+    more = {
+        "loss_history": losses,
+        "tokens": _tokens(_sums([tuple(dict(each.tokens).values()) for each in (earlier, now)])),
+    }
     if now.skipped_steps is not None:
         more["skipped_steps"] = (earlier.skipped_steps or 0) + now.skipped_steps
     return now.model_copy(update=more)
-
-
-def tokens_of(counted: torch.Tensor | None, labelled: bool = True) -> Tokens:
-    """The first three of what StageMetricsCallback counts. `labelled`: whether anything says which carry the loss."""
-    every, non_padding, supervised = [0, 0, 0] if counted is None else counted[:3].tolist()
-    return Tokens(all=every, non_padding=non_padding, supervised=supervised if labelled else None)
 
 
 def _means(losses: list[list[float] | None]) -> list[float] | None:
@@ -95,10 +91,9 @@ def _means(losses: list[list[float] | None]) -> list[float] | None:
     return [sum(step) / len(losses) for step in zip(*losses, strict=True)]
 
 
-def _rates(counts: Tokens, seconds: float) -> dict[str, float | None]:
-    return {key: None if count is None else count / seconds for key, count in counts}
+def _tokens(counts: Sequence[float | None]) -> Tokens:
+    return Tokens(**dict(zip(Tokens.model_fields, counts, strict=True)))
 
 
-def _sum(counts: Sequence[Tokens]) -> Tokens:
-    columns = {key: [getattr(count, key) for count in counts] for key in Tokens.model_fields}
-    return Tokens(**{key: None if None in column else sum(column) for key, column in columns.items()})
+def _sums(counts: Sequence[Sequence[int | None]]) -> list[int | None]:
+    return [None if None in column else sum(column) for column in zip(*counts, strict=True)]

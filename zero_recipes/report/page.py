@@ -148,9 +148,9 @@ def _details(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
     planned = list(filter(None, map(_planned, runs)))
     return [
         {"title": "Planned and measured memory", "headers": PLANNED, "rows": planned},
-        _by_run("Seconds per phase", {run.label: run.phase_seconds and run.phase_seconds.model_dump() for run in runs}),
+        _by_run("Seconds per phase", {run.label: run.phase_seconds for run in runs}),
         _by_run("Settings", {run.label: {name: getattr(run, name) for name in SETTINGS} for run in runs}),
-        _by_run("Hardware", {run.label: run.hardware and run.hardware.model_dump() for run in runs}),
+        _by_run("Hardware", {run.label: run.hardware for run in runs}),
         _by_run("Versions", {run.label: run.versions for run in runs}),
     ]
 

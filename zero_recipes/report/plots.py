@@ -70,7 +70,7 @@ def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path
         drawn["throughput"] = _draw_throughput(compared, setting, folder / "throughput.png")
         drawn["loss"] = _draw_losses(compared, setting, folder / "loss.png")
     if planned := [run for run in compared if _is_planned_in_parts(run)]:
-        memory = [run.hardware.gpu_memory_bytes for run in planned if run.hardware and run.hardware.gpu_memory_bytes]
+        memory = list(filter(None, [(run.hardware or {}).get("gpu_memory_bytes") for run in planned]))
         bars, capacity = list(map(_plan_bar, planned)), min(memory, default=None)
         title, path = "Planned memory, and the measured peak", folder / "plan.png"
         drawn["plan"] = draw_memory(bars, title, setting, path, capacity)

@@ -22,7 +22,7 @@ from zero_recipes.distributed import ulysses
 from zero_recipes.distributed.group import agree
 from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.huggingface import attention_name
-from zero_recipes.metrics.callback import UNFINISHED, RunFacts, StageMetricsCallback
+from zero_recipes.metrics.callback import UNFINISHED, StageMetricsCallback
 from zero_recipes.metrics.failure import if_the_disk_takes_it, keep_failure, write_failure
 from zero_recipes.metrics.schema import SCHEMA, Metrics, PredictedMetrics
 
@@ -84,16 +84,15 @@ class RecipeRun:
             print(*header, *self.data.findings, sep="\n", flush=True)
             write_resolved(run.given, run.output_dir / "recipe.resolved.yaml", header, ds_config)
         self.args.distributed_state.wait_for_everyone()
-        facts = RunFacts(
+        self.metrics = StageMetricsCallback(
+            run.output_dir,
+            run.strategy,
+            predicted,
             name=run.recipe.name,
-            strategy=run.strategy,
-            device=run.device,
-            precision=run.precision,
             model=run.recipe.settings.model_name_or_path,
+            precision=run.precision,
             recipe_sha256=run.recipe.sha256,
-            predicted=predicted,
         )
-        self.metrics = StageMetricsCallback(run.output_dir, facts)
 
     def _move_earlier_run(self) -> None:
         run = self.run

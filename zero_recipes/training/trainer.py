@@ -91,7 +91,7 @@ class ZeroSFTTrainer(SFTTrainer):
             self.add_callback(self.stage_metrics)
         self.stage_metrics.identify(self.args, self.model)
         if recipe_run is None:
-            patches.patch_libraries(self.stage_metrics.facts.strategy, self.args.ddp_timeout)
+            patches.patch_libraries(self.stage_metrics.strategy, self.args.ddp_timeout)
         self.token_metrics = TokenMetrics(self, settings.token_metrics if settings else "logging_steps")
         self.token_weights = TokenWeights(self)
         if isinstance(self.train_dataset, datasets.IterableDataset):

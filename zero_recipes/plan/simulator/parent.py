@@ -25,7 +25,7 @@ from zero_recipes.checks.capacity import resumable_bytes
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import end_with_parent, imported_for_good, kill_with_children
-from zero_recipes.metrics.schema import CheckpointBytes, HostBytes, ModelStateBytes, PhaseBytes, Prediction
+from zero_recipes.metrics.schema import CheckpointBytes, HostBytes, ModelStateBytes, Prediction
 from zero_recipes.plan.formulas import overheads
 from zero_recipes.plan.job import Job
 from zero_recipes.theory.deepspeed import read_at_resume
@@ -140,7 +140,6 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
             "source": "engine",
             "max_length": settings.max_length,
             "model_state_bytes": ModelStateBytes(**{part: max(s[part] for s in states) for part in states[0]}),
-            "memory_phases": PhaseBytes(**most["memory_phases"]),
             "segment_bytes": segments,
             "reserved_bytes": overheads().reserved_range(segments, job.world_size),
             "host_bytes": HostBytes(
