@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from tests.helpers.grid import grid
 from tests.helpers.resuming import EXACT, LORA, compare
+from tests.helpers.state_terms import fsdp2_terms
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.libs.deepspeed import STATE_PARTS
-from zero_recipes.theory.deepspeed import fsdp2_terms
 
 FSDP = ["--fsdp", "true"]
 

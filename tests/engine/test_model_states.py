@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.grid import grid
+from tests.helpers.state_terms import AUTOCAST, BF16_STATES, ddp_terms, model_state_terms
 from tests.helpers.tiny import write_recipe
 from zero_recipes.libs.deepspeed import STATE_PARTS
-from zero_recipes.theory.deepspeed import AUTOCAST, BF16_STATES, ddp_terms, model_state_terms
 from zero_recipes.theory.zero_paper import model_state_bytes
 
 HIDDEN = 64  # tests/helpers/tiny.py; a reduce_bucket_size of "auto" is its square

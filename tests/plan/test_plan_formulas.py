@@ -143,7 +143,7 @@ def test_buckets_and_what_stage_3_gathers(strategy, ranks, keys, elements):
 
 
 def test_copies_in_the_step_and_beside_it():
-    """20Ψ at stage 0 and not 16Ψ; stages 1 and 2 hold the same at their fullest (theory/deepspeed.py)."""
+    """20Ψ at stage 0 and not 16Ψ; stages 1 and 2 hold the same at their fullest (tests/helpers/state_terms.py)."""
     zero0 = predict_by_formulas(job("zero0"))
     assert zero0.peak_phase == "step" and zero0.allocated_peak_bytes == 20 * PSI
     one, two = predict_by_formulas(job("zero1")), predict_by_formulas(job("zero2"))

@@ -1,7 +1,7 @@
 """A prediction by textbook formulas, in milliseconds: `zero-recipes plan --quick`. The engine's simulation is exact.
 
 Model states: zero_recipes/theory/zero_paper.py (arXiv:1910.02054), with what DeepSpeed 0.19.8 adds inside its step
-(zero_recipes/theory/deepspeed.py). Activations: Korthikanti et al., "Reducing Activation Recomputation in Large
+(tests/helpers/state_terms.py names each). Activations: Korthikanti et al., "Reducing Activation Recomputation in Large
 Transformer Models", arXiv:2205.05198, section 4.1 and table 2, without dropout's masks. Symbols: s tokens, b sequences
 in a micro batch, h hidden width, a heads, L layers, V vocabulary. Sizes are bytes of one rank.
 """
