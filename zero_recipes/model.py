@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from huggingface_hub import constants
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import Refusal, finding, first_line, raise_errors, refusal
+from zero_recipes.core.findings import Refusal, finding, first_line, library_error_as_finding, raise_errors, refusal
 from zero_recipes.libs.deepspeed import is_partitioned, packed_weights, whole_shape, whole_size
-from zero_recipes.libs.huggingface import fetch_attention, other_attention, without_deepspeed_announcement
+from zero_recipes.libs.huggingface import other_attention, without_deepspeed_announcement
 from zero_recipes.libs.patches import keep_4bit_layout
 
 # what transformers reports of a load: what it would have done about it
@@ -71,14 +69,6 @@ def parameter_sizes(config: PretrainedConfig, trust_remote_code: bool) -> list[i
     return None if model is None else [p.numel() for p in model.parameters()]
 
 
-def refuse_missing_attention(attn_implementation: str | None, device: str) -> None:
-    """Refuse flash attention without a GPU, package or kernel, before weights are downloaded. Raises Refusal."""
-    try:
-        fetch_attention(attn_implementation, device, only_cached=constants.is_offline_mode())
-    except LookupError as error:
-        raise refusal("ZR405", attn_implementation=attn_implementation, error=error) from error
-
-
 def refuse_other_keys(config: PretrainedConfig, settings: Settings) -> None:
     """Refuse a checkpoint whose tensors are not the model's, by name; no weight is read.
 
@@ -88,15 +78,16 @@ def refuse_other_keys(config: PretrainedConfig, settings: Settings) -> None:
     """
     if settings.random_weights or _quantization(settings, config) is not None:  # load_model looks at the load itself
         return
-    with _library_refuses(settings.model_name_or_path), without_deepspeed_announcement():
+    name = settings.model_name_or_path
+    with library_error_as_finding(f"reading the names of {name}'s tensors"), without_deepspeed_announcement():
         _, report = _from_pretrained(config, settings, device_map="meta")
-    _refuse_keys(report, settings.model_name_or_path, settings.allow_keys)
+    _refuse_keys(report, name, settings.allow_keys)
 
 
 def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
     """The model, on CPU or (stage 3) already partitioned by deepspeed.zero.Init, in the recipe's dtype."""
     requested = _keywords(settings)["attn_implementation"]
-    with _library_refuses(settings.model_name_or_path):
+    with library_error_as_finding(f"loading {settings.model_name_or_path}", vars(settings)):
         if settings.random_weights:
             keywords, report = _keywords(settings, config), None
             trust = settings.trust_remote_code
@@ -135,16 +126,6 @@ def _keywords(settings: Settings, config: PretrainedConfig | None = None) -> dic
     if config is not None and keywords["dtype"] == "auto":
         keywords["dtype"] = config.dtype or torch.float32
     return keywords
-
-
-@contextlib.contextmanager
-def _library_refuses(name: str) -> Iterator[None]:
-    """What transformers raises at the folder, dtype, attention, keywords or quantization, as a Refusal. No more: memory
-    that is not enough is no refusal."""
-    try:
-        yield
-    except (OSError, TypeError, ValueError, ImportError, AttributeError) as error:
-        raise refusal("ZR407", name=name, error=f"{type(error).__name__}: {first_line(error)}") from error
 
 
 def _quantization(settings: Settings, config: PretrainedConfig):

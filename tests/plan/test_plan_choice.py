@@ -219,7 +219,7 @@ def test_hpz_is_found_as_a_change_with_the_ranks_of_a_node():
 def test_a_change_that_cannot_be_predicted_is_passed_over():
     def need(asked: Job) -> int:
         if asked.settings.use_peft:
-            raise refusal("ZR817", model_type="x", error="PEFT does not know the architecture.")
+            raise refusal("ZR199", doing="", name="", message="PEFT does not know the architecture.")
         return 90
 
     assert change_for(need, job("zero3_offload")) is None

@@ -283,7 +283,7 @@ def test_a_prediction_is_whole_and_a_config_of_an_unknown_class_is_refused():
         beside = int(known.context) + communicator
         assert one.reserved_bytes.low == one.allocated_peak_bytes + beside
         assert one.reserved_bytes.high == int(one.allocated_peak_bytes * known.fragmentation) + beside
-    with pytest.raises(Refusal, match=r"model_type 'no_such_model' .ZR817"):
+    with pytest.raises(Refusal, match=r"of the type no_such_model .*ZR199"):
         predict_by_formulas(replace(job("zero3"), config={"model_type": "no_such_model"}))
 
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import training_args
 
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.recipe import decoded
 from zero_recipes.core.findings import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,20 +60,3 @@ def test_null_is_no_number(tmp_path):
     with pytest.raises(Refusal) as refused:
         recipes.parse_recipe(path, recipes.read_recipe_file(path), ["--learning_rate", "null"])
     assert refused.value.codes == ["ZR124"]
-
-
-texts = st.sampled_from(["true", "False", "12", "1.5", ".5", "1.", "1e5", "-1", "x", "", "."]) | st.text(max_size=4)
-leaves = texts | st.integers() | st.booleans() | st.none()
-mappings = st.dictionaries(
-    st.text(max_size=4), leaves | st.dictionaries(st.text(max_size=3), leaves, max_size=3), max_size=4
-)
-
-
-@settings(derandomize=True, deadline=None)
-@given(mappings)
-def test_json_means_what_transformers_makes_of_it(mapping):
-    """transformers itself reads it once more, where the value is still text (training_args.py, __post_init__)."""
-    import json
-
-    theirs = training_args._convert_str_dict(copy.deepcopy(mapping))
-    assert decoded(json.dumps(mapping)) == theirs

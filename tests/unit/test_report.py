@@ -219,7 +219,6 @@ def speeds(speed):
         ("equally fast", {"zero2": {"status": "failed", "error": "e"} | speeds(1.0)}, "yes", "zero1 1.0 % slower, z"),
         ("equally fast", dict.fromkeys(SPEED, UNTIMED), "cannot tell", "Fewer than two stages were timed."),
         ("bytes as the paper", {}, "no", "zero1 3.00Φ (paper 2), zero2 3.00Φ (paper 2), zero3 3.00Φ (paper 3)"),
-        ("bytes as the paper", {}, "no", "zero1: 2Φ (all-reduce of the gradients at the last micro step) + 1Φ (gather"),
         ("bytes as the paper", {"zero1": SHARDED, "zero2": SHARDED}, "yes", "zero1 2.00Φ (paper 2)"),
         ("train alike", {}, "yes", "Equal to the last bit over 6 steps."),
         ("train alike", {"zero1": {"loss_history": [2.0, 1.8, None]}}, "no", "not finite: zero1 from step 3."),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -113,13 +112,8 @@ def test_a_folder_outside_the_checkpoint_is_not_followed(stranger, tmp_path, mar
     assert "is no folder of this checkpoint" in checkpoint_fault(stranger) and not mark.exists()
 
 
-def test_a_model_s_own_code_and_preloaded_libraries_are_not_run_by_check(tmp_path, mark, capsys, monkeypatch):
-    recipe = write_recipe(
-        tmp_path,
-        trust_remote_code=True,
-        use_cpu=True,
-        env={"LD_PRELOAD": "/nowhere/lib.so", "PYTHONSTARTUP": "/nowhere/x.py", "HARMLESS": "1"},
-    )
+def test_a_model_s_own_code_is_not_run_by_check(tmp_path, mark, capsys, monkeypatch):
+    recipe = write_recipe(tmp_path, trust_remote_code=True, use_cpu=True)
     config = tmp_path / "model" / "config.json"
     values = json.loads(config.read_text())
     values |= {"model_type": "planted", "auto_map": {"AutoConfig": "planted.Config"}}
@@ -129,12 +123,9 @@ def test_a_model_s_own_code_and_preloaded_libraries_are_not_run_by_check(tmp_pat
         "from transformers import GPTNeoXConfig\nclass Config(GPTNeoXConfig):\n    model_type = 'planted'\n"
     )
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setenv("PYTHONSTARTUP", "mine")
     cli.main(["check", str(recipe), "--output_dir", str(tmp_path / "out")])
     said = capsys.readouterr().out
-    assert "sets LD_PRELOAD, PYTHONSTARTUP" in said and "[ZR782]" in said and "[ZR783]" in said
-    assert "ZR403" not in said, "what cannot be known without the code is no error"
-    assert "LD_PRELOAD" not in os.environ and os.environ["PYTHONSTARTUP"] == "mine" and os.environ["HARMLESS"] == "1"
+    assert "[ZR783]" in said and "ZR403" not in said, "what cannot be known without the code is no error"
     assert not mark.exists()
     cli.main(["check", str(recipe), "--output_dir", str(tmp_path / "out"), "--trust_remote_code", "true"])
     assert mark.exists() and "[ZR783]" not in capsys.readouterr().out

@@ -21,7 +21,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.keys import key_types
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.read_runs import SweptRun, read_sweep_file
-from zero_recipes.report import plots, read, read_runs, write_report
+from zero_recipes.report import read, read_runs, write_report
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {name: ROOT / "accelerate_configs" / f"{name}.yaml" for name in ("ddp", "zero2", "zero3", "fsdp2")}
@@ -324,31 +324,11 @@ def test_files_of_the_report_carry_the_values(tmp_path, capsys):
     assert f"Sweep of {BUCKET}, seed" in page and page.count("<h2>Run ") == 0 and "<h2>Full run</h2>" in page
     markdown = (tmp_path / "report.md").read_text()
     assert "| reduce_bucket_size | seed |" in markdown and "| ZR211 a bucket |" in markdown
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "sweep_2.png").exists()
     assert "not measured on a GPU" in capsys.readouterr().out
 
 
-def test_sweeps_of_other_keys_in_one_folder_have_their_own_table_and_picture(tmp_path):
+def test_sweeps_of_other_keys_in_one_folder_have_their_own_table(tmp_path):
     made_sweep(tmp_path, [500_000, 5])
     made_sweep(tmp_path, ["auto", 7], make=metrics, second=("packing", [True, False]))
     write_report(tmp_path)
     assert [len(group) for group in read.sweeps(read_runs(tmp_path))] == [4, 4]
-    assert (tmp_path / "sweep_2.png").is_file()
-
-
-@pytest.mark.parametrize(
-    ("values", "decades"),
-    [([1, 10], True), ([5e5, 5e6, 5e7], True), ([1, 9], False), ([0, 10, 100], False), ([True, False], False),
-     (["auto", 5, 500], False), ([1e-5, 1e-3], True), ([5e8, 5e6, 5e4], True),
-     ([-1, -100], False), ([7], False)],
-)  # fmt: skip
-def test_the_axis_is_logarithmic_where_numbers_span_decades(values, decades):
-    assert plots._spans_decades(values) == decades
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(2, "2"), (2048, "2048"), (50_000, "50k"), (5_000_000, "5M"), (10**9, "1G"), (True, "true"), (0.5, "0.5")],
-)
-def test_ticks_are_short(value, text):
-    assert plots._tick(value) == text

@@ -27,7 +27,7 @@ from zero_recipes.core.findings import Finding, Refusal, downgraded, ignored_cod
 from zero_recipes.core.host import Host
 from zero_recipes.data.load import refuse_data_at_hand
 from zero_recipes.libs.warnings import hides_progress
-from zero_recipes.model import load_config, refuse_missing_attention, sizes_of
+from zero_recipes.model import load_config, sizes_of
 
 
 @library_error_as_finding("checking the recipe")
@@ -65,11 +65,8 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     config = _attempt(findings, load_config, settings)
     if strategy is not None:
         findings += _strategy_findings(Candidate(settings, strategy, device, environment, config))
-    before = len(findings)
-    _attempt(findings, refuse_missing_attention, settings.attn_implementation, device)
-    plain = settings if len(findings) == before else settings.replace(attn_implementation=None)  # said once
     ds_config = strategy.ds_config.raw if strategy is not None and strategy.is_deepspeed else {}
-    findings += trainer_findings(plain, ds_config, str(path))
+    findings += trainer_findings(settings, ds_config, str(path))
     if not wrong & {"dataset_name", "datasets"}:
         _attempt(findings, refuse_data_at_hand, settings, bool(rehearsal) and not constants.is_offline_mode())
     _attempt(findings, refuse_in_use, output_dir)

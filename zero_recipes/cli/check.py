@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from zero_recipes.cli.options import CONFIG_FILE, COUNT, OVERRIDES, RECIPE, subcommand
 from zero_recipes.core.findings import Finding, downgraded, finding, ignored_codes
-
-# A recipe is code: a run does what it says, and a check runs nothing of it that was not requested.
-# what other programs are found by, or load before they begin (ld.so(8), python(1), bash(1)), those of a compiler too
-_LOADS_CODE = ("LD_", "DYLD_", "PYTHON", "BASH_", "HF_MODULES_CACHE", "CUDA_HOME", "CUDA_PATH", "NVCC", "TORCH_EXT")
-_NAMES = {"PATH", "ENV", "CC", "CXX", "SHELL", "IFS", "CUDACXX", "PERL5LIB", "PERL5OPT", "GCC_EXEC_PREFIX"}
 
 
 def add_check(verbs) -> None:
@@ -35,7 +30,6 @@ def add_check(verbs) -> None:
 
 def _check(arguments: argparse.Namespace) -> int:
     import json
-    import os
 
     from zero_recipes.checks import predicted
     from zero_recipes.checks.preflight import preflight, resolved_ds_config
@@ -53,9 +47,7 @@ def _check(arguments: argparse.Namespace) -> int:
         arguments.config_file = write_for_fsdp2(arguments.config_file)
         if arguments.for_trl:
             return 0
-    before = dict(os.environ)
     mapping = recipes.read_recipe_file(arguments.recipe)
-    loaders = _take_back_loaders(os.environ, before)
     overrides = _without_remote_code(arguments.overrides)
     remote_code = bool(mapping.get("trust_remote_code")) and len(overrides) > len(arguments.overrides)
     if arguments.config_file is None and arguments.num_processes is None:
@@ -64,7 +56,7 @@ def _check(arguments: argparse.Namespace) -> int:
         environment = launched_environment(arguments.config_file, arguments.num_processes)
     run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True)
     findings = [found for found in findings if not (remote_code and _due_to_missing_code(found))]
-    findings += _recipe_code_findings(loaders, remote_code)
+    findings += [finding("ZR783")] if remote_code else []
     findings += launch_findings(arguments.config_file)
     if run is not None:
         findings += predicted.rehearsed(run, environment)
@@ -100,30 +92,10 @@ def data_findings(run, show: bool) -> list:
     return downgraded(findings, ignored_codes(settings.ignore))
 
 
-def _take_back_loaders(environment: MutableMapping[str, str], before: Mapping[str, str]) -> list[str]:
-    """Set the variables that make a process load code to what they were `before` the recipe was read; their names."""
-    changed = [name for name in {*environment, *before} if environment.get(name) != before.get(name)]
-    loaders = sorted(name for name in changed if name in _NAMES or name.startswith(_LOADS_CODE))
-    for name in loaders:
-        if name in before:
-            environment[name] = before[name]
-        else:
-            environment.pop(name)
-    return loaders
-
-
 def _without_remote_code(overrides: Sequence[str]) -> list[str]:
     """The overrides of a command line, with `trust_remote_code: false` unless they say something of it themselves."""
     said = any(word.lstrip("-").replace("-", "_").startswith("trust_remote_code") for word in overrides)
     return [*overrides] if said else [*overrides, "--trust_remote_code", "false"]
-
-
-def _recipe_code_findings(loaders: Sequence[str], remote_code: bool) -> Iterator[Finding]:
-    """What was not run. `loaders`: variables of the recipe's `env:`; `remote_code`: the recipe trusts the model's."""
-    if loaders:
-        yield finding("ZR782", loaders=", ".join(loaders))
-    if remote_code:
-        yield finding("ZR783")
 
 
 def _due_to_missing_code(finding: Finding) -> bool:

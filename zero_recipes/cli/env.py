@@ -8,18 +8,19 @@ import math
 import os
 import re
 import subprocess
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
+import yaml
 
 from zero_recipes.cli.options import subcommand
 from zero_recipes.core import units
 from zero_recipes.core.host import Host, cpu_name, library_versions
 
 OPTIONAL = ("bitsandbytes", "kernels")
+WIDTH = 200  # of a line: the table of links is not broken
 # of the variables that are set, those that change a run
 VARIABLES = re.compile(
     r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|HF|ACCELERATE|DS|TRITON|ZERO_RECIPES|NVIDIA)_.*"
@@ -42,9 +43,17 @@ def _env(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
-    for title, part in found.items():
-        print(title.capitalize().replace("Gpu", "GPU"), *(f"  {line}" for line in _lines(part) or ["none"]), sep="\n")
+    print(yaml.safe_dump(_readable("", found), sort_keys=False, allow_unicode=True, width=WIDTH).rstrip())
     return 0
+
+
+def _readable(name: str, value: Any) -> Any:
+    """Bytes as people read them."""
+    if isinstance(value, dict):
+        return {key.removesuffix("_bytes"): _readable(key, inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_readable("", inner) for inner in value]
+    return units.size(value) if name.endswith("_bytes") and value is not None else value
 
 
 def machine(host: Host) -> dict[str, Any]:
@@ -75,23 +84,6 @@ def machine(host: Host) -> dict[str, Any]:
         "versions": _versions(),
         "variables": {name: "(set, not shown)" if SECRET.search(name) else host.environment[name] for name in named},
     }
-
-
-def _lines(part: Any) -> list[str]:
-    """A line for each entry; an entry with several values has them on one line."""
-    if isinstance(part, Mapping):
-        return [f"{name.removesuffix('_bytes')}: {_text(name, value)}" for name, value in part.items()]
-    return [_text("", entry) for entry in part or []]
-
-
-def _text(name: str, value: Any) -> str:
-    if isinstance(value, (Mapping, list)):
-        return ", ".join(_lines(value))
-    if value is None or value == "":
-        return "unlimited" if name == "lockable_bytes" else "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return units.size(value) if name.endswith("_bytes") else str(value)
 
 
 def _gpus() -> list[dict[str, Any]]:
@@ -153,19 +145,8 @@ def _disks(host: Host) -> list[dict[str, Any]]:
     return [{"for": what, "path": str(path), "free_bytes": host.free_disk(path)} for what, path in listed.items()]
 
 
-def _versions() -> dict[str, dict[str, Any]]:
-    """{package: its version, the range that was tested, whether it lies in it}; null where none is stated."""
-    from zero_recipes.libs.huggingface import tested_versions
-
+def _versions() -> dict[str, str | None]:
+    """{package: its version}; null where it is not installed."""
     present = {package.name for package in metadata.distributions()}
-    found = library_versions() | {"zero-recipes": metadata.version("zero-recipes")}
-    found |= {name: metadata.version(name) if name in present else None for name in OPTIONAL}
-    tested = tested_versions()
-    return {
-        name: {
-            "installed": version,
-            "tested": str(tested[name]) if name in tested else None,
-            "is_tested": version in tested[name] if name in tested and version else None,
-        }
-        for name, version in found.items()
-    }
+    optional = {name: metadata.version(name) if name in present else None for name in OPTIONAL}
+    return library_versions() | {"zero-recipes": metadata.version("zero-recipes")} | optional

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zero_recipes.cli.options import AMOUNT, COUNT, OVERRIDES, RECIPE, add_strategies, names, strategies_of, subcommand
 from zero_recipes.core import units
-from zero_recipes.core.findings import AREAS, REFUSED, described, library_error_as_finding, table
+from zero_recipes.core.findings import AREAS, REFUSED, described, first_line, library_error_as_finding, table
 
 DEFAULT_STRATEGIES = "ddp,zero0,zero1,zero2,zero3"
 
@@ -58,15 +58,19 @@ def fetch_model(settings) -> Path:
 
 def fetch_kernel(attn_implementation: str | None) -> None:
     """Flash attention's build for this machine's torch: one fetched without a GPU is none of a machine with one."""
-    from zero_recipes.libs.huggingface import attention_kernel, fetch_attention
+    from zero_recipes.libs.huggingface import attention_name, kernel_version
 
-    kernel = attention_kernel(attn_implementation)
+    kernel = attention_name(attn_implementation)
+    if kernel is None or "/" not in kernel:  # an installed package, or torch's own
+        return
+    repository, _, revision = kernel.partition(":")[0].partition("@")  # of "owner/name@revision:function"
     try:
-        folder = fetch_attention(attn_implementation, "cuda", only_cached=False)
-        if folder is not None:
-            print(f"{kernel}: {units.size(_bytes_in(folder.rglob('*')))}")
-    except LookupError as error:
-        print(f"{kernel} is not fetched: {error}")
+        from kernels import install_kernel
+
+        folder = Path(install_kernel(repository, revision=revision or kernel_version(repository)))
+        print(f"{kernel}: {units.size(_bytes_in(folder.rglob('*')))}")
+    except Exception as error:  # of kernels, huggingface_hub and the network, of many kinds
+        print(f"{kernel} is not fetched: {first_line(error)}")
 
 
 def _bytes_in(paths: Iterable[Path]) -> int:

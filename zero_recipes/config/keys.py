@@ -7,7 +7,6 @@ import difflib
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import EnumType
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -134,17 +133,9 @@ def key_types() -> dict[str, Any]:
 
 
 def key_choices() -> dict[str, list[str]]:
-    """{key: the only values that it takes}, for keys that say so by an enumeration or in their help."""
-    choices = {}
-    for cls in dataclasses_of_a_recipe():
-        resolved = typing.get_type_hints(cls)
-        for f in dataclasses.fields(cls):
-            kinds = [kind for kind in typing.get_args(resolved[f.name]) if isinstance(kind, EnumType)]
-            if f.metadata.get("choices"):
-                choices[f.name] = list(f.metadata["choices"])
-            elif kinds:
-                choices[f.name] = [member.value for member in kinds[0]]
-    return choices
+    """{key: the only values that it takes}, for keys that say so in their help; of enumerations TRL's classes do."""
+    fields = (field for cls in dataclasses_of_a_recipe() for field in dataclasses.fields(cls))
+    return {field.name: list(field.metadata["choices"]) for field in fields if field.metadata.get("choices")}
 
 
 # sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too;

@@ -8,6 +8,7 @@ Nothing downstream reads it again.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -33,7 +34,7 @@ from zero_recipes.config.keys import (
     range_findings,
     recipe_findings,
 )
-from zero_recipes.core.findings import first_line, library_error_as_finding, raise_errors, refusal
+from zero_recipes.core.findings import library_error_as_finding, raise_errors, refusal
 from zero_recipes.core.host import limit_rounding
 from zero_recipes.core.process import local_world_size
 
@@ -233,26 +234,15 @@ def named_on(overrides: list[str], known: Container[str]) -> set[str]:
 
 
 def decoded(value: Any) -> Any:
-    """A mapping that the command line gives as JSON; anything else as it is, for its dataclass to take or refuse."""
+    """A mapping that the command line gives as JSON, its texts as transformers reads them ("true" is true); anything
+    else as it is, for its dataclass to take or refuse."""
+    from transformers.training_args import _convert_str_dict
+
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
         return value
-    try:
-        return _as_transformers(json.loads(value))
-    except ValueError:
-        return value
-
-
-def _as_transformers(value: Any) -> Any:
-    """Texts inside of JSON as transformers 5.23 reads them (training_args.py, _convert_str_dict): "true" is true."""
-    if isinstance(value, dict):
-        return {key: _as_transformers(inner) for key, inner in value.items()}
-    if not isinstance(value, str):
-        return value
-    if value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    if value.isdigit():
-        return int(value)
-    return float(value) if value.replace(".", "", 1).isdigit() else value
+    with contextlib.suppress(ValueError):
+        return _convert_str_dict(json.loads(value))
+    return value
 
 
 def derive_accumulation(settings: Settings, given: Mapping[str, Any], world_size: int) -> int | None:
@@ -292,11 +282,9 @@ def trl_arguments(settings: Settings, path: Path) -> TrlArguments:
     objects = []
     for cls in dataclasses_of_a_recipe()[:-1]:
         fields = {f.name for f in dataclasses.fields(cls) if f.init}
-        try:
+        with library_error_as_finding(f"making TRL's {cls.__name__} of {path}", fields):
             values = {key: copy.deepcopy(value) for key, value in settings.as_dict().items() if key in fields}
             objects.append(cls(**values))  # copied: DatasetMixtureConfig turns the mapping's entries into objects
-        except Exception as error:  # constructors of libraries: each raises what it likes
-            raise refusal("ZR123", name=cls.__name__, path=path, error=first_line(error)) from error
     return TrlArguments(*objects)
 
 

@@ -107,7 +107,8 @@ class RunFailed(Exception):
 
 @contextlib.contextmanager
 def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[None]:
-    """Whatever a library raises inside becomes one Refusal with the library's message. A Refusal passes as it is.
+    """Whatever a library raises inside becomes one Refusal with the library's message. A Refusal passes as it is, and
+    so does memory that is not enough.
 
     `doing`: "making the optimizer (optim: lomo)"; `keys`: keys of the recipe, of which the finding is about the first
     that the message names.
@@ -118,6 +119,8 @@ def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[N
         raise
     except Exception as error:  # libraries raise whatever they like
         message = " ".join(str(error).split())
+        if isinstance(error, MemoryError) or "out of memory" in message:
+            raise
         named = next((key for key in keys if re.search(rf"\b{re.escape(key)}\b", message)), None)
         about = {"doing": doing, "name": type(error).__name__, "message": message[:LONGEST_MESSAGE]}
         trace = "".join(traceback.format_exception(error))

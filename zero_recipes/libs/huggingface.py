@@ -16,20 +16,15 @@ import re
 import warnings
 import zipfile
 from collections.abc import Iterator
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations import hub_kernels
-from transformers.utils import import_utils
 
 from zero_recipes.core.findings import Finding, finding, first_line
 from zero_recipes.core.process import environment_kept
@@ -208,27 +203,8 @@ def other_attention(model: PreTrainedModel, requested: str | None) -> str | None
     return None if requested is None or got in (requested, attention_kernel(requested)) else got
 
 
-def fetch_attention(attn_implementation: str | None, device: str, only_cached: bool) -> Path | None:
-    """The folder of the kernel that transformers will load, from the cache or (unless `only_cached`) the hub; None
-    where it needs none. Raises LookupError, with the reason, where it cannot be had for this torch and device."""
-    kernel = attention_kernel(attn_implementation)
-    if kernel is None:
-        return None
-    repository, _, revision = kernel.partition(":")[0].partition("@")  # of "owner/name@revision:function"
-    if device not in flash.FLASH_ATTN_KERNEL_DEVICES.get(repository, (device,)):
-        raise LookupError("its kernels exist for GPUs only")
-    if has_flash_package(attn_implementation):
-        return None
-    if not import_utils.is_kernels_available():
-        wanted = f"kernels>={import_utils.KERNELS_MIN_VERSION},<{import_utils.KERNELS_MAX_VERSION}"
-        raise LookupError(f'neither its own package is installed nor "{wanted}", which loads {kernel}')
-    from kernels import install_kernel
-
-    revision = revision or f"v{hub_kernels.get_attn_kernel_version(repository)}"
-    try:
-        return Path(install_kernel(repository, revision=revision, local_files_only=only_cached))
-    except Exception as error:  # of kernels, huggingface_hub and the network, of many kinds
-        raise LookupError(first_line(error).rstrip(":.")) from error
+def kernel_version(repository: str) -> str:
+    return f"v{hub_kernels.get_attn_kernel_version(repository)}"
 
 
 # pickles without code: DeepSpeed 0.19.8 loads its own with weights_only=False, and code in them runs
@@ -284,10 +260,3 @@ def launch_findings(path: Path | None) -> Iterator[Finding]:
         yield finding("ZR343", path=path, unknown=", ".join(unknown))
     if (config.num_machines or 1) > 1:
         yield finding("ZR344", path=path, num_machines=config.num_machines)
-
-
-@cache
-def tested_versions() -> dict[str, SpecifierSet]:
-    """{library: its range} of the libraries that have an upper bound, for private parts of them are used."""
-    required = map(Requirement, metadata.requires("zero-recipes") or ())
-    return {each.name: each.specifier for each in required if any(s.operator == "<" for s in each.specifier)}

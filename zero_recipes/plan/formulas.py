@@ -20,7 +20,7 @@ import yaml
 from zero_recipes.checks.capacity import DTYPE_BYTES, beside_offloaded_optimizer, resumable_bytes, swap_buffers
 from zero_recipes.config.ds_config import number_in
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import first_line, refusal
+from zero_recipes.core.findings import library_error_as_finding
 from zero_recipes.metrics.flops import active_experts, idle_weights, model_flops
 from zero_recipes.metrics.schema import PARTS, CheckpointBytes, HostBytes, ModelStateBytes, Prediction, ReservedRange
 from zero_recipes.plan.job import Job
@@ -78,7 +78,7 @@ class Shape:
         from zero_recipes.model import build_on_meta
 
         raw = json.loads(config_json)
-        try:
+        with library_error_as_finding(f"building a model of the type {raw.get('model_type')} from its config alone"):
             config = AutoConfig.for_model(**raw)
             model = build_on_meta(config)
             names = [name for name, _ in model.named_parameters()]
@@ -86,8 +86,6 @@ class Shape:
             tied = model.get_output_embeddings().weight is embedding
             peft_config = get_peft_config(ModelConfig(**json.loads(lora_json)))
             model = model if peft_config is None else get_peft_model(model, peft_config)
-        except Exception as error:  # a model's class may raise anything
-            raise refusal("ZR817", model_type=raw.get("model_type"), error=first_line(error)) from error
         text = config.get_text_config()
         self.tensors = tuple(SwapTensor(p.numel(), p.ndim > 1, p.requires_grad) for p in model.parameters())
         self.parameters = sum(tensor.size for tensor in self.tensors)

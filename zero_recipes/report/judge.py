@@ -6,7 +6,7 @@ gets the verdict "cannot tell" and the reason.
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, product
+from itertools import pairwise
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -16,7 +16,6 @@ from zero_recipes.metrics.schema import ORDER
 from zero_recipes.report import read
 from zero_recipes.report.read import texts
 from zero_recipes.theory import zero_paper
-from zero_recipes.theory.deepspeed import explained, volume_terms
 
 Verdict = Literal["yes", "no", "cannot tell"]
 Answer = tuple[Verdict, str]
@@ -182,19 +181,7 @@ def _communication(runs: Sequence[MeasuredRun]) -> Answer:
     accumulation = max(run.gradient_accumulation_steps or 1 for run in measured_runs)
     if accumulation > 1:
         measured += f" Each step had {accumulation} micro steps."
-    measured += "".join(f" {run.label}: {terms}." for run in measured_runs if (terms := _terms_of(run)))
     return _yes(agrees), measured
-
-
-def _terms_of(run: MeasuredRun) -> str | None:
-    """What the measured volume is made of, by DeepSpeed's source; None for DDP, and where no reading of it fits."""
-    if run.zero_stage is None:
-        return None
-    for buckets, kept in product((True, False), (True, False)):
-        terms = volume_terms(run.zero_stage, run.gradient_accumulation_steps or 1, buckets, kept)
-        if abs(read.communication_in_phi(run) / sum(terms.values()) - 1) <= EQUAL_VOLUME:
-            return explained(terms)
-    return None
 
 
 def _answers(runs: Sequence[MeasuredRun]) -> Answer:

@@ -52,9 +52,6 @@ def _draw(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
     """All pictures by their file names' stems."""
     drawn = [*plots.draw_comparison(runs, folder).values()]
     drawn += [path for run in read.single_runs(runs) if (path := plots.draw_single(run, folder))]
-    for number, group in enumerate(read.sweeps(runs), 1):
-        name = "sweep.png" if number == 1 else f"sweep_{number}.png"
-        drawn.append(plots.draw_sweep(read.sweep_table(group), folder / name))
     return {path.stem: path for path in drawn}
 
 
@@ -98,7 +95,7 @@ def _as_markdown(runs: Sequence[MeasuredRun]) -> str:
 
 
 def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pictures: Mapping[str, Path]) -> str:
-    """The whole page as text. `pictures` by name: of the comparison, "run_<folder>" and "sweep", "sweep_2", ..."""
+    """The whole page as text. `pictures` by name: of the comparison, and "run_<folder>"."""
     loader, blocks = FileSystemLoader(Path(__file__).parent), {"trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
     environment.filters |= {"size": units.size, "fixed": units.fixed, "embedded": _embedded}

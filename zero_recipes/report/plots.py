@@ -13,20 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from zero_recipes.core import units
 from zero_recipes.metrics.read_runs import MeasuredRun
 from zero_recipes.report import read
-from zero_recipes.report.read import Table, short_names, value_text
 
-BARS_INCHES, LOSS_INCHES, SWEEP_INCHES = (8.0, 4.8), (8.0, 6.0), (9.0, 6.2)
+BARS_INCHES, LOSS_INCHES = (8.0, 4.8), (8.0, 6.0)
 DPI = 150
 INK, FAINT, PALE, ALARM = "#24292f", "#d8dce1", "#57606a", "#b3261e"
 STYLE = Path(__file__).with_name("style.mplstyle")
@@ -221,78 +219,6 @@ def _distances(axes: Axes, base: MeasuredRun | None, trained: Sequence[tuple[Mea
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylim(10 ** math.floor(math.log10(min(drawn))), 10 ** math.ceil(math.log10(max(drawn) * 1.01)))
     axes.grid(axis="y")
-
-
-def draw_sweep(table: Table, path: Path) -> Path:
-    """Memory, bytes and step time over the values of a sweep's first key: a line for each combination of the others.
-
-    The axis of the values is logarithmic where they are numbers of several magnitudes, else one place for each value.
-    """
-    swept, first = table.rows, next(iter(table.rows[0]["swept"]))
-    values = list({value_text(row["swept"][first]): row["swept"][first] for row in swept}.values())
-    logarithmic = _spans_decades(values)
-    places = {value_text(value): value if logarithmic else index for index, value in enumerate(values)}
-    lines: dict[str, dict[Any, Any]] = {}  # {label: {place: row}}
-    for row in swept:
-        lines.setdefault(_line_name(row, swept), {})[places[value_text(row["swept"][first])]] = row
-    panels = {"state_bytes": "Model states on the fullest rank", "peak_allocated_bytes": "Peak allocated on a rank",
-              "resident_bytes": "Resident memory of a process",
-              "communication_bytes": "Sent in a step (an all-reduce twice)",
-              "step_seconds_median": "Step, median in seconds"}  # fmt: skip
-    on_gpu = any(row["peak_allocated_bytes"] is not None for row in swept)
-    panels.pop("resident_bytes" if on_gpu else "peak_allocated_bytes")
-    with _figure(path, SWEEP_INCHES) as figure:
-        figure.suptitle(table.title, x=0.01, ha="left", fontsize=10.5)
-        for axes, (key, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
-            axes.set_title(title, loc="left", fontweight="bold", fontsize=10.5)
-            _panel(axes, lines, key)
-            if logarithmic:
-                axes.set(xscale="log", xlim=(min(values) / 1.6, max(values) * 1.6))
-                axes.xaxis.set(minor_locator=NullLocator())
-            else:
-                axes.set_xlim(-0.5, len(values) - 0.5)
-            axes.set_xticks(list(places.values()), map(_tick, values), fontsize=9)
-            axes.set_xlabel(short_names(list(swept[0]["swept"]))[first], fontsize=9.5)
-        if len(lines) > 1:
-            figure.legend(handles=axes.get_lines(), loc="outside lower center", ncols=min(len(lines), 4))
-    return path
-
-
-def _panel(axes: Axes, lines: Mapping[str, Mapping[Any, Any]], key: str) -> None:
-    """One number of the rows over the values; markers and dashes tell lines that lie on each other apart."""
-    highest = max((row[key] or 0 for line in lines.values() for row in line.values()), default=0)
-    unit, one = units.unit_of(highest) if key.endswith("_bytes") else ("seconds", 1)
-    colour_of = cycler(color=[*STRATEGIES.values(), *OTHERS[:3]])
-    looks = colour_of + cycler(marker="os^Dvph*") + cycler(ls=["-", "--", ":", "-."] * 2)
-    for (label, line), look in zip(lines.items(), looks(), strict=False):
-        points = {place: math.nan if row[key] is None else row[key] / one for place, row in sorted(line.items())}
-        _lines(axes, points, label=label, lw=1.6, ms=5, clip_on=False, **look)
-        for place, row in line.items():
-            if row[key] is None:
-                _say(axes, place, ABSENT.get(row["status"], row["status"]))
-    axes.set(ylabel=unit, ylim=(0, 1.15 * highest / one or 1))
-    axes.grid(axis="y")
-
-
-def _spans_decades(values: Sequence[Any]) -> bool:
-    """Whether they are numbers above zero, the largest at least ten times the smallest."""
-    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
-    return len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 10 * min(numbers)
-
-
-def _tick(value: Any) -> str:
-    """A short label: 500k, 50M, true, auto."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return EngFormatter(sep="")(value) if abs(value) >= 10_000 else str(value)
-    text = value_text(value)
-    return text if len(text) <= 14 else text[:13] + "…"
-
-
-def _line_name(row: Mapping[str, Any], swept: Sequence[Mapping[str, Any]]) -> str:
-    names = short_names(list(row["swept"]))
-    parts = [f"{names[key]} {value_text(value)}" for key, value in list(row["swept"].items())[1:]]
-    several = len({other["strategy"] for other in swept}) > 1
-    return ", ".join([*([row["strategy"]] if several else []), *parts])
 
 
 def colours(runs: Sequence[MeasuredRun]) -> list[str]:
