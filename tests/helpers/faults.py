@@ -231,6 +231,7 @@ MASTERS = {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}}
 STATES = {"bf16": MASTERS["bf16"] | {"bf16_optimizer_states": True}}
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+WRAPPED = "fsdp: true\nfsdp_config:\n  auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  transformer_layer_cls_to_wrap:"
 BEST = "load_best_model_at_end: true\nsave_strategy: steps\neval_strategy: steps"
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 SHARED = {"sequence_parallel_size": 2, "pad_to_multiple_of": 128, "dataloader_drop_last": True, "max_length": 128}
@@ -238,6 +239,10 @@ SHARED = {"sequence_parallel_size": 2, "pad_to_multiple_of": 128, "dataloader_dr
 
 def autocast(stage: int = 2, bf16: bool = False, **block) -> dict:
     return zero(stage, {"torch_autocast": AUTOCAST | block}) | {"bf16": bf16}
+
+
+def cast_in(module: str) -> dict:
+    return {"torch_autocast": AUTOCAST | {"lower_precision_safe_modules": [module]}, "bf16": None}
 
 
 FAULTS = [
@@ -354,12 +359,15 @@ FAULTS = [
              level="warning"),
     launched("several processes of which one starts", "ZR137", DDP.replace("MULTI_GPU", '"NO"'), DDP, level="warning"),
     keys("one process", "ZR138", zero(2), zero(2, **ON_CPU), level="warning", environment={"WORLD_SIZE": "1"}),
+    Fault("a module that torch does not have", "ZR199", Side(recipe="bf16: false", ds=cast_in("torch.nn.Linaer")),
+          Side(recipe="bf16: false", ds=cast_in("torch.nn.Linear")), "reading ds.json"),
     # FSDP
     launched("FSDP1", "ZR314", DDP.replace("MULTI_GPU", "FSDP") + "fsdp_config: {fsdp_version: 1}\n", FSDP2),
     launched("parameters on the CPU", "ZR318", f"{FSDP2}  fsdp_offload_params: true\n", FSDP2),
     launched("activations recomputed twice", "ZR320", f"{FSDP2}  fsdp_activation_checkpointing: true\n", FSDP2,
              lines="activation_checkpointing: true"),
     recipe("FSDP's old words", "ZR312", "fsdp: full_shard auto_wrap", "fsdp: true", "full_shard auto_wrap"),
+    recipe("a layer that the model lacks", "ZR199", f"{WRAPPED} NoSuchLayer", f"{WRAPPED} GPTNeoXLayer", "the layers"),
     recipe("a key that FSDP2 does not read", "ZR315", "fsdp: true\nfsdp_config: {sharding_strategy: 1}", "fsdp: true"),
     recipe("FSDP and DeepSpeed", "ZR311", "fsdp: true\ndeepspeed: ds.json", "deepspeed: ds.json", ds={}),
     recipe("a batch size that FSDP2 seeks", "ZR321", "fsdp: true\nauto_find_batch_size: true", "fsdp: true"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import inspect
 import math
 import tempfile
@@ -104,6 +105,12 @@ def _rehearse_steps(findings: list[Finding], settings: Settings, ds_config: Mapp
             trainer.create_scheduler(settings.max_steps if settings.max_steps > 0 else STEPS)
     with collected(findings), library_error_as_finding("making the data loader", keys):
         trainer.get_train_dataloader()
+    if layers := (settings.fsdp_config or {}).get("transformer_layer_cls_to_wrap"):
+        from accelerate import FullyShardedDataParallelPlugin
+
+        wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": layers}
+        with collected(findings), library_error_as_finding("finding the layers that fsdp_config names", keys):
+            FullyShardedDataParallelPlugin(fsdp_version=2, **wrap).set_auto_wrap_policy(trainer.model)
     if args.torch_compile:
         with collected(findings), library_error_as_finding("setting torch.compile up", keys):
             torch.compile(torch.sin, backend=args.torch_compile_backend, mode=args.torch_compile_mode)  # never called
@@ -138,7 +145,10 @@ def parser_findings(run: Candidate) -> list[Finding]:
         from deepspeed.runtime.config import DeepSpeedConfig
 
         config = _handed_over(run)
-        DeepSpeedConfig(copy.deepcopy(config))
+        parsed = DeepSpeedConfig(copy.deepcopy(config))
+        for name in parsed.torch_autocast_lower_precision_safe_modules or ():  # the engine looks for them
+            package, _, kind = name.rpartition(".")
+            getattr(importlib.import_module(package), kind)
         _bind_optimizer(config.get("optimizer"))
         _make_schedule(config.get("scheduler"))
     return findings
