@@ -247,7 +247,7 @@ def cast_in(module: str) -> dict:
 
 FAULTS = [
     # the recipe's text and values
-    Fault("no YAML", "ZR117", Side(whole="max_steps: [1\n"), Side()),
+    Fault("no YAML", "ZR199", Side(whole="max_steps: [1\n"), Side()),
     Fault("an empty recipe", "ZR118", Side(whole=""), Side()),
     recipe("an env block that is no mapping", "ZR119", "env: fast", "env: {FAST: 1}"),
     recipe("a key that stands twice", "ZR126", "max_steps: 5\nmax_steps: 7", "max_steps: 7"),
@@ -342,14 +342,14 @@ FAULTS = [
     Fault("two ds_configs", "ZR201",
           Side(recipe="deepspeed: other.json", files={"other.json": "{}"}, ds={}, accelerate=ACCELERATE),
           Side(ds={}, accelerate=ACCELERATE)),
-    launched("an inline stage that is none", "ZR205", f"{INLINE}two\n", f"{INLINE}2\n"),
+    launched("an inline stage that is none", "ZR199", f"{INLINE}two\n", f"{INLINE}2\n"),
     launched("an inline stage 3 that saves nothing", "ZR206", f"{INLINE}3\n",
              f"{INLINE}3\n  zero3_save_16bit_model: true\n", lines="save_model: true"),
     launched("parallelism in an accelerate file", "ZR301",
              f"{ACCELERATE}parallelism_config:\n  parallelism_config_sp_size: 2\n", ACCELERATE, ds={}),
     launched("FP8", "ZR302", f"{DDP}mixed_precision: fp8\n", DDP),
     launched("two precisions", "ZR303", f"{ACCELERATE}mixed_precision: bf16\n", ACCELERATE, ds={}),
-    launched("an accelerate file of another form", "ZR306", "deepspeed_config: zero2\n", ACCELERATE, ds={}),
+    launched("an accelerate file of another form", "ZR199", "deepspeed_config: zero2\n", ACCELERATE, ds={}),
     launched("mpirun", "ZR331", f"{DDP}mpirun_config:\n  mpirun_hostfile: hosts\n", DDP),
     launched("machines started by pdsh", "ZR335", f"{INLINE}2\nnum_machines: 2\n",
              f"{INLINE}2\n  deepspeed_multinode_launcher: standard\nnum_machines: 2\n"),

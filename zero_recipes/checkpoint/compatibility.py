@@ -39,7 +39,7 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
 
     A checkpoint without a manifest cannot be compared; whoever names it by its path vouches for it.
     """
-    if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
+    if "nvme" in (strategy.ds.offload_optimizer, strategy.ds.offload_param):
         yield finding("ZR719", name=strategy.name, checkpoint=checkpoint)
     dispatches = _accelerator_config(settings)["dispatch_batches"]
     if dispatches and strategy.world_size > 1 and not settings.dataset_streaming:  # TRL turns it off for a stream

@@ -79,7 +79,7 @@ def nvme_findings(run: RunConfig, sizes: Sequence[int], here: int, host: Host) -
     least = max(LEAST_SWAPPED, number_in(config.aio, "block_size", 0))
     parts = [-(-size // world) for size in sizes]
     swapped = [part for part in parts if part * each >= least]
-    if strategy.offload_param == "nvme":
+    if config.offload_param == "nvme":
         block = config.offload_block("offload_param")
         buffer = number_in(block, "buffer_size", DEFAULT_BUFFER)
         if swapped and buffer < max(swapped):
@@ -88,9 +88,8 @@ def nvme_findings(run: RunConfig, sizes: Sequence[int], here: int, host: Host) -
     locked, limit = sum(swap_buffers(config, trained).values()), host.lockable()
     if locked > limit:
         yield finding("ZR655", needed=units.size(int(locked)), limit=units.size(int(limit)))
-    needed = (
-        here * sum(swapped) * (each * (strategy.offload_param == "nvme") + 16 * (strategy.offload_optimizer == "nvme"))
-    )
+    swaps = each * (config.offload_param == "nvme") + 16 * (config.offload_optimizer == "nvme")
+    needed = here * sum(swapped) * swaps
     path = config.offload_block(config.on_nvme[0]).get("nvme_path")
     free = host.free_disk(path) if path and Path(path).is_dir() else None
     if free is not None and needed > free:
@@ -126,7 +125,7 @@ def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi:
     loaded weights of every process. Weights whose file has the requested dtype do not count: safetensors maps the file.
     """
     states = _states(strategy, settings, config, psi)
-    optimizer, params = strategy.offload_optimizer, strategy.offload_param
+    optimizer, params = strategy.ds.offload_optimizer, strategy.ds.offload_param
     if device == "cpu":
         terms = {} if optimizer == "nvme" else {"optimizer": states.optimizer}
         terms |= {"gradients": states.grads} | ({} if params == "nvme" else {"parameters": states.params})

@@ -42,8 +42,7 @@ class Candidate:
 
     @property
     def ds(self) -> DsConfig:
-        """The DeepSpeed configuration; an empty one without DeepSpeed."""
-        return self.strategy.ds_config or DsConfig({})
+        return self.strategy.ds
 
     @property
     def stage(self) -> int | None:
@@ -104,7 +103,7 @@ def stops_late(run: Candidate) -> dict[str, Any]:
     liger = settings.use_liger_kernel
     template = settings.chat_template_path
     return {
-        "save_steps": text_of(settings.save_strategy) == "steps" and settings.save_steps <= 0,
+        "save_steps": settings.save_strategy == "steps" and settings.save_steps <= 0,
         "eval_on_start": settings.eval_on_start and not settings.evaluates,
         "push_to_hub": settings.push_to_hub
         and (constants.is_offline_mode() or not (settings.hub_token or get_token())),
@@ -189,9 +188,3 @@ def processes(run: Candidate) -> Iterator[Finding]:
         yield finding("ZR137", level="error" if environment["ACCELERATE_USE_CPU"].lower() == "true" else "warning")
     elif run.stage and not run.ds.offloads:
         yield finding("ZR138", zero_stage=run.stage)
-
-
-def text_of(choice) -> str:
-    """The text of a choice, which may be an enumeration's member; YAML's bare `no` is False."""
-    text = str(getattr(choice, "value", choice))
-    return "no" if text == "False" else text

@@ -45,6 +45,7 @@ DS_CONFIG, ACCELERATE_CONFIG = "ds_config.json", "accelerate.yaml"
 SOURCE = "--set"
 EXAMPLE = "--set per_device_train_batch_size=2,4,8"
 LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
+EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 UNSAFE = re.compile(r"[^A-Za-z0-9._+,=-]")
 # what each run of a sweep has of its own, or all of them alike
 NOT_SWEPT = ("output_dir", "overwrite", "resume_from_checkpoint")
@@ -81,7 +82,7 @@ def sweep(
     console = terminal()
     # what it refuses here, it would refuse in every run
     settings = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings
-    runs = runs_of(recipe, configs, sets, overrides, num_processes)
+    runs = runs_of(settings.precision, configs, sets, overrides, num_processes)
     refuse_own_ds_config(recipe, settings, runs, num_processes)
     _refuse_occupied([output_dir / run.name for run in runs], settings.overwrite)
     if sets:
@@ -196,17 +197,12 @@ def _run(command: list[str], folder: Path, label: str, console: Console, threads
 # the runs of a sweep: strategies by the values of `--set KEY=a,b,c`
 
 
-class _Values(yaml.SafeLoader):
-    """YAML that takes 5e8 and 1e-5 for numbers. YAML 1.1 takes them for text."""
-
-
-def _number(_: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    number = float(node.value)
+def _number(value: Any) -> Any:
+    """YAML 1.1 takes 5e8 and 1e-5 for text."""
+    if not isinstance(value, str) or not EXPONENT.fullmatch(value):
+        return value
+    number = float(value)
     return int(number) if number.is_integer() and abs(number) < 2**53 else number
-
-
-_Values.add_implicit_resolver("!exponent", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), [*"-+.0123456789"])
-_Values.add_constructor("!exponent", _number)
 
 
 @dataclass(frozen=True)
@@ -250,16 +246,16 @@ class SweepRun:
 
 
 def runs_of(
-    recipe: Path, configs: Mapping[str, Path], sets: Sequence[str], overrides: list[str], num_processes: int
+    precision: str, configs: Mapping[str, Path], sets: Sequence[str], overrides: list[str], num_processes: int
 ) -> list[SweepRun]:
-    """One run a strategy and combination of values. `configs`: {strategy: accelerate file}; `sets`: KEY=a,b,c.
+    """One run a strategy and combination of values. `precision`: the recipe's; `configs`: {strategy: accelerate file};
+    `sets`: KEY=a,b,c.
 
     Raises Refusal for a key that nothing here has; a run whose values cannot be refuses them itself.
     """
     if not sets:
         return [SweepRun(strategy, strategy, config, {}) for strategy, config in configs.items()]
     parsed = parse_sets(sets, key_types(), overrides)
-    precision = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings.precision
     environments = {name: launched_environment(config, num_processes) for name, config in configs.items()}
     _refuse_without_deepspeed(parsed, environments)
     ds_configs = {}
@@ -294,7 +290,7 @@ def _parsed(text: str, types: Mapping[str, Any]) -> SetKey:
     key, _, listed = text.partition("=")
     is_ds = _is_ds_key(key.strip(), types)
     try:
-        values = yaml.load(f"[{listed}]", _Values)
+        values = [_number(value) for value in yaml.safe_load(f"[{listed}]")]
         written = {json.dumps(value, sort_keys=True, allow_nan=False) for value in values}
     except (yaml.YAMLError, TypeError, ValueError) as error:
         raise _unreadable(text, f"{' '.join(str(error).split())}.") from None

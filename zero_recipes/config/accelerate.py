@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_recipes.config.ds_config import quiet
-from zero_recipes.core.findings import Finding, finding, first_line, refusal
+from zero_recipes.core.findings import Finding, finding, first_line, library_error_as_finding, refusal
 
 if TYPE_CHECKING:
     from accelerate.commands.config.config_args import ClusterConfig
@@ -58,7 +58,7 @@ def read_accelerate_file(path: Path) -> ClusterConfig:
         near = difflib.get_close_matches(f"{path.stem}.yaml", known, 1, 0.8)
         fix = f"--config_file {FOLDER / near[0]}" if near else f"{FOLDER}/ has {', '.join(known) or 'no file here'}."
         raise refusal("ZR304", path=path, cwd=Path.cwd(), fix=fix)
-    try:
+    with library_error_as_finding(f"reading the accelerate file {path}"):
         config = load_config_from_file(str(path))
         if not hasattr(config, "deepspeed_config"):
             raise TypeError("it is for Amazon SageMaker, which starts its own machines")
@@ -66,13 +66,7 @@ def read_accelerate_file(path: Path) -> ClusterConfig:
             if not isinstance(getattr(config, name), dict):  # accelerate does not check types
                 raise TypeError(f"{name} is no mapping")
         for name in ("num_processes", "num_machines"):
-            value = getattr(config, name)
-            if value in (None, -1):  # the file does not say
-                setattr(config, name, 1)
-            elif type(value) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}, not a whole number of at least 1")
-    except Exception as error:  # the file's own faults, by PyYAML and accelerate
-        raise refusal("ZR306", path=path, error=str(error).replace("\n", " ").rstrip(".")) from error
+            setattr(config, name, max(1, int(getattr(config, name) or 1)))  # None and -1: the file does not say
     return config
 
 
@@ -123,13 +117,11 @@ def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str
     from accelerate.utils import DeepSpeedPlugin, clear_environment
 
     given = {name: text for name, text in environment.items() if name.startswith("ACCELERATE_")}
-    try:
-        with quiet(), clear_environment():  # which empties `environment` too, where that is os.environ
-            os.environ.update(given)
-            plugin = DeepSpeedPlugin()
-            plugin.set_mixed_precision({"fp32": "no"}.get(precision, precision))
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise refusal("ZR205", error=first_line(error)) from None
+    # clear_environment empties `environment` too, where that is os.environ
+    with library_error_as_finding("reading the accelerate file's deepspeed_config"), quiet(), clear_environment():
+        os.environ.update(given)
+        plugin = DeepSpeedPlugin()
+        plugin.set_mixed_precision({"fp32": "no"}.get(precision, precision))
     config = dict(plugin.deepspeed_config)
     del config["steps_per_print"]  # infinity, which JSON does not know; accelerate writes it again
     return config

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from zero_recipes.config.ds_config import read_json_mapping
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Finding, Refusal, finding, refusal
@@ -62,11 +64,7 @@ def _from_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 def _value(text: str) -> Any:
     """A value as `accelerate launch` writes it into the environment."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    if text.lower() in ("none", ""):
-        return None
-    return int(text) if text.isdigit() else text
+    return None if text.lower() in ("none", "") else yaml.safe_load(text)
 
 
 def _from_recipe(settings: Settings) -> dict[str, Any] | None:

@@ -141,14 +141,6 @@ def key_choices() -> dict[str, list[str]]:
 # sample_prompts takes a number, a path or a list; resume_from_checkpoint is typed as text, but `true` is meant too;
 # validating a ParallelismConfig makes one, which reads the environment
 UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp", "parallelism_config"}
-TYPE_NAMES = {
-    "boolean": "true or false",
-    "integer": "a whole number",
-    "number": "a number",
-    "string": "text",
-    "array": "a list",
-    "object": "a mapping",
-}
 
 
 def recipe_findings(
@@ -224,15 +216,8 @@ def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Find
         written = "yes" if value else "no"
         yield finding("ZR106", key=key, where=where, value=str(value).lower(), written=written)
     else:
-        inner = next((error for error in errors if error["input"] is not value), None)
-        yield finding(
-            "ZR107",
-            key=key,
-            where=where,
-            value="empty" if value is None else repr(value)[:80],
-            named=" or ".join(TYPE_NAMES[kind] for kind in TYPE_NAMES if kind in takes),
-            detail="" if inner is None else f" {inner['input']!r} in it: {inner['msg']}.",
-        )
+        messages = "; ".join(dict.fromkeys(error["msg"] for error in errors))
+        yield finding("ZR107", key=key, where=where, value=repr(value)[:80], messages=messages)
 
 
 def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:

@@ -32,17 +32,9 @@ class Strategy:
         return None if self.ds_config is None else self.ds_config.stage
 
     @property
-    def offload_optimizer(self) -> str | None:
-        return None if self.ds_config is None else self.ds_config.offload_optimizer
-
-    @property
-    def offload_param(self) -> str | None:
-        return None if self.ds_config is None else self.ds_config.offload_param
-
-    @property
-    def autocast(self) -> str | None:
-        """ "bf16" or "fp16" where the ds_config has torch_autocast."""
-        return None if self.ds_config is None else self.ds_config.autocast
+    def ds(self) -> DsConfig:
+        """The DeepSpeed configuration; an empty one without DeepSpeed."""
+        return self.ds_config or DsConfig({})
 
     @property
     def replicas(self) -> int:
@@ -62,9 +54,8 @@ class Strategy:
         args = training_args
         sequences = args.per_device_train_batch_size * args.gradient_accumulation_steps * self.replicas
         tokens = "" if args.max_length is None else f", at most {sequences * args.max_length:,} tokens"
-        offloaded = [
-            what for what, where in (("optimizer", self.offload_optimizer), ("params", self.offload_param)) if where
-        ]
+        places = {"optimizer": self.ds.offload_optimizer, "params": self.ds.offload_param}
+        offloaded = [what for what, where in places.items() if where]
         return [
             f"strategy      {self.name}" + (f" (DeepSpeed, {self.source})" if self.is_deepspeed else ""),
             f"world size    {self.world_size} on {device}",
@@ -72,7 +63,7 @@ class Strategy:
             f"{args.gradient_accumulation_steps} accumulation x {self.replicas} "
             + ("processes)" if self.sequence_parallel == 1 else f"groups of {self.sequence_parallel} processes)"),
             f"precision     {precision_of(args)}"
-            + (f", computed in {self.autocast} by torch.autocast" if self.autocast else ""),
+            + (f", computed in {self.ds.autocast} by torch.autocast" if self.ds.autocast else ""),
             f"offloaded     {', '.join(offloaded) or 'nothing'}",
         ]
 

@@ -21,9 +21,9 @@ from typing import Annotated, Any
 
 import psutil
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from zero_recipes.core.findings import refusal
+from zero_recipes.core.findings import library_error_as_finding, refusal
 
 CAP_IPC_LOCK = 14  # linux/capability.h
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "datasets", "peft", "evaluate")
@@ -256,11 +256,9 @@ def gpus(extra: Path | None = None) -> dict[str, Gpu]:
     """{name: GPU}; what `extra` names is added, or takes the place of ours. Raises Refusal for a file with a fault."""
     known = {}
     for path in filter(None, (OWN, extra)):
-        try:
+        with library_error_as_finding(f"reading {path}"):
             for name, row in yaml.safe_load(path.read_text()).items():
                 known[str(name).lower()] = Gpu.model_validate({"name": str(name).lower()} | row)
-        except (OSError, yaml.YAMLError, AttributeError, TypeError, ValidationError) as error:
-            raise refusal("ZR811", path=path, error=" ".join(str(error).split())) from None
     return known
 
 

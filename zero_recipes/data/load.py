@@ -262,13 +262,11 @@ def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, settings) -> Pr
         _refuse_unknown_token("eos_token", settings.eos_token, tokenizer)
         tokenizer.eos_token = settings.eos_token
     path = settings.chat_template_path
-    try:
+    with library_error_as_finding(f"reading the chat template of {path} (chat_template_path)"):
         if path is not None and is_template_file(path):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
         elif path is not None:
             clone_chat_template(_without_embeddings(), tokenizer, path, resize_to_multiple_of=None)
-    except (OSError, ValueError) as error:
-        raise refusal("ZR511", path=path, error=first_line(error), cwd=Path.cwd()) from error
     return tokenizer
 
 

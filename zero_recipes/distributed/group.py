@@ -93,7 +93,7 @@ def set_host_threads(strategy: Strategy, device: str) -> None:
     torchrun and accelerate set OMP_NUM_THREADS=1 where the environment has none. Any other number was somebody's choice
     and stays, and so does the launcher's where the CPU itself trains: every rank computes on its cores already.
     """
-    if device == "cuda" and strategy.offload_optimizer and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    if device == "cuda" and strategy.ds.offload_optimizer and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(Host().threads(local_world_size(os.environ, strategy.world_size)))
 
 

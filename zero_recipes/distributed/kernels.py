@@ -42,7 +42,7 @@ def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
         return set()
     ops = {"deepspeed_shm_comm"} if device == "cpu" else set()  # comm/torch.py `build_shm_op`, at every launch
     config = strategy.ds_config.raw
-    block, offloads = config.get("optimizer"), strategy.offload_optimizer is not None
+    block, offloads = config.get("optimizer"), strategy.ds.offload_optimizer is not None
     name = None
     if block is not None and not (block.get("params") or {}).get("torch_adam"):
         name = BY_OPTIMIZER.get(str(block.get("type")).lower())
@@ -52,7 +52,7 @@ def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
         ops.add(f"cpu_{name}")
     elif name in ("adam", "lamb", "lion"):
         ops.add(f"fused_{name}")
-    if "nvme" in (strategy.offload_optimizer, strategy.offload_param):
+    if "nvme" in (strategy.ds.offload_optimizer, strategy.ds.offload_param):
         ops.add("async_io")
     # zero/partition_parameters.py `CUDAQuantizer`, comm/coalesced_collectives.py `all_to_all_quant_reduce`
     if device == "cuda" and strategy.zero_stage == 3 and any(config["zero_optimization"].get(key) for key in QUANTIZED):

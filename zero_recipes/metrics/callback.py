@@ -82,6 +82,7 @@ class StageMetricsCallback(TrainerCallback):
     def begin(self) -> None:
         """Nothing is measured yet."""
         self.finished = False
+        self.steps = StepClock("cpu")  # the device's, once training begins
         self.losses: list[torch.Tensor] = []  # one scalar per optimizer step, of this rank
         self.step_losses: list[float] = []  # the same of all ranks, as soon as the step is over
         self.logged_losses: dict[int, float] = {}  # by step, of a Trainer that does not hand its losses over

@@ -43,7 +43,7 @@ class StateProbe:
         self.parameters = list(model.parameters())  # within a step FSDP2 puts gathered ones in their place
         inner = optimizer.optimizer if strategy.is_deepspeed else optimizer
         self.states_of = inner if strategy.is_deepspeed else base_optimizer(inner)
-        self.offload = (strategy.offload_optimizer is not None, strategy.offload_param is not None)
+        self.offload = (strategy.ds.offload_optimizer is not None, strategy.ds.offload_param is not None)
         self.largest: dict[str, int] = {}
         self.hooks: list = []
 

@@ -88,9 +88,8 @@ def estimate(
     peak = gpu.peak_flops("tf32" if prediction.precision == "fp32" and job.settings.tf32 else prediction.precision)
     # matrix products, and Adam where it runs on the GPU
     share = prediction.trainable_parameters / (prediction.world_size if prediction.zero_stage else 1)
-    updated = (
-        (share if prediction.model_state_bytes.optimizer else 0) * ADAM_BYTES / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
-    )
+    on_gpu = share if prediction.model_state_bytes.optimizer else 0
+    updated = on_gpu * ADAM_BYTES / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
     needed, (slow, fast) = computed * prediction.flops_per_step, gpu.achievable
     computing = needed / (peak * fast) + updated, needed / (peak * slow) + updated
     communicating = _communicating(job, prediction, gpu, computing)
@@ -106,11 +105,8 @@ def estimate(
 
 def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range) -> Range:
     """Seconds that the computation waits for collectives: ring algorithms, over the slowest link between the ranks."""
-    ranks, moved, one_node = (
-        job.world_size,
-        prediction.communication_bytes_per_step,
-        job.world_size <= job.gpus_per_node,
-    )
+    ranks, moved = job.world_size, prediction.communication_bytes_per_step
+    one_node = ranks <= job.gpus_per_node
     bandwidth = 1e9 * (gpu.link_gb_s if one_node else min(gpu.network_gb_s, gpu.link_gb_s))
     times = {name: 2 if name.startswith("all_reduce") else 1 for name in moved}
     around = {name: times[name] * (ranks - 1) / ranks * size for name, size in moved.items()}

@@ -102,10 +102,8 @@ def too_large(
     smallest = min(cards, key=lambda card: card["total"])
     about = {"strategy": job.strategy, "gpus": f"{job.world_size} GPUs"}
     if sum(states.values()) > smallest["total"]:
-        needed, helps = size(sum(states.values())), what_helps(smallest["total"])
-        return [
-            finding("ZR840", **about, size=needed, card=_described(smallest), parts=_listed(states), what_helps=helps)
-        ]
+        about |= {"size": size(sum(states.values())), "card": _described(smallest), "parts": _listed(states)}
+        return [finding("ZR840", **about, what_helps=what_helps(smallest["total"]))]
     fullest = min(cards, key=left_of)
     if fit_of(prediction, left_of(fullest)).status != "no":
         return []
