@@ -36,8 +36,10 @@ reference: setup
 	python scripts/reference.py
 
 # DeepSpeed's kernels that the tests load, compiled once: async_io takes minutes, and only where libaio-dev is installed
+OPS := deepspeed_shm_comm cpu_adam async_io
+
 ops: setup
-	@python -m zero_recipes.distributed.kernels deepspeed_shm_comm cpu_adam async_io
+	@python -m zero_recipes.distributed.kernels $(OPS)
 
 # the tests of single functions, without a run
 test-fast: setup
@@ -59,11 +61,13 @@ grid: ops
 TORCH ?= 2.13.0
 CANARY := .venv-canary
 
+canary: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(CANARY)/kernels
 canary:
 	$(PYTHON) -m venv --clear $(CANARY)
 	$(CANARY)/bin/pip install --quiet --disable-pip-version-check torch==$(TORCH) \
 		$$($(PYTHON) scripts/canary_requirements.py)
 	$(CANARY)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	PATH=$(CURDIR)/$(CANARY)/bin:$$PATH $(CANARY)/bin/python -m zero_recipes.distributed.kernels $(OPS)
 	PATH=$(CURDIR)/$(CANARY)/bin:$$PATH $(CANARY)/bin/python -m pytest -m "private and not grid"
 
 # torch's CUDA build on a machine without a GPU: preflight, device choice, plan and a run, all unit and planner tests
