@@ -60,3 +60,8 @@ def test_null_is_no_number(tmp_path):
     with pytest.raises(Refusal) as refused:
         recipes.parse_recipe(path, recipes.read_recipe_file(path), ["--learning_rate", "null"])
     assert refused.value.codes == ["ZR124"]
+
+
+def test_a_key_of_the_recipe_is_not_taken_for_an_option_that_begins_so():
+    arguments = cli.parse_arguments(["check", "recipes/tiny.yaml", "--num_proc", "4"])
+    assert arguments.num_processes is None and arguments.overrides == ["--num_proc", "4"]

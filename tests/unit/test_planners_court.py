@@ -1,26 +1,11 @@
-"""The court of planners: its rows are whole, and its page is what its predictions give."""
+"""Formulas beside peaks that others have published."""
 
 import pytest
 
-from benchmarks.planners import court, score
+from benchmarks.planners import court
 from zero_recipes.plan.formulas import predict_by_formulas
 
 ROWS = court.read_rows()
-
-
-@pytest.mark.parametrize("row", ROWS[:: len(ROWS) // 5], ids=lambda row: row["id"])
-def test_a_row_becomes_a_job_of_the_planner(row):
-    job = court.job_of_row(row)
-    assert job.world_size == row["gpus"] and job.settings.max_length == row["recipe"]["max_length"]
-    assert job.settings.use_peft == (row["method"] != "full")
-
-
-def test_errors_are_predicted_over_measured():
-    found = {"source": "engine", "allocated": 11 * 10**9, "reserved": 12 * 10**9, "device": {"low": 13 * 10**9}}
-    row = ROWS[0] | {"id": "x", "measured": 10, "unit": "GB", "found": found | {"others": {"a": 5 * 10**9, "b": None}}}
-    by_reading = {"allocated": 0.1, "reserved": 0.2, "not stated": 0.3}
-    for read, error in by_reading.items():
-        assert score.errors(row | {"read": read}) == pytest.approx({score.OURS: error, "a": -0.5})
 
 
 def by_formulas(name):
