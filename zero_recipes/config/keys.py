@@ -16,105 +16,38 @@ import yaml
 from zero_recipes.core.findings import Finding, described, finding, ignored_codes, table
 
 
-def _key(default: Any, said: str, *choices: str) -> Any:
-    """A field of RecipeArguments. `said`: its row in docs/recipe.md."""
-    return field(default=default, metadata={"help": said} | ({"choices": [*choices]} if choices else {}))
-
-
-@dataclass
-class RecipeArguments:
-    """The keys that TRL does not have. The table in docs/recipe.md is made from this class."""
-
-    dataset_format: str | None = _key(
-        None,
-        "How rows become prompt and completion: `alpaca` (columns instruction, input, output; loss on the answer "
-        "only). Unset: TRL's own behaviour.",
-        "alpaca",
-    )
-    global_batch_size: int | None = _key(
-        None,
-        "Sequences per optimizer step over all processes. gradient_accumulation_steps is derived from it: "
-        "global_batch_size / (world_size * per_device_train_batch_size) must be a whole number.",
-    )
-    sample_prompts: str | None = _key(
-        None,
-        "What the model is asked before and after training: a number (that many rows of the evaluation split), a "
-        "JSON Lines file of rows in the recipe's format, or a YAML list of prompts. Unset: nothing.",
-    )
-    sample_max_new_tokens: int = _key(128, "Longest answer to a sample prompt, in tokens (greedy decoding).")
-    sequence_parallel_size: int = _key(
-        1,
-        "Processes that share each sequence (Ulysses, under DeepSpeed): for sequences whose activations do not "
-        "fit into one GPU. 1: every process has sequences of its own.",
-    )
-    random_weights: bool = _key(
-        False,
-        "Build the model from its config alone, with seeded random weights: measurements without a download of "
-        "weights.",
-    )
-    allow_keys: list[str] | None = _key(  # noqa: RUF009
-        None,
-        "Names of tensors that the checkpoint may lack, have too many or have in another shape. Any other refuses "
-        "the run: transformers would begin with random numbers there, or drop them.",
-    )
-    save_model: bool = _key(True, "Save the model to output_dir after training and check that it is whole.")
-    stop_after_nonfinite_steps: int = _key(
-        3,
-        "Steps in a row whose loss or gradient norm is NaN or infinite, after which the run ends as `diverged`, "
-        "without a model. In fp16 the loss alone counts: its loss scaling skips steps.",
-    )
-    token_metrics: str = _key(
-        "logging_steps",
-        "When entropy, token accuracy and tokens are brought together from all processes: `logging_steps`, once a "
-        "log line; `micro_batch`, as TRL does, which waits for the others and for the device four times in every "
-        "micro batch. The log is the same.",
-        "logging_steps",
-        "micro_batch",
-    )
-    supervised_logits_only: bool = _key(
-        False,
-        "On CPUs too, as TRL does on GPUs, compute logits only where a token has a loss, not for prompts and "
-        "padding. The loss is the same; gradients may differ in their last digits, for sums are of other rows.",
-    )
-    nvme_path: str | None = _key(
-        None,
-        'The folder that ZeRO-Infinity swaps to, where the ds_config has "nvme_path": "auto". Unset: the '
-        "environment's ZERO_RECIPES_NVME_PATH.",
-    )
-    ignore: list[str] | None = _key(  # noqa: RUF009
-        None,
-        "Codes of errors that become warnings, e.g. `[ZR608]`. Only codes that docs/codes.md marks as ignorable; "
-        "any other is refused.",
-    )
-    overwrite: bool = _key(
-        False,
-        "Start over in a folder that holds an earlier run: it is renamed to OUTPUT_DIR.previous, and what was "
-        "kept so before is deleted. Without it such a folder is refused.",
-    )
-    skip_checksums: bool = _key(
-        False,
-        "Neither compute checksums of the files of a checkpoint nor compare them when a run goes on from it: "
-        "damage inside a file is then not found.",
-    )
-    trust_checkpoint: bool = _key(
-        False,
-        "Load a checkpoint from outside output_dir also where its pickles hold more than data: whoever wrote it "
-        "can run any program here. Without it such a checkpoint is refused.",
-    )
-    predict: bool = _key(
-        False,
-        "On CPUs too, plan the run before it starts: `predicted` in metrics.json. On a GPU it is always planned.",
-    )
-    skip_plan: bool = _key(
-        False,
-        "Start on a GPU without a plan, also where the plan would say that the run does not fit.",
-    )
-
-
 @cache
 def tables() -> dict[str, Any]:
     """What keys.yaml holds."""
     return yaml.safe_load(resources.files(__package__).joinpath("keys.yaml").read_text(encoding="utf-8"))
+
+
+def _key(name: str, default: Any) -> Any:
+    return field(default=default, metadata=tables()["own"][name])
+
+
+@dataclass
+class RecipeArguments:
+    """The keys that TRL does not have. keys.yaml says what each means, for docs/recipe.md."""
+
+    dataset_format: str | None = _key("dataset_format", None)
+    global_batch_size: int | None = _key("global_batch_size", None)
+    sample_prompts: str | None = _key("sample_prompts", None)
+    sample_max_new_tokens: int = _key("sample_max_new_tokens", 128)
+    sequence_parallel_size: int = _key("sequence_parallel_size", 1)
+    random_weights: bool = _key("random_weights", False)
+    allow_keys: list[str] | None = _key("allow_keys", None)  # noqa: RUF009
+    save_model: bool = _key("save_model", True)
+    stop_after_nonfinite_steps: int = _key("stop_after_nonfinite_steps", 3)
+    token_metrics: str = _key("token_metrics", "logging_steps")
+    supervised_logits_only: bool = _key("supervised_logits_only", False)
+    nvme_path: str | None = _key("nvme_path", None)
+    ignore: list[str] | None = _key("ignore", None)  # noqa: RUF009
+    overwrite: bool = _key("overwrite", False)
+    skip_checksums: bool = _key("skip_checksums", False)
+    trust_checkpoint: bool = _key("trust_checkpoint", False)
+    predict: bool = _key("predict", False)
+    skip_plan: bool = _key("skip_plan", False)
 
 
 def dataclasses_of_a_recipe() -> tuple[type, ...]:
