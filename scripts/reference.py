@@ -26,7 +26,8 @@ sys.path.insert(0, str(ROOT))
 from zero_recipes.config import keys  # noqa: E402
 from zero_recipes.config.keys import UNTYPED, accepted_types  # noqa: E402
 from zero_recipes.core import findings  # noqa: E402
-from zero_recipes.metrics.schema import Metrics  # noqa: E402
+from zero_recipes.metrics import schema  # noqa: E402
+from zero_recipes.metrics.schema import Metrics, described  # noqa: E402
 
 DOCS = ROOT / "docs"
 CODES = """# Codes
@@ -81,18 +82,22 @@ def escaped(text: str) -> str:
 
 
 def metrics_schema() -> str:
-    named = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Metrics.model_json_schema()
-    return json.dumps(named | {"title": "metrics.json of zero-recipes"}, indent=1) + "\n"
+    found = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | Metrics.model_json_schema()
+    for name, part in {"Metrics": found, **found["$defs"]}.items():
+        for key, written in part["properties"].items():
+            row = described(getattr(schema, name), "schema_version" if key == "schema" else key)
+            written |= {"description": row["meaning"]} | {word: row[word] for word in ("unit", "null") if word in row}
+    return json.dumps(found | {"title": "metrics.json of zero-recipes"}, indent=1) + "\n"
 
 
 def metrics_rows(model: type[BaseModel]) -> Iterator[str]:
     """A row for each top-level key, with the names of the keys inside; the schema describes those."""
     yield "| key | type | meaning |\n| --- | --- | --- |"
     for name, field in model.model_fields.items():
-        more = field.json_schema_extra or {}
+        more = described(model, name)
         kind, nested = metrics_type(field.annotation)
         kind += f", {more['unit']}" if more.get("unit") else ""
-        meaning = (field.description or "") + (f"; null {more['null']}" if "null" in more else "")
+        meaning = more["meaning"] + (f"; null {more['null']}" if "null" in more else "")
         inside = [inner.alias or key for key, inner in nested.model_fields.items()] if nested else []
         meaning += f" ({', '.join(inside)})" if inside else ""
         yield f"| `{field.alias or name}` | {kind} | {meaning} |"

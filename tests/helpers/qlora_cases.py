@@ -7,20 +7,20 @@ import hashlib
 from unittest import mock
 
 import run_sft
+from zero_recipes.libs import patches
 from zero_recipes.libs.deepspeed import packed_weights
-from zero_recipes.training import trainer as trainers
 
 
 def train(argv: list[str], dtypes_kept: bool = True) -> dict:
     """One run over quantised weights: what was measured, and what became of the weights on this rank.
 
-    `dtypes_kept`: with the mending of a resumed adapter's dtype.
+    `dtypes_kept`: with the patch of a resumed adapter's dtype.
     """
     import json
 
     off = contextlib.nullcontext()
     if not dtypes_kept:
-        off = mock.patch.object(trainers, "adapter_dtypes_kept", lambda _: contextlib.nullcontext())
+        off = mock.patch.object(patches, "adapter_dtypes_kept", lambda _: contextlib.nullcontext())
     with off:
         run = run_sft.prepare(argv)
         trainer = run_sft.train(run)

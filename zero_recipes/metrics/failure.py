@@ -21,9 +21,7 @@ from zero_recipes.metrics.schema import (
     Failure,
     Metrics,
     Part,
-    optional,
     read_part,
-    required,
 )
 
 # what is said of a peer that has ended, by gloo, NCCL, the store and Linux
@@ -36,15 +34,13 @@ ECHOES += ("which plans the run",)
 class RankFailure(Part):
     """One failure.rankN.json."""
 
-    rank: int = required("the rank that wrote it")
-    status: Literal["oom", "diverged", "failed"] = required(
-        "oom: memory was short, on the accelerator or on the host; diverged: loss or weights were not finite any more"
-    )
-    phase: str = required("the innermost phase that the error left: a key of phase_seconds")
-    error: str = required("type and message of the exception")
-    largest_memory: dict[str, int] = required("by part: what held memory on this rank, the largest first", "bytes")
-    traceback: str = optional("as Python prints it", default="")
-    time: float = required("when it was written", "seconds since 1970")
+    rank: int  # that wrote it
+    status: Literal["oom", "diverged", "failed"]
+    phase: str  # the innermost that the error left: a key of phase_seconds
+    error: str  # type and message of the exception
+    largest_memory: dict[str, int]  # bytes by part, the largest first
+    traceback: str = ""
+    time: float  # when it was written, in seconds since 1970
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -15,10 +15,8 @@ from zero_recipes.metrics.schema import (
     ContractError,
     Metrics,
     Part,
-    optional,
     parse_part,
     read_part,
-    required,
 )
 
 SWEEP_FILE = "sweep.json"
@@ -28,16 +26,15 @@ class SampleRow(Part):
     """One line of samples.jsonl: a prompt, the answers before and after training, and their scores by metric. In that
     of `zero-recipes ask`, before is the base and after the model."""
 
-    prompt: str = required("as the model was asked, the template included")
-    before: str | None = optional("the answer before the first step", null="where no base was asked")
-    after: str | None = optional("the answer after the last step", null="where it was not asked for")
-    reference: str | None = optional("the answer in the data", null="where there is none")
-    scores_before: dict[str, float | None] = required(
-        "by metric: exact_match, token_f1 (0 to 1) and reference_loss (nats/token, over the reference's tokens as "
-        "training has them; null where max_length leaves none or is not finite); of `zero-recipes ask` also rouge1, "
-        "rouge2, rougeL (0 to 1) and perplexity (exp of the loss); empty without a reference"
-    )
-    scores_after: dict[str, float | None] = optional("the same after training", default={})
+    prompt: str  # as the model was asked, the template included
+    before: str | None = None  # None where no base was asked
+    after: str | None = None
+    reference: str | None = None  # the answer in the data
+    # by metric: exact_match, token_f1 (0 to 1) and reference_loss (nats/token, over the reference's tokens as training
+    # has them; null where max_length leaves none or is not finite); of `zero-recipes ask` also rouge1, rouge2, rougeL
+    # (0 to 1) and perplexity (exp of the loss); empty without a reference
+    scores_before: dict[str, float | None]
+    scores_after: dict[str, float | None] = Field({})
 
 
 class MeasuredRun(Metrics):
@@ -45,8 +42,8 @@ class MeasuredRun(Metrics):
 
     folder: Path = Path()
     samples: list[SampleRow] = Field([])
-    samples_fault: str | None = optional("why samples.jsonl cannot be read", null="where it can")
-    swept: dict[str, Any] | None = optional("what a sweep set in it, by key", null="unless a sweep.json says so")
+    samples_fault: str | None = None  # why samples.jsonl cannot be read
+    swept: dict[str, Any] | None = None  # what a sweep set in it, by key; None unless a sweep.json says so
 
     @property
     def compared(self) -> bool:
@@ -68,16 +65,16 @@ class UnreadableRun(MeasuredRun):
 class SweptRun(Part):
     """One run of a sweep."""
 
-    folder: str = required("its folder's name, below the sweep's")
-    strategy: str = required("the accelerate file that it was launched with, without .yaml")
-    values: dict[str, Any] = required("by key, in the order of the command line: the value that the sweep set")
+    folder: str  # its name, below the sweep's
+    strategy: str  # the accelerate file that it was launched with, without .yaml
+    values: dict[str, Any]  # by key, in the order of the command line: what the sweep set
 
 
 class SweepFile(Part):
     """All runs of a folder whose values a sweep set, in the order in which they were to run."""
 
-    schema_version: Literal[1] = required("version of this contract", alias="schema")
-    runs: list[SweptRun] = required("those of earlier sweeps into the same folder among them")
+    schema_version: Literal[1] = Field(alias="schema")
+    runs: list[SweptRun]  # those of earlier sweeps into the same folder among them
 
     def with_runs(self, added: list[SweptRun]) -> SweepFile:
         """The same with further runs; a run in the folder of an earlier one takes its place."""
