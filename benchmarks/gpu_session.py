@@ -81,8 +81,7 @@ def plans_of(wanted: list[Case], work: Path) -> dict[str, Any]:
         jobs[case.slug] = plan_job.job_of(recipe, config, case.strategy, known[strategy], 1)
     predict = Predictor()
     predict.prepare(list(jobs.values()))
-    of_the_machine = {"seconds", "resident_bytes"}
-    return {slug: predict(job).model_dump(mode="json", exclude=of_the_machine) for slug, job in jobs.items()}
+    return {slug: predict(job).model_dump(mode="json") for slug, job in jobs.items()}
 
 
 def run_parts(given: argparse.Namespace) -> None:

@@ -155,7 +155,6 @@ class Prediction(BaseModel):
     max_length: int  # tokens of every sequence
     allocated_peak_bytes: int  # live tensors on the accelerator
     peak_phase: str  # forward, backward, step, between, evaluation or best model
-    peak_operator: str | None = EngineOnly  # e.g. aten.mm
     at_peak: dict[str, int]  # of PARTS
     peaks: dict[str, int] | None = EngineOnly  # of each phase
     model_state_bytes: ModelStateBytes
@@ -167,8 +166,6 @@ class Prediction(BaseModel):
     checkpoint_bytes: CheckpointBytes
     communication_bytes_per_step: dict[str, int]  # full tensors through each collective
     flops_per_step: int
-    seconds: float | None = EngineOnly  # that the simulation took
-    resident_bytes: int | None = EngineOnly  # that the simulation of a rank took
     notes: list[str]  # what the prediction does not know about this job
 
     @property

@@ -20,7 +20,7 @@ MOST_SEQUENCES = 4096  # a micro batch beyond it gains nothing
 LENGTH_STEP = 64  # tokens; tensor cores want multiples of it
 ROOM = 0.25  # of the GPU's memory, to be left: for larger batches and evaluations, and for what the plan does not know
 # what a change costs: first time, then another way of training
-COST_ORDER = ("nothing", "evaluation", "checkpointing", "micro batch", "stage", "offload", "LoRA")
+COST_ORDER = ("nothing", "checkpointing", "micro batch", "stage", "offload", "LoRA")
 PLUS_PLUS = ("zero3_hpz", "zero3_plus_plus", "zero3_qwz", "zero3_qgz")
 # the strategies of each place of the model states (on the GPUs, in the memory of each node, on NVMe), both in the order
 # in which they are tried. Lower stages communicate less; stage 2 goes before stage 1, which holds whole gradients for
@@ -59,12 +59,6 @@ def smallest_change(
             except Refusal:  # e.g. LoRA without target modules for this architecture
                 break
             fit = fit_of(prediction, capacity, host, nvme)
-            if fit.status != "fits" and prediction.peak_phase == "evaluation":  # it keeps less than a step does
-                own, extra = smaller.settings, max(extra, "evaluation", key=COST_ORDER.index)
-                size = min(own.per_device_eval_batch_size, own.per_device_train_batch_size)
-                smaller = smaller.changed(per_device_eval_batch_size=size)
-                prediction = predict(smaller)
-                fit = fit_of(prediction, capacity, host, nvme)
             if fit.status == "fits" and smaller is not job:
                 return Change(job, max(setting, extra, key=COST_ORDER.index), smaller, prediction, fit)
             at_step = prediction.peak_phase in ("step", "best model") and prediction.reserved_bytes.low > capacity
@@ -160,10 +154,6 @@ class Row:
         return self.fit.status == "fits"
 
     @property
-    def offloads(self) -> bool:
-        return bool(self.speed.offloading[1])
-
-    @property
     def has_room(self) -> bool:
         return self.fit.margin >= ROOM * self.fit.capacity
 
@@ -188,15 +178,14 @@ def rows_of(request: PlanRequest, jobs: Sequence[Job], predict: Predict, factor:
     return [replace(row, change=change) for row, change in zip(rows, changes, strict=True)]
 
 
-def fewest_gpus(rows: Sequence[Row], with_offload: bool) -> int | None:
+def fewest_gpus(rows: Sequence[Row]) -> int | None:
     """The fewest GPUs on which a strategy fits."""
-    fitting = [row for row in rows if row.fits and (with_offload or not row.offloads)]
-    return min((row.job.world_size for row in fitting), default=None)
+    return min((row.job.world_size for row in rows if row.fits), default=None)
 
 
 def smallest_machine(rows: Sequence[Row]) -> list[Row]:
     """The rows of the fewest GPUs on which a strategy fits; of the most where none does."""
-    count = fewest_gpus(rows, with_offload=True) or max(row.job.world_size for row in rows)
+    count = fewest_gpus(rows) or max(row.job.world_size for row in rows)
     return [row for row in rows if row.job.world_size == count]
 
 
@@ -210,10 +199,6 @@ class Recommendation:
     as_fast: Sequence[Row] = ()  # as fast as the fastest, within the estimate's own error; `chosen` is one of them
     change: Change | None = None  # where no row fits: the one that costs least
     other_arithmetic: Sequence[Row] = ()  # these fit too, and train otherwise: states in 16 bits, torch_autocast
-
-    @property
-    def fitting(self) -> list[Row]:
-        return [row for row in self.rows if row.fits and row not in self.other_arithmetic]
 
     @property
     def job(self) -> Job | None:

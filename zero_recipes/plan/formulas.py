@@ -288,43 +288,63 @@ class Sizes:
         products = 2 * (shape.multiplied - shape.idle) * tokens * ((2 if self.settings.use_peft else 3) + again)
         return int(products + 4 * shape.layers * self.length * shape.query_width * tokens * (3 + again))
 
-    def host(self, saved: int) -> HostBytes:
-        """Per node: weights while loading (below stage 3, unless the file is mapped as it is), and what is offloaded.
-        `saved`: bytes of the weights in a checkpoint."""
-        job, shape, here, share = self.job, self.shape, self.job.ranks_per_node, self.shape.trainable / self.ranks
+    def host(self) -> tuple[float, float]:
+        """Of one rank, (while loading, in training): weights (below stage 3, unless the file is mapped as it is), and
+        what is offloaded."""
+        job, shape, share = self.job, self.shape, self.shape.trainable / self.ranks
         mapped = not self.settings.random_weights and self.loaded == DTYPE_BYTES.get(shape.dtype, 4)
-        load = 0 if mapped or job.zero_stage == 3 else here * self.loaded * shape.parameters
+        load = 0 if mapped or job.zero_stage == 3 else self.loaded * shape.parameters
         held = self.terms.on_host + beside_offloaded_optimizer(job.zero, share, self.width, self.passes > 1)
-        held += sum(swap_buffers(job.zero, share, shape.embedding / self.ranks, self.ranks).values())
-        read = read_at_resume(saved, self.terms.saved, job.zero_stage, self.ranks)
-        return HostBytes(load=int(load), training=int(here * held), resume=int(here * (held + read)))
+        return load, held + sum(swap_buffers(job.zero, share, shape.embedding / self.ranks, self.ranks).values())
+
+
+def prediction_of(
+    job: Job, weights: int, saved: int, segments: int, host: tuple[float, float], **found: Any
+) -> Prediction:
+    """What formulas or the simulated engine `found`, and what follows from it. `weights`, `saved`: bytes of what trains
+    and of the optimizer's states in a checkpoint; `segments`: of the allocator at its peak; `host`: as above."""
+    here, (load, training) = job.ranks_per_node, host
+    read = read_at_resume(weights, saved, job.zero_stage, job.world_size)
+    return Prediction(
+        strategy=job.strategy,
+        zero_stage=job.zero_stage,
+        world_size=job.world_size,
+        precision=job.precision,
+        micro_batch_size=job.settings.per_device_train_batch_size,
+        gradient_accumulation_steps=job.settings.gradient_accumulation_steps,
+        reserved_bytes=overheads().reserved_range(segments, job.world_size),
+        host_bytes=HostBytes(
+            load=int(here * load), training=int(here * training), resume=int(here * (training + read))
+        ),
+        checkpoint_bytes=CheckpointBytes(weights=weights, resumable=resumable_bytes(weights, saved, job.zero_stage)),
+        **found,
+    )
 
 
 def predict_by_formulas(job: Job) -> Prediction:
     """What `job` needs. Raises Refusal where the model's class cannot be built."""
-    sizes, settings = Sizes(job, shape_of(job.config, job.settings)), job.settings
+    sizes = Sizes(job, shape_of(job.config, job.settings))
     shape, terms, phases = sizes.shape, sizes.terms, sizes.phases()
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     at_peak = {part: int(size) for part, size in phases[phase].items()}
-    peak, in_16_bits = sum(at_peak.values()), job.ds_config is not None and settings.precision != "fp32"
-    weights = (2 if in_16_bits else sizes.loaded) * (shape.trainable if settings.use_peft else shape.parameters)
+    peak, in_16_bits = sum(at_peak.values()), job.ds_config is not None and job.settings.precision != "fp32"
+    weights = (2 if in_16_bits else sizes.loaded) * shape.trainable
     states = terms.states._asdict() | {"offloaded_host": terms.on_host, "offloaded_disk": terms.on_nvme}
-    resumable = resumable_bytes(weights, terms.saved, job.zero_stage)
-    return Prediction(
-        **job.facts,
+    return prediction_of(
+        job,
+        weights,
+        terms.saved,
+        peak,
+        sizes.host(),
         source="formulas",
         parameters=shape.parameters,
         trainable_parameters=shape.trainable,
-        gradient_accumulation_steps=sizes.passes,
         max_length=sizes.length,
         allocated_peak_bytes=peak,
         peak_phase=phase,
         at_peak=at_peak,
         model_state_bytes=ModelStateBytes(**{part: int(size) for part, size in states.items()}),
-        reserved_bytes=overheads().reserved_range(peak, job.world_size),
-        host_bytes=sizes.host(weights),
         nvme_bytes=int(job.ranks_per_node * terms.on_nvme),
-        checkpoint_bytes=CheckpointBytes(weights=weights, resumable=resumable),
         communication_bytes_per_step={name: int(size) for name, size in terms.moved.items() if sizes.ranks > 1},
         flops_per_step=sizes.flops(),
         notes=[NOTE],

@@ -36,7 +36,6 @@ NO_PART |= {"max_steps", "num_train_epochs", "learning_rate", "warmup_steps", "s
 NO_PART |= {"dataset_name", "sample_prompts", "sample_max_new_tokens", "logging_steps", "save_steps", "eval_steps"}
 NO_PART |= {"ignore"}
 CHANGED = ("activation_checkpointing", "per_device_train_batch_size", "gradient_accumulation_steps", "use_peft")
-CHANGED += ("per_device_eval_batch_size",)
 NO_FOLDER = "ZR233"  # the folder on NVMe is the machine's, and a plan is made elsewhere
 USELESS = ("ZR224", "ZR226")  # warnings: ZeRO++ on one node, which costs and saves nothing
 
@@ -100,12 +99,6 @@ class Job:
     def recomputes(self) -> bool:
         new = self.settings.activation_checkpointing
         return bool(self.settings.gradient_checkpointing if new is None else new)  # transformers' old name
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What a prediction repeats of the job."""
-        own = {name: getattr(self, name) for name in ("strategy", "zero_stage", "world_size", "precision")}
-        return own | {"micro_batch_size": self.settings.per_device_train_batch_size}
 
     def changed(self, **values: Any) -> Job:
         return replace(self, settings=self.settings.replace(**values))
@@ -246,11 +239,6 @@ class PlanRequest:
         if job.on_nvme and self.nvme is None and len(self.strategies) == len(EVERY):
             return "--nvme says how much of it each machine has"
         return why_not(job)
-
-    def named(self, job: Job) -> str:
-        """What the command line calls the job's strategy: ddp is "single" on one GPU."""
-        plain = [name for name, config in self.strategies.items() if config is None]
-        return plain[0] if job.strategy == "single" and plain else job.strategy
 
     def command(self, job: Job) -> str:
         return run_command(self.recipe.path, self.recipe.settings, self.overrides, job)

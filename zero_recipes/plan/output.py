@@ -15,7 +15,6 @@ from rich.text import Text
 from zero_recipes.core.files import write_json
 from zero_recipes.core.tables import Column, print_columns
 from zero_recipes.core.units import count, percent, significant, size
-from zero_recipes.data.audit import holding
 from zero_recipes.plan.choose import Change, Recommendation, Row, fewest_gpus
 from zero_recipes.plan.cost import Cost, Range, cost
 from zero_recipes.plan.job import Job, PlanRequest
@@ -75,8 +74,7 @@ def document(answer: Answer) -> dict[str, Any]:
         "mean_tokens": request.lengths and request.lengths.mean,
         "rows": [vars(row) | {"cost": answer.price and answer.cost(row)} for row in rows],
         "not_planned": answer.excluded,
-        "smallest_machine": fewest_gpus(rows, with_offload=True),
-        "smallest_machine_without_offload": fewest_gpus(rows, with_offload=False),
+        "smallest_machine": fewest_gpus(rows),
         "recommendation": job,
         "notes": [*notes(answer), *reasons(answer.advice)],
     }
@@ -173,42 +171,35 @@ def _row_lengths(request: PlanRequest, row: Row) -> str:
     lengths, longest = request.lengths, row.prediction.max_length
     if lengths is None:
         return f"Rows: lengths unknown ({request.no_lengths}); each is taken to have {longest:,} tokens."
-    text = f"Rows: {lengths.source}: {lengths.mean:,.0f} tokens on average, of {longest:,}; times are for them."
-    most = max(lengths.lengths)
-    if len(lengths.lengths) > 1 and not row.job.settings.packing and holding(round(most)) < longest:
-        text += f" None has more than {most:,.0f}: --max_length {holding(round(most))} takes less memory."
-    return text
+    return f"Rows: {lengths.source}: {lengths.mean:,.0f} tokens on average, of {longest:,}; times are for them."
 
 
 def change_in_words(change: Change) -> str:
     """What is set otherwise: "zero3 and activation checkpointing"."""
     start, job = change.start, change.job
     before, after = start.settings, job.settings
-    batch, evaluated = after.per_device_train_batch_size, after.per_device_eval_batch_size
     parts = [job.strategy] if job.strategy != start.strategy else []
     if after.use_peft and not before.use_peft:
         parts.append("LoRA (use_peft: true)")
     if job.recomputes and not start.recomputes:
         parts.append("activation checkpointing")
-    if batch != before.per_device_train_batch_size:
-        parts.append(f"micro batches of {batch} with {after.gradient_accumulation_steps} accumulations")
-    if evaluated != before.per_device_eval_batch_size:
-        parts.append(f"evaluation in batches of {evaluated}")
+    if after.per_device_train_batch_size != before.per_device_train_batch_size:
+        batch, passes = after.per_device_train_batch_size, after.gradient_accumulation_steps
+        parts.append(f"micro batches of {batch} with {passes} accumulations")
     return " and ".join(parts)
 
 
 def reasons(advice: Recommendation) -> list[str]:
     """Why this is recommended, sentence by sentence."""
-    chosen, change, fitting = advice.chosen, advice.change, advice.fitting
+    chosen, change = advice.chosen, advice.change
+    fitting = [row for row in advice.rows if row.fits and row not in advice.other_arithmetic]
     found = [f"On {_machine(advice)} fit: {_names(fitting) or 'no strategies as the recipe stands'}."]
     if advice.other_arithmetic:
         found.append(f"{_names(advice.other_arithmetic)} would fit too, with another arithmetic: other losses.")
     if chosen:
-        seconds = " to ".join(map(significant, chosen.speed.step_seconds))
-        why = "the fastest of them"
+        seconds, why = " to ".join(map(significant, chosen.speed.step_seconds)), "the fastest of them"
         if len(advice.as_fast) > 1:
-            why = "it is the lowest stage of them that leaves room" if chosen.has_room else "it leaves most room"
-            why = f"{_names(advice.as_fast)} are equally fast within the estimate's error; {why}"
+            why = f"within the estimate's error as fast as {_names(advice.as_fast)}"
         found.append(f"{chosen.job.strategy}: {seconds} s a step, {size(chosen.fit.margin)} left: {why}.")
     elif change:
         words = f"{change_in_words(change)} (from {change.start.strategy}{_host(change)})"
@@ -234,7 +225,7 @@ def print_answer(answer: Answer, console: Console) -> None:
     """The table, notes, and the recommendation with its reasons and its command."""
     request, advice = answer.request, answer.advice
     if len(request.counts) > 1:
-        _print_machines(answer, console)
+        console.print(Text(f"Smallest machine: {fewest_gpus(answer.rows) or 'no number'} x {request.gpu.name}\n"))
     console.print(Text(heading(answer), style="bold"))
     print_columns(*plan_columns(answer), advice.rows, console)
     for line in notes(answer):
@@ -243,18 +234,6 @@ def print_answer(answer: Answer, console: Console) -> None:
     console.print(*map(Text, reasons(advice)), sep="\n")
     if advice.job:
         console.print(Text(f"\n{request.command(advice.job)}"), soft_wrap=True)
-
-
-def _print_machines(answer: Answer, console: Console) -> None:
-    """One line a number of GPUs, one column a strategy."""
-    request, rows = answer.request, answer.rows
-    found = {(row.job.world_size, request.named(row.job)): row.fit.status for row in rows}
-    others = [Column(name, lambda count, name=name: found.get((count, name), "-")) for name in request.strategies]
-    print_columns([Column("GPUs", str)], others, request.counts, console)
-    lines = []
-    for offload, name in ((True, "Smallest machine"), (False, "Without offload")):
-        lines.append(f"{name}: {fewest_gpus(rows, offload) or 'no number'} x {request.gpu.name}")
-    console.print(*map(Text, lines), "", sep="\n")
 
 
 def write_answer(answer: Answer, folder: Path) -> None:

@@ -21,14 +21,12 @@ from typing import Any
 
 import psutil
 
-from zero_recipes.checks.capacity import resumable_bytes
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import end_with_parent, imported_for_good, kill_with_children
-from zero_recipes.metrics.schema import CheckpointBytes, HostBytes, ModelStateBytes, Prediction
-from zero_recipes.plan.formulas import overheads
+from zero_recipes.metrics.schema import ModelStateBytes, Prediction
+from zero_recipes.plan.formulas import prediction_of
 from zero_recipes.plan.job import Job
-from zero_recipes.theory.deepspeed import read_at_resume
 
 WORKER = ("-m", "zero_recipes.plan.simulator.parent")  # what the child runs; benchmarks/planners/ has its own
 RESIDENT = 10**9  # bytes that a simulated rank may take; benchmarks/results/plan.json has what they do
@@ -125,34 +123,15 @@ def _answers(tasks: list[dict], deadline: float | None) -> Iterator[tuple[int, d
 def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
     """The rank that needs most, with what the ranks need together."""
     most = max(ranks, key=lambda rank: rank["allocated_peak_bytes"])
-    settings, trainable = job.settings, most["trainable_parameters"]  # of LoRA the adapter alone
-    segments = most.pop("reserved_peak_bytes")
-    # 16 bits of each weight (32 without DeepSpeed), and Adam's fp32 states with DeepSpeed's fp32 master
-    weights = (2 if job.ds_config is not None and settings.precision != "fp32" else 4) * trainable
-    optimizer = (8 if job.ds_config is None else job.zero.adam_bytes) * trainable
-    imports, load, training = (job.ranks_per_node * most.pop(key) for key in ("imports", "host_load", "host_training"))
-    resume = job.ranks_per_node * read_at_resume(weights, optimizer, job.zero_stage, job.world_size)
+    # of what trains: 16 bits of each weight (32 without DeepSpeed), Adam's fp32 states with DeepSpeed's fp32 master
+    width = 2 if job.ds_config is not None and job.settings.precision != "fp32" else 4
+    adam = 8 if job.ds_config is None else job.zero.adam_bytes
+    trained, segments, imports = most["trainable_parameters"], most.pop("reserved_peak_bytes"), most.pop("imports")
+    host = (imports + most.pop("host_load"), imports + most.pop("host_training"))
     states = [rank["model_state_bytes"] for rank in ranks]
-    return Prediction(
-        **most
-        | job.facts
-        | {
-            "source": "engine",
-            "max_length": settings.max_length,
-            "model_state_bytes": ModelStateBytes(**{part: max(s[part] for s in states) for part in states[0]}),
-            "segment_bytes": segments,
-            "reserved_bytes": overheads().reserved_range(segments, job.world_size),
-            "host_bytes": HostBytes(
-                load=load + imports, training=training + imports, resume=training + imports + resume
-            ),
-            "checkpoint_bytes": CheckpointBytes(
-                weights=weights, resumable=resumable_bytes(weights, optimizer, job.zero_stage)
-            ),
-            "seconds": sum(rank["seconds"] for rank in ranks),
-            "resident_bytes": max(rank["resident_bytes"] for rank in ranks),
-            "notes": [],
-        }
-    )
+    most["model_state_bytes"] = ModelStateBytes(**{part: max(s[part] for s in states) for part in states[0]})
+    most |= {"source": "engine", "max_length": job.settings.max_length, "segment_bytes": segments, "notes": []}
+    return prediction_of(job, width * trained, adam * trained, segments, host, **most)
 
 
 def main(at_once: int) -> None:

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,31 +35,20 @@ _PART_OF_FILE = {
 }
 _PART_OF_PHASE = dict.fromkeys(("forward", "backward", "evaluation"), "activations") | {"best model": "optimizer"}
 _DEVICE = torch.ops.prim.device.default
-_HEAD_DEPTH = 80  # frames looked at, from the innermost
+_DEPTH = 80  # frames looked at, from the innermost
 
 
-def _operators(names: str) -> tuple[OpOverload, ...]:
-    """ "add.Tensor": torch.ops.aten.add.Tensor; "abs": its default form."""
-    parts = [name.partition(".") for name in names.split()]
-    return tuple(getattr(getattr(torch.ops.aten, packet), overload or "default") for packet, _, overload in parts)
-
-
-# Answers of FakeTensorMode without its questions, for the operators that a training step asks most often. The mode
-# builds a long key for each operator, and looks for kernels of its own for collectives (torch 2.13,
-# torch/_subclasses/fake_tensor.py `_cached_dispatch_impl`); here what an operator is known to do decides.
-VIEWS = _operators(  # more than half of a step's operators; they make no storage
-    "_unsafe_view as_strided detach expand slice.Tensor t transpose.int unsqueeze view"
-)
-IN_PLACE = _operators(  # each answers its first argument, and makes nothing
-    "add_.Tensor addcdiv_ addcmul_ copy_ div_.Tensor fill_.Scalar lerp_.Scalar mul_.Tensor normal_ uniform_ zero_"
-)
-# each answers its first argument and what its caller may wait for; a pretended group moves nothing
-COLLECTIVES = (
-    torch.ops.c10d._allgather_base_.default,
-    torch.ops.c10d._reduce_scatter_base_.default,
-    torch.ops.c10d.allreduce_.default,
-    torch.ops.c10d.broadcast_.default,
-)
+# Answered without FakeTensorMode's questions: more than half of a step's operators; they make no storage. It builds
+# a long key for each (torch 2.13, torch/_subclasses/fake_tensor.py `_cached_dispatch_impl`).
+aten = torch.ops.aten
+VIEWS = {
+    aten._unsafe_view.default,
+    aten.as_strided.default,
+    aten.detach.default,
+    aten.expand.default,
+    aten.slice.Tensor,
+}
+VIEWS |= {aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.view.default}
 
 
 class Observed(TorchDispatchMode):
@@ -81,9 +69,8 @@ class Observed(TorchDispatchMode):
             return answer_for_number(func, args)
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # asked more often than all else together, and slowly answered by the mode
-        shortcut = SHORTCUTS.get(func)
-        if shortcut is not None:
-            return shortcut(func, args, kwargs)
+        if func in VIEWS:
+            return view_of(func, args, kwargs)
         out = func(*args, **kwargs)
         count = flop_registry.get(func._overloadpacket) if self.counts_flops else None
         if count is not None:
@@ -94,35 +81,18 @@ class Observed(TorchDispatchMode):
                 device = leaf.fake_device.type if type(leaf) is FakeTensor else leaf.device.type
                 for tracker in self.trackers:
                     if device == tracker.device:
-                        tracker.see(leaf, func)
+                        tracker.see(leaf)
         return out
 
 
-def _view(func, args: tuple, kwargs: dict):
-    """For VIEWS: the view of what the fake tensor stands on."""
+def view_of(func, args: tuple, kwargs: dict):
+    """The view of what the fake tensor stands on."""
     base = args[0]
     if type(base) is not FakeTensor or kwargs:
         return func(*args, **kwargs)
     with in_kernel_invocation_manager(base.fake_mode):
         view = func(*args)
     return FakeTensor(base.fake_mode, view, base.fake_device)
-
-
-def _changed(func, args: tuple, kwargs: dict):
-    return args[0] if type(args[0]) is FakeTensor else func(*args, **kwargs)
-
-
-def _collective(func, args: tuple, kwargs: dict):
-    """The group's own answer."""
-    first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
-    if type(first) is not FakeTensor:
-        return func(*args, **kwargs)
-    with in_kernel_invocation_manager(first.fake_mode):
-        _, work = func(*args, **kwargs)
-    return args[0], work
-
-
-SHORTCUTS = dict.fromkeys(VIEWS, _view) | dict.fromkeys(IN_PLACE, _changed) | dict.fromkeys(COLLECTIVES, _collective)
 
 
 class LiveStorages:
@@ -147,15 +117,14 @@ class LiveStorages:
     def forget_peaks(self) -> None:
         """Start the peaks again from what lives now."""
         self.peaks: dict[str, int] = {}  # of each phase
-        self.operators: dict[str, str] = {}  # where each phase's peak stands
         self.at_peak: dict[str, dict[str, int]] = {}
-        self._look("")
+        self._look()
 
     def enter(self, phase: str) -> None:
         """Name what comes now: "forward", "backward", "step", "between", "evaluation" or "best model"."""
         self.phase = phase
         self.events.append(("phase", phase))
-        self._look("")
+        self._look()
 
     @contextlib.contextmanager
     def pinning(self) -> Iterator[None]:
@@ -175,7 +144,7 @@ class LiveStorages:
                 self.parts[part] += entry[0]
                 entry[1] = part
 
-    def see(self, tensor: torch.Tensor, func) -> None:
+    def see(self, tensor: torch.Tensor) -> None:
         """Count the storage of an operator's result, unless it is known."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
@@ -188,7 +157,7 @@ class LiveStorages:
         self.live += size
         self.parts[part] += size
         self.events.append(("alloc", self._made, size, self.stream()))
-        self._look(func)
+        self._look()
 
     def _drop(self, key: int) -> None:
         size, part, _, made = self._known.pop(key)
@@ -196,16 +165,15 @@ class LiveStorages:
         self.parts[part] -= size
         self.events.append(("free", made))
 
-    def _look(self, func) -> None:
+    def _look(self) -> None:
         if self.live > self.peaks.get(self.phase, -1):
             self.peaks[self.phase] = self.live
-            self.operators[self.phase] = str(func) if func else ""
             self.at_peak[self.phase] = dict(self.parts)
 
     def _part(self) -> str:
         """By the innermost frame of a file that is known; else by the phase."""
         frame, depth = sys._getframe(2), 0
-        while frame is not None and depth < _HEAD_DEPTH:
+        while frame is not None and depth < _DEPTH:
             known = _part_of_file(frame.f_code.co_filename)
             if known is None:
                 break

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 import tempfile
-import time
 import traceback
 from pathlib import Path
 from typing import NoReturn, TextIO
@@ -81,7 +79,6 @@ LEFT_OUT = {
 def run(task: dict, answer: TextIO) -> NoReturn:
     """A fork's whole life. `answer`: where its answer is written, as JSON; `error` in it says what went wrong."""
     end_with_parent()
-    started = time.perf_counter()
     try:
         job = Job.from_dict(task["job"])
         if job.ds_config is None and job.settings.fp16:
@@ -90,8 +87,6 @@ def run(task: dict, answer: TextIO) -> NoReturn:
         _start_group(job, task["rank"])
         with tempfile.TemporaryDirectory() as folder:
             found = train_two_steps(job, folder)
-        found["seconds"] = time.perf_counter() - started
-        found["resident_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     except BaseException as error:  # whatever it is, the parent must hear of it
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {first_line(error)}"}
@@ -156,7 +151,6 @@ def train_two_steps(job: Job, folder: str) -> dict:
             watch.load_best_model()
     return watch.found() | {
         "imports": imports,
-        "gradient_accumulation_steps": accumulation,
         "reserved_peak_bytes": device.reserved_peak(tracker.events, TRAINING[0]) if on_gpu else 0,
     }
 
@@ -341,7 +335,6 @@ class Watch(TrainerCallback):
             "trainable_parameters": self.trainable,
             "allocated_peak_bytes": peaks[phase],
             "peak_phase": phase,
-            "peak_operator": self.tracker.operators[phase],
             "at_peak": self.tracker.at_peak[phase],
             "peaks": peaks,
             "model_state_bytes": self.states,
