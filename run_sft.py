@@ -47,7 +47,8 @@ def train(run):
     with RecipeRun.hold(run) as recipe_run, swap_space(run.strategy):
         recipe_run.prepare_libraries()
         with planning(run) as planned:
-            predicted = planned(recipe_run.prepare_data())
+            recipe_run.prepare_data()
+            predicted = planned()
         model = recipe_run.load_model()  # the last that can refuse: nothing on disk is touched so far
         recipe_run.claim(predicted, resolved_ds_config(run, recipe_run.data.rows))
         trainer = ZeroSFTTrainer.of_recipe(model, recipe_run)

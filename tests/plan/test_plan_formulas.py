@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as draw
 
-from tests.helpers.plan_jobs import GB, ROOT, job
+from tests.helpers.plan_jobs import GB, job
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.schema import PARTS, Prediction
@@ -189,22 +187,6 @@ def test_flops_are_six_per_weight_and_token_and_eight_with_recomputation():
     assert again == 8 * multiplied * tokens + attention * 4 // 3
 
 
-def test_a_token_takes_the_flops_and_the_activations_of_the_experts_that_it_goes_to():
-    """Against the model's own modules, and the same weights with every expert at work."""
-    config = {"model_type": "mixtral", "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128}
-    config |= {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 48}
-    asked = replace(job("zero3", max_length=64), config=config)
-    shape = shape_of(asked.config, asked.settings)
-    tokens = 64 * asked.settings.per_device_train_batch_size * asked.settings.gradient_accumulation_steps
-    attention = 12 * 3 * 64 * 32 * tokens
-    found = predict_by_formulas(asked).flops_per_step - attention
-    assert found == pytest.approx(6 * shape.flops.weights * tokens, rel=0.02)  # norms have no product
-    assert shape.ffn == 2 * 48 and shape.gated
-    busy = replace(asked, config=config | {"num_experts_per_tok": 8})
-    assert predict_by_formulas(busy).flops_per_step - attention == 6 * shape.multiplied * tokens
-
-
 PHI = 2 * PSI  # bytes; two passes of the recipe's accumulation
 
 
@@ -228,28 +210,6 @@ def test_collectives(strategy, moved):
     if strategy == "zero3_qgz":  # DeepSpeed quantises gradients between nodes only
         alone = predict_by_formulas(member(strategy, gpus_per_node=4)).communication_bytes_per_step
         assert alone["reduce_scatter"] == 2 * PHI
-
-
-# what was measured on CPU processes
-
-MEASURED = json.loads((ROOT / "benchmarks" / "results" / "zero_family.json").read_text())
-
-
-@pytest.mark.parametrize("name", ["zero3", "zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus"])
-def test_plus_plus_holds_and_moves_what_was_measured(name):
-    """Four processes as two nodes of two: weights on a rank with hpZ's second copy, and the bytes of a step between
-    nodes; half of hpZ's all-gathers stay in the node."""
-    found = MEASURED["plus_plus"][name]
-    psi = MEASURED["plus_plus"]["zero3"]["between_nodes_by_collective"]["reduce_scatter"] // 2
-    asked = member(name, gradient_accumulation_steps=1)
-    shape = copy.copy(shape_of(asked.config, Settings({"use_peft": False})))
-    shape.parameters = shape.trainable = psi
-    terms = Sizes(asked, shape).terms
-    assert terms.states.params == found["params_bytes"]
-    outside = (
-        terms.moved["all_gather"] / (2 if asked.zero.hpz_partition_size > 1 else 1) + terms.moved["reduce_scatter"]
-    )
-    assert outside / (2 * psi) == pytest.approx(found["between_nodes_phi"], rel=0.02)
 
 
 # the prediction as a whole

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
-from datasets import Dataset
 from deepspeed.accelerator import get_accelerator
 
 from tests.helpers.plan_jobs import GB, ROOT, job, made_up, recipe
-from tests.helpers.report_runs import GPU, metrics, on_cpu, save
+from tests.helpers.report_runs import GPU, metrics, save
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import predicted, preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config.recipe import RunConfig, Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
-from zero_recipes.core.host import gpu_named, gpus
-from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.schema import PredictedMetrics
 from zero_recipes.plan import of_run
-from zero_recipes.plan.cost import estimate
 from zero_recipes.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.plan.predict import Predictor
 from zero_recipes.plan.simulator import parent as simulation
@@ -41,9 +34,8 @@ def answered(monkeypatch):
     """Answers for recipes/pythia.yaml on two GPUs of 80 GB. `need`: GB by job; `compared`: whether plans were compared
     with a GPU; `others`: GB that other processes use; `states`: GB of model states."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(of_run.Host, "memory", lambda self: (1000 * GB, "a stand-in"))
 
-    def answer(need, strategy="zero2", compared=True, source="engine", others=0, states=None, rows="null", **values):
+    def answer(need, strategy="zero2", compared=True, source="engine", others=0, states=None, **values):
         beside = SimpleNamespace(measured=compared, beside_segments=lambda ranks: 0)
         monkeypatch.setattr(of_run, "overheads", lambda: beside)
 
@@ -56,7 +48,7 @@ def answered(monkeypatch):
         written["settings"] = dict(asked["settings"]) | {"deepspeed": asked["ds_config"]}
         card = {"rank": 0, "host": "here", "ranks": 2, "total": 80 * GB, "free": (80 - others) * GB, "reserved": 0}
         question = {"job": written, "recipe": "recipes/pythia.yaml", "cards": [card]}
-        return of_run.answer_of(json.loads(json.dumps(question, default=str)), predict, lambda: rows)
+        return of_run.answer_of(json.loads(json.dumps(question, default=str)), predict)
 
     return answer
 
@@ -64,15 +56,14 @@ def answered(monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "need", "code", "level", "says"),
     [
-        ({}, lambda j: 70 if j.recomputes else 90, "ZR816", "error", "--activation_checkpointing true"),
-        ({}, lambda j: 90, "ZR816", "error", "No change that was tried makes it fit"),
+        ({}, lambda j: 90, "ZR816", "error", "zero-recipes plan recipes/pythia.yaml names what fits"),
         ({"compared": False}, lambda j: 90, "ZR816", "warning", "at least 90.0 GB on each"),
         ({"source": "formulas"}, lambda j: 90, "ZR816", "warning", "textbook formulas"),
         ({"others": 12}, lambda j: 70, "ZR816", "error", "80.0 GB, 68.0 GB of it free"),
         ({"states": 81, "compared": False}, lambda j: 100, "ZR840", "error", "weights 81.0 GB: none of it depends"),
     ],
 )
-def test_a_run_that_does_not_fit_is_refused_with_what_would(answered, keys, need, code, level, says):
+def test_a_run_that_does_not_fit_is_refused(answered, keys, need, code, level, says):
     (found,) = answered(need, **keys)["findings"]
     assert (found["code"], found["level"]) == (code, level)
     assert says in " ".join((found["what"], found["why"], found["fix"]))
@@ -118,16 +109,6 @@ def test_no_plan_of_an_unknown_model_and_an_error_of_our_own_is_one(answered):
         answered(lambda job: 1 // 0)
 
 
-def test_a_step_of_the_rows_is_timed_as_the_plan_command_does(answered):
-    lengths = {"lengths": (100, 300, 250), "sequences": 3, "epoch": None, "source": "the run's rows"}
-    rows = json.dumps({"device": "NVIDIA H100 80GB HBM3", "lengths": lengths})
-    said = answered(lambda job: 70, rows=rows)["lines"][-1]
-    asked = job("zero2")
-    speed = estimate(asked, made_up(asked, 70 * GB), gpu_named("h100-80gb", gpus()), rows=RowLengths(**lengths))
-    low, high = (f"{each:,.0f}" for each in speed.tokens_per_second)
-    assert f"{low} to {high} real tokens/s" in said and "217 tokens on average" in said
-
-
 @pytest.mark.parametrize(("used", "reserved", "others"), [(1.5, 0, 0), (19, 18, 0), (30, 18, 12.0), (80, 0, 80.0)])
 def test_what_other_processes_use_of_a_card(monkeypatch, used, reserved, others):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (int((80 - used) * GB), 80 * GB))
@@ -141,24 +122,10 @@ def test_what_other_processes_use_of_a_card(monkeypatch, used, reserved, others)
 ANSWERS = """
 import json, sys
 question = json.loads(sys.stdin.readline())
-rows = json.loads(sys.stdin.readline())
 finding = {"code": "ZR816", "what": "too large", "why": "", "fix": "", "level": "error"}
 needs = question["job"]["settings"]["max_length"]
-print(json.dumps({"predicted": {"peak_memory_bytes": needs}, "lines": [f"plan          {rows}"],
+print(json.dumps({"predicted": {"peak_memory_bytes": needs}, "lines": ["it fits"],
                   "findings": [finding] if any(needs > card["total"] for card in question["cards"]) else []}))
-"""
-HANGS = """
-import json, os, signal
-from zero_recipes.core.process import end_with_parent
-ready, armed = os.pipe()
-child = os.fork()
-end_with_parent()
-os.write(armed, b"1") if child == 0 else os.read(ready, 1)  # the child ends with its parent from here on
-if child:
-    with open({pipe!r}, "w") as told:
-        json.dump([os.getpid(), child], told)
-while True:
-    signal.pause()
 """
 
 
@@ -184,10 +151,9 @@ def gpu(monkeypatch):
 
 def test_a_run_is_planned_refused_and_rehearsed(gpu, capsys):
     gpu(1000)
-    rows = Dataset.from_dict({"input_ids": [[1] * 3, [1] * 5]})
     with predicted.planning(run_to_plan()) as planned:
-        assert planned(SimpleNamespace(train=rows, rows=2)).peak_memory_bytes == 512
-    assert "'lengths': [3, 5]" in capsys.readouterr().out
+        assert planned().peak_memory_bytes == 512
+    assert "plan          it fits" in capsys.readouterr().out
     gpu(500)
     with pytest.raises(Refusal, match="too large"), predicted.planning(run_to_plan()) as planned:
         planned()
@@ -222,22 +188,11 @@ def test_a_planner_that_fails_says_why_and_ends_the_run(monkeypatch):
         planned()
 
 
-def lives(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def test_a_run_that_fails_while_it_is_planned_leaves_no_planner(tmp_path, monkeypatch):
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    monkeypatch.setattr(predicted, "PLANNER", ("-c", HANGS.format(pipe=str(pipe))))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+def test_a_run_that_fails_while_it_is_planned_leaves_no_planner(monkeypatch):
+    """Leaving waits for the process, which would never end by itself."""
+    monkeypatch.setattr(predicted, "PLANNER", ("-c", "import signal; signal.pause()"))
     with pytest.raises(OSError, match="rows"), predicted.planning(run_to_plan("cpu")):
-        pids = json.loads(pipe.read_text())  # waits for the writer: it plans while rows are tokenised
         raise OSError("rows")
-    guard = time.monotonic() + 60
-    while any(map(lives, pids)) and time.monotonic() < guard:
-        os.sched_yield()
-    assert not any(map(lives, pids))
 
 
 def test_check_on_a_machine_with_a_gpu_says_it(gpu, monkeypatch, tmp_path, capsys):
@@ -278,7 +233,7 @@ def test_a_planned_run_on_cpus_carries_states_like_those_measured(two, tmp_path)
 def test_a_simulation_is_kept_for_the_same_job_and_the_same_versions(tmp_path, monkeypatch):
     simulated = []
 
-    def simulate(jobs, done, deadline):
+    def simulate(jobs, deadline):
         simulated.extend(jobs)
         return [made_up(one, GB) for one in jobs]
 
@@ -341,13 +296,3 @@ def test_the_report_puts_planned_beside_measured(tmp_path):
     assert row["planned_peak_bytes"] == 44 * 2**20 and row["planned_state_bytes"] == 4 * 2**20
     page = write_report(tmp_path).read_text()
     assert "10.0 %" in page and (tmp_path / "plan.png").is_file()  # 44 MiB planned, 40 measured
-
-
-@pytest.mark.parametrize("plan", [PLANNED, None])
-def test_on_cpus_states_stand_beside_states_and_no_peak_beside_resident_memory(tmp_path, plan):
-    save(tmp_path / "zero2", on_cpu("zero2", predicted=plan))
-    assert table_rows(read_runs(tmp_path))[0]["planned_peak_bytes"] is None
-    write_report(tmp_path)
-    written = (tmp_path / "report.md").read_text()
-    assert ("Planned states" in written) == bool(plan) and "Planned peak" not in written
-    assert not (tmp_path / "plan.png").exists()

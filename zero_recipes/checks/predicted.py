@@ -9,45 +9,40 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from zero_recipes.config.recipe import RunConfig
 from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise_errors
 from zero_recipes.core.process import CLOCK, local_world_size, rank
-from zero_recipes.data.prepare import of_prepared
 from zero_recipes.distributed.group import agree, once
 from zero_recipes.metrics.schema import PredictedMetrics
 
-if TYPE_CHECKING:
-    from zero_recipes.data.prepare import Prepared
-
 PLANNER = ("-m", "zero_recipes.plan.of_run")
-SECONDS = 90.0  # of simulations: of the run, and of what would fit where it does not
-# From the rows' lengths to (what metrics.json carries, findings); prints. Raises RuntimeError where the planner failed.
-Answer = Callable[[dict[str, Any] | None], tuple[dict[str, Any] | None, list[Finding]]]
+SECONDS = 90.0  # of its simulation
+# What metrics.json carries, and findings; prints. Raises RuntimeError where the planner failed.
+Answer = Callable[[], tuple[dict[str, Any] | None, list[Finding]]]
 
 
 @contextmanager
-def planning(run: RunConfig) -> Iterator[Callable[[Prepared | None], PredictedMetrics | None]]:
-    """Start the plan; what is yielded waits for it, and takes the rows for the time of a step. All ranks call both.
+def planning(run: RunConfig) -> Iterator[Callable[[], PredictedMetrics | None]]:
+    """Start the plan; what is yielded waits for it. All ranks call both.
 
     On an accelerator, unless the recipe has `skip_plan: true`; on CPUs where it has `predict: true`. Rank 0 plans, for
     the smallest GPU of all ranks. What is yielded returns metrics.json's "predicted", None where there is no plan. It
     raises Refusal on every rank where the run does not fit.
     """
     if not (run.settings.predict or _is_compared_with_gpus(run)):
-        yield lambda rows=None: None
+        yield lambda: None
         return
     with CLOCK.phase("data"):
         cards = agree(card) if _is_compared_with_gpus(run) else []
-    with _planner(run, os.environ, cards) if rank() == 0 else nullcontext() as answer_for:
+    with _planner(run, os.environ, cards) if rank() == 0 else nullcontext() as answer:
 
-        def result(rows: Prepared | None = None) -> PredictedMetrics | None:
+        def result() -> PredictedMetrics | None:
             def predicted() -> dict[str, Any] | None:
-                predicted, findings = answer_for(_lengths(run, rows))
+                predicted, findings = answer()
                 raise_errors(findings)
                 print(*findings, sep="\n", end="\n" * bool(findings), flush=True)
                 return predicted
@@ -64,8 +59,8 @@ def rehearsed(run: RunConfig, environment: Mapping[str, str]) -> list[Finding]:
     if not _is_compared_with_gpus(run):
         return []
     here = min(local_world_size(environment, run.strategy.world_size), torch.cuda.device_count())
-    with _planner(run, environment, [card(index) for index in range(here)]) as answer_for:
-        return answer_for(None)[1]
+    with _planner(run, environment, [card(index) for index in range(here)]) as answer:
+        return answer()[1]
 
 
 def _is_compared_with_gpus(run: RunConfig) -> bool:
@@ -78,13 +73,6 @@ def card(index: int | None = None) -> dict[str, Any]:
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     own = {"rank": rank(), "host": socket.gethostname(), "ranks": ranks, "reserved": torch.cuda.memory_reserved(index)}
     return own | {"total": total, "free": free}
-
-
-def _lengths(run: RunConfig, rows: Prepared | None) -> dict[str, Any] | None:
-    """Of the prepared rows; None of a stream."""
-    if rows is None or rows.rows is None or run.device != "cuda":
-        return None
-    return {"device": torch.cuda.get_device_name(), "lengths": asdict(of_prepared(rows.train, "the run's rows"))}
 
 
 @contextmanager
@@ -100,8 +88,8 @@ def _planner(run: RunConfig, environment: Mapping[str, str], cards: Sequence[dic
     own = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen([sys.executable, *PLANNER], env=own, text=True, **pipes) as process:
 
-        def answer(rows: dict[str, Any] | None) -> tuple[dict[str, Any] | None, list[Finding]]:
-            written, errors = process.communicate(json.dumps(rows))
+        def answer() -> tuple[dict[str, Any] | None, list[Finding]]:
+            written, errors = process.communicate()
             if process.returncode:
                 raise RuntimeError(f"the plan failed; --skip_plan true runs without one.\n{errors[-2000:]}")
             found = json.loads(written)

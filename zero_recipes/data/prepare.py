@@ -337,16 +337,16 @@ def _counted(settings: Settings, path: Path) -> RowLengths:
     rows, folder = data.train, _folder(data, args)
     if (folder / "audit.json").is_file():
         ready = datasets.load_from_disk(folder)["train"]
-        return of_prepared(ready, f"all {len(rows):,} rows, as a run has prepared them")
+        return _of_prepared(ready, f"all {len(rows):,} rows, as a run has prepared them")
     ready = chosen = rows.select(range(0, len(rows), -(-len(rows) // PLANNED_ROWS)))
     if not (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
         ready = finish(tokenise(chosen, data.tokenizer, args), data.tokenizer, args, args.packing)
     epoch = round(len(ready) * len(rows) / len(chosen))
     whole = f"all {len(rows):,} rows" if len(chosen) == len(rows) else f"{len(chosen):,} of {len(rows):,} rows"
-    return replace(of_prepared(ready, f"{whole} tokenised"), epoch=epoch)
+    return replace(_of_prepared(ready, f"{whole} tokenised"), epoch=epoch)
 
 
-def of_prepared(ready: Dataset, source: str) -> RowLengths:
+def _of_prepared(ready: Dataset, source: str) -> RowLengths:
     """Of rows as they are trained on, truncated and packed. Reads Arrow's buffers, no token."""
     packed = "seq_lengths" in ready.column_names  # TRL's bfd; "wrapped" makes rows of its own, all full
     lengths = np.concatenate(ready.with_format("numpy")["seq_lengths"][:]) if packed else audits.row_lengths(ready)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import replace
-
-from rich.progress import Progress
 
 from zero_recipes.core.tables import terminal
 from zero_recipes.plan import output
@@ -21,12 +20,9 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     request, predict = read_request(arguments, rest), Predictor(arguments.quick)
     jobs, excluded = request.jobs()
     if not arguments.quick:  # all side by side; the predictor then knows them
-        with Progress(console=terminal(stderr=True), transient=True) as progress:
-            task = progress.add_task("simulating", total=len(jobs))
-            predict.prepare(jobs, lambda job: progress.advance(task))
-    factor = None
-    if arguments.calibrate:
-        factor = calibrated(arguments.calibrate, request, predict)
+        print(f"simulating {len(jobs)} jobs: about a minute", file=sys.stderr, flush=True)
+        predict.prepare(jobs)
+    factor = calibrated(arguments.calibrate, request, predict) if arguments.calibrate else None
     rows = rows_of(request, jobs, predict, factor)
     if arguments.max:
         quick, memory = Predictor(quick=True), request.gpu.memory_bytes

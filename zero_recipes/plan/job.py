@@ -143,11 +143,6 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
     return {name: _ds_config_of(folder / f"{name}.yaml") for name in named}
 
 
-def strategies_here() -> Strategies:
-    """Those of ALL whose files are here; nothing where the program runs elsewhere."""
-    return {name: _ds_config_of(path) for name in ALL if (path := CONFIGS / f"{name}.yaml").is_file()}
-
-
 def _ds_config_of(path: Path) -> dict[str, Any] | None:
     launched = read_accelerate_file(path)
     named, kind = launched.deepspeed_config.get("deepspeed_config_file"), str(launched.distributed_type.value)

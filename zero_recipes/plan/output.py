@@ -25,15 +25,11 @@ WIDTH = 240  # characters of a line in plan.txt
 PARTS = {"params": "Params", "grads": "Grads", "optimizer": "Optimizer", "activations": "Activa-\ntions"}
 PARTS |= {"buckets": "Buckets,\ngathered", "loss_head": "Loss\nhead", "other": "Other"}
 NOTES = [
-    "Peak: live tensors of the fullest GPU and the phase they stand in; the columns up to Other are its parts.",
-    "Reserved: what the process takes, allocator, CUDA and NCCL included; the status is about this range.",
+    "Peak: live tensors of the fullest GPU; the columns up to Other are its parts. Reserved: allocator, CUDA and NCCL "
+    "included; the status is about this range. Not known: fragmentation beyond it, other programs on the GPU.",
     "Host: memory of a machine while loading / training / reading a checkpoint to go on from it. Disk: the model / a "
     "checkpoint to go on from. NVMe: swap files of a machine. Comm.: an all-reduce counts twice.",
-    "Times are estimates, 20 to 30 % to either side, more with offload or without NVLink.",
-    "MFU: model FLOPs of the tokens that are no padding, as a share of the GPU's dense peak.",
-    "Every row is taken for max_length tokens long where memory is planned; shorter rows need less.",
-    "Not known: fragmentation beyond the range, torch.compile, Liger kernels, which tokens go to which expert, other "
-    "programs on the GPU.",
+    "Memory is for rows of max_length. Times are 20 to 30 % off to either side, more with offload or without NVLink.",
 ]
 
 
@@ -199,7 +195,8 @@ def reasons(advice: Recommendation) -> list[str]:
     if chosen:
         seconds, why = " to ".join(map(significant, chosen.speed.step_seconds)), "the fastest of them"
         if len(advice.as_fast) > 1:
-            why = f"within the estimate's error as fast as {_names(advice.as_fast)}"
+            others = [row for row in advice.as_fast if row is not chosen]
+            why = f"as fast as {_names(others)} within the estimate's error"
         found.append(f"{chosen.job.strategy}: {seconds} s a step, {size(chosen.fit.margin)} left: {why}.")
     elif change:
         words = f"{change_in_words(change)} (from {change.start.strategy}{_host(change)})"

@@ -65,21 +65,17 @@ class Predictor:
                 return f"simulations were given {self.seconds:.0f} s"
             return f"{refusal.what}: {refusal.why.splitlines()[-1]}"
 
-    def prepare(self, jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None) -> None:
-        """Simulate these jobs side by side, apart from those that cannot be; `done` is told of each.
-
-        Raises Refusal where a simulation fails.
-        """
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """Simulate these jobs side by side, apart from those that cannot be. Raises Refusal where one fails."""
         missing = {}
         for job in jobs:
             if simulation.not_simulated(job) is None:
                 key = job.key(self._versions)
                 try:
                     self._known[key] = Prediction.model_validate_json((self.folder / f"{key}.json").read_bytes())
-                    done(job)
                 except (OSError, ValidationError):  # not there, or not whole
                     missing[key] = job
-        predictions = simulation.simulate(list(missing.values()), done, self.deadline)
+        predictions = simulation.simulate(list(missing.values()), self.deadline)
         for key, prediction in zip(missing, predictions, strict=True):
             self._known[key] = prediction
             with suppress(OSError):  # a full or read-only disk costs the next program its time, and no run its training

@@ -186,19 +186,12 @@ class CachingAllocator:
     def release(self, number: int) -> None:
         """Give an allocation back to its pool; its neighbours that are free join it."""
         block = self._used.pop(number)
-        if block.after is not None and block.after.free:
-            self._take(block.after)
-            block.size += block.after.size
-            block.after = block.after.after
-            if block.after is not None:
-                block.after.before = block
-        if block.before is not None and block.before.free:
-            self._take(block.before)
-            block.before.size += block.size
-            block.before.after = block.after
-            if block.after is not None:
-                block.after.before = block.before
-            block = block.before
+        for left, right in ((block, block.after), (block.before, block)):
+            if left is not None and right is not None and (left.free or right.free):
+                self._take(left if left.free else right)
+                left.size, left.after, block = left.size + right.size, right.after, left
+                if left.after is not None:
+                    left.after.before = left
         self._put(block)
 
     def empty(self) -> None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
@@ -57,10 +57,8 @@ def not_simulated(job: Job) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def simulate(
-    jobs: Sequence[Job], done: Callable[[Job], None] = lambda job: None, deadline: float | None = None
-) -> list[Prediction]:
-    """Predictions in the order of the jobs, all of one device; `done` is told of each job as it is ready, in any order.
+def simulate(jobs: Sequence[Job], deadline: float | None = None) -> list[Prediction]:
+    """Predictions in the order of the jobs, all of one device.
 
     `deadline`: a time.monotonic(). Raises Refusal where a simulation fails or is not ready by then.
     """
@@ -70,11 +68,10 @@ def simulate(
     found: list[dict[int, dict[str, Any]]] = [{} for _ in jobs]
     for number, answer in _answers([{"job": jobs[index].as_dict(), "rank": rank} for index, rank in tasks], deadline):
         index, rank = tasks[number]
-        job, found[index][rank] = jobs[index], answer
         if "error" in answer:
+            job = jobs[index]
             raise refusal("ZR821", strategy=job.strategy, world_size=job.world_size, error=answer["error"])
-        if len(found[index]) == len(_ranks(job)):
-            done(job)
+        found[index][rank] = answer
     return [_prediction(job, [ranks[rank] for rank in _ranks(job)]) for job, ranks in zip(jobs, found, strict=True)]
 
 

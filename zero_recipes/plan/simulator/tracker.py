@@ -40,15 +40,9 @@ _DEPTH = 80  # frames looked at, from the innermost
 
 # Answered without FakeTensorMode's questions: more than half of a step's operators; they make no storage. It builds
 # a long key for each (torch 2.13, torch/_subclasses/fake_tensor.py `_cached_dispatch_impl`).
-aten = torch.ops.aten
-VIEWS = {
-    aten._unsafe_view.default,
-    aten.as_strided.default,
-    aten.detach.default,
-    aten.expand.default,
-    aten.slice.Tensor,
-}
-VIEWS |= {aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.view.default}
+_aten = torch.ops.aten
+VIEWS = {_aten._unsafe_view.default, _aten.as_strided.default, _aten.detach.default, _aten.expand.default}
+VIEWS |= {_aten.slice.Tensor, _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.view.default}
 
 
 class Observed(TorchDispatchMode):

@@ -142,8 +142,9 @@ def train_two_steps(job: Job, folder: str) -> dict:
     device.emptied.append(lambda: tracker.events.append(("empty",)))
     observed = Observed(tracker, host) if on_gpu else Observed(tracker)
     with FakeTensorMode(allow_non_fake_inputs=True), observed:
-        watch = Watch(strategy, observed, tracker, host, accumulation)
-        trainer = _trainer(job, strategy, training_args, model_args, watch)
+        trainer = _trainer(job, strategy, training_args, model_args)
+        trainer.watch = watch = Watch(trainer, strategy, observed, tracker, host, accumulation)
+        trainer.add_callback(watch)
         trainer.train()
         if job.settings.evaluates:
             watch.evaluate(_rows(training_args, training_args.world_size * training_args.per_device_eval_batch_size))
@@ -155,8 +156,8 @@ def train_two_steps(job: Job, folder: str) -> dict:
     }
 
 
-def _trainer(job: Job, strategy: Strategy, training_args, model_args, watch: Watch) -> WatchedSFTTrainer:
-    """The trainer as run_sft.py builds it, watched."""
+def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> WatchedSFTTrainer:
+    """The trainer as run_sft.py builds it."""
     config = dict(job.config)
     config = AutoConfig.for_model(config.pop("model_type"), **config)
     dtype = model_args.dtype
@@ -167,32 +168,23 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args, watch: Wat
         if strategy.is_deepspeed and (training_args.bf16 or training_args.fp16):
             model.to(torch.bfloat16 if training_args.bf16 else torch.float16)
         model.to(training_args.device)
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}))  # the least that SFTTrainer takes: rows are tokens
+    rows = STEPS * training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
     with rows_are_cut(training_args):
-        trainer = WatchedSFTTrainer(
+        return WatchedSFTTrainer(
             model=model,
             args=training_args,
-            train_dataset=_rows(training_args),
-            processing_class=_tokenizer(),
+            train_dataset=_rows(training_args, rows * job.world_size),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
             peft_config=get_peft_config(model_args),
-            callbacks=[FreshAdamAtStage0(), watch],
+            callbacks=[FreshAdamAtStage0()],
         )
-    watch.join(trainer)
-    return trainer
 
 
-def _rows(training_args, count: int | None = None) -> Dataset:
-    """So many tokenised rows of the recipe's full length, or enough for all steps; what they say plays no part."""
-    if count is None:
-        count = STEPS * training_args.per_device_train_batch_size * training_args.gradient_accumulation_steps
-        count *= training_args.world_size
+def _rows(training_args, count: int) -> Dataset:
+    """So many tokenised rows of the recipe's full length; what they say plays no part."""
     row = [1] * training_args.max_length
     return Dataset.from_dict({"input_ids": [row] * count, "labels": [row] * count})
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """The least that SFTTrainer takes; the rows are tokens already."""
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "<unk>": 2}, unk_token="<unk>"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 class WatchedSFTTrainer(SFTTrainer):
@@ -232,22 +224,25 @@ class Watch(TrainerCallback):
     builds Adam's states, the second is read; peaks are of both."""
 
     def __init__(
-        self, strategy: Strategy, observed: Observed, tracker: LiveStorages, host: LiveStorages, accumulation: int
+        self,
+        trainer: WatchedSFTTrainer,
+        strategy: Strategy,
+        observed: Observed,
+        tracker: LiveStorages,
+        host: LiveStorages,
+        accumulation: int,
     ):
         """`accumulation`: micro steps of a step in the recipe; at most two are simulated, others are as the first."""
         self.accumulation, self.simulated = accumulation, min(accumulation, 2)
-        self.strategy, self.observed = strategy, observed
+        self.trainer, self.strategy, self.observed = trainer, strategy, observed
         self.tracker, self.host = tracker, host
+        self.parameters, self.trainable = parameter_counts(trainer.model)
         self.bytes: dict[str, int] = {}  # allocated after each phase: what StateProbe records
         self.done = 0
-
-    def join(self, trainer: WatchedSFTTrainer) -> None:
-        self.trainer, trainer.watch = trainer, self
-        self.parameters, self.trainable = parameter_counts(trainer.model)
         self.record("model_loaded")
-        for p in trainer.model.parameters():
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(self._own_gradient)
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._own_gradient)
 
     def record(self, name: str) -> None:
         """Allocated bytes after a phase (in place of metrics/probe.py MemoryPhases)."""
@@ -263,14 +258,7 @@ class Watch(TrainerCallback):
         self.host.forget_peaks()
         self.probe = StateProbe(self.trainer.model, self.trainer.optimizer, self.strategy, self)
         self._assign()
-        self._name_the_step()
-        self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy)
-        self.communication.start()
-        self.tracker.enter("between")
-        self.tracker.forget_peaks()
-
-    def _name_the_step(self) -> None:
-        """accelerate's `backward` calls the engine's `step`; without DeepSpeed the Trainer calls the optimizer's."""
+        # accelerate's `backward` calls the engine's `step`; without DeepSpeed the Trainer calls the optimizer's
         owner = self.trainer.model_wrapped if self.strategy.is_deepspeed else self.trainer.optimizer
         step = owner.step
 
@@ -279,6 +267,10 @@ class Watch(TrainerCallback):
             return step(*arguments, **keywords)
 
         owner.step = named
+        self.communication = CommunicationCounter(self.trainer.model_wrapped, self.strategy)
+        self.communication.start()
+        self.tracker.enter("between")
+        self.tracker.forget_peaks()
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.done == 1:
