@@ -183,12 +183,6 @@ def test_a_guess_changes_only_how_many_sizes_are_tried(limit, most, start):
     assert all(1 <= size <= most for size in tried) and len(tried) <= 16
 
 
-@pytest.mark.parametrize(("limit", "found"), [(63, 0), (64, 64), (1000, 960), (2048, 2048), (10**9, 2048)])
-def test_the_longest_sequence_is_a_multiple_of_64_within_the_models_positions(limit, found):
-    predict = lambda j: made_up(j, (80 if j.settings.max_length <= limit else 81) * GB)  # noqa: E731
-    assert limits_of(job("zero3"), CAPACITY, predict, predict).max_length == found
-
-
 def test_what_is_just_below_the_limit_fits_and_what_is_above_does_not():
     guess = lambda j: made_up(j, 81 * GB)  # noqa: E731
     most = limits_of(job("zero3"), H100.memory_bytes, predict_by_formulas, guess).micro_batch_size

@@ -120,12 +120,6 @@ def test_a_network_of_the_command_line_counts_and_machines_are_launched_as_such(
     assert slow[0] > 3 * fast[0] and slow[1] > 3 * fast[1] and found() == fast  # the hardware table's
 
 
-def test_a_card_without_bf16_is_planned_in_fp16_alone(capsys):
-    rows = rows_of(document(capsys, name="recipes/pythia-410m-fp16.yaml", gpu="v100-32gb"))
-    assert rows["zero3"]["prediction"]["precision"] == "fp16"
-    assert "zero0" not in rows, "it is refused in fp16"
-
-
 @pytest.mark.parametrize(
     ("options", "strategy"),
     [
@@ -150,10 +144,8 @@ def test_all_strategies_are_planned_or_named_with_the_reason(capsys, options, st
 @pytest.mark.parametrize(
     ("options", "reasons"),
     [
-        ("--gpus 1", {"zero3_hpz": "no other", "zero3_plus_plus": "no other", "fsdp2": "no other"}),
         ("--gpus 8", {"zero3_hpz": "ZR224", "zero3_plus_plus": "ZR226", "zero3_qgz": "ZR226"}),
         ("--gpus 16", {"zero3_infinity": "--nvme", "zero3_offload_infinity": "--nvme", "zero2_autocast": "ZR193"}),
-        ("--gpus 16 --bf16 false --nvme 1000", {"zero2_bf16_states": "ZR193", "zero3_bf16_states": "ZR193"}),
     ],
 )
 def test_what_cannot_run_is_named_with_the_reason(capsys, options, reasons):

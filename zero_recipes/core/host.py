@@ -271,12 +271,7 @@ def gpu_named(name: str, known: dict[str, Gpu]) -> Gpu:
     raise refusal("ZR807", name=name, what=what, known=", ".join(known))
 
 
-def gpu_of_device(device_name: str | None) -> Gpu | None:
-    """The card that torch.cuda.get_device_name names; None where hardware.yaml does not have it."""
-    return next((gpu for gpu in gpus().values() if device_name in gpu.names), None)
-
-
 def peak_flops_of(device_name: str | None, precision: str) -> float | None:
-    """Dense FLOP/s of that card; None where hardware.yaml does not have it."""
-    card = gpu_of_device(device_name)
+    """Dense FLOP/s of the card that torch.cuda.get_device_name names; None where hardware.yaml does not have it."""
+    card = next((gpu for gpu in gpus().values() if device_name in gpu.names), None)
     return card and card.peak_flops(precision)

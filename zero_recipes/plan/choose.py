@@ -47,11 +47,8 @@ class Change:
 def smallest_change(
     job: Job, capacity: int, predict: Predict, strategies: Strategies, host: int | None = None, nvme: int | None = None
 ) -> Change | None:
-    """The first change, in COST_ORDER, under which `job` fits into `capacity` bytes; None where none does.
-
-    Each setting is tried as it is, with activation checkpointing and with smaller micro batches. `strategies`: where
-    higher stages and offload come from. `host`, `nvme`: bytes of each machine's, None where they are not known.
-    """
+    """The first change, in COST_ORDER, under which `job` fits into `capacity` bytes, or None. Higher
+    stages and offload are those of `strategies`. `host`, `nvme`: bytes of each machine, where known."""
     for setting, changed in _settings(job, strategies, nvme):
         for extra, smaller in _smaller(changed):
             try:
@@ -124,10 +121,7 @@ def limits_of(job: Job, capacity: int, predict: Predict, guess: Predict) -> Limi
 
 
 def largest(fits: Callable[[int], bool], most: int, start: int) -> int:
-    """The largest size up to `most` that fits, if whatever is smaller than a size that fits does so too; 0 for none.
-
-    From `start` in growing steps, then by bisection: near a good guess few sizes are predicted.
-    """
+    """The largest size up to `most` that fits, 0 for none: from `start` in growing steps, then by bisection."""
     good, bad, step = 0, most + 1, max(1, start // 8)
     size = min(max(start, 1), most)
     while bad - good > 1:
@@ -196,7 +190,6 @@ class Recommendation:
     rows: Sequence[Row]
     gpu: Gpu
     chosen: Row | None = None  # fits as the recipe is
-    as_fast: Sequence[Row] = ()  # as fast as the fastest, within the estimate's own error; `chosen` is one of them
     change: Change | None = None  # where no row fits: the one that costs least
     other_arithmetic: Sequence[Row] = ()  # these fit too, and train otherwise: states in 16 bits, torch_autocast
 
@@ -228,8 +221,7 @@ def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
         by_rule += [row for row in fastest_of(plus_plus) if row.speed.step_seconds[1] < slowest]
     chosen = min(by_rule, key=place_of, default=None)
     chosen = chosen or max(fastest_of(others or here), key=lambda row: row.fit.margin)
-    alike = plus_plus if chosen in plus_plus else others
-    return Recommendation(rows, gpu, chosen, fastest_of(alike), other_arithmetic=otherwise)
+    return Recommendation(rows, gpu, chosen, other_arithmetic=otherwise)
 
 
 def fastest_of(rows: Sequence[Row]) -> list[Row]:

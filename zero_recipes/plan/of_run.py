@@ -103,11 +103,8 @@ def _listed(parts: Mapping[str, int]) -> str:
 
 
 def certain_states(job: Job, prediction: Prediction) -> dict[str, int]:
-    """Bytes of model states that one GPU holds all at once, by part.
-
-    The simulated engine has allocated them. By formulas: weights that nothing packs, and the states of torch's own
-    Adam; gradients come and go.
-    """
+    """Bytes of model states that one GPU holds all at once: those that the simulated engine has allocated; by formulas
+    weights that nothing packs and the states of torch's own Adam."""
     states = prediction.model_state_bytes
     if prediction.source == "engine":
         return {"weights": states.params, "gradients": states.grads, "optimizer": states.optimizer}

@@ -193,11 +193,8 @@ def reasons(advice: Recommendation) -> list[str]:
     if advice.other_arithmetic:
         found.append(f"{_names(advice.other_arithmetic)} would fit too, with another arithmetic: other losses.")
     if chosen:
-        seconds, why = " to ".join(map(significant, chosen.speed.step_seconds)), "the fastest of them"
-        if len(advice.as_fast) > 1:
-            others = [row for row in advice.as_fast if row is not chosen]
-            why = f"as fast as {_names(others)} within the estimate's error"
-        found.append(f"{chosen.job.strategy}: {seconds} s a step, {size(chosen.fit.margin)} left: {why}.")
+        seconds = " to ".join(map(significant, chosen.speed.step_seconds))
+        found.append(f"{chosen.job.strategy}: {seconds} s a step, {size(chosen.fit.margin)} left.")
     elif change:
         words = f"{change_in_words(change)} (from {change.start.strategy}{_host(change)})"
         found.append(f"The change that costs least: {words}.")
@@ -241,8 +238,7 @@ def write_answer(answer: Answer, folder: Path) -> None:
     write_json(folder / "plan.json", document(answer))
     with (folder / "plan.txt").open("w") as file:
         print_answer(answer, Console(file=file, width=WIDTH))
-    bars = []
-    for row in answer.advice.rows:
-        reserved = row.prediction.reserved_bytes
-        bars.append(plots.Bar(row.job.strategy, row.prediction.at_peak, reserved=(reserved.low, reserved.high)))
+    ends = [tuple(dict(row.prediction.reserved_bytes).values()) for row in answer.advice.rows]
+    rows = zip(answer.advice.rows, ends, strict=True)
+    bars = [plots.Bar(row.job.strategy, row.prediction.at_peak, reserved=reserved) for row, reserved in rows]
     plots.draw_memory(bars, "Planned memory", heading(answer), folder / "plan.png", answer.request.gpu.memory_bytes)

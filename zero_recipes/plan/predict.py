@@ -28,12 +28,8 @@ BY_FORMULAS = " is by formulas: "  # in a note; a reason follows
 
 
 class Predictor:
-    """Predicts each job once. What was simulated is kept on disk, for later programs with the same versions and code.
-
-    `quick`: by formulas alone. `folder`: of the kept predictions; unset, it is beside the hub's cache. `seconds`: from
-    now on, of simulations; with a limit a job is predicted by formulas, with the reason, where the time is over or a
-    simulation fails.
-    """
+    """Predicts each job once, and keeps on disk what was simulated. `quick`: by formulas alone. `seconds`: of
+    simulations from now on; afterwards, or where one fails within this limit, formulas answer and say why."""
 
     def __init__(self, quick: bool = False, folder: Path | None = None, seconds: float | None = None):
         self.quick, self.seconds = quick, seconds
@@ -94,11 +90,8 @@ def own_code() -> str:
 
 @dataclass(frozen=True)
 class Fit:
-    """A prediction compared with the memory of a GPU and of its machine.
-
-    "fits": the high end of the reserved range fits. "tight": only the low end does. "no": not even that, or the host's
-    memory or NVMe is too small. `margin`: bytes left of the GPU at the high end; below 0 it lacks.
-    """
+    """A prediction beside the memory of a GPU and its machine. "fits": the reserved range's high end does; "tight":
+    only the low end. `margin`: bytes left of the GPU at the high end; below 0 it lacks."""
 
     status: Literal["fits", "tight", "no"]
     margin: int

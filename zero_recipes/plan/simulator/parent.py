@@ -58,10 +58,7 @@ def not_simulated(job: Job) -> str | None:
 
 
 def simulate(jobs: Sequence[Job], deadline: float | None = None) -> list[Prediction]:
-    """Predictions in the order of the jobs, all of one device.
-
-    `deadline`: a time.monotonic(). Raises Refusal where a simulation fails or is not ready by then.
-    """
+    """Of jobs of one device. `deadline`: a time.monotonic(). Raises Refusal where one fails or is not ready by then."""
     tasks = [(index, rank) for index, job in enumerate(jobs) for rank in _ranks(job)]
     # stage 3 takes longest and comes first, so that no core is left alone with it at the end
     tasks.sort(key=lambda task: jobs[task[0]].zero_stage != 3)
@@ -76,10 +73,7 @@ def simulate(jobs: Sequence[Job], deadline: float | None = None) -> list[Predict
 
 
 def _ranks(job: Job) -> list[int]:
-    """The first and the last at stages 1 and 2: their flat partitions cut other tensors, which are kept whole.
-
-    One where nothing is sharded, and at stage 3, where each tensor is cut into padded parts of one size.
-    """
+    """The first and the last at stages 1 and 2, whose flat partitions cut other tensors. Elsewhere all are alike."""
     return sorted({0, job.world_size - 1}) if job.zero_stage in (1, 2) else [0]
 
 

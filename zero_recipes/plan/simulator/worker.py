@@ -305,12 +305,8 @@ class Watch(TrainerCallback):
         self.tracker.enter("between")
 
     def load_best_model(self) -> None:
-        """What load_best_model_at_end loads beside what is there: the optimizer's states once more.
-
-        transformers 5.23, integrations/deepspeed.py `deepspeed_load_checkpoint` asks for them too; DeepSpeed 0.19.8
-        reads its file to the host, and torch's Optimizer.load_state_dict makes all the new states before it drops the
-        old ones (deepspeedai/DeepSpeed#3938).
-        """
+        """What load_best_model_at_end loads beside what is there: torch's Optimizer.load_state_dict makes all
+        the new states before it drops the old ones (deepspeedai/DeepSpeed#3938)."""
         states = base_optimizer(self.trainer.optimizer).state.values()
         self.tracker.enter("best model")
         again = [value.clone() for state in states for value in state.values() if isinstance(value, torch.Tensor)]
