@@ -11,7 +11,6 @@ from tests.helpers.grid import grid
 from tests.helpers.state_terms import AUTOCAST, BF16_STATES, ddp_terms, model_state_terms
 from tests.helpers.tiny import write_recipe
 from zero_recipes.libs.deepspeed import STATE_PARTS
-from zero_recipes.theory.zero_paper import model_state_bytes
 
 HIDDEN = 64  # tests/helpers/tiny.py; a reduce_bucket_size of "auto" is its square
 ENGINES = {
@@ -35,8 +34,8 @@ def arguments(recipe, strategy: str, output_dir, *more: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("world_size", "strategy"),
-    [(world, strategy) for world in (1, 2) for strategy in ENGINES]
-    + [(4, "zero2"), (4, "zero3"), grid(4, "ddp"), grid(4, "zero0"), grid(4, "zero1")],
+    [(2, strategy) for strategy in ENGINES]
+    + [(1, "zero0"), (1, "zero3"), (4, "zero2"), (4, "zero3"), grid(1, "ddp"), grid(1, "zero2"), grid(4, "zero1")],
 )
 def test_bytes_equal_the_allocations(request, trained, recipe, tmp_path, world_size, strategy):
     if world_size == 2:
@@ -65,21 +64,6 @@ def expected(strategy: str, groups: list[list[int]], world_size: int, rank: int)
     return model_state_terms(groups, world_size, rank, stage, HIDDEN * HIDDEN)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_first_terms_are_the_papers(stage, world_size):
-    """Everything but the first term of each part is a named deviation; stage 1's gradients are the one exception:
-    the paper keeps them whole (2Ψ), DeepSpeed with small buckets does not."""
-    groups = [[64 * 1031, 64 * 64, 64 * 64], [64, 101, 64]]
-    psi = sum(map(sum, groups))
-    terms = model_state_terms(groups, world_size, 0, stage, 10**9)
-    paper = model_state_bytes(psi, world_size, stage)
-    for part in STATE_PARTS:
-        first = next(iter(terms[part].values()))
-        wanted = 2 * psi / world_size if (stage, part) == (1, "grads") else getattr(paper, part)
-        assert first == int(wanted)
-
-
 MODES = {
     "bf16_states": (BF16_STATES, {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, {}, ()),
     "autocast": (AUTOCAST, {}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, ("--bf16", "false")),
@@ -94,8 +78,10 @@ def with_mode(stage: int, bf16: dict, more: dict) -> str:
 
 @pytest.mark.parametrize(
     ("world_size", "mode", "stage"),
-    [(2, mode, stage) for mode in MODES for stage in (1, 2, 3)]
-    + [(1, "bf16_states", 2), grid(1, "bf16_states", 3), (2, "autocast", 0), grid(1, "autocast", 3)],
+    [
+        *((2, "bf16_states", 2), (2, "bf16_states", 3), (2, "autocast", 0), (2, "autocast", 1), (2, "autocast", 3)),
+        *(grid(2, "bf16_states", 1), grid(1, "bf16_states", 2), grid(1, "autocast", 3), grid(2, "autocast", 2)),
+    ],
 )
 def test_bytes_of_other_precisions(request, recipe, tmp_path, world_size, mode, stage):
     """bf16 states: 10 bytes a parameter, all told; autocast: fp32 weights with fp32 masters beside them."""
@@ -110,13 +96,6 @@ def test_bytes_of_other_precisions(request, recipe, tmp_path, world_size, mode, 
         assert {part: measured[part] for part in STATE_PARTS} == {
             part: sum(terms[part].values()) for part in STATE_PARTS
         }, terms
-
-
-def test_a_tensor_of_one_mebibyte_breaks_the_match(two, trained, recipe, tmp_path):
-    plain = trained("zero2").metrics["model_state_bytes"]
-    argv = arguments(recipe, "zero2", tmp_path)
-    padded = two.run("train_with_stowaway", argv=argv)[0]["metrics"]["model_state_bytes"]
-    assert [rank["optimizer"] for rank in padded] == [rank["optimizer"] + 2**20 for rank in plain]
 
 
 def test_offloaded_states_count_as_host(trained):

@@ -30,13 +30,6 @@ def experts(two, tmp_path_factory):
     return recipe, *trained(two, recipe, recipe.parent / "ddp", [])
 
 
-@pytest.fixture(scope="module")
-def plain(two, tmp_path_factory):
-    """(recipe, losses and folder under ddp, not compiled)."""
-    recipe = write_recipe(tmp_path_factory.mktemp("plain"), pad_to_multiple_of=128, **KEYS)  # one length: one graph
-    return recipe, *trained(two, recipe, recipe.parent / "ddp", [])
-
-
 def trained(two, recipe: Path, folder: Path, how: list[str]) -> tuple[list[float], Path]:
     metrics = two.run("train", argv=[str(recipe), "--output_dir", str(folder), *how])[0]["metrics"]
     assert verify(folder)["parameters"] == metrics["parameters"]
@@ -55,11 +48,3 @@ def assert_equal(found: tuple[list[float], Path], losses: list[float], folder: P
 def test_a_mixture_of_experts_trains_as_under_ddp(two, experts, tmp_path, strategy):
     recipe, losses, folder = experts
     assert_equal(trained(two, recipe, tmp_path / "out", named(strategy)), losses, folder)
-
-
-@pytest.mark.parametrize("strategy", ["zero2", "fsdp2"])
-def test_a_compiled_model_trains_as_one_that_is_not(two, plain, tmp_path, strategy):
-    """Graphs are captured and differentiated (aot_eager); no code is generated, which would take a minute."""
-    recipe, losses, folder = plain
-    compiled = [*named(strategy), "--torch_compile", "true", "--torch_compile_backend", "aot_eager"]
-    assert_equal(trained(two, recipe, tmp_path / "out", compiled), losses, folder)

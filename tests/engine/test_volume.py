@@ -7,11 +7,8 @@ import json
 import pytest
 
 from tests.helpers.grid import grid
-from tests.helpers.tiny import ROOT, write_recipe
-from zero_recipes.theory.zero_paper import PLUS_PLUS, communication_units, paper_volume, plus_plus_units
-
-NEVER_KEPT = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
-NEVER_KEPT |= {"stage3_prefetch_bucket_size": 0}
+from tests.helpers.tiny import NEVER_KEPT, ROOT, write_recipe
+from zero_recipes.theory.zero_paper import paper_volume
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +54,3 @@ def test_each_step_sends_what_the_source_says(measured, stage, accumulation, zer
     assert paper_volume(sent) / phi == pytest.approx(wanted, rel=0.02)
     if zero is OWNERS:
         assert sent["reduce"] + sent.get("all_reduce", 0) == pytest.approx(sent["all_gather"] * accumulation, rel=0.05)
-
-
-def test_plus_plus_by_the_paper():
-    units = {name: plus_plus_units(**parts) for name, parts in PLUS_PLUS.items()}
-    assert units == {"zero3_hpz": 2, "zero3_qwz": 2, "zero3_qgz": 2.25, "zero3_plus_plus": 0.75}
-    assert plus_plus_units(hpz=False, qwz=False, qgz=False) == communication_units(3)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import run_sft
 from tests.helpers.unchecked import without_rules
@@ -25,14 +27,15 @@ def train(argv: list[str]) -> dict:
         "world_size": trainer.accelerator.num_processes,
         "metrics": json.loads((run.output_dir / "metrics.json").read_text()),
         "groups": parameter_groups(trainer),
-        "hpz_groups": hpz_groups(trainer.model),
+        # at stage 3, [number of groups that hold the model whole, ranks in each] of all parameters
+        "hpz_groups": sorted(
+            {
+                (p.ds_secondary_tensor_num_of_groups, p.ds_secondary_tensor_group_size)
+                for p in trainer.model.parameters()
+                if hasattr(p, "ds_id")
+            }
+        ),
     }
-
-
-def hpz_groups(model) -> list[list[int]]:
-    """At stage 3, [number of groups that hold the model whole, ranks in each]: one entry if all parameters agree."""
-    partitioned = [p for p in model.parameters() if hasattr(p, "ds_id")]
-    return sorted({(p.ds_secondary_tensor_num_of_groups, p.ds_secondary_tensor_group_size) for p in partitioned})
 
 
 def parameter_groups(trainer) -> list[list[int]]:
@@ -55,17 +58,13 @@ def train_counted(argv: list[str]) -> dict:
         steps.append(self.state.global_step)
         return original(self, *arguments, **keywords)
 
-    ZeroSFTTrainer.training_step = training_step
-    try:
+    with mock.patch.object(ZeroSFTTrainer, "training_step", training_step):
         return train(argv) | {"calls": steps}
-    finally:
-        ZeroSFTTrainer.training_step = original
 
 
 def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
     """`train`, while another program fills the disk of `filler` but for `left` bytes."""
     import shutil
-    from pathlib import Path
 
     original = StageMetricsCallback.on_train_begin
 
@@ -73,11 +72,8 @@ def train_on_a_filling_disk(argv: list[str], filler: str, left: int) -> dict:
         Path(filler).write_bytes(bytes(shutil.disk_usage(Path(filler).parent).free - left))
         return original(self, *arguments, **keywords)
 
-    StageMetricsCallback.on_train_begin = fill
-    try:
+    with mock.patch.object(StageMetricsCallback, "on_train_begin", fill):
         return train(argv)
-    finally:
-        StageMetricsCallback.on_train_begin = original
 
 
 def checkpoint_gaps(one: str, other: str) -> dict[str, float]:
@@ -86,8 +82,6 @@ def checkpoint_gaps(one: str, other: str) -> dict[str, float]:
     Of every file of tensors: the model or adapter; optimizer, fp32 masters, schedule and random numbers of each rank.
     What the ZeRO stages cut is compared by parameter: the padding of the parts is memory that nobody has written.
     """
-    from pathlib import Path
-
     import torch
     from safetensors.torch import load_file
 
@@ -140,30 +134,11 @@ def _tensors(value) -> list:
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
-def train_with_stowaway(argv: list[str]) -> dict:
-    """`train`, with a tensor of 1 MiB hidden in the optimizer's states before the first step."""
-    import torch
-
-    original = StageMetricsCallback.on_train_begin
-
-    def hide(self, args, state, control, optimizer=None, **kwargs):
-        inner = base_optimizer(optimizer)
-        inner.state[torch.nn.Parameter(torch.zeros(1))] = {"hidden": torch.ones(2**18).clone()}
-        return original(self, args, state, control, optimizer=optimizer, **kwargs)
-
-    StageMetricsCallback.on_train_begin = hide
-    try:
-        return train(argv)
-    finally:
-        StageMetricsCallback.on_train_begin = original
-
-
 def train_without_fresh_adam(argv: list[str]) -> dict:
     """`train` at stage 0 with DeepSpeed's own step before training left in place."""
     from zero_recipes.libs.patches import FreshAdamAtStage0
 
     seen: dict = {}
-    original = FreshAdamAtStage0.on_train_begin
 
     def look(self, args, state, control, model=None, optimizer=None, **kwargs):
         inner = optimizer.optimizer
@@ -175,11 +150,9 @@ def train_without_fresh_adam(argv: list[str]) -> dict:
             for master, weight in zip(masters, weights, strict=True)
         )
 
-    FreshAdamAtStage0.on_train_begin = look
-    try:
-        return seen | {"loss_history": train(argv)["metrics"]["loss_history"]}
-    finally:
-        FreshAdamAtStage0.on_train_begin = original
+    with mock.patch.object(FreshAdamAtStage0, "on_train_begin", look):
+        train(argv)
+    return seen
 
 
 def fresh_adam_on_resume() -> dict:
@@ -213,15 +186,12 @@ def train_without_forgetting(argv: list[str]) -> str:
     """The error of a stage 3 run that generates before training and keeps the trace."""
     from zero_recipes.training import samples
 
-    original = samples.forget_trace_of_generation
-    samples.forget_trace_of_generation = lambda engine: None
-    try:
-        train(argv)
-        return "no error"
-    except AssertionError as error:
-        return str(error)[-200:]
-    finally:
-        samples.forget_trace_of_generation = original
+    with mock.patch.object(samples, "forget_trace_of_generation", lambda engine: None):
+        try:
+            train(argv)
+            return "no error"
+        except AssertionError as error:
+            return str(error)[-200:]
 
 
 def names_lost_on_resume(folder: str) -> list[str]:
@@ -251,14 +221,12 @@ def splits_tokenised(argv: list[str], cache: str) -> int:
 
     from zero_recipes.data import prepare
 
-    original, kept, calls = prepare.tokenise, datasets.config.HF_DATASETS_CACHE, []
-    prepare.tokenise = lambda rows, *others: calls.append(len(rows)) or original(rows, *others)
-    datasets.config.HF_DATASETS_CACHE = cache
-    try:
+    with (
+        mock.patch.object(prepare, "tokenise", wraps=prepare.tokenise) as tokenise,
+        mock.patch.object(datasets.config, "HF_DATASETS_CACHE", cache),
+    ):
         train(argv)
-        return len(calls)
-    finally:
-        prepare.tokenise, datasets.config.HF_DATASETS_CACHE = original, kept
+        return tokenise.call_count
 
 
 def refusal_of(argv: list[str]) -> str:
@@ -274,8 +242,6 @@ def refusal_of(argv: list[str]) -> str:
 
 def refusal_of_a_built_model(argv: list[str]) -> str:
     """`refusal_of`, where the model that is built has another attention than the recipe names."""
-    from unittest import mock
-
     from zero_recipes import model as load
 
     built = load.AutoModelForCausalLM.from_config
@@ -289,32 +255,6 @@ def refusal_of_a_built_model(argv: list[str]) -> str:
         return refusal_of(argv)
 
 
-def refusal_in(folder: str, argv: list[str], environment: dict[str, str]) -> str:
-    """What a run started in `folder`, with a launcher's `environment`, is refused for, on this rank."""
-    import os
-    from contextlib import chdir
-
-    kept = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        with chdir(folder):
-            return refusal_of(argv)
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
-
-
-def refusals_in(runs: list[dict]) -> list[str]:
-    """`refusal_in` for one run after another, in one case: a case of its own costs half a second for each."""
-    from tests.helpers.forget import forget_last_run
-
-    refusals = []
-    for run in runs:
-        forget_last_run()
-        refusals.append(refusal_in(**run))
-    return refusals
-
-
 def train_unchecked(argv: list[str]) -> dict:
     """`train` with the check of combinations switched off."""
     with without_rules():
@@ -324,7 +264,6 @@ def train_unchecked(argv: list[str]) -> dict:
 def plan_for_small_gpus(argv: list[str], program: str, capacities: list[int]) -> dict:
     """What `program`, in the planner's place, makes of a run on each rank where its GPU has so many bytes."""
     import dataclasses
-    from unittest import mock
 
     from zero_recipes.checks import predicted
     from zero_recipes.core.findings import Refusal

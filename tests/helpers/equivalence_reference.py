@@ -39,8 +39,8 @@ def global_batches(rows: int, size: int, seed: int) -> Iterator[list[int]]:
         epoch += 1
 
 
-def train(folder: str, rows: Rows, values: dict) -> tuple[PreTrainedModel, list[float], list[float]]:
-    """(model, losses, gradient norms before clipping) of AdamW with a linear schedule.
+def train(folder: str, rows: Rows, values: dict) -> tuple[PreTrainedModel, list[float]]:
+    """(model, losses) of AdamW with a linear schedule.
 
     `values`: a recipe's max_steps, global_batch_size, learning_rate, weight_decay, max_grad_norm, data_seed.
     """
@@ -50,15 +50,15 @@ def train(folder: str, rows: Rows, values: dict) -> tuple[PreTrainedModel, list[
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": values["weight_decay"]}, {"params": vectors, "weight_decay": 0.0}]
     )
-    losses, norms = [], []
+    losses = []
     batches = global_batches(len(rows), values["global_batch_size"], values["data_seed"])
     for step in range(values["max_steps"]):
         for group in optimizer.param_groups:
             group["lr"] = values["learning_rate"] * (1 - step / values["max_steps"])
         loss = token_weighted(token_losses(model, [rows[i] for i in next(batches)]))
         loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), values["max_grad_norm"])))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), values["max_grad_norm"])
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return model, losses, norms
+    return model, losses

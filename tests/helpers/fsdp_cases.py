@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import run_sft
 from tests.helpers.cases import train
-from tests.helpers.equivalence_cases import replaced
 from zero_recipes.libs import fsdp
 from zero_recipes.metrics import callback as metrics
 
 
-def train_and_keep_shapes(argv: list[str]) -> dict:
-    """`train`, with the shapes of all tensors and the placements that they really had while training."""
+def train_and_keep_shapes(argv: list[str], left_out: str | None = None) -> dict:
+    """`train`, with the shapes of all tensors and the placements that they really had while training; `left_out`: of
+    libs/fsdp.py."""
     seen: dict = {}
     original = metrics.StageMetricsCallback.on_train_begin
 
@@ -20,34 +22,20 @@ def train_and_keep_shapes(argv: list[str]) -> dict:
         seen["placements"] = sorted({str(getattr(p, "placements", None)) for p in parameters})
         return original(self, args, state, control, model=model, **keywords)
 
-    with replaced(metrics.StageMetricsCallback, "on_train_begin", look):
+    with (
+        mock.patch.object(metrics.StageMetricsCallback, "on_train_begin", look),
+        mock.patch.object(fsdp, left_out or "__name__", lambda *_: None),
+    ):
         return train(argv) | seen
 
 
-def placements_without_the_patch(argv: list[str]) -> list[str]:
-    """Those of a CPU run under FSDP2, where accelerate is left to itself."""
-    with replaced(fsdp, "shard_on_cpu", lambda: None):
-        return train_and_keep_shapes(argv)["placements"]
+def train_as_accelerate(argv: list[str]) -> dict:
+    """`train` under accelerate's own mixed precision."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
-
-def losses_by_accelerate(argv: list[str]) -> list[float]:
-    """Loss history under accelerate's own mixed precision."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    def own(training_args) -> MixedPrecisionPolicy:
-        from accelerate.utils import FullyShardedDataParallelPlugin
-
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        plugin.set_mixed_precision("bf16")
-        return plugin.mixed_precision_policy
-
-    with replaced(fsdp, "mixed_precision", own):
-        return train(argv)["metrics"]["loss_history"]
-
-
-def train_without_names(argv: list[str]) -> dict:
-    """`train`, with saving left to transformers."""
-    with replaced(fsdp, "keep_names_of_the_file", lambda model: None):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    with mock.patch.object(fsdp, "mixed_precision", lambda _: plugin.mixed_precision_policy):
         return train(argv)
 
 

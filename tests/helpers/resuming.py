@@ -38,13 +38,6 @@ def arguments(recipe: Path, strategy: str, output_dir: Path, *more: str) -> list
     return [str(recipe), "--output_dir", str(output_dir), *named(strategy), *more]
 
 
-def interrupted(whole: Path, folder: Path) -> Path:
-    """What is left of a run that was killed after step 4."""
-    shutil.copytree(whole, folder)
-    shutil.rmtree(folder / f"checkpoint-{STEPS}")
-    return folder
-
-
 def keep_result(**found: Any) -> None:
     """Into benchmarks/results/resume.json, beside what it holds."""
     kept = json.loads(RESULT.read_text()) if RESULT.is_file() else {}

@@ -14,6 +14,9 @@ from zero_recipes.config.keys import dataclasses_of_a_recipe
 from zero_recipes.config.recipe import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
+# so that stage 3 gathers every parameter in forward and in backward, as the paper counts
+NEVER_KEPT = {f"stage3_{key}": 0 for key in ("param_persistence_threshold", "max_live_parameters")}
+NEVER_KEPT |= {f"stage3_{key}": 0 for key in ("max_reuse_distance", "prefetch_bucket_size")}
 
 
 def write_model(folder: Path, hidden: int = 64, intermediate: int = 101, vocabulary: int = 1031) -> Path:

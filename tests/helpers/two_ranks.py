@@ -16,37 +16,17 @@ from zero_recipes.core.process import free_port
 
 
 def two_ranks(
-    argv: list[str],
-    tmp_path: Path,
-    extra: dict[str, str] | None = None,
-    script: str = "run_sft.py",
+    argv: list[str], folder: Path, extra: dict[str, str] | None = None, script: str = "run_sft.py"
 ) -> list[subprocess.CompletedProcess]:
-    port = free_port()
-    environments = [
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_ERROR_FILE": str(tmp_path / f"error{rank}.json"),
-            **(extra or {}),
-        }
-        for rank in range(2)
-    ]
-    return forked(script, argv, environments, tmp_path)
-
-
-def forked(
-    script: str, argv: list[str], environments: list[dict[str, str]], folder: Path
-) -> list[subprocess.CompletedProcess]:
-    """How the script has ended in one process for each of `environments`; what they print goes through `folder`."""
+    """How the script has ended on each rank; what they print goes through `folder`."""
     start_server()
+    usual = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     running = []
-    for number, environment in enumerate(environments):
-        written = [folder / f"{stream}{number}.txt" for stream in ("stdout", "stderr")]
-        arguments = (script, argv, os.environ | ENVIRONMENT | environment, *written)
+    for rank in range(2):
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | usual
+        environment["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}.json")
+        written = [folder / f"{stream}{rank}.txt" for stream in ("stdout", "stderr")]
+        arguments = (script, argv, os.environ | ENVIRONMENT | environment | (extra or {}), *written)
         running.append((SERVER.Process(target=_run, args=arguments), written))
         running[-1][0].start()
     ended = []

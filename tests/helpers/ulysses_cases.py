@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from unittest import mock
 
 from trl import SFTTrainer
 
 from tests.helpers.cases import train
-from tests.helpers.equivalence_cases import replaced
 from zero_recipes.training.trainer import ZeroSFTTrainer
 
 
@@ -42,7 +42,7 @@ def train_with_a_mean_for_each_micro_batch(argv: list[str]) -> dict:
         self.model_accepts_loss_kwargs = False
 
     with (
-        replaced(ZeroSFTTrainer, "__init__", init),
-        replaced(ZeroSFTTrainer, "compute_loss", SFTTrainer.compute_loss),
+        mock.patch.object(ZeroSFTTrainer, "__init__", init),
+        mock.patch.object(ZeroSFTTrainer, "compute_loss", SFTTrainer.compute_loss),
     ):
         return train_sharing(argv)

@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.group import CaseFailed
 from tests.helpers.killed import PLACES, RANK_0_ONLY
 from tests.helpers.resuming import RESULT, arguments, keep_result, resume_recipe
-from tests.helpers.two_ranks import forked, two_ranks
+from tests.helpers.two_ranks import two_ranks
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
 from zero_recipes.checkpoint.save import checkpoint_fault, is_unfinished, read_manifest
 from zero_recipes.core.process import free_port
@@ -67,19 +67,6 @@ def test_sigkill_inside_a_save_and_sigterm_of_the_launcher(two, tmp_path):
     rest = two.run("train", argv=arguments(recipe, "zero3", out, *RESUME))[0]["metrics"]
     assert rest["loss_history"] == whole["loss_history"] and rest["resumed_at"] == [2, 4]
     assert_equal(two, [tmp_path / "whole", out], 7)
-
-
-def test_killed_before_its_first_step_the_run_before_is_kept_and_the_same_command_goes_on(one, tmp_path):
-    recipe, out = resume_recipe(tmp_path, save_steps=2, save_model=True), tmp_path / "out"
-    one.run("train", argv=arguments(recipe, "ddp", out))
-    names = ("model.safetensors", "metrics.json", "checkpoint-2/manifest.json")
-    old = {name: (out / name).read_bytes() for name in names}
-    again = [str(recipe), "--output_dir", str(out), "--overwrite", "true", "--seed", "5"]
-    (killed,) = forked("tests/helpers/killed.py", again, [{"KILL": "step:0:1"}], tmp_path)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
-    one.run("train", argv=again)
-    assert {name: (tmp_path / "out.previous" / name).read_bytes() for name in old} == old
-    assert (out / "model.safetensors").read_bytes() != old["model.safetensors"]
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, request):

@@ -139,16 +139,17 @@ def test_the_one_before_must_fit_too(tmp_path, taken):
     assert refusal_of(taken, tmp_path).codes == ["ZR720", "ZR722"]
 
 
-@pytest.mark.parametrize("name", [STATE, HISTORY, LATEST])
-@pytest.mark.parametrize("text", ["..", "../checkpoint-1", "/etc", "global_step9", "{", "[3]"])
+@pytest.mark.parametrize(
+    ("name", "text"), [(STATE, "{"), (HISTORY, "[3]"), (LATEST, "../checkpoint-1"), (LATEST, "..")]
+)
 def test_small_files_without_checksums_that_no_resume_could_read(tmp_path, taken, name, text):
     """Another program's checkpoint, and one of a run with skip_checksums."""
-    foreign, unchecked = checkpoint(tmp_path / "a", 2, "foreign"), checkpoint(tmp_path / "b", 2)
-    assert taken(tmp_path, str(foreign)) == str(foreign)
-    for folder in (foreign, unchecked):
+    for kind in ("foreign", "whole"):
+        folder = checkpoint(tmp_path / kind, 2, kind)
+        assert taken(tmp_path, str(folder)) == str(folder)
         (folder / name).write_text(text)
-    write_manifest(unchecked, read_manifest(unchecked), with_checksums=False)
-    for folder in (foreign, unchecked):
+        if kind == "whole":
+            write_manifest(folder, read_manifest(folder), with_checksums=False)
         refusal = refusal_of(taken, tmp_path, str(folder))
         assert refusal.codes == ["ZR707"] and f"{name} of {folder} cannot be read" in refusal.why
 
@@ -169,14 +170,12 @@ def test_checksums_may_be_left_out_and_each_rank_looks_at_its_share(tmp_path, ta
     assert taken(tmp_path, str(folder), skip_checksums=True) == str(folder)
 
 
-def test_true_takes_the_last_whole_one(tmp_path, capsys):
-    assert checkpoint_to_resume(tmp_path, None) is None and checkpoint_to_resume(tmp_path, "false") is None
-    assert checkpoint_to_resume(tmp_path / "new", "true") is None and "starting fresh" in capsys.readouterr().out
+def test_true_takes_the_last_whole_one(tmp_path):
+    for requested in (None, "false", "true"):
+        assert checkpoint_to_resume(tmp_path / "new", requested) is None
     for step, kind in ((12, "unfinished"), (2, "whole"), (10, "whole"), (11, "damaged")):
         checkpoint(tmp_path, step, kind)
     assert checkpoint_to_resume(tmp_path, True) == str(tmp_path / "checkpoint-10")
-    printed = capsys.readouterr().out
-    assert "checkpoint-12 was not written to its end" in printed and printed.count("passed over") == 2
     assert len(numbered(tmp_path)) == 4, "looking changes nothing"
 
 
@@ -216,16 +215,7 @@ def test_a_checkpoint_that_nobody_can_go_on_from(tmp_path, kinds, requested, cod
             (folder / STATE).unlink()
     named = "true" if requested == "true" else str(tmp_path / requested)
     assert getattr(refusal_of(checkpoint_to_resume, tmp_path, named), "codes", [None]) == [code]
-
-
-def test_another_folders_checkpoint_and_overwriting(tmp_path):
-    folder, foreign = checkpoint(tmp_path / "out", 2), checkpoint(tmp_path / "plain", 7, "foreign")
-    checkpoint(tmp_path / "out", 3)
-    for path in (folder, foreign):
-        for overwrite in (True, False):
-            assert checkpoint_to_resume(tmp_path / "other", str(path), overwrite) == str(path)
-    for requested in ("true", str(folder)):
-        assert refusal_of(checkpoint_to_resume, tmp_path / "out", requested, True).codes == ["ZR703"]
+    assert refusal_of(checkpoint_to_resume, tmp_path, named, True).codes == ["ZR703"], "it would be overwritten"
 
 
 def test_rotation_keeps_the_newest_and_the_best_and_is_safe_to_kill(tmp_path, monkeypatch):
@@ -277,12 +267,6 @@ def test_what_fits_a_checkpoint(tmp_path, recipe, keys, launch, codes):
     folder = checkpoint(tmp_path, 4, recipe=recipe_facts(recipe.settings, ZERO2))
     found = list(fit_findings(str(folder), recipe.settings.replace(**keys), strategy(**launch)))
     assert ["-" * (one.level == "warning") + one.code for one in found] == codes
-
-
-def test_a_constant_rate_may_go_on_for_longer(tmp_path, recipe):
-    constant = recipe.settings.replace(**CONSTANT)
-    folder = checkpoint(tmp_path, 5, recipe=recipe_facts(constant, ZERO2))
-    assert list(fit_findings(str(folder), constant.replace(max_steps=30), ZERO2)) == []
 
 
 @pytest.mark.parametrize(

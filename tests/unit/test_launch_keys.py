@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.faults import Side
+from tests.helpers.faults import Side, found_in
+from tests.helpers.tiny import write_recipe
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
@@ -40,3 +41,11 @@ def test_check_takes_the_launch_of_the_recipe(case, capsys):
     assert cli.main(["check", "recipe.yaml"]) == 0
     said = capsys.readouterr().out
     assert "zero2" in said and "world size    2" in said
+
+
+def test_multi_cpu_starts_one_process_and_is_refused(tmp_path):
+    path, file = write_recipe(tmp_path), tmp_path / "cpu.yaml"
+    file.write_text("distributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\nuse_cpu: true\n")
+    for processes, codes in ((None, ["ZR137"]), (1, [])):
+        environment = launched_environment(file, processes)
+        assert [code for level, code in found_in(path, {}, environment=environment, device="cpu")] == codes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import torch
 import transformers
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.state import GradientState
-from torch.utils.data import DataLoader, IterableDataset
+from torch.nn.attention import flex_attention
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.trainer_utils import rotate_checkpoints
@@ -117,3 +119,29 @@ def test_tokens_are_counted_by_rules_for_the_models_own_loss(tmp_path):
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2))
     args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     assert not Trainer(model, args)._loss_shifts_labels, "a row's first token is counted"
+
+
+def test_an_order_by_the_epoch_is_hidden_where_batches_are_skipped():
+    """training/token_loss.py begin_epoch: batch_rebalance in an epoch that a run is resumed in."""
+    sampler = BatchSampler(range(8), 2, False)
+    sampler.set_epoch = None
+    loader = prepare_data_loader(DataLoader(range(8), batch_sampler=sampler), num_processes=1, process_index=0)
+    assert not hasattr(skip_first_batches(loader, 1).batch_sampler, "set_epoch")
+
+
+def test_checkpoints_are_deleted_before_a_manifest_can_be_written():
+    """training/trainer.py `_save_checkpoint`."""
+    assert "rotate_checkpoints(" in inspect.getsource(Trainer._save_checkpoint)
+
+
+def test_a_whole_master_is_read_wrongly_with_round_robin_gradients(two):
+    """checkpoint/reshard.py: why it goes by the order of the parameters."""
+    assert two.run("reshard_cases.masters_are_read_whole", round_robin=False) == [True, True]
+    assert False in two.run("reshard_cases.masters_are_read_whole", round_robin=True)
+
+
+def test_flex_attention_has_no_backward_on_a_cpu():
+    """docs/performance.md."""
+    heads = torch.zeros(1, 1, 16, 16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        torch.compile(flex_attention.flex_attention, backend="eager")(heads, heads, heads)
