@@ -33,6 +33,7 @@ def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):
     assert two.run("splits_tokenised", argv=argv, cache=cache) == [2, 0]
     assert two.run("splits_tokenised", argv=argv, cache=cache) == [0, 0]
     assert two.run("splits_tokenised", argv=[*argv, "--max_length", "99"], cache=cache) == [2, 0]
+    assert (tmp_path / "out.previous" / "metrics.json").is_file(), "an overwritten run is kept"
 
 
 def test_what_the_audit_refuses_is_refused_on_every_rank(two, tmp_path):

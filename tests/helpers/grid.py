@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -11,9 +10,3 @@ import pytest
 def grid(*values: Any) -> Any:
     """A test's parameters of such a case."""
     return pytest.param(*values, marks=pytest.mark.grid)
-
-
-def first(count: int, cases: Iterable[Any]) -> list[Any]:
-    """All cases, of which the first `count` are in every run of the tests."""
-    several = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [case if len(case) > 1 else case[0] for case in several[:count]] + [grid(*case) for case in several[count:]]
