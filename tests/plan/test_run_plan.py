@@ -132,7 +132,7 @@ print(json.dumps({"predicted": {"peak_memory_bytes": needs}, "lines": ["it fits"
 def run_to_plan(device: str = "cuda", **values) -> RunConfig:
     own = recipe("pythia")
     settings = own.settings.replace(**{"predict": device == "cpu", "deepspeed": None, **values})
-    return RunConfig(own, settings, own.given, Strategy("single", 1, None, "none"), device, Path("out"))
+    return RunConfig(own, settings, own.explicit, Strategy("single", 1, None, "none"), device, Path("out"))
 
 
 @pytest.fixture

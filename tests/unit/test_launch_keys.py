@@ -34,7 +34,7 @@ def test_they_are_taken_where_the_launch_is_the_same(case, processes, file, agre
     run, findings = preflight(path, recipes.read_recipe_file(path), [], environment)
     assert [finding.code for finding in findings if finding.level == "error"] == ([] if agrees else ["ZR347"])
     if agrees:
-        assert run.strategy.zero_stage == 2 and not {"num_processes", "accelerate_config"} & set(run.given)
+        assert run.strategy.zero_stage == 2 and not {"num_processes", "accelerate_config"} & set(run.explicit)
 
 
 def test_check_takes_the_launch_of_the_recipe(case, capsys):

@@ -50,7 +50,7 @@ def test_null_unsets_a_key_that_may_be_null(tmp_path, word, joined):
     words = [part for key in keys for part in ([f"--{key}={word}"] if joined else [f"--{key}", word])]
     recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [*words, "--seed", "3", "--report_to", "none"])
     assert [getattr(recipe.settings, key) for key in keys] == [None] * 3
-    assert {key: recipe.given[key] for key in keys} == dict.fromkeys(keys)
+    assert {key: recipe.explicit[key] for key in keys} == dict.fromkeys(keys)
     assert recipe.settings.seed == 3 and recipe.settings.report_to == "none"
 
 

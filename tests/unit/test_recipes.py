@@ -25,9 +25,9 @@ def test_a_recipe_parses_and_trl_takes_it(path, monkeypatch, tmp_path):
     assert settings.dataset_format == "alpaca"
     assert (training_args.bf16, training_args.fp16) == (path.stem[-5:] != "-fp16", path.stem[-5:] == "-fp16")
     assert model_args.dtype == "float32", "ddp would train without an fp32 master"
-    recipes.write_resolved(recipe.given, tmp_path / "resolved.yaml", ["x"], None)
+    recipes.write_resolved(recipe.explicit, tmp_path / "resolved.yaml", ["x"], None)
     again = recipes.parse_recipe(tmp_path / "resolved.yaml", recipes.read_recipe_file(tmp_path / "resolved.yaml"), [])
-    assert again.given == recipe.given
+    assert again.explicit == recipe.explicit
 
 
 def test_both_folders_hold_the_same_strategies():

@@ -29,7 +29,7 @@ def refused(argv: list[str], environment: dict[str, str] | None = None) -> Refus
         path, overrides = recipes.split_command_line(argv)
         recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), overrides)
         strategy.resolve_strategy(recipe.settings, environment or {}, sizes_of)
-        recipes.derive_accumulation(recipe.settings, recipe.given, int((environment or {}).get("WORLD_SIZE", 1)))
+        recipes.derive_accumulation(recipe.settings, recipe.explicit, int((environment or {}).get("WORLD_SIZE", 1)))
     return caught.value
 
 
@@ -44,12 +44,12 @@ def test_missing_and_broken_recipes(tmp_path):
 
 def test_a_global_batch_that_divides_sets_the_accumulation(good):
     recipe = recipes.parse_recipe(good, recipes.read_recipe_file(good), ["--global_batch_size", "24"])
-    assert recipes.derive_accumulation(recipe.settings, recipe.given, 3) == 4
+    assert recipes.derive_accumulation(recipe.settings, recipe.explicit, 3) == 4
     recipe = recipes.parse_recipe(
         good, recipes.read_recipe_file(good), ["--global_batch_size", "24", "--gradient_accumulation_steps", "2"]
     )
     with pytest.raises(Refusal) as caught:
-        recipes.derive_accumulation(recipe.settings, recipe.given, 3)
+        recipes.derive_accumulation(recipe.settings, recipe.explicit, 3)
     assert caught.value.codes == ["ZR122"]
 
 

@@ -148,7 +148,7 @@ def test_names_say_the_values_and_are_safe_and_unique(types):
 def test_the_run_gets_the_value_that_was_meant(key, value, recipe):
     mapping = recipes.read_recipe_file(recipe)
     parsed = recipes.parse_recipe(recipe, mapping, ["--save_steps", "7", *option_words(key, value)])
-    assert parsed.given[key] == value and type(parsed.given[key]) is type(value)
+    assert parsed.explicit[key] == value and type(parsed.explicit[key]) is type(value)
 
 
 # ---------------------------------------------------------------- the runs

@@ -57,9 +57,9 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     strategy = _attempt(findings, strategies.resolve_strategy, recipe.settings, environment, sizes_of)
     accumulation = None
     if strategy is not None:
-        batch = (recipe.settings, recipe.given, strategy.replicas)
+        batch = (recipe.settings, recipe.explicit, strategy.replicas)
         accumulation = _attempt(findings, recipes.derive_accumulation, *batch)
-    settings, given = recipes.settings_in_force(recipe, strategy, device, accumulation)
+    settings, explicit = recipes.settings_in_force(recipe, strategy, device, accumulation)
     settings = settings.replace(disable_tqdm=hides_progress(settings))
     output_dir = Path(settings.output_dir)
     config = _attempt(findings, load_config, settings)
@@ -79,7 +79,7 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
         return None, downgraded(findings, ignored)
     if checkpoint is not None:
         findings += fit_findings(checkpoint, settings, strategy)
-    run = RunConfig(recipe, settings, MappingProxyType(given), strategy, device, output_dir)
+    run = RunConfig(recipe, settings, MappingProxyType(explicit), strategy, device, output_dir)
     elsewhere = device == "cpu" and not recipe.settings.use_cpu
     findings += machine_findings(run, environment, Host(), rehearsal and ("elsewhere" if elsewhere else "here"))
     return run, downgraded(findings, ignored)

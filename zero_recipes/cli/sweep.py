@@ -278,9 +278,9 @@ def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[s
     that is given twice (`overrides`: the other options).
     """
     sets = [_parsed(text, types) for text in texts]
-    given = [*recipes.named_on(overrides, types), *(each.key for each in sets)]
+    listed = [*recipes.named_on(overrides, types), *(each.key for each in sets)]
     for text, each in zip(texts, sets, strict=True):
-        if given.count(each.key) > 1:
+        if listed.count(each.key) > 1:
             raise _unreadable(text, f"{each.key} is given twice. Name it in one --set, with all its values.")
     return sets
 

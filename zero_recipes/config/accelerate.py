@@ -87,21 +87,21 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
     if config.distributed_type == "FSDP":
         environment["ACCELERATE_USE_FSDP"] = "true"
         named = {"fsdp_transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
-        given = config.fsdp_config.items()
-        environment |= {named.get(key, key.upper()): str(value) for key, value in given if value is not None}
+        written = config.fsdp_config.items()
+        environment |= {named.get(key, key.upper()): str(value) for key, value in written if value is not None}
     if config.mixed_precision:
         environment["ACCELERATE_MIXED_PRECISION"] = str(config.mixed_precision)
     if config.parallelism_config:
         environment["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     if not config.deepspeed_config:
         return environment
-    given = [*config.deepspeed_config, *(["mixed_precision"] if config.mixed_precision else [])]
+    written = [*config.deepspeed_config, *(["mixed_precision"] if config.mixed_precision else [])]
     inline = {INLINE[key]: value for key, value in config.deepspeed_config.items() if key in INLINE}
     environment |= {name: _as_launched(name, value) for name, value in inline.items() if value is not None}
     return environment | {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config.deepspeed_config.get("deepspeed_config_file") or "none"),
-        DS_FIELDS: ",".join(map(str, given)),
+        DS_FIELDS: ",".join(map(str, written)),
     }
 
 
@@ -116,10 +116,10 @@ def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str
     """
     from accelerate.utils import DeepSpeedPlugin, clear_environment
 
-    given = {name: text for name, text in environment.items() if name.startswith("ACCELERATE_")}
+    written = {name: text for name, text in environment.items() if name.startswith("ACCELERATE_")}
     # clear_environment empties `environment` too, where that is os.environ
     with library_error_as_finding("reading the accelerate file's deepspeed_config"), quiet(), clear_environment():
-        os.environ.update(given)
+        os.environ.update(written)
         plugin = DeepSpeedPlugin()
         plugin.set_mixed_precision({"fp32": "no"}.get(precision, precision))
     config = dict(plugin.deepspeed_config)
@@ -154,8 +154,8 @@ def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield finding("ZR302")
     if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none").lower() in ("none", ""):
         return
-    given = environment.get(DS_FIELDS, "").split(",")
-    beside = [name for name in AMBIGUOUS if name in given]
+    written = environment.get(DS_FIELDS, "").split(",")
+    beside = [name for name in AMBIGUOUS if name in written]
     if beside:
         yield finding("ZR303", beside=", ".join(beside))
 

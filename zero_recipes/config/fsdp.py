@@ -58,8 +58,8 @@ def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], wor
 def _from_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
-    given = {key: _value(environment[name]) for name, key in _VARIABLES.items() if name in environment}
-    return {key: value for key, value in (_DEFAULTS | given).items() if value is not None}
+    written = {key: _value(environment[name]) for name, key in _VARIABLES.items() if name in environment}
+    return {key: value for key, value in (_DEFAULTS | written).items() if value is not None}
 
 
 def _value(text: str) -> Any:

@@ -143,7 +143,7 @@ class Recipe:
 
     path: Path
     settings: Settings  # every known key, defaults included
-    given: Mapping[str, Any]  # only the keys that the file or the command line names
+    explicit: Mapping[str, Any]  # only the keys that the file or the command line names
     sha256: str  # of the file's bytes
 
     @property
@@ -166,8 +166,8 @@ def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
             rest.append(argv[index])
         index += 1
     if not rest or rest[0].startswith("-"):
-        given = f"the first argument is {rest[0]!r}" if rest else "no argument was given"
-        raise refusal("ZR115", given=given, usage=USAGE)
+        found = f"the first argument is {rest[0]!r}" if rest else "no argument was given"
+        raise refusal("ZR115", found=found, usage=USAGE)
     return Path(rest[0]), rest[1:]
 
 
@@ -198,9 +198,9 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
     values |= dict.fromkeys(unset)
     values |= {key: decoded(values[key]) for key in MAPPINGS}
     raise_errors([f for key in named & set(values) for f in range_findings("the command line", key, values[key])])
-    given = {key: values[key] for key in values if key in mapping or key in named}
+    explicit = {key: values[key] for key in values if key in mapping or key in named}
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Recipe(path=path, settings=Settings(values), given=MappingProxyType(given), sha256=digest)
+    return Recipe(path=path, settings=Settings(values), explicit=MappingProxyType(explicit), sha256=digest)
 
 
 def without_unset(overrides: list[str], known: Mapping[str, Any]) -> tuple[list[str], set[str]]:
@@ -242,7 +242,7 @@ def decoded(value: Any) -> Any:
     return value
 
 
-def derive_accumulation(settings: Settings, given: Mapping[str, Any], world_size: int) -> int | None:
+def derive_accumulation(settings: Settings, explicit: Mapping[str, Any], world_size: int) -> int | None:
     """gradient_accumulation_steps from global_batch_size (sequences per optimizer step); None without that key.
 
     `world_size`: processes with rows of their own. Raises Refusal.
@@ -256,7 +256,7 @@ def derive_accumulation(settings: Settings, given: Mapping[str, Any], world_size
         near = " or ".join(str(per_pass * n) for n in (total // per_pass, total // per_pass + 1) if n > 0)
         raise refusal("ZR121", total=total, world_size=world_size, micro=micro, near=near)
     derived = total // per_pass
-    requested = given.get("gradient_accumulation_steps")
+    requested = explicit.get("gradient_accumulation_steps")
     if requested is not None and requested != derived:
         raise refusal("ZR122", total=total, requested=requested, world_size=world_size, micro=micro, derived=derived)
     return derived
@@ -285,13 +285,13 @@ def trl_arguments(settings: Settings, path: Path) -> TrlArguments:
     return TrlArguments(*objects)
 
 
-def write_resolved(given: Mapping[str, Any], path: Path, header: list[str], ds_config: dict[str, Any] | None) -> None:
-    """What was in force, as a recipe that runs again: the keys given and derived, the launch as a comment.
+def write_resolved(explicit: Mapping[str, Any], path: Path, header: list[str], ds_config: dict[str, Any] | None) -> None:
+    """What was in force, as a recipe that runs again: the explicit and derived keys, the launch as a comment.
 
-    `given`: of a RunConfig. `ds_config`: the DeepSpeed configuration without "auto"; None without DeepSpeed.
+    `explicit`: of a RunConfig. `ds_config`: the DeepSpeed configuration without "auto"; None without DeepSpeed.
     """
-    given = dict(given) | ({} if ds_config is None else {"deepspeed": ds_config})
-    text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
+    explicit = dict(explicit) | ({} if ds_config is None else {"deepspeed": ds_config})
+    text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(explicit, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
 
@@ -320,7 +320,7 @@ class RunConfig:
 
     recipe: Recipe  # as written
     settings: Settings  # every key in force: the recipe's, the command line's, what launcher and machine decide
-    given: Mapping[str, Any]  # keys that were named, and those that were derived: a recipe that runs again
+    explicit: Mapping[str, Any]  # keys that were named, and those that were derived: a recipe that runs again
     strategy: Strategy
     device: str  # "cpu" or "cuda"
     output_dir: Path
@@ -358,7 +358,7 @@ def choose_device(use_cpu: bool) -> str:
 def settings_in_force(
     recipe: Recipe, strategy: Strategy | None, device: str, accumulation: int | None
 ) -> tuple[Settings, dict]:
-    """(settings, given) of a run: what strategy, device and global batch decide, laid over the recipe."""
+    """(settings, explicit) of a run: what strategy, device and global batch decide, laid over the recipe."""
     decided: dict[str, Any] = {"output_dir": str(output_dir_of(recipe))}
     if device == "cpu":
         decided["use_cpu"] = True
@@ -369,7 +369,7 @@ def settings_in_force(
     if strategy is not None and strategy.is_deepspeed:
         decided["deepspeed"] = strategy.ds_config.raw
     without = {} if "fsdp" in decided or strategy is None else {"fsdp": None}  # false and empty lists mean the same
-    return recipe.settings.replace(**(without | decided)), {**recipe.given, **decided}
+    return recipe.settings.replace(**(without | decided)), {**recipe.explicit, **decided}
 
 
 def output_dir_of(recipe: Recipe) -> Path:

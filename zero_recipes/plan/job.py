@@ -184,7 +184,7 @@ def job_of(
     """Raises Refusal where global_batch_size cannot be made of so many ranks. `per_node`: GPUs of most machines that
     are rented; --gpus_per_node says otherwise."""
     settings, name = recipe.settings, "single" if ds_config is None and ranks == 1 else strategy
-    accumulation = recipes.derive_accumulation(settings, recipe.given, ranks)
+    accumulation = recipes.derive_accumulation(settings, recipe.explicit, ranks)
     if accumulation is not None:
         settings = settings.replace(gradient_accumulation_steps=accumulation)
     made = Job(settings.model_name_or_path, config, settings, name, None, ranks, min(per_node, ranks))

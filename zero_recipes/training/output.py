@@ -82,7 +82,7 @@ class RecipeRun:
         if rank() == 0:
             header = [*run.strategy.described(run.device, self.args), str(self.data.audit)]
             print(*header, *self.data.findings, sep="\n", flush=True)
-            write_resolved(run.given, run.output_dir / "recipe.resolved.yaml", header, ds_config)
+            write_resolved(run.explicit, run.output_dir / "recipe.resolved.yaml", header, ds_config)
         self.args.distributed_state.wait_for_everyone()
         self.metrics = StageMetricsCallback(
             run.output_dir,
