@@ -80,7 +80,7 @@ def test_epochs_of_data_at_hand_are_counted_in_steps(capsys):
 
 def test_the_smallest_machine_is_looked_for(capsys):
     said = plan(capsys, gpus="1,2,4,8", gpu="l40s")
-    assert "Smallest machine: 1 x l40s-48gb" in said and "zero2_offload" in said
+    assert "Smallest machine: 1 x l40s-48gb\nWithout offload: 4 x l40s-48gb" in said and "zero2_offload" in said
     found = document(capsys, "--strategies", "zero2,zero3", gpus="1,2,4,8", gpu="l40s")
     words = {(row["job"]["world_size"], row["job"]["strategy"]): row["fit"]["status"] for row in found["rows"]}
     assert words[2, "zero3"] == "no" and words[4, "zero3"] == "fits" and found["smallest_machine"] == 4

@@ -285,7 +285,9 @@ def trl_arguments(settings: Settings, path: Path) -> TrlArguments:
     return TrlArguments(*objects)
 
 
-def write_resolved(explicit: Mapping[str, Any], path: Path, header: list[str], ds_config: dict[str, Any] | None) -> None:
+def write_resolved(
+    explicit: Mapping[str, Any], path: Path, header: list[str], ds_config: dict[str, Any] | None
+) -> None:
     """What was in force, as a recipe that runs again: the explicit and derived keys, the launch as a comment.
 
     `explicit`: of a RunConfig. `ds_config`: the DeepSpeed configuration without "auto"; None without DeepSpeed.

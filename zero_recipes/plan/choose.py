@@ -172,9 +172,10 @@ def rows_of(request: PlanRequest, jobs: Sequence[Job], predict: Predict, factor:
     return [replace(row, change=change) for row, change in zip(rows, changes, strict=True)]
 
 
-def fewest_gpus(rows: Sequence[Row]) -> int | None:
+def fewest_gpus(rows: Sequence[Row], with_offload: bool = True) -> int | None:
     """The fewest GPUs on which a strategy fits."""
-    return min((row.job.world_size for row in rows if row.fits), default=None)
+    fitting = [row for row in rows if row.fits and (with_offload or not row.speed.offloading[1])]
+    return min((row.job.world_size for row in fitting), default=None)
 
 
 def smallest_machine(rows: Sequence[Row]) -> list[Row]:

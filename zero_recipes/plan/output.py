@@ -71,6 +71,7 @@ def document(answer: Answer) -> dict[str, Any]:
         "rows": [vars(row) | {"cost": answer.price and answer.cost(row)} for row in rows],
         "not_planned": answer.excluded,
         "smallest_machine": fewest_gpus(rows),
+        "smallest_machine_without_offload": fewest_gpus(rows, with_offload=False),
         "recommendation": job,
         "notes": [*notes(answer), *reasons(answer.advice)],
     }
@@ -219,7 +220,9 @@ def print_answer(answer: Answer, console: Console) -> None:
     """The table, notes, and the recommendation with its reasons and its command."""
     request, advice = answer.request, answer.advice
     if len(request.counts) > 1:
-        console.print(Text(f"Smallest machine: {fewest_gpus(answer.rows) or 'no number'} x {request.gpu.name}\n"))
+        for words, offload in (("Smallest machine", True), ("Without offload", False)):
+            count = fewest_gpus(answer.rows, offload) or "no number"
+            console.print(Text(f"{words}: {count} x {request.gpu.name}"))
     console.print(Text(heading(answer), style="bold"))
     print_columns(*plan_columns(answer), advice.rows, console)
     for line in notes(answer):
