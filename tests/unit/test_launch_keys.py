@@ -46,6 +46,6 @@ def test_check_takes_the_launch_of_the_recipe(case, capsys):
 def test_multi_cpu_starts_one_process_and_is_refused(tmp_path):
     path, file = write_recipe(tmp_path), tmp_path / "cpu.yaml"
     file.write_text("distributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\nuse_cpu: true\n")
-    for processes, codes in ((None, ["ZR137"]), (1, [])):
+    for processes, found in ((None, [("error", "ZR137")]), (1, [])):
         environment = launched_environment(file, processes)
-        assert [code for level, code in found_in(path, {}, environment=environment, device="cpu")] == codes
+        assert found_in(path, {}, environment=environment, device="cpu") == found
