@@ -47,7 +47,8 @@ def answered(monkeypatch):
         written = {key: asked[key] for key in ("strategy", "world_size", "gpus_per_node", "ds_config", "device")}
         written["settings"] = dict(asked["settings"]) | {"deepspeed": asked["ds_config"]}
         card = {"rank": 0, "host": "here", "ranks": 2, "total": 80 * GB, "free": (80 - others) * GB, "reserved": 0}
-        question = {"job": written, "recipe": "recipes/pythia.yaml", "cards": [card]}
+        larger = card | {"rank": 1, "total": 200 * GB, "free": 200 * GB}
+        question = {"job": written, "recipe": "recipes/pythia.yaml", "cards": [card, larger]}
         return of_run.answer_of(json.loads(json.dumps(question, default=str)), predict)
 
     return answer

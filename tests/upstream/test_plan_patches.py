@@ -186,6 +186,16 @@ def test_segments_are_those_of_the_caching_allocator():
     assert after() == 42 and model.peak == 68 * MIB
 
 
+def test_a_block_joins_a_free_one_before_it():
+    model = CachingAllocator()
+    for number in (1, 2):
+        model.allocate(number, 9 * MIB, 0)
+    model.release(1)
+    model.release(2)
+    model.allocate(3, 18 * MIB, 0)
+    assert model.reserved == 20 * MIB
+
+
 def test_the_peak_counts_from_the_first_step_on():
     events = [("alloc", 1, 100 * MIB, 0), ("free", 1), ("empty",), ("phase", "forward"), ("alloc", 2, 30 * MIB, 0)]
     assert reserved_peak(events, "forward") == 30 * MIB
