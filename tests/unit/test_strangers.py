@@ -69,7 +69,7 @@ def test_the_file_would_be_created(tmp_path, mark, kind):
     assert mark.exists()
 
 
-@pytest.mark.parametrize(("kind", "place"), zip(KINDS, PLACES, strict=True))
+@pytest.mark.parametrize(("kind", "place"), list(zip(KINDS, PLACES, strict=True)))
 def test_a_planted_pickle_is_refused_and_not_run(stranger, run, mark, place, kind):
     """Every kind and place once; also in the best checkpoint that it names, which load_best_model_at_end loads."""
     if place == "best":

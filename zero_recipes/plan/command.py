@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 
 from zero_recipes.core.tables import terminal
@@ -20,7 +19,6 @@ def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     request, predict = read_request(arguments, rest), Predictor(arguments.quick)
     jobs, excluded = request.jobs()
     if not arguments.quick:  # all side by side; the predictor then knows them
-        print(f"simulating {len(jobs)} jobs: about a minute", file=sys.stderr, flush=True)
         predict.prepare(jobs)
     factor = calibrated(arguments.calibrate, request, predict) if arguments.calibrate else None
     rows = rows_of(request, jobs, predict, factor)

@@ -20,10 +20,12 @@ from types import ModuleType
 from typing import Any
 
 import psutil
+from rich.progress import track
 
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import end_with_parent, imported_for_good, kill_with_children
+from zero_recipes.core.tables import terminal
 from zero_recipes.metrics.schema import ModelStateBytes, Prediction
 from zero_recipes.plan.formulas import prediction_of
 from zero_recipes.plan.job import Job
@@ -63,7 +65,8 @@ def simulate(jobs: Sequence[Job], deadline: float | None = None) -> list[Predict
     # stage 3 takes longest and comes first, so that no core is left alone with it at the end
     tasks.sort(key=lambda task: jobs[task[0]].zero_stage != 3)
     found: list[dict[int, dict[str, Any]]] = [{} for _ in jobs]
-    for number, answer in _answers([{"job": jobs[index].as_dict(), "rank": rank} for index, rank in tasks], deadline):
+    answers = _answers([{"job": jobs[index].as_dict(), "rank": rank} for index, rank in tasks], deadline)
+    for number, answer in track(answers, "simulating", len(tasks), console=terminal(stderr=True), transient=True):
         index, rank = tasks[number]
         if "error" in answer:
             job = jobs[index]
