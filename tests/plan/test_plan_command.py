@@ -88,6 +88,7 @@ def test_the_smallest_machine_is_looked_for(capsys):
     tiny = document(capsys, name="recipes/tiny.yaml", gpus="1,2,4", gpu="l40s")
     assert set(tiny["not_planned"]["4"]) == set(strategies())  # global_batch_size 16: not by 4 processes
     assert tiny["recommendation"]["command"] == "python run_sft.py recipes/tiny.yaml"
+    assert "equally fast within the estimate's error; it is the lowest stage" in plan(capsys, name="recipes/tiny.yaml")
     none = document(capsys, "--strategies", "zero3", gpus="1,2", gpu="l40s")
     last = none["rows"][-1]
     assert none["smallest_machine"] is None and last["change"]["job"] == none["recommendation"]

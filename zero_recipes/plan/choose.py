@@ -191,6 +191,7 @@ class Recommendation:
     rows: Sequence[Row]
     gpu: Gpu
     chosen: Row | None = None  # fits as the recipe is
+    as_fast: Sequence[Row] = ()  # as fast as the fastest, within the estimate's own error; `chosen` is one of them
     change: Change | None = None  # where no row fits: the one that costs least
     other_arithmetic: Sequence[Row] = ()  # these fit too, and train otherwise: states in 16 bits, torch_autocast
 
@@ -222,7 +223,8 @@ def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
         by_rule += [row for row in fastest_of(plus_plus) if row.speed.step_seconds[1] < slowest]
     chosen = min(by_rule, key=place_of, default=None)
     chosen = chosen or max(fastest_of(others or here), key=lambda row: row.fit.margin)
-    return Recommendation(rows, gpu, chosen, other_arithmetic=otherwise)
+    alike = plus_plus if chosen in plus_plus else others
+    return Recommendation(rows, gpu, chosen, fastest_of(alike), other_arithmetic=otherwise)
 
 
 def fastest_of(rows: Sequence[Row]) -> list[Row]:

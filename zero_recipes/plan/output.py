@@ -195,7 +195,11 @@ def reasons(advice: Recommendation) -> list[str]:
         found.append(f"{_names(advice.other_arithmetic)} would fit too, with another arithmetic: other losses.")
     if chosen:
         seconds = " to ".join(map(significant, chosen.speed.step_seconds))
-        found.append(f"{chosen.job.strategy}: {seconds} s a step, {size(chosen.fit.margin)} left.")
+        why = "the fastest of them"
+        if len(advice.as_fast) > 1:
+            why = "it is the lowest stage of them that leaves room" if chosen.has_room else "it leaves most room"
+            why = f"{_names(advice.as_fast)} are equally fast within the estimate's error; {why}"
+        found.append(f"{chosen.job.strategy}: {seconds} s a step, {size(chosen.fit.margin)} left: {why}.")
     elif change:
         words = f"{change_in_words(change)} (from {change.start.strategy}{_host(change)})"
         found.append(f"The change that costs least: {words}.")
