@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.grid import grid
 from tests.helpers.tiny import named, write_recipe
-from zero_recipes.theory.deepspeed import read_at_resume
+from zero_recipes.checks.capacity import read_at_resume
 
 # DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: releases of the trace of generation
 

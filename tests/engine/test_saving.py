@@ -14,11 +14,10 @@ from tests.engine.conftest import STRATEGIES
 from tests.helpers.grid import grid
 from tests.helpers.tiny import llama_config, named, write_recipe
 from zero_recipes.checkpoint.verify import verify
-from zero_recipes.checks.capacity import checkpoint_bytes
+from zero_recipes.checks.capacity import checkpoint_bytes, read_at_resume
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.theory.deepspeed import read_at_resume
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

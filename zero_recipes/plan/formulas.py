@@ -17,14 +17,21 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from zero_recipes.checks.capacity import DTYPE_BYTES, beside_offloaded_optimizer, resumable_bytes, swap_buffers
+from zero_recipes.checks.capacity import (
+    DTYPE_BYTES,
+    SwapTensor,
+    beside_offloaded_optimizer,
+    read_at_resume,
+    resumable_bytes,
+    swap_buffers,
+    swapped_bytes,
+)
 from zero_recipes.config.ds_config import number_in
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import library_error_as_finding
 from zero_recipes.metrics.flops import active_experts, idle_weights, model_flops
 from zero_recipes.metrics.schema import PARTS, CheckpointBytes, HostBytes, ModelStateBytes, Prediction, ReservedRange
 from zero_recipes.plan.job import Job
-from zero_recipes.theory.deepspeed import SwapTensor, read_at_resume, swapped_bytes
 from zero_recipes.theory.zero_paper import FP32, MIXED, ModelState, model_state_bytes
 
 OVERHEADS = Path(__file__).with_name("overheads.yaml")
