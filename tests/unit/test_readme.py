@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -50,3 +52,19 @@ def test_the_check_of_the_machine_names_what_is_missing():
     assert subprocess.run([*script, sys.executable], cwd=ROOT).returncode == 0
     bare = subprocess.run([*script, "no-such-python"], cwd=ROOT, capture_output=True, text=True)
     assert bare.returncode == 1 and "python3-dev" in bare.stderr and "apt-get install" in bare.stderr
+
+
+def test_the_notebook_finds_what_it_imports():
+    exec(notebook()[0], {})
+
+
+@pytest.mark.grid
+def test_the_notebook_runs(tmp_path):
+    (tmp_path / "lesson.py").write_text("\n\n".join(notebook()))
+    environment = os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, str(tmp_path / "lesson.py")], cwd=ROOT, env=environment, check=True)
+
+
+def notebook() -> list[str]:
+    cells = json.loads((ROOT / "docs" / "lesson.ipynb").read_text())["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
