@@ -79,9 +79,3 @@ def log_of(argv: list[str], most_kept: int | None = None) -> dict:
         "norms": trainer.stage_metrics.grad_norms,
         "flos": trainer.state.total_flos,
     }
-
-
-def host_overhead(stage: int, steps: int, folder: str) -> list:
-    from benchmarks.host_overhead import measure
-
-    return measure(stage, steps, folder)
