@@ -261,6 +261,19 @@ def test_results_of_an_earlier_sweep_are_replaced_by_overwrite_alone(
     assert kept.read_text() == before and ("ZR329" in capsys.readouterr().err) != replaced
 
 
+@pytest.mark.parametrize("folder", ["ddp", "ddp.previous"])
+def test_what_a_run_reads_is_not_overwritten_by_its_sweep(recipe, tmp_path, launched, capsys, folder):
+    """`ddp` is renamed, and the `ddp.previous` of an earlier sweep deleted, before the run itself could refuse it."""
+    save(tmp_path / "out" / "ddp", metrics("ddp"))
+    save(tmp_path / "out" / "ddp.previous", metrics("ddp"))
+    mine = tmp_path / "out" / folder / "rows" / "train.jsonl"
+    mine.parent.mkdir()
+    mine.write_text("{}\n")
+    argv = ["sweep", str(recipe), "--strategies", "ddp", "--output_dir", str(tmp_path / "out"), "--overwrite", "true"]
+    assert cli.main([*argv, "--dataset_name", str(mine.parent)]) == 2
+    assert "ZR751" in capsys.readouterr().err and mine.is_file() and not launched
+
+
 def test_a_recipe_that_no_run_can_be_made_of_is_refused_at_once(recipe, tmp_path, launched, capsys):
     argv = ["sweep", str(recipe), "--strategies", "ddp,zero2", "--output_dir", str(tmp_path), "--no_such_key", "1"]
     assert cli.main(argv) == 2 and "ZR103" in capsys.readouterr().err and not launched

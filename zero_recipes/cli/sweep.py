@@ -22,7 +22,14 @@ from typing import Any, NamedTuple
 import yaml
 from rich.console import Console
 
-from zero_recipes.checkpoint.output_dir import claim_output_dir, refuse_in_use, refuse_occupied, saved_in
+from zero_recipes.checkpoint.output_dir import (
+    Inputs,
+    claim_output_dir,
+    inputs_of,
+    refuse_in_use,
+    refuse_occupied,
+    saved_in,
+)
 from zero_recipes.checks.deepspeed_rules import top_level_keys, zero_keys
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import AMBIGUOUS, FOLDER, INLINE, launched_environment
@@ -84,7 +91,8 @@ def sweep(
     settings = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings
     runs = runs_of(settings.precision, configs, sets, overrides, num_processes)
     refuse_own_ds_config(recipe, settings, runs, num_processes)
-    _refuse_occupied([output_dir / run.name for run in runs], settings.overwrite)
+    inputs = list(inputs_of(settings, recipe, os.environ))
+    _refuse_occupied([output_dir / run.name for run in runs], settings.overwrite, inputs)
     if sets:
         _announce(runs, output_dir, console)
     shared, swap = list(overrides), output_dir / "swap"
@@ -160,14 +168,14 @@ def launch_of_strategy(
     ]
 
 
-def _refuse_occupied(folders: list[Path], overwrite: bool) -> None:
+def _refuse_occupied(folders: list[Path], overwrite: bool, inputs: Inputs) -> None:
     for folder in folders:
         refuse_in_use(folder)
     occupied = [folder for folder in folders if saved_in(folder)]
     if occupied and not overwrite:
         raise refusal("ZR329", occupied=", ".join(map(str, occupied)))
     for folder in occupied:
-        refuse_occupied(folder, None, overwrite=True)
+        refuse_occupied(folder, None, overwrite=True, inputs=inputs)
 
 
 def _run(command: list[str], folder: Path, label: str, console: Console, threads: int) -> tuple[int, str]:
