@@ -32,7 +32,7 @@ from benchmarks.session import cases  # noqa: E402
 from benchmarks.session.cases import Case  # noqa: E402
 from benchmarks.session.collect import RESULTS, collect  # noqa: E402
 from benchmarks.session.inputs import write_recipe  # noqa: E402
-from zero_recipes.core.files import without_nan, write_json  # noqa: E402
+from zero_recipes.core.files import strict_json, write_json  # noqa: E402
 from zero_recipes.core.process import free_port, kill_with_children  # noqa: E402
 from zero_recipes.metrics.failure import failed_row  # noqa: E402
 from zero_recipes.metrics.schema import FILE, Metrics  # noqa: E402
@@ -109,7 +109,7 @@ class Session:
     def write(self, part: int, row: dict[str, Any]) -> None:
         """Append a row to the part's file; it is on the disk when this returns."""
         with open(self.out / f"part{part}.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(without_nan({"part": part} | row)) + "\n")
+            file.write(strict_json({"part": part} | row) + "\n")
             file.flush()
             os.fsync(file.fileno())
 

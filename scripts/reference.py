@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import BaseModel
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,7 +28,7 @@ from zero_recipes.config import keys  # noqa: E402
 from zero_recipes.config.keys import UNTYPED, accepted_types  # noqa: E402
 from zero_recipes.core import findings  # noqa: E402
 from zero_recipes.metrics import schema  # noqa: E402
-from zero_recipes.metrics.schema import Metrics, described  # noqa: E402
+from zero_recipes.metrics.schema import Metrics  # noqa: E402
 
 DOCS = ROOT / "docs"
 CODES = """# Codes
@@ -36,6 +37,7 @@ CODES = """# Codes
 any weight is loaded, with exit code 2. `zero-recipes explain ZR104` prints the cause, the fix and an example of a code.
 (w): a warning. *: `--ignore CODE` turns the error into a warning. <Angle brackets>: filled in by the program.
 """
+FIELDS = yaml.safe_load(Path(schema.__file__).with_name("fields.yaml").read_text())
 YAML_TYPES = ("boolean", "integer", "number", "string", "array", "object")
 PYTHON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean"}
 
@@ -79,6 +81,12 @@ def escaped(text: str) -> str:
     """Angle brackets as text: Markdown takes them for HTML, but not within backticks."""
     parts = text.split("`")
     return "`".join(part if number % 2 else part.replace("<", "&lt;") for number, part in enumerate(parts))
+
+
+def described(model: type[BaseModel], name: str) -> dict[str, str]:
+    """A field's row of fields.yaml: "meaning" and, where they apply, "unit" and "null"."""
+    rows = (FIELDS.get(cls.__name__, {}) for cls in model.__mro__)
+    return next(row[name] for row in rows if name in row)
 
 
 def metrics_schema() -> str:

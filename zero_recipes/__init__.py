@@ -1,7 +1,5 @@
 """Fine-tuning under DeepSpeed's ZeRO stages, measured. Two names are for programs of your own (docs/your_own.md)."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`zero-recipes ask`: a saved model beside its base, on the same prompts or in a conversation."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -28,16 +26,7 @@ from zero_recipes.core.tables import shown
 from zero_recipes.data.load import PADDING_TOKENS, alpaca_prompt
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.model import load_config, load_model
-from zero_recipes.training.samples import (
-    Answers,
-    generate_texts,
-    print_prompts_cut,
-    reference_losses,
-    sample_rows,
-    show_samples,
-    text_scores,
-    write_rows,
-)
+from zero_recipes.training import samples as sampling
 
 RECIPE, SAMPLES = "recipe.resolved.yaml", "samples.jsonl"
 NO_BASE = "none"  # --base none: the model alone
@@ -67,18 +56,20 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     print(f"model: {target.folder}", f"base: {target.base or 'none (--base NAME)'}", sep="\n")
     print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
     base, tuned = _both_answers(target, tokenizer, device, samples, most)
-    rows = sample_rows(samples, base, tuned, lambda answer, wanted: text_scores(answer, wanted) | rouge(answer, wanted))
+    rows = sampling.sample_rows(
+        samples, base, tuned, lambda answer, wanted: sampling.text_scores(answer, wanted) | rouge(answer, wanted)
+    )
     for row in rows:
         for scores in (row.scores_before, row.scores_after):
             if scores.get("reference_loss") is not None:
                 scores["perplexity"] = math.exp(min(scores["reference_loss"], 700.0))  # exp(710) is no number
-    write_rows(out / SAMPLES, rows)
-    show_samples(rows, "before: the base, after: the model")
+    sampling.write_rows(out / SAMPLES, rows)
+    sampling.show_samples(rows, "before: the base, after: the model")
     print(f"written: {out / SAMPLES}")
     return 0
 
 
-def _output_dir(requested: Path | None, target: Target) -> Path:
+def _output_dir(requested: Path | None, target: "Target") -> Path:
     """Where samples.jsonl goes: the folder named, else the first of output/ask-NAME, ask-NAME-2, ... without one."""
     if requested is None:
         first = Path("output") / f"ask-{target.folder.resolve().name}"
@@ -129,14 +120,14 @@ class Loaded(NamedTuple):
     autocast: str | None
     adapter_off: bool = False  # the base of an adapter
 
-    def answers(self, samples: list[Sample], most: int, batch: int = 1) -> Answers:
+    def answers(self, samples: list[Sample], most: int, batch: int = 1) -> sampling.Answers:
         """Greedy answers and reference losses, `batch` prompts at a time as its run took them."""
-        found = Answers([], [])
+        found = sampling.Answers([], [])
         autocast = torch.autocast(self.device, getattr(torch, self.autocast)) if self.autocast else nullcontext()
         with autocast, self.model.disable_adapter() if self.adapter_off else nullcontext():
             for part in (samples[start : start + batch] for start in range(0, len(samples), batch)):
-                found.texts += generate_texts(self.model, self.tokenizer, part, most, self.device)
-                found.reference_losses += reference_losses(self.model, self.tokenizer, part, self.device)
+                found.texts += sampling.generate_texts(self.model, self.tokenizer, part, most, self.device)
+                found.reference_losses += sampling.reference_losses(self.model, self.tokenizer, part, self.device)
         return found
 
 
@@ -266,14 +257,14 @@ def _of_file(path: Path) -> str | list[str]:
 
 def _both_answers(
     target: Target, tokenizer: PreTrainedTokenizerBase, device: str, samples: list[Sample], most: int
-) -> tuple[Answers | None, Answers]:
+) -> tuple[sampling.Answers | None, sampling.Answers]:
     """(the base's, the model's): one model in memory after the other, an adapter's base with the adapter off."""
     batch, base = target.settings.per_device_eval_batch_size, None
     if target.base is not None and not target.is_adapter:
         base = _load(target, tokenizer, device, of_base=True).answers(samples, most, batch)
         clear_device_cache(garbage_collection=True)
     tuned = _load(target, tokenizer, device)
-    print_prompts_cut(tuned.model, tokenizer, samples, most)
+    sampling.print_prompts_cut(tuned.model, tokenizer, samples, most)
     if target.is_adapter:
         base = tuned._replace(adapter_off=True).answers(samples, most, batch)
     return base, tuned.answers(samples, most, batch)

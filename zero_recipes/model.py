@@ -1,7 +1,5 @@
 """The model as the recipe says: its weights or random ones, its attention implementation and never another."""
 
-from __future__ import annotations
-
 import contextlib
 import zlib
 from pathlib import Path

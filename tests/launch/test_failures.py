@@ -62,9 +62,9 @@ def recipe(tmp_path_factory):
 
 def test_out_of_memory_on_rank_1(recipe, tmp_path):
     script = sabotaged(tmp_path, OUT_OF_MEMORY)
-    (outcome,) = sweep(recipe, ["zero2"], 2, tmp_path / "out", [], script=script)
-    assert outcome.status == "oom"
-    row = json.loads((outcome.folder / "metrics.json").read_text())
+    ended = sweep(recipe, ["zero2"], 2, tmp_path / "out", [], script=script)
+    assert ended == {"zero2": "oom"}
+    row = json.loads((tmp_path / "out" / "zero2" / "metrics.json").read_text())
     assert row["status"] == "oom" and "out of memory" in row["error"]
     failure = row["failure"]
     assert (failure["phase"], failure["rank"]) == ("train", 1)
@@ -72,7 +72,7 @@ def test_out_of_memory_on_rank_1(recipe, tmp_path):
     sizes = list(failure["largest_memory"].values())
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] > 0
     assert row["parameters"] > 0 and row["strategy"] == "zero2", "what rank 0 knew of the run was lost"
-    assert json.loads((outcome.folder / "failure.rank1.json").read_text())["traceback"]
+    assert json.loads((tmp_path / "out" / "zero2" / "failure.rank1.json").read_text())["traceback"]
     assert len(row["loss_history"]) == 2 and all(row["loss_history"]), "the losses up to the crash were lost"
 
 
@@ -92,8 +92,8 @@ def test_a_refused_strategy_is_a_row_and_the_sweep_goes_on(recipe, tmp_path):
     (tmp_path / "zero1" / "metrics.json").write_text('{"status": "ok", "parameters": 7}')
     (tmp_path / "script.py").write_text(DDP_REFUSED_AT_ONCE.format(root=str(ROOT)))
     overrides = ["--global_batch_size", "7", "--overwrite", "true"]
-    outcomes = sweep(recipe, ["zero1", "ddp"], 2, tmp_path, overrides, script=tmp_path / "script.py")
-    assert [outcome.status for outcome in outcomes] == ["refused", "refused"]
+    ended = sweep(recipe, ["zero1", "ddp"], 2, tmp_path, overrides, script=tmp_path / "script.py")
+    assert ended == {"zero1": "refused", "ddp": "refused"}
     row = json.loads((tmp_path / "zero1" / "metrics.json").read_text())
     assert row["status"] == "refused" and "parameters" not in row
     assert row["error"].startswith("refused: global_batch_size 7") and "fix:" in row["error"]

@@ -51,7 +51,7 @@ def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2, devic
     """
     monkeypatch.setattr(callbacks, "gather_object", list)
     identity = IDENTITY if device is None else IDENTITY.model_copy(update={"device": device})
-    monkeypatch.setattr(callbacks, "RunIdentity", lambda **_: identity)
+    monkeypatch.setattr(callbacks.schema, "RunIdentity", lambda **_: identity)
     model = torch.nn.Linear(4, 4)
     config = SimpleNamespace(num_attention_heads=2, hidden_size=4, num_hidden_layers=1)
     model.config = SimpleNamespace(get_text_config=lambda: config)

@@ -16,9 +16,11 @@ from tests.helpers.report_runs import metrics, on_cpu, save
 from tests.helpers.tiny import write_recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.cli import sweep as sweeping
-from zero_recipes.cli.sweep import combinations, option_words, parse_sets, run_names, runs_of, with_values
+from zero_recipes.cli.sweep import option_words, parse_sets, run_names, runs_of, with_values
 from zero_recipes.config import recipe as recipes
+from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.keys import key_types
+from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.read_runs import SweptRun, read_sweep_file
 from zero_recipes.report import read, read_runs, write_report
@@ -44,7 +46,12 @@ def at_the_root(monkeypatch):
 
 
 def planned(recipe, *sets, strategies=("zero2",), overrides=()):
-    return runs_of("bf16", {name: CONFIGS[name] for name in strategies}, sets, list(overrides), 2)
+    configs = {name: CONFIGS[name] for name in strategies}
+    return runs_of(configs, {name: ds_config_of(path) for name, path in configs.items()}, sets, list(overrides))
+
+
+def ds_config_of(path):
+    return launched_ds_config(launched_environment(path, 2), "bf16")[0]
 
 
 # ---------------------------------------------------------------- reading --set
@@ -121,7 +128,7 @@ def test_every_key_of_our_ds_configs_can_be_swept(types):
 
 
 def test_several_keys_make_all_combinations_the_last_changing_fastest(types):
-    found = combinations(parse_sets(["seed=1,2,3", "packing=true,false", f"{BUCKET}=5e5"], types, []))
+    found = [run.values for run in planned(None, "seed=1,2,3", "packing=true,false", f"{BUCKET}=5e5")]
     assert len(found) == 6 and len({json.dumps(values) for values in found}) == 6
     assert [values["packing"] for values in found] == [True, False] * 3
     assert all(list(values) == ["seed", "packing", BUCKET] for values in found)
@@ -129,7 +136,7 @@ def test_several_keys_make_all_combinations_the_last_changing_fastest(types):
 
 def test_names_say_the_values_and_are_safe_and_unique(types):
     texts = ["run_name=a/b,a_b,a b,../../c,A_B,é," + "x" * 300 + "," + "x" * 301 + ",[a],null,a=b"]
-    runs = [(name, values) for name in ("zero2", "zero3") for values in combinations(parse_sets(texts, types, []))]
+    runs = [(run.strategy, run.values) for run in planned(None, *texts, strategies=("zero2", "zero3"))]
     names = run_names(runs)
     assert len(set(names)) == len(runs) == 22
     assert all(re.fullmatch(r"[A-Za-z0-9._+,=-]{1,160}", name) and ".." not in Path(name).parts for name in names)
@@ -179,7 +186,7 @@ def test_an_accelerate_file_without_a_ds_config_gets_one(recipe, tmp_path):
               "deepspeed_config": {"zero_stage": 1, "gradient_clipping": 1.0, "zero3_init_flag": False}}  # fmt: skip
     path = tmp_path / "inline.yaml"
     path.write_text(yaml.safe_dump(inline))
-    (run,) = runs_of("bf16", {"inline": path}, ["zero_optimization.stage=3"], [], 2)
+    (run,) = runs_of({"inline": path}, {"inline": ds_config_of(path)}, ["zero_optimization.stage=3"], [])
     assert run.ds_config["zero_optimization"]["stage"] == 3
     launched = yaml.safe_load(run.config_in(tmp_path / "run").read_text())
     assert set(launched["deepspeed_config"]) == {"deepspeed_config_file", "zero3_init_flag"}

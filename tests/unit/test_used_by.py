@@ -59,7 +59,7 @@ def test_check_plan_and_sweep_take_the_file_of_a_launch(root, monkeypatch, capsy
     assert cli.main([*plan, "--config_file", "zero3.yaml"]) == 0
     assert [row["job"]["strategy"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["zero3"]
     swept = []
-    monkeypatch.setattr("zero_recipes.cli.sweep.sweep", lambda recipe, names, *_, **__: swept.append(names) or [])
+    monkeypatch.setattr("zero_recipes.cli.sweep.sweep", lambda recipe, names, *_, **__: swept.append(names) or {})
     for words in (["--config_file", "accelerate_configs/zero3_offload.yaml"], ["--config_file", "ddp.yaml"], []):
         assert cli.main(["sweep", "recipes/tiny.yaml", *words]) == 0
     assert swept == [["zero3_offload"], ["ddp"], ["ddp", "zero0", "zero1", "zero2", "zero3"]]

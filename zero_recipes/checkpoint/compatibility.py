@@ -4,8 +4,6 @@ A checkpoint holds what was made with the run's values: Adam's states, the sched
 rows. transformers and DeepSpeed mix them with other values silently.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@
 folder in which nothing was saved is not kept: a run that fails at once does not push out the last results.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

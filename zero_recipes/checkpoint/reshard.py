@@ -19,8 +19,6 @@ ranks r, r + old world, ...); and, where the rows do not fill the last global ba
 another world, accelerate repeats other rows to even out the ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -32,26 +30,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import ADAM_STATES, HYPERPARAMETERS, code_in, refuse_code
-from zero_recipes.checkpoint.save import (
-    INDEX_OF_STATES,
-    LATEST,
-    MANIFEST,
-    STATE,
-    STATES,
-    checkpoint_fault,
-    content_fault,
-    document_fault,
-    is_foreign,
-    read_manifest,
-    write_manifest,
-)
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.findings import Refusal, first_line, refusal
 from zero_recipes.libs.huggingface import load_without_code
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_LEFT_BEHIND = ("global_step*", "latest", "zero_to_fp32.py", "zero_to_torch.py", "rng_state*.pth", MANIFEST)
+_LEFT_BEHIND = ("global_step*", "latest", "zero_to_fp32.py", "zero_to_torch.py", "rng_state*.pth", save.MANIFEST)
 
 
 class Place(NamedTuple):
@@ -109,9 +95,9 @@ def reshard(
     target = checkpoint.with_name(f"{checkpoint.name}-zero{stage}-world{world_size}")
     if target.exists():
         raise refusal("ZR741", target=target)
-    fault = None if is_foreign(checkpoint) else checkpoint_fault(checkpoint)
+    fault = None if save.is_foreign(checkpoint) else save.checkpoint_fault(checkpoint)
     if fault is None and not skip_checksums:
-        fault = content_fault(checkpoint)
+        fault = save.content_fault(checkpoint)
     if fault is not None:
         raise _damaged(checkpoint, fault)
     source = open_checkpoint(checkpoint, trusted)
@@ -123,7 +109,7 @@ def reshard(
     shutil.copytree(checkpoint, unfinished, ignore=shutil.ignore_patterns(*_LEFT_BEHIND))
     _write_states(source, unfinished)
     _copy_random_states(source, world_size, unfinished)
-    write_manifest(unfinished, _facts(source, batch, stage), not skip_checksums)
+    save.write_manifest(unfinished, _facts(source, batch, stage), not skip_checksums)
     os.sync()  # the new name must not reach the disk before the files
     unfinished.rename(target)
     return target, batch
@@ -155,11 +141,11 @@ def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
 
     `trusted`: pickles of the checkpoint may run code, as DeepSpeed's own load lets them.
     """
-    if not (checkpoint / LATEST).is_file():
+    if not (checkpoint / save.LATEST).is_file():
         raise _other(checkpoint, "without DeepSpeed, with save_only_model or by a reshard: it has no file `latest`")
-    if (fault := document_fault(checkpoint)) is not None:
+    if (fault := save.document_fault(checkpoint)) is not None:
         raise _damaged(checkpoint, fault)
-    folder = checkpoint / (checkpoint / LATEST).read_text().strip()
+    folder = checkpoint / (checkpoint / save.LATEST).read_text().strip()
     named = {path: _OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()}
     files = sorted((path for path, match in named.items() if match), key=lambda path: int(named[path][1]))
     model_files = sorted(folder.glob("*_model_states.pt"))
@@ -332,9 +318,9 @@ def _write_states(source: Source, folder: Path) -> None:
     from rich.progress import track
     from safetensors.torch import save_file
 
-    (folder / STATES).mkdir()
+    (folder / save.STATES).mkdir()
     for name in track(source.places, description="parameters"):
-        save_file(read_parameter(source, name), folder / STATES / f"{name}.safetensors")
+        save_file(read_parameter(source, name), folder / save.STATES / f"{name}.safetensors")
     index = {
         "source": {"checkpoint": source.checkpoint.name, "stage": source.stage, "world_size": source.world_size},
         "adam_step": source.adam_step,
@@ -342,7 +328,7 @@ def _write_states(source: Source, folder: Path) -> None:
         "engine": source.engine,
         "groups": source.groups,
     }
-    (folder / INDEX_OF_STATES).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / save.INDEX_OF_STATES).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _copy_random_states(source: Source, world_size: int, folder: Path) -> None:
@@ -359,8 +345,8 @@ def _copy_random_states(source: Source, world_size: int, folder: Path) -> None:
 
 def _facts(source: Source, batch: Batch, stage: int) -> dict[str, Any]:
     """For the manifest: what the old one says, with the new stage, world and batch."""
-    step = json.loads((source.checkpoint / STATE).read_text())["global_step"]
-    return {"step": step, **(read_manifest(source.checkpoint) or {})} | {
+    step = json.loads((source.checkpoint / save.STATE).read_text())["global_step"]
+    return {"step": step, **(save.read_manifest(source.checkpoint) or {})} | {
         "strategy": strategy_of(source.ds_config, stage),
         "zero_stage": stage,
         "world_size": batch.world_size,

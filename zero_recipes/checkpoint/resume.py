@@ -5,8 +5,6 @@ safetensors file for each trainable parameter (the master, named fp32, exp_avg, 
 the dtype that the run kept them in) and index.json (groups, Adam's step, the engine's counters).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -17,18 +15,8 @@ from typing import Any
 
 import torch
 
+from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import fit_findings
-from zero_recipes.checkpoint.save import (
-    STATE,
-    STATES,
-    checkpoint_fault,
-    content_fault,
-    document_fault,
-    is_foreign,
-    is_unfinished,
-    read_manifest,
-    read_states_index,
-)
 from zero_recipes.config.recipe import RunConfig
 from zero_recipes.core.findings import raise_errors, refusal
 from zero_recipes.core.process import rank
@@ -91,10 +79,10 @@ def checkpoint_to_resume(output_dir: Path, requested: object, overwrite: bool = 
 
 def _last_whole(output_dir: Path) -> Path | None:
     for checkpoint in reversed(numbered(output_dir)):
-        fault = checkpoint_fault(checkpoint)
+        fault = save.checkpoint_fault(checkpoint)
         if fault is None:
             return checkpoint
-        if is_foreign(checkpoint):
+        if save.is_foreign(checkpoint):
             raise refusal("ZR704", checkpoint=checkpoint)
         _print(f"passed over: {fault}")
     done = [*output_dir.glob("*.safetensors"), *output_dir.glob("pytorch_model*.bin")]
@@ -105,11 +93,11 @@ def _last_whole(output_dir: Path) -> Path | None:
 
 def _fault_of_named(checkpoint: Path) -> str | None:
     """Of a checkpoint that is named by its path."""
-    if not is_foreign(checkpoint):
-        return checkpoint_fault(checkpoint)
-    if not (checkpoint / STATE).is_file():
-        return f"There is no {STATE} in it, from the working directory {Path.cwd()}."
-    return document_fault(checkpoint)
+    if not save.is_foreign(checkpoint):
+        return save.checkpoint_fault(checkpoint)
+    if not (checkpoint / save.STATE).is_file():
+        return f"There is no {save.STATE} in it, from the working directory {Path.cwd()}."
+    return save.document_fault(checkpoint)
 
 
 def _refuse_not_whole(checkpoint: Path, fault: str | None) -> None:
@@ -119,8 +107,8 @@ def _refuse_not_whole(checkpoint: Path, fault: str | None) -> None:
 
 def _refuse_newer(output_dir: Path, checkpoint: Path) -> None:
     """Going on from an earlier step writes into the folders of later checkpoints."""
-    step = (read_manifest(checkpoint) or {"step": step_of(checkpoint)})["step"]
-    newer = [path.name for path in numbered(output_dir) if step_of(path) > step and checkpoint_fault(path) is None]
+    step = (save.read_manifest(checkpoint) or {"step": step_of(checkpoint)})["step"]
+    newer = [path.name for path in numbered(output_dir) if step_of(path) > step and save.checkpoint_fault(path) is None]
     if newer and resumes_in(output_dir, checkpoint):
         raise refusal("ZR710", output_dir=output_dir, newer=", ".join(newer[:4]), step=step)
 
@@ -139,7 +127,7 @@ def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
     requested, share = run.recipe.settings.resume_from_checkpoint, (rank(), len(chosen))
     while run.checkpoint is not None and not run.settings.skip_checksums:
         checkpoint = Path(run.checkpoint)
-        fault = next(filter(None, agree(partial(content_fault, checkpoint, *share))), None)
+        fault = next(filter(None, agree(partial(save.content_fault, checkpoint, *share))), None)
         if fault is None:
             break
         if str(requested).lower() != "true":
@@ -161,12 +149,12 @@ def clear_unfinished(output_dir: Path) -> None:
     ones were whole once: they are moved aside.
     """
     for checkpoint in numbered(output_dir):
-        if checkpoint.is_symlink() or is_foreign(checkpoint):
+        if checkpoint.is_symlink() or save.is_foreign(checkpoint):
             continue  # no run of ours made it
-        if is_unfinished(checkpoint):
+        if save.is_unfinished(checkpoint):
             _print(f"deleted: {checkpoint}, which was not written to its end")
             shutil.rmtree(checkpoint)
-        elif fault := checkpoint_fault(checkpoint):
+        elif fault := save.checkpoint_fault(checkpoint):
             _move_aside(checkpoint, fault)
 
 
@@ -181,7 +169,7 @@ def _move_aside(checkpoint: Path, fault: str) -> None:
 
 def _refuse_code_in_share(checkpoint: Path, share: tuple[int, int]) -> None:
     """DeepSpeed and transformers load pickles of a checkpoint, and of the best one that it names."""
-    best = json.loads((checkpoint / STATE).read_text()).get("best_model_checkpoint")
+    best = json.loads((checkpoint / save.STATE).read_text()).get("best_model_checkpoint")
     for folder in {checkpoint.resolve(), Path(best or checkpoint).resolve()}:
         refuse_code(checkpoint, code_in(folder, *share))
 
@@ -218,12 +206,12 @@ def load_resharded(engine, checkpoint: str | Path) -> None:
     """
     from safetensors import safe_open
 
-    index, optimizer = read_states_index(checkpoint), engine.optimizer
+    index, optimizer = save.read_states_index(checkpoint), engine.optimizer
     parameters = {name: p for name, p in engine.module.named_parameters() if p.requires_grad and whole_size(p)}
     _set_hyperparameters(index, optimizer, parameters, checkpoint)
     make_adam_states(optimizer)
     for name, p in parameters.items():
-        with safe_open(Path(checkpoint) / STATES / f"{name}.safetensors", "pt") as file:
+        with safe_open(Path(checkpoint) / save.STATES / f"{name}.safetensors", "pt") as file:
             for key in ("fp32", *ADAM_STATES):
                 _set(p, key, file.get_tensor(key))
     _set_adam_step(optimizer, index["adam_step"])

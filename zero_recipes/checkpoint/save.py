@@ -4,8 +4,6 @@ A checkpoint begins with the empty file `unfinished` and ends with `manifest.jso
 one that is whole, one of ours that was not written to its end, and one that another program wrote (neither).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

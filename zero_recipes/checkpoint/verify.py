@@ -1,23 +1,10 @@
 """`zero-recipes verify`: is a saved model, adapter or checkpoint whole?"""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
+from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import code_in
-from zero_recipes.checkpoint.save import (
-    ADAPTER,
-    CHECKSUMS,
-    STATE,
-    NotWhole,
-    checkpoint_fault,
-    compare_with_class,
-    content_fault,
-    first_changed,
-    is_foreign,
-    refuse_bad_numbers,
-)
 from zero_recipes.core.findings import first_line
 
 TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tokenizer_config.json")
@@ -32,18 +19,18 @@ def verify(
 
     Returns {"tensors": count, "parameters": elements, "bytes": size of the files with weights}. Raises NotWhole.
     """
-    fault = None if is_foreign(folder) else checkpoint_fault(folder)
+    fault = None if save.is_foreign(folder) else save.checkpoint_fault(folder)
     if fault is None and not skip_checksums:
-        fault = content_fault(folder) or _changed_since_saved(folder)
-    if fault is None and (folder / STATE).is_file() and (code := code_in(folder)) is not None:
+        fault = save.content_fault(folder) or _changed_since_saved(folder)
+    if fault is None and (folder / save.STATE).is_file() and (code := code_in(folder)) is not None:
         fault = f"{folder} holds {code}. A pickle can run any program while it is read; it has not been."
     if fault is not None:
-        raise NotWhole(fault)
-    entries = compare_with_class(folder, trust_remote_code)
-    if not (folder / ADAPTER).is_file() and any((folder / name).is_file() for name in TOKENIZER):
+        raise save.NotWhole(fault)
+    entries = save.compare_with_class(folder, trust_remote_code)
+    if not (folder / save.ADAPTER).is_file() and any((folder / name).is_file() for name in TOKENIZER):
         _read_tokenizer(folder, trust_remote_code)
     if deep:
-        refuse_bad_numbers(entries, zeros=True)
+        save.refuse_bad_numbers(entries, zeros=True)
     size = sum(path.stat().st_size for path in {entry.file for entry in entries.values()})
     elements = sum(entry.elements for entry in entries.values())
     return {"tensors": len(entries), "parameters": elements, "bytes": size}
@@ -55,16 +42,16 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> None:
     try:
         AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # the library's parsers raise what they like; tokenizers a bare Exception
-        raise NotWhole(f"{folder} is not whole: its tokenizer cannot be read: {first_line(error)}") from error
+        raise save.NotWhole(f"{folder} is not whole: its tokenizer cannot be read: {first_line(error)}") from error
 
 
 def _changed_since_saved(folder: Path) -> str | None:
     """The first file that is not what checksums.json says; None where all are, or there is no such file."""
-    path = folder / CHECKSUMS
+    path = folder / save.CHECKSUMS
     if not path.is_file():
         return None
     try:
-        wrong = first_changed(folder, dict(json.loads(path.read_text())["files"]), "sha256")
+        wrong = save.first_changed(folder, dict(json.loads(path.read_text())["files"]), "sha256")
     except (OSError, ValueError, TypeError, KeyError) as error:
         return f"{path} cannot be read: {first_line(error)}"
     if wrong is None:

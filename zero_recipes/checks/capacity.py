@@ -1,7 +1,5 @@
 """Room for a run: memory of the host, disk for checkpoints and swap files. Lower bounds."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rules about the DeepSpeed configuration of a run. File names are those of DeepSpeed 0.19.8, under deepspeed/."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

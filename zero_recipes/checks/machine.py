@@ -1,14 +1,12 @@
 """The machine that a run starts on: its driver, GPUs and network, what Triton needs, and room in memory and on disk."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from huggingface_hub import constants, get_session
@@ -97,40 +95,15 @@ def driver_version(host: Host) -> str | None:
 
 
 def card_findings(precision: str) -> Iterator[Finding]:
-    """Cards that the installed torch has no kernels for, which would end the run at the first kernel, weights loaded;
-    and cards without bf16: torch emulates it and says that it is supported (torch.cuda.is_bf16_supported)."""
+    """Cards without bf16: torch emulates it and says that it is supported (torch.cuda.is_bf16_supported)."""
     import torch
 
-    built = torch.cuda.get_arch_list()
-    if torch.version.cuda is None:  # ROCm names its cards otherwise
+    if precision != "bf16" or torch.version.cuda is None:  # ROCm names its cards otherwise
         return
     for number in range(torch.cuda.device_count()):
         capability, name = torch.cuda.get_device_capability(number), torch.cuda.get_device_name(number)
-        shown = ".".join(map(str, capability))
-        if built and not has_kernels(capability, built):
-            kernels, version = ", ".join(built), torch.__version__
-            yield finding("ZR640", number=number, name=name, capability=shown, version=version, built=kernels)
-        elif precision == "bf16" and capability < BF16_FROM:
-            yield finding("ZR272", number=number, name=name, capability=shown)
-
-
-def has_kernels(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Whether code for one of `built` runs on a card: "sm_80" on 8.x from 8.0 on, "compute_80" (PTX) on all from 8.0.
-
-    NVIDIA's CUDA programming guide, compute capabilities: "sm_90a" runs on 9.0 alone, "sm_100f" within its family.
-    """
-    for name in built:
-        kind, number, suffix = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", name).groups()
-        least = divmod(int(number), 10)
-        if suffix == "a":
-            runs = capability == least
-        elif kind == "sm" or suffix == "f":
-            runs = capability[0] == least[0] and capability >= least
-        else:
-            runs = capability >= least
-        if runs:
-            return True
-    return False
+        if capability < BF16_FROM:
+            yield finding("ZR272", number=number, name=name, capability=".".join(map(str, capability)))
 
 
 def count_findings(strategy: Strategy, here: int, environment: Mapping[str, str]) -> Iterator[Finding]:

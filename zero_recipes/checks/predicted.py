@@ -1,7 +1,5 @@
 """The plan of a run that is about to start, by a subprocess that works while the rows are tokenised."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """All checks of one run, in order: `run_sft.py` refuses on their errors, `zero-recipes check` prints every finding."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path

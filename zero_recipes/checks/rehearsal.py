@@ -5,8 +5,6 @@ made-up rows, the optimizer, the schedule, the data loader, accelerate's plugin 
 all on the CPU, in one process, without a process group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

@@ -4,8 +4,6 @@ What a library refuses before weights are loaded has no rule: the rehearsal make
 of rules that are no more than a condition are in options.yaml.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,34 +1,13 @@
 """`zero-recipes check`: all findings about a run, before it costs money."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from zero_recipes.cli.options import CONFIG_FILE, COUNT, OVERRIDES, RECIPE, subcommand
 from zero_recipes.core.findings import Finding, downgraded, finding, ignored_codes
 
 
-def add_check(verbs) -> None:
-    verb = subcommand(verbs, "check", f"all that would be refused, before it costs money; {OVERRIDES}")
-    verb.add_argument("recipe", type=Path, help=RECIPE)
-    verb.add_argument("--config_file", type=Path, help=CONFIG_FILE)
-    processes = "processes of the launch to come, one a GPU; default: the accelerate file's"
-    verb.add_argument("--num_processes", type=COUNT, help=processes)
-    upgrade = "write and check RECIPE.upgraded.yaml, in today's keys of TRL; a file for FSDP1 becomes one for FSDP2"
-    verb.add_argument("--upgrade", action="store_true", help=upgrade)
-    for_trl = "with --upgrade: only keys that `trl sft --config` takes, and no check"
-    verb.add_argument("--for-trl", action="store_true", help=for_trl)
-    data = "tokenise the training rows, count the tokens that carry loss, show three rows"
-    verb.add_argument("--data", action="store_true", help=data)
-    verb.add_argument("--show", action="store_true", help='print the ds_config that will be used, "auto" filled in')
-    verb.add_argument("--traceback", action="store_true", help="show where a library refused the run")
-    verb.set_defaults(func=_check, overrides=[])
-
-
-def _check(arguments: argparse.Namespace) -> int:
+def check(arguments: argparse.Namespace) -> int:
     import json
 
     from zero_recipes.checks import predicted

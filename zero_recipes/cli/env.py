@@ -1,7 +1,5 @@
 """`zero-recipes env`: the machine as a run finds it, on one page to look at and to paste into an issue."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -15,7 +13,6 @@ from typing import Any
 import psutil
 import yaml
 
-from zero_recipes.cli.options import subcommand
 from zero_recipes.core import units
 from zero_recipes.core.host import Host, cpu_name, library_versions
 
@@ -29,13 +26,7 @@ VARIABLES = re.compile(
 SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL", re.IGNORECASE)
 
 
-def add_env(verbs) -> None:
-    verb = subcommand(verbs, "env", "this machine's GPUs, driver, links, memory, disks and versions, on one page")
-    verb.add_argument("--json", action="store_true", help="print JSON alone")
-    verb.set_defaults(func=_env)
-
-
-def _env(arguments: argparse.Namespace) -> int:
+def env(arguments: argparse.Namespace) -> int:
     from zero_recipes.libs.warnings import quieten
 
     quieten()

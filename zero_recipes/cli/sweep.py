@@ -1,12 +1,9 @@
 """`zero-recipes sweep`: one strategy or value after another through the real launcher, each into a folder of its own; a
 failure is a row, not a crash."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -16,8 +13,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -35,7 +33,6 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import AMBIGUOUS, FOLDER, INLINE, launched_environment
 from zero_recipes.config.ds_config import NVME_PATH, DsConfig, read_json_mapping
 from zero_recipes.config.keys import key_findings, key_types
-from zero_recipes.config.recipe import Settings
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import write_json, write_text
 from zero_recipes.core.findings import Refusal, refusal
@@ -58,15 +55,6 @@ UNSAFE = re.compile(r"[^A-Za-z0-9._+,=-]")
 NOT_SWEPT = ("output_dir", "overwrite", "resume_from_checkpoint")
 
 
-class Outcome(NamedTuple):
-    """How one run ended."""
-
-    name: str
-    status: str
-    seconds: float
-    folder: Path
-
-
 def sweep(
     recipe: Path,
     strategies: list[str],
@@ -75,11 +63,12 @@ def sweep(
     overrides: list[str],
     script: Path = Path("run_sft.py"),
     sets: Sequence[str] = (),
-) -> list[Outcome]:
+) -> dict[str, str]:
     """Run `recipe` under each strategy, and each combination of the values in `sets` (KEY=a,b,c).
 
-    Saves no weights unless the overrides name that. Raises Refusal before the first run where a file is missing, a
-    key is unknown, the recipe names a ds_config itself, or a folder holds an earlier run's results.
+    Returns {name of a run's folder: its status}. Saves no weights unless the overrides name that. Raises Refusal
+    before the first run where a file is missing, a key is unknown, the recipe names a ds_config itself, or a folder
+    holds an earlier run's results.
     """
     quieten()
     configs = {name: FOLDER / f"{name}.yaml" for name in strategies}
@@ -89,8 +78,11 @@ def sweep(
     console = terminal()
     # what it refuses here, it would refuse in every run
     settings = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings
-    runs = runs_of(settings.precision, configs, sets, overrides, num_processes)
-    refuse_own_ds_config(recipe, settings, runs, num_processes)
+    environments = {name: launched_environment(config, num_processes) for name, config in configs.items()}
+    ds_configs = {name: launched_ds_config(each, settings.precision)[0] for name, each in environments.items()}
+    runs = runs_of(configs, ds_configs, sets, overrides)
+    if settings.deepspeed is not None:
+        refuse_own_ds_config(recipe, settings.deepspeed, runs, ds_configs)
     inputs = list(inputs_of(settings, recipe, os.environ))
     _refuse_occupied([output_dir / run.name for run in runs], settings.overwrite, inputs)
     if sets:
@@ -101,7 +93,7 @@ def sweep(
         console.print(plain(f"no {NVME_PATH}: ZeRO-Infinity swaps to {swap}"), soft_wrap=True)
         swap.mkdir(parents=True, exist_ok=True)
         shared += ["--nvme_path", str(swap)]
-    outcomes = []
+    ended = {}
     for number, run in enumerate(runs, 1):
         folder = output_dir / run.name
         label = f"[{number}/{len(runs)}] {run.name}"
@@ -112,17 +104,17 @@ def sweep(
         command = launch_of_strategy(recipe, run.config_in(folder), num_processes, folder, words, script)
         exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
         row = _row(folder, run.strategy, exit_code, log)
-        outcomes.append(Outcome(run.name, row.status, time.perf_counter() - start, folder))
-        ending = f"{label}: {row.status} after {outcomes[-1].seconds:.0f} s"
+        ended[run.name] = row.status
+        ending = f"{label}: {row.status} after {time.perf_counter() - start:.0f} s"
         ending += f", see {folder / 'log.txt'}" if row.status != "ok" else ""
         if row.status == "refused":
             ending += f": {row.error.removeprefix('refused: ').partition(' why: ')[0]}"
         ending += f"; the results that were there are in {previous}" if previous else ""
         console.print(plain(ending), soft_wrap=True)
-    return outcomes
+    return ended
 
 
-def _announce(runs: list[SweepRun], output_dir: Path, console: Console) -> None:
+def _announce(runs: "list[SweepRun]", output_dir: Path, console: Console) -> None:
     """Write sweep.json, and say how many runs there will be."""
     own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
     try:
@@ -254,22 +246,23 @@ class SweepRun:
 
 
 def runs_of(
-    precision: str, configs: Mapping[str, Path], sets: Sequence[str], overrides: list[str], num_processes: int
+    configs: Mapping[str, Path], ds_configs: Mapping[str, dict | None], sets: Sequence[str], overrides: list[str]
 ) -> list[SweepRun]:
-    """One run a strategy and combination of values. `precision`: the recipe's; `configs`: {strategy: accelerate file};
-    `sets`: KEY=a,b,c.
+    """One run a strategy and combination of values. `configs`: {strategy: accelerate file}; `ds_configs`: {strategy:
+    the DeepSpeed configuration of that file}; `sets`: KEY=a,b,c.
 
     Raises Refusal for a key that nothing here has; a run whose values cannot be refuses them itself.
     """
     if not sets:
         return [SweepRun(strategy, strategy, config, {}) for strategy, config in configs.items()]
     parsed = parse_sets(sets, key_types(), overrides)
-    environments = {name: launched_environment(config, num_processes) for name, config in configs.items()}
-    _refuse_without_deepspeed(parsed, environments)
-    ds_configs = {}
-    if any(key.is_ds for key in parsed):
-        ds_configs = {name: launched_ds_config(launched, precision)[0] for name, launched in environments.items()}
-    chosen = [(strategy, values) for strategy in configs for values in combinations(parsed)]
+    without = [name for name, ds_config in ds_configs.items() if ds_config is None]
+    if (named := [key.key for key in parsed if key.is_ds]) and without:
+        able = ",".join(name for name in configs if name not in without) or "zero2"
+        raise refusal("ZR359", keys=", ".join(named), without=", ".join(without), able=able)
+    keys = [key.key for key in parsed]
+    combinations = [dict(zip(keys, values, strict=True)) for values in product(*(key.values for key in parsed))]
+    chosen = [(strategy, values) for strategy in configs for values in combinations]
     runs = []
     for (strategy, values), name in zip(chosen, run_names(chosen), strict=True):
         words = [word for key in parsed if not key.is_ds for word in option_words(key.key, values[key.key])]
@@ -325,12 +318,6 @@ def _is_ds_key(key: str, types: Mapping[str, Any]) -> bool:
     raise Refusal(list(key_findings(SOURCE, [key], {*types, *top_level_keys(), *zero})))
 
 
-def combinations(sets: Sequence[SetKey]) -> list[dict[str, Any]]:
-    """{key: value} of each run; the values of the last key change fastest."""
-    keys = [each.key for each in sets]
-    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(each.values for each in sets))]
-
-
 def run_names(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
     """A folder's name for each (strategy, values): safe on any file system and unique."""
     names = []
@@ -354,19 +341,17 @@ def option_words(key: str, value: Any) -> list[str]:
     return [f"--{key}", *map(shown, value)] if isinstance(value, list) else [f"--{key}={shown(value)}"]
 
 
-def refuse_own_ds_config(recipe: Path, settings: Settings, runs: Sequence[SweepRun], num_processes: int) -> None:
+def refuse_own_ds_config(
+    recipe: Path, deepspeed: str | dict, runs: Sequence[SweepRun], ds_configs: Mapping[str, dict | None]
+) -> None:
     """Refuse a recipe or command line whose `deepspeed:` is not the ds_config of every run. Raises Refusal.
 
     Under a launch without DeepSpeed it would train by its own ds_config, in a row that is called ddp.
     """
-    if settings.deepspeed is None:
-        return
-    own, others = read_json_mapping(settings.deepspeed), set()
-    for run in runs:
-        launched = launched_ds_config(launched_environment(run.config, num_processes), settings.precision)[0]
-        others |= {run.strategy} if launched != own or run.ds_config is not None else set()
+    own = read_json_mapping(deepspeed)
+    others = {run.strategy for run in runs if run.ds_config is not None or ds_configs[run.strategy] != own}
     if others:
-        named = "an inline mapping" if isinstance(settings.deepspeed, dict) else settings.deepspeed
+        named = "an inline mapping" if isinstance(deepspeed, dict) else deepspeed
         raise refusal("ZR366", others=", ".join(sorted(others)), recipe=recipe, named=named)
 
 
@@ -382,11 +367,3 @@ def with_values(config: Mapping[str, Any], values: Mapping[tuple[str, ...], Any]
             block = block[name]
         block[path[-1]] = value
     return filled
-
-
-def _refuse_without_deepspeed(sets: list[SetKey], environments: Mapping[str, Mapping[str, str]]) -> None:
-    keys = [each.key for each in sets if each.is_ds]
-    able = [name for name, env in environments.items() if env.get("ACCELERATE_USE_DEEPSPEED") == "true"]
-    without = [name for name in environments if name not in able]
-    if keys and without:
-        raise refusal("ZR359", keys=", ".join(keys), without=", ".join(without), able=",".join(able) or "zero2")

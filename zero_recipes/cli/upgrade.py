@@ -4,8 +4,6 @@ PyYAML says where each key is, and the text is changed there. ruamel.yaml 0.19.1
 after a key that is removed and writes the other lines in its own form.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import pairwise
 from pathlib import Path

@@ -4,14 +4,12 @@ accelerate reads the file. Its own way from there to the environment (utils/laun
 this machine's GPUs, and a free port. File names are those of accelerate 1.15.
 """
 
-from __future__ import annotations
-
 import difflib
 import ipaddress
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +35,7 @@ INLINE = {
     "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
     "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
 }
+VERBATIM = (INLINE["zero_stage"], INLINE["deepspeed_moe_layer_cls_names"])
 DS_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 FOLDER = Path("accelerate_configs")
 # keys of a recipe that `trl sft --config` takes for its launch
@@ -45,7 +44,7 @@ LAUNCH_KEYS = ("num_processes", "accelerate_config")
 SHARDING = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_DEEPSPEED_CONFIG_FILE")
 
 
-def read_accelerate_file(path: Path) -> ClusterConfig:
+def read_accelerate_file(path: Path) -> "ClusterConfig":
     """The file as accelerate reads it, its blocks as mappings and its counts at least 1. Raises Refusal.
 
     accelerate (commands/config/config_args.py, load_config_from_file) takes a path from the working directory, and
@@ -97,16 +96,16 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
         return environment
     written = [*config.deepspeed_config, *(["mixed_precision"] if config.mixed_precision else [])]
     inline = {INLINE[key]: value for key, value in config.deepspeed_config.items() if key in INLINE}
-    environment |= {name: _as_launched(name, value) for name, value in inline.items() if value is not None}
+    environment |= {
+        name: str(value) if name in VERBATIM else str(value).lower()
+        for name, value in inline.items()
+        if value is not None
+    }
     return environment | {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config.deepspeed_config.get("deepspeed_config_file") or "none"),
         DS_FIELDS: ",".join(map(str, written)),
     }
-
-
-def _as_launched(name: str, value: Any) -> str:
-    return str(value) if name in (INLINE["zero_stage"], INLINE["deepspeed_moe_layer_cls_names"]) else str(value).lower()
 
 
 def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str, Any]:
@@ -125,14 +124,6 @@ def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str
     config = dict(plugin.deepspeed_config)
     del config["steps_per_print"]  # infinity, which JSON does not know; accelerate writes it again
     return config
-
-
-def hand_over(environment: MutableMapping[str, str]) -> None:
-    """Let accelerate take the ds_config in force beside the launcher's fields, which have been read into it.
-
-    DeepSpeedPlugin (utils/dataclasses.py, _deepspeed_config_checks) stops where both are there.
-    """
-    environment.pop(DS_FIELDS, None)
 
 
 def precision_findings(environment: Mapping[str, str], precision: str) -> Iterator[Finding]:
@@ -160,15 +151,12 @@ def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield finding("ZR303", beside=", ".join(beside))
 
 
-def refuse_what_no_launch_takes(config: ClusterConfig, path: Path) -> None:
+def refuse_what_no_launch_takes(config: "ClusterConfig", path: Path) -> None:
     """Refuse a file whose launch trains something else silently, or waits without an end."""
     if config.mpirun_config:
         raise refusal("ZR331", path=path)
-    if config.num_machines > 1:
-        _refuse_unreachable_machines(config, path)
-
-
-def _refuse_unreachable_machines(config: ClusterConfig, path: Path) -> None:
+    if config.num_machines == 1:
+        return
     ds, launcher = config.deepspeed_config, config.deepspeed_config.get("deepspeed_multinode_launcher") or "pdsh"
     if ds and launcher not in ("standard", "nossh"):
         hosts = ds.get("deepspeed_hostfile")

@@ -3,8 +3,6 @@
 File names are those of DeepSpeed 0.19.8.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
@@ -52,22 +50,9 @@ def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
 
 def schema_findings(config: Mapping[str, Any], source: str) -> list[Finding]:
     """What DeepSpeed or transformers would stop on with an error that names no place, or read as another stage."""
-    found = list(_blocks(config, source))
+    blocks = [name for name in BLOCKS if not isinstance(config.get(name, {}), dict)]
+    found = [finding("ZR208", name=name, source=source, block=config[name]) for name in blocks]
     return found or list(_zero_optimization(config.get("zero_optimization", {}), source))
-
-
-def _blocks(config: Mapping[str, Any], source: str) -> Iterator[Finding]:
-    places = {name: config[name] for name in BLOCKS if name in config}
-    for name in ("optimizer", "scheduler"):
-        if isinstance(places.get(name), dict) and "params" in places[name]:
-            places[f"{name}.params"] = places[name]["params"]
-    zero = config.get("zero_optimization")
-    for name in OFFLOADS:  # DeepSpeed takes None
-        if isinstance(zero, dict) and zero.get(name) is not None:
-            places[f"zero_optimization.{name}"] = zero[name]
-    for name, block in places.items():
-        if not isinstance(block, dict):
-            yield finding("ZR208", name=name, source=source, block=block)
 
 
 def _zero_optimization(block: Mapping[str, Any], source: str) -> Iterator[Finding]:

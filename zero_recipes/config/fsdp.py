@@ -3,8 +3,6 @@
 File names are those of accelerate 1.15, transformers 5.23 and torch 2.13.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,14 +84,10 @@ def _findings(config: Mapping[str, Any], settings: Settings, world_size: int) ->
     unknown = sorted(set(config) - set(_VARIABLES.values()))
     if unknown:
         found.append(finding("ZR315", unknown=", ".join(unknown), known=", ".join(sorted(_VARIABLES.values()))))
-    if world_size == 1:
-        found.append(finding("ZR316"))
-    if config.get("cpu_offload"):
-        found.append(finding("ZR318"))
-    if config.get("activation_checkpointing") and settings.activation_checkpointing:
-        found.append(finding("ZR320"))
-    if settings.auto_find_batch_size:
-        found.append(finding("ZR321"))
-    if settings.load_best_model_at_end and settings.save_only_model:
-        found.append(finding("ZR322"))
+    twice = config.get("activation_checkpointing") and settings.activation_checkpointing
+    found += [finding("ZR316")] if world_size == 1 else []
+    found += [finding("ZR318")] if config.get("cpu_offload") else []
+    found += [finding("ZR320")] if twice else []
+    found += [finding("ZR321")] if settings.auto_find_batch_size else []
+    found += [finding("ZR322")] if settings.load_best_model_at_end and settings.save_only_model else []
     return found

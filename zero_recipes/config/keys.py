@@ -1,7 +1,5 @@
 """The keys that a recipe may have: TRL's and ours, with their types and choices. Tables about them: keys.yaml."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import typing

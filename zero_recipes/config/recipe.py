@@ -6,8 +6,6 @@ Nothing downstream reads it again.
 `parse_recipe` imports TRL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -20,20 +18,12 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import yaml
 
-from zero_recipes.config.accelerate import LAUNCH_KEYS, hand_over
-from zero_recipes.config.keys import (
-    accepted_types,
-    dataclasses_of_a_recipe,
-    key_choices,
-    key_findings,
-    key_types,
-    range_findings,
-    recipe_findings,
-)
+from zero_recipes.config import keys
+from zero_recipes.config.accelerate import DS_FIELDS, LAUNCH_KEYS
 from zero_recipes.core.findings import library_error_as_finding, raise_errors, refusal
 from zero_recipes.core.host import limit_rounding
 from zero_recipes.core.process import local_world_size
@@ -51,7 +41,7 @@ class Settings(SimpleNamespace):
     def __init__(self, values: Mapping[str, Any]):
         super().__init__(**values)
 
-    def replace(self, **changes: Any) -> Settings:
+    def replace(self, **changes: Any) -> Self:
         return Settings(vars(self) | changes)
 
     def as_dict(self) -> dict[str, Any]:
@@ -174,17 +164,17 @@ def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
 def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
     """Merge file and command line through TRL's own parser; refuse what neither TRL nor we know."""
     parser = _parser()
-    known = key_types()
+    known = keys.key_types()
     lines = getattr(mapping, "lines", {})
     mapping = {key: value for key, value in mapping.items() if key not in LAUNCH_KEYS}  # preflight compares them
-    raise_errors(recipe_findings(str(path), mapping, lines, known, key_choices()))
+    raise_errors(keys.recipe_findings(str(path), mapping, lines, known, keys.key_choices()))
     file_values = dict(mapping)
     prompts = file_values.pop("sample_prompts", None)  # a list, a number or a path: argparse has one type per key
     parser.set_defaults_with_config(**file_values)
     valued, unset = without_unset(overrides, known)
     namespace, extra = parser.parse_known_args(valued)
     stray = [word[2:].partition("=")[0].replace("-", "_") for word in extra if word.startswith("--")]
-    raise_errors([*key_findings("the command line", stray, known)])
+    raise_errors([*keys.key_findings("the command line", stray, known)])
     if extra:
         raise refusal("ZR120", word=extra[0], usage=USAGE)
 
@@ -197,7 +187,7 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
     ]  # objects, where the command line names them
     values |= dict.fromkeys(unset)
     values |= {key: decoded(values[key]) for key in MAPPINGS}
-    raise_errors([f for key in named & set(values) for f in range_findings("the command line", key, values[key])])
+    raise_errors([f for key in named & set(values) for f in keys.range_findings("the command line", key, values[key])])
     explicit = {key: values[key] for key in values if key in mapping or key in named}
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return Recipe(path=path, settings=Settings(values), explicit=MappingProxyType(explicit), sha256=digest)
@@ -215,7 +205,7 @@ def without_unset(overrides: list[str], known: Mapping[str, Any]) -> tuple[list[
         width = 1 if equals else 2
         value = value if equals else (overrides[index + 1 : index + 2] or [""])[0]
         is_null = value.lower() == "null" or (value.lower() == "none" and key != "report_to")
-        if is_null and key in known and accepted_types(known[key]) & {"null", "any"}:
+        if is_null and key in known and keys.accepted_types(known[key]) & {"null", "any"}:
             unset.add(key)
             index += width
         else:
@@ -277,7 +267,7 @@ def trl_arguments(settings: Settings, path: Path) -> TrlArguments:
     Raises Refusal.
     """
     objects = []
-    for cls in dataclasses_of_a_recipe()[:-1]:
+    for cls in keys.dataclasses_of_a_recipe()[:-1]:
         fields = {f.name for f in dataclasses.fields(cls) if f.init}
         with library_error_as_finding(f"making TRL's {cls.__name__} of {path}", fields):
             values = {key: copy.deepcopy(value) for key, value in settings.as_dict().items() if key in fields}
@@ -306,7 +296,7 @@ def _parser():
             raise refusal("ZR124", message=message, usage=USAGE)
 
     # abbreviations (`--max_step`) would hide a misspelt key
-    return Parser(dataclass_types=dataclasses_of_a_recipe(), allow_abbrev=False, add_help=False)
+    return Parser(dataclass_types=keys.dataclasses_of_a_recipe(), allow_abbrev=False, add_help=False)
 
 
 def steps_by_epochs(rows: int, settings: Settings, replicas: int) -> int:
@@ -323,7 +313,7 @@ class RunConfig:
     recipe: Recipe  # as written
     settings: Settings  # every key in force: the recipe's, the command line's, what launcher and machine decide
     explicit: Mapping[str, Any]  # keys that were named, and those that were derived: a recipe that runs again
-    strategy: Strategy
+    strategy: "Strategy"
     device: str  # "cpu" or "cuda"
     output_dir: Path
 
@@ -340,7 +330,8 @@ class RunConfig:
     def trl_arguments(self) -> TrlArguments:
         """Starts the device's state: a process group that is needed exists before."""
         if self.strategy.is_deepspeed:
-            hand_over(os.environ)
+            # the ds_config has them; DeepSpeedPlugin (accelerate 1.15, utils/dataclasses.py) stops where both are there
+            os.environ.pop(DS_FIELDS, None)
         return trl_arguments(self.settings, self.recipe.path)
 
 
@@ -358,7 +349,7 @@ def choose_device(use_cpu: bool) -> str:
 
 
 def settings_in_force(
-    recipe: Recipe, strategy: Strategy | None, device: str, accumulation: int | None
+    recipe: Recipe, strategy: "Strategy | None", device: str, accumulation: int | None
 ) -> tuple[Settings, dict]:
     """(settings, explicit) of a run: what strategy, device and global batch decide, laid over the recipe."""
     decided: dict[str, Any] = {"output_dir": str(output_dir_of(recipe))}
@@ -379,7 +370,7 @@ def output_dir_of(recipe: Recipe) -> Path:
     return Path(recipe.settings.output_dir or f"output/{recipe.name}")
 
 
-def refuse_uneven_gpus(strategy: Strategy, device: str, environment: Mapping[str, str]) -> None:
+def refuse_uneven_gpus(strategy: "Strategy", device: str, environment: Mapping[str, str]) -> None:
     """One plain process with several GPUs would become nn.DataParallel, which SFTTrainer does not take; more processes
     than GPUs on a machine end in NCCL, which does not take two ranks on one device."""
     import torch

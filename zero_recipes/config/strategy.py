@@ -1,7 +1,5 @@
 """Which strategy is in force: found from the recipe, the command line and the launcher, before anything is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,12 +1,10 @@
 """Files that are written whole or not at all, and JSON as the standard has it."""
 
-from __future__ import annotations
-
-import json
-import math
 import os
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import to_json
 
 
 def write_text(path: Path, text: str) -> None:
@@ -17,20 +15,10 @@ def write_text(path: Path, text: str) -> None:
     os.replace(unfinished, path)
 
 
+def strict_json(document: Any, indent: int | None = None) -> str:
+    """A number that is not finite becomes null: `NaN` is no JSON. Letters of every script stay as they are."""
+    return to_json(document, indent=indent, inf_nan_mode="null").decode()
+
+
 def write_json(path: Path, document: Any) -> None:
-    """The same for what JSON can hold. A number that is not finite becomes null: `NaN` is no JSON."""
-    write_text(path, json.dumps(without_nan(document), indent=2, allow_nan=False) + "\n")
-
-
-def json_lines(rows: list[Any]) -> str:
-    """One strict JSON document a line, as `write_json` writes it; letters of every script as they are."""
-    return "".join(json.dumps(without_nan(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-
-
-def without_nan(value: Any) -> Any:
-    """The same data with None for every number that strict JSON cannot hold."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    return [without_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
+    write_text(path, strict_json(document, indent=2) + "\n")

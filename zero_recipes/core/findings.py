@@ -3,8 +3,6 @@
 A refusal ends a run before any weight is loaded, with one message and exit code 2.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -80,7 +78,7 @@ def finding(
     return Finding(code, what, why, fix, level=level or row["level"], key=recipe_key, scope=scope)
 
 
-def refusal(code: str, /, *, scope: str = "run", **values: Any) -> Refusal:
+def refusal(code: str, /, *, scope: str = "run", **values: Any) -> "Refusal":
     """A Refusal, to be raised, for the finding of that code."""
     return Refusal([finding(code, scope=scope, **values)])
 

@@ -3,8 +3,6 @@
 Importing it does not import torch.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import platform

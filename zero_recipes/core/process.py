@@ -1,7 +1,5 @@
 """Of this process, without importing torch: its rank, its siblings, its phases, and its end."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import ctypes

@@ -1,7 +1,5 @@
 """Rows under columns, for the terminal (rich) and for markdown: every table that this project prints."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 Token columns are read as flat numpy arrays off Arrow's buffers: no token becomes a Python object.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import itemgetter

@@ -1,7 +1,5 @@
 """Data and tokenizer of a recipe: found, loaded and formatted, by one formatter for training and for generation."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

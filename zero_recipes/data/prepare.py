@@ -4,8 +4,6 @@ SFTTrainer prepares its rows after it has a model; here its own code does it bef
 the result is kept beside the datasets library's cache. TRL's ranks take turns by collectives instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib

@@ -1,7 +1,5 @@
 """The prompts that a model answers before and after training."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The processes of a run: they come together, share what one of them did or failed of, and leave together."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

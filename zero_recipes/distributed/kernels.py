@@ -7,8 +7,6 @@ started. async_io takes two to five minutes on two cores. torch (utils/file_bato
 op's folder, silently and for ever, also where the process that made it was killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

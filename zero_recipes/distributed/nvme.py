@@ -4,8 +4,6 @@ DeepSpeed 0.19.8 swaps to `nvme_path`/zero_stage_3, whoever else does: two runs 
 states silently, and what a run has swapped stays there when it ends (runtime/swap_tensor/).
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ DeepSpeed 0.19.8, runtime/sequence_parallel/ulysses_sp.py (UlyssesSPAttentionHF,
 accelerate's ParallelismConfig and TRL. Jacobs et al., arXiv:2309.14509; ALST: arXiv:2506.13996.
 """
 
-from __future__ import annotations
-
 import torch
 
 

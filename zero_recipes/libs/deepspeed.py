@@ -13,8 +13,6 @@ groups, `_optimizer_step`, `_lazy_init_hp_params_optimizer_state`, `update_lp_pa
 checkpoint goes into a fresh engine by parameter; no public call fills one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

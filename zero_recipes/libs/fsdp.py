@@ -3,8 +3,6 @@
 File names are those of accelerate 1.15, transformers 5.23 and torch 2.13.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

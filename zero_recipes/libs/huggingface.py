@@ -5,8 +5,6 @@ attention imports (modeling_flash_attention_utils.py, integrations/hub_kernels.p
 is documented; without them a missing kernel would be found after the weights are loaded.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
@@ -81,7 +79,7 @@ def rows_left_over(loader) -> int:
     return len(loader.dataset) % (sampler.batch_size * (1 if sampler.split_batches else sampler.num_processes))
 
 
-def fingerprint(rows: Dataset) -> str:
+def fingerprint(rows: "Dataset") -> str:
     """The datasets library's own hash of these rows and of all that has made them.
 
     Private: `_fingerprint` (datasets 5.2, arrow_dataset.py). Prepared rows are cached under it.
@@ -89,7 +87,7 @@ def fingerprint(rows: Dataset) -> str:
     return rows._fingerprint
 
 
-def prepare_dataset(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
+def prepare_dataset(rows: "Dataset", tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> "Dataset":
     """Rows as SFTTrainer makes them, before there is a model, on one process of each machine.
 
     Private: SFTTrainer._prepare_dataset and `global_then_local_main_first` (TRL 1.16, trainer/sft_trainer.py). The

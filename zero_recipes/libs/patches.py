@@ -1,7 +1,5 @@
 """Patches for faults of the libraries that would change results. A test of each fails when it is no longer needed."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

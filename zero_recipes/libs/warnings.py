@@ -1,7 +1,5 @@
 """Output of the libraries that tells a user nothing: each entry names its source and why it may go."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -4,8 +4,6 @@ Everything is read off the engine's own tensors and collectives; nothing here kn
 with. The contract of the file is in docs/metrics.md.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -21,20 +19,9 @@ from zero_recipes.core.host import hardware_facts, library_versions, peak_memory
 from zero_recipes.core.process import CLOCK, rank
 from zero_recipes.distributed.group import gather_rows
 from zero_recipes.libs.deepspeed import STATE_PARTS
+from zero_recipes.metrics import schema
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import MemoryPhases, StateProbe, StepClock, UsedFlops, steps_not_timed
-from zero_recipes.metrics.schema import (
-    FILE,
-    SCHEMA,
-    Evaluation,
-    Measurements,
-    Metrics,
-    ModelStateBytes,
-    PeakMemory,
-    PredictedMetrics,
-    RunIdentity,
-    Status,
-)
 from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
 from zero_recipes.model import parameter_counts
 
@@ -67,13 +54,13 @@ class StageMetricsCallback(TrainerCallback):
         self,
         output_dir: str | Path | None = None,
         strategy: Strategy | None = None,
-        predicted: PredictedMetrics | None = None,
+        predicted: schema.PredictedMetrics | None = None,
         **known: Any,
     ):
         self.output_dir = None if output_dir is None else Path(output_dir)
         self.strategy, self.predicted, self.known = strategy, predicted, known
         self.ends_with_training = strategy is None
-        self.identity: RunIdentity | None = None
+        self.identity: schema.RunIdentity | None = None
         self.engine: torch.nn.Module | None = None  # known inside ZeroSFTTrainer alone
         self.phases = MemoryPhases()
         self.phases.record("model_loaded")
@@ -89,7 +76,7 @@ class StageMetricsCallback(TrainerCallback):
         self.last_step = (0.0, 0.0)  # loss of all ranks and the worst rank's gradient norm, 0 where there is none
         self.grad_norms: list[float] = []
         self.skipped = 0  # steps, by the loss scale of fp16
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: list[schema.Evaluation] = []
         self.norm: torch.Tensor | None = None  # of the step at work, not read back yet
         self.has_labels = False
         self.tokens: torch.Tensor | None = None  # all, non-padding, supervised, squares; of this rank and run
@@ -102,8 +89,8 @@ class StageMetricsCallback(TrainerCallback):
         self.warmup = 0
         self.probed = 0  # steps before the one that the probe looks into
         self.done = 0
-        self.summary = Measurements(loss_history=[])
-        self.earlier = Measurements()  # of the run that wrote the checkpoint
+        self.summary = schema.Measurements(loss_history=[])
+        self.earlier = schema.Measurements()  # of the run that wrote the checkpoint
         self.first_step = 1  # of loss_history
         self.resumed_at: list[int] = []
 
@@ -180,7 +167,7 @@ class StageMetricsCallback(TrainerCallback):
             "max_length": getattr(args, "max_length", None),
             "recipe_sha256": None,
         }
-        self.identity = RunIdentity(**of_trainer | self.known)
+        self.identity = schema.RunIdentity(**of_trainer | self.known)
         self.used = UsedFlops(self.identity)
         self.used.count(model)
 
@@ -260,7 +247,7 @@ class StageMetricsCallback(TrainerCallback):
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if metrics and "eval_loss" in metrics:
-            self.evaluations.append(Evaluation(step=state.global_step, loss=metrics["eval_loss"]))
+            self.evaluations.append(schema.Evaluation(step=state.global_step, loss=metrics["eval_loss"]))
         if self.finished and self.ends_with_training:
             self.write()
         self.steps.open()
@@ -277,12 +264,12 @@ class StageMetricsCallback(TrainerCallback):
         self.summary = self._summary()
         self.finished = True
 
-    def _summary(self) -> Measurements:
+    def _summary(self) -> schema.Measurements:
         """Read peaks and bring all ranks' figures together, those of the run that was resumed included."""
         losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64)
         own = RankFigures(
-            peak=PeakMemory(**peak_memory(self.device)),
-            states=ModelStateBytes(**self.states),
+            peak=schema.PeakMemory(**peak_memory(self.device)),
+            states=schema.ModelStateBytes(**self.states),
             losses=losses.cpu().tolist() if self.losses else self._logged(),
             tokens=self._counted(self.tokens),
             timed_tokens=self._counted(self.tokens_timed),
@@ -291,8 +278,8 @@ class StageMetricsCallback(TrainerCallback):
         ranks = gather_object([own])
         seconds = self.steps.seconds()
         if not seconds:  # a resumed run that had no step left
-            peaks = Measurements(peak_memory_bytes=[rank.peak for rank in ranks], loss_history=[])
-            return peaks if self.earlier == Measurements() else self.earlier
+            peaks = schema.Measurements(peak_memory_bytes=[rank.peak for rank in ranks], loss_history=[])
+            return peaks if self.earlier == schema.Measurements() else self.earlier
         now = summarise(
             ranks,
             seconds,
@@ -324,15 +311,15 @@ class StageMetricsCallback(TrainerCallback):
         """Of the whole run, without a collective."""
         return [*(self.earlier.loss_history or []), *self.step_losses]
 
-    def write(self, status: Status = "ok", error: str | None = None) -> None:
+    def write(self, status: schema.Status = "ok", error: str | None = None) -> None:
         """Write metrics.json on rank 0: complete after `end_steps`, before it with null for what was not measured."""
         if rank():
             return
         if not self.finished:
             self.summary = self.summary.model_copy(update={"loss_history": self.losses_so_far()})
         CLOCK.book()
-        row = Metrics(
-            schema=SCHEMA,
+        row = schema.Metrics(
+            schema=schema.SCHEMA,
             status=status,
             error=error,
             **dict(self.identity),
@@ -347,4 +334,4 @@ class StageMetricsCallback(TrainerCallback):
             versions=library_versions(),
             hardware=hardware_facts(self.device),
         )
-        row.write(self.output_dir / FILE)
+        row.write(self.output_dir / schema.FILE)

@@ -1,7 +1,5 @@
 """Bytes that one optimizer step sends through each collective, as sizes of the full, unsharded tensors."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

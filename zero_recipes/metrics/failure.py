@@ -1,7 +1,5 @@
 """What a failing rank leaves behind, without any collective: failure.rankN.json; and how the files become one row."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import signal
@@ -14,15 +12,7 @@ from typing import Literal
 
 from zero_recipes.core.files import write_text
 from zero_recipes.core.process import rank
-from zero_recipes.metrics.schema import (
-    FILE,
-    SCHEMA,
-    ContractError,
-    Failure,
-    Metrics,
-    Part,
-    read_part,
-)
+from zero_recipes.metrics import schema
 
 # what is said of a peer that has ended, by gloo, NCCL, the store and Linux
 ECHOES = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
@@ -31,7 +21,7 @@ ECHOES += ("Socket Timeout", "Timed out waiting", "which prepares the data of th
 ECHOES += ("which plans the run",)
 
 
-class RankFailure(Part):
+class RankFailure(schema.Part):
     """One failure.rankN.json."""
 
     rank: int  # that wrote it
@@ -95,7 +85,7 @@ def cause_of(output_dir: Path) -> RankFailure | None:
 
     Raises ContractError where a failure.rankN.json is damaged.
     """
-    found = [read_part(RankFailure, path) for path in sorted(output_dir.glob("failure.rank*.json"))]
+    found = [schema.read_part(RankFailure, path) for path in sorted(output_dir.glob("failure.rank*.json"))]
 
     def order(failure: RankFailure) -> tuple[bool, bool, float]:
         """Clocks of machines differ: the time alone does not tell what a peer's end causes from the cause."""
@@ -104,18 +94,20 @@ def cause_of(output_dir: Path) -> RankFailure | None:
     return min(found, key=order, default=None)
 
 
-def keep_failure(output_dir: Path, own: RankFailure, losses: list[float], unfinished: Metrics, resumes: bool) -> None:
+def keep_failure(
+    output_dir: Path, own: RankFailure, losses: list[float], unfinished: schema.Metrics, resumes: bool
+) -> None:
     """Put what ended the run into metrics.json, on any rank, without a collective.
 
     The rank whose failure is the cause comes first and knows the losses; rank 0, which its launcher may stop before it
     speaks, has written who the run is. `unfinished`: what to begin with where it has not. A row of status ok belongs to
     an earlier run: unless this one `resumes` it, its files still stand, and it stays.
     """
-    path = output_dir / FILE
+    path = output_dir / schema.FILE
     try:
         cause = cause_of(output_dir) or own
-        row = Metrics.read(path) if path.is_file() else unfinished
-    except ContractError:
+        row = schema.Metrics.read(path) if path.is_file() else unfinished
+    except schema.ContractError:
         cause, row = own, unfinished
     if row.status == "ok" and not resumes:
         return
@@ -123,21 +115,21 @@ def keep_failure(output_dir: Path, own: RankFailure, losses: list[float], unfini
     _ended(row.model_copy(update={"loss_history": history}), cause).write(path)
 
 
-def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> Metrics:
+def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> schema.Metrics:
     """The row of a run that left none or left it unfinished.
 
     `exit_code` is the launcher's; `log` its output. A killed rank writes no file: then its signal is the cause.
     Raises ContractError where a file of the run is damaged.
     """
-    path = output_dir / FILE
-    unknown = Metrics(schema=SCHEMA, name=strategy, strategy=strategy, status="failed")
-    row = Metrics.read(path) if path.is_file() else unknown
+    path = output_dir / schema.FILE
+    unknown = schema.Metrics(schema=schema.SCHEMA, name=strategy, strategy=strategy, status="failed")
+    row = schema.Metrics.read(path) if path.is_file() else unknown
     cause, killed_by = cause_of(output_dir), signal_in(exit_code, log)
     if killed_by is not None and (cause is None or cause.status != "oom"):
         error = f"a process was killed by {killed_by}"
         if killed_by == "SIGKILL":
             error += ", which is what the kernel does when the host's memory is short"
-        failure = Failure(phase="train" if cause is None else cause.phase, signal=killed_by)
+        failure = schema.Failure(phase="train" if cause is None else cause.phase, signal=killed_by)
         return row.model_copy(update={"status": "failed", "error": error, "failure": failure})
     if cause is not None:
         return _ended(row, cause)
@@ -147,7 +139,7 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> Met
     if refused is not None:
         return row.model_copy(update={"status": "refused", "error": " ".join(lines[refused : refused + 3])})
     error = f"exit code {exit_code}" + (f": {lines[-1]}" if lines else "")
-    return row.model_copy(update={"status": "failed", "error": error, "failure": Failure(phase="unknown")})
+    return row.model_copy(update={"status": "failed", "error": error, "failure": schema.Failure(phase="unknown")})
 
 
 def signal_in(exit_code: int, log: str) -> str | None:
@@ -160,6 +152,6 @@ def signal_in(exit_code: int, log: str) -> str | None:
     return None
 
 
-def _ended(row: Metrics, cause: RankFailure) -> Metrics:
-    failure = Failure(phase=cause.phase, rank=cause.rank, largest_memory=cause.largest_memory)
+def _ended(row: schema.Metrics, cause: RankFailure) -> schema.Metrics:
+    failure = schema.Failure(phase=cause.phase, rank=cause.rank, largest_memory=cause.largest_memory)
     return row.model_copy(update={"status": cause.status, "error": cause.error, "failure": failure})

@@ -13,15 +13,12 @@ instead of 6: backward passes through them, but they get no gradient. The output
 the papers; on GPUs TRL 1.16 computes it only for those with loss (trl/trainer/utils.py, `_fused_forward`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # names in configs of transformers
 ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
@@ -59,8 +56,6 @@ def model_flops(
     model: torch.nn.Module, shape_of: Callable[[Any], Iterable[int]] = lambda weight: weight.shape
 ) -> ModelFlops:
     """Count a model's own modules, on whichever device. `shape_of`: a weight's whole shape, where it is partitioned."""
-    import torch
-
     config = model.config.get_text_config()
     share = _active_share(config)
     weights = trained = 0.0

@@ -1,7 +1,5 @@
 """What is read off optimizer steps: the largest model states, memory after each phase, seconds, tokens, model FLOPs."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

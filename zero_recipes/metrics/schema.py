@@ -4,16 +4,10 @@ Bytes are bytes, times are seconds, lists "per rank" are indexed by rank. Every 
 absent in a row that did not finish; in a row of status "ok" only those that fields.yaml says it of.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
 
-import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from zero_recipes.core.files import write_text
@@ -37,17 +31,6 @@ class Part(BaseModel):
     """A piece of the file. Keys that it does not know are ignored: a later version may have added them."""
 
     model_config = ConfigDict(strict=True, frozen=True, protected_namespaces=())
-
-
-@cache
-def _fields() -> dict[str, dict[str, dict[str, str]]]:
-    return yaml.safe_load(resources.files(__package__).joinpath("fields.yaml").read_text(encoding="utf-8"))
-
-
-def described(model: type[BaseModel], name: str) -> dict[str, str]:
-    """A field's row of fields.yaml: "meaning" and, where they apply, "unit" and "null"; empty where it has none."""
-    rows = (_fields().get(cls.__name__, {}) for cls in model.__mro__)
-    return next((row[name] for row in rows if name in row), {})
 
 
 class PeakMemory(Part):
@@ -245,11 +228,7 @@ class Metrics(Measurements, RunIdentity, RunStatus):
     @classmethod
     def read(cls, path: Path) -> Self:
         """The file at `path`. Raises ContractError, which names the file and the key."""
-        row = read_part(cls, path)
-        missing = next(_empty_keys(row), None) if row.status == "ok" else None
-        if missing:
-            raise ContractError(f'{path}: {missing}: null or missing, though the status is "ok"')
-        return row
+        return read_part(cls, path)
 
     def write(self, path: Path) -> None:
         """Write strict JSON, whole or not at all."""
@@ -275,21 +254,3 @@ def parse_part(model: type[AnyPart], text: bytes, where: str) -> AnyPart:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ContractError(f"{where}: {key + ': ' if key else ''}{first['msg']}") from error
-
-
-def _empty_keys(part: BaseModel, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the fields that are None and may not be, depth first."""
-    for key in type(part).model_fields:
-        value, row = getattr(part, key), described(type(part), key)
-        if not row or "null" in row:
-            continue
-        if value is None:
-            yield prefix + key
-        elif isinstance(value, BaseModel):
-            yield from _empty_keys(value, f"{prefix}{key}.")
-        elif isinstance(value, list):
-            for index, item in enumerate(value):
-                if item is None:
-                    yield f"{prefix}{key}.{index}"
-                elif isinstance(item, BaseModel):
-                    yield from _empty_keys(item, f"{prefix}{key}.{index}.")

@@ -1,7 +1,5 @@
 """What each rank has measured, brought together: the part of metrics.json that needs all ranks."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,44 +7,35 @@ from typing import Any
 
 from pydantic import Field
 
+from zero_recipes.metrics import schema
 from zero_recipes.metrics.probe import utilisation
-from zero_recipes.metrics.schema import (
-    Evaluation,
-    Measurements,
-    ModelStateBytes,
-    Number,
-    Part,
-    PeakMemory,
-    StepSeconds,
-    Tokens,
-)
 
 
 @dataclass(frozen=True)
 class RankFigures:
     """One rank's share of the figures."""
 
-    peak: PeakMemory
-    states: ModelStateBytes
+    peak: schema.PeakMemory
+    states: schema.ModelStateBytes
     losses: list[float] | None  # one per optimizer step of this process; None where they are not known
     tokens: list[int | None]  # over all its steps: all, non-padding, supervised (None where they are not known)
     timed_tokens: list[int | None]  # over the timed ones
     timed_flops: float = 0.0  # the model's, over the timed steps; 0 where they are not counted
 
 
-class History(Part):
+class History(schema.Part):
     """What a checkpoint carries of the measurements, for the run that goes on from it; all of it may be missing."""
 
-    summary: Measurements = Measurements()
-    grad_norm_history: list[Number] = Field([])
-    eval_history: list[Evaluation] = Field([])
+    summary: schema.Measurements = schema.Measurements()
+    grad_norm_history: list[schema.Number] = Field([])
+    eval_history: list[schema.Evaluation] = Field([])
     first_step: int | None = None  # of the loss history
     resumed_at: list[int] = Field([])
 
 
 def summarise(
     ranks: Sequence[RankFigures], seconds: Sequence[float], warmup: int, peak_flops: float | None = None, **more: Any
-) -> Measurements:
+) -> schema.Measurements:
     """The figures of all ranks over at least one step. `seconds`: of each step; `warmup`: how many are not timed;
     `peak_flops`: FLOP/s of a card, None where it is not known; `more`: what rank 0 alone knows (fields of
     Measurements). Where none is timed, times and rates are null."""
@@ -55,12 +44,12 @@ def summarise(
     flops = sum(rank.timed_flops for rank in ranks)
     used = utilisation(flops, speed[1], sum(timed), len(ranks), peak_flops) if timed else {}
     rates = [None if count is None or not timed else count / sum(timed) for count in speed]
-    return Measurements(
+    return schema.Measurements(
         peak_memory_bytes=[rank.peak for rank in ranks],
         model_state_bytes=[rank.states for rank in ranks],
         tokens=_tokens(_sums([rank.tokens for rank in ranks])),
         tokens_per_second=_tokens(rates) if timed else None,
-        step_seconds=StepSeconds(
+        step_seconds=schema.StepSeconds(
             median=statistics.median(timed) if timed else None,
             p90=sorted(timed)[min(len(timed) - 1, int(0.9 * len(timed)))] if timed else None,
             warmup_steps_excluded=warmup,
@@ -71,7 +60,7 @@ def summarise(
     )
 
 
-def continued(earlier: Measurements, now: Measurements) -> Measurements:
+def continued(earlier: schema.Measurements, now: schema.Measurements) -> schema.Measurements:
     """The figures of a resumed run: losses and tokens of the whole run, everything else of the last process."""
     if earlier.tokens is None:
         return now
@@ -91,8 +80,8 @@ def _means(losses: list[list[float] | None]) -> list[float] | None:
     return [sum(step) / len(losses) for step in zip(*losses, strict=True)]
 
 
-def _tokens(counts: Sequence[float | None]) -> Tokens:
-    return Tokens(**dict(zip(Tokens.model_fields, counts, strict=True)))
+def _tokens(counts: Sequence[float | None]) -> schema.Tokens:
+    return schema.Tokens(**dict(zip(schema.Tokens.model_fields, counts, strict=True)))
 
 
 def _sums(counts: Sequence[Sequence[int | None]]) -> list[int | None]:

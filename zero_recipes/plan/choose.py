@@ -3,8 +3,6 @@
 And how far a job can grow. By predictions, never guessed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """`zero-recipes plan`: what a recipe needs on which GPUs, and what to do."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import replace

@@ -5,8 +5,6 @@ or the host decides; `--calibrate metrics.json` takes the share that a measured 
 launches of many small collectives, of which stage 3 has most.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -6,8 +6,6 @@ Transformer Models", arXiv:2205.05198, section 4.1 and table 2, without dropout'
 in a micro batch, h hidden width, a heads, L layers, V vocabulary. Sizes are bytes of one rank.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,15 +15,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from zero_recipes.checks.capacity import (
-    DTYPE_BYTES,
-    SwapTensor,
-    beside_offloaded_optimizer,
-    read_at_resume,
-    resumable_bytes,
-    swap_buffers,
-    swapped_bytes,
-)
+from zero_recipes.checks import capacity
 from zero_recipes.config.ds_config import number_in
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import library_error_as_finding
@@ -67,7 +57,7 @@ def overheads() -> Overheads:
     return Overheads(**{name: entry["value"] for name, entry in entries.items()}, measured=measured)
 
 
-def shape_of(config: Mapping[str, Any], settings: Settings) -> Shape:
+def shape_of(config: Mapping[str, Any], settings: Settings) -> "Shape":
     """Raises Refusal where the model's class cannot be built from the config alone."""
     lora = {key: value for key, value in vars(settings).items() if key.startswith("lora_") or key in LORA_KEYS}
     return _shape(json.dumps(dict(config), sort_keys=True), json.dumps(lora, sort_keys=True, default=str))
@@ -94,7 +84,7 @@ class Shape:
             peft_config = get_peft_config(ModelConfig(**json.loads(lora_json)))
             model = model if peft_config is None else get_peft_model(model, peft_config)
         text = config.get_text_config()
-        self.tensors = tuple(SwapTensor(p.numel(), p.ndim > 1, p.requires_grad) for p in model.parameters())
+        self.tensors = tuple(capacity.SwapTensor(p.numel(), p.ndim > 1, p.requires_grad) for p in model.parameters())
         self.parameters = sum(tensor.size for tensor in self.tensors)
         self.trainable = sum(tensor.size for tensor in self.tensors if tensor.trained)
         # those in matrix products: all but the embedding's rows; of them, a mixture's that a token does not go to
@@ -139,7 +129,7 @@ class Sizes:
         requested = (self.settings.model_init_kwargs or {}).get("dtype") or self.settings.dtype
         requested = shape.dtype if requested in ("auto", None) else str(requested).removeprefix("torch.")
         # bytes of an element that is loaded, and of one that is computed with: without autocast and DeepSpeed the same
-        self.loaded = self.width = DTYPE_BYTES.get(requested, 4)
+        self.loaded = self.width = capacity.DTYPE_BYTES.get(requested, 4)
         if self.settings.precision != "fp32":
             self.width = 2
         elif job.ds_config is not None:
@@ -215,7 +205,7 @@ class Sizes:
             moved=moved,
             saved=each.optimizer * shape.trainable,
             on_host=(held.optimizer if offloaded == "cpu" else 0) + params_on_host,
-            on_nvme=swapped_bytes(zero, shape.tensors, self.ranks, width),
+            on_nvme=capacity.swapped_bytes(zero, shape.tensors, self.ranks, width),
         )
 
     def _of_stage(self, stage: int) -> tuple[float, int, dict[str, float]]:
@@ -299,10 +289,12 @@ class Sizes:
         """Of one rank, (while loading, in training): weights (below stage 3, unless the file is mapped as it is), and
         what is offloaded."""
         job, shape, share = self.job, self.shape, self.shape.trainable / self.ranks
-        mapped = not self.settings.random_weights and self.loaded == DTYPE_BYTES.get(shape.dtype, 4)
+        mapped = not self.settings.random_weights and self.loaded == capacity.DTYPE_BYTES.get(shape.dtype, 4)
         load = 0 if mapped or job.zero_stage == 3 else self.loaded * shape.parameters
-        held = self.terms.on_host + beside_offloaded_optimizer(job.zero, share, self.width, self.passes > 1)
-        return load, held + sum(swap_buffers(job.zero, share, shape.embedding / self.ranks, self.ranks).values())
+        held = self.terms.on_host + capacity.beside_offloaded_optimizer(job.zero, share, self.width, self.passes > 1)
+        return load, held + sum(
+            capacity.swap_buffers(job.zero, share, shape.embedding / self.ranks, self.ranks).values()
+        )
 
 
 def prediction_of(
@@ -311,7 +303,7 @@ def prediction_of(
     """What formulas or the simulated engine `found`, and what follows from it. `weights`, `saved`: bytes of what trains
     and of the optimizer's states in a checkpoint; `segments`: of the allocator at its peak; `host`: as above."""
     here, (load, training) = job.ranks_per_node, host
-    read = read_at_resume(weights, saved, job.zero_stage, job.world_size)
+    read = capacity.read_at_resume(weights, saved, job.zero_stage, job.world_size)
     return Prediction(
         strategy=job.strategy,
         zero_stage=job.zero_stage,
@@ -323,7 +315,9 @@ def prediction_of(
         host_bytes=HostBytes(
             load=int(here * load), training=int(here * training), resume=int(here * (training + read))
         ),
-        checkpoint_bytes=CheckpointBytes(weights=weights, resumable=resumable_bytes(weights, saved, job.zero_stage)),
+        checkpoint_bytes=CheckpointBytes(
+            weights=weights, resumable=capacity.resumable_bytes(weights, saved, job.zero_stage)
+        ),
         **found,
     )
 

@@ -2,8 +2,6 @@
 and from a job to its command line. Needs no weights and never asks the hub.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import hashlib
@@ -13,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import read_accelerate_file
@@ -100,10 +98,10 @@ class Job:
         new = self.settings.activation_checkpointing
         return bool(self.settings.gradient_checkpointing if new is None else new)  # transformers' old name
 
-    def changed(self, **values: Any) -> Job:
+    def changed(self, **values: Any) -> Self:
         return replace(self, settings=self.settings.replace(**values))
 
-    def under(self, strategy: str, ds_config: dict[str, Any] | None) -> Job:
+    def under(self, strategy: str, ds_config: dict[str, Any] | None) -> Self:
         """Under another strategy, hpZ's "auto" filled in with the ranks of a node as in a run."""
         filled = copy.deepcopy(ds_config)
         if DsConfig(filled or {}).hpz_partition_size == "auto":
@@ -114,7 +112,7 @@ class Job:
         return vars(self) | {"settings": self.settings.as_dict()}
 
     @classmethod
-    def from_dict(cls, written: dict[str, Any]) -> Job:
+    def from_dict(cls, written: dict[str, Any]) -> Self:
         return cls(**(written | {"settings": Settings(written["settings"])}))
 
     def key(self, versions: dict[str, str]) -> str:
@@ -246,11 +244,10 @@ def read_request(arguments: argparse.Namespace, overrides: list[str]) -> PlanReq
     settings, text, per_node = recipe.settings, arguments.gpus, arguments.gpus_per_node
     if settings.precision == "bf16" and not gpu.bf16:
         raise refusal("ZR273", name=gpu.name)
-    names = None if arguments.strategies is None else [n.strip() for n in arguments.strategies.split(",") if n.strip()]
     counts = sorted({int(part) if part.strip().isdigit() else 0 for part in text.split(",")})
     if per_node < 1 or any(count < 1 or (count > per_node and count % per_node) for count in counts):
         raise refusal("ZR805", text=text, per_node=per_node)
-    strategies, config = read_strategies(recipe, names), model_config(settings)
+    strategies, config = read_strategies(recipe, arguments.strategies), model_config(settings)
     host, nvme = (None if size is None else int(size * 1e9) for size in (arguments.host_memory, arguments.nvme))
     mean = arguments.mean_tokens
     found = rows_at_hand(settings, recipe.path) if mean is None else stated(mean, settings)

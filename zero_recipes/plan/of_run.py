@@ -5,8 +5,6 @@
 The answer: {"predicted": what metrics.json carries, "lines": for the log, "findings": errors and warnings}.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

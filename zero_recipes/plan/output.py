@@ -1,7 +1,5 @@
 """The plan as it is written: a table and sentences, JSON, and a folder with both and a picture."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

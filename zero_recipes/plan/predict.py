@@ -1,7 +1,5 @@
 """Predictions of jobs: by the engine's simulation where it can do the job, else by the textbook formulas."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import time

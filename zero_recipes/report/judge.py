@@ -80,7 +80,7 @@ def _alike(runs: Sequence[MeasuredRun]) -> Answer:
         return "cannot tell", "There is only one row."
     seen = {key: {getattr(run, key) for run in runs} - {None} for key in SAME_RUN}
     # the same data in the same order makes the same number of tokens, padding included
-    seen["tokens trained on"] = {run.tokens.all for run in runs if run.status == "ok"}
+    seen["tokens trained on"] = {run.tokens.all for run in runs if run.status == "ok" and run.tokens}
     differing = {key: sorted(map(_written, values)) for key, values in seen.items() if len(values) > 1}
     listed = "; ".join(f"{key} ({', '.join(values)})" for key, values in differing.items())
     measured = f"The rows differ in {listed}." if differing else f"{len(runs)} rows with one setting."

@@ -4,7 +4,6 @@ The page is one HTML file: pictures embedded, style inline, nothing fetched from
 """
 
 import base64
-import json
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -14,10 +13,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 
 from zero_recipes.core import units
-from zero_recipes.core.files import without_nan
+from zero_recipes.core.files import strict_json
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import Column, plain, print_columns, terminal
-from zero_recipes.metrics.read_runs import MeasuredRun, UnreadableRun, read_runs
+from zero_recipes.metrics.read_runs import MeasuredRun, read_runs
 from zero_recipes.metrics.schema import ContractError
 from zero_recipes.report import plots, read
 from zero_recipes.report.judge import Judgement, judge_runs, mean_scores, sampled_run
@@ -31,8 +30,7 @@ PLANNED = ("run", "planned by", "states planned", "measured", "apart", "peak pla
 def write_report(folder: Path, console: Console | None = None) -> Path:
     """Write report.html, report.json, report.md and the pictures into `folder`, print the tables and judgements.
 
-    A metrics.json that cannot be read is a row that says why. Returns the path of the page. Raises Refusal where there
-    is none that can be read.
+    Returns the path of the page. Raises Refusal where a metrics.json cannot be read, or there is none.
     """
     folder = Path(folder)
     try:
@@ -68,8 +66,6 @@ def _print(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console
         console.print(plain(judgement.verdict, VERDICT_STYLE[judgement.verdict]), judgement.question, sep="  ")
         console.print(plain(judgement.measured))
     for run in runs:
-        if run.samples_fault:
-            console.print(plain(f"\n{run.label}: its samples cannot be read. {run.samples_fault}", style="red"))
         if run.status != "ok":
             console.print(plain(f"\n{run.label}: {run.status}. {run.error or ''}", style="red"))
 
@@ -83,13 +79,12 @@ def _as_json(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement]) -> st
         "rows": read.table_rows(runs),
         "judgements": [judgement._asdict() for judgement in judgements],
     }
-    return json.dumps(without_nan(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return strict_json(content, indent=2) + "\n"
 
 
 def _as_markdown(runs: Sequence[MeasuredRun]) -> str:
     """The tables for a README, each below the setting that it was measured in."""
     lines = read.notes(runs) + [note for note in [devices_note(runs)] if note]
-    lines += [f"{run.label}: {run.status}. {run.error}" for run in runs if isinstance(run, UnreadableRun)]
     blocks = [f"{shown.title}\n\n{shown.markdown}" for shown in read.tables(runs)]
     return "\n".join([*blocks, *(f"- {line}" for line in lines)]) + "\n"
 
@@ -110,7 +105,7 @@ def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pi
         sweeps=[(shown, _grid(shown.named + shown.measured, shown.rows)) for shown in swept],
         pictures=pictures,
         singles=[(run, _grids(read.runs_table([run]))) for run in read.single_runs(runs)],
-        failures=[run for run in runs if run.status != "ok" or run.samples_fault],
+        failures=[run for run in runs if run.status != "ok"],
         answered=answered,
         means=mean_scores(answered.samples) if answered else {},
         details=_details(runs),

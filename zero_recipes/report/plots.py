@@ -3,8 +3,6 @@
 Figures are built without pyplot: nothing global is touched and no display is looked for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

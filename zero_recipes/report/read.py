@@ -145,7 +145,6 @@ def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
     code, reason = _why_ended(run)
     return {key: getattr(run, key) for key in COPIED} | {
         "folder": run.folder.name,
-        "error": run.error if run.status == "unreadable" else None,
         "state_bytes": total,
         **{key: getattr(rank, part, None) for key, part in STATE_PARTS.items()},
         "textbook_bytes": expected,

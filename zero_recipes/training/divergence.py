@@ -1,7 +1,5 @@
 """A loss or gradient norm that is not finite: printed at once, and the end of the run where it stays so."""
 
-from __future__ import annotations
-
 import math
 
 import torch

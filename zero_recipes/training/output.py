@@ -1,11 +1,9 @@
 """A run of a recipe: what it is made of before there is a trainer, and its output folder from its lock to its end."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 from transformers import PreTrainedModel
 from trl import get_peft_config
@@ -38,7 +36,7 @@ class RecipeRun:
 
     @classmethod
     @contextlib.contextmanager
-    def hold(cls, run: RunConfig) -> Iterator[RecipeRun]:
+    def hold(cls, run: RunConfig) -> Iterator[Self]:
         """Hold the folder (collective). A run that fails inside leaves failure.rankN.json, and a metrics.json that says
         so; a refusal leaves nothing."""
         recipe_run = cls(run)

@@ -1,7 +1,5 @@
 """The same prompts before and after training: answered by all ranks under every strategy, scored on rank 0."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter
@@ -15,7 +13,7 @@ from accelerate.utils import gather_object
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
-from zero_recipes.core.files import json_lines, write_text
+from zero_recipes.core.files import strict_json, write_text
 from zero_recipes.core.tables import plain, print_texts, terminal
 from zero_recipes.data.samples import Sample
 from zero_recipes.libs import fsdp
@@ -205,7 +203,7 @@ def sample_rows(
 
 def write_rows(path: Path, rows: list[SampleRow]) -> None:
     """samples.jsonl: one line per prompt, whole or not at all."""
-    write_text(path, json_lines([row.model_dump() for row in rows]))
+    write_text(path, "".join(strict_json(row.model_dump()) + "\n" for row in rows))
 
 
 def show_samples(rows: list[SampleRow], source: str, most: int = 6) -> None:

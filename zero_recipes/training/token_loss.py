@@ -3,8 +3,6 @@
 TRL 1.16 and transformers 5.23 do this in training for most models and rows. What they leave is done here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

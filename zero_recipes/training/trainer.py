@@ -1,12 +1,11 @@
 """TRL's SFTTrainer with token-weighted losses, whole checkpoints and measurements."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
 import shutil
 from pathlib import Path
+from typing import Self
 
 import datasets
 from transformers import PreTrainedModel
@@ -14,18 +13,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 from trl import SFTTrainer
 
+from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import recipe_facts
 from zero_recipes.checkpoint.resume import load_resharded, numbered
-from zero_recipes.checkpoint.save import (
-    HISTORY,
-    begin_checkpoint,
-    checkpoint_fault,
-    compare_with_class,
-    is_resharded,
-    refuse_bad_numbers,
-    write_checksums,
-    write_manifest,
-)
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import first_line
 from zero_recipes.core.host import library_versions
@@ -56,7 +46,7 @@ def rotate(folder: Path, limit: int | None, best: str | None) -> None:
     kept = {path.name for path in numbered(folder)}
     ordered = [Path(p) for p in sort_checkpoints(str(folder), best_model_checkpoint=best) if Path(p).name in kept]
     for checkpoint in ordered[: -max(limit, 2 if best is not None and Path(best) != ordered[-1] else 1)]:
-        begin_checkpoint(checkpoint)
+        save.begin_checkpoint(checkpoint)
         shutil.rmtree(checkpoint)
 
 
@@ -98,7 +88,7 @@ class ZeroSFTTrainer(SFTTrainer):
             self.train_dataset = EndlessRows(self.train_dataset)
 
     @classmethod
-    def of_recipe(cls, model: PreTrainedModel, recipe_run: RecipeRun) -> ZeroSFTTrainer:
+    def of_recipe(cls, model: PreTrainedModel, recipe_run: RecipeRun) -> Self:
         run, data = recipe_run.run, recipe_run.data
         measures = [recipe_run.metrics, StopAtDivergence(recipe_run.metrics, run.settings.stop_after_nonfinite_steps)]
         if run.strategy.is_fsdp:
@@ -123,7 +113,7 @@ class ZeroSFTTrainer(SFTTrainer):
         """
         if resume_from_checkpoint is True:
             newest_first = reversed(numbered(Path(self.args.output_dir)))
-            whole = next((path for path in newest_first if checkpoint_fault(path) is None), None)
+            whole = next((path for path in newest_first if save.checkpoint_fault(path) is None), None)
             resume_from_checkpoint = True if whole is None else str(whole)
         if self.stage_metrics.finished:  # of an earlier training
             self.stage_metrics.begin()
@@ -141,7 +131,7 @@ class ZeroSFTTrainer(SFTTrainer):
         """The history that a checkpoint carries; then metrics.json says what a killed run leaves."""
         folder = Path(str(checkpoint))
         if (folder / TRAINER_STATE_NAME).is_file():
-            carried = folder / HISTORY  # another program's has none
+            carried = folder / save.HISTORY  # another program's has none
             history = json.loads(carried.read_text()) if carried.is_file() else {}
             step = json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
             self.stage_metrics.load_state_dict(history, step)
@@ -153,7 +143,7 @@ class ZeroSFTTrainer(SFTTrainer):
 
         A resharded checkpoint has no files of DeepSpeed's: the engine is built fresh, then filled by parameter.
         """
-        resharded = resume_from_checkpoint is not None and is_resharded(resume_from_checkpoint)
+        resharded = resume_from_checkpoint is not None and save.is_resharded(resume_from_checkpoint)
         with CLOCK.phase("model"):
             checkpoint = None if resharded else resume_from_checkpoint
             prepared = super()._prepare_for_training(max_steps, train_dataloader, checkpoint)
@@ -293,7 +283,7 @@ class ZeroSFTTrainer(SFTTrainer):
             limit, self.args.save_total_limit = self.args.save_total_limit, None
             try:
                 if self.args.should_save:
-                    begin_checkpoint(checkpoint)
+                    save.begin_checkpoint(checkpoint)
                 self.accelerator.wait_for_everyone()  # no rank writes before the mark stands
                 super()._save_checkpoint(model, trial)
                 before = samples.carried(self.samples, self.answers_before)
@@ -301,8 +291,8 @@ class ZeroSFTTrainer(SFTTrainer):
                 self.accelerator.wait_for_everyone()  # all ranks have written
                 with rank_0_writes():
                     if self.args.should_save:
-                        write_json(checkpoint / HISTORY, history)
-                        write_manifest(checkpoint, self._manifest_facts(), self._with_checksums)
+                        write_json(checkpoint / save.HISTORY, history)
+                        save.write_manifest(checkpoint, self._manifest_facts(), self._with_checksums)
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
@@ -356,10 +346,10 @@ class ZeroSFTTrainer(SFTTrainer):
             with rank_0_writes():
                 if self.args.process_index == 0:
                     with without_deepspeed_announcement():  # from_pretrained would take the check for a collective load
-                        tensors = compare_with_class(run.output_dir, run.settings.trust_remote_code)
-                    refuse_bad_numbers(tensors)
+                        tensors = save.compare_with_class(run.output_dir, run.settings.trust_remote_code)
+                    save.refuse_bad_numbers(tensors)
                     if self._with_checksums:
-                        write_checksums(run.output_dir)
+                        save.write_checksums(run.output_dir)
                     size = sum(path.stat().st_size for path in {tensor.file for tensor in tensors.values()})
                     print(f"saved {run.output_dir}: whole, {len(tensors)} tensors, {size:,} bytes", flush=True)
         return f"the model in {run.output_dir} is saved and whole"

@@ -5,13 +5,11 @@ on "cuda". Nothing computes here: streams, events and synchronisation do nothing
 allocator would reserve is replayed afterwards.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -152,8 +150,8 @@ class Block:
     size: int
     pool: tuple[int, bool]  # stream, whether small
     order: int  # by age of the segment and place in it: stands for the address
-    before: Block | None = None
-    after: Block | None = None
+    before: Self | None = None
+    after: Self | None = None
     free: bool = False
 
 

@@ -5,8 +5,6 @@
 The process reads [{"job", "rank"}], all of one device, and prints for each task a line: its number, and its answer.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Fake tensors have shapes, dtypes and devices but no numbers, no addresses and no
 the one thing that it replaces.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

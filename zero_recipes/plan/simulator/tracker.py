@@ -1,7 +1,5 @@
 """Counts the storages that live while a program runs under fake tensors: how much, of what part, at which operator."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -48,7 +46,7 @@ VIEWS |= {_aten.slice.Tensor, _aten.t.default, _aten.transpose.int, _aten.unsque
 class Observed(TorchDispatchMode):
     """Sees every operator of a program: answers for numbers that fake tensors lack, shows the results to trackers."""
 
-    def __init__(self, *trackers: LiveStorages):
+    def __init__(self, *trackers: "LiveStorages"):
         super().__init__()
         self.trackers = trackers
         self.counts_flops, self.flops = False, 0

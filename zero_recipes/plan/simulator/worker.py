@@ -4,8 +4,6 @@ For forks of a process of its own (parent.py `main`), for it replaces parts of t
 training may meet. No thread may run and no process group may exist before the forks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -156,7 +154,7 @@ def train_two_steps(job: Job, folder: str) -> dict:
     }
 
 
-def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> WatchedSFTTrainer:
+def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "WatchedSFTTrainer":
     """The trainer as run_sft.py builds it."""
     config = dict(job.config)
     config = AutoConfig.for_model(config.pop("model_type"), **config)
@@ -190,7 +188,7 @@ def _rows(training_args, count: int) -> Dataset:
 class WatchedSFTTrainer(SFTTrainer):
     """SFTTrainer with a real run's token weights, which says when forward ends and backward begins."""
 
-    watch: Watch
+    watch: "Watch"
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)

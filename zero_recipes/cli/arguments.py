@@ -1,0 +1,159 @@
+"""The command line of zero-recipes: every subcommand with its options, and the types that they share."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from zero_recipes.cli import check, env, verbs
+
+RECIPE = "a recipe, e.g. recipes/pythia.yaml"
+TRUST = "run the code that the model brings with it"
+
+
+def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """argparse's `type` for a number above zero."""
+
+    def number(text: str) -> float:
+        if not 0 < (value := kind(text)) < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not above zero")
+        return value
+
+    return number
+
+
+COUNT, AMOUNT = above_zero(int), above_zero(float)
+
+
+def names(text: str) -> list[str]:
+    """argparse's `type` for names by comma."""
+    listed = [name.strip() for name in text.split(",")]
+    if not all(listed):
+        raise argparse.ArgumentTypeError(f"{text!r} has an empty name")
+    return listed
+
+
+def _add_strategies(verb, default: str) -> None:
+    """--strategies or --config_file."""
+    either = verb.add_mutually_exclusive_group()
+    text = "names of accelerate_configs/*.yaml, by comma; or: all"
+    either.add_argument("--strategies", type=names, help=f"{text}; default: {default}")
+    one = "one of them by its file, as for accelerate launch, e.g. zero3.yaml"
+    either.add_argument("--config_file", type=Path, help=one)
+
+
+def parse_arguments(argv: list[str] | None, description: str | None = None) -> argparse.Namespace:
+    """The subcommand's arguments, with `func` that runs it and returns the exit code."""
+    epilog = "zero-recipes SUBCOMMAND --help; docs/commands.md has more."
+    parser = argparse.ArgumentParser(prog="zero-recipes", description=description, epilog=epilog)
+    subparsers = parser.add_subparsers(dest="verb", required=True, metavar="SUBCOMMAND")
+
+    def add(func: Callable[[argparse.Namespace], int], text: str, overrides: bool = False) -> argparse.ArgumentParser:
+        """`text` is in both --helps. `overrides`: unknown options override the recipe's keys. Options are taken by
+        their whole names alone: `--num_proc` is no `--num_processes`, it may be a key of the recipe."""
+        text += "; other options override the recipe's keys" if overrides else ""
+        about = {"help": text, "description": f"{text[0].upper()}{text[1:]}."}
+        verb = subparsers.add_parser(func.__name__, allow_abbrev=False, **about)
+        verb.set_defaults(func=func, **({"overrides": []} if overrides else {}))
+        return verb
+
+    _add_until_a_run(add)
+    _add_after_a_run(add)
+    arguments, rest = parser.parse_known_args(argv)
+    if hasattr(arguments, "overrides"):
+        arguments.overrides = rest
+    elif rest:
+        parser.error(f"unknown: {' '.join(rest)}")
+    return arguments
+
+
+def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
+    verb = add(verbs.fetch, "download a recipe's model and data into the cache, and print their size")
+    verb.add_argument("recipe", type=Path, help=RECIPE)
+
+    verb = add(check.check, "all that would be refused, before it costs money", overrides=True)
+    verb.add_argument("recipe", type=Path, help=RECIPE)
+    verb.add_argument(
+        "--config_file", type=Path, help="of the launch to come, as for accelerate launch, e.g. zero3.yaml"
+    )
+    processes = "processes of the launch to come, one a GPU; default: the accelerate file's"
+    verb.add_argument("--num_processes", type=COUNT, help=processes)
+    upgrade = "write and check RECIPE.upgraded.yaml, in today's keys of TRL; a file for FSDP1 becomes one for FSDP2"
+    verb.add_argument("--upgrade", action="store_true", help=upgrade)
+    for_trl = "with --upgrade: only keys that `trl sft --config` takes, and no check"
+    verb.add_argument("--for-trl", action="store_true", help=for_trl)
+    data = "tokenise the training rows, count the tokens that carry loss, show three rows"
+    verb.add_argument("--data", action="store_true", help=data)
+    verb.add_argument("--show", action="store_true", help='print the ds_config that will be used, "auto" filled in')
+    verb.add_argument("--traceback", action="store_true", help="show where a library refused the run")
+
+    verb = add(verbs.plan, "memory, time and cost of each strategy before a GPU is rented", overrides=True)
+    verb.add_argument("recipe", type=Path, help=RECIPE)
+    verb.add_argument("--gpus", required=True, help="how many; of several by comma (1,2,4,8) the smallest that fits")
+    verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb; docs/commands.md lists all")
+    _add_strategies(verb, "the stages and CPU offload")
+    verb.add_argument("--gpus_per_node", type=COUNT, default=8, help="GPUs of a machine at most; default: %(default)s")
+    verb.add_argument("--host_memory", type=AMOUNT, help="of each machine in GB; default: no limit")
+    verb.add_argument("--nvme", type=AMOUNT, help="disk of each machine in GB, for Infinity to swap to")
+    network = "between machines, GB/s for each GPU (400 Gb/s are 50); default: of the hardware table"
+    verb.add_argument("--network", type=AMOUNT, help=network)
+    verb.add_argument("--quick", action="store_true", help="textbook formulas instead of the engine")
+    verb.add_argument("--max", action="store_true", help="the largest micro batch and the longest sequences that fit")
+    verb.add_argument("--price", type=AMOUNT, help="of one GPU for one hour, on demand or spot: what a run costs")
+    verb.add_argument("--mean_tokens", type=AMOUNT, help="tokens of a training row, where the data is not at hand")
+    verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU: its speed")
+    verb.add_argument("--hardware", type=Path, help="further GPUs, in the form of zero_recipes/core/hardware.yaml")
+    verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.txt and plan.png there")
+    verb.add_argument("--json", action="store_true", help="print JSON alone")
+
+    verb = add(verbs.meet, "several machines find each other, or say who is missing; before a launch")
+    verb.add_argument("--hosts", type=names, required=True, help="all machines by comma, by machine rank")
+    verb.add_argument("--machine_rank", type=int, required=True, help="which of them this machine is, from 0")
+    verb.add_argument("--port", type=COUNT, default=29501, help="of the first machine, open to the others")
+    verb.add_argument("--seconds", type=AMOUNT, default=60.0, help="how long to wait")
+
+    verb = add(env.env, "this machine's GPUs, driver, links, memory, disks and versions, on one page")
+    verb.add_argument("--json", action="store_true", help="print JSON alone")
+
+    verb = add(verbs.sweep, "one strategy or value after another, measured", overrides=True)
+    verb.add_argument("recipe", type=Path, help=RECIPE)
+    _add_strategies(verb, ",".join(verbs.STAGES))
+    processes = "processes of each run, one a GPU; default: %(default)s"
+    verb.add_argument("--num_processes", type=COUNT, default=2, help=processes)
+    verb.add_argument("--output_dir", type=Path, help="for the runs; default: output/<recipe>-sweep")
+    values = "a run for each value of a key of the recipe, or of the ds_config by its path; several: all combinations"
+    verb.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=a,b,c", help=values)
+
+
+def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
+    verb = add(verbs.report, "table, plots, judgement and one HTML page from measured runs")
+    verb.add_argument("folder", type=Path, help="of a sweep or a run, e.g. output/pythia-sweep")
+
+    text = "a saved model beside its base on the same prompts, scored; or a conversation with it"
+    verb = add(verbs.ask, text, overrides=True)
+    verb.add_argument("model", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
+    verb.add_argument("--base", help="folder or name; default: of the run's recipe or the adapter; none: no base")
+    either = verb.add_mutually_exclusive_group()
+    prompts = "rows as JSON Lines, or a prompt a line; default: the recipe's sample_prompts"
+    either.add_argument("--prompts", type=Path, help=prompts)
+    either.add_argument("--chat", action="store_true", help="talk to it; with --base to both")
+    longest = "longest answer in tokens; default: the recipe's sample_max_new_tokens, 256 in a conversation"
+    verb.add_argument("--max_new_tokens", type=COUNT, help=longest)
+    verb.add_argument("--output_dir", type=Path, help="for samples.jsonl; default: output/ask-<model>")
+    verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
+
+    verb = add(verbs.verify, "check that a saved model, adapter or checkpoint is whole")
+    verb.add_argument("folder", type=Path, help="e.g. output/pythia, or output/pythia/checkpoint-500")
+    verb.add_argument("--deep", action="store_true", help="read the numbers too: NaN, infinite, all zero")
+    verb.add_argument("--skip_checksums", action="store_true", help="do not read the files to compare their checksums")
+    verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
+
+    verb = add(verbs.reshard, "a checkpoint for another ZeRO stage and number of processes")
+    verb.add_argument("checkpoint", type=Path, help="e.g. output/pythia/checkpoint-500; it stays as it is")
+    verb.add_argument("--world_size", type=COUNT, required=True, help="processes of the run to come")
+    verb.add_argument("--stage", type=int, choices=(1, 2, 3), required=True, help="its ZeRO stage")
+    verb.add_argument("--skip_checksums", action="store_true", help="neither compare nor write checksums")
+    trust = "load it also where its pickles hold more than data: they may run any program"
+    verb.add_argument("--trust_checkpoint", action="store_true", help=trust)
+
+    verb = add(verbs.explain, "what a finding's code means; without a code: the areas of all codes")
+    verb.add_argument("code", nargs="?", help="e.g. ZR104")
