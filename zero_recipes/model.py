@@ -105,10 +105,8 @@ def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
 
 
 def rehearse_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
-    """The model as `load_model` makes it, without memory and without its weights.
-
-    Raises whatever the libraries raise at its dtype, attention or keywords.
-    """
+    """The model as `load_model` makes it, without memory and without its weights. Raises whatever the libraries raise
+    at its dtype, attention or keywords."""
     is_folder = Path(str(settings.model_name_or_path)).is_dir()
     if is_folder and settings.model_init_kwargs and not settings.random_weights:
         with torch.device("meta"), without_deepspeed_announcement():

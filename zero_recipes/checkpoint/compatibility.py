@@ -33,10 +33,8 @@ def recipe_facts(settings: Settings, strategy: Strategy) -> dict[str, Any]:
 
 
 def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
-    """What of a run does not fit the checkpoint.
-
-    A checkpoint without a manifest cannot be compared; whoever names it by its path vouches for it.
-    """
+    """What of a run does not fit the checkpoint. A checkpoint without a manifest cannot be compared; whoever names it
+    by its path vouches for it."""
     if "nvme" in (strategy.ds.offload_optimizer, strategy.ds.offload_param):
         yield finding("ZR719", name=strategy.name, checkpoint=checkpoint)
     dispatches = _accelerator_config(settings)["dispatch_batches"]

@@ -137,10 +137,8 @@ def strategy_of(source_config: dict[str, Any], stage: int) -> str:
 
 
 def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
-    """Find the files, read their small parts and refuse what cannot be read by parameter. Raises Refusal.
-
-    `trusted`: pickles of the checkpoint may run code, as DeepSpeed's own load lets them.
-    """
+    """Find the files, read their small parts and refuse what cannot be read by parameter. Raises Refusal. `trusted`:
+    pickles of the checkpoint may run code, as DeepSpeed's own load lets them."""
     if not (checkpoint / save.LATEST).is_file():
         raise _other(checkpoint, "without DeepSpeed, with save_only_model or by a reshard: it has no file `latest`")
     if (fault := save.document_fault(checkpoint)) is not None:

@@ -248,9 +248,7 @@ def _set(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
 
 def _set_hyperparameters(index: dict[str, Any], optimizer, parameters: dict[str, Any], checkpoint: str | Path) -> None:
     """The learning rate of the moment, and what else DeepSpeed's own load takes from the checkpoint's groups.
-
-    transformers makes the scheduler anew and loads its counter only: until its next step the rate is the group's.
-    """
+    transformers makes the scheduler anew and loads its counter only: until its next step the rate is the group's."""
     names = {id(p): name for name, p in parameters.items()}
     groups = [{names[id(p)] for p in members} for members in members_of_groups(optimizer)]
     saved = {frozenset(group["names"]): group for group in index["groups"]}

@@ -36,10 +36,8 @@ class NotWhole(RunFailed):
 
 
 def checksums_of(folder: Path, names: Iterable[str], algorithm: Any = xxhash.xxh3_128) -> dict[str, str | None]:
-    """{name: hexadecimal digits} of files; None of one that cannot be read.
-
-    `algorithm`: xxh3_128 for checkpoints (as fast as memory is read), "sha256" for models that are handed on.
-    """
+    """{name: hexadecimal digits} of files; None of one that cannot be read. `algorithm`: xxh3_128 for checkpoints (as
+    fast as memory is read), "sha256" for models that are handed on."""
 
     def digits(name: str) -> str | None:
         try:
@@ -132,10 +130,8 @@ def content_fault(checkpoint: Path, share: int = 0, of: int = 1) -> str | None:
 
 
 def document_fault(checkpoint: Path) -> str | None:
-    """The first small file that a resume could not read, once the weights are loaded; None if there is none.
-
-    DeepSpeed opens the folder that `latest` names, wherever that is.
-    """
+    """The first small file that a resume could not read, once the weights are loaded; None if there is none. DeepSpeed
+    opens the folder that `latest` names, wherever that is."""
     name = LATEST
     try:
         if (checkpoint / LATEST).exists():
@@ -192,9 +188,7 @@ class Entry:
 
 def compare_with_class(folder: Path, trust_remote_code: bool = False) -> dict[str, Entry]:
     """Compare a saved model or adapter with its class, built on the meta device; only tied weights may be absent.
-
-    Returns {tensor name: entry}. Raises NotWhole.
-    """
+    Returns {tensor name: entry}. Raises NotWhole."""
     entries = entries_of(folder)
     if not entries or not all(entry.elements for entry in entries.values()):
         raise NotWhole(
@@ -209,10 +203,8 @@ def compare_with_class(folder: Path, trust_remote_code: bool = False) -> dict[st
 
 
 def entries_of(folder: Path) -> dict[str, Entry]:
-    """{tensor name: entry}, from one file or from the shards that an index names. Raises NotWhole.
-
-    safetensors checks that names, shapes and offsets fill each file exactly.
-    """
+    """{tensor name: entry}, from one file or from the shards that an index names. Raises NotWhole. safetensors checks
+    that names, shapes and offsets fill each file exactly."""
     names, entries = [name for name in (ADAPTER, SINGLE) if (folder / name).is_file()][:1], {}
     path = folder / INDEX
     try:
@@ -274,10 +266,8 @@ def _raise_if_any(folder: Path, what: str, names: set[str]) -> None:
 
 
 def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
-    """Raise NotWhole where a saved model or adapter holds NaN or infinite numbers; with `zeros` a matrix of zeros.
-
-    One tensor after another, so that no more than one is in memory.
-    """
+    """Raise NotWhole where a saved model or adapter holds NaN or infinite numbers; with `zeros` a matrix of zeros. One
+    tensor after another, so that no more than one is in memory."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[0])):
         with safe_open(entry.file, "pt") as file:
             tensor = file.get_tensor(name)

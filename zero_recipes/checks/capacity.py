@@ -267,10 +267,8 @@ def saved_weights(strategy: Strategy, settings: Settings, config, psi: int) -> i
 
 
 def checkpoint_bytes(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> int:
-    """Bytes of one checkpoint that the Trainer writes from the `here` processes of this machine, at least.
-
-    Weights, Adam's states and, under DeepSpeed below stage 3, the weights once more in mp_rank_00_model_states.pt.
-    """
+    """Bytes of one checkpoint that the Trainer writes from the `here` processes of this machine, at least. Weights,
+    Adam's states and, under DeepSpeed below stage 3, the weights once more in mp_rank_00_model_states.pt."""
     weights = saved_weights(strategy, settings, config, psi)
     if settings.save_only_model or settings.use_peft:
         return weights

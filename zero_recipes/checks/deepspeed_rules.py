@@ -121,10 +121,8 @@ def _unsaved(run: Candidate) -> Iterator[Finding]:
 
 
 def _left_out(run: Candidate) -> Iterator[Finding]:
-    """What the ds_config leaves out, where DeepSpeed would do otherwise than the recipe in silence, or stop late.
-
-    A precision's block at stage 3 only: below, accelerate (utils/dataclasses.py, set_mixed_precision) adds it in time.
-    """
+    """What the ds_config leaves out, where DeepSpeed would do otherwise than the recipe in silence, or stop late. A
+    precision's block at stage 3 only: below, accelerate (utils/dataclasses.py, set_mixed_precision) adds it in time."""
     from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 
     settings, written = run.settings, run.ds.raw
@@ -203,10 +201,8 @@ def _nvme(run: Candidate) -> Iterator[Finding]:
 
 
 def _separate_experts(run: Candidate) -> Iterator[Finding]:
-    """Mixtures that have a module for each expert; transformers' own hold a layer's experts in one tensor.
-
-    A layer that DeepSpeed or accelerate knows for a leaf module is gathered whole. They mark it by the same functions.
-    """
+    """Mixtures that have a module for each expert; transformers' own hold a layer's experts in one tensor. A layer that
+    DeepSpeed or accelerate knows for a leaf module is gathered whole. They mark it by the same functions."""
     mixture = run.config is not None and any("expert" in key for key in run.config.to_dict())
     if not (run.stage and run.world_size > 1 and mixture) or run.model is None:
         return

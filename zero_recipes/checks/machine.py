@@ -51,9 +51,7 @@ def machine_findings(
 
 def refusal_of_cuda() -> str:
     """What torch says when CUDA is to be started here, in its own words; empty where it starts.
-
-    `torch.cuda.is_available` says it once in a process, as a warning; `torch.cuda.init` raises it every time.
-    """
+    `torch.cuda.is_available` says it once in a process, as a warning; `torch.cuda.init` raises it every time."""
     import torch
 
     with warnings.catch_warnings(action="ignore"):
@@ -65,10 +63,8 @@ def refusal_of_cuda() -> str:
 
 
 def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refusal_of_cuda) -> Iterator[Finding]:
-    """At most one error: torch is a CUDA build, an NVIDIA device is here, and torch cannot use it.
-
-    The run would train on the CPU without a word. `use_cpu`: the recipe's own.
-    """
+    """At most one error: torch is a CUDA build, an NVIDIA device is here, and torch cannot use it. The run would train
+    on the CPU without a word. `use_cpu`: the recipe's own."""
     import torch
 
     built = torch.version.cuda
@@ -162,10 +158,8 @@ PROBE_SECONDS = 5.0
 
 
 def offline_where_unreachable(settings: Settings) -> list[Finding]:
-    """As if HF_HUB_OFFLINE were set, from here on, where the recipe needs the hub and it does not answer.
-
-    At most one finding, a warning.
-    """
+    """As if HF_HUB_OFFLINE were set, from here on, where the recipe needs the hub and it does not answer. At most one
+    finding, a warning."""
     if constants.is_offline_mode() or not any(map(_needs_hub, _names(settings))) or _answers():
         return []
     import datasets

@@ -35,10 +35,8 @@ ELSEWHERE = {
 
 
 def trainer_findings(settings: Settings, ds_config: Mapping[str, Any], place: str) -> list[Finding]:
-    """What TRL, transformers, PEFT, bitsandbytes and torch raise at the recipe's values.
-
-    `settings`: the keys in force; `ds_config`: empty without DeepSpeed; `place`: the recipe's path.
-    """
+    """What TRL, transformers, PEFT, bitsandbytes and torch raise at the recipe's values. `settings`: the keys in force;
+    `ds_config`: empty without DeepSpeed; `place`: the recipe's path."""
     findings: list[Finding] = []
     with single_process_env(), tempfile.TemporaryDirectory() as folder, collected(findings):
         rehearsed = settings.replace(**ELSEWHERE, output_dir=folder)
@@ -133,10 +131,8 @@ def _optimizer(trainer):
 
 
 def parser_findings(run: Candidate) -> list[Finding]:
-    """What transformers, accelerate and DeepSpeed would raise at the ds_config while the engine is built.
-
-    No process group is needed. Nothing is printed, and no state of the libraries changes.
-    """
+    """What transformers, accelerate and DeepSpeed would raise at the ds_config while the engine is built. No process
+    group is needed. Nothing is printed, and no state of the libraries changes."""
     findings: list[Finding] = []
     net = library_error_as_finding(f"reading {run.strategy.source}", run.settings.as_dict())
     with quiet(), collected(findings), net:
@@ -154,9 +150,7 @@ def parser_findings(run: Candidate) -> list[Finding]:
 
 def fill_auto(config: dict[str, Any], settings: Settings, world_size: int):
     """transformers' HfTrainerDeepSpeedConfig with the Trainer's values filled in, and the arguments that it was given.
-
-    Its `mismatches` name what was written by hand and differs from the run.
-    """
+    Its `mismatches` name what was written by hand and differs from the run."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     arguments = SimpleNamespace(**settings.as_dict(), world_size=world_size)
@@ -205,10 +199,8 @@ def _handed_over(run: Candidate) -> dict[str, Any]:
 
 
 def _bind_optimizer(block: Mapping[str, Any] | None) -> None:
-    """Raises what Adam or an optimizer of torch does with the names of its parameters.
-
-    DeepSpeed makes it by its name once the model has been loaded (runtime/engine.py, _configure_basic_optimizer).
-    """
+    """Raises what Adam or an optimizer of torch does with the names of its parameters. DeepSpeed makes it by its name
+    once the model has been loaded (runtime/engine.py, _configure_basic_optimizer)."""
     import torch
     from deepspeed.ops.adam import FusedAdam
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS

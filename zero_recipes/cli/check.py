@@ -54,10 +54,8 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def data_findings(run, show: bool) -> list:
-    """What the audit of the training rows finds; their counts and three of them printed, if asked.
-
-    Raises Refusal where data, splits or sample prompts cannot be had.
-    """
+    """What the audit of the training rows finds; their counts and three of them printed, if asked. Raises Refusal where
+    data, splits or sample prompts cannot be had."""
     from zero_recipes.config import recipe as recipes
     from zero_recipes.data import audit, load, prepare
 

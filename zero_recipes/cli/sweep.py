@@ -344,10 +344,8 @@ def option_words(key: str, value: Any) -> list[str]:
 def refuse_own_ds_config(
     recipe: Path, deepspeed: str | dict, runs: Sequence[SweepRun], ds_configs: Mapping[str, dict | None]
 ) -> None:
-    """Refuse a recipe or command line whose `deepspeed:` is not the ds_config of every run. Raises Refusal.
-
-    Under a launch without DeepSpeed it would train by its own ds_config, in a row that is called ddp.
-    """
+    """Refuse a recipe or command line whose `deepspeed:` is not the ds_config of every run. Raises Refusal. Under a
+    launch without DeepSpeed it would train by its own ds_config, in a row that is called ddp."""
     own = read_json_mapping(deepspeed)
     others = {run.strategy for run in runs if run.ds_config is not None or ds_configs[run.strategy] != own}
     if others:

@@ -38,10 +38,8 @@ def write_for_fsdp2(old: Path | None) -> Path | None:
 
 
 def upgrade(path: Path, for_trl: bool = False) -> tuple[str, list[str]]:
-    """(the new text, one line for each change). Keys that it cannot translate are left for `check` to name.
-
-    `for_trl`: keys that TRL's own parser does not take become comments, so that `trl sft --config` reads the file.
-    """
+    """(the new text, one line for each change). Keys that it cannot translate are left for `check` to name. `for_trl`:
+    keys that TRL's own parser does not take become comments, so that `trl sft --config` reads the file."""
     mapping, lines, changes = recipe.read_recipe_file(path), path.read_text().splitlines(keepends=True), []
     root = yaml.compose("".join(lines), Loader=yaml.SafeLoader)
     starts = [key.start_mark.line for key, _ in root.value]

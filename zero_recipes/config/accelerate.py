@@ -110,9 +110,7 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
 
 def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str, Any]:
     """The ds_config that accelerate makes of a file without `deepspeed_config_file`: DeepSpeedPlugin is asked for it.
-
-    `environment`: the launcher's; `precision`: the recipe's, "bf16", "fp16" or "fp32". Raises Refusal.
-    """
+    `environment`: the launcher's; `precision`: the recipe's, "bf16", "fp16" or "fp32". Raises Refusal."""
     from accelerate.utils import DeepSpeedPlugin, clear_environment
 
     written = {name: text for name, text in environment.items() if name.startswith("ACCELERATE_")}
@@ -127,10 +125,8 @@ def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str
 
 
 def precision_findings(environment: Mapping[str, str], precision: str) -> Iterator[Finding]:
-    """What an accelerate file's mixed_precision says against the recipe's `precision`: "bf16", "fp16" or "fp32".
-
-    An fp32 recipe would train in the file's precision; any other keeps its own.
-    """
+    """What an accelerate file's mixed_precision says against the recipe's `precision`: "bf16", "fp16" or "fp32". An
+    fp32 recipe would train in the file's precision; any other keeps its own."""
     of_the_file = environment.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if of_the_file in ("bf16", "fp16") and of_the_file != precision:
         level = "error" if precision == "fp32" else "warning"
@@ -181,11 +177,8 @@ def launch_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def launched_as_named(mapping: Mapping[str, Any], num_processes: int | None = None) -> dict[str, str]:
-    """The environment of the launch that a recipe names. Raises Refusal.
-
-    `num_processes`: where the recipe names none. An accelerate_config is a file or the name of one of TRL's own
-    (trl/cli/accelerate_config.py).
-    """
+    """The environment of the launch that a recipe names. Raises Refusal. `num_processes`: where the recipe names none.
+    An accelerate_config is a file or the name of one of TRL's own (trl/cli/accelerate_config.py)."""
     named = launch_of(mapping)
     file = named.get("accelerate_config")
     if file is not None and not Path(str(file)).is_file():

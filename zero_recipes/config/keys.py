@@ -77,10 +77,8 @@ UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp", "parallelism_conf
 def recipe_findings(
     place: str, mapping: dict[str, Any], lines: dict[str, int], types: dict[str, Any], choices: dict[str, list[str]]
 ) -> list[Finding]:
-    """All findings about one recipe.
-
-    `lines`: {key: line in the file}; `types`: {known key: its type hint}; `choices`: {key: the only values it takes}.
-    """
+    """All findings about one recipe. `lines`: {key: line in the file}; `types`: {known key: its type hint}; `choices`:
+    {key: the only values it takes}."""
     found: list[Finding] = []
     for key in (key for key in mapping if key in types):
         where, value = f"{place}:{lines[key]}" if key in lines else place, mapping[key]

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 
 class Settings(SimpleNamespace):
-    """Every key of TRL's dataclasses and of ours, by its own name. Nothing writes into it.
-
-    A value has the type that TRL's parser gives it. A key that does not exist raises AttributeError.
-    """
+    """Every key of TRL's dataclasses and of ours, by its own name. Nothing writes into it. A value has the type that
+    TRL's parser gives it. A key that does not exist raises AttributeError."""
 
     def __init__(self, values: Mapping[str, Any]):
         super().__init__(**values)
@@ -98,10 +96,8 @@ def read_recipe_file(path: Path) -> RecipeFile:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's, with an error for a key that occurs twice in one mapping.
-
-    ruamel.yaml has that, but it reads 1e-5 as a number: a recipe must mean what TRL's PyYAML makes of it.
-    """
+    """PyYAML's, with an error for a key that occurs twice in one mapping. ruamel.yaml has that, but it reads 1e-5 as a
+    number: a recipe must mean what TRL's PyYAML makes of it."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -194,10 +190,8 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
 
 
 def without_unset(overrides: list[str], known: Mapping[str, Any]) -> tuple[list[str], set[str]]:
-    """The overrides without those that unset a key (`--max_length null`), and the keys that they unset.
-
-    Only keys that may be null are; `--report_to none` is a value of its own, no callback at all.
-    """
+    """The overrides without those that unset a key (`--max_length null`), and the keys that they unset. Only keys that
+    may be null are; `--report_to none` is a value of its own, no callback at all."""
     rest, unset, index = [], set(), 0
     while index < len(overrides):
         name, equals, value = overrides[index].partition("=")
@@ -234,9 +228,7 @@ def decoded(value: Any) -> Any:
 
 def derive_accumulation(settings: Settings, explicit: Mapping[str, Any], world_size: int) -> int | None:
     """gradient_accumulation_steps from global_batch_size (sequences per optimizer step); None without that key.
-
-    `world_size`: processes with rows of their own. Raises Refusal.
-    """
+    `world_size`: processes with rows of their own. Raises Refusal."""
     total = settings.global_batch_size
     if total is None:
         return None
@@ -263,9 +255,7 @@ class TrlArguments(NamedTuple):
 
 def trl_arguments(settings: Settings, path: Path) -> TrlArguments:
     """With the values in force. SFTConfig starts the process group: what can be refused without it is refused before.
-
-    Raises Refusal.
-    """
+    Raises Refusal."""
     objects = []
     for cls in keys.dataclasses_of_a_recipe()[:-1]:
         fields = {f.name for f in dataclasses.fields(cls) if f.init}
@@ -279,9 +269,7 @@ def write_resolved(
     explicit: Mapping[str, Any], path: Path, header: list[str], ds_config: dict[str, Any] | None
 ) -> None:
     """What was in force, as a recipe that runs again: the explicit and derived keys, the launch as a comment.
-
-    `explicit`: of a RunConfig. `ds_config`: the DeepSpeed configuration without "auto"; None without DeepSpeed.
-    """
+    `explicit`: of a RunConfig. `ds_config`: the DeepSpeed configuration without "auto"; None without DeepSpeed."""
     explicit = dict(explicit) | ({} if ds_config is None else {"deepspeed": ds_config})
     text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(explicit, sort_keys=False, allow_unicode=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -336,10 +324,8 @@ class RunConfig:
 
 
 def choose_device(use_cpu: bool) -> str:
-    """ "cpu" or "cuda": the CPU where the recipe says so or no accelerator is found.
-
-    A GPU that is there and that torch cannot use is refused by checks.machine.
-    """
+    """ "cpu" or "cuda": the CPU where the recipe says so or no accelerator is found. A GPU that is there and that torch
+    cannot use is refused by checks.machine."""
     import torch
 
     if use_cpu or not torch.cuda.is_available():

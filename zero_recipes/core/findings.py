@@ -69,10 +69,8 @@ def table() -> dict[str, dict[str, Any]]:
 def finding(
     code: str, /, *, level: str | None = None, scope: str = "run", recipe_key: str | None = None, **values: Any
 ) -> Finding:
-    """The finding of that code; `values` are what its templates in findings.yaml name.
-
-    `level`: where a code is an error or a warning as the case may be; `recipe_key`: the recipe's key that it is about.
-    """
+    """The finding of that code; `values` are what its templates in findings.yaml name. `level`: where a code is an
+    error or a warning as the case may be; `recipe_key`: the recipe's key that it is about."""
     row = table()[code]
     what, why, fix = (row[part].format_map(values) for part in ("what", "why", "fix"))
     return Finding(code, what, why, fix, level=level or row["level"], key=recipe_key, scope=scope)

@@ -29,10 +29,8 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "deepspeed", "datasets
 
 @dataclass(frozen=True)
 class Host:
-    """The machine as seen from `root`, with the variables of the run and a statvfs of its file systems.
-
-    Tests give a folder that looks like a machine; a run takes the defaults.
-    """
+    """The machine as seen from `root`, with the variables of the run and a statvfs of its file systems. Tests give a
+    folder that looks like a machine; a run takes the defaults."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)

@@ -49,10 +49,8 @@ def alpaca_prompt(instruction: str, input: str = "") -> str:
 
 
 def alpaca_row(row: dict[str, Any]) -> dict[str, str]:
-    """An Alpaca row as TRL's prompt and completion; TRL appends the end-of-text token, which is supervised.
-
-    Raises TypeError where a column is not text: `str.format` would write the word None.
-    """
+    """An Alpaca row as TRL's prompt and completion; TRL appends the end-of-text token, which is supervised. Raises
+    TypeError where a column is not text: `str.format` would write the word None."""
     for name in ALPACA_COLUMNS:
         if not isinstance(row[name], str) and (name != "input" or row[name] is not None):
             raise TypeError(f"{name} is {row[name]!r}, not text")
@@ -143,10 +141,8 @@ def _columns_read(settings: Settings) -> dict[str, set[str]]:
 
 
 def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
-    """Look at the first rows of the data: is it there, with the splits and columns that the recipe names?
-
-    `asks_hub`: data of the hub is looked at too, which takes seconds. Raises Refusal.
-    """
+    """Look at the first rows of the data: is it there, with the splits and columns that the recipe names? `asks_hub`:
+    data of the hub is looked at too, which takes seconds. Raises Refusal."""
     sources = [{"path": entry["path"]} for entry in settings.datasets] or [{"path": settings.dataset_name}]
     if not asks_hub and any(map(on_hub, {source["path"] for source in sources} - packaged_formats())):
         return
@@ -249,10 +245,8 @@ def _refuse_unknown_token(key: str, token: str, tokenizer: PreTrainedTokenizerBa
 
 
 def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, settings) -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer as SFTTrainer will make it from eos_token and chat_template_path. Raises Refusal.
-
-    A copy: SFTTrainer must still find which tokens it adds, for LoRA trains those.
-    """
+    """A copy of the tokenizer as SFTTrainer will make it from eos_token and chat_template_path. Raises Refusal. A copy:
+    SFTTrainer must still find which tokens it adds, for LoRA trains those."""
     from trl import clone_chat_template
 
     tokenizer = copy.deepcopy(tokenizer)

@@ -91,11 +91,8 @@ class Prepared:
 
 
 def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokenizerBase) -> Prepared:
-    """Rows and samples of a run, made or found by one process of each node and read by all.
-
-    `tokenizer`: the model's; `training_args` is told what is prepared. Raises Refusal on every process for what is
-    wrong with the data.
-    """
+    """Rows and samples of a run, made or found by one process of each node and read by all. `tokenizer`: the model's;
+    `training_args` is told what is prepared. Raises Refusal on every process for what is wrong with the data."""
     ignored = ignored_codes(settings.ignore)
     made = once_per_node(lambda: _made_or_kept(settings, training_args, tokenizer, ignored))
     if made["folder"] is None:  # TRL tokenises a stream as it comes
@@ -149,10 +146,8 @@ def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:
 
 
 def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
-    """input_ids and labels of each row, before truncation, dropping, packing and shuffling.
-
-    By the code that SFTTrainer trains with. `tokenizer`: with the chat template applied.
-    """
+    """input_ids and labels of each row, before truncation, dropping, packing and shuffling. By the code that SFTTrainer
+    trains with. `tokenizer`: with the chat template applied."""
     whole = copy.copy(training_args)
     whole.max_length, whole.shuffle_dataset = None, False
     whole.dataset_num_proc = workers(len(rows), training_args.dataset_num_proc)
@@ -160,9 +155,8 @@ def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -
 
 
 def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> Dataset:
-    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does.
-
-    Packed by one process: TRL 1.16 packs within one worker's share, so that packs would depend on their number."""
+    """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does. Packed by one
+    process: TRL 1.16 packs within one worker's share, so that packs would depend on their number."""
     single = copy.copy(training_args)
     single.dataset_num_proc = None if packing else workers(len(tokenised), training_args.dataset_num_proc)
     return huggingface.prepare_dataset(tokenised, tokenizer, single, packing)
@@ -178,10 +172,8 @@ def workers(rows: int, requested: int | None) -> int | None:
 
 
 def prepare_splits(data: Data, settings: Settings, training_args) -> tuple[list[Split], list[Finding]]:
-    """Training rows and, where there are any, evaluation rows, and what is wrong with each and with both together.
-
-    Of a stream the first STREAMED_ROWS. Raises Refusal, with the row, for what cannot be tokenised.
-    """
+    """Training rows and, where there are any, evaluation rows, and what is wrong with each and with both together. Of a
+    stream the first STREAMED_ROWS. Raises Refusal, with the row, for what cannot be tokenised."""
     packing = training_args.packing
     eval_packing = packing if training_args.eval_packing is None else training_args.eval_packing
     names = settings.dataset_train_split, settings.dataset_test_split
@@ -309,10 +301,7 @@ def stated(mean: float, settings: Settings) -> RowLengths:
 
 def rows_at_hand(settings: Settings, path: Path) -> RowLengths | str:
     """The rows of a recipe: all as a run of it has prepared them, where one has, else at most PLANNED_ROWS of them
-    tokenised and packed as a run does it; or why they are not known. Without asking the hub.
-
-    `path`: the recipe's.
-    """
+    tokenised and packed as a run does it; or why they are not known. Without asking the hub. `path`: the recipe's."""
     if settings.dataset_streaming or settings.streaming:
         return "the data is a stream"
     try:

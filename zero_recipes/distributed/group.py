@@ -140,10 +140,8 @@ class NotJoined(Exception):
 
 
 def _join(address: str, port: int, keeps: bool, number: int, members: int, seconds: float) -> distributed.TCPStore:
-    """The store at that address, once all members have joined it. Raises NotJoined.
-
-    Without torch's own wait for all, which counts those who have come and does not know who is missing.
-    """
+    """The store at that address, once all members have joined it. Raises NotJoined. Without torch's own wait for all,
+    which counts those who have come and does not know who is missing."""
     limit, keys = timedelta(seconds=seconds), [f"{JOINED}/{other}" for other in range(members)]
     try:
         store = distributed.TCPStore(

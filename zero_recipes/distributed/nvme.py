@@ -27,11 +27,8 @@ def paths(strategy: Strategy) -> list[Path]:
 
 @contextmanager
 def swap_space(strategy: Strategy) -> Iterator[None]:
-    """The run's folders are its own inside, and its swap files are gone afterwards.
-
-    Every rank enters (the first process of each machine works, the others wait). Raises Refusal on all of them where
-    another run holds a folder.
-    """
+    """The run's folders are its own inside, and its swap files are gone afterwards. Every rank enters (the first
+    process of each machine works, the others wait). Raises Refusal on all of them where another run holds a folder."""
     folders = paths(strategy)
     if not folders:
         yield

@@ -133,10 +133,8 @@ def _scales(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def gradient_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
-    """Gradients as each stage keeps them, and the fp32 copies that DeepSpeed makes inside step().
-
-    From stage 2 on a parameter's own gradient is in flight only, on its way through the reduce bucket.
-    """
+    """Gradients as each stage keeps them, and the fp32 copies that DeepSpeed makes inside step(). From stage 2 on a
+    parameter's own gradient is in flight only, on its way through the reduce bucket."""
     stage_1_or_2 = _is(optimizer, "DeepSpeedZeroOptimizer")
     if not (_is(optimizer, "DeepSpeedZeroOptimizer_Stage3") or (stage_1_or_2 and optimizer.partition_gradients)):
         # stage 1 leaves small gradients as views into the bucket that has reduced them
@@ -314,10 +312,8 @@ def communication_backend():
 
 
 def ddp_bucket_bytes(model: DistributedDataParallel) -> int:
-    """Bytes of all gradient buckets of DistributedDataParallel; each goes through one all-reduce a step.
-
-    Private: `_get_ddp_logging_data` (torch 2.13, nn/parallel/distributed.py). No public name leads to the sizes.
-    """
+    """Bytes of all gradient buckets of DistributedDataParallel; each goes through one all-reduce a step. Private:
+    `_get_ddp_logging_data` (torch 2.13, nn/parallel/distributed.py). No public name leads to the sizes."""
     logged = model._get_ddp_logging_data()  # rebuilt after the first backward pass
     buckets = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
     return sum(int(size) for size in str(buckets).split(",") if size.strip())

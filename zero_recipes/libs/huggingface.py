@@ -80,10 +80,8 @@ def rows_left_over(loader) -> int:
 
 
 def fingerprint(rows: "Dataset") -> str:
-    """The datasets library's own hash of these rows and of all that has made them.
-
-    Private: `_fingerprint` (datasets 5.2, arrow_dataset.py). Prepared rows are cached under it.
-    """
+    """The datasets library's own hash of these rows and of all that has made them. Private: `_fingerprint` (datasets
+    5.2, arrow_dataset.py). Prepared rows are cached under it."""
     return rows._fingerprint
 
 

@@ -222,9 +222,8 @@ class StageMetricsCallback(TrainerCallback):
         self.steps.open()
 
     def _bring_losses_together(self) -> None:
-        """What must end a run then ends it on every rank, and a crash leaves the losses behind.
-
-        The only numbers of a step that are read back from a GPU, together: all ranks have to know before the next."""
+        """What must end a run then ends it on every rank, and a crash leaves the losses behind. The only numbers of a
+        step that are read back from a GPU, together: all ranks have to know before the next."""
         loss, norm = self.losses[-1].double(), self.norm
         own = torch.stack([loss, loss.new_zeros(()) if norm is None else norm.to(loss)]).reshape(1, 2)
         with self.communication.not_counted():

@@ -45,10 +45,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def write_failure(
     output_dir: Path, phase: str, error: BaseException, states: dict[str, int], save_status: str | None = None
 ) -> RankFailure:
-    """Write failure.rankN.json for this rank and return its content.
-
-    `states`: model-state bytes of this rank; `save_status`: what is known of the model's save.
-    """
+    """Write failure.rankN.json for this rank and return its content. `states`: model-state bytes of this rank;
+    `save_status`: what is known of the model's save."""
     import torch
 
     memory = {what: size for what, size in states.items() if size}
@@ -82,9 +80,7 @@ def if_the_disk_takes_it() -> Iterator[None]:
 
 def cause_of(output_dir: Path) -> RankFailure | None:
     """The failure that came first: out of memory before others, and what a dead rank makes its peers say after all.
-
-    Raises ContractError where a failure.rankN.json is damaged.
-    """
+    Raises ContractError where a failure.rankN.json is damaged."""
     found = [schema.read_part(RankFailure, path) for path in sorted(output_dir.glob("failure.rank*.json"))]
 
     def order(failure: RankFailure) -> tuple[bool, bool, float]:
@@ -116,11 +112,8 @@ def keep_failure(
 
 
 def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> schema.Metrics:
-    """The row of a run that left none or left it unfinished.
-
-    `exit_code` is the launcher's; `log` its output. A killed rank writes no file: then its signal is the cause.
-    Raises ContractError where a file of the run is damaged.
-    """
+    """The row of a run that left none or left it unfinished. `exit_code` is the launcher's; `log` its output. A killed
+    rank writes no file: then its signal is the cause. Raises ContractError where a file of the run is damaged."""
     path = output_dir / schema.FILE
     unknown = schema.Metrics(schema=schema.SCHEMA, name=strategy, strategy=strategy, status="failed")
     row = schema.Metrics.read(path) if path.is_file() else unknown

@@ -145,9 +145,7 @@ class UsedFlops:
 
     def counted(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None) -> torch.Tensor:
         """All tokens of a micro batch, those without padding, those with a loss, then `squares`; on its device.
-
-        Arguments: as of StageMetricsCallback.count_tokens.
-        """
+        Arguments: as of StageMetricsCallback.count_tokens."""
         ids = inputs["input_ids"]
         shared = "shift_labels" in inputs  # this process's part of each row (zero_recipes/distributed/ulysses.py)
         labels = inputs.get("labels", torch.full_like(ids, -100))
@@ -187,9 +185,7 @@ class UsedFlops:
 
     def since_last_log(self, counted: torch.Tensor | None, steps: StepClock, world_size: int) -> dict[str, float]:
         """Tokens per second without padding, of all ranks, and MFU where the peak is known; for the progress line.
-
-        Every rank calls it (one gather). `counted`: by this rank over the whole run.
-        """
+        Every rank calls it (one gather). `counted`: by this rank over the whole run."""
         seconds = sum(steps.seconds(self.logged_steps))
         if counted is None or not seconds:
             return {}

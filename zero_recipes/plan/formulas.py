@@ -246,10 +246,8 @@ class Sizes:
         return self.shape.layers * one_layer + 2 * one_input  # the embedding's output and the last norm's input
 
     def layer(self, tokens: int) -> float:
-        """One layer's activations (section 4.1: 34sbh + 5as²b, less dropout's masks, 2sbh and as²b).
-
-        Eager attention keeps the scores, a·s²·b; fused attention keeps one fp32 sum per head and token.
-        """
+        """One layer's activations (section 4.1: 34sbh + 5as²b, less dropout's masks, 2sbh and as²b). Eager attention
+        keeps the scores, a·s²·b; fused attention keeps one fp32 sum per head and token."""
         shape, width, is_eager = self.shape, self.width, self.settings.attn_implementation == "eager"
         attention = shape.hidden + 2 * shape.query_width + 2 * shape.kv_width
         mlp = shape.hidden + (4 if shape.gated else 2) * shape.ffn

@@ -29,9 +29,7 @@ PLANNED = ("run", "planned by", "states planned", "measured", "apart", "peak pla
 
 def write_report(folder: Path, console: Console | None = None) -> Path:
     """Write report.html, report.json, report.md and the pictures into `folder`, print the tables and judgements.
-
-    Returns the path of the page. Raises Refusal where a metrics.json cannot be read, or there is none.
-    """
+    Returns the path of the page. Raises Refusal where a metrics.json cannot be read, or there is none."""
     folder = Path(folder)
     try:
         runs = read_runs(folder)

@@ -288,10 +288,8 @@ def value_text(value: Any) -> str:
 
 
 def _columns(about: str, chosen: Sequence[Row], keys: Sequence[str] = ()) -> list[Column]:
-    """The columns "memory" or "speed" (those of `keys`, if given) in which some row has a value.
-
-    Resident memory takes the place of the allocated peak where there is no accelerator.
-    """
+    """The columns "memory" or "speed" (those of `keys`, if given) in which some row has a value. Resident memory takes
+    the place of the allocated peak where there is no accelerator."""
     reference = next((row["label"] for row in chosen if row["relative_speed"] == 1), "baseline")
     hidden = {"resident_bytes"} if any(row["peak_allocated_bytes"] for row in chosen) else {"peak_allocated_bytes"}
     listed = [column for column in texts()[about] if column["key"] not in hidden]

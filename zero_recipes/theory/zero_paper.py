@@ -76,8 +76,6 @@ def plus_plus_units(hpz: bool, qwz: bool, qgz: bool) -> float:
 
 
 def paper_volume(bytes_by_collective: Mapping[str, int]) -> int:
-    """Bytes moved in the paper's sense: an all-reduce twice, every other collective once (section 7.1).
-
-    Takes, for each collective, the bytes of the full unsharded tensors that went through it.
-    """
+    """Bytes moved in the paper's sense: an all-reduce twice, every other collective once (section 7.1). Takes, for each
+    collective, the bytes of the full unsharded tensors that went through it."""
     return sum(2 * size if name.startswith("all_reduce") else size for name, size in bytes_by_collective.items())

@@ -71,10 +71,8 @@ class RecipeRun:
             return models.load_model(self.config, self.run.settings)
 
     def claim(self, predicted: PredictedMetrics | None, ds_config: dict[str, Any] | None) -> None:
-        """From here on the folder is this run's: what an earlier one left may go, the launch is written down.
-
-        Every rank calls it (collectives). `ds_config`: as it is in force, None without DeepSpeed.
-        """
+        """From here on the folder is this run's: what an earlier one left may go, the launch is written down. Every
+        rank calls it (collectives). `ds_config`: as it is in force, None without DeepSpeed."""
         run = self.run
         agree(self._move_earlier_run if rank() == 0 else lambda: None)
         if rank() == 0:

@@ -36,10 +36,8 @@ class Answers:
 def generate_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], max_new_tokens: int, device
 ) -> list[str]:
-    """Greedy answers to one batch of samples, without blanks around them.
-
-    Collective where the model is sharded (ZeRO stage 3, FSDP): transformers keeps the ranks together then.
-    """
+    """Greedy answers to one batch of samples, without blanks around them. Collective where the model is sharded (ZeRO
+    stage 3, FSDP): transformers keeps the ranks together then."""
     room, max_new_tokens = places(model, max_new_tokens)
     rows = [(prompt_ids(tokenizer, sample) or _start(tokenizer))[-room:] for sample in samples]
     ids, mask = _padded(rows, tokenizer.pad_token_id, "left")

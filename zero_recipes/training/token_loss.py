@@ -75,9 +75,7 @@ class TokenWeights:
 
     def of_step(self, batches: list[Batch], count, device, count_again: Callable):
         """(micro batches of a step, its tokens with a loss on all ranks), from what the Trainer has found of both.
-
-        `count_again`: the trainer's own count.
-        """
+        `count_again`: the trainer's own count."""
         lengths = [batch.pop(ROW_LENGTHS, None) for batch in batches]
         if self.shares_sequences and batches:
             return batches, self.trainer.accelerator.gather(ulysses.shared_tokens(batches).to(device)).sum()
@@ -115,9 +113,7 @@ class TokenWeights:
 
     def _ends_with_repeated_rows(self, left_over: int) -> bool:
         """Whether this is the last batch of a data loader, filled with rows that it had before. Agrees on all ranks.
-
-        `left_over`: rows of all ranks' last batches that are no repetition; 0 or less where nothing is filled.
-        """
+        `left_over`: rows of all ranks' last batches that are no repetition; 0 or less where nothing is filled."""
         accelerator = self.trainer.accelerator
         return accelerator.gradient_state.end_of_dataloader and left_over > 0 and accelerator.num_processes > 1
 

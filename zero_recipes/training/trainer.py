@@ -37,10 +37,8 @@ class NotSaved(Exception):
 
 
 def rotate(folder: Path, limit: int | None, best: str | None) -> None:
-    """Delete the oldest checkpoints beyond `limit`; never the newest, nor the best.
-
-    By step, where transformers goes by time, and each one's manifest first: one that is half deleted is unfinished.
-    """
+    """Delete the oldest checkpoints beyond `limit`; never the newest, nor the best. By step, where transformers goes by
+    time, and each one's manifest first: one that is half deleted is unfinished."""
     if limit is None or limit <= 0:
         return
     kept = {path.name for path in numbered(folder)}
@@ -107,10 +105,8 @@ class ZeroSFTTrainer(SFTTrainer):
     # training
 
     def train(self, resume_from_checkpoint=None, *arguments, **keywords):
-        """All steps. The metrics are complete then. Raises Diverged on all ranks.
-
-        `resume_from_checkpoint`: as of SFTTrainer; True is the last checkpoint of args.output_dir that is whole.
-        """
+        """All steps. The metrics are complete then. Raises Diverged on all ranks. `resume_from_checkpoint`: as of
+        SFTTrainer; True is the last checkpoint of args.output_dir that is whole."""
         if resume_from_checkpoint is True:
             newest_first = reversed(numbered(Path(self.args.output_dir)))
             whole = next((path for path in newest_first if save.checkpoint_fault(path) is None), None)
@@ -139,10 +135,8 @@ class ZeroSFTTrainer(SFTTrainer):
         self.stage_metrics.write("failed", UNFINISHED)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        """Before the first step: the engine and the sample prompts.
-
-        A resharded checkpoint has no files of DeepSpeed's: the engine is built fresh, then filled by parameter.
-        """
+        """Before the first step: the engine and the sample prompts. A resharded checkpoint has no files of DeepSpeed's:
+        the engine is built fresh, then filled by parameter."""
         resharded = resume_from_checkpoint is not None and save.is_resharded(resume_from_checkpoint)
         with CLOCK.phase("model"):
             checkpoint = None if resharded else resume_from_checkpoint
@@ -334,10 +328,8 @@ class ZeroSFTTrainer(SFTTrainer):
             super()._load_best_model()
 
     def save_verified(self) -> str:
-        """The model in output_dir, whole; nothing with save_model: false. Returns what is known of it then.
-
-        Collective. Raises NotWhole on every rank.
-        """
+        """The model in output_dir, whole; nothing with save_model: false. Returns what is known of it then. Collective.
+        Raises NotWhole on every rank."""
         run = self.recipe_run.run
         if not run.settings.save_model:
             return "no model was to be saved"

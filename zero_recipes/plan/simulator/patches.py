@@ -40,17 +40,13 @@ def no_addresses() -> None:
 
 def no_kernels() -> None:
     """DeepSpeed 0.19 (comm/torch.py `TorchBackend`) compiles a kernel for the CPU's collectives, half a minute long.
-
-    Here nothing is sent. To be called before the process group starts.
-    """
+    Here nothing is sent. To be called before the process group starts."""
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 
 def no_pinned_memory(pinning: Callable[[], AbstractContextManager] | None = None) -> None:
-    """torch 2.13: `pin_memory()` of a fake tensor raises; DeepSpeed pins what it offloads.
-
-    `pinning`: in force where the copy is made that a GPU run pins; on CPUs, None, DeepSpeed makes no copy.
-    """
+    """torch 2.13: `pin_memory()` of a fake tensor raises; DeepSpeed pins what it offloads. `pinning`: in force where
+    the copy is made that a GPU run pins; on CPUs, None, DeepSpeed makes no copy."""
 
     def pin_memory(tensor, *_, **__):
         if pinning is None:
@@ -102,10 +98,8 @@ def no_other_ranks() -> None:
 
 
 def masks_by_shape(full_rows: bool, packing: bool) -> None:
-    """transformers 5.23, masking_utils.py: looks into the mask, and takes a fake tensor for a compiler's.
-
-    `full_rows`: no row of the batch is padded, so that no mask is made. `packing`: several rows stand in one.
-    """
+    """transformers 5.23, masking_utils.py: looks into the mask, and takes a fake tensor for a compiler's. `full_rows`:
+    no row of the batch is padded, so that no mask is made. `packing`: several rows stand in one."""
     from transformers import masking_utils
 
     masking_utils.is_tracing = lambda tensor=None: False
@@ -115,10 +109,8 @@ def masks_by_shape(full_rows: bool, packing: bool) -> None:
 
 
 def collate_with_numbers() -> None:
-    """TRL 1.16, trainer/sft_trainer.py: the padding-free collator looks for rows' boundaries (aten.nonzero).
-
-    A batch is made of real rows on the host; what is made of it afterwards is fake.
-    """
+    """TRL 1.16, trainer/sft_trainer.py: the padding-free collator looks for rows' boundaries (aten.nonzero). A batch is
+    made of real rows on the host; what is made of it afterwards is fake."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
     from trl.trainer import sft_trainer
@@ -204,10 +196,8 @@ def adam_over_all_tensors() -> None:
 
 
 def fused_head_without_temporaries() -> None:
-    """TRL 1.16, kernels/chunked_logprob.py: on a GPU Triton kernels fold each tile of logits in place.
-
-    On other devices torch folds them with temporaries, which a GPU run does not have.
-    """
+    """TRL 1.16, kernels/chunked_logprob.py: on a GPU Triton kernels fold each tile of logits in place. On other devices
+    torch folds them with temporaries, which a GPU run does not have."""
     from trl.kernels import chunked_logprob
 
     chunked_logprob._forward_tile = lambda *_, **__: None
@@ -217,9 +207,7 @@ def fused_head_without_temporaries() -> None:
 
 def attention_as_on_cuda() -> None:
     """torch 2.13, aten/native/transformers/cuda/sdp_utils.cpp: flash attention without a mask, memory-efficient with.
-
-    On the device that stands for a GPU torch would take the plain formula, which keeps the whole score matrix.
-    """
+    On the device that stands for a GPU torch would take the plain formula, which keeps the whole score matrix."""
     functional, plain = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
 
     @functools.wraps(plain)
@@ -244,10 +232,8 @@ FLASH = "kernel_in_one"  # the name of an attention implementation, for flash an
 
 
 def flash_attention() -> None:
-    """transformers 5.23: flash attention's kernels read numbers and addresses; torch's own keeps the same tensors.
-
-    No mask is made for it, packed rows or not: the kernel is told of the boundaries.
-    """
+    """transformers 5.23: flash attention's kernels read numbers and addresses; torch's own keeps the same tensors. No
+    mask is made for it, packed rows or not: the kernel is told of the boundaries."""
     from transformers import masking_utils, modeling_utils
 
     def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
