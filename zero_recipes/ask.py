@@ -132,11 +132,9 @@ class Loaded(NamedTuple):
 
 
 def find_target(folder: Path, base: str | None, overrides: list[str], trust_remote_code: bool = False) -> Target:
-    """The model in `folder`, whole, with its run's recipe where it has one. No weight is read.
-
-    `base`: of the command line, `none` for no base. `overrides`: recipe keys of the command line. Code that a model
-    brings runs only where `trust_remote_code` says so, whatever the recipe says. Raises Refusal.
-    """
+    """The model in `folder`, whole, with its run's recipe where it has one. No weight is read. `base`: of the command
+    line, `none` for no base. `overrides`: recipe keys of the command line. Code that a model brings runs only where
+    `trust_remote_code` says so, whatever the recipe says. Raises Refusal."""
     is_adapter = (folder / "adapter_config.json").is_file()
     weights = (ADAPTER,) if is_adapter else (SINGLE, INDEX)
     if not any((folder / name).is_file() for name in weights):

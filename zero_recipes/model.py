@@ -161,11 +161,9 @@ def _refuse_keys(report: dict, name: str, allowed: list[str] | None) -> None:
 
 
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
-    """Fill every matrix with normal numbers (deviation: config.initializer_range) from a seed of its own name.
-
-    The same weights under every strategy: under ZeRO stage 3 deepspeed.zero.Init draws others than the plain
-    constructor does. One tensor is whole at a time; biases and norms keep the constructor's constants.
-    """
+    """Fill every matrix with normal numbers (deviation: config.initializer_range) from a seed of its own name. The same
+    weights under every strategy: under ZeRO stage 3 deepspeed.zero.Init draws others than the plain constructor does.
+    One tensor is whole at a time; biases and norms keep the constructor's constants."""
     deviation = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     for name, p in model.named_parameters():
         if len(whole_shape(p)) < 2:

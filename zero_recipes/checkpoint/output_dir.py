@@ -106,11 +106,8 @@ def refuse_in_use(output_dir: Path) -> None:
 @contextmanager
 def hold_output_dir(output_dir: Path) -> Iterator[None]:
     """Hold the folder for this run. Every rank enters (collective); rank 0 holds the lock, which the kernel drops with
-    the process, so that none is ever stale.
-
-    Raises Refusal on every rank where another run is alive, or the folder cannot be written. A run that is refused
-    inside leaves no empty folder.
-    """
+    the process, so that none is ever stale. Raises Refusal on every rank where another run is alive, or the folder
+    cannot be written. A run that is refused inside leaves no empty folder."""
     lock = FileLock(output_dir / LOCK, fallback_to_soft=False)
     agree(partial(_make_and_acquire, lock, output_dir) if rank() == 0 else lambda: None)
     try:

@@ -85,12 +85,9 @@ class Source:
 def reshard(
     checkpoint: Path, world_size: int, stage: int, skip_checksums: bool = False, trusted: bool = False
 ) -> tuple[Path, Batch]:
-    """Write CHECKPOINT-zero<stage>-world<world_size> beside the checkpoint, which is not touched.
-
-    Returns the new folder and its batch; the global batch is the old one's. It is written under a hidden name and
-    renamed when it is whole. `skip_checksums`: neither compare nor write them; `trusted`: pickles may run code. Raises
-    Refusal.
-    """
+    """Write CHECKPOINT-zero<stage>-world<world_size> beside the checkpoint, which is not touched. Returns the new
+    folder and its batch; the global batch is the old one's. It is written under a hidden name and renamed when it is
+    whole. `skip_checksums`: neither compare nor write them; `trusted`: pickles may run code. Raises Refusal."""
     checkpoint = Path(os.path.normpath(checkpoint))
     target = checkpoint.with_name(f"{checkpoint.name}-zero{stage}-world{world_size}")
     if target.exists():

@@ -59,10 +59,8 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoint_to_resume(output_dir: Path, requested: object, overwrite: bool = False) -> str | None:
     """The checkpoint that `resume_from_checkpoint` means: a path, or `true` for the last whole one in output_dir.
-
     `true` where there is none starts fresh and says so: a pod that restarts runs the same command. Nothing is changed
-    here (`clear_unfinished` does, once every rank has looked). Raises Refusal.
-    """
+    here (`clear_unfinished` does, once every rank has looked). Raises Refusal."""
     if not resumes(requested):
         return None
     if overwrite and resumes_in(output_dir, requested):
@@ -114,12 +112,9 @@ def _refuse_newer(output_dir: Path, checkpoint: Path) -> None:
 
 
 def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
-    """The run, to go on from a checkpoint whose contents are what was written.
-
-    Collective: every rank calls it, and each reads its share of the files. Where `resume_from_checkpoint: true` found
-    one whose checksums differ, that one is moved aside and the one before it is taken, as for one that is cut off.
-    Raises Refusal, the same on all ranks.
-    """
+    """The run, to go on from a checkpoint whose contents are what was written. Collective: every rank calls it, and
+    each reads its share of the files. Where `resume_from_checkpoint: true` found one whose checksums differ, that one
+    is moved aside and the one before it is taken, as for one that is cut off. Raises Refusal, the same on all ranks."""
     chosen = agree(lambda: run.checkpoint)
     if len(set(chosen)) > 1:
         listed = ", ".join(f"rank {number}: {path or 'starts fresh'}" for number, path in enumerate(chosen))
@@ -143,11 +138,9 @@ def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
 
 
 def clear_unfinished(output_dir: Path) -> None:
-    """Make room for the checkpoints to come, on rank 0 once every rank has chosen the one to go on from.
-
-    Unfinished ones are deleted: nobody can go on from them, and their steps are trained again, bit for bit. Damaged
-    ones were whole once: they are moved aside.
-    """
+    """Make room for the checkpoints to come, on rank 0 once every rank has chosen the one to go on from. Unfinished
+    ones are deleted: nobody can go on from them, and their steps are trained again, bit for bit. Damaged ones were
+    whole once: they are moved aside."""
     for checkpoint in numbered(output_dir):
         if checkpoint.is_symlink() or save.is_foreign(checkpoint):
             continue  # no run of ours made it
@@ -223,11 +216,9 @@ def load_resharded(engine, checkpoint: str | Path) -> None:
 
 
 def _set(p: torch.nn.Parameter, key: str, whole: torch.Tensor) -> None:
-    """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") to where it belongs.
-
-    At stage 3 by DeepSpeed's call for a part: its safe_set_full_fp32_param (0.19.8, zero/stage3.py
-    `set_full_hp_param`) does not know that the last part is padded, and fails where the world does not divide the size.
-    """
+    """Copy this rank's part of a whole master or moment ("fp32", "exp_avg", "exp_avg_sq") to where it belongs. At stage
+    3 by DeepSpeed's call for a part: its safe_set_full_fp32_param (0.19.8, zero/stage3.py `set_full_hp_param`) does not
+    know that the last part is padded, and fails where the world does not divide the size."""
     from deepspeed import utils
 
     if not is_partitioned(p):

@@ -70,10 +70,8 @@ def begin_checkpoint(checkpoint: Path) -> None:
 
 def write_manifest(checkpoint: Path, facts: dict[str, Any], with_checksums: bool = True) -> None:
     """Write manifest.json after all ranks have written their files; every file reaches the disk before it does.
-
     `facts`: of the run, and the step; or another manifest. Checksums are computed while the disk writes, from what the
-    system still holds.
-    """
+    system still holds."""
     names = [path.relative_to(checkpoint).as_posix() for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     names = [name for name in names if name not in (MANIFEST, UNFINISHED)]
     with ThreadPoolExecutor(THREADS) as pool:

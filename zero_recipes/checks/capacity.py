@@ -40,10 +40,8 @@ def memory_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> 
 
 def resume_findings(run: RunConfig, here: int, host: Host) -> Iterator[Finding]:
     """A checkpoint that does not fit into the host's memory while it is read: a run that could be trained, not resumed.
-
     DeepSpeed 0.19.8 (runtime/engine.py, load_checkpoint) reads on every process all of *_model_states.pt, drops it, and
-    reads the process's own *_optim_states.pt, both by torch.load(map_location="cpu").
-    """
+    reads the process's own *_optim_states.pt, both by torch.load(map_location="cpu")."""
     if run.checkpoint is None or not run.strategy.is_deepspeed:
         return
     sizes = [path.stat().st_size for path in Path(run.checkpoint).glob("global_step*/*_states.pt")]
@@ -61,7 +59,8 @@ def disk_findings(run: RunConfig, config, psi: int, here: int, host: Host) -> It
     free = host.free_disk(run.output_dir)
     # what goes before: under overwrite the run before the last one, else checkpoints, one by one by save_total_limit
     leaving = [previous_of(run.output_dir)] if run.settings.overwrite else saved_in(run.output_dir)
-    going = sum(path.stat().st_size for folder in leaving for path in _files(folder))
+    files = [path for place in leaving for path in (place, *place.rglob("*")) if path.is_file()]
+    going = sum(path.stat().st_size for path in files)
     if sum(terms.values()) > free + going:
         needed = units.size(sum(terms.values()))
         yield finding("ZR609", folder=run.output_dir, needed=needed, free=units.size(free), terms=_sum(terms))
@@ -94,10 +93,6 @@ def nvme_findings(run: RunConfig, sizes: Sequence[int], here: int, host: Host) -
         yield finding("ZR619", needed=units.size(needed), path=path, free=units.size(free), here=here)
 
 
-def _files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-
-
 def _sum(terms: Mapping[str, int]) -> str:
     return " + ".join(f"{units.size(size)} ({what})" for what, size in terms.items() if size)
 
@@ -117,11 +112,9 @@ def _bytes_of(dtype: object) -> int:
 
 
 def host_terms(strategy: Strategy, device: str, settings: Settings, config, psi: int, here: int) -> dict:
-    """{what: bytes} that the `here` processes of this machine hold in its memory at one moment, at least.
-
-    On CPUs all model states but those on NVMe; on GPUs what the ds_config offloads to the CPU and, below stage 3, the
-    loaded weights of every process. Weights whose file has the requested dtype do not count: safetensors maps the file.
-    """
+    """{what: bytes} that the `here` processes of this machine hold in its memory at one moment, at least. On CPUs all
+    model states but those on NVMe; on GPUs what the ds_config offloads to the CPU and, below stage 3, the loaded
+    weights of every process. Weights whose file has the requested dtype do not count: safetensors maps the file."""
     states = _states(strategy, settings, config, psi)
     optimizer, params = strategy.ds.offload_optimizer, strategy.ds.offload_param
     if device == "cpu":
@@ -278,20 +271,16 @@ def checkpoint_bytes(strategy: Strategy, settings: Settings, config, psi: int, h
 
 
 def resumable_bytes(weights: float, optimizer: float, zero_stage: int | None) -> int:
-    """Bytes on disk of a checkpoint to go on from: `weights` as they are saved, and the `optimizer`'s states.
-
-    Under DeepSpeed below stage 3 the weights once more, in mp_rank_00_model_states.pt (without LoRA's frozen ones:
-    transformers/trainer.py passes exclude_frozen_parameters). `zero_stage`: None without DeepSpeed.
-    """
+    """Bytes on disk of a checkpoint to go on from: `weights` as they are saved, and the `optimizer`'s states. Under
+    DeepSpeed below stage 3 the weights once more, in mp_rank_00_model_states.pt (without LoRA's frozen ones:
+    transformers/trainer.py passes exclude_frozen_parameters). `zero_stage`: None without DeepSpeed."""
     return int(weights + optimizer + (weights if zero_stage in (0, 1, 2) else 0))
 
 
 def disk_terms(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> dict[str, int]:
     """{what: bytes} that output_dir must take: checkpoints side by side, then the model at the end.
-
     transformers/trainer_utils.py `rotate_checkpoints` deletes the oldest after the newest is written, so that one more
-    than save_total_limit stands there. Without a limit the number is taken from max_steps and save_steps if known.
-    """
+    than save_total_limit stands there. Without a limit the number is taken from max_steps and save_steps if known."""
     terms = {}
     if settings.saves_checkpoints:
         one = checkpoint_bytes(strategy, settings, config, psi, here)

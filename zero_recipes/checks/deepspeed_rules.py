@@ -25,7 +25,7 @@ def deepspeed_findings(run: Candidate) -> list[Finding]:
     """All findings about the DeepSpeed configuration."""
     if not run.strategy.is_deepspeed:
         return []
-    found = [*_unsaved(run), *_left_out(run), *_schedule(run), *_without_effect(run), *_separate_experts(run)]
+    found = [*_left_out(run), *_schedule(run), *_without_effect(run), *_separate_experts(run)]
     return found + strategy_findings(run)
 
 
@@ -113,13 +113,6 @@ def _divides_by_8(run: Candidate) -> bool:
     return not any(-(-size // run.world_size) % 8 for size in sizes)
 
 
-def _unsaved(run: Candidate) -> Iterator[Finding]:
-    """A stage 3 that would end without a model."""
-    saves = run.settings.save_model or run.settings.saves_checkpoints
-    if run.stage == 3 and saves and not parsed_zero(run.ds.zero).gather_16bit_weights_on_model_save:
-        yield finding("ZR206", source=run.strategy.source)
-
-
 def _left_out(run: Candidate) -> Iterator[Finding]:
     """What the ds_config leaves out, where DeepSpeed would do otherwise than the recipe in silence, or stop late. A
     precision's block at stage 3 only: below, accelerate (utils/dataclasses.py, set_mixed_precision) adds it in time."""
@@ -133,6 +126,9 @@ def _left_out(run: Candidate) -> Iterator[Finding]:
     needed += [settings.precision] if run.stage == 3 and settings.precision != "fp32" else []
     missing = [key for key in needed if key not in written]
     missing += ["zero_optimization.stage"] if "stage" not in written.get("zero_optimization", {"stage": 0}) else []
+    saves = settings.save_model or settings.saves_checkpoints
+    if run.stage == 3 and saves and not parsed_zero(run.ds.zero).gather_16bit_weights_on_model_save:
+        yield finding("ZR206", source=run.strategy.source)  # it would end without a model
     if missing:
         yield finding("ZR213", source=run.strategy.source, missing=", ".join(missing))
 

@@ -124,7 +124,10 @@ def triton_findings(device: str, host: Host) -> Iterator[Finding]:
 
     if device != "cuda" or not is_triton_available():
         return
-    compiler, folder = host.environment.get("CC"), triton_cache(host)
+    compiler, home = host.environment.get("CC"), host.environment.get("TRITON_HOME") or host.environment.get("HOME")
+    # triton/knobs.py, `cache_knobs`: the folder of compiled kernels
+    folder = Path(host.environment.get("TRITON_CACHE_DIR") or Path(home or "~", ".triton", "cache"))
+    folder = folder.expanduser().absolute()
     missing = []
     if not any(host.which(name) for name in ([compiler.split()[0]] if compiler else ["gcc", "clang"])):
         missing.append(f"the C compiler {compiler or 'gcc or clang'}")
@@ -135,12 +138,6 @@ def triton_findings(device: str, host: Host) -> Iterator[Finding]:
         missing.append(f"the right to write to {folder}")
     if missing:
         yield finding("ZR652", missing=", ".join(missing))
-
-
-def triton_cache(host: Host) -> Path:
-    """triton/knobs.py, `cache_knobs`: the folder of compiled kernels."""
-    home = host.environment.get("TRITON_HOME") or host.environment.get("HOME") or "~"
-    return Path(host.environment.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).expanduser().absolute()
 
 
 def infiniband_findings(
@@ -160,21 +157,15 @@ PROBE_SECONDS = 5.0
 def offline_where_unreachable(settings: Settings) -> list[Finding]:
     """As if HF_HUB_OFFLINE were set, from here on, where the recipe needs the hub and it does not answer. At most one
     finding, a warning."""
-    if constants.is_offline_mode() or not any(map(_needs_hub, _names(settings))) or _answers():
+    data = {entry["path"] for entry in settings.datasets} or {settings.dataset_name}
+    named = {settings.model_name_or_path, *(data - packaged_formats())}
+    if constants.is_offline_mode() or not any(map(on_hub, named)) or _answers():
         return []
     import datasets
 
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     return [finding("ZR430", endpoint=constants.ENDPOINT, probe_seconds=PROBE_SECONDS, scope="machine")]
-
-
-def _names(settings: Settings) -> list[str | None]:
-    return [settings.model_name_or_path, *([entry["path"] for entry in settings.datasets] or [settings.dataset_name])]
-
-
-def _needs_hub(name: str | None) -> bool:
-    return on_hub(name) and name not in packaged_formats()
 
 
 def _answers() -> bool:

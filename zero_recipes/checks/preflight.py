@@ -30,12 +30,9 @@ from zero_recipes.model import load_config, sizes_of
 
 @library_error_as_finding("checking the recipe")
 def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapping[str, str], rehearsal=False):
-    """(the run, or None where it cannot be put together; all findings).
-
-    `environment` is the launcher's: os.environ in a run. A key with a finding is left out, and the rest goes on, so
-    that all findings come at once; errors that the recipe ignores come as warnings. `rehearsal`: nothing will start
-    here and now (zero-recipes check).
-    """
+    """(the run, or None where it cannot be put together; all findings). `environment` is the launcher's: os.environ in
+    a run. A key with a finding is left out, and the rest goes on, so that all findings come at once; errors that the
+    recipe ignores come as warnings. `rehearsal`: nothing will start here and now (zero-recipes check)."""
     known = keys.key_types()
     findings = list(launch_key_findings(path, mapping, environment))
     own = {key: value for key, value in mapping.items() if key not in launch_of(mapping)}
@@ -101,11 +98,9 @@ def _attempt(findings: list[Finding], check: Callable, *arguments: Any) -> Any:
 
 
 def resolved_ds_config(run: RunConfig, rows: int | None = None) -> dict[str, Any] | None:
-    """The DeepSpeed configuration as transformers will fill it in: no "auto" that it knows how to replace is left.
-
-    None without DeepSpeed.
-    `rows`: of the training split; without it the total_num_steps of a scheduler stays "auto" in a run by epochs.
-    """
+    """The DeepSpeed configuration as transformers will fill it in: no "auto" that it knows how to replace is left. None
+    without DeepSpeed. `rows`: of the training split; without it the total_num_steps of a scheduler stays "auto" in a
+    run by epochs."""
     if run.strategy.ds_config is None:
         return None
     settings, world_size = run.settings, run.strategy.world_size

@@ -76,13 +76,15 @@ RUN_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 def rule_findings(run: Candidate) -> list[Finding]:
     """All findings about keys that do not go together; those of the ds_config are deepspeed_findings."""
+    settings, epochs = run.settings, run.settings.num_train_epochs
     return [
         *conditions(stops_late(run), silent(run)),
-        *training_length(run),
+        # a run of no step saves the model as it was; one without end never saves it
+        *([] if settings.max_steps > 0 or 0 < epochs < math.inf else [finding("ZR162", epochs=epochs)]),
         *packing(run),
         *processes(run),
-        *([finding("ZR416")] if run.settings.load_in_4bit and run.stage == 3 else []),
-        *sequence_parallel_findings(run.settings, run.strategy, run.device, run.config),
+        *([finding("ZR416")] if settings.load_in_4bit and run.stage == 3 else []),
+        *sequence_parallel_findings(settings, run.strategy, run.device, run.config),
     ]
 
 
@@ -146,13 +148,6 @@ def _drops_even_batches(settings) -> bool:
     if isinstance(loading, str) and loading.lstrip().startswith("{"):  # as the command line gives it
         loading = json.loads(loading)
     return isinstance(loading, dict) and loading.get("even_batches") is False
-
-
-def training_length(run: Candidate) -> Iterator[Finding]:
-    """A run of no step saves the model as it was; one without end never saves it."""
-    epochs = run.settings.num_train_epochs
-    if run.settings.max_steps <= 0 and not 0 < epochs < math.inf:
-        yield finding("ZR162", epochs=epochs)
 
 
 def packing(run: Candidate) -> Iterator[Finding]:

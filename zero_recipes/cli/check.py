@@ -2,9 +2,8 @@
 
 import argparse
 import re
-from collections.abc import Sequence
 
-from zero_recipes.core.findings import Finding, downgraded, finding, ignored_codes
+from zero_recipes.core.findings import downgraded, finding, ignored_codes
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -27,15 +26,19 @@ def check(arguments: argparse.Namespace) -> int:
         if arguments.for_trl:
             return 0
     mapping = recipes.read_recipe_file(arguments.recipe)
-    overrides = _without_remote_code(arguments.overrides)
-    remote_code = bool(mapping.get("trust_remote_code")) and len(overrides) > len(arguments.overrides)
+    overrides, trusts = list(arguments.overrides), "trust_remote_code"
+    is_named = any(word.lstrip("-").replace("-", "_").startswith(trusts) for word in overrides)
+    overrides += [] if is_named else [f"--{trusts}", "false"]  # a look at a stranger's recipe runs no code of its model
+    remote_code = bool(mapping.get(trusts)) and not is_named
     if arguments.config_file is None and arguments.num_processes is None:
         environment = launched_as_named(mapping)
     else:
         environment = launched_environment(arguments.config_file, arguments.num_processes)
     run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True)
-    findings = [found for found in findings if not (remote_code and _due_to_missing_code(found))]
-    findings += [finding("ZR783")] if remote_code else []
+    if remote_code:  # what says no more than that this code was not run has no place of its own
+        without = re.compile(r"trust_remote_code|contains custom code")
+        findings = [found for found in findings if found.level != "error" or not without.search(found.why)]
+        findings.append(finding("ZR783"))
     findings += launch_findings(arguments.config_file)
     if run is not None:
         findings += predicted.rehearsed(run, environment)
@@ -67,15 +70,3 @@ def data_findings(run, show: bool) -> list:
     if show:
         audit.show_audit(splits[0].audit, splits[0].tokenised, data.tokenizer, training_args)
     return downgraded(findings, ignored_codes(settings.ignore))
-
-
-def _without_remote_code(overrides: Sequence[str]) -> list[str]:
-    """The overrides of a command line, with `trust_remote_code: false` unless they say something of it themselves."""
-    said = any(word.lstrip("-").replace("-", "_").startswith("trust_remote_code") for word in overrides)
-    return [*overrides] if said else [*overrides, "--trust_remote_code", "false"]
-
-
-def _due_to_missing_code(finding: Finding) -> bool:
-    """An error that says no more than that the model's own code was not run."""
-    said = re.search(r"trust_remote_code|contains custom code", finding.why)
-    return finding.level == "error" and said is not None

@@ -249,10 +249,8 @@ def runs_of(
     configs: Mapping[str, Path], ds_configs: Mapping[str, dict | None], sets: Sequence[str], overrides: list[str]
 ) -> list[SweepRun]:
     """One run a strategy and combination of values. `configs`: {strategy: accelerate file}; `ds_configs`: {strategy:
-    the DeepSpeed configuration of that file}; `sets`: KEY=a,b,c.
-
-    Raises Refusal for a key that nothing here has; a run whose values cannot be refuses them itself.
-    """
+    the DeepSpeed configuration of that file}; `sets`: KEY=a,b,c. Raises Refusal for a key that nothing here has; a run
+    whose values cannot be refuses them itself."""
     if not sets:
         return [SweepRun(strategy, strategy, config, {}) for strategy, config in configs.items()]
     parsed = parse_sets(sets, key_types(), overrides)
@@ -273,11 +271,9 @@ def runs_of(
 
 
 def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[str]) -> list[SetKey]:
-    """The `--set` options of a command line. `types`: of every key that a recipe may have.
-
-    Raises Refusal for a key that neither a recipe nor a ds_config has, for values that cannot be read, and for a key
-    that is given twice (`overrides`: the other options).
-    """
+    """The `--set` options of a command line. `types`: of every key that a recipe may have. Raises Refusal for a key
+    that neither a recipe nor a ds_config has, for values that cannot be read, and for a key that is given twice
+    (`overrides`: the other options)."""
     sets = [_parsed(text, types) for text in texts]
     listed = [*recipes.named_on(overrides, types), *(each.key for each in sets)]
     for text, each in zip(texts, sets, strict=True):

@@ -45,11 +45,9 @@ SHARDING = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_DEEPS
 
 
 def read_accelerate_file(path: Path) -> "ClusterConfig":
-    """The file as accelerate reads it, its blocks as mappings and its counts at least 1. Raises Refusal.
-
-    accelerate (commands/config/config_args.py, load_config_from_file) takes a path from the working directory, and
-    looks nowhere else.
-    """
+    """The file as accelerate reads it, its blocks as mappings and its counts at least 1. Raises Refusal. accelerate
+    (commands/config/config_args.py, load_config_from_file) takes a path from the working directory, and looks nowhere
+    else."""
     from accelerate.commands.config.config_args import load_config_from_file
 
     if not path.is_file():

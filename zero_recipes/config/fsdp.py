@@ -33,11 +33,9 @@ _FILE = "accelerate_configs/fsdp2.yaml"
 
 
 def fsdp_config_in_force(settings: Settings, environment: Mapping[str, str], world_size: int) -> dict[str, Any] | None:
-    """The `fsdp_config` in force; None without FSDP.
-
-    One path for every launcher: `accelerate launch` hands it over through the environment (FSDP_*), torchrun through
-    the recipe's keys `fsdp` and `fsdp_config`. Raises Refusal for what this repository cannot run.
-    """
+    """The `fsdp_config` in force; None without FSDP. One path for every launcher: `accelerate launch` hands it over
+    through the environment (FSDP_*), torchrun through the recipe's keys `fsdp` and `fsdp_config`. Raises Refusal for
+    what this repository cannot run."""
     launched, named = _from_launcher(environment), _from_recipe(settings)
     if launched is not None and named is not None and launched != named:
         raise refusal("ZR310", named=named, launched=launched)

@@ -83,7 +83,10 @@ def recipe_findings(
     for key in (key for key in mapping if key in types):
         where, value = f"{place}:{lines[key]}" if key in lines else place, mapping[key]
         here = [*value_findings(where, key, value, types[key])]
-        here = here or [*_choice_findings(where, key, value, choices.get(key)), *range_findings(where, key, value)]
+        here = here or [*range_findings(where, key, value)]
+        if not here and key in choices and isinstance(value, str) and value not in choices[key]:
+            fix, listed = _did_you_mean(value, choices[key]) or "Write one of them.", ", ".join(choices[key])
+            here = [finding("ZR114", key=key, where=where, value=value, choices=listed, fix=fix)]
         if key in tables()["deprecated"]:
             here.append(finding("ZR104", key=key, place=place, deprecated=tables()["deprecated"][key]))
         found += [dataclasses.replace(finding, key=key) for finding in here]
@@ -94,7 +97,10 @@ def key_findings(
     place: str, unknown: list[str], known: Iterable[str], lines: dict[str, int] | None = None
 ) -> Iterator[Finding]:
     """One finding for each unknown key: renamed, the launcher's, another trainer's, or misspelt."""
-    renamed, launcher = tables()["renamed"], launcher_keys()
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    renamed = tables()["renamed"]
+    launcher = {*tables()["launcher"], *(field.name for field in dataclasses.fields(ClusterConfig))}
     for key in unknown:
         where = f"{place}:{lines[key]}" if lines and key in lines else place
         if key in renamed:
@@ -110,13 +116,6 @@ def key_findings(
         else:
             fix = _did_you_mean(key, known) or "Remove it, or see the table of keys in docs/recipe.md."
             yield finding("ZR103", key=key, where=where, fix=fix, recipe_key=key)
-
-
-def launcher_keys() -> set[str]:
-    """Keys that belong to `accelerate launch` and its like."""
-    from accelerate.commands.config.config_args import ClusterConfig
-
-    return {*tables()["launcher"], *(field.name for field in dataclasses.fields(ClusterConfig))}
 
 
 def other_trainers_key(key: str) -> tuple[str, str] | None:
@@ -161,12 +160,6 @@ def _type_errors(value: Any, hint: Any) -> list[dict[str, Any]]:
     except PydanticUserError:
         pass
     return []
-
-
-def _choice_findings(where: str, key: str, value: Any, choices: list[str] | None) -> Iterator[Finding]:
-    if choices and isinstance(value, str) and value not in choices:
-        fix = _did_you_mean(value, choices) or "Write one of them."
-        yield finding("ZR114", key=key, where=where, value=value, choices=", ".join(choices), fix=fix)
 
 
 def range_findings(where: str, key: str, value: Any) -> Iterator[Finding]:

@@ -338,7 +338,8 @@ def settings_in_force(
     recipe: Recipe, strategy: "Strategy | None", device: str, accumulation: int | None
 ) -> tuple[Settings, dict]:
     """(settings, explicit) of a run: what strategy, device and global batch decide, laid over the recipe."""
-    decided: dict[str, Any] = {"output_dir": str(output_dir_of(recipe))}
+    # TRL would write into `trainer_output` for every recipe
+    decided: dict[str, Any] = {"output_dir": str(Path(recipe.settings.output_dir or f"output/{recipe.name}"))}
     if device == "cpu":
         decided["use_cpu"] = True
     if accumulation is not None:
@@ -349,11 +350,6 @@ def settings_in_force(
         decided["deepspeed"] = strategy.ds_config.raw
     without = {} if "fsdp" in decided or strategy is None else {"fsdp": None}  # false and empty lists mean the same
     return recipe.settings.replace(**(without | decided)), {**recipe.explicit, **decided}
-
-
-def output_dir_of(recipe: Recipe) -> Path:
-    """The recipe's output_dir, or output/<recipe>: TRL would write into `trainer_output` for every recipe."""
-    return Path(recipe.settings.output_dir or f"output/{recipe.name}")
 
 
 def refuse_uneven_gpus(strategy: "Strategy", device: str, environment: Mapping[str, str]) -> None:

@@ -94,7 +94,8 @@ def resolve_strategy(
     name = DsConfig(config).name
     filled = DsConfig(fill(config))
     shared = settings.sequence_parallel_size
-    refuse_uneven_groups(shared, world_size)
+    if shared < 1 or world_size % shared:
+        raise refusal("ZR243", size=shared, world_size=world_size)
     name += "_ulysses" if shared > 1 else ""
     return Strategy(name, world_size, filled, source, sequence_parallel=shared)
 
@@ -128,12 +129,6 @@ def launched_ds_config(env: Mapping[str, str], precision: str) -> tuple[dict[str
 
 def _shown(named: Any) -> str:
     return "an inline mapping" if isinstance(named, dict) else str(named)
-
-
-def refuse_uneven_groups(size: int, world_size: int) -> None:
-    """Refuse groups that the processes cannot be divided into."""
-    if size < 1 or world_size % size:
-        raise refusal("ZR243", size=size, world_size=world_size)
 
 
 def sequence_parallel_findings(settings: Settings, strategy, device: str, config) -> Iterator[Finding]:

@@ -104,11 +104,8 @@ class RunFailed(Exception):
 @contextlib.contextmanager
 def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[None]:
     """Whatever a library raises inside becomes one Refusal with the library's message. A Refusal passes as it is, and
-    so does memory that is not enough.
-
-    `doing`: "making the optimizer (optim: lomo)"; `keys`: keys of the recipe, of which the finding is about the first
-    that the message names.
-    """
+    so does memory that is not enough. `doing`: "making the optimizer (optim: lomo)"; `keys`: keys of the recipe, of
+    which the finding is about the first that the message names."""
     try:
         yield
     except (Refusal, RunFailed):

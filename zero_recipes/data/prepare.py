@@ -110,11 +110,9 @@ def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokeniz
 
 
 def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozenset[str]) -> dict:
-    """Prepared rows as JSON: those that an earlier run of the same data and arguments has kept, or new ones.
-
-    The findings are not downgraded yet: other runs ignore others. Raises Refusal for errors that are not ignored;
-    nothing is kept then.
-    """
+    """Prepared rows as JSON: those that an earlier run of the same data and arguments has kept, or new ones. The
+    findings are not downgraded yet: other runs ignore others. Raises Refusal for errors that are not ignored; nothing
+    is kept then."""
     data = read_data(settings, tokenizer)
     folder = _folder(data, training_args) if isinstance(data.train, Dataset) else None
     if folder is not None and (folder / "audit.json").is_file():

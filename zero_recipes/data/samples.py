@@ -53,10 +53,8 @@ def choose_samples(
     requested: Any, eval_rows, dataset_format: str | None, tokenizer: PreTrainedTokenizerBase, split: str = "test"
 ) -> list[Sample]:
     """The recipe's `sample_prompts`: a number of rows of the test split, a JSON Lines file, or a list of prompts.
-
     `eval_rows`: of dataset_test_split, named `split`, whether the run evaluates on them or not; None where the data has
-    no such split. Raises Refusal.
-    """
+    no such split. Raises Refusal."""
     if requested is None or str(requested) == "0":
         return []
     form: Callable[[Any], dict[str, Any]] = dict
@@ -112,11 +110,9 @@ def _text(value: Any) -> str:
 
 
 def with_tokens(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, training_args) -> list[Sample]:
-    """The samples with the tokens of prompt and answer as a training row has them, truncated as one.
-
-    By the code that SFTTrainer trains with: a tokenizer may write a word otherwise at a text's beginning than behind
-    the prompt (SentencePiece's space mark). The answer's tokens alone carry loss, whatever training gives a loss.
-    """
+    """The samples with the tokens of prompt and answer as a training row has them, truncated as one. By the code that
+    SFTTrainer trains with: a tokenizer may write a word otherwise at a text's beginning than behind the prompt
+    (SentencePiece's space mark). The answer's tokens alone carry loss, whatever training gives a loss."""
     single = copy.copy(training_args)
     single.shuffle_dataset, single.completion_only_loss, single.dataset_num_proc = False, True, None
     found = {}

@@ -35,11 +35,9 @@ _calls = itertools.count()  # every process counts the same calls
 
 @contextlib.contextmanager
 def session(run: RunConfig) -> Iterator[None]:
-    """The run's process group: ready before TrainingArguments, taken down together where the run is refused.
-
-    A run that went well ends it itself (Trainer.end); one that fails ends at once, and its launcher ends the others. A
-    rank that exits with a live gloo group can abort the others (exit code -6).
-    """
+    """The run's process group: ready before TrainingArguments, taken down together where the run is refused. A run that
+    went well ends it itself (Trainer.end); one that fails ends at once, and its launcher ends the others. A rank that
+    exits with a live gloo group can abort the others (exit code -6)."""
     ops = ops_of(run.strategy, run.device, run.settings)
     start_process_group(run.strategy, run.device, run.settings.ddp_timeout, ops)
     set_host_threads(run.strategy, run.device)
@@ -86,11 +84,9 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
 
 
 def set_host_threads(strategy: Strategy, device: str) -> None:
-    """Give DeepSpeedCPUAdam, an OpenMP loop (csrc/includes/cpu_adam.h), this process's share of the cores.
-
-    torchrun and accelerate set OMP_NUM_THREADS=1 where the environment has none. Any other number was somebody's choice
-    and stays, and so does the launcher's where the CPU itself trains: every rank computes on its cores already.
-    """
+    """Give DeepSpeedCPUAdam, an OpenMP loop (csrc/includes/cpu_adam.h), this process's share of the cores. torchrun and
+    accelerate set OMP_NUM_THREADS=1 where the environment has none. Any other number was somebody's choice and stays,
+    and so does the launcher's where the CPU itself trains: every rank computes on its cores already."""
     if device == "cuda" and strategy.ds.offload_optimizer and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         torch.set_num_threads(Host().threads(local_world_size(os.environ, strategy.world_size)))
 

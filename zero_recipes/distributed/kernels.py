@@ -31,11 +31,9 @@ QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "z
 
 
 def ops_of(strategy: Strategy, device: str, settings: Settings) -> set[str]:
-    """Names of the ops that DeepSpeed 0.19.8 loads in this run. Paths are relative to deepspeed/.
-
-    runtime/engine.py `_configure_basic_optimizer` for an optimizer block of the ds_config; without one accelerate
-    (utils/deepspeed.py `map_pytorch_optim_to_deepspeed`) replaces the Trainer's optimizer where it is offloaded.
-    """
+    """Names of the ops that DeepSpeed 0.19.8 loads in this run. Paths are relative to deepspeed/. runtime/engine.py
+    `_configure_basic_optimizer` for an optimizer block of the ds_config; without one accelerate (utils/deepspeed.py
+    `map_pytorch_optim_to_deepspeed`) replaces the Trainer's optimizer where it is offloaded."""
     if not strategy.is_deepspeed:
         return set()
     ops = {"deepspeed_shm_comm"} if device == "cpu" else set()  # comm/torch.py `build_shm_op`, at every launch

@@ -23,11 +23,6 @@ def share_sequences(training_args, size: int, attn_implementation: str | None) -
         )
 
 
-def shared_tokens(batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Tokens with loss in this process's parts of some batches: labels come shifted from DeepSpeed's adapter."""
-    return torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()
-
-
 def loss_of_a_part(model, inputs: dict[str, torch.Tensor], count: torch.Tensor, processes: int) -> torch.Tensor:
     """This process's share of the step's loss, so that the mean over all processes is the mean over all tokens.
 

@@ -87,7 +87,7 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def weight_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -> Iterator[torch.Tensor]:
     """Stages 1 and 2: the flat 16-bit groups, padding included; stage 3: this rank's partition (`ds_tensor`), and its
     part of the machine's copy under hpZ (`ds_secondary_tensor`)."""
-    if _is(optimizer, "DeepSpeedZeroOptimizer_Stage3"):
+    if is_stage_3(optimizer):
         for p in parameters:
             yield p.ds_tensor
             yield from _flatten(p.ds_secondary_tensor)
@@ -112,11 +112,9 @@ def whole_shape(p: torch.nn.Parameter) -> torch.Size:
 
 
 def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, Any]]:
-    """(weight, bitsandbytes' QuantState) of every layer in 4 bit: its scales, and the shape before packing.
-
-    FSDP2 makes other parameters of the weights; the layer keeps the state then (bitsandbytes 0.50, nn/modules.py,
-    fix_4bit_weight_quant_state_from_module).
-    """
+    """(weight, bitsandbytes' QuantState) of every layer in 4 bit: its scales, and the shape before packing. FSDP2 makes
+    other parameters of the weights; the layer keeps the state then (bitsandbytes 0.50, nn/modules.py,
+    fix_4bit_weight_quant_state_from_module)."""
     for module in model.modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")  # PEFT's layer has its base's as a property
         state = getattr(weight, "quant_state", None) or getattr(module, "quant_state", None)
@@ -136,7 +134,7 @@ def gradient_tensors(parameters: Sequence[torch.nn.Parameter], optimizer: Any) -
     """Gradients as each stage keeps them, and the fp32 copies that DeepSpeed makes inside step(). From stage 2 on a
     parameter's own gradient is in flight only, on its way through the reduce bucket."""
     stage_1_or_2 = _is(optimizer, "DeepSpeedZeroOptimizer")
-    if not (_is(optimizer, "DeepSpeedZeroOptimizer_Stage3") or (stage_1_or_2 and optimizer.partition_gradients)):
+    if not (is_stage_3(optimizer) or (stage_1_or_2 and optimizer.partition_gradients)):
         # stage 1 leaves small gradients as views into the bucket that has reduced them
         reducing = optimizer.ipg_buckets.values() if stage_1_or_2 else ()
         buckets = {buffer.untyped_storage() for bucket in reducing for buffer in bucket.buffer}
@@ -212,9 +210,7 @@ def forget_trace_of_generation(engine) -> None:
 
 
 def is_stage_3(optimizer: Any) -> bool:
-    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-
-    return isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+    return _is(optimizer, "DeepSpeedZeroOptimizer_Stage3")
 
 
 # states of a resharded checkpoint
@@ -238,11 +234,9 @@ def members_of_groups(optimizer) -> list[list[torch.nn.Parameter]]:
 
 
 def make_adam_states(optimizer) -> None:
-    """Let the optimizer make its own states, whichever Adam it is: one step with zero gradients at a rate of 0.
-
-    They are all overwritten afterwards. DeepSpeed makes none before the first step (zero/stage3.py and
-    zero/stage_1_and_2.py, `initialize_optimizer_states`).
-    """
+    """Let the optimizer make its own states, whichever Adam it is: one step with zero gradients at a rate of 0. They
+    are all overwritten afterwards. DeepSpeed makes none before the first step (zero/stage3.py and
+    zero/stage_1_and_2.py, `initialize_optimizer_states`)."""
     base, stage_3 = base_optimizer(optimizer), is_stage_3(optimizer)
     masters = flat_masters(optimizer)
     rates = [group["lr"] for group in base.param_groups]
@@ -301,11 +295,9 @@ COLLECTIVES = {
 
 
 def communication_backend():
-    """The object whose methods carry DeepSpeed's collectives.
-
-    Private: `cdb` and the methods of COLLECTIVES (DeepSpeed 0.19.8, comm/comm.py and comm/torch.py). DeepSpeed's own
-    comms logger waits for the device at every collective and does not know the group.
-    """
+    """The object whose methods carry DeepSpeed's collectives. Private: `cdb` and the methods of COLLECTIVES (DeepSpeed
+    0.19.8, comm/comm.py and comm/torch.py). DeepSpeed's own comms logger waits for the device at every collective and
+    does not know the group."""
     from deepspeed import comm
 
     return comm.comm.cdb

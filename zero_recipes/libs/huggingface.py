@@ -86,11 +86,9 @@ def fingerprint(rows: "Dataset") -> str:
 
 
 def prepare_dataset(rows: "Dataset", tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> "Dataset":
-    """Rows as SFTTrainer makes them, before there is a model, on one process of each machine.
-
-    Private: SFTTrainer._prepare_dataset and `global_then_local_main_first` (TRL 1.16, trainer/sft_trainer.py). The
-    method needs three attributes of a trainer; its turns would wait for ranks that are not here.
-    """
+    """Rows as SFTTrainer makes them, before there is a model, on one process of each machine. Private:
+    SFTTrainer._prepare_dataset and `global_then_local_main_first` (TRL 1.16, trainer/sft_trainer.py). The method needs
+    three attributes of a trainer; its turns would wait for ranks that are not here."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
     from trl.trainer import sft_trainer
 
@@ -116,11 +114,9 @@ def prepare_dataset(rows: "Dataset", tokenizer: PreTrainedTokenizerBase, trainin
 
 @contextlib.contextmanager
 def rows_are_cut(training_args) -> Iterator[None]:
-    """SFTTrainer may be built here for padding-free batches of rows that are cut to max_length already.
-
-    TRL 1.16 (trainer/sft_trainer.py, `__init__`) refuses padding_free with a max_length: it "is not enforced". Here it
-    is: data/prepare.py has TRL cut the rows before there is a trainer.
-    """
+    """SFTTrainer may be built here for padding-free batches of rows that are cut to max_length already. TRL 1.16
+    (trainer/sft_trainer.py, `__init__`) refuses padding_free with a max_length: it "is not enforced". Here it is:
+    data/prepare.py has TRL cut the rows before there is a trainer."""
     kept = training_args.max_length
     if training_args.padding_free and not training_args.packing and kept is not None:
         training_args.max_length = None
@@ -138,10 +134,8 @@ LAUNCHED += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMPI_", "PMI_", "MV
 @contextlib.contextmanager
 def single_process_env() -> Iterator[None]:
     """One process on the CPU, whatever the launcher set, and silent libraries. The environment is restored afterwards.
-
     accelerate's states of this process stay. TrainingArguments makes them anew (transformers, training_args.py
-    `_setup_devices`).
-    """
+    `_setup_devices`)."""
     import datasets
     from accelerate import PartialState
     from datasets.utils import are_progress_bars_disabled

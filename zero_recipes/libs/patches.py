@@ -192,11 +192,9 @@ def patch_quantized_gradients() -> None:
 
 
 def scale_for_fp16(largest: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """The power of two, an fp32 scalar, with which `world_size` values of up to `largest` add up to at most 2^15.
-
-    So that neither they nor their sum leave fp16. `dtype`: the values', which must hold the power itself; 1 where
-    `largest` is not finite.
-    """
+    """The power of two, an fp32 scalar, with which `world_size` values of up to `largest` add up to at most 2^15. So
+    that neither they nor their sum leave fp16. `dtype`: the values', which must hold the power itself; 1 where
+    `largest` is not finite."""
     _, exponent = torch.frexp(largest)  # largest < 2^exponent
     bits = (world_size - 1).bit_length()
     power = (15 - bits - exponent).clamp(-126, 15 if dtype == torch.float16 else 100)

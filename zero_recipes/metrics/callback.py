@@ -121,9 +121,8 @@ class StageMetricsCallback(TrainerCallback):
 
     def count_tokens(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None = None) -> None:
         """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent;
-        `repeated`: likewise, the tokens of rows that the epoch had before. Those are counted once.
-
-        The sums stay on the device until the run ends: reading one would wait for the GPU in every micro batch."""
+        `repeated`: likewise, the tokens of rows that the epoch had before. Those are counted once. The sums stay on the
+        device until the run ends: reading one would wait for the GPU in every micro batch."""
         counted = self.used.counted(inputs, repeated)
         self.has_labels = self.has_labels or "labels" in inputs or "shift_labels" in inputs
         self.tokens = counted if self.tokens is None else self.tokens + counted

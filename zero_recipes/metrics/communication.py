@@ -42,10 +42,8 @@ _OPERATORS = {
 
 class CountCollectives(TorchDispatchMode):
     """Adds up, while it is in force, {collective: bytes of the full tensors}; autograd's threads are counted too.
-
     Private: TorchDispatchMode and the names of torch's operators of collectives (torch 2.13, utils/_python_dispatch.py
-    and _OPERATORS above). CommDebugMode, which is public, counts calls and no bytes.
-    """
+    and _OPERATORS above). CommDebugMode, which is public, counts calls and no bytes."""
 
     def __init__(self):
         super().__init__()
@@ -65,11 +63,9 @@ Bytes = dict[str, int]
 
 
 class CommunicationCounter:
-    """Counts some steps of one run: DeepSpeed's at its backend, DDP's by its buckets, FSDP2's as they pass.
-
-    Not by DeepSpeed's own logger (comm.py `timed_op`): that one waits for the device at every collective, and does not
-    know which group it was, so that what stays inside a machine cannot be told from what crosses the network.
-    """
+    """Counts some steps of one run: DeepSpeed's at its backend, DDP's by its buckets, FSDP2's as they pass. Not by
+    DeepSpeed's own logger (comm.py `timed_op`): that one waits for the device at every collective, and does not know
+    which group it was, so that what stays inside a machine cannot be told from what crosses the network."""
 
     def __init__(self, engine: torch.nn.Module, strategy: Strategy):
         """`engine`: what wraps the model; of DDP and DeepSpeed the model itself will do."""

@@ -68,11 +68,8 @@ class SweepFile(schema.Part):
 
 def read_runs(folder: Path) -> list[MeasuredRun]:
     """Every run in `folder` and one level below: ddp and zero0 to zero3 first, then the others by name, at last those
-    of a sweep of values in its order.
-
-    What `--overwrite true` has kept is left out. Raises ContractError, which names the file, for one that cannot be
-    read, and where there is none.
-    """
+    of a sweep of values in its order. What `--overwrite true` has kept is left out. Raises ContractError, which names
+    the file, for one that cannot be read, and where there is none."""
     folder = Path(folder).resolve()  # "." has no name of its own, and names decide what is compared
     swept = {folder / run.folder: run.values for run in read_sweep_file(folder).runs}
     below = [file for file in sorted(folder.glob(f"*/{schema.FILE}")) if file.parent.suffix != ".previous"]

@@ -146,10 +146,8 @@ def overlaps(job: Job, collective: str) -> bool:
 
 def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> Range:
     """Seconds for what crosses the host link, for Adam on the CPU, and for NVMe; all ranks of a node share these two.
-
     On NVMe a step reads and writes the optimizer's 12 bytes a parameter and its gradient (4), reads the parameters (2)
-    for each forward and backward, and writes them once. Nothing is taken to overlap.
-    """
+    for each forward and backward, and writes them once. Nothing is taken to overlap."""
     here, passes, zero = job.ranks_per_node, prediction.gradient_accumulation_steps, job.zero
     trained, held = prediction.trainable_parameters / job.world_size, prediction.parameters / job.world_size
     crossing = 2 * trained * (passes + 1) if zero.offload_optimizer else 0.0  # gradients in each pass, weights once

@@ -125,7 +125,9 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
     trained = [run for run in runs if run.status == "ok" and run.loss_history]
     if len(trained) < 2:
         return "cannot tell", "Fewer than two strategies have losses."
-    if broken := {run.label: step for run in trained if (step := _first_not_finite(run))}:
+    losses = {run.label: read.losses_by_step(run).items() for run in trained}
+    broken = {label: next((s for s, loss in found if not math.isfinite(loss)), None) for label, found in losses.items()}
+    if broken := {label: step for label, step in broken.items() if step is not None}:
         return "no", f"The loss is not finite: {_listed(broken, 'from step {}'.format)}."
     steps = _common_steps(trained)
     if not steps:
@@ -143,10 +145,6 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
 
 def _common_steps(runs: Sequence[MeasuredRun]) -> list[int]:
     return sorted(set.intersection(*(set(read.losses_by_step(run)) for run in runs)))
-
-
-def _first_not_finite(run: MeasuredRun) -> int | None:
-    return next((step for step, loss in read.losses_by_step(run).items() if not math.isfinite(loss)), None)
 
 
 def _within(runs: Sequence[MeasuredRun], limit: float) -> tuple[bool, str]:

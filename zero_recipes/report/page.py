@@ -36,19 +36,14 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
     except ContractError as error:
         raise refusal("ZR560", folder=folder, error=str(error)) from error
     judgements = judge_runs(runs)
-    page = folder / "report.html"
-    (folder / "report.json").write_text(_as_json(runs, judgements), encoding="utf-8")
-    (folder / "report.md").write_text(_as_markdown(runs), encoding="utf-8")
-    page.write_text(render_page(runs, judgements, _draw(runs, folder)), encoding="utf-8", errors="replace")
-    _print(runs, judgements, console or terminal())
-    return page
-
-
-def _draw(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path]:
-    """All pictures by their file names' stems."""
     drawn = [*plots.draw_comparison(runs, folder).values()]
     drawn += [path for run in read.single_runs(runs) if (path := plots.draw_single(run, folder))]
-    return {path.stem: path for path in drawn}
+    page, pictures = folder / "report.html", {path.stem: path for path in drawn}
+    (folder / "report.json").write_text(_as_json(runs, judgements), encoding="utf-8")
+    (folder / "report.md").write_text(_as_markdown(runs), encoding="utf-8")
+    page.write_text(render_page(runs, judgements, pictures), encoding="utf-8", errors="replace")
+    _print(runs, judgements, console or terminal())
+    return page
 
 
 def _print(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console: Console) -> None:
@@ -91,7 +86,8 @@ def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pi
     """The whole page as text. `pictures` by name: of the comparison, and "run_<folder>"."""
     loader, blocks = FileSystemLoader(Path(__file__).parent), {"trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, **blocks)
-    environment.filters |= {"size": units.size, "fixed": units.fixed, "embedded": _embedded}
+    in_base64 = lambda path: base64.b64encode(path.read_bytes()).decode()  # noqa: E731
+    environment.filters |= {"size": units.size, "fixed": units.fixed, "base64": in_base64}
     compared, answered, swept = read.comparison(runs), sampled_run(runs), map(read.sweep_table, read.sweeps(runs))
     return environment.get_template("page.html.j2").render(
         setting=read.setting(compared or runs),
@@ -174,7 +170,3 @@ def _plain(name: str, value: Any) -> str:
     if isinstance(value, int):
         return units.size(value) if name.endswith("_bytes") else f"{value:,}"
     return f"{value:.1f}" if isinstance(value, float) else str(value)
-
-
-def _embedded(picture: Path) -> str:
-    return "data:image/png;base64," + base64.b64encode(picture.read_bytes()).decode("ascii")

@@ -65,9 +65,14 @@ def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path
         drawn["staircase"] = draw_memory(bars, "Model states on the fullest rank", setting, path)
         drawn["throughput"] = _draw_throughput(compared, setting, folder / "throughput.png")
         drawn["loss"] = _draw_losses(compared, setting, folder / "loss.png")
-    if planned := [run for run in compared if _is_planned_in_parts(run)]:
+    if planned := [run for run in compared if read.planned_peak(run) and run.predicted.at_peak]:
         memory = list(filter(None, [(run.hardware or {}).get("gpu_memory_bytes") for run in planned]))
-        bars, capacity = list(map(_plan_bar, planned)), min(memory, default=None)
+        ends = [(run.predicted.reserved_bytes.low, run.predicted.reserved_bytes.high) for run in planned]
+        bars = [
+            Bar(run.label, run.predicted.at_peak, read.peak_allocated(run), reserved=reserved)
+            for run, reserved in zip(planned, ends, strict=True)
+        ]
+        capacity = min(memory, default=None)
         title, path = "Planned memory, and the measured peak", folder / "plan.png"
         drawn["plan"] = draw_memory(bars, title, setting, path, capacity)
     return drawn
@@ -128,15 +133,6 @@ def _state_bar(run: MeasuredRun) -> Bar:
     parts = {part: getattr(rank, part) or 0 for part in STATES} if rank else {}
     absent = "" if rank else ABSENT.get(run.status, run.status)
     return Bar(_label(run), parts, read.peak_allocated(run), read.textbook(run), absent=absent)
-
-
-def _plan_bar(run: MeasuredRun) -> Bar:
-    reserved = run.predicted.reserved_bytes
-    return Bar(run.label, run.predicted.at_peak, read.peak_allocated(run), reserved=(reserved.low, reserved.high))
-
-
-def _is_planned_in_parts(run: MeasuredRun) -> bool:
-    return bool(read.planned_peak(run) and run.predicted.at_peak and run.predicted.reserved_bytes)
 
 
 def _memory_legend(bars: Sequence[Bar], capacity: int | None) -> list[Any]:

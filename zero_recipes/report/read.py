@@ -2,8 +2,9 @@
 
 import json
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -262,13 +263,16 @@ def runs_table(runs: Sequence[MeasuredRun], title: str = "") -> Table:
 def sweep_table(runs: Sequence[MeasuredRun]) -> Table:
     """The runs of one sweep: the values that were set, what was measured, and why what did not run did not."""
     chosen, keys = table_rows(runs), list(runs[0].swept)
-    named = [Column(name, partial(_swept_value, key)) for key, name in short_names(keys).items()]
+    named = [
+        Column(name, lambda row, key=key: value_text(row["swept"][key])) for key, name in short_names(keys).items()
+    ]
     if len({row["strategy"] for row in chosen}) > 1:
         named.append(Column("Strategy", lambda row: row["strategy"]))
     measured = _columns("memory", chosen, texts()["swept"]) + _columns("speed", chosen, texts()["swept"])
     measured.append(Column("Status", lambda row: row["status"]))
     if any(row["reason"] for row in chosen):
-        measured.append(Column("Reason", _reason))
+        words = lambda row: " ".join(filter(None, (row["code"], row["reason"])))  # noqa: E731
+        measured.append(Column("Reason", lambda row: textwrap.shorten(words(row), LONGEST_REASON, placeholder="…")))
     return Table(f"Sweep of {', '.join(keys)}: {setting(runs)}", named, measured, [], chosen)
 
 
@@ -294,21 +298,8 @@ def _columns(about: str, chosen: Sequence[Row], keys: Sequence[str] = ()) -> lis
     hidden = {"resident_bytes"} if any(row["peak_allocated_bytes"] for row in chosen) else {"peak_allocated_bytes"}
     listed = [column for column in texts()[about] if column["key"] not in hidden]
     found = [
-        Column(column["header"].replace("baseline", reference), partial(_cell, column["key"], WRITTEN[column["as"]]))
-        for column in listed
-        if not keys or column["key"] in keys
+        Column(header.replace("baseline", reference), lambda row, key=key, shown=shown: WRITTEN[shown](row[key]))
+        for header, key, shown in ((column["header"], column["key"], column["as"]) for column in listed)
+        if not keys or key in keys
     ]
     return [column for column in found if any(map(column.cell, chosen))]
-
-
-def _cell(key: str, written: Callable[[Any], str], row: Row) -> str:
-    return written(row[key])
-
-
-def _swept_value(key: str, row: Row) -> str:
-    return value_text(row["swept"][key])
-
-
-def _reason(row: Row) -> str:
-    words = " ".join(part for part in (row["code"], row["reason"]) if part)
-    return words if len(words) <= LONGEST_REASON else words[: LONGEST_REASON - 1].rstrip() + "…"

@@ -55,11 +55,9 @@ def model_state_bytes(
 
 
 def communication_units(zero_stage: int) -> int:
-    """Volume one rank moves per step in units of Φ: 2, 2, 2, 3 for stages 0 to 3. arXiv:1910.02054, section 7.
-
-    An all-reduce is a reduce-scatter plus an all-gather and so counts 2Φ (section 7.1). Stages 1 and 2 replace
-    it by these two halves (7.2.1); stage 3 gathers the parameters once more for the backward pass (7.2.2).
-    """
+    """Volume one rank moves per step in units of Φ: 2, 2, 2, 3 for stages 0 to 3. arXiv:1910.02054, section 7. An
+    all-reduce is a reduce-scatter plus an all-gather and so counts 2Φ (section 7.1). Stages 1 and 2 replace it by these
+    two halves (7.2.1); stage 3 gathers the parameters once more for the backward pass (7.2.2)."""
     return 3 if zero_stage == 3 else 2
 
 

@@ -27,11 +27,9 @@ class Diverged(RunFailed):
 
 
 class StopAtDivergence(TrainerCallback):
-    """Ends a run after `limit` steps in a row whose loss or gradient norm is NaN or infinite.
-
-    All ranks together: `metrics` has brought their figures together. In fp16 a gradient norm alone is no such step:
-    the loss scale was too high, the step is skipped and the scale halved.
-    """
+    """Ends a run after `limit` steps in a row whose loss or gradient norm is NaN or infinite. All ranks together:
+    `metrics` has brought their figures together. In fp16 a gradient norm alone is no such step: the loss scale was too
+    high, the step is skipped and the scale halved."""
 
     def __init__(self, metrics: StageMetricsCallback, limit: int):
         self.metrics, self.limit = metrics, limit

@@ -109,11 +109,9 @@ def _padded(rows: Sequence[Sequence[int]], pad: int, side: str) -> tuple[torch.T
 
 
 def answer(trainer: Trainer, samples: list[Sample], max_new_tokens: int) -> Answers:
-    """Greedy answers to all samples. Collective: every rank calls it, each answers its share.
-
-    Under ZeRO stage 3 every forward pass gathers parameters from all ranks, so all take the same number of batches
-    and `synced_gpus` keeps them generating until the slowest has ended.
-    """
+    """Greedy answers to all samples. Collective: every rank calls it, each answers its share. Under ZeRO stage 3 every
+    forward pass gathers parameters from all ranks, so all take the same number of batches and `synced_gpus` keeps them
+    generating until the slowest has ended."""
     if not samples:
         return Answers([], [])
     world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index

@@ -12,7 +12,6 @@ from torch.utils.data import RandomSampler, Sampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from trl import SFTTrainer
 
-from zero_recipes.distributed import ulysses
 from zero_recipes.libs.huggingface import count_tokens_with_loss, rows_left_over
 
 
@@ -78,7 +77,8 @@ class TokenWeights:
         `count_again`: the trainer's own count."""
         lengths = [batch.pop(ROW_LENGTHS, None) for batch in batches]
         if self.shares_sequences and batches:
-            return batches, self.trainer.accelerator.gather(ulysses.shared_tokens(batches).to(device)).sum()
+            own = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()  # of its parts
+            return batches, self.trainer.accelerator.gather(own.to(device)).sum()
         left_over = rows_left_over(self.trainer.callback_handler.train_dataloader) if batches else 0
         if self._ends_with_repeated_rows(left_over) and "labels" in batches[-1]:
             self._repeated = batches[-1], self._tokens_repeated(batches[-1], lengths[-1], left_over)
@@ -132,11 +132,9 @@ class CollatorWithRowLengths:
 
 
 def tokens_repeated(labels: torch.Tensor, lengths: list[int] | None, left_over: int, rank: int) -> torch.Tensor:
-    """Which tokens of a rank's last batch are of repeated rows: a mask of the shape of `labels`.
-
-    `lengths`: of the rows that stand in one, in tokens; None where each has a line of its own. `left_over`: rows of all
-    ranks that are no repetition; they stand first, by rank.
-    """
+    """Which tokens of a rank's last batch are of repeated rows: a mask of the shape of `labels`. `lengths`: of the rows
+    that stand in one, in tokens; None where each has a line of its own. `left_over`: rows of all ranks that are no
+    repetition; they stand first, by rank."""
     rows = len(labels) if lengths is None else len(lengths)
     kept = max(0, min(rows, left_over - rows * rank))
     repeated = torch.zeros_like(labels, dtype=torch.bool)
@@ -188,7 +186,8 @@ class TokenMetrics:
         loss = (-outputs.log_probs).sum() / torch.as_tensor(tokens).clamp(min=1)  # 0 where no token has a loss
         if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())  # gradients are averaged
-        counted = supervised, outputs.entropy.detach().sum(), outputs.is_top1.sum(), _non_padding(inputs)
+        mask = inputs.get("attention_mask", inputs["input_ids"].new_ones(inputs["input_ids"].shape))
+        counted = supervised, outputs.entropy.detach().sum(), outputs.is_top1.sum(), mask.sum()
         self._kept.append(torch.stack([number.double() for number in counted]))
         return loss
 
@@ -206,10 +205,3 @@ class TokenMetrics:
             (entropy / supervised, right / supervised, int(tokens)) if supervised else (0.0, 0.0, int(tokens))
             for supervised, entropy, right, tokens in self.trainer.accelerator.gather(own).sum(0).tolist()
         ]
-
-
-def _non_padding(inputs: Batch) -> torch.Tensor:
-    if "attention_mask" in inputs:
-        return inputs["attention_mask"].sum()
-    ids = inputs["position_ids"]
-    return torch.tensor(ids.size(1), device=ids.device)

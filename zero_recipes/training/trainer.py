@@ -155,11 +155,9 @@ class ZeroSFTTrainer(SFTTrainer):
         return self._train_sampler
 
     def _run_epoch(self, *arguments, epoch: int, **keywords) -> None:
-        """Nothing where no step is left.
-
-        transformers 5.23, trainer.py `_run_epoch` looks at max_steps after a step only: a run resumed from its last
-        step within an epoch takes one more, with a learning rate of 0 or past the schedule.
-        """
+        """Nothing where no step is left. transformers 5.23, trainer.py `_run_epoch` looks at max_steps after a step
+        only: a run resumed from its last step within an epoch takes one more, with a learning rate of 0 or past the
+        schedule."""
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return
@@ -210,11 +208,9 @@ class ZeroSFTTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def _hand_over_token_metrics(self) -> None:
-        """TRL logs what is in `_metrics`. Collective where there are any.
-
-        Private: `_metrics`, `_total_train_tokens`, `_tp_size` and, in `compute_loss`, `_is_vlm` of SFTTrainer
-        (TRL 1.16, trainer/sft_trainer.py). No public method adds to what is logged.
-        """
+        """TRL logs what is in `_metrics`. Collective where there are any. Private: `_metrics`, `_total_train_tokens`,
+        `_tp_size` and, in `compute_loss`, `_is_vlm` of SFTTrainer (TRL 1.16, trainer/sft_trainer.py). No public method
+        adds to what is logged."""
         metrics = self._metrics["train"]
         for entropy, accuracy, tokens in self.token_metrics.take():
             metrics["entropy"].append(entropy)

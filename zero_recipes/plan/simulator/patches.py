@@ -20,11 +20,9 @@ ASKED_FOR = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equ
 
 
 def answer_for_number(func, args: tuple) -> float | int | bool:
-    """A number for one of ASKED_FOR: a fake tensor has none and would raise.
-
-    0.0, False and a byte of 0 take the way of a healthy step (no overflow: DeepSpeed 0.19, zero/stage_1_and_2.py
-    `has_overflow`, asks a byte), 1 is a count that divides, and two tensors are equal.
-    """
+    """A number for one of ASKED_FOR: a fake tensor has none and would raise. 0.0, False and a byte of 0 take the way of
+    a healthy step (no overflow: DeepSpeed 0.19, zero/stage_1_and_2.py `has_overflow`, asks a byte), 1 is a count that
+    divides, and two tensors are equal."""
     if func is not aten._local_scalar_dense.default:
         return func is aten.equal.default
     dtype = args[0].dtype
@@ -59,11 +57,9 @@ def no_pinned_memory(pinning: Callable[[], AbstractContextManager] | None = None
 
 
 def conversions_by_hand() -> None:
-    """torch 2.13, nn/modules/module.py `_apply`: swaps tensors' contents, which a fake parameter refuses.
-
-    To another dtype a parameter stays the object that it is. To another device it becomes a new one (a fake tensor
-    cannot change its device), so models are moved before an optimizer knows their parameters.
-    """
+    """torch 2.13, nn/modules/module.py `_apply`: swaps tensors' contents, which a fake parameter refuses. To another
+    dtype a parameter stays the object that it is. To another device it becomes a new one (a fake tensor cannot change
+    its device), so models are moved before an optimizer knows their parameters."""
 
     def _apply(module, convert, recurse=True):
         moved: dict[int, torch.nn.Parameter] = {}  # tied parameters stay tied
@@ -133,10 +129,8 @@ def data_parallel_in_python() -> None:
 
 class BucketedDataParallel(torch.nn.Module):
     """DistributedDataParallel's memory: one flat buffer for each bucket of gradients, kept from the beginning.
-
-    torch/csrc/distributed/c10d/reducer.cpp `initialize_buckets`; with gradient_as_bucket_view the gradients live in
-    the buckets.
-    """
+    torch/csrc/distributed/c10d/reducer.cpp `initialize_buckets`; with gradient_as_bucket_view the gradients live in the
+    buckets."""
 
     def __init__(self, module: torch.nn.Module, gradient_as_bucket_view: bool = False, **_):
         super().__init__()
@@ -182,11 +176,9 @@ def adam_on_the_host() -> None:
 
 
 def adam_over_all_tensors() -> None:
-    """torch 2.13, optim/optimizer.py `_default_to_fused_or_foreach`: on CUDA plain Adam takes all tensors at once.
-
-    Its intermediate list is as large as the weights that it trains. A fake tensor's class is not among those it takes
-    (utils/_foreach_utils.py), and its step count, by which adam.py divides, has no number.
-    """
+    """torch 2.13, optim/optimizer.py `_default_to_fused_or_foreach`: on CUDA plain Adam takes all tensors at once. Its
+    intermediate list is as large as the weights that it trains. A fake tensor's class is not among those it takes
+    (utils/_foreach_utils.py), and its step count, by which adam.py divides, has no number."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.optim import adam, optimizer
 

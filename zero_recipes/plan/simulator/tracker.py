@@ -88,11 +88,9 @@ def view_of(func, args: tuple, kwargs: dict):
 
 
 class LiveStorages:
-    """Bytes of all storages alive on one kind of device, each counted once, from its first operator to its end.
-
-    A storage's part (of PARTS) is guessed where it is made, by the file that makes it and the phase, and set right by
-    `assign` for tensors that are known: weights, gradients, optimizer states.
-    """
+    """Bytes of all storages alive on one kind of device, each counted once, from its first operator to its end. A
+    storage's part (of PARTS) is guessed where it is made, by the file that makes it and the phase, and set right by
+    `assign` for tensors that are known: weights, gradients, optimizer states."""
 
     def __init__(self, device: str, block: int = 1, stream: Callable[[], int] = lambda: 0):
         """`block`: sizes are rounded up to it. `stream`: says which stream an allocation is for."""
