@@ -81,9 +81,6 @@ def _output_dir(requested: Path | None, target: "Target") -> Path:
     return requested
 
 
-# the model and its base
-
-
 @dataclass(frozen=True)
 class Target:
     """A saved model, ready to be loaded."""
@@ -229,9 +226,6 @@ def _load(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, of_ba
     return Loaded(model.to(device).eval(), tokenizer, device, target.autocast)
 
 
-# prompts and scores
-
-
 def read_questions(target: Target, prompts: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
     """The prompts of the recipe, or of a file that is read as a recipe's `sample_prompts` is, with the tokens of their
     references as a training row has them. Raises Refusal."""
@@ -275,9 +269,6 @@ def rouge(answer: str, reference: str) -> dict[str, float]:
     kinds = ["rouge1", "rouge2", "rougeL"]
     scores = rouge_scorer.RougeScorer(kinds, use_stemmer=True).score(reference, answer)
     return {kind: float(scores[kind].fmeasure) for kind in kinds}
-
-
-# a conversation
 
 
 def write_turns(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None, turns: list[dict[str, str]]) -> str:

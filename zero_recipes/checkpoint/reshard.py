@@ -130,9 +130,6 @@ def strategy_of(source_config: dict[str, Any], stage: int) -> str:
     return f"zero{stage}" + (kept if stage > 1 else "")
 
 
-# reading
-
-
 def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
     """Find the files, read their small parts and refuse what cannot be read by parameter. Raises Refusal. `trusted`:
     pickles of the checkpoint may run code, as DeepSpeed's own load lets them."""
@@ -293,9 +290,6 @@ def _cut(start: int, count: int, partition: int) -> list[tuple[int, int, int]]:
         pieces.append((rank, inside, size))
         start, count = start + size, count - size
     return pieces
-
-
-# writing
 
 
 def _batch(source: Source, world_size: int) -> Batch:

@@ -12,6 +12,7 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host, pinned_bytes
+from zero_recipes.theory.zero_paper import ModelState, model_state_bytes
 
 DEFAULT_BUFFER = 10**8  # elements: deepspeed/runtime/zero/offload_config.py
 
@@ -220,32 +221,19 @@ def read_at_resume(weights: float, optimizer: float, zero_stage: int | None, wor
     return int(max(weights if zero_stage < 3 else 0, optimizer / world_size))
 
 
-class HostStates(NamedTuple):
-    """Bytes of one process's model states."""
-
-    params: float
-    grads: float
-    optimizer: float
-
-
-def _states(strategy: Strategy, settings: Settings, config, psi: int) -> HostStates:
+def _states(strategy: Strategy, settings: Settings, config, psi: int) -> ModelState:
     """Gradients and optimizer only where they are sure to be Adam's. Outside of DeepSpeed's 16 bits everything has the
     dtype of the weights."""
-    stage, world = strategy.zero_stage or 0, strategy.world_size
     named = strategy.ds_config is not None and strategy.ds_config.optimizer is not None
     adam = not named and str(settings.optim).startswith("adamw_torch")
     trainable = psi if adam and not settings.use_peft else 0
     if _in_16_bits(strategy, settings):
         packed = 4 if settings.load_in_4bit else 2 if settings.load_in_8bit else 1
-        each = HostStates(2 / packed, 2, strategy.ds_config.adam_bytes)
+        each = ModelState(2 / packed, 2, strategy.ds_config.adam_bytes)
     else:
         width = load_bytes_per_parameter(settings, config)
-        each = HostStates(width, width, 2 * width)
-    return HostStates(
-        params=each.params * psi / (world if stage >= 3 else 1),
-        grads=each.grads * trainable / (world if stage >= 2 else 1),
-        optimizer=each.optimizer * trainable / (world if stage >= 1 else 1),
-    )
+        each = ModelState(width, width, 2 * width)
+    return model_state_bytes(psi, strategy.world_size, strategy.zero_stage or 0, trainable, each)
 
 
 def _in_16_bits(strategy: Strategy, settings: Settings) -> bool:

@@ -1,6 +1,7 @@
 """All checks of one run, in order: `run_sft.py` refuses on their errors, `zero-recipes check` prints every finding."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -24,7 +25,6 @@ from zero_recipes.config.recipe import RecipeFile, RunConfig, steps_by_epochs
 from zero_recipes.core.findings import Finding, Refusal, downgraded, ignored_codes, library_error_as_finding
 from zero_recipes.core.host import Host
 from zero_recipes.data.load import refuse_data_at_hand
-from zero_recipes.libs.warnings import hides_progress
 from zero_recipes.model import load_config, sizes_of
 
 
@@ -55,11 +55,16 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
         batch = (recipe.settings, recipe.explicit, strategy.replicas)
         accumulation = _attempt(findings, recipes.derive_accumulation, *batch)
     settings, explicit = recipes.settings_in_force(recipe, strategy, device, accumulation)
-    settings = settings.replace(disable_tqdm=hides_progress(settings))
+    if settings.disable_tqdm is None:  # a moving bar on a terminal, one line per `logging_steps` elsewhere
+        settings = settings.replace(disable_tqdm=not sys.stderr.isatty())
     output_dir = Path(settings.output_dir)
     config = _attempt(findings, load_config, settings)
     if strategy is not None:
-        findings += _strategy_findings(Candidate(settings, strategy, device, environment, config))
+        candidate = Candidate(settings, strategy, device, environment, config)
+        _attempt(findings, recipes.refuse_uneven_gpus, strategy, device, environment)
+        findings += precision_findings(environment, settings.precision)
+        findings += [*rule_findings(candidate), *deepspeed_findings(candidate)]
+        findings += parser_findings(candidate) if strategy.is_deepspeed else []
     ds_config = strategy.ds_config.raw if strategy is not None and strategy.is_deepspeed else {}
     findings += trainer_findings(settings, ds_config, str(path))
     if not wrong & {"dataset_name", "datasets"}:
@@ -78,15 +83,6 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     elsewhere = device == "cpu" and not recipe.settings.use_cpu
     findings += machine_findings(run, environment, Host(), rehearsal and ("elsewhere" if elsewhere else "here"))
     return run, downgraded(findings, ignored)
-
-
-def _strategy_findings(run: Candidate) -> list[Finding]:
-    """What does not go with the strategy."""
-    findings: list[Finding] = []
-    _attempt(findings, recipes.refuse_uneven_gpus, run.strategy, run.device, run.environment)
-    findings += precision_findings(run.environment, run.settings.precision)
-    findings += [*rule_findings(run), *deepspeed_findings(run)]
-    return findings + (parser_findings(run) if run.strategy.is_deepspeed else [])
 
 
 def _attempt(findings: list[Finding], check: Callable, *arguments: Any) -> Any:

@@ -1,21 +1,20 @@
 """`zero-recipes check`: all findings about a run, before it costs money."""
 
 import argparse
+import json
 import re
 
+from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import downgraded, finding, ignored_codes
+from zero_recipes.libs.warnings import quieten
 
 
 def check(arguments: argparse.Namespace) -> int:
-    import json
-
     from zero_recipes.checks import predicted
     from zero_recipes.checks.preflight import preflight, resolved_ds_config
-    from zero_recipes.config import recipe as recipes
     from zero_recipes.config.accelerate import launched_as_named, launched_environment
     from zero_recipes.config.strategy import INLINE_SOURCE
     from zero_recipes.libs.huggingface import launch_findings
-    from zero_recipes.libs.warnings import quieten
 
     quieten()
     if arguments.upgrade:
@@ -59,7 +58,6 @@ def check(arguments: argparse.Namespace) -> int:
 def data_findings(run, show: bool) -> list:
     """What the audit of the training rows finds; their counts and three of them printed, if asked. Raises Refusal where
     data, splits or sample prompts cannot be had."""
-    from zero_recipes.config import recipe as recipes
     from zero_recipes.data import audit, load, prepare
 
     # neither weights nor ranks: the strategy does not matter to the data

@@ -15,6 +15,7 @@ import yaml
 
 from zero_recipes.core import units
 from zero_recipes.core.host import Host, cpu_name, library_versions
+from zero_recipes.libs.warnings import quieten
 
 OPTIONAL = ("bitsandbytes", "kernels")
 WIDTH = 200  # of a line: the table of links is not broken
@@ -27,8 +28,6 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|KEY|CREDENTIAL", re.IGNORECASE)
 
 
 def env(arguments: argparse.Namespace) -> int:
-    from zero_recipes.libs.warnings import quieten
-
     quieten()
     found = machine(Host())
     if arguments.json:

@@ -17,9 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     except Refusal as refused:
         return print_ending(refused, with_traceback)
     except OSError as error:  # a path of the command line: no such file, no folder, not to be read or written
-        refused = refusal("ZR352", error=error)
-        refused.__cause__ = error
-        return print_ending(refused, with_traceback)
+        return print_ending(refusal("ZR352", error=error), with_traceback)
 
 
 if __name__ == "__main__":

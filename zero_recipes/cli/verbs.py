@@ -13,6 +13,7 @@ from pathlib import Path
 from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
 from zero_recipes.core import units
 from zero_recipes.core.findings import AREAS, REFUSED, described, first_line, library_error_as_finding, refusal, table
+from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.schema import ORDER as STAGES
 
 
@@ -69,8 +70,6 @@ def _bytes_in(paths: Iterable[Path]) -> int:
 
 
 def plan(arguments: argparse.Namespace) -> int:
-    from zero_recipes.libs.warnings import quieten
-
     quieten()
     from zero_recipes.plan import command
 
@@ -109,16 +108,12 @@ def verify(arguments: argparse.Namespace) -> int:
     except NotWhole as error:
         print(error, file=sys.stderr)
         return 1
-    print(
-        f"{arguments.folder}: whole, {whole['tensors']} tensors, {whole['parameters']:,} parameters, "
-        f"{whole['bytes']:,} bytes"
-    )
+    found = "{tensors} tensors, {parameters:,} parameters, {bytes:,} bytes".format_map(whole)
+    print(f"{arguments.folder}: whole, {found}")
     return 0
 
 
 def reshard(arguments: argparse.Namespace) -> int:
-    from zero_recipes.libs.warnings import quieten
-
     quieten()
     from zero_recipes.checkpoint.reshard import reshard, resume_command
     from zero_recipes.checkpoint.save import read_manifest
@@ -139,8 +134,6 @@ def meet(arguments: argparse.Namespace) -> int:
 
 
 def ask(arguments: argparse.Namespace) -> int:
-    from zero_recipes.libs.warnings import quieten
-
     quieten()
     from zero_recipes.ask import run
 

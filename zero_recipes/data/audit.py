@@ -146,9 +146,6 @@ def _is_empty(value: str | list[dict[str, Any]], anyone: bool) -> bool:
     return not any(str(turn.get("content") or turn.get("tool_calls") or "").strip() for turn in turns)
 
 
-# what is wrong with them
-
-
 def audit_findings(
     found: Audit, rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args, split: str = "the data"
 ) -> Iterator[Finding]:
@@ -209,9 +206,6 @@ def show_audit(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerB
         for token, label in zip(row["input_ids"], row["labels"], strict=True):
             text.append(plain(tokenizer.decode([token]), style="dim" if label == -100 else "bold green"))
         console.print(text)
-
-
-# columns of tokens
 
 
 def token_batches(rows: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

@@ -71,9 +71,6 @@ def _numbered_alpaca_row(row: dict[str, Any], number: int) -> dict[str, str]:
         raise TypeError(f"row {number}: {error}") from None
 
 
-# rows
-
-
 def load_rows(settings: Settings) -> tuple[Rows, Rows | None]:
     """(training rows, evaluation rows or None), formatted. Raises Refusal for what is missing, before any weight."""
     splits = load_splits(settings)
@@ -212,9 +209,6 @@ def _root_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
-# the tokenizer
-
-
 def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     """The model's tokenizer, with a padding token that is not the end of text.
 
@@ -255,16 +249,12 @@ def apply_chat_template_file(tokenizer: PreTrainedTokenizerBase, settings) -> Pr
         tokenizer.eos_token = settings.eos_token
     path = settings.chat_template_path
     with library_error_as_finding(f"reading the chat template of {path} (chat_template_path)"):
-        if path is not None and is_template_file(path):
+        # as TRL sees it (trainer/sft_trainer.py): the template itself, and no tokenizer to clone
+        if path is not None and os.path.isfile(path) and path.endswith((".jinja", ".j2")):
             tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
         elif path is not None:
             clone_chat_template(_without_embeddings(), tokenizer, path, resize_to_multiple_of=None)
     return tokenizer
-
-
-def is_template_file(path: str) -> bool:
-    """As TRL sees it (trainer/sft_trainer.py): the template itself, and no tokenizer to clone."""
-    return os.path.isfile(path) and path.endswith((".jinja", ".j2"))
 
 
 def _without_embeddings() -> SimpleNamespace:
@@ -277,9 +267,6 @@ def _without_embeddings() -> SimpleNamespace:
     stand_in = SimpleNamespace(config=config, can_generate=lambda: False, vocab_size=0)
     stand_in.resize_token_embeddings = resize_token_embeddings
     return stand_in
-
-
-# the hub
 
 
 def on_hub(name: str | None) -> bool:

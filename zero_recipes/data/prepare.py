@@ -140,9 +140,6 @@ def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:
     return Data(rows, evaluation, samples, tokenizer)
 
 
-# rows by TRL's own code
-
-
 def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
     """input_ids and labels of each row, before truncation, dropping, packing and shuffling. By the code that SFTTrainer
     trains with. `tokenizer`: with the chat template applied."""
@@ -218,9 +215,6 @@ def _as_messages(rows: Dataset) -> Dataset:
     if not is_conversational_from_value(rows[0]):
         return rows
     return rows.map(maybe_convert_to_chatml, remove_columns="conversations")
-
-
-# prepared rows are kept
 
 
 def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:

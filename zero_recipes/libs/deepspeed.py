@@ -190,9 +190,6 @@ def _flatten(value: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-# the engine
-
-
 def forget_trace_of_generation(engine) -> None:
     """ZeRO stage 3: drop the order of modules that DeepSpeed has recorded while the model generated.
 
@@ -295,17 +292,21 @@ COLLECTIVES = {
 
 
 def communication_backend():
-    """The object whose methods carry DeepSpeed's collectives. Private: `cdb` and the methods of COLLECTIVES (DeepSpeed
-    0.19.8, comm/comm.py and comm/torch.py). DeepSpeed's own comms logger waits for the device at every collective and
-    does not know the group."""
+    """The object whose methods carry DeepSpeed's collectives.
+
+    Private: `cdb` and the methods of COLLECTIVES (DeepSpeed 0.19.8, comm/comm.py and comm/torch.py). DeepSpeed's own
+    comms logger waits for the device at every collective and does not know the group.
+    """
     from deepspeed import comm
 
     return comm.comm.cdb
 
 
 def ddp_bucket_bytes(model: DistributedDataParallel) -> int:
-    """Bytes of all gradient buckets of DistributedDataParallel; each goes through one all-reduce a step. Private:
-    `_get_ddp_logging_data` (torch 2.13, nn/parallel/distributed.py). No public name leads to the sizes."""
+    """Bytes of all gradient buckets of DistributedDataParallel; each goes through one all-reduce a step.
+
+    Private: `_get_ddp_logging_data` (torch 2.13, nn/parallel/distributed.py). No public name leads to the sizes.
+    """
     logged = model._get_ddp_logging_data()  # rebuilt after the first backward pass
     buckets = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
     return sum(int(size) for size in str(buckets).split(",") if size.strip())

@@ -12,27 +12,30 @@ from transformers import PreTrainedModel
 
 
 def fix_arguments(training_args, device: str) -> None:
-    """Set what would change a run's results. Call it once TrainingArguments exist and before the trainer does. Private:
-    `fsdp_plugin_args` of TrainingArguments (transformers 5.23, training_args.py), which Trainer hands to accelerate's
-    plugin. `fsdp_config` takes no mixed precision."""
+    """Set what would change a run's results. Call it once TrainingArguments exist and before the trainer does.
+
+    accelerate's own mixed precision (utils/dataclasses.py, set_mixed_precision) also casts what the model returns to 16
+    bit: the loss, which TRL computes inside the model, is rounded to three digits in training, evaluation and
+    metrics.json. `fsdp_config` takes no other.
+
+    Private: `fsdp_plugin_args` of TrainingArguments (transformers 5.23, training_args.py), which Trainer hands to
+    accelerate's plugin.
+    """
     if device == "cpu":
         shard_on_cpu()
     if training_args.bf16 or training_args.fp16:
-        training_args.fsdp_plugin_args["mixed_precision_policy"] = mixed_precision(training_args)
-
-
-def mixed_precision(training_args) -> MixedPrecisionPolicy:
-    """Computes and reduces in 16 bit, as accelerate's own does, and returns what the model returns. accelerate's
-    (utils/dataclasses.py, set_mixed_precision) also casts what the model returns to 16 bit: the loss, which TRL
-    computes inside the model, is rounded to three digits in training, evaluation and metrics.json."""
-    dtype = torch.bfloat16 if training_args.bf16 else torch.float16
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+        dtype = torch.bfloat16 if training_args.bf16 else torch.float16
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+        training_args.fsdp_plugin_args["mixed_precision_policy"] = policy
 
 
 def shard_on_cpu() -> None:
-    """Make accelerate shard in a CPU run. Private: the `distributed_type` of PartialState (accelerate 1.15). state.py
-    (AcceleratorState.__init__) looks for FSDP only where the type is on a list without MULTI_CPU: with `use_cpu` every
-    rank trains under plain DistributedDataParallel, without a message."""
+    """Make accelerate shard in a CPU run.
+
+    Private: the `distributed_type` of PartialState (accelerate 1.15). state.py (AcceleratorState.__init__) looks for
+    FSDP only where the type is on a list without MULTI_CPU: with `use_cpu` every rank trains under plain
+    DistributedDataParallel, without a message.
+    """
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -68,9 +71,11 @@ def reshard_model(model: torch.nn.Module) -> None:
 
 
 def whole_gradients(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Unsharded gradients that FSDP2 keeps from one micro step to the next; nothing of a model without FSDP2. Private:
-    FSDPState and FSDPParam (torch 2.13, fsdp/_fully_shard/_fsdp_param.py). Under accumulation accelerate
-    (accelerator.py, no_sync) delays the reduction to the last micro step, and no public name leads to the gradients."""
+    """Unsharded gradients that FSDP2 keeps from one micro step to the next; nothing of a model without FSDP2.
+
+    Private: FSDPState and FSDPParam (torch 2.13, fsdp/_fully_shard/_fsdp_param.py). Under accumulation accelerate
+    (accelerator.py, no_sync) delays the reduction to the last micro step, and no public name leads to the gradients.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:

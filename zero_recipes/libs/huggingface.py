@@ -80,15 +80,19 @@ def rows_left_over(loader) -> int:
 
 
 def fingerprint(rows: "Dataset") -> str:
-    """The datasets library's own hash of these rows and of all that has made them. Private: `_fingerprint` (datasets
-    5.2, arrow_dataset.py). Prepared rows are cached under it."""
+    """The datasets library's own hash of these rows and of all that has made them.
+
+    Private: `_fingerprint` (datasets 5.2, arrow_dataset.py). Prepared rows are cached under it.
+    """
     return rows._fingerprint
 
 
 def prepare_dataset(rows: "Dataset", tokenizer: PreTrainedTokenizerBase, training_args, packing: bool) -> "Dataset":
-    """Rows as SFTTrainer makes them, before there is a model, on one process of each machine. Private:
-    SFTTrainer._prepare_dataset and `global_then_local_main_first` (TRL 1.16, trainer/sft_trainer.py). The method needs
-    three attributes of a trainer; its turns would wait for ranks that are not here."""
+    """Rows as SFTTrainer makes them, before there is a model, on one process of each machine.
+
+    Private: SFTTrainer._prepare_dataset and `global_then_local_main_first` (TRL 1.16, trainer/sft_trainer.py). The
+    method needs three attributes of a trainer; its turns would wait for ranks that are not here.
+    """
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
     from trl.trainer import sft_trainer
 

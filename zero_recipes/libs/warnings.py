@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-from zero_recipes.config.recipe import Settings
 from zero_recipes.core.process import imported_for_good, rank
 
 BAR_SECONDS = "10"  # between two states of a bar without a terminal; what takes less time shows none
@@ -63,8 +62,3 @@ def quieten_loggers() -> None:
         os.environ.setdefault("TQDM_MININTERVAL", BAR_SECONDS)
     for name, level in LEVELS.items():
         logging.getLogger(name).setLevel(level)
-
-
-def hides_progress(settings: Settings) -> bool:
-    """A moving bar on a terminal, one line per `logging_steps` elsewhere, unless the recipe says which."""
-    return not sys.stderr.isatty() if settings.disable_tqdm is None else settings.disable_tqdm

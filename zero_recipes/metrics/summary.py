@@ -42,20 +42,21 @@ def summarise(
     timed = seconds[warmup:]
     speed = _sums([rank.timed_tokens for rank in ranks])
     flops = sum(rank.timed_flops for rank in ranks)
-    used = utilisation(flops, speed[1], sum(timed), len(ranks), peak_flops) if timed else {}
-    rates = [None if count is None or not timed else count / sum(timed) for count in speed]
+    used = utilisation(flops, speed.non_padding, sum(timed), len(ranks), peak_flops) if timed else {}
+    rates = {kind: None if count is None or not timed else count / sum(timed) for kind, count in speed}
+    losses = [rank.losses for rank in ranks]
     return schema.Measurements(
         peak_memory_bytes=[rank.peak for rank in ranks],
         model_state_bytes=[rank.states for rank in ranks],
-        tokens=_tokens(_sums([rank.tokens for rank in ranks])),
-        tokens_per_second=_tokens(rates) if timed else None,
+        tokens=_sums([rank.tokens for rank in ranks]),
+        tokens_per_second=schema.Tokens(**rates) if timed else None,
         step_seconds=schema.StepSeconds(
             median=statistics.median(timed) if timed else None,
             p90=sorted(timed)[min(len(timed) - 1, int(0.9 * len(timed)))] if timed else None,
             warmup_steps_excluded=warmup,
         ),
         **used,
-        loss_history=_means([rank.losses for rank in ranks]),
+        loss_history=None if None in losses else [sum(step) / len(ranks) for step in zip(*losses, strict=True)],
         **more,
     )
 
@@ -65,24 +66,14 @@ def continued(earlier: schema.Measurements, now: schema.Measurements) -> schema.
     if earlier.tokens is None:
         return now
     losses = [*(earlier.loss_history or []), *now.loss_history]
-    more = {
-        "loss_history": losses,
-        "tokens": _tokens(_sums([tuple(dict(each.tokens).values()) for each in (earlier, now)])),
-    }
+    tokens = _sums([list(dict(each.tokens).values()) for each in (earlier, now)])
+    more = {"loss_history": losses, "tokens": tokens}
     if now.skipped_steps is not None:
         more["skipped_steps"] = (earlier.skipped_steps or 0) + now.skipped_steps
     return now.model_copy(update=more)
 
 
-def _means(losses: list[list[float] | None]) -> list[float] | None:
-    if None in losses:
-        return None
-    return [sum(step) / len(losses) for step in zip(*losses, strict=True)]
-
-
-def _tokens(counts: Sequence[float | None]) -> schema.Tokens:
-    return schema.Tokens(**dict(zip(schema.Tokens.model_fields, counts, strict=True)))
-
-
-def _sums(counts: Sequence[Sequence[int | None]]) -> list[int | None]:
-    return [None if None in column else sum(column) for column in zip(*counts, strict=True)]
+def _sums(counts: Sequence[Sequence[int | None]]) -> schema.Tokens:
+    """Of each kind; None where one of them is not known."""
+    sums = [None if None in column else sum(column) for column in zip(*counts, strict=True)]
+    return schema.Tokens(**dict(zip(schema.Tokens.model_fields, sums, strict=True)))

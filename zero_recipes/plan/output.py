@@ -45,9 +45,6 @@ class Answer:
         return cost(row.job, row.speed, self.price or 1.0, self.request.lengths)
 
 
-# JSON
-
-
 def document(answer: Answer) -> dict[str, Any]:
     """The answer as JSON can hold it: rows and changes by their fields, jobs by their place and their command."""
     request, rows, job = answer.request, answer.rows, answer.advice.job
@@ -74,9 +71,6 @@ def document(answer: Answer) -> dict[str, Any]:
         "notes": [*notes(answer), *reasons(answer.advice)],
     }
     return json.loads(json.dumps(found, default=plain))
-
-
-# the table
 
 
 def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
@@ -122,9 +116,6 @@ def _between(values: Range | None, written=significant) -> str:
 
 def _sizes(*sizes: int | None) -> str:
     return " / ".join(size(taken) if taken else "0" for taken in sizes)
-
-
-# sentences
 
 
 def heading(answer: Answer) -> str:
@@ -213,9 +204,6 @@ def _host(change: Change) -> str:
 
 def _names(rows: Sequence[Row]) -> str:
     return ", ".join(row.job.strategy for row in rows)
-
-
-# what is printed and written
 
 
 def print_answer(answer: Answer, console: Console) -> None:

@@ -67,11 +67,9 @@ def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path
         drawn["loss"] = _draw_losses(compared, setting, folder / "loss.png")
     if planned := [run for run in compared if read.planned_peak(run) and run.predicted.at_peak]:
         memory = list(filter(None, [(run.hardware or {}).get("gpu_memory_bytes") for run in planned]))
-        ends = [(run.predicted.reserved_bytes.low, run.predicted.reserved_bytes.high) for run in planned]
-        bars = [
-            Bar(run.label, run.predicted.at_peak, read.peak_allocated(run), reserved=reserved)
-            for run, reserved in zip(planned, ends, strict=True)
-        ]
+        ends = [tuple(dict(run.predicted.reserved_bytes).values()) for run in planned]
+        known = zip(planned, ends, strict=True)
+        bars = [Bar(run.label, run.predicted.at_peak, read.peak_allocated(run), reserved=end) for run, end in known]
         capacity = min(memory, default=None)
         title, path = "Planned memory, and the measured peak", folder / "plan.png"
         drawn["plan"] = draw_memory(bars, title, setting, path, capacity)

@@ -29,9 +29,6 @@ class Answers:
     reference_losses: list[float | None]
 
 
-# one model and one batch of prompts
-
-
 @torch.no_grad()
 def generate_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], max_new_tokens: int, device
@@ -105,9 +102,6 @@ def _padded(rows: Sequence[Sequence[int]], pad: int, side: str) -> tuple[torch.T
     )
 
 
-# in a run
-
-
 def answer(trainer: Trainer, samples: list[Sample], max_new_tokens: int) -> Answers:
     """Greedy answers to all samples. Collective: every rank calls it, each answers its share. Under ZeRO stage 3 every
     forward pass gathers parameters from all ranks, so all take the same number of batches and `synced_gpus` keeps them
@@ -155,9 +149,6 @@ def answers_carried(history: dict[str, Any], samples: list[Sample]) -> Answers |
     if before.get("prompts") != [sample.prompt for sample in samples]:
         return None
     return Answers(before["texts"], before["reference_losses"])
-
-
-# scores
 
 
 def text_scores(answer: str, reference: str) -> dict[str, float]:

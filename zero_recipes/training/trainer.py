@@ -208,9 +208,11 @@ class ZeroSFTTrainer(SFTTrainer):
         super().log(logs, start_time)
 
     def _hand_over_token_metrics(self) -> None:
-        """TRL logs what is in `_metrics`. Collective where there are any. Private: `_metrics`, `_total_train_tokens`,
-        `_tp_size` and, in `compute_loss`, `_is_vlm` of SFTTrainer (TRL 1.16, trainer/sft_trainer.py). No public method
-        adds to what is logged."""
+        """TRL logs what is in `_metrics`. Collective where there are any.
+
+        Private: `_metrics`, `_total_train_tokens`, `_tp_size` and, in `compute_loss`, `_is_vlm` of SFTTrainer (TRL
+        1.16, trainer/sft_trainer.py). No public method adds to what is logged.
+        """
         metrics = self._metrics["train"]
         for entropy, accuracy, tokens in self.token_metrics.take():
             metrics["entropy"].append(entropy)

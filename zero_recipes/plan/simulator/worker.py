@@ -47,30 +47,13 @@ AFTERWARDS = ("evaluation", "best model")  # what a run does beside its steps
 
 # Of a recipe's keys, what has no part in a step's memory and would ask for files, networks or numbers.
 LEFT_OUT = {
-    "max_steps": STEPS,
+    **dict.fromkeys(("tf32", "fsdp", "resume_from_checkpoint", "dataloader_prefetch_factor", "dataset_num_proc"), None),
+    **dict.fromkeys(("model_init_kwargs", "chat_template_path", "eos_token", "pad_token"), None),
+    **dict.fromkeys(("completion_only_loss", "attn_implementation"), None),
+    **dict.fromkeys(("load_best_model_at_end", "save_model", "push_to_hub", "assistant_only_loss"), False),
+    **dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "no"),
+    **{"max_steps": STEPS, "disable_tqdm": True, "dataloader_num_workers": 0, "run_name": "plan", "report_to": "none"},
     "use_cpu": True,  # the device is set below
-    "tf32": None,
-    "fsdp": None,
-    "report_to": "none",
-    "logging_strategy": "no",
-    "eval_strategy": "no",
-    "save_strategy": "no",
-    "load_best_model_at_end": False,
-    "resume_from_checkpoint": None,
-    "save_model": False,
-    "push_to_hub": False,
-    "disable_tqdm": True,
-    "dataloader_num_workers": 0,
-    "dataloader_prefetch_factor": None,
-    "dataset_num_proc": None,
-    "model_init_kwargs": None,
-    "chat_template_path": None,
-    "eos_token": None,
-    "pad_token": None,
-    "assistant_only_loss": False,
-    "completion_only_loss": None,
-    "attn_implementation": None,
-    "run_name": "plan",
 }
 
 
