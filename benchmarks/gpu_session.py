@@ -8,8 +8,6 @@ Each run is a row of OUT/partN.jsonl as soon as it ends, a failed run too. A sec
 missing or failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

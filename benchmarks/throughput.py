@@ -9,8 +9,6 @@ Writes benchmarks/results/throughput.json, where each workload replaces its earl
 strategy, writes nothing without --result.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

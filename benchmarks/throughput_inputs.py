@@ -1,7 +1,5 @@
 """Models, rows and the job of benchmarks/throughput.py: both sides see the same rows in the same number of steps."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass, field

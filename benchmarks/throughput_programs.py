@@ -4,8 +4,6 @@ trl: `trl sft` (trl/scripts/sft.py, main) with its defaults; recipe: run_sft.py;
 deepspeed.initialize, or around torch's DDP, on the very batches that the recipe's data loader made.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc

@@ -1,7 +1,5 @@
 """Print the libraries of pyproject.toml without their ranges, and without torch: what `make canary` installs."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

@@ -5,8 +5,6 @@ metrics.json; the table of docs/recipe.md and recipes/schema.json from the datac
 where a file changed.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -6,8 +6,6 @@ and the link points there. After the build every href and src is followed: it mu
 (--quiet makes mkdocs count none).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

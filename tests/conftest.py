@@ -1,7 +1,5 @@
 """Shared fixtures. Groups of processes are started once for a pytest process and shared."""
 
-from __future__ import annotations
-
 import gc
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """The rows of rows.yaml, and the jobs that reproduce them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What other planners answer for a row, in bytes a GPU; None where they have no answer. Nothing is downloaded."""
 
-from __future__ import annotations
-
 import functools
 import json
 from typing import Any

@@ -9,8 +9,6 @@ hold them. Which of these a program did stands in its rows as `head`, from the s
 - shifted: a copy in 16 bits, without the upcast: Qwen's own model code of 2023
 """
 
-from __future__ import annotations
-
 import sys
 
 from zero_recipes.plan.simulator import parent

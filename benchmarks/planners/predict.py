@@ -5,8 +5,6 @@ stands in predictions.json already with the same job and the same planner is lef
 What was measured is not read here.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

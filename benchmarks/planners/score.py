@@ -3,8 +3,6 @@
 Nothing is simulated: the predictions are what predict.py wrote down before. docs/plan.md cites the medians.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

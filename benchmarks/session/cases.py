@@ -1,7 +1,5 @@
 """The runs of a session on one GPU, by part: cases.yaml."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rows of a session as committed results, and the constants of the plan that they give."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

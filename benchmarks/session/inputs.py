@@ -1,7 +1,5 @@
 """Models without weights, rows and recipes of the runs: made from this repository alone, for there is no network."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

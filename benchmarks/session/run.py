@@ -3,8 +3,6 @@
 Writes FOLDER/beside.json: the seconds of each step, and what the card holds beside torch's allocator after training.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ The programs of benchmarks/throughput.py in one process. Writes FOLDER/beside.js
 program that fails leaves its error there, and the next one begins: `trl sft` out of memory is a result.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """One run of each strategy that the tests of this folder share: they read what it left, and never write there."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`zero-recipes ask` says of a run's model and base what the run said itself, token for token and loss for loss."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

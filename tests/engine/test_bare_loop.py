@@ -1,7 +1,5 @@
 """docs/bare_loop.py trains what run_sft.py trains."""
 
-from __future__ import annotations
-
 import pytest
 
 STEPS = 4

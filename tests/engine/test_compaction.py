@@ -1,7 +1,5 @@
 """supervised_logits_only: on CPUs too, the LM head scores the positions that have a loss, and no others."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.grid import grid

@@ -1,7 +1,5 @@
 """The data of real runs: made once by one process, audited as it is trained on, refused on every rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

@@ -1,7 +1,5 @@
 """A run whose loss is not finite says so at once, ends on all ranks together, and leaves what was good before it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """DeepSpeed configurations from elsewhere run or are refused; what is shown of one is what the engine gets."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whatever breaks in a run, its metrics.json says so with what was known by then, and what was saved is not lost."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """In bf16 the stages agree too, on uneven rows and with clipping. In fp32: test_equivalence.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.tiny import write_recipe

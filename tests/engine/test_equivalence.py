@@ -4,8 +4,6 @@ The reference takes the token-weighted mean over the global batch in one forward
 the loss is on the completion alone, gradients are clipped at 1.0. The whole grid: pytest tests/engine -m grid
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

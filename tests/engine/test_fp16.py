@@ -1,7 +1,5 @@
 """fp16 with loss scaling through the real engine: what an overflow skips, and what it leaves as it was."""
 
-from __future__ import annotations
-
 import json
 import random
 

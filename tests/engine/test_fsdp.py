@@ -1,7 +1,5 @@
 """FSDP2: it really shards, its bytes and collectives are those of a count by hand, and it saves, resumes, generates."""
 
-from __future__ import annotations
-
 import json
 from math import prod
 

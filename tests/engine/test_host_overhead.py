@@ -1,7 +1,5 @@
 """What a step costs beside the engine: collectives and reads are counted, and the log is TRL's."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

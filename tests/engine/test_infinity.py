@@ -1,7 +1,5 @@
 """ZeRO-Infinity: states really go to the disk and back, losses are those of CPU offload, nothing stays behind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Known faults of the libraries: gone in the tested versions, or kept away from a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers.grid import grid

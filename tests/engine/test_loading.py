@@ -1,7 +1,5 @@
 """A run begins with the checkpoint's weights, all of them and no others, or it is refused with the tensor's name."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

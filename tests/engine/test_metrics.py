@@ -1,7 +1,5 @@
 """metrics.json: exactly the contract's keys, and numbers that an independent count agrees with."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

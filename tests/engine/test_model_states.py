@@ -1,7 +1,5 @@
 """Measured model-state bytes equal what DeepSpeed allocates, to the byte, and name every deviation from the paper."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

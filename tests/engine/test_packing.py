@@ -1,7 +1,5 @@
 """Packing: which architectures let packed rows see each other, by their losses and by their gradients."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import pytest

@@ -1,7 +1,5 @@
 """Mixtures of experts and compiled models under the sharding strategies train as a plain run does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

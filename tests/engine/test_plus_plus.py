@@ -1,7 +1,5 @@
 """ZeRO++ on four processes that stand for two nodes of two: losses, and what still crosses between the nodes."""
 
-from __future__ import annotations
-
 import functools
 import json
 

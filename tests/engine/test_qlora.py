@@ -1,7 +1,5 @@
 """LoRA over weights in 4 bit (bitsandbytes, on CPUs too): the same under every strategy, or refused for a reason."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

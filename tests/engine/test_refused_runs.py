@@ -1,7 +1,5 @@
 """A run that is refused leaves its output folder as it was, whatever refuses it and however late."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A checkpoint goes on under another ZeRO stage and world size: the same losses, the same bits."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

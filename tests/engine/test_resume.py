@@ -1,7 +1,5 @@
 """Going on from a checkpoint is bit-exact: losses, gradient norms, tokens, and every tensor of the last checkpoint."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

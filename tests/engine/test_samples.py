@@ -1,7 +1,5 @@
 """Samples lose nothing that was trained, and the reference loss is the loss that training sees."""
 
-from __future__ import annotations
-
 import json
 import random
 

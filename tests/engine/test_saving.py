@@ -1,7 +1,5 @@
 """A saved model is whole under every strategy and the trained one; a checkpoint is as large as predicted."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

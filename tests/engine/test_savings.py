@@ -1,7 +1,5 @@
 """DeepSpeed's newer savings train as what they are compared with: bf16 states, torch_autocast, leaf modules."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Two processes that share each sequence train as one process does without: losses, weights, tokens, evaluations."""
 
-from __future__ import annotations
-
 import pytest
 from safetensors.torch import load_file
 

@@ -1,7 +1,5 @@
 """What DeepSpeed really sends, by stage and micro steps."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

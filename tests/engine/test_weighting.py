@@ -1,7 +1,5 @@
 """Every token weighs the same where transformers and TRL weigh ranks or micro batches; faults and their mending."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `accelerate launch` itself makes of a file, without starting anything."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

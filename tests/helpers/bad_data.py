@@ -1,7 +1,5 @@
 """Data sets, sound ones and makers of broken ones, and what a run finds in them before it loads a model."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the workers of tests/helpers/group.py run. Every case is called on all ranks; arguments and results are JSON."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A checkpoint as DeepSpeed writes it, without a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """A case of tests/helpers/group.py that counts what the LM head scores."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 from tests.helpers.cases import train

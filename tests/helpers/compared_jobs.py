@@ -1,7 +1,5 @@
 """Jobs that are both simulated and trained: a recipe whose every micro batch has the size that the plan takes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Files that are damaged on purpose, and the refusal of what finds it."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Cases of tests/helpers/group.py for this folder; arguments and results are JSON."""
 
-from __future__ import annotations
-
 import contextlib
 from unittest import mock
 

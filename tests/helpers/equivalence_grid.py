@@ -1,7 +1,5 @@
 """One recipe under every strategy, world size and accumulation, and how far each run is from the reference."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The reference: a plain PyTorch loop in fp32. No Trainer, no accelerate, no DeepSpeed, no micro batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

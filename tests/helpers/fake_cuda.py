@@ -4,8 +4,6 @@ Work is queued on the device and takes time there; the host goes on at once. Who
 the device is done reads what a GPU would say: too little, or nothing.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch
@@ -98,7 +96,7 @@ class FakeEvent:
     def record(self, *_) -> None:
         self.at = max(self.cuda.host, self.cuda.done)
 
-    def elapsed_time(self, end: FakeEvent) -> float:
+    def elapsed_time(self, end: "FakeEvent") -> float:
         """Milliseconds. Raises RuntimeError as torch does."""
         if max(self.at, end.at) > self.cuda.host:
             raise RuntimeError("both events must be completed before calculating elapsed time: device not ready")

@@ -1,7 +1,5 @@
 """Cases of ZeRO's family for tests/helpers/group.py: NVMe, ZeRO++."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.helpers.cases import train

@@ -1,7 +1,5 @@
 """Cases of tests/engine/test_library_faults.py, run by the workers of tests/helpers/group.py."""
 
-from __future__ import annotations
-
 import contextlib
 from datetime import timedelta
 from unittest import mock

@@ -4,8 +4,6 @@ A case is a folder with recipe.yaml and, where it needs them, ds.json, accelerat
 a rule is about GPUs, keys of a recipe on a device. A code of a library's own refusal is ZR199.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

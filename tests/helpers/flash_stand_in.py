@@ -1,7 +1,5 @@
 """A kernel in place of FlashAttention, in torch, on any device: what transformers hands to the real one decides."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """What a run leaves behind in its process, undone before the next one. To be imported before the first run."""
 
-from __future__ import annotations
-
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from deepspeed.runtime import torch_autocast

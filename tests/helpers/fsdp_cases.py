@@ -1,7 +1,5 @@
 """Cases of tests/helpers/group.py for FSDP2; arguments and results are JSON."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import run_sft

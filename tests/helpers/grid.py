@@ -1,7 +1,5 @@
 """Cases of a test that run under `make grid` alone: repetitions of what the others of the same test show."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ A launch of its own costs 6 s and more on two cores, a further run in the same p
 are imported by one server for all groups (tests/helpers/preloaded.py), from which each rank is forked.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

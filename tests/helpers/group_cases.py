@@ -1,7 +1,5 @@
 """Cases of tests/launch/test_group.py: ranks that meet (as a program) and that share what one of them did."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

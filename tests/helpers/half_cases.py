@@ -1,7 +1,5 @@
 """Cases of tests/helpers/group.py for fp16 with loss scaling, which DeepSpeed refuses on most CPUs and these do not."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from unittest import mock

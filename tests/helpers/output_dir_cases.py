@@ -1,7 +1,5 @@
 """A case of tests/helpers/group.py about the lock of the output folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import distributed

@@ -1,7 +1,5 @@
 """Cases of tests/helpers/group.py: what a training step of run_sft.py does beside the engine's own work."""
 
-from __future__ import annotations
-
 from collections import Counter
 from unittest import mock
 

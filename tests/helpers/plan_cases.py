@@ -1,7 +1,5 @@
 """Cases for test_plan_accuracy.py: what a real run allocates, by torch.profiler, not by the planner's tracker."""
 
-from __future__ import annotations
-
 import gc
 
 from torch._C._profiler import _EventType

@@ -1,7 +1,5 @@
 """Jobs for the tests of the plan: recipes of this repository, and predictions made up to order."""
 
-from __future__ import annotations
-
 from contextlib import chdir
 from dataclasses import replace
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Configurations of other projects, run by this repository."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

@@ -1,7 +1,5 @@
 """Cases of tests/engine/test_qlora.py, run by the workers of tests/helpers/group.py."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 from unittest import mock

@@ -6,8 +6,6 @@ byte. As there, every input is read as fp16 whatever its dtype says, and every o
 arXiv:2306.10209, sections 3.1 (qwZ) and 3.3 (qgZ).
 """
 
-from __future__ import annotations
-
 import torch
 
 Symmetric = 0

@@ -1,7 +1,5 @@
 """What tiny runs would work out again and again, kept for the rest of a process: a sixth of such a run."""
 
-from __future__ import annotations
-
 import functools
 import re
 from importlib import metadata

@@ -1,7 +1,5 @@
 """What the workers of tests/helpers/group.py run for test_reshard.py: states before saving and after loading."""
 
-from __future__ import annotations
-
 import json
 from unittest import mock
 

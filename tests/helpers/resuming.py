@@ -1,7 +1,5 @@
 """Runs that are interrupted and resumed: the recipe, and the comparison with the uninterrupted run."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Cases of tests/helpers/group.py for runs that end otherwise than well; arguments and results are JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ the optimizer's parameter groups (the Trainer makes two: with weight decay and w
 elements, in the order of the model. zero_recipes/libs/deepspeed.py reads the engine and knows nothing of these terms.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import prod
 from operator import mul

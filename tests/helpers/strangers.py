@@ -1,7 +1,5 @@
 """Pickles as a stranger may plant them: each would create a file if it were unpickled."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from pathlib import Path

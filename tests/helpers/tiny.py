@@ -1,7 +1,5 @@
 """A model folder and a data folder made in a second, for tests of the engine: odd sizes, rows of very uneven length."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import random

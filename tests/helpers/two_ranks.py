@@ -1,7 +1,5 @@
 """A script as processes without a launcher between them and the test, forked with the libraries imported."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import runpy

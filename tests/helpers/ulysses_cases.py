@@ -1,7 +1,5 @@
 """Cases of tests/helpers/group.py for Ulysses; arguments and results are JSON."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from unittest import mock

@@ -1,7 +1,5 @@
 """Runs with rules switched off: what they would end with, or the same rules on a machine that stands in for another."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from unittest import mock

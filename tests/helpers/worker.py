@@ -1,7 +1,5 @@
 """A rank of tests/helpers/group.py: it runs the cases that come, and answers each."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Two network namespaces, which stand for two hosts: each has its own interfaces and routes, a veth pair joins them."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Runs end cleanly, every time: threads of a gloo group that outlive Python abort some runs with exit code -6."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 `make cuda-build` installs that build and runs this file, and all unit and planner tests, under it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A run that fails leaves a row, not a crash: out of memory on rank 1, rank 0 killed, a refusal; through sweep."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from pathlib import Path

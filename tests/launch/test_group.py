@@ -3,8 +3,6 @@
 Real processes over gloo; the limits are arguments, and the only wait is for the limit under test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

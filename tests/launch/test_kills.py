@@ -1,7 +1,5 @@
 """Killed runs lose nothing: SIGKILL of a rank anywhere, inside a save too, SIGTERM of the launcher, a full disk."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Every launcher starts a run for real, once."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

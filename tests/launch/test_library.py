@@ -1,7 +1,5 @@
 """The programs of docs/your_own.md, "In your own program", run as printed; `zero-recipes report` reads their files."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -3,8 +3,6 @@
 The namespaces stand for two hosts: each has its own interfaces and routes, a veth pair joins them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

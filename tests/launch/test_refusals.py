@@ -1,7 +1,5 @@
 """A refused run of real processes: exit code 2 on every rank, one message from rank 0, nothing written."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A sweep of two values through the real launcher, one of which is refused; and its report."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

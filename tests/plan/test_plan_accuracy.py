@@ -1,7 +1,5 @@
 """The plan's bytes are those of real runs: the same recipe simulated and trained, on two processes over gloo or one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

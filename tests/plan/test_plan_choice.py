@@ -1,7 +1,5 @@
 """What the plan recommends, changes and finds the limits of: by rows and predictions made up to order."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as draw

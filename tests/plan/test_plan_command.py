@@ -1,7 +1,5 @@
 """`zero-recipes plan` through its main: tables, JSON, picture, what is not planned, and its refusals."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

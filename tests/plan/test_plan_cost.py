@@ -1,7 +1,5 @@
 """Time, price and MFU of a plan: by hand, for rows as they are, and from a measured run."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The plan's formulas against numbers worked out by hand, what was measured, and what must hold for every size."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What textbooks do not say and the simulated engine shows by itself, on the device that stands for a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

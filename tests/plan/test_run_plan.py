@@ -1,7 +1,5 @@
 """The plan of a run that starts: by a subprocess, refused on a GPU where it does not fit, kept in metrics.json."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`zero-recipes ask`: what it reads, refuses and scores, on the tiny world's base and models made of it."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

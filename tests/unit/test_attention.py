@@ -3,8 +3,6 @@
 The package `kernels` and its kernels are stand-ins here: no kernel has run, and only a GPU can run one.
 """
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

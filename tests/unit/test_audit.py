@@ -1,7 +1,5 @@
 """What the audit counts is what is trained on, and what it finds is said with the number that helps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

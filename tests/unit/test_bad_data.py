@@ -1,7 +1,5 @@
 """Data that is wrong inside is refused with its row, or its file and line, before a model is loaded."""
 
-from __future__ import annotations
-
 import gzip
 import tempfile
 from pathlib import Path

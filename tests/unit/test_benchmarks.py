@@ -1,7 +1,5 @@
 """The runs of a GPU session, which costs money: each is one that a run takes, and a failure is a row."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """Which checkpoint a run goes on from: whole ones only, and only where the run fits; nothing whole is lost."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

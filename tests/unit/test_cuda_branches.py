@@ -3,8 +3,6 @@
 No GPU has run any of it: that torch.cuda does what the stand-in does, and how fast, only a GPU can show.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """One formatter for training and generation: Alpaca's prompt to the byte, the end supervised, pad is not eos."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The steps of the Dockerfile that run without Docker; docker/smoke.sh builds the image and trains in it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

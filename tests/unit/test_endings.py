@@ -1,7 +1,5 @@
 """How a run ends is in its metrics.json: divergence, the first cause of a crash, a run that fails before it trains."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page about the machine: a pod with GPUs, one whose driver is too old, and this machine itself."""
 
-from __future__ import annotations
-
 import json
 import os
 from importlib import metadata

@@ -1,7 +1,5 @@
 """What is filled in, checked and built for the family's members before anything starts; no launch in here."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Every fault of the table is found, by its code, and its fixed twin passes."""
 
-from __future__ import annotations
-
 import pytest
 import yaml
 

@@ -1,7 +1,5 @@
 """Finding codes: one for each place, all in the table, explained; and which of them a recipe may ignore."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Model FLOPs and MFU: held against torch's own counter on real models, against papers, and brute force."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The scale that keeps quantized gradients within fp16."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw

@@ -1,7 +1,5 @@
 """The host's memory and cores for an optimizer on the CPU: page-locked memory, and threads."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the libraries do in every step that need be done once."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

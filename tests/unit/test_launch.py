@@ -1,7 +1,5 @@
 """Before the process group: stale build locks go, live ones stay; processes and GPUs fit."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """num_processes and accelerate_config in a recipe, as `trl sft --config` takes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 No GPU is needed: the driver, the cards and the network are files and numbers here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

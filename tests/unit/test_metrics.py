@@ -1,7 +1,5 @@
 """The model of metrics.json: what is written is read again, committed files stay readable, all ranks are one row."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """One process without DeepSpeed is no group, whatever launched it: accelerate is not to wrap its model in DDP."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Odd values on the command lines of the verbs, and keys that the command line unsets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A YAML file of axolotl or LLaMA-Factory: each key that it calls otherwise is named with the recipe's own."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

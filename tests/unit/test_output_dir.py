@@ -1,7 +1,5 @@
 """One run at a time in an output folder; `--overwrite true` keeps what was there, never takes what the run reads."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Six phases sum up to a process's age, however they are nested, and a failure names the innermost."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

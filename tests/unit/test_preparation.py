@@ -1,7 +1,5 @@
 """Rows are made once, before the model, and are those that SFTTrainer would have made; nobody waits for the dead."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Whatever a recipe, a ds_config or an accelerate file holds, `zero-recipes check` ends with findings, no traceback."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """README's commands name files, keys and options that exist."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

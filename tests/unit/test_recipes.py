@@ -1,7 +1,5 @@
 """Every committed recipe, ds_config and accelerate config is valid."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

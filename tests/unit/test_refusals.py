@@ -1,7 +1,5 @@
 """What is known to go wrong is refused: exit code 2 on every rank, one message from rank 0, before weights load."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What reshard refuses, and what it leaves behind when it is killed. No training."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Which rows of an epoch are repeated, and in which order rows come: without a launch, by accelerate's own samplers."""
 
-from __future__ import annotations
-
 import random
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """Rules that need a model of their own, and the rehearsal of ds_configs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

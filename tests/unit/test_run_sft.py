@@ -1,7 +1,5 @@
 """The words of run_sft.py's command line that are not the recipe's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Samples: whatever people and models write is printed, written and read again."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """What a stranger may have put into a checkpoint or a recipe is not run: found by name, refused, nothing created."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`sweep --set`: what it reads, refuses and calls its runs, without a launch; and the report on such runs."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

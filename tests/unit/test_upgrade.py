@@ -1,7 +1,5 @@
 """Old recipes pass after `check --upgrade`, their comments and order kept."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`accelerate launch --config_file zero3.yaml run_sft.py RECIPE`: accelerate files, links to them, recipes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

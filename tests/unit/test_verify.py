@@ -1,7 +1,5 @@
 """Each kind of damage to a saved model is found; whole models of every kind raise no alarm."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Known-bad combinations with the rules switched off: they go wrong as the findings say."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.helpers import group

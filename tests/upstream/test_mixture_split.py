@@ -1,7 +1,5 @@
 """Why a mixture with test_split_size is not what `trl sft` makes of it: TRL's split has no seed."""
 
-from __future__ import annotations
-
 import json
 
 import numpy

@@ -1,7 +1,5 @@
 """The simulation's own parts: each patch is still needed, tracker and allocator by hand."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Private attributes of DeepSpeed's optimizers, renamed in a new version, are not counted as 0 bytes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

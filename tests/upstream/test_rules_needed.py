@@ -1,7 +1,5 @@
 """Why rules of zero_recipes/checks are needed: each fails when a library no longer does what the rule says of it."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plain TRL recipes run unchanged: `trl sft` YAML with messages, LoRA, streaming."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

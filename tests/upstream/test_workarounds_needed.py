@@ -1,7 +1,5 @@
 """Faults of transformers, accelerate and DeepSpeed that are worked around: each test fails when its fault is gone."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from pathlib import Path
