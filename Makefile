@@ -38,6 +38,9 @@ reference: setup
 # DeepSpeed's kernels that the tests load, compiled once: async_io takes minutes, and only where libaio-dev is installed
 OPS := deepspeed_shm_comm cpu_adam async_io
 
+# beside the environment that compiles them: kernels of one DeepSpeed are no other's (tests/conftest.py has the same)
+ops test grid: export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/kernels
+
 ops: setup
 	@python -m zero_recipes.distributed.kernels $(OPS)
 

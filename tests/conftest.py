@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,6 +17,8 @@ FIXTURES = ROOT.parent / "shared" / "fixtures"
 CHEAP_FIRST = ("unit", "plan", "engine", "upstream", "launch")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never ask the hub
+if sys.prefix != sys.base_prefix:
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/kernels")  # as in the Makefile
 remember()
 CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # rows made by tests are not kept
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
