@@ -31,9 +31,6 @@ def test_a_model_that_takes_longer_to_write_than_a_collective_may_is_saved(two, 
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-# deepspeedai/DeepSpeed#3938: what a resume reads
-
-
 @pytest.mark.parametrize("strategy", [grid("zero2"), "zero3"])
 def test_a_resume_reads_what_the_plan_says(two, tmp_path, strategy):
     recipe = write_recipe(tmp_path, save_strategy="steps", save_steps=2, max_steps=2)

@@ -166,9 +166,6 @@ def ds_config(stage: int, **zero) -> dict:
     return config
 
 
-# how a fault is written
-
-
 def recipe(name: str, code: str, bad: str, fixed: str = "seed: 1", names: str = "", level: str = "error", **more: Any):
     """A fault in lines of the recipe."""
     return Fault(name, code, Side(recipe=bad, **more), Side(recipe=fixed, **more), names, level)

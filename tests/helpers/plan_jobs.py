@@ -6,14 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from zero_recipes.core.host import gpu_named, gpus
-from zero_recipes.metrics.schema import (
-    PARTS,
-    CheckpointBytes,
-    HostBytes,
-    ModelStateBytes,
-    Prediction,
-    ReservedRange,
-)
+from zero_recipes.metrics import schema
 from zero_recipes.plan import job as plan_job
 from zero_recipes.plan.choose import Row, make_row
 from zero_recipes.plan.job import Job
@@ -62,10 +55,12 @@ def rows_of(needs: dict[str, int | tuple], ranks: int = 2, **request) -> list[Ro
     return rows
 
 
-def made_up(job: Job, peak: int, states: int | None = None, phase: str = "backward", overhead: int = 0) -> Prediction:
+def made_up(
+    job: Job, peak: int, states: int | None = None, phase: str = "backward", overhead: int = 0
+) -> schema.Prediction:
     """A prediction of `peak` bytes, `states` of them model states; the reserved range is [peak, peak + overhead]."""
     states = peak // 2 if states is None else states
-    return Prediction(
+    return schema.Prediction(
         source="engine",
         strategy=job.strategy,
         zero_stage=job.zero_stage,
@@ -78,11 +73,13 @@ def made_up(job: Job, peak: int, states: int | None = None, phase: str = "backwa
         max_length=job.settings.max_length,
         allocated_peak_bytes=peak,
         peak_phase=phase,
-        at_peak=dict.fromkeys(PARTS, 0) | {"params": states, "activations": peak - states},
-        model_state_bytes=ModelStateBytes(params=states, grads=0, optimizer=0, offloaded_host=0, offloaded_disk=0),
-        reserved_bytes=ReservedRange(low=peak, high=peak + overhead),
-        host_bytes=HostBytes(load=0, training=100 * GB if job.strategy.endswith("_offload") else 0),
-        checkpoint_bytes=CheckpointBytes(weights=2 * GB, resumable=14 * GB),
+        at_peak=dict.fromkeys(schema.PARTS, 0) | {"params": states, "activations": peak - states},
+        model_state_bytes=schema.ModelStateBytes(
+            params=states, grads=0, optimizer=0, offloaded_host=0, offloaded_disk=0
+        ),
+        reserved_bytes=schema.ReservedRange(low=peak, high=peak + overhead),
+        host_bytes=schema.HostBytes(load=0, training=100 * GB if job.strategy.endswith("_offload") else 0),
+        checkpoint_bytes=schema.CheckpointBytes(weights=2 * GB, resumable=14 * GB),
         communication_bytes_per_step={"all_reduce": 2 * GB, "all_gather": 2 * GB},
         flops_per_step=10**15,
         notes=[],

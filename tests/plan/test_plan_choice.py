@@ -24,9 +24,6 @@ CAPACITY = 80 * GB
 OTHERWISE = {"zero2_bf16_states", "zero3_bf16_states", "zero2_autocast"}
 
 
-# what fits
-
-
 @pytest.mark.parametrize(
     ("peak", "overhead", "status", "margin"),
     [(70, 9, "fits", 1), (70, 10, "fits", 0), (70, 11, "tight", -1), (80, 5, "tight", -5), (81, 0, "no", -1)],
@@ -168,9 +165,6 @@ def test_a_change_is_to_nothing_that_does_not_help_cannot_run_or_trains_otherwis
     assert all(offloads_to_host(j) for j in offload if j.zero_stage == 2)
     host = change_for(lambda j: 10 if offloads_to_host(j) or j.settings.use_peft else 90, job("zero3"), host=99 * GB)
     assert change_in_words(host) == "LoRA (use_peft: true)"
-
-
-# limits
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)

@@ -173,9 +173,6 @@ def test_what_cannot_be_planned_is_refused(capsys, options, code, name):
     assert f"[{code}]" in capsys.readouterr().err
 
 
-# what is requested
-
-
 def test_a_model_comes_from_the_project_a_folder_or_the_cache_and_else_is_refused(tmp_path, monkeypatch):
     settings = recipe("pythia").settings
     assert model_config(settings)["num_hidden_layers"] == 32

@@ -29,9 +29,6 @@ def estimated(asked, rows=None, factor=None) -> cost.Speed:
     return cost.estimate(asked, predict_by_formulas(asked), H100, factor, rows)
 
 
-# a step
-
-
 def test_computation_is_flops_over_the_share_of_the_rate():
     gpu = H100.model_copy(update={"achievable": (0.25, 0.5), "memory_gb_s": 1e9})
     found = cost.estimate(job("zero0", ranks=1), made_up(job("zero0", ranks=1), GB), gpu)
@@ -86,9 +83,6 @@ def test_offload_pays_for_the_link_and_for_adam_on_the_cpu():
     assert cost.estimate(job("zero2"), made_up(job("zero2"), GB), H100).offloading == (0, 0)
 
 
-# rows as they are
-
-
 def rows_of(lengths, sequences: float | None = None) -> RowLengths:
     return RowLengths(tuple(lengths), sequences or len(lengths), len(lengths), "drawn")
 
@@ -121,9 +115,6 @@ def test_the_price_of_rows_of_known_lengths_by_hand():
     assert found.mfu[0] == pytest.approx(useful / seconds / 989e12, rel=1e-6)
     unknown = cost.cost(job("zero3", max_steps=-1), found, price=3.6)
     assert unknown.run is None and unknown.hours is None
-
-
-# where the lengths are from
 
 
 def test_rows_are_tokenised_as_a_run_does_it_or_read_as_a_run_has_prepared_them(monkeypatch):
@@ -167,9 +158,6 @@ def test_a_stated_mean_takes_the_place_of_the_rows(capsys):
     assert "ZR841" in capsys.readouterr().err
     said = plan(capsys, "--dataset_name", "no-such/data-set", "--strategies", "zero2")
     assert "Rows: lengths unknown" in said and "each is taken to have 256 tokens" in said
-
-
-# a measured run
 
 
 def measured(asked, rows=None, slower: float = 2.0, **changes) -> dict:

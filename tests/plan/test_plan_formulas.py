@@ -93,9 +93,6 @@ def test_infinity_takes_the_disk_and_not_the_hosts_memory():
     assert 0 < params.host_bytes.training - 2 * 18 * PSI // 4 < 5 * GB
 
 
-# within a step
-
-
 def test_activations_are_korthikantis_without_dropout():
     """34sbh + 5as²b of arXiv:2205.05198, less the masks: 2sbh and as²b."""
     heads, layers, s = 32, 32, 512
@@ -213,9 +210,6 @@ def test_collectives(strategy, moved):
     if strategy == "zero3_qgz":  # DeepSpeed quantises gradients between nodes only
         alone = predict_by_formulas(member(strategy, gpus_per_node=4)).communication_bytes_per_step
         assert alone["reduce_scatter"] == 2 * PHI
-
-
-# the prediction as a whole
 
 
 NOT_SIMULATED = {

@@ -205,9 +205,6 @@ def test_check_on_a_machine_with_a_gpu_says_it(gpu, monkeypatch, tmp_path, capsy
     assert cli.main(["check", str(small), "--output_dir", str(tmp_path / "out"), "--skip_plan", "true"]) == 0
 
 
-# in a process group
-
-
 def test_one_rank_plans_for_all_cards_and_every_rank_is_refused(two, tmp_path):
     argv = [str(write_recipe(tmp_path)), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero2.json"]
     first, second = two.run("plan_for_small_gpus", argv=argv, program=ANSWERS, capacities=[1000, 60])

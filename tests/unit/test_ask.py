@@ -192,9 +192,6 @@ def test_an_adapter_switched_off_is_its_base(adapter, prompts, tmp_path):
         assert row.scores_before["reference_loss"] != known.scores_after["reference_loss"]  # float32 here, bf16 there
 
 
-# conversations
-
-
 def talk(monkeypatch, capsys, text: str, *words) -> str:
     monkeypatch.setattr("sys.stdin", io.StringIO(text))
     assert ask(*words, "--chat") == 0

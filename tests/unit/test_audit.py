@@ -55,9 +55,6 @@ def test_check_data_shows_the_table_and_three_rows(monkeypatch, capsys, tmp_path
     assert "supervised tokens" in shown and shown.count("### Response:") == 3
 
 
-# counts by loops over rows and tokens
-
-
 def as_dataset(rows: list[dict], kind: str = "int64") -> Dataset:
     return Dataset.from_list(rows, features=Features({"input_ids": List(Value(kind)), "labels": List(Value(kind))}))
 

@@ -10,30 +10,16 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from datasets import Dataset
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import TrainerState
 
 from tests.helpers.damage import DAMAGES, lose, refusal_of
-from zero_recipes.checkpoint import resume
+from zero_recipes.checkpoint import resume, save
 from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts, refuse_other_data
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, clear_unfinished, numbered, resolve_resume_checkpoint
-from zero_recipes.checkpoint.save import (
-    HISTORY,
-    LATEST,
-    MANIFEST,
-    STATE,
-    begin_checkpoint,
-    checkpoint_fault,
-    content_fault,
-    is_unfinished,
-    read_manifest,
-    write_manifest,
-)
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import Recipe, RunConfig, parse_recipe
 from zero_recipes.config.strategy import Strategy
-from zero_recipes.data.prepare import data_sha256
 from zero_recipes.libs.huggingface import load_without_code, not_plain
 from zero_recipes.training.trainer import rotate
 
@@ -64,19 +50,19 @@ def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Pat
     folder = output_dir / f"checkpoint-{step}"
     states = folder / f"global_step{step}"
     if kind != "foreign":
-        begin_checkpoint(folder)
+        save.begin_checkpoint(folder)
     states.mkdir(parents=True)
     generator = torch.Generator().manual_seed(step)
     for rank in range(2):
         torch.save({"exp_avg": torch.rand(33, generator=generator)}, states / f"zero_pp_rank_{rank}_optim_states.pt")
     torch.save({"lr": [0.1 / step]}, folder / "scheduler.pt")
     (folder / "model.safetensors").write_bytes(bytes([step]) * 500)
-    (folder / LATEST).write_text(states.name)
-    TrainerState(global_step=step, log_history=[{"loss": 2.5, "step": 1}]).save_to_json(str(folder / STATE))
-    (folder / HISTORY).write_text(json.dumps({"resumed_at": [1]}))
+    (folder / save.LATEST).write_text(states.name)
+    TrainerState(global_step=step, log_history=[{"loss": 2.5, "step": 1}]).save_to_json(str(folder / save.STATE))
+    (folder / save.HISTORY).write_text(json.dumps({"resumed_at": [1]}))
     if kind in ("whole", "damaged"):
         facts = {"step": step, "data_sha256": "d"} | FACTS | facts
-        write_manifest(folder, facts)
+        save.write_manifest(folder, facts)
     if kind == "damaged":
         (folder / "model.safetensors").write_bytes(b"weig")
     return folder
@@ -85,15 +71,15 @@ def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Pat
 def test_a_manifest_lists_every_file_and_is_written_last(tmp_path):
     folder = checkpoint(tmp_path, 3)
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    found = read_manifest(folder)
-    assert found["step"] == 3 and found["files"].keys() == found["checksums"].keys() == names - {MANIFEST}
-    assert checkpoint_fault(folder) is None
+    found = save.read_manifest(folder)
+    assert found["step"] == 3 and found["files"].keys() == found["checksums"].keys() == names - {save.MANIFEST}
+    assert save.checkpoint_fault(folder) is None
     (folder / "unfinished").touch()  # killed between manifest and mark
-    assert checkpoint_fault(folder) is None and not is_unfinished(folder)
-    (folder / MANIFEST).write_text(json.dumps(found | {"world_size": 4}))
-    assert read_manifest(folder) is None and "as it was written" in checkpoint_fault(folder)
-    begin_checkpoint(folder)  # a new save
-    assert is_unfinished(folder) and read_manifest(folder) is None
+    assert save.checkpoint_fault(folder) is None and not save.is_unfinished(folder)
+    (folder / save.MANIFEST).write_text(json.dumps(found | {"world_size": 4}))
+    assert save.read_manifest(folder) is None and "as it was written" in save.checkpoint_fault(folder)
+    save.begin_checkpoint(folder)  # a new save
+    assert save.is_unfinished(folder) and save.read_manifest(folder) is None
 
 
 @pytest.fixture
@@ -121,9 +107,11 @@ def test_bytes_of_any_file(tmp_path, recipe, taken):
             folder = Path(shutil.copytree(whole, out / "checkpoint-3"))
             assert taken(out) == str(folder)
             damage(folder / name, draw)
-            if damage is lose and name.name == MANIFEST:  # then it is another program's
+            if damage is lose and name.name == save.MANIFEST:  # then it is another program's
                 assert refusal_of(taken, out).codes == ["ZR704"]
-            elif read_manifest(folder) != read_manifest(whole) or name.name != MANIFEST:  # no white space
+            elif (
+                save.read_manifest(folder) != save.read_manifest(whole) or name.name != save.MANIFEST
+            ):  # no white space
                 assert taken(out) == str(out / "checkpoint-2"), f"{damage.__name__} of {name}"
             clear_unfinished(out)
             shutil.rmtree(next(path for path in out.iterdir() if path.name != "checkpoint-2"))
@@ -138,7 +126,7 @@ def test_the_one_before_must_fit_too(tmp_path, taken):
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [(STATE, "{"), (HISTORY, "[3]"), (LATEST, "../checkpoint-1"), (LATEST, "..")]
+    ("name", "text"), [(save.STATE, "{"), (save.HISTORY, "[3]"), (save.LATEST, "../checkpoint-1"), (save.LATEST, "..")]
 )
 def test_small_files_without_checksums_that_no_resume_could_read(tmp_path, taken, name, text):
     """Another program's checkpoint, and one of a run with skip_checksums."""
@@ -147,18 +135,18 @@ def test_small_files_without_checksums_that_no_resume_could_read(tmp_path, taken
         assert taken(tmp_path, str(folder)) == str(folder)
         (folder / name).write_text(text)
         if kind == "whole":
-            write_manifest(folder, read_manifest(folder), with_checksums=False)
+            save.write_manifest(folder, save.read_manifest(folder), with_checksums=False)
         refusal = refusal_of(taken, tmp_path, str(folder))
         assert refusal.codes == ["ZR707"] and f"{name} of {folder} cannot be read" in refusal.why
 
 
 def test_checksums_may_be_left_out_and_each_rank_looks_at_its_share(tmp_path, taken):
     folder = checkpoint(tmp_path, 2)
-    for name in read_manifest(folder)["files"]:
+    for name in save.read_manifest(folder)["files"]:
         before = (folder / name).read_bytes()
         (folder / name).write_bytes(bytes([before[0] ^ 1]) + before[1:])
         for world in (1, 2, 3, 16):
-            faults = [content_fault(folder, rank, world) for rank in range(world)]
+            faults = [save.content_fault(folder, rank, world) for rank in range(world)]
             wanted = f"{folder / name} is not what was written: its checksum is another."
             assert [fault for fault in faults if fault] == [wanted]
         (folder / name).write_bytes(before)
@@ -185,7 +173,7 @@ def test_unfinished_ones_are_deleted_damaged_ones_kept_aside_and_links_left_alon
         (out / f"checkpoint-{step}").symlink_to(checkpoint(elsewhere, step, kind))
     clear_unfinished(out)
     assert [path.name for path in numbered(out)] == [f"checkpoint-{step}" for step in (2, 5, 6, 7)]
-    assert all((elsewhere / f"checkpoint-{step}" / STATE).is_file() for step in (6, 7))
+    assert all((elsewhere / f"checkpoint-{step}" / save.STATE).is_file() for step in (6, 7))
     checkpoint(out, 3, "damaged")
     clear_unfinished(out)
     for name in ("damaged-checkpoint-3", "damaged-checkpoint-3-again"):
@@ -210,7 +198,7 @@ def test_a_checkpoint_that_nobody_can_go_on_from(tmp_path, kinds, requested, cod
     for step, kind in kinds.items():
         folder = checkpoint(tmp_path, step, "foreign" if kind == "no state" else kind)
         if kind == "no state":
-            (folder / STATE).unlink()
+            (folder / save.STATE).unlink()
     named = "true" if requested == "true" else str(tmp_path / requested)
     assert getattr(refusal_of(checkpoint_to_resume, tmp_path, named), "codes", [None]) == [code]
     assert refusal_of(checkpoint_to_resume, tmp_path, named, True).codes == ["ZR703"], "it would be overwritten"
@@ -225,7 +213,7 @@ def test_rotation_keeps_the_newest_and_the_best_and_is_safe_to_kill(tmp_path, mo
         assert numbered(tmp_path) == [folders[2], folders[11]]
     monkeypatch.setattr(shutil, "rmtree", lambda folder: None)  # killed before anything is gone
     rotate(tmp_path, 1, None)
-    assert is_unfinished(folders[2]) and checkpoint_fault(folders[11]) is None
+    assert save.is_unfinished(folders[2]) and save.checkpoint_fault(folders[11]) is None
 
 
 def test_ranks_that_see_different_checkpoints_are_refused(monkeypatch):
@@ -289,15 +277,6 @@ def test_a_checkpoint_without_a_manifest_must_have_the_states_that_a_resume_load
     assert codes(ZERO2) == ["ZR718", "ZR769"]
     (folder / "scheduler.pt").unlink()
     assert codes(ddp) == ["ZR718", "ZR769"] and codes(strategy(stage=2, world_size=1, **BLOCK)) == ["ZR718"]
-
-
-def test_the_hash_of_rows_is_that_of_their_content_and_order():
-    rows = [{"input_ids": list(range(i % 7)), "labels": [i] * (i % 7)} for i in range(2500)]
-    whole, backwards = Dataset.from_list(rows), range(2499, -1, -1)
-    assert data_sha256(whole) == data_sha256(whole.select(backwards).select(backwards))
-    assert data_sha256(whole) != data_sha256(whole.select(backwards))
-    rows[1700]["labels"][0] += 1
-    assert data_sha256(whole) != data_sha256(Dataset.from_list(rows))
 
 
 class Attribute:

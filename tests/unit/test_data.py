@@ -87,9 +87,6 @@ def test_fetch_measures_what_is_here_already(monkeypatch, capsys):
     assert model.startswith("./tiny_world/base: ") and data.startswith("./tiny_world: ") and data.endswith(" kB")
 
 
-# samples
-
-
 def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path):
     rows = {split: {"instruction": f"Say {split}.", "input": "", "output": split} for split in ("train", "test")}
     (tmp_path / "train.jsonl").write_text(json.dumps(rows["train"]) + "\n")

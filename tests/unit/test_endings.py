@@ -7,13 +7,10 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as draw
-from safetensors.torch import save_file
 
 from tests.helpers.sample_cases import strict
-from zero_recipes.checkpoint.save import NotWhole, entries_of, refuse_bad_numbers
 from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.metrics.callback import UNFINISHED
 from zero_recipes.metrics.failure import RankFailure, cause_of, failed_row, keep_failure, signal_in
@@ -48,24 +45,6 @@ def test_as_many_steps_in_a_row_as_the_key_says_end_a_run(limit, precision, step
     ends = [end for end in range(limit, len(steps) + 1) if all(bad[end - limit : end])]
     ended, callback = run_through(limit, steps, precision)
     assert ended == (ends[0] if ends else len(steps)) and (callback.in_a_row >= limit) == bool(ends)
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_model_of_numbers_that_are_none_is_not_whole(tmp_path, sharded):
-    names = ("a.safetensors", "b.safetensors") if sharded else ("model.safetensors",) * 2
-    if sharded:
-        placed = {"weight_map": {"x": names[0], "y": names[1]}}
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(placed))
-    x, y = torch.ones(3), torch.ones(3, dtype=torch.bfloat16)
-    for spoiled in (False, True):
-        y[1] = math.nan if spoiled else 1.0
-        tensors = {names[0]: {"x": x}} | {names[1]: {"y": y} if sharded else {"x": x, "y": y}}
-        for name, held in tensors.items():
-            save_file(held, tmp_path / name)
-        if not spoiled:
-            refuse_bad_numbers(entries_of(tmp_path))
-    with pytest.raises(NotWhole, match="y has 1 numbers"):
-        refuse_bad_numbers(entries_of(tmp_path))
 
 
 # the first cause
@@ -120,9 +99,6 @@ def test_the_signal_that_ended_a_worker(tmp_path, exit_code, table, name):
     assert signal_in(exit_code, table) == name
     row = failed_row(tmp_path, "zero2", exit_code, f"{table}\n")
     assert row.status == "failed" and row.failure.signal == name
-
-
-# a run that ends before it trains
 
 
 def run_in(folder, checkpoint=None) -> SimpleNamespace:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.tiny import ROOT, write_model, write_recipe
 from zero_recipes.checks.capacity import nvme_findings
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.ds_config import DsConfig, fill_own_autos
+from zero_recipes.config.ds_config import fill_own_autos
 from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import resolve_strategy
 from zero_recipes.core.host import Host
@@ -34,24 +34,6 @@ def test_the_buffer_takes_the_models_largest_part_and_no_more(settings, world_si
     largest = max(p.numel() for p in AutoModelForCausalLM.from_config(local_config(settings)).parameters())
     assert filled["zero_optimization"]["offload_param"]["buffer_size"] == -(-largest // world_size)
     assert INFINITY["zero_optimization"]["offload_param"]["buffer_size"] == "auto", "a copy is filled"
-
-
-@pytest.mark.parametrize(
-    ("zero", "name"),
-    [
-        ({"stage": 3, "offload_param": {"device": "nvme"}}, "zero3_infinity"),
-        (
-            {"stage": 3, "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "cpu"}},
-            "zero3_offload_infinity",
-        ),
-        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, "zero2_offload"),
-        ({"stage": 2, "offload_optimizer": {"device": "none"}}, "zero2"),
-        ({"stage": 3, "zero_hpz_partition_size": 1}, "zero3"),
-        ({"stage": 3, "zero_hpz_partition_size": 8, "zero_quantized_weights": True}, "zero3_hpz_qwz"),
-    ],
-)
-def test_names_of_strategies(zero, name):
-    assert DsConfig({"zero_optimization": zero}).name == name
 
 
 def test_a_resolved_recipe_goes_with_the_accelerate_file_that_it_was_launched_with(settings, tmp_path):

@@ -37,22 +37,11 @@ def test_each_code_is_made_in_one_place_which_fills_in_its_placeholders(in_sourc
         assert passed_on or named == filled - {"level", "scope", "recipe_key"}, code
 
 
-def test_every_code_is_explained_in_words():
-    for code in table():
-        row = described(code)
-        assert re.fullmatch(r"ZR[1-8]\d\d", code) and row["area"] == AREAS[code[2]]
-        assert row["level"] in ("error", "warning")
-        for part in ("what", "why", "fix"):
-            assert row[part] and not re.search(r"[{}]\w+[}(]", row[part]), (code, row[part])
-    for digit in "124":
-        assert [code for code, row in table().items() if code[2] == digit and "example" not in row] == []
-
-
 def test_explain_prints_what_why_fix_and_an_example(capsys):
     assert cli.main(["explain", "zr226"]) == 0
     row, text = described("ZR226"), capsys.readouterr().out
     assert all(part in text for part in (row["what"], row["why"], row["fix"], "zero_quantized_weights"))
-    assert row["ignore"] in text
+    assert row["ignore"] in text and "{" not in row["what"] + row["why"] + row["fix"]
     assert cli.main(["explain"]) == 0
     text = capsys.readouterr().out
     assert all(area in text for area in AREAS.values())
@@ -82,11 +71,3 @@ def test_an_ignored_error_is_a_warning_and_others_stay():
 def test_a_run_goes_on_with_what_its_recipe_ignores(tmp_path, given, code):
     (found,) = findings_of(Side(**given), tmp_path / "case")
     assert (found.code, found.level, found.ignored) == (code, "warning", True)
-
-
-def test_check_counts_ignored_errors_as_warnings(tmp_path, capsys, monkeypatch):
-    recipe, *_ = Side(ds={"pipeline": {"stages": 2}}).write(tmp_path / "case")
-    monkeypatch.chdir(tmp_path / "case")
-    assert cli.main(["check", recipe, "--num_processes", "2"]) == 2
-    assert cli.main(["check", recipe, "--num_processes", "2", "--ignore", "ZR239"]) == 0
-    assert capsys.readouterr().out.endswith("0 errors, 1 warnings\n")

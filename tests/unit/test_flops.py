@@ -9,7 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from zero_recipes.core.host import gpus, peak_flops_of
 from zero_recipes.metrics.flops import ModelFlops, model_flops, squares
 from zero_recipes.metrics.probe import UsedFlops, utilisation
 from zero_recipes.metrics.schema import RunIdentity
@@ -78,31 +77,6 @@ def test_frozen_weights_take_four_flops_and_an_adapter_six():
     assert found.of_step(1, [0]) == 4 * found.weights + 2 * found.trained
 
 
-def test_palms_own_mfu():
-    """arXiv:2204.02311, appendix B: 238.3K tokens/s on 6,144 chips of 275 TFLOP/s are 46.2 % with the whole square of
-    attention, 45.7 % without attention."""
-    parameters, width, length = 540.35e9, 118 * 48 * 2 * 256, 2048
-    palm = ModelFlops(parameters, parameters, {None: width})
-
-    def mfu(flops):
-        return utilisation(flops, length, length / 238_300, 6144, 275e12)["mfu"]
-
-    assert mfu(palm.of_step(length, [2 * length**2])) == pytest.approx(0.462, abs=5e-4)
-    assert mfu(palm.of_step(length, [0])) == pytest.approx(0.457, abs=5e-4)
-    assert mfu(palm.of_rows([length])) == pytest.approx((0.462 + 0.457) / 2, abs=1e-3)
-
-
-# the rows of a batch
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_squares_are_twice_the_pairs_less_the_diagonal(seed):
-    draw = random.Random(seed)
-    length, window = draw.randint(1, 60), draw.choice([None, draw.randint(1, 60)])
-    seen = [min(token + 1, window or length) for token in range(length)]
-    assert squares(length, window) == 2 * sum(seen) - min(length, window or length)
-
-
 def used(model: ModelFlops | None) -> UsedFlops:
     identity = RunIdentity(name="r", strategy="ddp", device="cpu", precision="bf16")
     found = UsedFlops(identity)
@@ -155,19 +129,6 @@ def test_a_model_that_does_not_say_its_heads_has_no_mfu_and_a_line_that_says_so(
     assert utilisation(0.0, 10, 1.0, 2, 1e12) == {}
 
 
-# the card
-
-
-def test_every_card_of_the_table_is_known_by_the_name_that_torch_gives_it():
-    for gpu in gpus().values():
-        assert gpu.names and gpu.source
-        for name in gpu.names:
-            assert peak_flops_of(name, "bf16") == peak_flops_of(name, "fp16") == gpu.bf16_tflops * 1e12
-            assert peak_flops_of(name, "fp32") <= peak_flops_of(name, "tf32") <= peak_flops_of(name, "bf16")
-    assert peak_flops_of("NVIDIA A100-SXM4-80GB", "tf32") == 156e12
-    assert peak_flops_of("Tesla V100-SXM2-16GB", "tf32") == peak_flops_of("Tesla V100-SXM2-16GB", "fp32") == 15.7e12
-
-
 def test_fp32_is_held_against_tf32_where_torch_takes_it(monkeypatch):
     in_fp32 = RunIdentity(name="r", strategy="ddp", device="NVIDIA A100-SXM4-80GB", precision="fp32")
     monkeypatch.setattr(torch.backends, "fp32_precision", torch.backends.fp32_precision)  # put back afterwards
@@ -175,9 +136,3 @@ def test_fp32_is_held_against_tf32_where_torch_takes_it(monkeypatch):
     torch.backends.fp32_precision = "tf32"  # what transformers' `tf32: true` sets
     assert UsedFlops(in_fp32).peak == 156e12
     assert UsedFlops(in_fp32.model_copy(update={"precision": "bf16"})).peak == 312e12
-
-
-@pytest.mark.parametrize("name", ["cpu", None, "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA H100 NVL"])
-def test_a_part_of_a_card_or_an_unknown_one_has_no_peak(name):
-    assert peak_flops_of(name, "bf16") is None
-    assert utilisation(1e12, 10, 1.0, 2, None)["mfu"] is None

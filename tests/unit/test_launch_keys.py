@@ -35,15 +35,15 @@ def test_they_are_taken_where_the_launch_is_the_same(case, processes, file, agre
         assert run.strategy.zero_stage == 2 and not {"num_processes", "accelerate_config"} & set(run.explicit)
 
 
-def test_check_takes_the_launch_of_the_recipe(case, capsys):
-    assert cli.main(["check", "recipe.yaml"]) == 0
-    said = capsys.readouterr().out
-    assert "zero2" in said and "world size    2" in said
-
-
 def test_multi_cpu_starts_one_process_and_is_refused(tmp_path):
     path, file = write_recipe(tmp_path), tmp_path / "cpu.yaml"
     file.write_text("distributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\nuse_cpu: true\n")
     for processes, found in ((None, [("error", "ZR137")]), (1, [])):
         environment = launched_environment(file, processes)
         assert found_in(path, {}, environment=environment, device="cpu") == found
+
+
+def test_check_takes_the_launch_of_the_recipe(case, capsys):
+    assert cli.main(["check", "recipe.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "zero2" in said and "world size    2" in said

@@ -196,9 +196,6 @@ def test_disk_for_checkpoints_and_the_model(settings, tmp_path, changes, gigabyt
         assert said(disk_findings(run, CONFIG, PSI, 2, host)) == ""
 
 
-# what DeepSpeed compiles
-
-
 @pytest.mark.parametrize(
     "device, config, offload, ops",
     [
@@ -280,9 +277,6 @@ def test_the_folder_of_an_extension_is_torchs(monkeypatch, tmp_path):
         assert str(extension_folder(os.environ, "some_op")) == _get_build_directory("some_op", False)
 
 
-# caches
-
-
 @pytest.fixture
 def online(monkeypatch):
     """As on a machine that may ask the hub."""
@@ -304,9 +298,6 @@ def test_a_silent_hub_is_asked_once_and_then_left_alone(tmp_path, online, monkey
         assert os.environ["HF_HUB_OFFLINE"] == "1" and datasets.config.HF_HUB_OFFLINE
         text = capsys.readouterr().out
         assert text.count("[ZR430]") == 1 and text.count("[ZR403]") == 1
-
-
-# GPUs
 
 
 def test_cards_without_bf16_are_refused(monkeypatch):
@@ -446,9 +437,6 @@ def test_infiniband_that_a_container_only_sees_is_named(tmp_path, files, variabl
     text = said(machines.infiniband_findings("cuda", True, variables, host))
     assert found in text and bool(found) == text.startswith("warning")
     assert said(machines.infiniband_findings("cuda", False, variables, host)) == ""
-
-
-# all together
 
 
 def test_one_bad_machine_refuses_a_run_and_only_warns_where_a_run_elsewhere_is_checked(settings, tmp_path):

@@ -6,7 +6,6 @@ import pytest
 
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
-from zero_recipes.core.findings import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ["plan", "recipes/tiny.yaml", "--gpus", "1", "--gpu", "h100-80gb", "--quick"]
@@ -50,14 +49,6 @@ def test_null_unsets_a_key_that_may_be_null(tmp_path, word, joined):
     assert [getattr(recipe.settings, key) for key in keys] == [None] * 3
     assert {key: recipe.explicit[key] for key in keys} == dict.fromkeys(keys)
     assert recipe.settings.seed == 3 and recipe.settings.report_to == "none"
-
-
-def test_null_is_no_number(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text("seed: 3\n")
-    with pytest.raises(Refusal) as refused:
-        recipes.parse_recipe(path, recipes.read_recipe_file(path), ["--learning_rate", "null"])
-    assert refused.value.codes == ["ZR124"]
 
 
 def test_a_key_of_the_recipe_is_not_taken_for_an_option_that_begins_so():

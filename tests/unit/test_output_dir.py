@@ -12,15 +12,7 @@ import pytest
 
 from tests.helpers.damage import refusal_of
 from zero_recipes.checkpoint import output_dir
-from zero_recipes.checkpoint.output_dir import (
-    LOCK,
-    claim_output_dir,
-    hold_output_dir,
-    inputs_of,
-    refuse_in_use,
-    refuse_occupied,
-    saved_in,
-)
+from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.checkpoint.save import begin_checkpoint, write_manifest
 from zero_recipes.config.recipe import parse_recipe
 from zero_recipes.core.findings import Finding, Refusal
@@ -48,11 +40,8 @@ def refused(work, *arguments) -> str:
     return str(refusal_of(work, *arguments) or "")
 
 
-# the lock
-
-
 def hold(folder: Path, pipe) -> None:
-    with hold_output_dir(folder):
+    with folders.hold_output_dir(folder):
         pipe.send("held")
         pipe.recv()
 
@@ -62,35 +51,32 @@ def test_a_second_start_is_refused_and_touches_nothing(tmp_path):
     holder = FORK.Process(target=hold, args=(out, theirs))
     holder.start()
     assert ours.recv() == "held"
-    for start in (refuse_in_use, lambda out: hold_output_dir(out).__enter__()):
+    for start in (folders.refuse_in_use, lambda out: folders.hold_output_dir(out).__enter__()):
         assert "ZR747" in refused(start, out)
-        assert sorted(path.name for path in out.iterdir()) == [LOCK]
+        assert sorted(path.name for path in out.iterdir()) == [folders.LOCK]
     holder.kill()
     holder.join()
-    assert refused(refuse_in_use, out) == "", "the lock of a killed run is not stale"
+    assert refused(folders.refuse_in_use, out) == "", "the lock of a killed run is not stale"
     write(out / "metrics.json", '{"status": "ok"}')
-    with hold_output_dir(out):
-        assert "ZR747" in refused(refuse_in_use, out)
-        claim_output_dir(out, True)  # the lock goes on in the folder that takes the place of the old one
-        assert FORK.Pool(1).apply(refused, (refuse_in_use, out)).count("ZR747") == 1
-        assert not (tmp_path / "out.previous" / LOCK).exists()
-    assert refused(refuse_in_use, out) == "" and list(out.iterdir()) == []
+    with folders.hold_output_dir(out):
+        assert "ZR747" in refused(folders.refuse_in_use, out)
+        folders.claim_output_dir(out, True)  # the lock goes on in the folder that takes the place of the old one
+        assert FORK.Pool(1).apply(refused, (folders.refuse_in_use, out)).count("ZR747") == 1
+        assert not (tmp_path / "out.previous" / folders.LOCK).exists()
+    assert refused(folders.refuse_in_use, out) == "" and list(out.iterdir()) == []
 
 
 def test_a_refused_run_leaves_no_empty_folder(tmp_path):
-    with pytest.raises(Refusal), hold_output_dir(tmp_path / "out"):
+    with pytest.raises(Refusal), folders.hold_output_dir(tmp_path / "out"):
         raise Refusal([Finding("ZR000", "", "", "")])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made_and_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
-    assert "ZR748" in refused(hold_output_dir(write(tmp_path / "file") / "out").__enter__)
+    assert "ZR748" in refused(folders.hold_output_dir(write(tmp_path / "file") / "out").__enter__)
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    with hold_output_dir(tmp_path):
+    with folders.hold_output_dir(tmp_path):
         assert "without locks: another run in it is not seen" in capsys.readouterr().out
-
-
-# what is kept
 
 
 @pytest.fixture
@@ -114,19 +100,19 @@ def test_the_folder_is_kept_whole_and_only_once(old_run):
     for number in range(3):
         write(out / "metrics.json", json.dumps({"status": "ok", "number": number}))
         before = contents(out)
-        assert claim_output_dir(out, True) == previous and contents(out) == {} and contents(previous) == before
+        assert folders.claim_output_dir(out, True) == previous and contents(out) == {} and contents(previous) == before
         write(out / "metrics.json", '{"status": "failed"}')
-        assert claim_output_dir(out, True) is None, "a run that saved nothing would push out the results"
+        assert folders.claim_output_dir(out, True) is None, "a run that saved nothing would push out the results"
         assert contents(previous) == before
     assert (old_run / "other" / "rows.jsonl").is_file()
     (out / "failure.rank0.json").touch()
-    assert claim_output_dir(out, False) is None and not (out / "failure.rank0.json").exists()
+    assert folders.claim_output_dir(out, False) is None and not (out / "failure.rank0.json").exists()
 
 
 def test_a_link_keeps_its_folder_beside_what_it_leads_to(old_run):
     (old_run / "out").rename(old_run / "real")
     (old_run / "out").symlink_to(old_run / "real")
-    assert claim_output_dir(old_run / "out", True) == old_run / "real.previous"
+    assert folders.claim_output_dir(old_run / "out", True) == old_run / "real.previous"
     assert (old_run / "out").is_symlink() and contents(old_run / "out") == {}
 
 
@@ -136,7 +122,7 @@ def test_what_another_program_wrote_is_neither_renamed_nor_deleted(old_run, wher
     for name in ("metrics.json", "recipe.resolved.yaml", "checkpoint-4/manifest.json"):
         (old_run / where / name).unlink(missing_ok=True)
     before = contents(old_run)
-    for work, arguments in ((refuse_occupied, (None, True)), (claim_output_dir, (True,))):
+    for work, arguments in ((folders.refuse_occupied, (None, True)), (folders.claim_output_dir, (True,))):
         assert "holds no run of zero-recipes" in refused(work, old_run / "out", *arguments)
     assert contents(old_run) == before
 
@@ -159,21 +145,21 @@ def test_what_a_run_reads_is_never_taken_away(old_run, keys, is_taken):
     shutil.copytree(old_run / "out", old_run / "out.previous")
     mapping = {"dataset_name": "json", "output_dir": "out"} | keys
     settings = parse_recipe(write(old_run / "recipe.yaml", json.dumps(mapping)), dict(mapping), []).settings
-    inputs = list(inputs_of(settings, Path("recipe.yaml"), {}))
-    message = refused(refuse_occupied, Path("out"), None, True, inputs)
+    inputs = list(folders.inputs_of(settings, Path("recipe.yaml"), {}))
+    message = refused(folders.refuse_occupied, Path("out"), None, True, inputs)
     assert ("ZR751" in message and next(iter(keys)) in message) if is_taken else message == ""
     launcher = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "out/checkpoint-4/manifest.json"}
     for recipe, environment in (("out/recipe.resolved.yaml", {}), ("recipe.yaml", launcher)):
-        inputs = inputs_of(settings, Path(recipe), environment)
-        assert "ZR751" in refused(refuse_occupied, Path("out"), None, True, inputs)
+        inputs = folders.inputs_of(settings, Path(recipe), environment)
+        assert "ZR751" in refused(folders.refuse_occupied, Path("out"), None, True, inputs)
 
 
 def test_an_occupied_folder_is_refused_by_what_it_holds(old_run):
     out = old_run / "out"
-    assert [path.name for path in saved_in(out)] == ["checkpoint-4", "model.safetensors", "metrics.json"]
-    said = refused(refuse_occupied, out, None, False)
+    assert [path.name for path in folders.saved_in(out)] == ["checkpoint-4", "model.safetensors", "metrics.json"]
+    said = refused(folders.refuse_occupied, out, None, False)
     assert "checkpoint-4, model.safetensors, metrics.json [ZR702]" in said and str(old_run / "out.previous") in said
     for resume, overwrite in (("true", False), (str(out / "checkpoint-4"), False), (None, True)):
-        assert refused(refuse_occupied, out, resume, overwrite) == ""
-    assert "ZR702" in refused(refuse_occupied, out, "another/checkpoint-2", False)
-    assert refused(refuse_occupied, old_run / "new", None, False) == ""
+        assert refused(folders.refuse_occupied, out, resume, overwrite) == ""
+    assert "ZR702" in refused(folders.refuse_occupied, out, "another/checkpoint-2", False)
+    assert refused(folders.refuse_occupied, old_run / "new", None, False) == ""

@@ -1,9 +1,6 @@
 """Six phases sum up to a process's age, however they are nested, and a failure names the innermost."""
 
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +8,6 @@ from hypothesis import strategies as draw
 
 from zero_recipes.core.process import PHASES, PhaseClock
 
-ROOT = Path(__file__).resolve().parents[2]
 NESTED = draw.recursive(
     draw.just([]), lambda inner: draw.lists(draw.tuples(draw.sampled_from(PHASES), draw.floats(0, 9), inner))
 )
@@ -57,22 +53,3 @@ def test_whatever_a_run_does_the_phases_sum_up_to_its_time(phases):
         go_through(phases)
         clock.book()
     assert sum(clock.seconds.values()) == pytest.approx(3.5 + spent[0])
-
-
-IMPORTS = """
-import gc
-from zero_recipes.core.process import imported_for_good
-collections = lambda: sum(generation["collections"] for generation in gc.get_stats())
-before = collections()
-with imported_for_good():
-    import email.message, http.client, xml.dom.minidom
-    kept = [[number] for number in range(100_000)]
-during, frozen = collections() - before, gc.get_freeze_count()
-again = [[number] for number in range(100_000)]
-print(during, frozen > 100_000, gc.isenabled(), collections() > before)
-"""
-
-
-def test_imports_are_not_searched_for_garbage_and_all_else_is():
-    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.split() == ["0", "True", "True", "True"], done.stderr

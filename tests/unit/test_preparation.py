@@ -92,9 +92,6 @@ def test_a_chat_models_prompt_to_the_byte(tmp_path):
     assert ids[: len(asked)] == asked
 
 
-# prepared rows are kept
-
-
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """Rows as `prepared` makes them, kept in a folder of their own; and how often rows were made."""
@@ -164,9 +161,6 @@ def test_steps_by_epochs_are_those_that_transformers_counts(rows, micro, replica
     trainer = SimpleNamespace(get_total_train_batch_size=lambda args: 1, get_sp_size=lambda: 1, num_examples=len)
     counted = Trainer.set_initial_training_values(trainer, recipe, loader)[-1]
     assert steps_by_epochs(rows, recipe, replicas) == counted
-
-
-# processes
 
 
 def test_two_workers_pack_the_rows_as_one_does(tmp_path):

@@ -12,14 +12,8 @@ import torch
 from tests.helpers.checkpoint_files import OPTIMIZER, rank_states, write_checkpoint
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint import reshard as resharding
+from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.reshard import reshard, strategy_of
-from zero_recipes.checkpoint.save import (
-    MANIFEST,
-    STATE,
-    checkpoint_fault,
-    read_manifest,
-    write_manifest,
-)
 from zero_recipes.checks import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
@@ -36,11 +30,11 @@ def test_a_whole_checkpoint_is_written_beside_the_old_one(tmp_path):
     checkpoint = write_checkpoint(tmp_path)
     before = contents(checkpoint)
     facts = {"step": 7, "recipe_sha256": "abc", "zero_stage": 3, "world_size": 2}
-    write_manifest(checkpoint, facts)
+    save.write_manifest(checkpoint, facts)
     folder, batch = reshard(checkpoint, 4, 2)
     assert (folder.name, tuple(batch)) == ("checkpoint-7-zero2-world4", (2, 1, 4))
-    written = read_manifest(folder)
-    assert checkpoint_fault(folder) is None and set(written["files"]) == set(contents(folder)) - {MANIFEST}
+    written = save.read_manifest(folder)
+    assert save.checkpoint_fault(folder) is None and set(written["files"]) == set(contents(folder)) - {save.MANIFEST}
     kept = {key: written[key] for key in ("step", "recipe_sha256", "zero_stage", "world_size", "strategy")}
     assert kept == facts | {"zero_stage": 2, "world_size": 4, "strategy": "zero2"}
     assert [(folder / f"rng_state_{rank}.pth").read_bytes() for rank in range(4)] == [b"\0", b"\1", b"\0", b"\1"]
@@ -51,7 +45,7 @@ def test_a_whole_checkpoint_is_written_beside_the_old_one(tmp_path):
     assert [strategy_of(offloaded, 1), strategy_of(offloaded, 2), strategy_of(bf16, 3)] == [
         *("zero1", "zero2_offload", "zero3_bf16_states")
     ]
-    del (after := contents(checkpoint))[MANIFEST]
+    del (after := contents(checkpoint))[save.MANIFEST]
     assert after == before, "the old checkpoint was touched"
 
 
@@ -73,7 +67,7 @@ def test_a_killed_reshard_leaves_nothing_half(tmp_path, monkeypatch):
     monkeypatch.undo()
     folder, _ = reshard(checkpoint, 1, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", folder.name]
-    assert checkpoint_fault(folder) is None and contents(checkpoint) == before
+    assert save.checkpoint_fault(folder) is None and contents(checkpoint) == before
 
 
 def change_rank(number: int, change) -> Callable[[Path], None]:
@@ -152,8 +146,8 @@ def resharded(tmp_path_factory) -> dict[str, Path]:
     configs = {"fp32": {}, "bf16": BF16_STATES}
     found = {name: reshard(write_checkpoint(folder / name, **config), 1, 2)[0] for name, config in configs.items()}
     found["best"] = Path(shutil.copytree(found["fp32"], folder / "best" / found["fp32"].name))
-    (found["best"] / STATE).write_text('{"global_step": 7, "best_model_checkpoint": "out/checkpoint-5"}')
-    write_manifest(found["best"], read_manifest(found["fp32"]))
+    (found["best"] / save.STATE).write_text('{"global_step": 7, "best_model_checkpoint": "out/checkpoint-5"}')
+    save.write_manifest(found["best"], save.read_manifest(found["fp32"]))
     return found
 
 

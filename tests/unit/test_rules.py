@@ -111,9 +111,6 @@ def test_the_shipped_configurations_have_no_finding(found):
             assert given == ({"quantized_communication_on_cpu"} if quantizes and device == "cpu" else set()), path
 
 
-# DeepSpeed's own parser
-
-
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     path = write_recipe(tmp_path_factory.mktemp("settings"), gradient_accumulation_steps=4, max_steps=100)
@@ -142,11 +139,3 @@ def test_what_the_parser_refuses_is_found_without_a_trace(settings, monkeypatch,
     assert finding.code == "ZR199" and "loss_scale" in finding.why and "c.json" in finding.what
     assert (dict(os.environ), announced._hf_deepspeed_config_weak_ref, logging.getLogger("DeepSpeed").level) == before
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("name", ["stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"])
-@pytest.mark.parametrize("value, saves", [(True, True), ("true", True), (False, False), ("auto", False)])
-def test_the_gather_of_stage_3_by_each_of_its_names(found, name, value, saves):
-    config = {"zero_optimization": {"stage": 3, name: value}, "train_batch_size": 4, "gradient_clipping": "auto"}
-    codes = {code for _, code in found({"deepspeed": config, "save_model": True})}
-    assert ("ZR206" in codes) is not saves

@@ -14,16 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.damage import cut, flip, lose, zero
 from tests.helpers.tiny import ROOT, llama_config
-from zero_recipes.checkpoint.save import (
-    ADAPTER,
-    CHECKSUMS,
-    INDEX,
-    SINGLE,
-    NotWhole,
-    begin_checkpoint,
-    write_checksums,
-    write_manifest,
-)
+from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.cli import main as cli
 
@@ -61,7 +52,7 @@ def change(path: Path, **tensors: torch.Tensor | None) -> None:
 
 
 def fault(folder: Path, **keywords) -> str:
-    with pytest.raises(NotWhole) as caught:
+    with pytest.raises(save.NotWhole) as caught:
         verify(folder, **keywords)
     return str(caught.value)
 
@@ -71,10 +62,10 @@ def test_whole_ones_raise_no_alarm(whole, sharded, adapter, tmp_path):
     for folder in (whole, sharded):
         found = verify(folder, deep=True)
         assert found["parameters"] == count and 2 * count < found["bytes"] < 2.1 * count
-    assert verify(adapter, deep=True)["tensors"] == len(load_file(adapter / ADAPTER)) > 0
+    assert verify(adapter, deep=True)["tensors"] == len(load_file(adapter / save.ADAPTER)) > 0
     config = llama_config(tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "tied")
-    assert "lm_head.weight" not in load_file(tmp_path / "tied" / SINGLE), "tied weights may be absent"
+    assert "lm_head.weight" not in load_file(tmp_path / "tied" / save.SINGLE), "tied weights may be absent"
     verify(tmp_path / "tied", deep=True)
 
 
@@ -88,34 +79,19 @@ def test_whole_ones_raise_no_alarm(whole, sharded, adapter, tmp_path):
     ],
 )
 def test_names_and_shapes_of_one_file_and_of_shards(whole, sharded, tensors, message):
-    change(whole / SINGLE, **tensors)
+    change(whole / save.SINGLE, **tensors)
     assert message in fault(whole)
-    shards = json.loads((sharded / INDEX).read_text())["weight_map"]
+    shards = json.loads((sharded / save.INDEX).read_text())["weight_map"]
     change(sharded / shards[MATRIX], **tensors)
     assert message in fault(sharded)
 
 
-def test_files_that_are_lost_or_cut_off(whole, sharded, tmp_path):
-    path, data = whole / SINGLE, (whole / SINGLE).read_bytes()
-    for damaged in (data[:-1], data[:100], b"", b"\xff" * 8 + data[8:]):
-        path.write_bytes(damaged)
-        assert "model.safetensors is cut off or damaged" in fault(whole)
-    path.unlink()
-    assert "no weights" in fault(whole) and "no weights" in fault(tmp_path / "nowhere")
-    index = json.loads((sharded / INDEX).read_text())
-    (sharded / INDEX).write_text("[]")
-    assert f"{INDEX} is cut off or damaged" in fault(sharded)
-    (sharded / INDEX).write_text(json.dumps(index))
-    (sharded / index["weight_map"][MATRIX]).unlink()
-    assert f"{index['weight_map'][MATRIX]} is cut off or damaged: No such file" in fault(sharded)
-
-
 def test_adapters(adapter):
-    gone = next(name for name in load_file(adapter / ADAPTER) if "lora_B" in name)
-    before = (adapter / ADAPTER).read_bytes()
-    change(adapter / ADAPTER, **{gone: None})
+    gone = next(name for name in load_file(adapter / save.ADAPTER) if "lora_B" in name)
+    before = (adapter / save.ADAPTER).read_bytes()
+    change(adapter / save.ADAPTER, **{gone: None})
     assert f"missing {gone}" in fault(adapter)
-    (adapter / ADAPTER).write_bytes(before)
+    (adapter / save.ADAPTER).write_bytes(before)
     config = json.loads((adapter / "adapter_config.json").read_text())
     for values in ({"target_modules": ["nobody"]}, {"peft_type": "NOBODY"}, {"r": 0}):
         (adapter / "adapter_config.json").write_text(json.dumps(config | values))
@@ -125,7 +101,7 @@ def test_adapters(adapter):
 
 
 def test_numbers_are_read_only_by_deep(whole, capsys):
-    path, original = whole / SINGLE, load_file(whole / SINGLE)
+    path, original = whole / save.SINGLE, load_file(whole / save.SINGLE)
     broken = original[MATRIX].clone()
     broken[1, 2] = float("nan")
     for tensor, message in ((broken, f"{MATRIX} has 1 numbers"), (torch.zeros_like(broken), f"{MATRIX} is all zero")):
@@ -140,25 +116,25 @@ def test_numbers_are_read_only_by_deep(whole, capsys):
 
 def test_checksums_show_what_headers_do_not(whole, capsys):
     """Two matrices of one shape change places: headers, names and numbers are all in order."""
-    write_checksums(whole)
+    save.write_checksums(whole)
     verify(whole, deep=True)
-    tensors, other = load_file(whole / SINGLE), MATRIX.replace("layers.0", "layers.1")
-    change(whole / SINGLE, **{MATRIX: tensors[other], other: tensors[MATRIX]})
-    assert f"{SINGLE} is lost or not what was saved" in fault(whole, deep=True)
+    tensors, other = load_file(whole / save.SINGLE), MATRIX.replace("layers.0", "layers.1")
+    change(whole / save.SINGLE, **{MATRIX: tensors[other], other: tensors[MATRIX]})
+    assert f"{save.SINGLE} is lost or not what was saved" in fault(whole, deep=True)
     assert cli.main(["verify", str(whole)]) == 1 and "SHA-256" in capsys.readouterr().err
     assert cli.main(["verify", str(whole), "--skip_checksums"]) == 0
-    (whole / CHECKSUMS).write_text("[]")
-    assert f"{CHECKSUMS} cannot be read" in fault(whole)
-    (whole / CHECKSUMS).unlink()
+    (whole / save.CHECKSUMS).write_text("[]")
+    assert f"{save.CHECKSUMS} cannot be read" in fault(whole)
+    (whole / save.CHECKSUMS).unlink()
     cut(whole / "tokenizer.json", random.Random(1))
     assert "its tokenizer cannot be read" in fault(whole)
 
 
 def test_bytes_of_any_file_of_a_saved_model(sharded, tmp_path):
     """Every file in turn: whatever is damaged is found, and by NotWhole alone."""
-    write_checksums(sharded)
+    save.write_checksums(sharded)
     draw, kept = random.Random(SEED), sharded.rename(tmp_path / "kept")
-    for name in sorted(path.name for path in kept.iterdir() if path.name != CHECKSUMS) * ROUNDS:
+    for name in sorted(path.name for path in kept.iterdir() if path.name != save.CHECKSUMS) * ROUNDS:
         folder = Path(shutil.copytree(kept, tmp_path / "copy"))
         draw.choice([flip, zero, cut, lose])(folder / name, draw)
         assert fault(folder)
@@ -169,11 +145,26 @@ def test_a_checkpoint_is_whole_with_all_files_of_its_manifest(whole):
     states = whole / "global_step7" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     states.parent.mkdir()
     torch.save(torch.ones(30), states)
-    begin_checkpoint(whole)
+    save.begin_checkpoint(whole)
     assert "not written to its end" in fault(whole)
-    write_manifest(whole, {"step": 7})
+    save.write_manifest(whole, {"step": 7})
     verify(whole, deep=True)
     flip(states, random.Random(1))
     assert "its checksum is another" in fault(whole)
     states.unlink()
     assert f"global_step7/{states.name} is not there" in fault(whole)
+
+
+def test_files_that_are_lost_or_cut_off(whole, sharded, tmp_path):
+    path, data = whole / save.SINGLE, (whole / save.SINGLE).read_bytes()
+    for damaged in (data[:-1], data[:100], b"", b"\xff" * 8 + data[8:]):
+        path.write_bytes(damaged)
+        assert "model.safetensors is cut off or damaged" in fault(whole)
+    path.unlink()
+    assert "no weights" in fault(whole) and "no weights" in fault(tmp_path / "nowhere")
+    index = json.loads((sharded / save.INDEX).read_text())
+    (sharded / save.INDEX).write_text("[]")
+    assert f"{save.INDEX} is cut off or damaged" in fault(sharded)
+    (sharded / save.INDEX).write_text(json.dumps(index))
+    (sharded / index["weight_map"][MATRIX]).unlink()
+    assert f"{index['weight_map'][MATRIX]} is cut off or damaged: No such file" in fault(sharded)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.tiny import ROOT
 from zero_recipes.plan.simulator.device import MIB, CachingAllocator, reserved_peak
-from zero_recipes.plan.simulator.tracker import VIEWS, LiveStorages, Observed, view_of
+from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
 
 aten = torch.ops.aten
 
@@ -96,30 +96,6 @@ def test_the_patch_is_still_needed(patch, without):
     assert without[patch] == (NEEDED[patch][1] if patch in NEEDED else "used")
 
 
-VIEWED = {
-    aten._unsafe_view.default: ([6, 3],),
-    aten.as_strided.default: ([2, 2], [6, 1], 8),
-    aten.detach.default: (),
-    aten.expand.default: ([2, 3, 6],),
-    aten.slice.Tensor: (1, 2, 5),
-    aten.t.default: (),
-    aten.transpose.int: (0, 1),
-    aten.unsqueeze.default: (1,),
-    aten.view.default: ([2, 9],),
-}
-
-
-@pytest.mark.parametrize("func", sorted(VIEWS, key=str), ids=str)
-def test_views_beside_the_mode_are_those_of_the_mode(func):
-    with FakeTensorMode():
-        base = torch.empty(4, 6, dtype=torch.bfloat16)[1:]
-        asked, own = func(base, *VIEWED[func]), view_of(func, (base, *VIEWED[func]), {})
-    for what in ("shape", "dtype", "device", "requires_grad"):
-        assert getattr(own, what) == getattr(asked, what)
-    assert (own.stride(), own.storage_offset()) == (asked.stride(), asked.storage_offset())
-    assert own.untyped_storage()._cdata == asked.untyped_storage()._cdata == base.untyped_storage()._cdata
-
-
 @pytest.mark.private
 def test_the_gpus_own_kernels_are_still_asked_for_by_name():
     from trl.kernels import chunked_logprob
@@ -182,16 +158,6 @@ def test_segments_are_those_of_the_caching_allocator():
     model.release(5)
     model.empty()  # gives back what is free as a whole
     assert after() == 42 and model.peak == 68 * MIB
-
-
-def test_a_block_joins_a_free_one_before_it():
-    model = CachingAllocator()
-    for number in (1, 2):
-        model.allocate(number, 9 * MIB, 0)
-    model.release(1)
-    model.release(2)
-    model.allocate(3, 18 * MIB, 0)
-    assert model.reserved == 20 * MIB
 
 
 def test_the_peak_counts_from_the_first_step_on():
