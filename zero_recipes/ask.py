@@ -16,8 +16,8 @@ import transformers
 from accelerate.utils.memory import clear_device_cache
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from zero_recipes.checkpoint.save import ADAPTER, INDEX, SINGLE, NotWhole, compare_with_class, entries_of
-from zero_recipes.checkpoint.verify import TOKENIZER
+from zero_recipes.checkpoint.save import ADAPTER, INDEX, SINGLE, NotWhole, entries_of
+from zero_recipes.checkpoint.verify import TOKENIZER, verify
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.recipe import Recipe, Settings, choose_device
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
@@ -146,7 +146,8 @@ def find_target(folder: Path, base: str | None, overrides: list[str], trust_remo
     if is_adapter and name is None:
         raise refusal("ZR788", folder=folder)
     try:
-        entries = compare_with_class(folder, trust_remote_code)
+        verify(folder, trust_remote_code=trust_remote_code)
+        entries = entries_of(folder)
     except NotWhole as error:
         raise refusal("ZR787", folder=folder, error=first_line(error)) from error
     elements: Counter[str] = Counter()

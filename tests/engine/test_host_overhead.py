@@ -1,4 +1,4 @@
-"""What a step costs beside the engine: collectives and reads are counted, and the log is TRL's."""
+"""The log of a run is TRL's."""
 
 import random
 
@@ -7,9 +7,9 @@ import pytest
 from tests.helpers.grid import grid
 from tests.helpers.tiny import named, write_recipe, write_rows
 
-# a step of three micro batches, all that the libraries and we read of tensors: AdamW's counters (DDP and stage 0), the
-# Trainer's look at each loss for NaN, the norm, our losses
-TIMES = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "tokens_per_second")
+# times, and what is counted otherwise here: no token of a repeated row, means over an evaluation's tokens
+OURS = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "tokens_per_second", "num_tokens"}
+OURS |= {"eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens"}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ TIMES = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "to
 def test_the_log_is_that_of_trls_own_compute_loss(two, tmp_path, strategy, keys):
     """And losses and gradient norms are the same bit for bit; over the end of an epoch, evaluations between logs."""
     draw = random.Random(f"{strategy}{keys}")
-    rows = write_rows(tmp_path / "rows", count=6 * draw.randint(5, 8) + draw.randint(2, 5), seed=draw.randint(0, 99))
+    rows = write_rows(tmp_path / "few", count=6 * draw.randint(5, 8) + draw.randint(2, 5), seed=draw.randint(0, 99))
     path = write_recipe(
         tmp_path, dataset_name=str(rows), per_device_train_batch_size=3, gradient_accumulation_steps=2, max_steps=8,
         logging_steps=3, eval_strategy="steps", eval_steps=4, per_device_eval_batch_size=20, **keys,
@@ -41,8 +41,9 @@ def test_the_log_is_that_of_trls_own_compute_loss(two, tmp_path, strategy, keys)
         for rank, wanted in zip(ours, trl, strict=True):
             assert (rank["losses"], rank["norms"], rank["flos"]) == (wanted["losses"], wanted["norms"], wanted["flos"])
             for entry, other in zip(rank["log"], wanted["log"], strict=True):
-                times = [key for key in other if key in TIMES]
                 assert {*entry} == {*other} and ("entropy" in other or "eval_entropy" in other)
-                kept = {key: value for key, value in other.items() if key not in times}
+                kept = {key: value for key, value in other.items() if key not in OURS}
                 assert {key: entry[key] for key in kept} == pytest.approx(kept, rel=1e-6)
     assert len(trl[0]["log"]) == 2 + 2
+    counted = [max(entry.get("num_tokens", 0) for entry in logs[0]["log"]) for logs in (trl, *found.values())]
+    assert counted[1] == counted[2] and (counted[0] == counted[1]) == ("loss_type" in keys), "without repeated rows"

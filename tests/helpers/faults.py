@@ -419,6 +419,8 @@ FAULTS = [
     # what makes a run another one than its recipe says
     silent("jit_checkpoint", {"enable_jit_checkpoint": True}, {}),
     silent("even_batches", {"accelerator_config": {"even_batches": False}}, {}),
+    silent("stream_workers", {"dataset_streaming": True, "dataloader_num_workers": 2},
+           {"dataset_streaming": True, "dataloader_num_workers": 1}),
     silent("average_tokens", {"average_tokens_across_devices": False}, {}),
     silent("eval_packing", {"eval_packing": True, "eval_strategy": "steps"}, {"eval_packing": True}),
     silent("quantized_random", EIGHT, EIGHT | {"random_weights": False}),

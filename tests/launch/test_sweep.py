@@ -1,8 +1,14 @@
 """A sweep of two values through the real launcher, one of which is refused; and its report."""
 
 import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -34,3 +40,21 @@ def test_one_value_runs_and_the_other_is_a_row(tmp_path, monkeypatch, capsys):
     found = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert [row["swept"][BUCKET] for row in found] == [7000, "few"] and found[0]["communication_bytes"] > 0
     assert read.table_rows([refused])[0]["code"] == found[1]["code"] == "ZR211"
+
+
+WAITING = "import os, signal; print(os.getpid(), file=open('ranks', 'w')); signal.pause()"
+
+
+def test_a_sweep_that_is_stopped_leaves_no_process(tmp_path):
+    """As a scheduler or `kill` stops it: SIGTERM to the sweep alone."""
+    for name in ("accelerate_configs", "ds_configs"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    (tmp_path / "run_sft.py").write_text(WAITING)
+    os.mkfifo(tmp_path / "ranks")
+    command = [sys.executable, "-m", "zero_recipes.cli.main", "sweep", write_recipe(tmp_path), "--strategies", "zero2"]
+    sweep = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    with os.fdopen(os.open(tmp_path / "ranks", os.O_RDWR)) as ranks:
+        started = [psutil.Process(int(ranks.readline())) for _ in range(2)]
+    sweep.terminate()
+    assert sweep.wait(timeout=60) == 128 + signal.SIGTERM
+    assert psutil.wait_procs(started, timeout=10)[1] == []

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.tiny import ROOT
 from zero_recipes.ask import write_turns
+from zero_recipes.checkpoint.save import write_checksums
 from zero_recipes.cli import main as cli
 from zero_recipes.data.load import alpaca_prompt
 from zero_recipes.metrics.read_runs import SampleRow, read_samples
@@ -166,6 +167,15 @@ def test_code_that_a_model_brings_does_not_run_unasked(tmp_path, prompts, capsys
     assert "ASK_WAS_HERE" not in os.environ
 
 
+def test_a_model_that_is_not_what_was_saved_is_refused(tuned, prompts, tmp_path, capsys):
+    folder = shutil.copytree(tuned, tmp_path / "model")
+    write_checksums(folder)
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-5] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    assert "[ZR787]" in refused(capsys, folder, "--prompts", prompts)
+
+
 def test_no_answers_are_written_over(prompts, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
@@ -179,7 +189,7 @@ def test_an_adapter_switched_off_is_its_base(adapter, prompts, tmp_path):
     """Its run's quantization is not asked for: the base has its own weights here."""
     folder = shutil.copytree(adapter, tmp_path / "qlora")
     recipe = f"model_name_or_path: {BASE}\nload_in_4bit: true\nuse_peft: true\ndtype: float32\nbf16: false\n"
-    (folder / "recipe.resolved.yaml").write_text(recipe + "dataset_format: alpaca\n")
+    (folder / "recipe.resolved.yaml").write_text(recipe + "dataset_format: alpaca\nskip_checksums: true\n")
     words = ("--prompts", prompts, "--output_dir")
     assert ask(adapter, *words, tmp_path / "a", *FORMAT) == ask(BASE, *words, tmp_path / "b", *FORMAT) == 0
     assert ask(folder, *words, tmp_path / "c", "--max_new_tokens", 5) == 0

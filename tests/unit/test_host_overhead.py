@@ -18,13 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("packed, loss_type", [(False, "nll"), (True, "nll"), (False, "dft")])
 def test_the_loss_and_the_log_are_trls_without_a_gather_a_micro_batch(tmp_path, monkeypatch, packed, loss_type):
-    draw = random.Random(f"{packed}{loss_type}")
-    torch.manual_seed(draw.randint(0, 999))
-    model = LlamaForCausalLM(llama_config(num_hidden_layers=1))
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
-    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], loss_type=loss_type)
-    rows = Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[5, 6, 7]]})
-    trainer = ZeroSFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+    draw, trainer = random.Random(f"{packed}{loss_type}"), made(tmp_path, loss_type)
+    model = trainer.model
     gathered, gather = [], trainer.accelerator.gather
     monkeypatch.setattr(trainer.accelerator, "gather", lambda tensor: gathered.append(1) or gather(tensor))
     batches = [batch(draw, packed) for _ in range(5)]
@@ -42,6 +37,43 @@ def test_the_loss_and_the_log_are_trls_without_a_gather_a_micro_batch(tmp_path, 
     assert ours[0] == trl[0] and ours[1] == pytest.approx(trl[1], rel=1e-6)
     assert {"entropy", "mean_token_accuracy", "num_tokens"} <= set(ours[1])
     assert (trl[2], ours[2]) == (24, 24 if loss_type == "dft" else 0)
+
+
+def made(folder: Path, loss_type: str = "nll") -> ZeroSFTTrainer:
+    torch.manual_seed(7)
+    model = LlamaForCausalLM(llama_config(num_hidden_layers=1))
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
+    args = SFTConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to=[], loss_type=loss_type)
+    rows = Dataset.from_dict({"input_ids": [[5, 6, 7]], "labels": [[5, 6, 7]]})
+    return ZeroSFTTrainer(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+
+
+def logged(trainer: ZeroSFTTrainer) -> dict:
+    trainer.log({})
+    return trainer.state.log_history[-1]
+
+
+def test_an_evaluations_accuracy_is_a_mean_over_tokens_not_over_batches(tmp_path):
+    trainer, draw = made(tmp_path), random.Random(3)
+    trainer.model.eval()
+    right = supervised = 0
+    for each in (batch(draw, packed=False) for _ in range(5)):
+        with torch.no_grad():
+            trainer.compute_loss(trainer.model, dict(each))
+            best = trainer.model(each["input_ids"], attention_mask=each["attention_mask"]).logits[:, :-1].argmax(-1)
+        wanted = each["labels"][:, 1:]
+        right += int((best == wanted).sum())
+        supervised += int((wanted != -100).sum())
+    assert logged(trainer)["eval_mean_token_accuracy"] == pytest.approx(right / supervised)
+
+
+def test_tokens_of_repeated_rows_are_not_logged(tmp_path):
+    trainer, each = made(tmp_path), batch(random.Random(5), packed=False)
+    repeated = torch.zeros_like(each["labels"], dtype=torch.bool)
+    repeated[-1] = True
+    trainer.token_metrics.repeated = repeated
+    trainer.compute_loss(trainer.model.train(), dict(each))
+    assert logged(trainer)["num_tokens"] == int(each["attention_mask"][:-1].sum())
 
 
 def batch(draw: random.Random, packed: bool) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import shutil
+import subprocess
 from multiprocessing import get_context
 from pathlib import Path
 from unittest import mock
@@ -147,11 +148,11 @@ def test_what_a_run_reads_is_never_taken_away(old_run, keys, is_taken):
     settings = parse_recipe(write(old_run / "recipe.yaml", json.dumps(mapping)), dict(mapping), []).settings
     inputs = list(folders.inputs_of(settings, Path("recipe.yaml"), {}))
     message = refused(folders.refuse_occupied, Path("out"), None, True, inputs)
-    assert ("ZR751" in message and next(iter(keys)) in message) if is_taken else message == ""
+    assert ("ZR75" in message and next(iter(keys)) in message) if is_taken else message == ""
     launcher = {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "out/checkpoint-4/manifest.json"}
     for recipe, environment in (("out/recipe.resolved.yaml", {}), ("recipe.yaml", launcher)):
         inputs = folders.inputs_of(settings, Path(recipe), environment)
-        assert "ZR751" in refused(folders.refuse_occupied, Path("out"), None, True, inputs)
+        assert "ZR75" in refused(folders.refuse_occupied, Path("out"), None, True, inputs)
 
 
 def test_an_occupied_folder_is_refused_by_what_it_holds(old_run):
@@ -163,3 +164,58 @@ def test_an_occupied_folder_is_refused_by_what_it_holds(old_run):
         assert refused(folders.refuse_occupied, out, resume, overwrite) == ""
     assert "ZR702" in refused(folders.refuse_occupied, out, "another/checkpoint-2", False)
     assert refused(folders.refuse_occupied, old_run / "new", None, False) == ""
+
+
+@pytest.mark.parametrize("where", ["out", "out.previous"])
+def test_what_is_mounted_elsewhere_is_never_taken_away(old_run, where):
+    shutil.copytree(old_run / "out", old_run / "out.previous")
+    (old_run / "mounted").mkdir()
+    command = ["mount", "--bind", str(old_run / where / "checkpoint-4"), str(old_run / "mounted")]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this user may not mount")
+    try:
+        inputs = [("model_name_or_path", old_run / "mounted")]
+        assert "ZR751" in refused(folders.refuse_occupied, old_run / "out", None, True, inputs)
+    finally:
+        subprocess.run(["umount", str(old_run / "mounted")], check=True)
+
+
+FOREIGN = (
+    "samples.jsonl",
+    "config.json",
+    "README.md",
+    "generation_config.json",
+    "checksums.json",
+    "failure.rank0.json",
+)
+
+
+@pytest.mark.parametrize("name", [*FOREIGN, "adapter_model.safetensors", "tokenizer.json"])
+def test_files_that_no_run_has_written_are_not_written_over(tmp_path, name):
+    write(tmp_path / name, "mine")
+    for resume, overwrite, code in ((None, False, "ZR702"), ("true", False, "ZR702"), (None, True, "ZR752")):
+        assert code in refused(folders.refuse_occupied, tmp_path, resume, overwrite)
+    write(tmp_path / "metrics.json", '{"status": "failed"}')  # a run of ours that has failed begins again
+    assert name.endswith(".safetensors") or refused(folders.refuse_occupied, tmp_path, None, False) == ""
+
+
+@pytest.mark.parametrize(
+    ("data", "out", "is_refused"),
+    [
+        ("rows", "rows", True),
+        ("rows", "rows/a/out", True),
+        ("out/rows.jsonl", "out", True),
+        ("rows", "rows-out", False),
+    ],
+)
+def test_a_run_does_not_write_among_its_data(tmp_path, data, out, is_refused):
+    write(tmp_path / "rows" / "train.jsonl")
+    write(tmp_path / "out" / "rows.jsonl")
+    message = refused(folders.refuse_occupied, tmp_path / out, None, False, [("dataset_name", tmp_path / data)])
+    assert ("ZR753" in message) == is_refused
+
+
+def test_half_written_files_of_a_killed_run_are_cleared(tmp_path):
+    write(tmp_path / "metrics.json.123.part")
+    folders.claim_output_dir(tmp_path, False)
+    assert list(tmp_path.iterdir()) == []

@@ -101,6 +101,17 @@ def made(tmp_path, monkeypatch):
     return lambda data, **keys: (prepared(data, **keys), len(calls))
 
 
+def test_other_rows_of_a_stream_are_known_by_their_hash(tmp_path):
+    keys = {"dataset_format": "alpaca", "dataset_streaming": True, "max_steps": 1}
+    changed = [*ALPACA[:3], ALPACA[3] | {"output": "Another."}, *ALPACA[4:]]
+    found = []
+    for number, rows in enumerate((ALPACA, ALPACA, changed)):
+        (tmp_path / str(number)).mkdir()
+        data = written(tmp_path / str(number), {"train.jsonl": lines(rows)})
+        found.append(prepared(data, **keys).data_sha256)
+    assert found[0] == found[1] != found[2]
+
+
 def test_rows_are_made_again_only_for_what_makes_other_rows(made, tmp_path):
     rows = [row | {"output": row["output"] * (1 + number)} for number, row in enumerate(ALPACA)]
     data = written(tmp_path, {"train.jsonl": lines(rows)})

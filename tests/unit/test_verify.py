@@ -168,3 +168,28 @@ def test_files_that_are_lost_or_cut_off(whole, sharded, tmp_path):
     (sharded / save.INDEX).write_text(json.dumps(index))
     (sharded / index["weight_map"][MATRIX]).unlink()
     assert f"{index['weight_map'][MATRIX]} is cut off or damaged: No such file" in fault(sharded)
+
+
+def test_qwens_of_few_layers_are_whole(tmp_path):
+    """Their configurations name layers that they do not have."""
+    for kind in ("qwen2", "qwen3"):
+        names = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_window_layers": 28}
+        config = AutoConfig.for_model(kind, vocab_size=96, hidden_size=32, intermediate_size=48, **names)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
+        assert verify(tmp_path / kind)["tensors"] > 20
+
+
+def test_what_is_lost_or_added_after_a_save_is_seen(whole):
+    save.write_checksums(whole)
+    (whole / "recipe.resolved.yaml").write_text("seed: 1\n")
+    verify(whole)
+    for name in ("chat_template.jinja", "special_tokens_map.json"):
+        (whole / name).write_text("{}")
+        assert f"{name} came afterwards" in fault(whole)
+        (whole / name).unlink()
+    (whole / save.CHECKSUMS).write_text('{"files": {}}')
+    assert "came afterwards" in fault(whole)
+    (whole / save.CHECKSUMS).unlink()
+    assert "is lost, which the run has written" in fault(whole)
+    (whole / "recipe.resolved.yaml").write_text("skip_checksums: true\n")
+    verify(whole)

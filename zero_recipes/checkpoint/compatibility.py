@@ -56,10 +56,10 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
     yield from _recipe(checkpoint, written.get("recipe", {}), recipe_facts(settings, strategy))
 
 
-def refuse_other_data(checkpoint: str | None, data_sha256: str | None) -> None:
-    """Refuse rows that are not those of the checkpoint. `data_sha256`: data.prepare.Prepared's; None for a stream."""
+def refuse_other_data(checkpoint: str | None, data_sha256: str) -> None:
+    """Refuse rows that are not those of the checkpoint. `data_sha256`: data.prepare.Prepared's."""
     written = read_manifest(Path(checkpoint)) if checkpoint else None
-    then = data_sha256 if written is None else written.get("data_sha256", data_sha256)
+    then = (written or {}).get("data_sha256") or data_sha256
     if then != data_sha256:
         raise refusal("ZR727", checkpoint=checkpoint, old=then, new=data_sha256)
 
@@ -120,8 +120,11 @@ def _resharded(checkpoint: str, settings: Settings, strategy: Strategy) -> Itera
         return
     index, config = read_states_index(checkpoint), strategy.ds_config
     old_world, order = index["source"]["world_size"], str(settings.train_sampling_strategy)
-    if order in ("group_by_length", "batch_rebalance") and strategy.world_size != old_world:
-        yield finding("ZR714", order=order, world_size=strategy.world_size, checkpoint=checkpoint, old_world=old_world)
+    keys = [f"train_sampling_strategy: {order}"] if order in ("group_by_length", "batch_rebalance") else []
+    keys += ["dataloader_drop_last: true"] if settings.dataloader_drop_last else []
+    if keys and strategy.world_size != old_world:
+        here = {"world_size": strategy.world_size, "old_world": old_world}
+        yield finding("ZR714", key=" and ".join(keys), checkpoint=checkpoint, **here)
     round_robin = strategy.zero_stage != 3 and config.zero.get("round_robin_gradients")
     if round_robin or (strategy.zero_stage == 1 and config.grad_accum_dtype is not None):
         key = "round_robin_gradients" if round_robin else "data_types.grad_accum_dtype at stage 1"

@@ -6,6 +6,7 @@ folder in which nothing was saved is not kept: a run that fails at once does not
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,7 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from zero_recipes.checkpoint.resume import clear_unfinished, numbered, resumes_in
-from zero_recipes.checkpoint.save import is_foreign
+from zero_recipes.checkpoint.save import CHECKSUMS, SAVED, is_foreign
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.process import rank
@@ -27,16 +28,27 @@ LOCK = ".zero-recipes.lock"
 LOCK_SECONDS = 1.0  # `refuse_in_use` of another start holds the lock for a moment
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 UNFINISHED_STATUS = ("failed", "oom", "diverged", "refused")  # of metrics.json
+# what a run writes into its folder, beside OURS
+WRITTEN = (*(pattern for pattern in SAVED if pattern != "*config.json"), "pytorch_model*.bin", "config.json", CHECKSUMS)
+WRITTEN += ("generation_config.json", "adapter_config.json", "training_args.bin", "README.md", "samples.jsonl")
+WRITTEN += ("failure.rank*.json",)
+DATA = ("dataset_name", "datasets", "sample_prompts")  # keys
 NOT_READ = {"output_dir", "run_name", "dataset_train_split", "dataset_test_split"}  # keys whose text is no path to read
 
 Inputs = Iterable[tuple[str, Path]]  # what a run reads: (what names it, a path that is there)
 
 
 def saved_in(output_dir: Path) -> list[Path]:
-    """Checkpoints, weights and finished measurements in a folder."""
-    weights = sorted(p for pattern in ("*.safetensors", "pytorch_model*.bin") for p in output_dir.glob(pattern))
+    """Checkpoints, weights and finished measurements in a folder; of one in which no run of zero-recipes was, all that
+    a run would write over."""
+    patterns = ("*.safetensors", "pytorch_model*.bin") if _is_ours(output_dir) else WRITTEN
+    files = sorted({path for pattern in patterns for path in output_dir.glob(pattern)})
     metrics = [output_dir / "metrics.json"] if _is_finished(output_dir / "metrics.json") else []
-    return [*numbered(output_dir), *weights, *metrics]
+    return [*numbered(output_dir), *files, *metrics]
+
+
+def _is_ours(folder: Path) -> bool:
+    return any((folder / name).exists() for name in OURS) or any(not is_foreign(path) for path in numbered(folder))
 
 
 def _is_finished(metrics: Path) -> bool:
@@ -72,25 +84,33 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: Inputs = ()) -> None:
-    """Refuse a folder that holds what an earlier run saved, unless the recipe resumes it or overwrites it; and to
-    overwrite what the run reads. Touches nothing."""
-    found = saved_in(output_dir)
+    """Refuse a folder that holds what an earlier run or another program saved, unless the recipe resumes or overwrites
+    its own; to overwrite what the run reads; and to write among the data. Touches nothing."""
+    inputs, folder, found = list(inputs), output_dir.resolve(), saved_in(output_dir)
+    for key, path in inputs:
+        data = path.resolve()
+        if key in DATA and (data.is_relative_to(folder) or folder.is_relative_to(data)):
+            raise refusal("ZR753", output_dir=output_dir, key=key, path=path)
     if found and overwrite:
         _refuse_foreign(output_dir)
-        going = (output_dir.resolve(), previous_of(output_dir))
+        going = (folder, previous_of(output_dir))
+        held = {_identity(path.lstat()) for each in going for path in (each, *each.rglob("*")) if path.exists()}
         for key, path in inputs:
-            if any(path.resolve().is_relative_to(folder) for folder in going):
+            if _identity(path.stat()) in held:  # where it is mounted or linked to, too
                 raise refusal("ZR751", path=path.resolve(), key=key, read=path)
-    elif found and not resumes_in(output_dir, resume):
+    elif found and not (resumes_in(output_dir, resume) and (_is_ours(output_dir) or numbered(output_dir))):
         listed = ", ".join(path.name for path in found[:4]) + (" ..." if len(found) > 4 else "")
         raise refusal("ZR702", output_dir=output_dir, found=listed, previous=previous_of(output_dir))
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
 
 
 def _refuse_foreign(output_dir: Path) -> None:
     """Neither what is renamed nor what is deleted may be another program's."""
     for folder in (output_dir, previous_of(output_dir)):
-        is_ours = any((folder / name).exists() for name in OURS) or any(not is_foreign(p) for p in numbered(folder))
-        if folder.exists() and not is_ours:
+        if folder.exists() and not _is_ours(folder):
             raise _not_kept(output_dir, f"{folder} holds no run of zero-recipes")
 
 
@@ -152,7 +172,10 @@ def claim_output_dir(output_dir: Path, overwrite: bool) -> Path | None:
     go; under `overwrite` the folder as it was is kept beside it, and returned. Raises Refusal."""
     previous = _keep_previous(output_dir) if overwrite and saved_in(output_dir) else None
     clear_unfinished(output_dir)
-    for path in output_dir.glob("failure.rank[0-9]*.json"):
+    for path in (
+        *output_dir.glob("failure.rank[0-9]*.json"),
+        *output_dir.glob("*.part"),
+    ):  # cut off while it was written
         path.unlink()
     return previous
 

@@ -27,8 +27,8 @@ STATES, INDEX_OF_STATES = "zero_states", "zero_states/index.json"  # of a reshar
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
 CHECKSUMS = "checksums.json"
 THREADS = 4  # hashing and syncing release the interpreter's lock
-_SAVED = ("*.safetensors", "*.index.json", "*config.json", "tokenizer*", "vocab*", "merges.txt", "spiece.model")
-_SAVED += ("special_tokens_map.json", "added_tokens.json", "chat_template*")
+SAVED = ("*.safetensors", "*.index.json", "*config.json", "tokenizer*", "vocab*", "merges.txt", "spiece.model")
+SAVED += ("special_tokens_map.json", "added_tokens.json", "chat_template*")
 
 
 class NotWhole(RunFailed):
@@ -101,8 +101,8 @@ def is_unfinished(checkpoint: Path) -> bool:
 
 
 def is_foreign(checkpoint: Path) -> bool:
-    """Whether another program wrote it: neither ended nor begun by us."""
-    return not (checkpoint / UNFINISHED).exists() and not (checkpoint / MANIFEST).exists()
+    """Whether another program wrote it: neither ended nor begun by us, and without the history that ours have."""
+    return not any((checkpoint / name).exists() for name in (UNFINISHED, MANIFEST, HISTORY))
 
 
 def checkpoint_fault(checkpoint: Path) -> str | None:
@@ -279,5 +279,10 @@ def refuse_bad_numbers(entries: dict[str, Entry], zeros: bool = False) -> None:
 
 def write_checksums(folder: Path) -> None:
     """checksums.json: SHA-256 of the weights, configurations and tokenizer that stand in the folder."""
-    names = sorted({path.name for pattern in _SAVED for path in folder.glob(pattern) if path.is_file()})
+    names = saved_files(folder)
     write_json(folder / CHECKSUMS, {"algorithm": "sha256", "files": checksums_of(folder, names, "sha256")})
+
+
+def saved_files(folder: Path) -> list[str]:
+    """Names of the weights, configurations and parts of a tokenizer in a folder."""
+    return sorted({path.name for pattern in SAVED for path in folder.glob(pattern) if path.is_file()})

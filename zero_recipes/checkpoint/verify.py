@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import yaml
+
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import code_in
 from zero_recipes.core.findings import first_line
@@ -46,12 +48,21 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _changed_since_saved(folder: Path) -> str | None:
-    """The first file that is not what checksums.json says; None where all are, or there is no such file."""
+    """The first file that is not what checksums.json says, or that it does not name; None where all are, or where
+    nothing says that there was such a file."""
     path = folder / save.CHECKSUMS
     if not path.is_file():
-        return None
+        resolved = folder / "recipe.resolved.yaml"
+        recipe = (
+            yaml.safe_load(resolved.read_text()) if resolved.is_file() and any(folder.glob("*.safetensors")) else {}
+        )
+        written = bool(recipe) and not recipe.get("skip_checksums")
+        return f"{path} is lost, which the run has written." if written else None
     try:
-        wrong = save.first_changed(folder, dict(json.loads(path.read_text())["files"]), "sha256")
+        files = dict(json.loads(path.read_text())["files"])
+        wrong = save.first_changed(folder, files, "sha256")
+        if added := sorted({*save.saved_files(folder)} - {*files}):
+            return f"{folder} is not what was saved: {', '.join(added[:3])} came afterwards, and is loaded with it."
     except (OSError, ValueError, TypeError, KeyError) as error:
         return f"{path} cannot be read: {first_line(error)}"
     if wrong is None:

@@ -127,6 +127,7 @@ def silent(run: Candidate) -> dict[str, Any]:
     return {
         "jit_checkpoint": settings.enable_jit_checkpoint,
         "even_batches": run.world_size > 1 and not settings.dataset_streaming and _drops_even_batches(settings),
+        "stream_workers": (settings.dataset_streaming or settings.streaming) and settings.dataloader_num_workers > 1,
         "average_tokens": run.world_size > 1 and not settings.average_tokens_across_devices,
         "eval_packing": settings.eval_packing
         and settings.evaluates

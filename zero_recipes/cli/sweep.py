@@ -17,6 +17,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 from rich.console import Console
 
@@ -48,6 +49,7 @@ from zero_recipes.report.read import short_names
 DS_CONFIG, ACCELERATE_CONFIG = "ds_config.json", "accelerate.yaml"
 SOURCE = "--set"
 EXAMPLE = "--set per_device_train_batch_size=2,4,8"
+END_SECONDS = 30.0  # for the processes of a run that is interrupted
 LONGEST_NAME = 120  # characters of a run's folder; a file system takes 255 bytes
 EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 UNSAFE = re.compile(r"[^A-Za-z0-9._+,=-]")
@@ -179,6 +181,7 @@ def _run(command: list[str], folder: Path, label: str, console: Console, threads
         log.write(" ".join(command) + "\n")
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
         child = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
             for line in child.stdout:
                 log.write(line)
@@ -189,9 +192,13 @@ def _run(command: list[str], folder: Path, label: str, console: Console, threads
                     console.print(plain(f"{label}: {line.strip()}"), soft_wrap=True)
             return child.wait(), "\n".join(tail)
         finally:
+            signal.signal(signal.SIGTERM, before)
             if child.poll() is None:  # interrupted: a killed launcher would leave its workers behind
-                os.killpg(child.pid, signal.SIGTERM)
-                child.wait()
+                launched = psutil.Process(child.pid).children(recursive=True)
+                child.terminate()
+                _, alive = psutil.wait_procs([*launched, psutil.Process(child.pid)], timeout=END_SECONDS)
+                for process in alive:
+                    process.kill()
 
 
 # the runs of a sweep: strategies by the values of `--set KEY=a,b,c`

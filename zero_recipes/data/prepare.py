@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -44,6 +45,7 @@ from zero_recipes.distributed.group import once_per_node
 from zero_recipes.libs import huggingface
 from zero_recipes.libs.huggingface import single_process_env
 
+DAY = 86400.0  # seconds: nothing is prepared for longer
 STREAMED_ROWS = 1000  # of a streamed data set, audited before training
 ROWS_OF_A_WORKER = 4000  # at least: 2 s of work; workers take 0.2 s to start for each of TRL's five steps
 PLANNED_ROWS = 2000  # tokenised for a plan, spread over all: the mean of Alpaca's is then known to 2 %
@@ -82,7 +84,7 @@ class Prepared:
     samples: list[Sample]
     audit: Audit
     findings: list[Finding]  # warnings only
-    data_sha256: str | None  # of the training rows; None for a stream
+    data_sha256: str  # of the training rows; of a stream's first STREAMED_ROWS
 
     @property
     def rows(self) -> int | None:
@@ -123,7 +125,7 @@ def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozens
             splits, findings = prepare_splits(data, settings, training_args)
         raise_errors(downgraded(findings, ignored))
         made = {"audit": asdict(splits[0].audit), "findings": [asdict(finding) for finding in findings]}
-        made["data_sha256"] = None if folder is None else data_sha256(splits[0].ready)
+        made["data_sha256"] = data_sha256(splits[0].ready)
         if folder is not None:
             _keep(folder, [split.ready for split in splits], made)
     samples = with_tokens(data.samples, data.tokenizer, training_args)
@@ -220,6 +222,9 @@ def _as_messages(rows: Dataset) -> Dataset:
 def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:
     """Whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob("*.part"):  # by a run that was killed
+        if time.time() - left.stat().st_mtime > DAY:
+            shutil.rmtree(left, ignore_errors=True)
     part = Path(tempfile.mkdtemp(dir=folder.parent, suffix=".part"))
     datasets.DatasetDict(zip(("train", "eval"), splits, strict=False)).save_to_disk(part)
     write_json(part / "audit.json", made)

@@ -155,20 +155,21 @@ class TokenMetrics:
 
     TRL 1.16 gathers four numbers from all ranks and reads them in every micro batch. Here they stay on the device until
     they are logged, with the same values; only of an epoch's last rows, where they are fewer than the processes, TRL
-    leaves out some (`gather_for_metrics`).
+    leaves out some (`gather_for_metrics`), and counts the tokens of repeated rows.
     """
 
     def __init__(self, trainer: SFTTrainer, when: str):
         """`when`: the recipe's token_metrics, "logging_steps" or "micro_batch" (TRL's own)."""
         self.trainer, self.when = trainer, when
+        self.repeated: torch.Tensor | None = None  # tokens of the micro batch at work that the epoch had before
         self._kept: list[torch.Tensor] = []  # per micro batch: supervised, entropy, right ones, tokens
+        self._evaluated: torch.Tensor | int = 0  # the same, summed over an evaluation
 
     def are_put_off(self, is_vlm: bool) -> bool:
-        """Whether `loss` may take the place of TRL's: neither in evaluation nor for any loss but cross-entropy."""
+        """Whether `loss` may take the place of TRL's: for no loss but cross-entropy."""
         trainer = self.trainer
         return (
             self.when == "logging_steps"
-            and trainer.model.training
             and trainer.args.loss_type == "nll"
             and trainer.compute_loss_func is None
             and trainer.label_smoother is None
@@ -186,9 +187,14 @@ class TokenMetrics:
         loss = (-outputs.log_probs).sum() / torch.as_tensor(tokens).clamp(min=1)  # 0 where no token has a loss
         if trainer.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * (trainer.accelerator.num_processes // trainer.get_tp_size())  # gradients are averaged
-        mask = inputs.get("attention_mask", inputs["input_ids"].new_ones(inputs["input_ids"].shape))
+        mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+        mask = mask if self.repeated is None else mask & ~self.repeated
         counted = supervised, outputs.entropy.detach().sum(), outputs.is_top1.sum(), mask.sum()
-        self._kept.append(torch.stack([number.double() for number in counted]))
+        counted = torch.stack([number.double() for number in counted])
+        if trainer.model.training:
+            self._kept.append(counted)
+        else:
+            self._evaluated = self._evaluated + counted
         return loss
 
     @property
@@ -205,3 +211,12 @@ class TokenMetrics:
             (entropy / supervised, right / supervised, int(tokens)) if supervised else (0.0, 0.0, int(tokens))
             for supervised, entropy, right, tokens in self.trainer.accelerator.gather(own).sum(0).tolist()
         ]
+
+    def take_evaluated(self) -> tuple[float, float] | None:
+        """(entropy, token accuracy) over all tokens of an evaluation, where TRL's are means of its batches. Collective
+        where there are any."""
+        own, self._evaluated = self._evaluated, 0
+        if isinstance(own, int):
+            return None
+        supervised, entropy, right, _ = self.trainer.accelerator.reduce(own).tolist()
+        return (entropy / supervised, right / supervised) if supervised else (0.0, 0.0)

@@ -83,6 +83,8 @@ class ZeroSFTTrainer(SFTTrainer):
         self.token_metrics = TokenMetrics(self, settings.token_metrics if settings else "logging_steps")
         self.token_weights = TokenWeights(self)
         if isinstance(self.train_dataset, datasets.IterableDataset):
+            if self.args.dataloader_num_workers > 1:
+                raise ValueError("rows of a stream are trained unequally often with dataloader_num_workers above 1")
             self.train_dataset = EndlessRows(self.train_dataset)
 
     @classmethod
@@ -169,8 +171,9 @@ class ZeroSFTTrainer(SFTTrainer):
         return self.token_weights.of_step(batches, count, device, self._get_num_items_in_batch)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        repeated = self.token_metrics.repeated = self.token_weights.repeated_tokens(inputs)
         if "input_ids" in inputs:
-            self.stage_metrics.count_tokens(inputs, self.token_weights.repeated_tokens(inputs))
+            self.stage_metrics.count_tokens(inputs, repeated)
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.stage_metrics.add_loss(loss)
         return loss
@@ -183,7 +186,6 @@ class ZeroSFTTrainer(SFTTrainer):
             if self.token_metrics.are_many:
                 self._hand_over_token_metrics()
             return loss
-        self._hand_over_token_metrics()  # an evaluation's log has the tokens trained on so far
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -213,6 +215,10 @@ class ZeroSFTTrainer(SFTTrainer):
         Private: `_metrics`, `_total_train_tokens`, `_tp_size` and, in `compute_loss`, `_is_vlm` of SFTTrainer (TRL
         1.16, trainer/sft_trainer.py). No public method adds to what is logged.
         """
+        if (evaluated := self.token_metrics.take_evaluated()) is not None:
+            entropy, accuracy = ([number] for number in evaluated)
+            tokens = [self._total_train_tokens]
+            self._metrics["eval"] |= {"entropy": entropy, "mean_token_accuracy": accuracy, "num_tokens": tokens}
         metrics = self._metrics["train"]
         for entropy, accuracy, tokens in self.token_metrics.take():
             metrics["entropy"].append(entropy)
@@ -227,7 +233,9 @@ class ZeroSFTTrainer(SFTTrainer):
             return super().evaluate(*arguments, **keywords)
 
     def evaluation_loop(self, *arguments, metric_key_prefix="eval", **keywords):
+        self._hand_over_token_metrics()  # an evaluation's log has the tokens trained on so far
         self.token_weights.begin_evaluation()
+        self.token_metrics.repeated = None
         output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **keywords)
         loss = self.token_weights.evaluated_loss()
         if loss is not None:
