@@ -136,10 +136,12 @@ def parser_findings(run: Candidate) -> list[Finding]:
     findings: list[Finding] = []
     net = library_error_as_finding(f"reading {run.strategy.source}", run.settings.as_dict())
     with quiet(), collected(findings), net:
-        from deepspeed.runtime.config import DeepSpeedConfig
+        from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 
         config = _handed_over(run)
         parsed = DeepSpeedConfig(copy.deepcopy(config))
+        if parsed.grad_accum_dtype is not None:
+            DtypeEnum(parsed.grad_accum_dtype)  # as the engine does
         for name in parsed.torch_autocast_lower_precision_safe_modules or ():  # the engine looks for them
             package, _, kind = name.rpartition(".")
             getattr(importlib.import_module(package), kind)
@@ -208,6 +210,8 @@ def _bind_optimizer(block: Mapping[str, Any] | None) -> None:
     if not block:
         return
     name, parameters = block["type"], dict(block.get("params") or {})
+    if nulls := [key for key, value in parameters.items() if value is None]:
+        raise ValueError(f"{', '.join(nulls)} of the optimizer may not be null")
     if name.lower() in ("adam", "adamw"):
         for engines_own in ("torch_adam", "adam_w_mode", "fp32_optimizer_states"):
             parameters.pop(engines_own, None)

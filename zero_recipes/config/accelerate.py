@@ -77,7 +77,7 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
     environment = {"WORLD_SIZE": str(count)}
     if config.num_machines > 1 and count % config.num_machines == 0:
         environment["LOCAL_WORLD_SIZE"] = str(count // config.num_machines)
-    if config.distributed_type in ("MULTI_CPU", "NO") and count != 1 and not config.mpirun_config:
+    if config.distributed_type in ("MULTI_CPU", "NO", None) and count != 1 and not config.mpirun_config:
         # accelerate 1.15, commands/launch.py, simple_launcher: one process, whatever num_processes says
         alone = {"ACCELERATE_USE_CPU": str(config.use_cpu), "MASTER_ADDR": "127.0.0.1"}
         return alone | {"ACCELERATE_MIXED_PRECISION": str(config.mixed_precision or "no")}
@@ -90,7 +90,7 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
         environment["ACCELERATE_MIXED_PRECISION"] = str(config.mixed_precision)
     if config.parallelism_config:
         environment["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-    if not config.deepspeed_config:
+    if config.distributed_type != "DEEPSPEED":  # then accelerate does not read deepspeed_config
         return environment
     written = [*config.deepspeed_config, *(["mixed_precision"] if config.mixed_precision else [])]
     inline = {INLINE[key]: value for key, value in config.deepspeed_config.items() if key in INLINE}

@@ -29,6 +29,9 @@ _VARIABLES = {
 _DEFAULTS = {"version": 1, "auto_wrap_policy": "NO_WRAP"}
 # run so, whatever is written: it trains the same, and saves a whole model
 _WHOLE = {"state_dict_type": "FULL_STATE_DICT", "cpu_ram_efficient_loading": False}
+# FSDP1's words for `fsdp`, in FSDP2's keys
+_WORDS = {"full_shard": {"reshard_after_forward": True}, "shard_grad_op": {"reshard_after_forward": False}}
+_WORDS |= {"auto_wrap": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "offload": {"cpu_offload": True}}
 _FILE = "accelerate_configs/fsdp2.yaml"
 
 
@@ -67,11 +70,13 @@ def _from_recipe(settings: Settings) -> dict[str, Any] | None:
     requested, config = settings.fsdp, settings.fsdp_config
     if str(requested).lower() in ("none", "false", "[]", ""):
         return None
-    if str(requested).lower() != "true":
+    words = [] if str(requested).lower() == "true" else str(requested).split()
+    if any(word not in _WORDS for word in words):
         raise refusal("ZR312", requested=requested)
     if isinstance(config, str):
         config = read_json_mapping(config)
-    return {"version": 2} | {key.removeprefix("fsdp_"): value for key, value in (config or {}).items()}
+    meant = {key: value for word in words for key, value in _WORDS[word].items()}
+    return {"version": 2} | meant | {key.removeprefix("fsdp_"): value for key, value in (config or {}).items()}
 
 
 def _findings(config: Mapping[str, Any], settings: Settings, world_size: int) -> list[Finding]:

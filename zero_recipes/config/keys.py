@@ -140,6 +140,8 @@ def value_findings(where: str, key: str, value: Any, hint: Any) -> Iterator[Find
         return  # TRL's dataclasses have None where they do not say so
     if isinstance(value, str) and takes & {"array", "object"} and key != "datasets":
         return  # TRL's parser makes lists and mappings of other texts
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and takes <= {"string", "null"}:
+        return  # taken as text
     if isinstance(value, bool) and "string" in takes:
         written = "yes" if value else "no"
         yield finding("ZR106", key=key, where=where, value=str(value).lower(), written=written)

@@ -164,7 +164,7 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
     lines = getattr(mapping, "lines", {})
     mapping = {key: value for key, value in mapping.items() if key not in LAUNCH_KEYS}  # preflight compares them
     raise_errors(keys.recipe_findings(str(path), mapping, lines, known, keys.key_choices()))
-    file_values = dict(mapping)
+    file_values = {key: _as_text(value, known[key]) for key, value in mapping.items()}
     prompts = file_values.pop("sample_prompts", None)  # a list, a number or a path: argparse has one type per key
     parser.set_defaults_with_config(**file_values)
     valued, unset = without_unset(overrides, known)
@@ -178,15 +178,24 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
     named = named_on(overrides, known)
     if "sample_prompts" not in named:
         values["sample_prompts"] = prompts
-    values["datasets"] = [
-        dataclasses.asdict(entry) if dataclasses.is_dataclass(entry) else entry for entry in values["datasets"]
-    ]  # objects, where the command line names them
+    entries = [dataclasses.asdict(one) if dataclasses.is_dataclass(one) else one for one in values["datasets"]]
+    if len(entries) == 1 and str(entries[0].get("path")).startswith("["):  # a list, as JSON on the command line
+        with library_error_as_finding("reading --datasets"):
+            entries = json.loads(entries[0]["path"])
+    values["datasets"] = entries
     values |= dict.fromkeys(unset)
     values |= {key: decoded(values[key]) for key in MAPPINGS}
-    raise_errors([f for key in named & set(values) for f in keys.range_findings("the command line", key, values[key])])
     explicit = {key: values[key] for key in values if key in mapping or key in named}
+    places = {key: "the command line" if key in named else f"{path}:{lines.get(key, 1)}" for key in explicit}
+    raise_errors([f for key, value in explicit.items() for f in keys.range_findings(places[key], key, value)])
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return Recipe(path=path, settings=Settings(values), explicit=MappingProxyType(explicit), sha256=digest)
+
+
+def _as_text(value: Any, hint: Any) -> Any:
+    """A number that YAML has read, where the key takes text alone: `run_name: 7`."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return str(value) if is_number and keys.accepted_types(hint) <= {"string", "null"} else value
 
 
 def without_unset(overrides: list[str], known: Mapping[str, Any]) -> tuple[list[str], set[str]]:

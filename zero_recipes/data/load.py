@@ -22,6 +22,7 @@ Rows = Dataset | IterableDataset
 
 ALPACA_COLUMNS = ("instruction", "input", "output")
 JSON_LINES = (".jsonl", ".json", ".ndjson")
+FORMATS = dict.fromkeys(JSON_LINES, "json") | {".csv": "csv", ".parquet": "parquet"}
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
 PADDING_TOKENS = ("<|padding|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]")
 # reserved, or never written by a tokenizer of today
@@ -97,14 +98,17 @@ def load_splits(settings: Settings) -> DatasetDict:
         if settings.datasets:
             entries, share = copy.deepcopy(settings.datasets), settings.test_split_size  # it makes objects of entries
             return get_dataset(DatasetMixtureConfig(entries, settings.streaming, share))
-        streams = settings.dataset_streaming
-        return load_dataset(settings.dataset_name, name=settings.dataset_config, streaming=streams)
+        return load_dataset(**sources[0], streaming=settings.dataset_streaming)
 
 
 def _sources(settings: Settings) -> list[dict[str, Any]]:
-    keys = ("path", "name", "data_dir", "data_files")
+    """What `load_dataset` takes, for each; of a file of a known format its reader."""
+    keys, named = ("path", "name", "data_dir", "data_files"), settings.dataset_name
+    kind = FORMATS.get(Path(str(named).removesuffix(".gz")).suffix)
+    if kind is not None and os.path.isfile(named):
+        return [{"path": kind, "data_files": {"train": named}}]
     mixture = [{key: entry.get(key) for key in keys} for entry in settings.datasets]
-    return mixture or [{"path": settings.dataset_name, "name": settings.dataset_config}]
+    return mixture or [{"path": named, "name": settings.dataset_config}]
 
 
 def _formatted(rows: Rows, split: str, settings: Settings) -> Rows:

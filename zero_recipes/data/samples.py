@@ -86,6 +86,9 @@ def _lines(requested: Any) -> list[Any]:
 
 
 def _sample(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: str) -> Sample:
+    from trl import maybe_convert_to_chatml
+
+    row = maybe_convert_to_chatml(row)
     more = {key: row[key] for key in ("tools", "chat_template_kwargs") if row.get(key)}
     if isinstance(row.get("messages"), list):
         row = {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
