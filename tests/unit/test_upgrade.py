@@ -1,5 +1,6 @@
 """Old recipes pass after `check --upgrade`, their comments and order kept."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,21 @@ save_strategy: "no"
 warmup_ratio: 0.1
 logging_dir: runs
 """
+
+# as pages print them: comments, Python's underscores, keys outside their block, sizes and an optimizer of another job
+PASTED = """{
+  "train_batch_size": 256, # on 8 GPUs
+  "gradient_clipping": 0.5,
+  "stage3_prefetch_bucket_size": 50_000_000,   // prefetch
+  "zero_optimization": {"overlap_comm": true, "reduce_bucket_size": 5e7},
+  "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000}},
+  "fp16": {"enabled": true, "loss_scale": 0},
+  "aio": {"block_size": 1048576, "thread_count": 2},
+  "zero_alow_untested_optimizer": true,
+}
+"""
+DOCUMENTED = sorted((ROOT.parent / "shared" / "fixtures" / "ds_json").glob("*.json"))
 
 
 @pytest.fixture
@@ -151,3 +167,34 @@ def test_a_file_for_fsdp1_is_converted_by_accelerate_and_checked(tmp_path, monke
         "fsdp_state_dict_type": "FULL_STATE_DICT",
         "fsdp_version": 2,
     }
+
+
+def test_a_pasted_ds_config_becomes_one_that_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    pasted = tmp_path / "pasted.json"
+    pasted.write_text(PASTED)
+    said = ["check", "recipes/tiny.yaml", "--deepspeed", str(pasted), "--num_processes", "2"]
+    assert cli.main(said) == 2
+    assert cli.main([*said, "--upgrade"]) == 0, capsys.readouterr().out
+    assert 'gradient_clipping: "auto", it was 0.5' in capsys.readouterr().out
+    upgraded = tmp_path / "pasted.upgraded.json"
+    zero = {"overlap_comm": True, "reduce_bucket_size": 5e7, "stage3_prefetch_bucket_size": 50_000_000, "stage": 3}
+    written = json.loads(upgraded.read_text())
+    assert written["zero_optimization"] == {**zero, "stage3_gather_16bit_weights_on_model_save": True}
+    assert written["fp16"] == {"enabled": "auto", "loss_scale": 0} and written["aio"] == {"block_size": 1048576}
+    assert not {"optimizer", "scheduler", "zero_alow_untested_optimizer"} & set(written)
+    said[3] = str(upgraded)
+    assert cli.main([*said, "--upgrade"]) == 0 and "written" not in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not DOCUMENTED, reason="../shared/fixtures/ds_json is absent")
+@pytest.mark.parametrize("path", DOCUMENTED, ids=lambda path: path.stem)
+def test_documented_ds_configs_run_after_the_upgrade(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    pasted = tmp_path / path.name
+    pasted.write_text(path.read_text())
+    said = ["check", "recipes/tiny.yaml", "--deepspeed", str(pasted), "--num_processes", "2", "--upgrade"]
+    code = cli.main([*said, "--nvme_path", str(tmp_path)])
+    output = capsys.readouterr().out
+    quantized = "zero_quantized" in path.read_text()  # on a CPU there is no quantizer
+    assert code == (2 if quantized else 0) and output.count("refused: ") == quantized, output

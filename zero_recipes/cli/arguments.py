@@ -77,7 +77,7 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
     processes = "processes of the launch to come, one a GPU; default: the accelerate file's"
     verb.add_argument("--num_processes", type=COUNT, help=processes)
-    upgrade = "write and check RECIPE.upgraded.yaml, in today's keys of TRL; a file for FSDP1 becomes one for FSDP2"
+    upgrade = "write and check RECIPE.upgraded.yaml, in today's keys of TRL, and a ds_config or FSDP1 file that runs"
     verb.add_argument("--upgrade", action="store_true", help=upgrade)
     for_trl = "with --upgrade: only keys that `trl sft --config` takes, and no check"
     verb.add_argument("--for-trl", action="store_true", help=for_trl)

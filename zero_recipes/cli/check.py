@@ -18,7 +18,7 @@ def check(arguments: argparse.Namespace) -> int:
 
     quieten()
     if arguments.upgrade:
-        from zero_recipes.cli.upgrade import write_for_fsdp2, write_upgraded
+        from zero_recipes.cli.upgrade import write_for_fsdp2, write_runnable_ds_config, write_upgraded
 
         arguments.recipe = write_upgraded(arguments.recipe, arguments.for_trl)
         arguments.config_file = write_for_fsdp2(arguments.config_file)
@@ -26,6 +26,11 @@ def check(arguments: argparse.Namespace) -> int:
             return 0
     mapping = recipes.read_recipe_file(arguments.recipe)
     overrides, trusts = list(arguments.overrides), "trust_remote_code"
+    if arguments.upgrade:
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--deepspeed", default=mapping.get("deepspeed"))
+        runnable = write_runnable_ds_config(parser.parse_known_args(overrides)[0].deepspeed)
+        overrides += ["--deepspeed", str(runnable)] if runnable else []
     is_named = any(word.lstrip("-").replace("-", "_").startswith(trusts) for word in overrides)
     overrides += [] if is_named else [f"--{trusts}", "false"]  # a look at a stranger's recipe runs no code of its model
     remote_code = bool(mapping.get(trusts)) and not is_named
