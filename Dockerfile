@@ -2,7 +2,7 @@
 #
 #   docker build -t zero-recipes .
 #   docker run --rm -it --gpus all --ipc=host --ulimit memlock=-1 -v "$PWD/workspace:/workspace" zero-recipes
-#   accelerate launch --config_file zero3.yaml run_sft.py recipes/pythia.yaml
+#   zero-recipes train pythia.yaml --config_file zero3.yaml
 #   zero-recipes sweep recipes/pythia.yaml --strategies ddp,zero0,zero1,zero2,zero3 --num_processes 2
 #
 # --ipc=host: NCCL and the data loaders share memory between processes. memlock: NVMe offload pins its buffers.

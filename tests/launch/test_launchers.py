@@ -66,7 +66,7 @@ def test_torchrun_with_the_recipes_ds_config_trains_as_accelerate(used_by, small
         assert len(metrics[key]) == 2 and metrics[key] == used_by[key]
 
 
-ON_CPUS = [name for name in all_strategies(ROOT / "accelerate_configs") if name not in ("zero3", *GPUS_ONLY)]
+ON_CPUS = [name for name in all_strategies() if name not in ("zero3", *GPUS_ONLY)]
 
 
 @pytest.mark.grid  # what each launch sets: unit/test_used_by.py

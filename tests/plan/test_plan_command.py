@@ -39,10 +39,10 @@ def rows_of(found: dict) -> dict:
 def test_the_table_says_what_fits_and_what_to_run(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     said = plan(capsys, "--output_dir", str(tmp_path / "plan"))
-    assert all(len(line) <= 80 for line in said.splitlines() if "run_sft.py" not in line)
+    assert all(len(line) <= 80 for line in said.splitlines() if "zero-recipes train" not in line)
     lines = {line.split()[0]: line.split()[1] for line in said.splitlines() if line.split()[1:2]}
     assert lines["zero3"] == "fits" and lines["zero0"] == "no" and lines["zero3_offload"] == "fits"
-    assert f"accelerate_configs/zero3.yaml --num_processes 2 run_sft.py {RECIPE}\n" in said
+    assert f"zero-recipes train {RECIPE} --config_file zero3.yaml --num_processes 2\n" in said
     assert "Recommended: zero3" in said and "zero0: the change that costs least: zero3" in said
     assert all(header in said for header in ("Margin", "Optimizer", "Reserved", "Host", "Disk", "Tokens/s"))
     header = (tmp_path / "plan" / "plan.png").read_bytes()[:24]
@@ -64,7 +64,7 @@ def test_json_is_all_that_is_printed_and_holds_every_figure(capsys):
     hours, run = three["cost"]["hours"], three["cost"]["run"]
     assert run == pytest.approx([2 * 2 * end for end in hours])  # two GPUs at 2 an hour
     assert hours == pytest.approx([500 * end / 3600 for end in three["speed"]["step_seconds"]])  # max_steps: 500
-    assert found["recommendation"]["command"].endswith(f"{RECIPE} --max_length 1024")
+    assert found["recommendation"]["command"].endswith(" --max_length 1024")
 
 
 def test_epochs_of_data_at_hand_are_counted_in_steps(capsys):
@@ -85,7 +85,7 @@ def test_the_smallest_machine_is_looked_for(capsys):
     assert "--num_processes 4" in found["recommendation"]["command"]
     tiny = document(capsys, name="recipes/tiny.yaml", gpus="1,2,4", gpu="l40s")
     assert set(tiny["not_planned"]["4"]) == set(strategies())  # global_batch_size 16: not by 4 processes
-    assert tiny["recommendation"]["command"] == "python run_sft.py recipes/tiny.yaml"
+    assert tiny["recommendation"]["command"] == "zero-recipes train recipes/tiny.yaml --num_processes 1"
     assert "equally fast within the estimate's error; it is the lowest stage" in plan(capsys, name="recipes/tiny.yaml")
     none = document(capsys, "--strategies", "zero3", gpus="1,2", gpu="l40s")
     last = none["rows"][-1]
@@ -191,7 +191,7 @@ def test_strategies_are_files_or_the_recipes_own(capsys, tmp_path):
     assert read_strategies(recipe("pythia", "--fsdp", "true"), None) == {"fsdp2": None}
     found = document(capsys, "--deepspeed", "ds_configs/zero2_offload.json")
     assert list(rows_of(found)) == ["zero2_offload"]
-    assert found["recommendation"]["command"].startswith("torchrun --nproc_per_node 2 run_sft.py")
+    assert found["recommendation"]["command"].startswith("zero-recipes train")
     (tmp_path / "mine.yaml").write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\n")
     with pytest.raises(Refusal, match="ZR367"):
         read_strategies(recipe("pythia"), ["mine"], tmp_path)

@@ -115,8 +115,8 @@ def reshard(
 def resume_command(target: Path, batch: Batch, strategy: str) -> str:
     """What a user types to go on."""
     return (
-        f"accelerate launch --config_file accelerate_configs/{strategy}.yaml --num_processes {batch.world_size} "
-        f"run_sft.py RECIPE.yaml --output_dir {target.parent} --per_device_train_batch_size {batch.micro} "
+        f"zero-recipes train RECIPE.yaml --config_file {strategy}.yaml --num_processes {batch.world_size} "
+        f"--output_dir {target.parent} --per_device_train_batch_size {batch.micro} "
         f"--gradient_accumulation_steps {batch.accumulation} --resume_from_checkpoint {target}"
     )
 

@@ -4,9 +4,10 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from zero_recipes.cli import check, env, verbs
+from zero_recipes.cli import check, env, train, verbs
+from zero_recipes.core.files import at_hand
 
-RECIPE = "a recipe, e.g. recipes/pythia.yaml"
+RECIPE = "a recipe, e.g. recipes/pythia.yaml, or pythia.yaml, which the package brings"
 TRUST = "run the code that the model brings with it"
 
 
@@ -24,6 +25,14 @@ def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
 COUNT, AMOUNT = above_zero(int), above_zero(float)
 
 
+def recipe_file(text: str) -> Path:
+    return at_hand(text, "recipes")
+
+
+def accelerate_file(text: str) -> Path:
+    return at_hand(text, "accelerate_configs")
+
+
 def names(text: str) -> list[str]:
     """argparse's `type` for names by comma."""
     listed = [name.strip() for name in text.split(",")]
@@ -38,7 +47,7 @@ def _add_strategies(verb, default: str) -> None:
     text = "names of accelerate_configs/*.yaml, by comma; or: all"
     either.add_argument("--strategies", type=names, help=f"{text}; default: {default}")
     one = "one of them by its file, as for accelerate launch, e.g. zero3.yaml"
-    either.add_argument("--config_file", type=Path, help=one)
+    either.add_argument("--config_file", type=accelerate_file, help=one)
 
 
 def parse_arguments(argv: list[str] | None, description: str | None = None) -> argparse.Namespace:
@@ -67,13 +76,22 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
 
 
 def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
+    verb = add(train.init, "copy recipes, ds_configs, accelerate_configs, run_sft.py and the demo's data, to edit them")
+    verb.add_argument("folder", type=Path, nargs="?", default=Path(), help="default: this one")
+
+    verb = add(train.train, "run a recipe on all GPUs of this machine, through accelerate's launcher", overrides=True)
+    verb.add_argument("recipe", type=recipe_file, help=RECIPE)
+    file = "the strategy, as for accelerate launch, e.g. zero3.yaml; default: of the recipe, or ddp.yaml"
+    verb.add_argument("--config_file", type=accelerate_file, help=file)
+    verb.add_argument("--num_processes", type=COUNT, help="default: one a GPU; 1 without GPUs")
+
     verb = add(verbs.fetch, "download a recipe's model and data into the cache, and print their size")
-    verb.add_argument("recipe", type=Path, help=RECIPE)
+    verb.add_argument("recipe", type=recipe_file, help=RECIPE)
 
     verb = add(check.check, "all that would be refused, before it costs money", overrides=True)
-    verb.add_argument("recipe", type=Path, help=RECIPE)
+    verb.add_argument("recipe", type=recipe_file, help=RECIPE)
     verb.add_argument(
-        "--config_file", type=Path, help="of the launch to come, as for accelerate launch, e.g. zero3.yaml"
+        "--config_file", type=accelerate_file, help="of the launch to come, as for accelerate launch, e.g. zero3.yaml"
     )
     processes = "processes of the launch to come, one a GPU; default: the accelerate file's"
     verb.add_argument("--num_processes", type=COUNT, help=processes)
@@ -87,7 +105,7 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--traceback", action="store_true", help="show where a library refused the run")
 
     verb = add(verbs.plan, "memory, time and cost of each strategy before a GPU is rented", overrides=True)
-    verb.add_argument("recipe", type=Path, help=RECIPE)
+    verb.add_argument("recipe", type=recipe_file, help=RECIPE)
     verb.add_argument("--gpus", required=True, help="how many; of several by comma (1,2,4,8) the smallest that fits")
     verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb; docs/commands.md lists all")
     _add_strategies(verb, "the stages and CPU offload")
@@ -115,7 +133,7 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--json", action="store_true", help="print JSON alone")
 
     verb = add(verbs.sweep, "one strategy or value after another, measured", overrides=True)
-    verb.add_argument("recipe", type=Path, help=RECIPE)
+    verb.add_argument("recipe", type=recipe_file, help=RECIPE)
     _add_strategies(verb, ",".join(verbs.STAGES))
     processes = "processes of each run, one a GPU; default: %(default)s"
     verb.add_argument("--num_processes", type=COUNT, default=2, help=processes)

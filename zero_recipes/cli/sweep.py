@@ -31,11 +31,11 @@ from zero_recipes.checkpoint.output_dir import (
 )
 from zero_recipes.checks.deepspeed_rules import top_level_keys, zero_keys
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.accelerate import AMBIGUOUS, FOLDER, INLINE, launched_environment
+from zero_recipes.config.accelerate import AMBIGUOUS, FOLDER, INLINE, config_files, launched_environment
 from zero_recipes.config.ds_config import NVME_PATH, DsConfig, read_json_mapping
 from zero_recipes.config.keys import key_findings, key_types
 from zero_recipes.config.strategy import launched_ds_config
-from zero_recipes.core.files import write_json, write_text
+from zero_recipes.core.files import at_hand, write_json, write_text
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import free_port
@@ -63,7 +63,7 @@ def sweep(
     num_processes: int,
     output_dir: Path,
     overrides: list[str],
-    script: Path = Path("run_sft.py"),
+    script: Path | None = None,
     sets: Sequence[str] = (),
 ) -> dict[str, str]:
     """Run `recipe` under each strategy, and each combination of the values in `sets` (KEY=a,b,c).
@@ -73,7 +73,8 @@ def sweep(
     holds an earlier run's results.
     """
     quieten()
-    configs = {name: FOLDER / f"{name}.yaml" for name in strategies}
+    script = script or at_hand("run_sft.py")
+    configs = {name: at_hand(FOLDER / f"{name}.yaml") for name in strategies}
     for path in (recipe, script, *configs.values()):
         if not path.is_file():
             raise refusal("ZR328", path=path, cwd=Path.cwd(), known=", ".join(all_strategies()) or "none")
@@ -139,10 +140,10 @@ def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
         return row
 
 
-def all_strategies(config_folder: Path = FOLDER) -> list[str]:
+def all_strategies() -> list[str]:
     """Every strategy that has an accelerate file, the plain stages first. What cannot run here becomes a row that says
     why, and costs seconds: the run itself refuses."""
-    files = {path.stem: yaml.safe_load(path.read_text()) or {} for path in config_folder.glob("*.yaml")}
+    files = {name: yaml.safe_load(path.read_text()) or {} for name, path in config_files().items()}
     names = {name for name, launched in files.items() if launched.get("num_machines", 1) == 1}
     return [*(name for name in ORDER if name in names), *sorted(names - {*ORDER})]
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
+from zero_recipes.config.accelerate import FOLDER, config_files, read_accelerate_file
 from zero_recipes.core import units
 from zero_recipes.core.findings import AREAS, REFUSED, described, first_line, library_error_as_finding, refusal, table
 from zero_recipes.libs.warnings import quieten
@@ -169,7 +169,7 @@ def strategies_of(arguments: argparse.Namespace) -> list[str] | None:
     if file is None:
         return arguments.strategies
     read_accelerate_file(file)
-    own = FOLDER / f"{file.stem}.yaml"
-    if not own.is_file() or not own.samefile(file):
+    own = config_files().get(file.stem)
+    if own is None or not own.samefile(file):
         raise refusal("ZR365", config_file=file, folder=FOLDER, cwd=Path.cwd())
     return [file.stem]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zero_recipes.config.ds_config import quiet
+from zero_recipes.core.files import FILES, at_hand
 from zero_recipes.core.findings import Finding, finding, first_line, library_error_as_finding, refusal
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ LAUNCH_KEYS = ("num_processes", "accelerate_config")
 SHARDING = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_DEEPSPEED_CONFIG_FILE")
 
 
+def config_files() -> dict[str, Path]:
+    """{strategy: its accelerate file}: the package's, and those of the working directory's accelerate_configs/, which
+    count more."""
+    return {path.stem: path for folder in (FILES / FOLDER, FOLDER) for path in sorted(folder.glob("*.yaml"))}
+
+
 def read_accelerate_file(path: Path) -> "ClusterConfig":
     """The file as accelerate reads it, its blocks as mappings and its counts at least 1. Raises Refusal. accelerate
     (commands/config/config_args.py, load_config_from_file) takes a path from the working directory, and looks nowhere
@@ -51,9 +58,9 @@ def read_accelerate_file(path: Path) -> "ClusterConfig":
     from accelerate.commands.config.config_args import load_config_from_file
 
     if not path.is_file():
-        known = sorted(found.name for found in FOLDER.glob("*.yaml"))
-        near = difflib.get_close_matches(f"{path.stem}.yaml", known, 1, 0.8)
-        fix = f"--config_file {FOLDER / near[0]}" if near else f"{FOLDER}/ has {', '.join(known) or 'no file here'}."
+        known = config_files()
+        near = difflib.get_close_matches(path.stem, known, 1, 0.8)
+        fix = f"--config_file {known[near[0]]}" if near else f"There are {', '.join(sorted(known))}."
         raise refusal("ZR304", path=path, cwd=Path.cwd(), fix=fix)
     with library_error_as_finding(f"reading the accelerate file {path}"):
         config = load_config_from_file(str(path))
@@ -177,12 +184,16 @@ def launch_of(mapping: Mapping[str, Any]) -> dict[str, Any]:
 def launched_as_named(mapping: Mapping[str, Any], num_processes: int | None = None) -> dict[str, str]:
     """The environment of the launch that a recipe names. Raises Refusal. `num_processes`: where the recipe names none.
     An accelerate_config is a file or the name of one of TRL's own (trl/cli/accelerate_config.py)."""
-    named = launch_of(mapping)
-    file = named.get("accelerate_config")
-    if file is not None and not Path(str(file)).is_file():
-        trls = resources.files("trl.accelerate_configs").joinpath(f"{file}.yaml")
-        file = str(trls) if trls.is_file() else file
-    return launched_environment(None if file is None else Path(str(file)), named.get("num_processes", num_processes))
+    return launched_environment(file_named(mapping), launch_of(mapping).get("num_processes", num_processes))
+
+
+def file_named(mapping: Mapping[str, Any]) -> Path | None:
+    """The accelerate file of the launch that a recipe names."""
+    named = mapping.get("accelerate_config")
+    if named is None or (file := at_hand(str(named), str(FOLDER))).is_file():
+        return None if named is None else file
+    trls = resources.files("trl.accelerate_configs").joinpath(f"{named}.yaml")
+    return Path(str(trls) if trls.is_file() else str(named))
 
 
 def launch_key_findings(path: Path, mapping: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[Finding]:

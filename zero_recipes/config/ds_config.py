@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zero_recipes.core.files import at_hand
 from zero_recipes.core.findings import Finding, finding, first_line, refusal
 from zero_recipes.core.process import local_world_size
 
@@ -35,7 +36,7 @@ def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
         return named
     text, place = str(named), "the inline configuration"
     if not text.lstrip().startswith("{"):
-        place, path = text, Path(text)
+        place, path = text, at_hand(text, "ds_configs")
         if not path.is_file():
             raise refusal("ZR202", path=path, cwd=Path.cwd())
         text = path.read_text()

@@ -24,6 +24,7 @@ import yaml
 
 from zero_recipes.config import keys
 from zero_recipes.config.accelerate import DS_FIELDS, LAUNCH_KEYS
+from zero_recipes.core.files import FILES, at_hand
 from zero_recipes.core.findings import library_error_as_finding, raise_errors, refusal
 from zero_recipes.core.host import limit_rounding
 from zero_recipes.core.process import local_world_size
@@ -154,7 +155,7 @@ def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
     if not rest or rest[0].startswith("-"):
         found = f"the first argument is {rest[0]!r}" if rest else "no argument was given"
         raise refusal("ZR115", found=found, usage=USAGE)
-    return Path(rest[0]), rest[1:]
+    return at_hand(rest[0], "recipes"), rest[1:]
 
 
 def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> Recipe:
@@ -183,6 +184,9 @@ def parse_recipe(path: Path, mapping: dict[str, Any], overrides: list[str]) -> R
         with library_error_as_finding("reading --datasets"):
             entries = json.loads(entries[0]["path"])
     values["datasets"] = entries
+    for key in ("model_name_or_path", "dataset_name"):  # tiny_world/, for a recipe that the package brings
+        found = at_hand(values[key] or "")
+        values[key] = str(found) if found.is_relative_to(FILES) else values[key]
     values |= dict.fromkeys(unset)
     values |= {key: decoded(values[key]) for key in MAPPINGS}
     explicit = {key: values[key] for key in values if key in mapping or key in named}

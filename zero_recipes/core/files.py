@@ -1,10 +1,18 @@
-"""Files that are written whole or not at all, and JSON as the standard has it."""
+"""Files that are written whole or not at all, JSON as the standard has it, and the files that the package brings."""
 
 import os
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import to_json
+
+FILES = Path(__file__).resolve().parents[1] / "_files"  # links to the repository's folders; in a wheel, copies
+
+
+def at_hand(named: str | Path, folder: str = "") -> Path:
+    """The path as it is named, also within `folder`; where nothing stands there, the package's file of that name."""
+    candidates = (Path(base, inner, named) for base in (".", FILES) for inner in ("", folder))
+    return next((path for path in candidates if path.exists()), Path(named))
 
 
 def write_text(path: Path, text: str) -> None:

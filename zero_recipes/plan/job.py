@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any, Self
 
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.accelerate import read_accelerate_file
+from zero_recipes.config.accelerate import FOLDER, read_accelerate_file
 from zero_recipes.config.ds_config import DsConfig, read_json_mapping
 from zero_recipes.config.recipe import Recipe, Settings
+from zero_recipes.core.files import at_hand
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.host import Gpu, gpu_named, gpus
 from zero_recipes.data.prepare import RowLengths, rows_at_hand, stated
 
 FSDP = "fsdp2"  # the strategy that no ds_config describes
 MODELS = Path(__file__).with_name("models")
-CONFIGS = Path("accelerate_configs")
 ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 ON_SEVERAL = ("zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", FSDP)  # GPUs: one has nobody to share with
 EVERY = (*ALL, *ON_SEVERAL)  # what `--strategies all` means
@@ -126,7 +126,7 @@ def read_recipe(path: Path, overrides: Sequence[str]) -> Recipe:
     return recipes.parse_recipe(path, recipes.read_recipe_file(path), list(overrides))
 
 
-def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = CONFIGS) -> Strategies:
+def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = FOLDER) -> Strategies:
     """The requested strategies: files of `folder`; unset, the recipe's own `deepspeed:`, or all. Raises Refusal."""
     own = recipe.settings.deepspeed
     if names is None and str(recipe.settings.fsdp).lower() == "true":
@@ -138,7 +138,7 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
         raise refusal("ZR801", names=",".join(names))
     fp16 = recipe.settings.precision == "fp16"  # zero0 is refused (ZR193)
     named = EVERY if names == ["all"] else names or [name for name in ALL if name != "zero0" or not fp16]
-    return {name: _ds_config_of(folder / f"{name}.yaml") for name in named}
+    return {name: _ds_config_of(at_hand(folder / f"{name}.yaml")) for name in named}
 
 
 def _ds_config_of(path: Path) -> dict[str, Any] | None:
@@ -281,11 +281,13 @@ def run_command(recipe: Path, settings: Settings, overrides: Sequence[str], job:
     if job.on_nvme and settings.nvme_path is None:
         options += ["--nvme_path", "FOLDER"]
     run, machines = shlex.join(["run_sft.py", str(recipe), *options]), job.world_size // job.gpus_per_node
-    if job.strategy == "single":
-        return f"python {run}"
-    if settings.deepspeed is not None:
-        nodes = f" --nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500" if machines > 1 else ""
-        return f"torchrun{nodes} --nproc_per_node {job.gpus_per_node} {run}"
-    nodes = f" --num_machines {machines} --machine_rank K --main_process_ip HOST" if machines > 1 else ""
+    own = job.strategy == "single" or settings.deepspeed is not None  # the recipe says all
+    if machines <= 1:
+        launch = [*([] if own else ["--config_file", f"{job.strategy}.yaml"]), "--num_processes", str(job.world_size)]
+        return shlex.join(["zero-recipes", "train", str(recipe), *launch, *options])
+    if own:
+        nodes = f"--nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
+        return f"torchrun {nodes} --nproc_per_node {job.gpus_per_node} {run}"
+    nodes = f"--num_machines {machines} --machine_rank K --main_process_ip HOST"
     launch = f"accelerate launch --config_file accelerate_configs/{job.strategy}.yaml"
-    return f"{launch} --num_processes {job.world_size}{nodes} {run}"
+    return f"{launch} --num_processes {job.world_size} {nodes} {run}"

@@ -1,0 +1,53 @@
+"""`zero-recipes train`: a recipe through accelerate's launcher. `init`: the files that the package brings, to edit."""
+
+import argparse
+import os
+import shutil
+
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, file_named, read_accelerate_file
+from zero_recipes.core.files import FILES, at_hand
+from zero_recipes.core.findings import FAILED, REFUSED, refusal
+from zero_recipes.core.host import Host
+from zero_recipes.core.process import free_port
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Raises Refusal where one of the files is there."""
+    named = sorted(path.name for path in FILES.iterdir() if not path.name.startswith("__"))
+    if there := [name for name in named if (arguments.folder / name).exists()]:
+        raise refusal("ZR880", folder=arguments.folder.resolve(), there=", ".join(there))
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    for name in named:
+        if (FILES / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__", "*.py")
+            shutil.copytree(FILES / name, arguments.folder / name, ignore=ignored)
+        else:
+            shutil.copy(FILES / name, arguments.folder)
+    print(
+        f"written to {arguments.folder.resolve()}: {', '.join(named)}", "zero-recipes train recipes/tiny.yaml", sep="\n"
+    )
+    return 0
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """In this process, so that a run's own exit code is known: `accelerate launch` makes 1 of all."""
+    import torch
+    from accelerate.commands import launch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    mapping = recipes.read_recipe_file(arguments.recipe)
+    file = arguments.config_file or file_named(mapping) or at_hand(FOLDER / "ddp.yaml")
+    if (machines := read_accelerate_file(file).num_machines) > 1:
+        raise refusal("ZR881", file=file, machines=machines)
+    gpus = 0 if mapping.get("use_cpu") else torch.cuda.device_count()
+    processes = arguments.num_processes or mapping.get(LAUNCH_KEYS[0]) or gpus or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(Host().threads(processes)))
+    options = ["--config_file", file, "--num_processes", processes, "--main_process_port", free_port()]
+    words = [*options, at_hand("run_sft.py"), arguments.recipe, *arguments.overrides]
+    try:
+        launch.launch_command(launch.launch_command_parser().parse_args([str(word) for word in words]))
+    except ChildFailedError as error:  # each rank has said why
+        codes = {failure.exitcode for failure in error.failures.values()}
+        return REFUSED if REFUSED in codes else FAILED
+    return 0
