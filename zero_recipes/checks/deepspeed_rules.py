@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.checks.rules import Candidate, conditions, options
-from zero_recipes.config.ds_config import parsed_zero, quiet
+from zero_recipes.config.ds_config import number_in, parsed_zero, quiet
 from zero_recipes.core.findings import Finding, finding
 
 # blocks that DeepSpeed names outside runtime/constants.py
@@ -79,7 +79,7 @@ def _silent(run: Candidate) -> dict[str, Any]:
         "fp16_stage_0": settings.fp16 and stage == 0 and run.value("fp16.loss_scale") != 1,
         "hpz_offload": hpz and ds.offloads,
         "nvme_stage": on_nvme and stage != 3,
-        "autotp": (run.value("tensor_parallel.autotp_size") or 0) > 1,
+        "autotp": number_in(ds.raw.get("tensor_parallel") or {}, "autotp_size", 0) > 1,
         "deepcompile": run.value("compile.deepcompile"),
         "super_offload": run.value("zero_optimization.offload_optimizer.super_offload"),
         "quantized_frozen": ds.zero.get("zero_quantized_nontrainable_weights"),
