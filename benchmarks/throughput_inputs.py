@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl import pack_dataset
 
-from zero_recipes.data.load import alpaca_row
+from zero_recipes.data.forms import alpaca_row
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ROOT / "tiny_world"

@@ -23,7 +23,8 @@ from zero_recipes.config.recipe import Recipe, Settings, choose_device
 from zero_recipes.core.findings import first_line, library_error_as_finding, refusal
 from zero_recipes.core.process import environment_kept
 from zero_recipes.core.tables import shown
-from zero_recipes.data.load import PADDING_TOKENS, alpaca_prompt
+from zero_recipes.data.forms import alpaca_prompt
+from zero_recipes.data.load import PADDING_TOKENS
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.model import load_config, load_model
 from zero_recipes.training import samples as sampling

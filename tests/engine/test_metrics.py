@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from zero_recipes.core.process import PHASES
-from zero_recipes.data.load import alpaca_row
+from zero_recipes.data.forms import alpaca_row
 
 CONTRACT = {
     *("schema", "status", "error", "name", "strategy", "zero_stage", "world_size", "device", "model", "parameters"),

@@ -21,7 +21,7 @@ def test_every_rank_exits_2_and_rank_0_alone_speaks(tmp_path, name):
     """The first is refused before the process group is started, the second in it, by the data."""
     rows = tmp_path / "wrong"
     rows.mkdir()
-    (rows / "train.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    (rows / "train.jsonl").write_text('{"first": "a", "second": "b"}\n')
     more, said = {
         "misspelt key": (["--lerning_rate", "1"], "lerning_rate"),
         "missing columns": (["--dataset_name", str(rows)], "[ZR508]"),

@@ -14,7 +14,7 @@ from tests.helpers.tiny import ROOT
 from zero_recipes.ask import write_turns
 from zero_recipes.checkpoint.save import write_checksums
 from zero_recipes.cli import main as cli
-from zero_recipes.data.load import alpaca_prompt
+from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.metrics.read_runs import SampleRow, read_samples
 
 BASE = ROOT / "tiny_world" / "base"

@@ -12,7 +12,9 @@ from tests.helpers.bad_data import BASE, arguments
 from tests.helpers.tiny import settings_with
 from zero_recipes.cli import main as cli
 from zero_recipes.core.findings import Refusal
-from zero_recipes.data.load import alpaca_prompt, alpaca_row, format_rows, load_rows, load_tokenizer
+from zero_recipes.data import forms
+from zero_recipes.data.forms import alpaca_prompt, alpaca_row
+from zero_recipes.data.load import load_rows, load_tokenizer
 from zero_recipes.data.prepare import finish, tokenise
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.training.samples import question
@@ -36,7 +38,7 @@ def tokenizer():
 
 def test_training_and_generation_see_the_same_prompt_to_the_byte():
     assert alpaca_prompt("Translate.") == alpaca_prompt("Translate.", "") == WITHOUT_INPUT
-    rows = format_rows(Dataset.from_list([ROW]))
+    rows = forms.convert(Dataset.from_list([ROW]), forms.recognise(ROW, settings_with(), "alpaca"))
     (sample,) = choose_samples(1, rows, "alpaca", tokenizer=None)
     assert rows[0] == alpaca_row(ROW) == {"prompt": WITH_INPUT, "completion": "dog"}
     assert (sample.prompt, sample.reference, question(sample.prompt)) == (WITH_INPUT, "dog", "Translate.\nHund")
@@ -76,7 +78,7 @@ def test_data_and_splits_that_are_not_there_are_refused(tmp_path):
     ):
         with pytest.raises(Refusal, match=code):
             load_rows(settings_with(**{"dataset_name": str(tmp_path)} | changes))
-    rows, evaluation = load_rows(settings_with(dataset_name=str(tmp_path)))
+    rows, evaluation, _ = load_rows(settings_with(dataset_name=str(tmp_path)))
     assert rows["text"][:] == ["a"] and evaluation is None
 
 

@@ -13,6 +13,8 @@ import yaml
 
 from zero_recipes.core.findings import Finding, described, finding, ignored_codes, table
 
+ENTRY_KEYS = ("weight", "dataset_format")  # of an entry of `datasets`, besides TRL's; its `columns` may be a mapping
+
 
 @cache
 def tables() -> dict[str, Any]:
@@ -29,6 +31,9 @@ class RecipeArguments:
     """The keys that TRL does not have. keys.yaml says what each means, for docs/recipe.md."""
 
     dataset_format: str | None = _key("dataset_format", None)
+    columns: dict | str | None = _key("columns", None)  # noqa: RUF009
+    mixture_stopping_strategy: str = _key("mixture_stopping_strategy", "first_exhausted")
+    assistant_mask: str | None = _key("assistant_mask", None)
     global_batch_size: int | None = _key("global_batch_size", None)
     sample_prompts: str | None = _key("sample_prompts", None)
     sample_max_new_tokens: int = _key("sample_max_new_tokens", 128)
@@ -60,7 +65,16 @@ def key_types() -> dict[str, Any]:
     for cls in dataclasses_of_a_recipe():
         resolved = typing.get_type_hints(cls)
         hints |= {f.name: resolved[f.name] for f in dataclasses.fields(cls) if f.init}
-    return hints
+    return hints | {"datasets": list[_entry_type()]}
+
+
+def _entry_type() -> type:
+    """An entry of `datasets`: TRL's, with keys of ours."""
+    from trl.scripts.utils import DatasetConfig
+
+    own = [(key, float | None if key == "weight" else str | None, None) for key in ENTRY_KEYS]
+    own.append(("columns", list[str] | dict[str, str] | None, None))
+    return dataclasses.make_dataclass("DatasetEntry", own, bases=(DatasetConfig,))
 
 
 def key_choices() -> dict[str, list[str]]:

@@ -71,7 +71,7 @@ def precision_of(arguments: Any) -> str:
 USAGE = "run_sft.py RECIPE.yaml [--key value ...] [--traceback]"
 # mappings, which the command line gives as JSON
 MAPPINGS = ("model_init_kwargs", "dataset_kwargs", "lr_scheduler_kwargs", "liger_kernel_config", "accelerator_config")
-MAPPINGS += ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+MAPPINGS += ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs", "columns")
 
 
 class RecipeFile(dict):
@@ -274,8 +274,18 @@ def trl_arguments(settings: Settings, path: Path) -> TrlArguments:
         fields = {f.name for f in dataclasses.fields(cls) if f.init}
         with library_error_as_finding(f"making TRL's {cls.__name__} of {path}", fields):
             values = {key: copy.deepcopy(value) for key, value in settings.as_dict().items() if key in fields}
+            if entries := values.get("datasets"):
+                values["datasets"] = [_as_trl_entry(entry) for entry in entries]
             objects.append(cls(**values))  # copied: DatasetMixtureConfig turns the mapping's entries into objects
-    return TrlArguments(*objects)
+    trl = TrlArguments(*objects)
+    if settings.assistant_mask is not None:  # rows are prepared by it too
+        trl.training.assistant_mask = settings.assistant_mask
+    return trl
+
+
+def _as_trl_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    columns = entry.get("columns") if isinstance(entry.get("columns"), list) else None
+    return {key: value for key, value in entry.items() if key not in keys.ENTRY_KEYS} | {"columns": columns}
 
 
 def write_resolved(

@@ -32,7 +32,7 @@ AREAS = {
     "5": "data",
     "6": "machine",
     "7": "checkpoints and resuming",
-    "8": "planner",
+    "8": "planner; forms of data, files of other trainers",
 }
 
 

@@ -5,6 +5,7 @@ Token columns are read as flat numpy arrays off Arrow's buffers: no token become
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.core.findings import Finding, finding, refusal
@@ -201,10 +203,30 @@ def show_audit(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerB
     }
     named, others = Column("what the loss will see", itemgetter(0)), Column("", itemgetter(1))
     print_columns([named], [others], list(counts.items()), console)
-    for number in sorted({0, found.rows // 2, found.rows - 1}):
-        text, row = plain(f"row {number}: ", style="bold"), tokenised[number]
-        for token, label in zip(row["input_ids"], row["labels"], strict=True):
-            text.append(plain(tokenizer.decode([token]), style="dim" if label == -100 else "bold green"))
+    show_rows(shown_rows(tokenised, tokenizer), console)
+
+
+def shown_rows(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[tuple[int, list[tuple[str, bool]]]]:
+    """Three rows as (number, [(text, whether it carries loss)])."""
+    found = []
+    for number in sorted({0, len(tokenised) // 2, len(tokenised) - 1}):
+        row = tokenised[number]
+        pairs = zip(row["input_ids"], row.get("labels", row["input_ids"]), strict=True)
+        parts = ((list(part), carries) for carries, part in groupby(pairs, lambda pair: pair[1] != -100))
+        found.append((number, [(tokenizer.decode([token for token, _ in part]), carries) for part, carries in parts]))
+    return found
+
+
+def show_rows(rows: list, console: Console, longest: int | None = None) -> None:
+    """What carries loss in green; between brackets where there are no colours. `longest`: characters of a row."""
+    coloured = console.is_terminal and not console.no_color
+    for number, parts in rows:
+        text = plain(f"row {number}: ", style="bold")
+        for words, carries in parts:
+            words = words if coloured or not carries else f"⟦{words}⟧"
+            text.append(plain(words, style="bold green" if carries else "dim"))
+        if longest is not None and len(text) > longest:
+            text = text[:longest].append(" …")
         console.print(text)
 
 

@@ -8,19 +8,19 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
-from datasets import Dataset, DatasetDict, IterableDataset, load_dataset, load_dataset_builder
+from datasets import DatasetDict, concatenate_datasets, interleave_datasets, load_dataset, load_dataset_builder
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
+from zero_recipes.config import keys
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal, first_line, library_error_as_finding, refusal
+from zero_recipes.data import forms
+from zero_recipes.data.forms import Form, Rows
 from zero_recipes.libs.huggingface import single_process_env
 
-Rows = Dataset | IterableDataset
-
-ALPACA_COLUMNS = ("instruction", "input", "output")
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 FORMATS = dict.fromkeys(JSON_LINES, "json") | {".csv": "csv", ".parquet": "parquet"}
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
@@ -28,117 +28,123 @@ PADDING_TOKENS = ("<|padding|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>"
 # reserved, or never written by a tokenizer of today
 PADDING_TOKENS += ("<|reserved_special_token_0|>", "<unk>", "[UNK]")
 
-# the wrappers of the column `text` in tatsu-lab/alpaca (Stanford's train.py has no line break after "Response:"),
-# byte for byte: a model prompted with other words than it was tuned on answers worse
-_WITH_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further context. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
-_WITHOUT_INPUT = (
-    "Below is an instruction that describes a task. "
-    "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
-)
+
+class Loaded(NamedTuple):
+    """Rows as TRL takes them, and what was recognised in each source."""
+
+    train: Rows
+    evaluation: Rows | None
+    forms: list[Form]
 
 
-def alpaca_prompt(instruction: str, input: str = "") -> str:
-    """Alpaca's prompt, with or without input. The answer follows directly."""
-    if input:
-        return _WITH_INPUT.format(instruction=instruction, input=input)
-    return _WITHOUT_INPUT.format(instruction=instruction)
-
-
-def alpaca_row(row: dict[str, Any]) -> dict[str, str]:
-    """An Alpaca row as TRL's prompt and completion; TRL appends the end-of-text token, which is supervised. Raises
-    TypeError where a column is not text: `str.format` would write the word None."""
-    for name in ALPACA_COLUMNS:
-        if not isinstance(row[name], str) and (name != "input" or row[name] is not None):
-            raise TypeError(f"{name} is {row[name]!r}, not text")
-    return {"prompt": alpaca_prompt(row["instruction"], row["input"] or ""), "completion": row["output"]}
-
-
-def format_rows(rows: Rows, split: str = "the data") -> Rows:
-    """Alpaca's rows as prompt and completion; all other columns are dropped. Raises Refusal."""
-    with library_error_as_finding(f"reading the rows of {split}"):
-        columns = rows.column_names or list(next(iter(rows)))
-        return rows.map(_numbered_alpaca_row, with_indices=True, remove_columns=columns)
-
-
-def _numbered_alpaca_row(row: dict[str, Any], number: int) -> dict[str, str]:
-    try:
-        return alpaca_row(row)
-    except TypeError as error:
-        raise TypeError(f"row {number}: {error}") from None
-
-
-def load_rows(settings: Settings) -> tuple[Rows, Rows | None]:
-    """(training rows, evaluation rows or None), formatted. Raises Refusal for what is missing, before any weight."""
-    splits = load_splits(settings)
+def load_rows(settings: Settings) -> Loaded:
+    """The rows of a recipe. Raises Refusal for what is missing, before any weight."""
+    splits, found = _splits_and_forms(settings)
 
     def rows_of(key: str) -> Rows:
         name = getattr(settings, key)
         if name not in splits:
             raise refusal("ZR507", name=name, known=", ".join(splits), key=key)
-        return _formatted(splits[name], name, settings)
+        if settings.datasets:  # recognised entry by entry
+            return splits[name]
+        rows, form = _formatted(splits[name], name, settings, {})
+        found.append(form)
+        return rows
 
     train = rows_of("dataset_train_split")
-    return train, rows_of("dataset_test_split") if settings.evaluates else None
+    return Loaded(train, rows_of("dataset_test_split") if settings.evaluates else None, list(dict.fromkeys(found)))
 
 
 def load_splits(settings: Settings) -> DatasetDict:
-    """All splits of the data that the recipe names, as they are. Raises Refusal."""
-    from trl import DatasetMixtureConfig, get_dataset
+    """All splits of the data that the recipe names. Raises Refusal."""
+    return _splits_and_forms(settings)[0]
 
+
+def _splits_and_forms(settings: Settings) -> tuple[DatasetDict, list[Form]]:
+    """Those of a mixture are formatted."""
     sources = _sources(settings)
     if not any(source["path"] for source in sources):
         raise refusal("ZR504")
     set_seed(settings.seed)  # TRL 1.16 splits unseeded (scripts/utils.py): ranks would get different test sets
     with reading(sources):
         if settings.datasets:
-            entries, share = copy.deepcopy(settings.datasets), settings.test_split_size  # it makes objects of entries
-            return get_dataset(DatasetMixtureConfig(entries, settings.streaming, share))
-        return load_dataset(**sources[0], streaming=settings.dataset_streaming)
+            mixed, found = _mixed(settings)
+            share = settings.test_split_size
+            return DatasetDict({"train": mixed}) if share is None else mixed.train_test_split(test_size=share), found
+        return load_dataset(**sources[0], streaming=settings.dataset_streaming), []
+
+
+def _mixed(settings: Settings) -> tuple[Rows, list[Form]]:
+    """The entries of `datasets`, each in the form that is recognised: one after the other, by TRL's `fraction`, or
+    drawn by `weight`."""
+    parts, found = zip(*(_entry(entry, settings) for entry in settings.datasets), strict=True)
+    weights, fractions = ([entry.get(key) for entry in settings.datasets] for key in ("weight", "fraction"))
+    for key, numbers in (("weight", weights), ("fraction", fractions)):
+        if None in numbers and any(number is not None for number in numbers):
+            raise ValueError(f"`{key}` must be set for all entries of datasets, or for none")
+    if None not in weights:
+        shares = [weight / sum(weights) for weight in weights]
+        stop = settings.mixture_stopping_strategy
+        return interleave_datasets(list(parts), shares, seed=settings.seed, stopping_strategy=stop), list(found)
+    if None not in fractions:  # as TRL 1.16 takes them (scripts/utils.py, get_dataset): the first rows of each
+        shares = [fraction / sum(fractions) for fraction in fractions]
+        total = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share > 0)
+        parts = [part.select(range(round(share * total))) for part, share in zip(parts, shares, strict=True)]
+    return concatenate_datasets(list(parts)), list(found)
+
+
+def _entry(entry: dict[str, Any], settings: Settings) -> tuple[Rows, Form]:
+    from trl import DatasetMixtureConfig, get_dataset
+
+    columns = entry.get("columns")
+    taken = {key: value for key, value in entry.items() if key not in (*keys.ENTRY_KEYS, "fraction")}
+    taken["columns"] = None if isinstance(columns, Mapping) else columns
+    rows = get_dataset(DatasetMixtureConfig([taken], settings.streaming))["train"]
+    return _formatted(rows, entry.get("split") or "train", settings, entry)
 
 
 def _sources(settings: Settings) -> list[dict[str, Any]]:
     """What `load_dataset` takes, for each; of a file of a known format its reader."""
-    keys, named = ("path", "name", "data_dir", "data_files"), settings.dataset_name
+    names, named = ("path", "name", "data_dir", "data_files"), settings.dataset_name
     kind = FORMATS.get(Path(str(named).removesuffix(".gz")).suffix)
     if kind is not None and os.path.isfile(named):
         return [{"path": kind, "data_files": {"train": named}}]
-    mixture = [{key: entry.get(key) for key in keys} for entry in settings.datasets]
+    mixture = [{key: entry.get(key) for key in names} for entry in settings.datasets]
     return mixture or [{"path": named, "name": settings.dataset_config}]
 
 
-def _formatted(rows: Rows, split: str, settings: Settings) -> Rows:
-    """Raises Refusal where the first row lacks the columns that are read."""
+def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, Any]) -> tuple[Rows, Form]:
+    """Rows of one source as TRL takes them. `entry`: of `datasets`, whose own keys go before the recipe's. Raises
+    Refusal where nothing is recognised in the first row."""
     sources = _sources(settings)
+    own = entry.get("columns") if isinstance(entry.get("columns"), Mapping) else None
+    dataset_format = entry.get("dataset_format") or settings.dataset_format
     with reading(sources):
+        rows = forms.rename(rows, own or settings.columns)
         first = next(iter(rows), None)
     if not first:
         raise refusal("ZR523", split=split)
-    wanted = _columns_read(settings)
     # pandas makes an index of the first fields where a CSV file's records have more than its header
-    if "__index_level_0__" in first and any(file.endswith((".csv", ".tsv")) for file in _local_files(sources)):
-        wanted = {"as many fields as the header of the CSV file names": {""}}
-    if not any(columns <= first.keys() for columns in wanted.values()):
-        raise refusal("ZR508", split=split, columns=", ".join(sorted(first)), wanted=", ".join(wanted))
-    chats = [name for name in ("prompt", "messages", "conversations") if isinstance(first.get(name), list)]
-    if settings.assistant_only_loss and not chats:  # TRL 1.16 refuses it once it has the model
+    uneven = "__index_level_0__" in first and any(file.endswith((".csv", ".tsv")) for file in _local_files(sources))
+    form = None if uneven else forms.recognise(first, settings, dataset_format)
+    if form is None:
+        wanted = "as many fields as the header of the CSV file names" if uneven else _wanted(settings, dataset_format)
+        raise refusal("ZR508", split=split, columns=", ".join(sorted(first)), wanted=wanted)
+    if settings.assistant_only_loss and not form.chat:  # TRL 1.16 refuses it once it has the model
         raise refusal("ZR431", first=", ".join(first))
-    return rows if settings.dataset_format is None else format_rows(rows, split)
+    return forms.convert(rows, form, split), form
 
 
-def _columns_read(settings: Settings) -> dict[str, set[str]]:
-    """{in words: the columns} of each kind of rows that can be trained on."""
-    if settings.dataset_format is not None:
-        return {", ".join(ALPACA_COLUMNS): set(ALPACA_COLUMNS)}
+def _wanted(settings: Settings, dataset_format: str | None) -> str:
+    """What can be trained on, in words."""
+    if dataset_format == "alpaca":
+        return ", ".join(forms.ALPACA_COLUMNS)
     if (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        return {"input_ids, with skip_prepare_dataset": {"input_ids"}}
-    kinds = {"prompt and completion": {"prompt", "completion"}}
-    kinds |= {name: {name} for name in ("messages", "conversations", "input_ids")}
-    return kinds | {f"{settings.dataset_text_field} (dataset_text_field)": {settings.dataset_text_field}}
+        return "input_ids, with skip_prepare_dataset"
+    turns = "messages, conversations, one question with one answer"
+    if dataset_format == "chat":
+        return turns
+    return f"prompt and completion, {turns}, input_ids, {settings.dataset_text_field} (dataset_text_field)"
 
 
 def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:

@@ -38,7 +38,7 @@ from zero_recipes.core.findings import (
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import forks_end_with_parent
 from zero_recipes.data import audit as audits
-from zero_recipes.data import load
+from zero_recipes.data import forms, load, turns
 from zero_recipes.data.audit import Audit
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.distributed.group import once_per_node
@@ -52,9 +52,10 @@ PLANNED_ROWS = 2000  # tokenised for a plan, spread over all: the mean of Alpaca
 # what TRL's preparation reads of the arguments (trl/trainer/sft_trainer.py, `_prepare_dataset` and before it)
 _READ_BY_TRL = ("max_length", "truncation_mode", "packing", "packing_strategy", "eval_packing", "shuffle_dataset")
 _READ_BY_TRL += ("completion_only_loss", "assistant_only_loss", "dataset_text_field")
+_READ_HERE = ("dataset_kwargs", "assistant_mask")
 _VERSIONS = ("trl", "transformers", "datasets")
 # our own code that makes rows
-_OUR_PARTS = (Path(__file__), Path(audits.__file__), Path(load.__file__), Path(huggingface.__file__))
+_OUR_PARTS = [Path(__file__), *(Path(part.__file__) for part in (audits, forms, load, turns, huggingface))]
 
 
 class Data(NamedTuple):
@@ -64,6 +65,7 @@ class Data(NamedTuple):
     evaluation: load.Rows | None
     samples: list[Sample]
     tokenizer: PreTrainedTokenizerBase
+    forms: list[forms.Form]
 
 
 class Split(NamedTuple):
@@ -85,6 +87,7 @@ class Prepared:
     audit: Audit
     findings: list[Finding]  # warnings only
     data_sha256: str  # of the training rows; of a stream's first STREAMED_ROWS
+    shown: list  # rows with what carries loss, for `audit.show_rows`
 
     @property
     def rows(self) -> int | None:
@@ -98,9 +101,14 @@ def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokeniz
     ignored = ignored_codes(settings.ignore)
     made = once_per_node(lambda: _made_or_kept(settings, training_args, tokenizer, ignored))
     if made["folder"] is None:  # TRL tokenises a stream as it comes
-        train, evaluation = load.load_rows(settings)
+        train, evaluation, _ = load.load_rows(settings)
         if evaluation is not None:  # whole, in memory: of a stream's shares that differ in length ranks wait for others
             evaluation = Dataset.from_list(list(evaluation), features=evaluation.features)
+        templated = load.apply_chat_template_file(tokenizer, settings)
+        if turns.mask_by(train, templated, training_args) is not None:
+            train = turns.masked(train, templated, training_args)
+            evaluation = evaluation and turns.masked(evaluation, templated, training_args)
+            training_args.assistant_only_loss = False
     else:
         splits = datasets.load_from_disk(made["folder"])
         train, evaluation = splits["train"], splits.get("eval")
@@ -108,7 +116,8 @@ def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokeniz
         training_args.assistant_only_loss = False  # in the labels by now; SFTTrainer would look for conversations
     samples = [Sample(**sample) for sample in made["samples"]]
     findings = downgraded([Finding(**finding) for finding in made["findings"]], ignored)
-    return Prepared(tokenizer, train, evaluation, samples, Audit(**made["audit"]), findings, made["data_sha256"])
+    audit = Audit(**made["audit"])
+    return Prepared(tokenizer, train, evaluation, samples, audit, findings, made["data_sha256"], made["shown"])
 
 
 def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozenset[str]) -> dict:
@@ -125,21 +134,25 @@ def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozens
             splits, findings = prepare_splits(data, settings, training_args)
         raise_errors(downgraded(findings, ignored))
         made = {"audit": asdict(splits[0].audit), "findings": [asdict(finding) for finding in findings]}
+        made["shown"] = audits.shown_rows(splits[0].tokenised, data.tokenizer)
         made["data_sha256"] = data_sha256(splits[0].ready)
         if folder is not None:
             _keep(folder, [split.ready for split in splits], made)
     samples = with_tokens(data.samples, data.tokenizer, training_args)
-    return made | {"folder": folder and str(folder), "samples": [asdict(sample) for sample in samples]}
+    shown = [[form.said for form in data.forms], made["shown"]]
+    return made | {"folder": folder and str(folder), "samples": [asdict(sample) for sample in samples], "shown": shown}
 
 
 def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:
     """Rows, samples and tokenizer of a recipe, nothing tokenised yet. Raises Refusal."""
     tokenizer = load.apply_chat_template_file(tokenizer, settings)
-    rows, evaluation = load.load_rows(settings)
+    rows, evaluation, found = load.load_rows(settings)
+    for form in found:
+        forms.refuse_unwritable(form, tokenizer.chat_template)
     prompts = rows_to_ask(settings.sample_prompts, evaluation, settings)
     split = settings.dataset_test_split
     samples = choose_samples(settings.sample_prompts, prompts, settings.dataset_format, tokenizer, split)
-    return Data(rows, evaluation, samples, tokenizer)
+    return Data(rows, evaluation, samples, tokenizer, found)
 
 
 def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> Dataset:
@@ -148,6 +161,7 @@ def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -
     whole = copy.copy(training_args)
     whole.max_length, whole.shuffle_dataset = None, False
     whole.dataset_num_proc = workers(len(rows), training_args.dataset_num_proc)
+    rows = turns.masked(rows, tokenizer, whole, whole.dataset_num_proc)
     return huggingface.prepare_dataset(rows, tokenizer, whole, packing=False)
 
 
@@ -237,7 +251,7 @@ def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:
 def _folder(data: Data, training_args) -> Path:
     """Where prepared rows are kept: a hash over data, tokenizer, versions, our own code that makes rows, and those
     arguments that do."""
-    known = {name: getattr(training_args, name) for name in (*_READ_BY_TRL, "dataset_kwargs")}
+    known = {name: getattr(training_args, name, None) for name in (*_READ_BY_TRL, *_READ_HERE)}
     known["seed"] = training_args.seed if training_args.shuffle_dataset else None
     known |= {name: importlib.metadata.version(name) for name in _VERSIONS}
     known["train"] = huggingface.fingerprint(data.train)

@@ -12,7 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Refusal, first_line, refusal
-from zero_recipes.data.load import alpaca_prompt, alpaca_row, load_rows
+from zero_recipes.data.forms import alpaca_prompt, alpaca_row
+from zero_recipes.data.load import load_rows
 from zero_recipes.libs.huggingface import prepare_dataset
 
 
@@ -42,7 +43,7 @@ def rows_to_ask(requested: Any, evaluation, settings: Settings):
     if evaluation is not None or not takes_rows(requested):
         return evaluation
     try:
-        return load_rows(settings.replace(dataset_train_split=settings.dataset_test_split))[0]
+        return load_rows(settings.replace(dataset_train_split=settings.dataset_test_split)).train
     except Refusal as refusal:
         if refusal.codes != ["ZR507"]:
             raise

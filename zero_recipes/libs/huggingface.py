@@ -97,7 +97,8 @@ def prepare_dataset(rows: "Dataset", tokenizer: PreTrainedTokenizerBase, trainin
     from trl.trainer import sft_trainer
 
     template = None
-    if training_args.assistant_only_loss and not has_generation_markers(tokenizer.chat_template):
+    needs_masks = training_args.assistant_only_loss and "input_ids" not in rows.column_names
+    if needs_masks and not has_generation_markers(tokenizer.chat_template):
         template = get_training_chat_template(tokenizer)
     only = training_args.completion_only_loss
     stand_in = SimpleNamespace(

@@ -14,6 +14,8 @@ from zero_recipes.checkpoint.output_dir import claim_output_dir, hold_output_dir
 from zero_recipes.config.recipe import RunConfig, write_resolved
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.process import CLOCK, rank
+from zero_recipes.core.tables import terminal
+from zero_recipes.data.audit import show_rows
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows
 from zero_recipes.distributed import ulysses
@@ -23,6 +25,8 @@ from zero_recipes.libs.huggingface import attention_name
 from zero_recipes.metrics.callback import UNFINISHED, StageMetricsCallback
 from zero_recipes.metrics.failure import if_the_disk_takes_it, keep_failure, write_failure
 from zero_recipes.metrics.schema import SCHEMA, Metrics, PredictedMetrics
+
+SHOWN = 600  # characters of a row, before training
 
 
 class RecipeRun:
@@ -76,8 +80,11 @@ class RecipeRun:
         run = self.run
         agree(self._move_earlier_run if rank() == 0 else lambda: None)
         if rank() == 0:
-            header = [*run.strategy.described(run.device, self.args), str(self.data.audit)]
+            forms, rows = self.data.shown
+            header = [*run.strategy.described(run.device, self.args), *(f"recognised    {form}" for form in forms)]
+            header.append(str(self.data.audit))
             print(*header, *self.data.findings, sep="\n", flush=True)
+            show_rows(rows, terminal(), SHOWN)
             write_resolved(run.explicit, run.output_dir / "recipe.resolved.yaml", header, ds_config)
         self.args.distributed_state.wait_for_everyone()
         self.metrics = StageMetricsCallback(

@@ -1,0 +1,190 @@
+"""Forms of rows: what the columns of a data set are, and how a row becomes what TRL takes.
+
+What TRL takes by itself (prompt and completion, messages, texts, token ids) stays as it is. Other conversations become
+`messages`; a question and its answer become a prompt and a completion, or messages, of one turn each.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from importlib import resources
+from typing import Any, NamedTuple
+
+import yaml
+from datasets import Dataset, IterableDataset
+
+from zero_recipes.config.recipe import Settings
+from zero_recipes.core.findings import library_error_as_finding, refusal
+
+Rows = Dataset | IterableDataset
+
+ALPACA_COLUMNS = ("instruction", "input", "output")
+
+# the wrappers of the column `text` in tatsu-lab/alpaca (Stanford's train.py has no line break after "Response:"),
+# byte for byte: a model prompted with other words than it was tuned on answers worse
+_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+_WITHOUT_INPUT = (
+    "Below is an instruction that describes a task. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+class Form(NamedTuple):
+    """What the columns are, in words, and how a row is converted; None where TRL takes it as it is."""
+
+    said: str
+    convert: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    chat: bool = False  # turns, which a chat template writes
+
+
+@cache
+def tables() -> dict[str, Any]:
+    """What forms.yaml holds."""
+    return yaml.safe_load(resources.files(__package__).joinpath("forms.yaml").read_text(encoding="utf-8"))
+
+
+def alpaca_prompt(instruction: str, input: str = "") -> str:
+    """Alpaca's prompt, with or without input. The answer follows directly."""
+    if input:
+        return _WITH_INPUT.format(instruction=instruction, input=input)
+    return _WITHOUT_INPUT.format(instruction=instruction)
+
+
+def alpaca_row(row: dict[str, Any]) -> dict[str, str]:
+    """An Alpaca row as TRL's prompt and completion; TRL appends the end-of-text token, which is supervised. Raises
+    TypeError where a column is not text: `str.format` would write the word None."""
+    for name in ALPACA_COLUMNS:
+        if not isinstance(row[name], str) and (name != "input" or row[name] is not None):
+            raise TypeError(f"{name} is {row[name]!r}, not text")
+    return {"prompt": alpaca_prompt(row["instruction"], row["input"] or ""), "completion": row["output"]}
+
+
+def recognise(first: Mapping[str, Any], settings: Settings, dataset_format: str | None) -> Form | None:
+    """The form of rows whose first is `first`; None where the recipe trains on nothing that is there."""
+    if dataset_format == "alpaca":
+        fits = first.keys() >= {*ALPACA_COLUMNS}
+        return Form("instruction, input and output, in Alpaca's prompt", alpaca_row) if fits else None
+    if (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        return Form("input_ids, as they are") if "input_ids" in first else None
+    if dataset_format != "chat" and {"prompt", "completion"} <= first.keys():
+        chat = isinstance(first["prompt"], list)
+        return Form(f"prompt and completion, as {'turns' if chat else 'text'}", chat=chat)
+    conversations = [name for name in tables()["conversations"] if _is_conversation(first.get(name))]
+    if conversations:
+        return _conversation(conversations[0], first)
+    if dataset_format != "chat":
+        plain = ("messages", "conversations", "input_ids", settings.dataset_text_field)
+        if found := next((name for name in plain if name in first), None):
+            return Form(f"{found}, as {'it is' if found == settings.dataset_text_field else 'they are'}")
+    return _pair({name for name, value in first.items() if isinstance(value, str | None)}, first, settings)
+
+
+def convert(rows: Rows, form: Form, split: str = "the data") -> Rows:
+    """The rows as TRL takes them; other columns are dropped. Raises Refusal."""
+    if form.convert is None:
+        return rows
+    with library_error_as_finding(f"reading the rows of {split}"):
+        columns = rows.column_names or list(next(iter(rows)))
+        removed = [name for name in columns if not form.chat or name not in tables()["kept"]]
+        return rows.map(partial(_numbered, form.convert), with_indices=True, remove_columns=removed)
+
+
+def rename(rows: Rows, columns: Mapping[str, str] | None) -> Rows:
+    """`columns`: {the name that is read: the name in the data}. A column that has the new name already is dropped."""
+    if not columns:
+        return rows
+    taken = [new for new, old in columns.items() if new in (rows.column_names or ()) and new not in columns.values()]
+    return rows.remove_columns(taken).rename_columns({old: new for new, old in columns.items() if old != new})
+
+
+def _numbered(convert: Callable, row: dict[str, Any], number: int) -> dict[str, Any]:
+    try:
+        return convert(row)
+    except TypeError as error:
+        raise TypeError(f"row {number}: {error}") from None
+
+
+def _is_conversation(value: Any) -> bool:
+    named = tables()
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and isinstance(value[0], dict)
+        and (any(key in value[0] for key in named["speaker"]) and any(key in value[0] for key in named["text"]))
+    )
+
+
+def _first_of(names: Iterable[str], found: Mapping[str, Any]) -> str | None:
+    return next((name for name in names if name in found), None)
+
+
+def _conversation(column: str, first: Mapping[str, Any]) -> Form:
+    turns, roles = first[column], tables()["roles"]
+    speaker, text = (_first_of(tables()[key], turns[0]) for key in ("speaker", "text"))
+    names = list(dict.fromkeys(str(turn.get(speaker)) for turn in turns))
+    system = next((name for name in tables()["system"] if isinstance(first.get(name), str)), None)
+    as_is = (column, speaker, text) == ("messages", "role", "content") and system is None
+    if as_is and all(roles.get(name, name) == name for name in names):
+        return Form("messages, as they are", chat=True)
+    speakers = ", ".join(f"{name} is {roles[name]}" for name in names if roles.get(name, name) != name)
+    said = f"{column} with {speaker} and {text}, as messages" + (f" ({speakers})" if speakers else "")
+    said += f"; {system} goes before them" if system else ""
+    return Form(said, partial(_as_messages, column, speaker, text, system), chat=True)
+
+
+def _as_messages(column: str, speaker: str, text: str, system: str | None, row: dict[str, Any]) -> dict[str, Any]:
+    roles, messages = tables()["roles"], []
+    if not isinstance(row[column], list) or not row[column]:
+        raise TypeError(f"{column} is {row[column]!r}, no list of messages")
+    for message in row[column]:
+        name = message.get(speaker)
+        if name not in roles:
+            raise TypeError(f"{speaker} is {name!r} in {column}; known are {', '.join(roles)}")
+        messages.append({"role": roles[name], "content": message.get(text)})
+    before = row.get(system) if system and messages[0]["role"] != "system" else None
+    return {"messages": [{"role": "system", "content": before}] * bool(before) + messages}
+
+
+def _pair(columns: set[str], first: Mapping[str, Any], settings: Settings) -> Form | None:
+    """None too where two columns could be the question, or the answer: the recipe's `columns` says which."""
+    named = tables()
+    questions, answers = ([name for name in named[key] if name in columns] for key in ("questions", "answers"))
+    contexts = [name for name in named["contexts"] if name in columns and questions not in ([name], [])]
+    questions = [name for name in questions if name not in contexts]
+    if len(questions) != 1 or len(answers) != 1 or len(contexts) > 1:
+        return None
+    system = next((name for name in named["system"] if isinstance(first.get(name), str)), None)
+    asked = questions + contexts
+    said = f"{' and '.join(asked)} as the user's turn, {answers[0]} as the assistant's"
+    said += f"; {system} goes before them" if system else ""
+    history = "history" if isinstance(first.get("history"), list) else None
+    said += "; the pairs of history come first" if history else ""
+    pair = partial(_as_turns, tuple(asked), answers[0], system, history, bool(settings.assistant_only_loss))
+    return Form(said, pair, chat=True)
+
+
+def _as_turns(
+    asked: tuple[str, ...], answer: str, system: str | None, history: str | None, whole: bool, row: dict[str, Any]
+) -> dict[str, Any]:
+    """`whole`: as one list of messages, whose assistant's turns all carry loss."""
+    for name in (asked[0], answer):
+        if not isinstance(row[name], str):
+            raise TypeError(f"{name} is {row[name]!r}, not text")
+    earlier = [pair for pair in (row[history] or [])] if history else []
+    said = [turn for pair in earlier for turn in zip(("user", "assistant"), pair, strict=True)]
+    said = ([("system", row[system])] if system and row[system] else []) + said
+    said.append(("user", "\n".join(row[name] for name in asked if row[name])))
+    prompt, completion = (
+        [{"role": role, "content": text} for role, text in part] for part in (said, [("assistant", row[answer])])
+    )
+    return {"messages": prompt + completion} if whole else {"prompt": prompt, "completion": completion}
+
+
+def refuse_unwritable(form: Form | None, chat_template: Any) -> None:
+    """Turns need a chat template. Raises Refusal."""
+    if form is not None and form.convert is not None and form.chat and not chat_template:
+        raise refusal("ZR890", said=form.said)
