@@ -57,7 +57,7 @@ def train(run):
         recipe_run.progress(trainer.save_verified())
         trainer.sample_after()
         recipe_run.finish()
-        trainer.push_if_requested()
+        recipe_run.push_if_requested()
     return trainer
 
 

@@ -16,6 +16,7 @@ CONTRACT = {
     *("model_flops_per_token", "model_flops_per_second", "mfu"),
     *("tokens_per_second", "step_seconds", "phase_seconds", "loss_history", "grad_norm_history", "eval_history"),
     *("skipped_steps", "first_step", "resumed_at", "predicted", "versions", "hardware", "recipe_sha256"),
+    "model_revision",
 }
 
 

@@ -430,6 +430,7 @@ FAULTS = [
     late("liger_loss", {"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}},
          {"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}),
     # what makes a run another one than its recipe says
+    silent("hub_strategy", {"push_to_hub": True, "hub_strategy": "checkpoint"}, {"push_to_hub": False}),
     silent("jit_checkpoint", {"enable_jit_checkpoint": True}, {}),
     silent("even_batches", {"accelerator_config": {"even_batches": False}}, {}),
     silent("stream_workers", {"dataset_streaming": True, "dataloader_num_workers": 2},

@@ -125,6 +125,7 @@ def silent(run: Candidate) -> dict[str, Any]:
     quantized = settings.load_in_4bit or settings.load_in_8bit
     dtype = RUN_DTYPES.get(settings.precision)
     return {
+        "hub_strategy": settings.push_to_hub and settings.hub_strategy not in ("every_save", "end"),
         "jit_checkpoint": settings.enable_jit_checkpoint,
         "even_batches": run.world_size > 1 and not settings.dataset_streaming and _drops_even_batches(settings),
         "stream_workers": (settings.dataset_streaming or settings.streaming) and settings.dataloader_num_workers > 1,

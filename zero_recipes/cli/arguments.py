@@ -165,6 +165,11 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--skip_checksums", action="store_true", help="do not read the files to compare their checksums")
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
+    verb = add(verbs.push, "a run's model, card and measurements to the hub, without paths of this machine")
+    verb.add_argument("folder", type=Path, help="a run's output_dir, e.g. output/pythia")
+    verb.add_argument("--hub_model_id", required=True, help="the repository, e.g. me/pythia-alpaca")
+    verb.add_argument("--private", action="store_true", help="where it is made anew")
+
     verb = add(verbs.reshard, "a checkpoint for another ZeRO stage and number of processes")
     verb.add_argument("checkpoint", type=Path, help="e.g. output/pythia/checkpoint-500; it stays as it is")
     verb.add_argument("--world_size", type=COUNT, required=True, help="processes of the run to come")

@@ -113,6 +113,23 @@ def verify(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def push(arguments: argparse.Namespace) -> int:
+    from huggingface_hub import create_repo
+
+    from zero_recipes.training import card
+
+    if not (arguments.folder / "metrics.json").is_file():
+        raise refusal("ZR901", folder=arguments.folder)
+    with library_error_as_finding(f"creating {arguments.hub_model_id} on the hub"):
+        repo = create_repo(arguments.hub_model_id, private=arguments.private or None, exist_ok=True).repo_id
+    try:
+        print(f"pushed: {card.push(arguments.folder, repo)}")
+    except card.NotPushed as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
 def reshard(arguments: argparse.Namespace) -> int:
     quieten()
     from zero_recipes.checkpoint.reshard import reshard, resume_command

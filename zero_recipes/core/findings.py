@@ -33,6 +33,7 @@ AREAS = {
     "6": "machine",
     "7": "checkpoints and resuming",
     "8": "planner; forms of data, files of other trainers",
+    "9": "the finished model",
 }
 
 

@@ -185,6 +185,7 @@ class RunIdentity(Part):
     world_size: Count | None = None
     device: str | None = None
     model: str | None = None
+    model_revision: str | None = None
     parameters: Count | None = None
     trainable_parameters: Count | None = None
     precision: Precision | None = None

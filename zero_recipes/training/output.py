@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Self
 
+from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 from trl import get_peft_config
 
@@ -12,19 +13,20 @@ from zero_recipes import model as models
 from zero_recipes.checkpoint.compatibility import refuse_other_data
 from zero_recipes.checkpoint.output_dir import claim_output_dir, hold_output_dir
 from zero_recipes.config.recipe import RunConfig, write_resolved
-from zero_recipes.core.findings import Refusal
+from zero_recipes.core.findings import Refusal, library_error_as_finding
 from zero_recipes.core.process import CLOCK, rank
 from zero_recipes.core.tables import terminal
 from zero_recipes.data.audit import show_rows
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows
 from zero_recipes.distributed import ulysses
-from zero_recipes.distributed.group import agree
+from zero_recipes.distributed.group import agree, once, rank_0_writes
 from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.huggingface import attention_name
 from zero_recipes.metrics.callback import UNFINISHED, StageMetricsCallback
 from zero_recipes.metrics.failure import if_the_disk_takes_it, keep_failure, write_failure
 from zero_recipes.metrics.schema import SCHEMA, Metrics, PredictedMetrics
+from zero_recipes.training.card import push, write_card
 
 SHOWN = 600  # characters of a row, before training
 
@@ -61,6 +63,7 @@ class RecipeRun:
         with CLOCK.phase("model"):
             self.config = models.load_config(run.settings)
             models.refuse_other_keys(self.config, run.settings)
+        self.repository = self._create_repository()
         self.args.model_init_kwargs = None  # of load_model; SFTTrainer would warn that it ignores them
 
     def prepare_data(self) -> Prepared:
@@ -93,6 +96,7 @@ class RecipeRun:
             predicted,
             name=run.recipe.name,
             model=run.recipe.settings.model_name_or_path,
+            model_revision=getattr(self.config, "_commit_hash", None),
             precision=run.precision,
             recipe_sha256=run.recipe.sha256,
         )
@@ -111,6 +115,33 @@ class RecipeRun:
     def finish(self) -> None:
         self.metrics.write()
         self.finished = True
+        if rank() == 0:
+            write_card(self.run.output_dir)
+
+    def _create_repository(self) -> str | None:
+        """The repository to push to, on every rank, before a weight is loaded; None where none is asked for. The
+        Trainer, which would push its folder as it is and at each save, pushes nothing."""
+        self.args.push_to_hub, wanted = False, self.run.settings.push_to_hub
+        if not wanted:
+            return None
+        args, name = self.args, self.args.hub_model_id or self.run.output_dir.resolve().name
+
+        def create() -> str:
+            with library_error_as_finding(f"creating {name} on the hub (push_to_hub)"):
+                api = HfApi(token=args.hub_token)
+                return api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
+
+        return once(create, "creates the repository")
+
+    def push_if_requested(self) -> None:
+        """Upload the model where the recipe says push_to_hub. Every rank calls it, and waits however long it takes."""
+        if self.repository is None:
+            return
+        with rank_0_writes():
+            if rank() == 0:
+                args = self.args
+                address = push(self.run.output_dir, self.repository, args.hub_token, args.hub_revision)
+                print(f"pushed: {address}", flush=True)
 
     @contextlib.contextmanager
     def _failure_recorded(self) -> Iterator[None]:

@@ -27,6 +27,7 @@ from zero_recipes.libs.huggingface import rows_are_cut, without_deepspeed_announ
 from zero_recipes.metrics.callback import UNFINISHED, StageMetricsCallback
 from zero_recipes.metrics.failure import is_out_of_memory
 from zero_recipes.training import samples
+from zero_recipes.training.card import write_card
 from zero_recipes.training.divergence import Diverged, StopAtDivergence, has_nonfinite_weights, not_finite
 from zero_recipes.training.output import RecipeRun
 from zero_recipes.training.token_loss import EndlessRows, TokenMetrics, TokenWeights, begin_epoch
@@ -259,6 +260,8 @@ class ZeroSFTTrainer(SFTTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         with rank_0_writes():
             super().save_model(output_dir, _internal_call=_internal_call)
+            if Path(output_dir or self.args.output_dir) == self.stage_metrics.output_dir:
+                self.create_model_card()
 
     def _save(self, output_dir=None, state_dict=None) -> None:
         super()._save(output_dir, patches.without_aliases(self.model, state_dict))
@@ -352,7 +355,7 @@ class ZeroSFTTrainer(SFTTrainer):
                     print(f"saved {run.output_dir}: whole, {len(tensors)} tensors, {size:,} bytes", flush=True)
         return f"the model in {run.output_dir} is saved and whole"
 
-    def push_if_requested(self) -> None:
-        """Upload the model where the recipe says push_to_hub."""
-        if self.args.push_to_hub:
-            self.push_to_hub(dataset_name=self.recipe_run.run.settings.dataset_name)
+    def create_model_card(self, *_arguments, **_keywords) -> None:
+        """Of the figures so far. TRL's names no base that is a folder, and no figure."""
+        if self.args.process_index == 0:
+            write_card(self.stage_metrics.output_dir)

@@ -1,0 +1,192 @@
+"""README.md of an output folder, made from the files that stand there, and the folder's way to the hub.
+
+The card names no path of this machine, and what is pushed of recipe.resolved.yaml, metrics.json and the configurations
+names none either.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub.repocard import metadata_load
+
+from zero_recipes.checkpoint.save import ADAPTER, CHECKSUMS, saved_files
+from zero_recipes.core import units
+from zero_recipes.core.files import strict_json, write_text
+from zero_recipes.core.findings import RunFailed, first_line
+from zero_recipes.data.load import on_hub
+from zero_recipes.metrics import schema
+from zero_recipes.metrics.read_runs import SampleRow, read_samples
+from zero_recipes.training.samples import question, short
+
+README, RECIPE, SAMPLES = "README.md", "recipe.resolved.yaml", "samples.jsonl"
+CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
+SECRET = ("hub_token", "output_dir", "logging_dir", "resume_from_checkpoint")  # keys that are nobody else's
+MOST_LOSSES, MOST_SAMPLES = 10, 5  # rows of the card's tables
+
+
+def write_card(folder: Path) -> None:
+    """README.md from metrics.json, recipe.resolved.yaml and samples.jsonl of a run, as far as it has come."""
+    run = schema.Metrics.read(folder / schema.FILE)
+    recipe = _recipe(folder)
+    base, named = recipe.get("model_name_or_path") or run.model, _data(recipe)
+    licence = licence_of(base, "model", run.model_revision)
+    is_adapter = (folder / ADAPTER).is_file()
+    data = ModelCardData(
+        base_model=base if on_hub(base) else None,
+        datasets=[name for name in named if on_hub(name)] or None,
+        license=licence,
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag="text-generation",
+        model_name=folder.resolve().name,
+        tags=["zero-recipes", "trl", "sft", *["deepspeed"] * run.strategy.startswith("zero"), *["lora"] * is_adapter],
+    )
+    card = ModelCard.from_template(
+        data,
+        template_str=(resources.files("zero_recipes.training") / "card.md.j2").read_text(),
+        run=run,
+        recipe=yaml.safe_dump(redacted(recipe), sort_keys=False, allow_unicode=True),
+        base=redacted(base) or "a model without a name",
+        licence=licence or "not known here",
+        is_adapter=is_adapter,
+        adapter=json.loads((folder / "adapter_config.json").read_text()) if is_adapter else {},
+        data=[(redacted(name), licence_of(name, "dataset") or "not known here") for name in named],
+        measured=_measured(run),
+        losses=_thinned(dict(enumerate(run.loss_history or [], run.first_step))),
+        evaluations=_thinned({each.step: each.loss for each in run.eval_history or []}),
+        samples=[_cells(row) for row in read_samples(folder / SAMPLES)[:MOST_SAMPLES]],
+        units=units,
+    )
+    write_text(folder / README, str(card))
+
+
+def _recipe(folder: Path) -> dict[str, Any]:
+    path = folder / RECIPE
+    return yaml.safe_load(path.read_text()) if path.is_file() else {}
+
+
+def _data(recipe: Mapping[str, Any]) -> list[str]:
+    """The names of a recipe's data: of the hub, or files of one of the formats."""
+    entries = [*(recipe.get("datasets") or []), {"path": recipe.get("dataset_name")}]
+    files = [entry.get("data_files") or entry["path"] for entry in entries]
+    return [str(name) for each in files if each for name in (each if isinstance(each, list) else [each])]
+
+
+def licence_of(name: str | None, kind: str, revision: str | None = None) -> str | None:
+    """By the README.md of a folder or of the hub's cache; the hub is not asked. `kind`: model or dataset."""
+    local = Path(str(name)) / README
+    path = local if local.is_file() else None
+    if path is None and on_hub(name):
+        path = try_to_load_from_cache(name, README, repo_type=kind, revision=revision)
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        found = (metadata_load(path) or {}).get("license") if isinstance(path, (str, Path)) else None
+        return ", ".join(found) if isinstance(found, list) else found
+    return None
+
+
+def _measured(run: schema.Metrics) -> list[tuple[str, str, str]]:
+    """(what, measured, planned) of the rank that needs most."""
+
+    def states(each: schema.ModelStateBytes | None) -> int | None:
+        return sum(filter(None, (each.params, each.grads, each.optimizer))) if each else None
+
+    def largest(values: list[int | None]) -> int | None:
+        return max(filter(None, values), default=None)
+
+    plan, peaks = run.predicted or schema.PredictedMetrics(), [peak for peak in run.peak_memory_bytes or [] if peak]
+    sent, speed, seconds = run.communication_bytes_per_step, run.tokens_per_second, run.step_seconds
+    on_gpu = run.device != "cpu"
+    rows = [
+        (
+            "Model states of a process",
+            units.size(largest([states(each) for each in run.model_state_bytes or []])),
+            units.size(states(plan.model_state_bytes)),
+        ),
+        (
+            "Peak memory of a GPU, allocated" if on_gpu else "Peak memory of a process (RSS)",
+            units.size(largest([peak.allocated if on_gpu else peak.rss for peak in peaks])),
+            units.size(plan.peak_memory_bytes if on_gpu else None),
+        ),
+        ("Sent in a step by a process", units.size(sum(sent.values())) if sent else "", ""),
+        ("Tokens a second, all processes", units.count(speed.non_padding) if speed else "", ""),
+        ("Seconds a step, median", units.significant(seconds.median) if seconds and seconds.median else "", ""),
+        ("Model FLOPs utilisation", units.percent(run.mfu), ""),
+    ]
+    return [row for row in rows if any(row[1:])]
+
+
+def _thinned(values: Mapping[int, float]) -> list[tuple[int, str]]:
+    """At most MOST_LOSSES of the steps, evenly, the first and the last among them."""
+    steps, most = sorted(values), min(len(values), MOST_LOSSES)
+    chosen = {steps[index * (len(steps) - 1) // max(1, most - 1)] for index in range(most)}
+    return [(step, units.fixed(values[step], 4)) for step in sorted(chosen)]
+
+
+def _cells(row: SampleRow) -> list[str]:
+    """Prompt, before and after for a table of markdown."""
+    texts = (question(row.prompt), short(row.before), short(row.after))
+    return [text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("\n", "<br>") for text in texts]
+
+
+def redacted(value: Any) -> Any:
+    """Any part of a document without paths of this machine: of each, its last name. Texts that only hold one keep the
+    rest."""
+    if isinstance(value, Mapping):
+        return {key: redacted(each) for key, each in value.items() if key not in SECRET}
+    if isinstance(value, list):
+        return [redacted(each) for each in value]
+    if not isinstance(value, str):
+        return value
+    is_bare = "/" in value and not any(c.isspace() for c in value) and "://" not in value and not on_hub(value)
+    if (is_bare or value.startswith(("/", "~/", "./", "../"))) and "\n" not in value:
+        return Path(value).name or value
+    for folder in (Path.cwd(), Path.home()):
+        value = value.replace(f"{folder}/", "") if len(folder.parts) > 1 else value
+    return value
+
+
+class NotPushed(RunFailed):
+    """The hub did not take the folder; everything is saved here."""
+
+
+def push(folder: Path, repo: str, token: str | None = None, revision: str | None = None) -> str:
+    """One commit with the model, its card, its measurements and its recipe; returns its address. Other files stay here:
+    checkpoints, logs, failures and pickles. Raises NotPushed."""
+    write_card(folder)
+    names = {*saved_files(folder), README, SAMPLES, schema.FILE, RECIPE, "generation_config.json"}
+    contents = {name: _redacted_file(folder / name) for name in sorted(names) if (folder / name).is_file()}
+    if (folder / CHECKSUMS).is_file():
+        sums = json.loads((folder / CHECKSUMS).read_text())
+        changed = {name: content for name, content in contents.items() if isinstance(content, bytes)}
+        sums["files"] |= {n: hashlib.sha256(c).hexdigest() for n, c in changed.items() if n in sums["files"]}
+        contents[CHECKSUMS] = strict_json(sums, indent=2).encode()
+    operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
+    try:
+        message = "Model, card, measurements and recipe"
+        return HfApi(token=token).create_commit(repo, operations, commit_message=message, revision=revision).commit_url
+    except Exception as error:  # of huggingface_hub and the network, of many kinds
+        raise NotPushed(
+            f"{folder} is saved and was not pushed to {repo}: {first_line(error)}. "
+            f"Push it again: zero-recipes push {folder} --hub_model_id {repo}"
+        ) from error
+
+
+def _redacted_file(path: Path) -> str | bytes:
+    """What is uploaded of a file: its path, or its text without paths of this machine."""
+    if path.name == RECIPE:
+        return yaml.safe_dump(redacted(_recipe(path.parent)), sort_keys=False, allow_unicode=True).encode()
+    if path.name == schema.FILE:
+        return strict_json(redacted(json.loads(path.read_text())), indent=2).encode()
+    if path.name in CONFIGS:
+        document = json.loads(path.read_text())
+        named = {key: redacted(text) for key, text in document.items() if key.endswith(("path", "file"))}
+        if any(document[key] != text for key, text in named.items()):
+            return strict_json(document | named, indent=2).encode()
+    return os.fspath(path)
