@@ -404,6 +404,7 @@ FAULTS = [
     late("quantized_without_lora", {"load_in_8bit": True, "random_weights": False}, EIGHT | {"random_weights": False}),
     late("eight_bit_fsdp", EIGHT | {"fsdp": True}, EIGHT | zero(2)),
     late("fp16_on_cpu", {"fp16": True, "bf16": False}, {"bf16": True}, device="cpu"),
+    late("activation_offloading", {"activation_offloading": True}, {"activation_offloading": False}, device="cpu"),
     late("quantized_communication_on_cpu", zero(3, zero_quantized_weights=True), zero(3), device="cpu"),
     late("quantized_sizes", zero(3, zero_quantized_weights=True), zero(3), environment=TWO_NODES),
     late("hpz_partition", zero(3, zero_hpz_partition_size=3), zero(3, zero_hpz_partition_size=2),

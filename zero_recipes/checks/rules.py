@@ -116,6 +116,7 @@ def stops_late(run: Candidate) -> dict[str, Any]:
         "quantized_without_lora": quantized and not settings.use_peft,
         "eight_bit_fsdp": fsdp and settings.load_in_8bit,
         "fp16_on_cpu": settings.fp16 and run.device == "cpu",
+        "activation_offloading": settings.activation_offloading and run.device == "cpu",
     }
 
 
