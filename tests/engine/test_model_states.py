@@ -10,7 +10,8 @@ from tests.helpers.state_terms import AUTOCAST, BF16_STATES, ddp_terms, model_st
 from tests.helpers.tiny import write_recipe
 from zero_recipes.libs.deepspeed import STATE_PARTS
 
-HIDDEN = 64  # tests/helpers/tiny.py; a reduce_bucket_size of "auto" is its square
+BUCKET = 50_000_000  # elements: reduce_bucket_size of ds_configs/
+SMALL = 64 * 64  # smaller than some tensors: "auto", the square of the hidden size (tests/helpers/tiny.py)
 ENGINES = {
     "ddp": "DistributedDataParallel",
     "zero0": "FP16_UnfusedOptimizer",
@@ -59,7 +60,7 @@ def expected(strategy: str, groups: list[list[int]], world_size: int, rank: int)
     if strategy == "ddp":
         return ddp_terms(groups)
     stage = int(strategy[-1])
-    return model_state_terms(groups, world_size, rank, stage, HIDDEN * HIDDEN)
+    return model_state_terms(groups, world_size, rank, stage, BUCKET)
 
 
 MODES = {
@@ -69,8 +70,9 @@ MODES = {
 
 
 def with_mode(stage: int, bf16: dict, more: dict) -> str:
-    """The shipped ds_config of a stage with what a mode adds, as the command line takes it."""
+    """The shipped ds_config of a stage with small buckets and what a mode adds, as the command line takes it."""
     config = json.loads(Path(f"ds_configs/zero{stage}.json").read_text()) | more
+    config["zero_optimization"]["reduce_bucket_size"] = "auto"
     return json.dumps(config | {"bf16": config["bf16"] | bf16})
 
 
@@ -90,7 +92,7 @@ def test_bytes_of_other_precisions(request, recipe, tmp_path, world_size, mode, 
     metrics = result["metrics"]
     assert (metrics["strategy"], metrics["precision"]) == (f"zero{stage}_{mode}", "bf16")
     for rank, measured in enumerate(metrics["model_state_bytes"]):
-        terms = model_state_terms(result["groups"], world_size, rank, stage, HIDDEN * HIDDEN, widths=widths)
+        terms = model_state_terms(result["groups"], world_size, rank, stage, SMALL, widths=widths)
         assert {part: measured[part] for part in STATE_PARTS} == {
             part: sum(terms[part].values()) for part in STATE_PARTS
         }, terms

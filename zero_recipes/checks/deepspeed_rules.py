@@ -18,6 +18,7 @@ BLOCKS = {
 LOG_WARMUP = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 PREFETCH = 50_000_000  # elements: DeepSpeed's default of stage3_prefetch_bucket_size (runtime/zero/config.py)
 ADAMS = ("adam", "adamw")  # those of a ds_config's optimizer block that become DeepSpeedCPUAdam
+BLOCK = 25_000_000  # elements of a reduce bucket: below it messages are too small for the bandwidth of GPUs
 MOSTLY_LOST = 1e-4  # learning rates up to here: benchmarks/results/bf16_states.json
 
 
@@ -25,7 +26,7 @@ def deepspeed_findings(run: Candidate) -> list[Finding]:
     """All findings about the DeepSpeed configuration."""
     if not run.strategy.is_deepspeed:
         return []
-    found = [*_left_out(run), *_schedule(run), *_without_effect(run), *_separate_experts(run)]
+    found = [*_left_out(run), *_schedule(run), *_without_effect(run), *_separate_experts(run), *_small_buckets(run)]
     return found + strategy_findings(run)
 
 
@@ -156,6 +157,14 @@ def _without_effect(run: Candidate) -> Iterator[Finding]:
         yield finding("ZR220", source=run.strategy.source, named=named)
     if run.ds.raw.get("pipeline"):
         yield finding("ZR239")
+
+
+def _small_buckets(run: Candidate) -> Iterator[Finding]:
+    """Of "auto", which transformers fills in with the square of the hidden size (integrations/deepspeed.py)."""
+    elements = getattr(run.config, "hidden_size", BLOCK) ** 2
+    is_auto = run.ds.zero.get("reduce_bucket_size") == "auto"
+    if is_auto and run.world_size > 1 and run.stage and elements < BLOCK:
+        yield finding("ZR860", source=run.strategy.source, elements=elements)
 
 
 def top_level_keys() -> set[str]:
