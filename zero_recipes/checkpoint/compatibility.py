@@ -81,11 +81,23 @@ def _missing_states(folder: Path, strategy: Strategy) -> Iterator[Finding]:
         yield finding("ZR769", checkpoint=folder, missing=", ".join(missing))
 
 
+def needs_reshard(written: Mapping | None, strategy: Strategy) -> bool:
+    """Whether the checkpoint can be gone on from once `zero-recipes reshard` has spread it over these processes."""
+    there = written and (written["zero_stage"], written["strategy"])
+    here = (strategy.zero_stage, strategy.name)
+    return there == here and bool(strategy.zero_stage) and written["world_size"] != strategy.world_size
+
+
 def _ranks(checkpoint: str, written: Mapping, strategy: Strategy) -> Iterator[Finding]:
     there = (written["zero_stage"], written["world_size"], written["strategy"] == "fsdp2")
     here = (strategy.zero_stage, strategy.world_size, strategy.is_fsdp)
     old, new = written["strategy"], strategy.name
-    if there != here:
+    if needs_reshard(written, strategy):
+        yield finding("ZR882", checkpoint=checkpoint, old=written["world_size"], world_size=strategy.world_size)
+    elif {old, new} <= {"ddp", "single"}:
+        if there != here:
+            yield finding("ZR884", checkpoint=checkpoint, old=written["world_size"], world_size=strategy.world_size)
+    elif there != here:
         yield finding(
             "ZR720",
             checkpoint=checkpoint,

@@ -27,7 +27,7 @@ OURS = ("recipe.resolved.yaml", "metrics.json")  # a run leaves at least one of 
 LOCK = ".zero-recipes.lock"
 LOCK_SECONDS = 1.0  # `refuse_in_use` of another start holds the lock for a moment
 NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
-UNFINISHED_STATUS = ("failed", "oom", "diverged", "refused")  # of metrics.json
+UNFINISHED_STATUS = ("failed", "oom", "diverged", "preempted", "refused")  # of metrics.json
 # what a run writes into its folder, beside OURS
 WRITTEN = (*(pattern for pattern in SAVED if pattern != "*config.json"), "pytorch_model*.bin", "config.json", CHECKSUMS)
 WRITTEN += ("generation_config.json", "adapter_config.json", "training_args.bin", "README.md", "samples.jsonl")

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_recipes.checkpoint import save
-from zero_recipes.checkpoint.resume import ADAM_STATES, HYPERPARAMETERS, code_in, refuse_code
+from zero_recipes.checkpoint.resume import ADAM_STATES, HYPERPARAMETERS, Batch, code_in, refuse_code
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.core.findings import Refusal, first_line, refusal
 from zero_recipes.libs.huggingface import load_without_code
@@ -46,21 +46,6 @@ class Place(NamedTuple):
     group: int
     shape: tuple[int, ...]
     pieces: list[tuple[int, int, int]]  # (rank, start, count): elements of that rank's flat group
-
-
-class Batch(NamedTuple):
-    """How the sequences of one optimizer step are spread."""
-
-    micro: int
-    accumulation: int
-    world_size: int
-
-    @property
-    def total(self) -> int:
-        return self.micro * self.accumulation * self.world_size
-
-    def __str__(self) -> str:
-        return f"{self.micro} per device x {self.accumulation} accumulation x {self.world_size} processes"
 
 
 @dataclass(frozen=True)
@@ -98,7 +83,8 @@ def reshard(
     if fault is not None:
         raise _damaged(checkpoint, fault)
     source = open_checkpoint(checkpoint, trusted)
-    batch = _batch(source, world_size)
+    sizes = (source.ds_config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    batch = Batch(*sizes, source.world_size).over(world_size)
 
     unfinished = target.with_name(f".{target.name}.part")
     if unfinished.exists():  # a killed reshard left it
@@ -290,17 +276,6 @@ def _cut(start: int, count: int, partition: int) -> list[tuple[int, int, int]]:
         pieces.append((rank, inside, size))
         start, count = start + size, count - size
     return pieces
-
-
-def _batch(source: Source, world_size: int) -> Batch:
-    """The same global batch over another world: the old micro batch if it fits, else the largest smaller one."""
-    sizes = (source.ds_config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
-    old = Batch(*sizes, source.world_size)
-    if old.total % world_size:
-        raise refusal("ZR743", total=old.total, world_size=world_size, old=old)
-    each = old.total // world_size
-    micro = max(size for size in range(1, old.micro + 1) if each % size == 0)
-    return Batch(micro, each // micro, world_size)
 
 
 def _write_states(source: Source, folder: Path) -> None:

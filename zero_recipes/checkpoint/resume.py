@@ -7,20 +7,24 @@ the dtype that the run kept them in) and index.json (groups, Adam's step, the en
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from zero_recipes.checkpoint import save
-from zero_recipes.checkpoint.compatibility import fit_findings
-from zero_recipes.config.recipe import RunConfig
-from zero_recipes.core.findings import raise_errors, refusal
+from zero_recipes.checkpoint.compatibility import fit_findings, needs_reshard
+from zero_recipes.config.recipe import RunConfig, Settings
+from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.findings import UNFINISHED, raise_errors, refusal
 from zero_recipes.core.process import rank
-from zero_recipes.distributed.group import agree
+from zero_recipes.distributed.group import agree, once
 from zero_recipes.libs.deepspeed import (
     base_optimizer,
     is_partitioned,
@@ -38,6 +42,63 @@ HYPERPARAMETERS = ("lr", "initial_lr", "betas", "eps", "weight_decay")
 def resumes(requested: object) -> bool:
     """Whether `resume_from_checkpoint` names anything. transformers takes the command line's "true" for a path."""
     return str(requested).lower() not in ("none", "false")
+
+
+def requested_in(output_dir: Path, settings: Settings) -> object:
+    """`resume_from_checkpoint`; where the recipe does not say, `true` for a run that a signal or a kill has stopped."""
+    requested, metrics = settings.resume_from_checkpoint, output_dir / "metrics.json"
+    if requested is not None or settings.overwrite or not numbered(output_dir):
+        return requested
+    try:
+        row = json.loads(metrics.read_text())
+        is_stopped = row["status"] == "preempted" or str(row["error"]).startswith(UNFINISHED)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return "true" if is_stopped else None
+
+
+def saves_on_signals(run: RunConfig) -> bool:
+    """Not where nothing could go on from the checkpoint (ZR719, ZR254)."""
+    return run.settings.save_on_signal and not run.strategy.ds.on_nvme and run.strategy.sequence_parallel == 1
+
+
+class Batch(NamedTuple):
+    """How the sequences of one optimizer step are spread."""
+
+    micro: int
+    accumulation: int
+    world_size: int
+
+    @property
+    def total(self) -> int:
+        return self.micro * self.accumulation * self.world_size
+
+    def over(self, world_size: int) -> Self:
+        """The same sequences over other processes: this micro batch if it fits, else the largest smaller one."""
+        if self.total % world_size:
+            raise refusal("ZR743", total=self.total, world_size=world_size, old=self)
+        each = self.total // world_size
+        micro = max(size for size in range(1, self.micro + 1) if each % size == 0)
+        return Batch(micro, each // micro, world_size)
+
+    def __str__(self) -> str:
+        return f"{self.micro} per device x {self.accumulation} accumulation x {self.world_size} processes"
+
+
+def asked_batch(settings: Settings) -> list[int | None]:
+    """What a recipe and its command line say of the batch, whatever becomes of it over other processes."""
+    return [settings.per_device_train_batch_size, settings.gradient_accumulation_steps, settings.global_batch_size]
+
+
+def batch_kept(output_dir: Path, requested: object, asked: list[int | None], world_size: int) -> dict[str, int] | None:
+    """The batch of the checkpoint that `true` means, over these processes; None where the recipe's own counts."""
+    whole = (path for path in reversed(numbered(output_dir)) if save.checkpoint_fault(path) is None)
+    written = save.read_manifest(next(whole, output_dir)) if str(requested).lower() == "true" else None
+    if written is None or written.get("asked") != asked:
+        return None
+    keys = ("micro_batch_size", "gradient_accumulation_steps", "world_size")
+    batch = Batch(*(written[key] for key in keys)).over(world_size)
+    return {"per_device_train_batch_size": batch.micro, "gradient_accumulation_steps": batch.accumulation}
 
 
 def resumes_in(output_dir: Path, requested: object) -> bool:
@@ -119,7 +180,7 @@ def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
     if len(set(chosen)) > 1:
         listed = ", ".join(f"rank {number}: {path or 'starts fresh'}" for number, path in enumerate(chosen))
         raise refusal("ZR711", listed=listed)
-    requested, share = run.recipe.settings.resume_from_checkpoint, (rank(), len(chosen))
+    requested, share = requested_in(run.output_dir, run.recipe.settings), (rank(), len(chosen))
     while run.checkpoint is not None and not run.settings.skip_checksums:
         checkpoint = Path(run.checkpoint)
         fault = next(filter(None, agree(partial(save.content_fault, checkpoint, *share))), None)
@@ -134,7 +195,38 @@ def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
         run = dataclasses.replace(run, settings=run.settings.replace(resume_from_checkpoint=earlier))
     if run.checkpoint is not None and not (run.settings.trust_checkpoint or resumes_in(run.output_dir, run.checkpoint)):
         agree(partial(_refuse_code_in_share, Path(run.checkpoint), share))
+    if run.checkpoint is None or not needs_reshard(save.read_manifest(Path(run.checkpoint)), run.strategy):
+        return run
+    target = once(partial(_reshard, Path(run.checkpoint), run.strategy), f"reshards {run.checkpoint}")
+    run = dataclasses.replace(run, settings=run.settings.replace(resume_from_checkpoint=str(target)))
+    raise_errors(list(fit_findings(run.checkpoint, run.settings, run.strategy)))
     return run
+
+
+def _reshard(checkpoint: Path, strategy: Strategy) -> Path:
+    """By the command, on rank 0: a run does not import what rewrites checkpoints. One that a user has made is taken."""
+    stage, world_size = strategy.zero_stage, strategy.world_size
+    target = checkpoint.with_name(f"{checkpoint.name}-zero{stage}-world{world_size}")
+    if target.exists() and not (target / save.OF_A_RUN).exists():
+        _refuse_not_whole(target, save.checkpoint_fault(target))
+        return target
+    shutil.rmtree(target, ignore_errors=True)  # of a run that was killed; the checkpoint may be another by now
+    command = [sys.executable, "-m", "zero_recipes.cli.main", "reshard", str(checkpoint), "--skip_checksums"]
+    command += ["--world_size", str(world_size), "--stage", str(stage)]
+    _print(f"resharding {checkpoint} for {world_size} processes")
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    ended = subprocess.run(command, env=hidden, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    if ended.returncode:
+        raise refusal("ZR883", checkpoint=checkpoint, world_size=world_size, error=ended.stderr[-600:].strip())
+    (target / save.OF_A_RUN).touch()
+    return target
+
+
+def forget_resharded(output_dir: Path) -> None:
+    """Delete what runs have resharded for themselves, once they have saved checkpoints of their own."""
+    for mark in output_dir.glob(f"checkpoint-*/{save.OF_A_RUN}"):
+        save.begin_checkpoint(mark.parent)
+        shutil.rmtree(mark.parent)
 
 
 def clear_unfinished(output_dir: Path) -> None:

@@ -24,6 +24,7 @@ from zero_recipes.core.findings import RunFailed, first_line
 MANIFEST, UNFINISHED = "manifest.json", "unfinished"
 STATE, HISTORY, LATEST = "trainer_state.json", "history.json", "latest"
 STATES, INDEX_OF_STATES = "zero_states", "zero_states/index.json"  # of a resharded checkpoint
+OF_A_RUN = "of_a_run"  # the mark of one that a run has made for itself
 SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
 CHECKSUMS = "checksums.json"
 THREADS = 4  # hashing and syncing release the interpreter's lock

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from zero_recipes.checkpoint.compatibility import fit_findings
 from zero_recipes.checkpoint.output_dir import inputs_of, refuse_in_use, refuse_occupied
-from zero_recipes.checkpoint.resume import checkpoint_to_resume
+from zero_recipes.checkpoint.resume import asked_batch, batch_kept, checkpoint_to_resume, requested_in
 from zero_recipes.checks.deepspeed_rules import deepspeed_findings
 from zero_recipes.checks.machine import driver_findings, machine_findings, offline_where_unreachable
 from zero_recipes.checks.rehearsal import fill_auto, parser_findings, trainer_findings
@@ -50,11 +50,16 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     findings += driver_findings(recipe.settings.use_cpu, Host())
     findings += launcher_findings(environment)
     strategy = _attempt(findings, strategies.resolve_strategy, recipe.settings, environment, sizes_of)
-    accumulation = None
+    accumulation, requested = None, requested_in(recipe.output_dir, recipe.settings)
+    kept: dict[str, int] = {}
     if strategy is not None:
+        resumed = (recipe.output_dir, requested, asked_batch(recipe.settings), strategy.world_size)
+        kept = _attempt(findings, batch_kept, *resumed) or {}
+    if strategy is not None and not kept:
         batch = (recipe.settings, recipe.explicit, strategy.replicas)
         accumulation = _attempt(findings, recipes.derive_accumulation, *batch)
     settings, explicit = recipes.settings_in_force(recipe, strategy, device, accumulation)
+    settings, explicit = settings.replace(resume_from_checkpoint=requested, **kept), explicit | kept
     if settings.disable_tqdm is None:  # a moving bar on a terminal, one line per `logging_steps` elsewhere
         settings = settings.replace(disable_tqdm=not sys.stderr.isatty())
     output_dir = Path(settings.output_dir)

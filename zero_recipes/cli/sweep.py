@@ -158,7 +158,7 @@ def launch_of_strategy(
         *("--config_file", str(config), "--num_processes", str(num_processes)),
         *("--main_process_port", str(free_port())),
         *(str(script), str(recipe), "--output_dir", str(folder)),
-        *(() if named else ("--save_model", "false", "--save_strategy", "no")),
+        *(() if named else ("--save_model", "false", "--save_strategy", "no", "--save_on_signal", "false")),
         *overrides,
     ]
 

@@ -7,9 +7,11 @@ import shutil
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import FOLDER, LAUNCH_KEYS, file_named, read_accelerate_file
 from zero_recipes.core.files import FILES, at_hand
-from zero_recipes.core.findings import FAILED, REFUSED, refusal
+from zero_recipes.core.findings import FAILED, PREEMPTED, REFUSED, refusal
 from zero_recipes.core.host import Host
-from zero_recipes.core.process import free_port
+from zero_recipes.core.process import STOPPING, free_port
+
+END_SECONDS = 600  # for a step, an evaluation's batch, and a checkpoint
 
 
 def init(arguments: argparse.Namespace) -> int:
@@ -34,6 +36,7 @@ def train(arguments: argparse.Namespace) -> int:
     """In this process, so that a run's own exit code is known: `accelerate launch` makes 1 of all."""
     import torch
     from accelerate.commands import launch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     mapping = recipes.read_recipe_file(arguments.recipe)
@@ -45,9 +48,15 @@ def train(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(Host().threads(processes)))
     options = ["--config_file", file, "--num_processes", processes, "--main_process_port", free_port()]
     words = [*options, at_hand("run_sft.py"), arguments.recipe, *arguments.overrides]
+    launched = launch.launch_command_parser().parse_args([str(word) for word in words])
+    # torchrun's own: it hands these signals on, and kills what is still there after so many seconds
+    launched.signals_to_handle, launched.shutdown_timeout = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", END_SECONDS
     try:
-        launch.launch_command(launch.launch_command_parser().parse_args([str(word) for word in words]))
+        launch.launch_command(launched)
     except ChildFailedError as error:  # each rank has said why
         codes = {failure.exitcode for failure in error.failures.values()}
-        return REFUSED if REFUSED in codes else FAILED
+        known = (code for code in (REFUSED, PREEMPTED) if code in codes)
+        return PREEMPTED if codes <= {-number for number in STOPPING} else next(known, FAILED)
+    except SignalException as error:
+        return PREEMPTED if error.sigval in STOPPING else 128 + error.sigval
     return 0

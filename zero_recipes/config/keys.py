@@ -41,6 +41,7 @@ class RecipeArguments:
     random_weights: bool = _key("random_weights", False)
     allow_keys: list[str] | None = _key("allow_keys", None)  # noqa: RUF009
     save_model: bool = _key("save_model", True)
+    save_on_signal: bool = _key("save_on_signal", True)
     stop_after_nonfinite_steps: int = _key("stop_after_nonfinite_steps", 3)
     token_metrics: str = _key("token_metrics", "logging_steps")
     supervised_logits_only: bool = _key("supervised_logits_only", False)

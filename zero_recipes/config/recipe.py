@@ -137,6 +137,11 @@ class Recipe:
     def name(self) -> str:
         return self.path.stem
 
+    @property
+    def output_dir(self) -> Path:
+        """TRL would write into `trainer_output` for every recipe."""
+        return Path(self.settings.output_dir or f"output/{self.name}")
+
 
 def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
     """The recipe's path and the overrides. `--local_rank`, which the deepspeed launcher passes, goes to LOCAL_RANK;
@@ -361,8 +366,7 @@ def settings_in_force(
     recipe: Recipe, strategy: "Strategy | None", device: str, accumulation: int | None
 ) -> tuple[Settings, dict]:
     """(settings, explicit) of a run: what strategy, device and global batch decide, laid over the recipe."""
-    # TRL would write into `trainer_output` for every recipe
-    decided: dict[str, Any] = {"output_dir": str(Path(recipe.settings.output_dir or f"output/{recipe.name}"))}
+    decided: dict[str, Any] = {"output_dir": str(recipe.output_dir)}
     if device == "cpu":
         decided["use_cpu"] = True
     if accumulation is not None:

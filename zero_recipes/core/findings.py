@@ -20,7 +20,8 @@ import yaml
 
 from zero_recipes.core.process import rank, wait_for_rank_0
 
-FAILED, REFUSED = 1, 2
+FAILED, REFUSED, PREEMPTED = 1, 2, os.EX_TEMPFAIL  # exit codes; the last is 75
+UNFINISHED = "the run has not finished"  # in the metrics.json of one that is alive, or was killed
 PRINT_SECONDS = 20.0
 LONGEST_MESSAGE = 600  # characters of a library's message in a finding; --traceback shows all of it
 # by the first digit of a code
@@ -97,9 +98,15 @@ class Refusal(Exception):
 
 
 class RunFailed(Exception):
-    """A run that ends early, on all ranks, for a reason that it knows: one message, no traceback, exit code 1."""
+    """A run that ends early, on all ranks, for a reason that it knows: one message, no traceback."""
 
-    status = "failed"  # in metrics.json
+    status, exit_code = "failed", FAILED  # in metrics.json, and of the process
+
+
+class Preempted(RunFailed):
+    """A signal has ended the run, and all that it has trained is saved."""
+
+    status, exit_code = "preempted", PREEMPTED
 
 
 @contextlib.contextmanager
@@ -196,4 +203,4 @@ def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:
             json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     if rank() and not texts:
         wait_for_rank_0(PRINT_SECONDS)  # a launcher ends all when the first ends, and rank 0 has the message
-    return REFUSED if isinstance(ending, Refusal) else FAILED
+    return REFUSED if isinstance(ending, Refusal) else ending.exit_code

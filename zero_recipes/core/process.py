@@ -19,6 +19,7 @@ import psutil
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 END_SECONDS = 60.0  # for threads and exit handlers of libraries, once a run is over
 PHASES = ("startup", "data", "model", "train", "eval", "save")
+STOPPING = (signal.SIGTERM, signal.SIGUSR1)  # of a machine that is taken back; SLURM sends the second
 
 
 def rank() -> int:
@@ -64,6 +65,20 @@ def environment_kept() -> Iterator[None]:
         for name, value in before.items():
             if kept.get(name) != value:  # never empty: threads may read it
                 kept[name] = value
+
+
+_signals: list[int] = []  # of STOPPING, that have come
+
+
+def remember_signals(remembered: bool) -> None:
+    """Whether SIGTERM and SIGUSR1 are remembered (`signalled`), from now on, or end this process as usual."""
+    _signals.clear()
+    for number in STOPPING:
+        signal.signal(number, (lambda number, _: _signals.append(number)) if remembered else signal.SIG_DFL)
+
+
+def signalled() -> bool:
+    return bool(_signals)
 
 
 def free_port() -> int:

@@ -15,8 +15,9 @@ from transformers import TrainerCallback
 from zero_recipes.config.ds_config import DsConfig
 from zero_recipes.config.recipe import precision_of
 from zero_recipes.config.strategy import Strategy
+from zero_recipes.core.findings import UNFINISHED
 from zero_recipes.core.host import hardware_facts, library_versions, peak_memory
-from zero_recipes.core.process import CLOCK, rank
+from zero_recipes.core.process import CLOCK, rank, signalled
 from zero_recipes.distributed.group import gather_rows
 from zero_recipes.libs.deepspeed import STATE_PARTS
 from zero_recipes.metrics import schema
@@ -24,8 +25,6 @@ from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import MemoryPhases, StateProbe, StepClock, UsedFlops, steps_not_timed
 from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
 from zero_recipes.model import parameter_counts
-
-UNFINISHED = "the run has not finished"
 
 
 def strategy_of(args) -> Strategy:
@@ -73,6 +72,7 @@ class StageMetricsCallback(TrainerCallback):
         self.losses: list[torch.Tensor] = []  # one scalar per optimizer step, of this rank
         self.step_losses: list[float] = []  # the same of all ranks, as soon as the step is over
         self.logged_losses: dict[int, float] = {}  # by step, of a Trainer that does not hand its losses over
+        self.signalled = False  # any rank, by the end of the last step
         self.last_step = (0.0, 0.0)  # loss of all ranks and the worst rank's gradient norm, 0 where there is none
         self.grad_norms: list[float] = []
         self.skipped = 0  # steps, by the loss scale of fp16
@@ -224,10 +224,12 @@ class StageMetricsCallback(TrainerCallback):
         """What must end a run then ends it on every rank, and a crash leaves the losses behind. The only numbers of a
         step that are read back from a GPU, together: all ranks have to know before the next."""
         loss, norm = self.losses[-1].double(), self.norm
-        own = torch.stack([loss, loss.new_zeros(()) if norm is None else norm.to(loss)]).reshape(1, 2)
+        norm_or_0 = loss.new_zeros(()) if norm is None else norm.to(loss)
+        own = torch.stack([loss, norm_or_0, loss.new_full((), signalled())]).reshape(1, 3)
         with self.communication.not_counted():
             everyone = gather_rows(own).tolist()
-        losses, norms = zip(*everyone, strict=True)
+        losses, norms, signals = zip(*everyone, strict=True)
+        self.signalled = any(signals)
         self.step_losses.append(sum(losses) / len(losses))
         self.last_step = self.step_losses[-1], next((norm for norm in norms if not math.isfinite(norm)), norms[0])
         if norm is not None:

@@ -117,6 +117,8 @@ def failed_row(output_dir: Path, strategy: str, exit_code: int, log: str) -> sch
     path = output_dir / schema.FILE
     unknown = schema.Metrics(schema=schema.SCHEMA, name=strategy, strategy=strategy, status="failed")
     row = schema.Metrics.read(path) if path.is_file() else unknown
+    if row.status == "preempted":
+        return row
     cause, killed_by = cause_of(output_dir), signal_in(exit_code, log)
     if killed_by is not None and (cause is None or cause.status != "oom"):
         error = f"a process was killed by {killed_by}"

@@ -16,7 +16,7 @@ SCHEMA = 1
 FILE = "metrics.json"
 ORDER = ("ddp", "zero0", "zero1", "zero2", "zero3")
 PARTS = ("params", "grads", "optimizer", "activations", "buckets", "loss_head", "other")
-Status = Literal["ok", "oom", "diverged", "failed", "refused"]
+Status = Literal["ok", "oom", "diverged", "preempted", "failed", "refused"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Count = Annotated[int, Field(ge=0, lt=2**63)]  # what a report computes with
 # Strict JSON has no NaN: a number that is not finite is written as null, and read as NaN.

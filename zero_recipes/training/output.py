@@ -12,9 +12,10 @@ from trl import get_peft_config
 from zero_recipes import model as models
 from zero_recipes.checkpoint.compatibility import refuse_other_data
 from zero_recipes.checkpoint.output_dir import claim_output_dir, hold_output_dir
+from zero_recipes.checkpoint.resume import forget_resharded
 from zero_recipes.config.recipe import RunConfig, write_resolved
-from zero_recipes.core.findings import Refusal, library_error_as_finding
-from zero_recipes.core.process import CLOCK, rank
+from zero_recipes.core.findings import UNFINISHED, Preempted, Refusal, library_error_as_finding
+from zero_recipes.core.process import CLOCK, rank, remember_signals
 from zero_recipes.core.tables import terminal
 from zero_recipes.data.audit import show_rows
 from zero_recipes.data.load import load_tokenizer
@@ -23,7 +24,7 @@ from zero_recipes.distributed import ulysses
 from zero_recipes.distributed.group import agree, once, rank_0_writes
 from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.huggingface import attention_name
-from zero_recipes.metrics.callback import UNFINISHED, StageMetricsCallback
+from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import if_the_disk_takes_it, keep_failure, write_failure
 from zero_recipes.metrics.schema import SCHEMA, Metrics, PredictedMetrics
 from zero_recipes.training.card import push, write_card
@@ -46,8 +47,11 @@ class RecipeRun:
         """Hold the folder (collective). A run that fails inside leaves failure.rankN.json, and a metrics.json that says
         so; a refusal leaves nothing."""
         recipe_run = cls(run)
-        with hold_output_dir(run.output_dir), recipe_run._failure_recorded():
-            yield recipe_run
+        try:
+            with hold_output_dir(run.output_dir), recipe_run._failure_recorded():
+                yield recipe_run
+        finally:
+            remember_signals(False)
 
     def prepare_libraries(self) -> None:
         """TRL's arguments and the model's configuration; the libraries are set up for this run."""
@@ -115,7 +119,9 @@ class RecipeRun:
     def finish(self) -> None:
         self.metrics.write()
         self.finished = True
+        remember_signals(False)
         if rank() == 0:
+            forget_resharded(self.run.output_dir)
             write_card(self.run.output_dir)
 
     def _create_repository(self) -> str | None:
@@ -149,6 +155,9 @@ class RecipeRun:
         try:
             yield
         except Refusal:
+            raise
+        except Preempted as ending:
+            self.metrics.write(ending.status, str(ending))
             raise
         except Exception as error:
             run, phase, states, losses = self.run, CLOCK.failed or "startup", {}, []

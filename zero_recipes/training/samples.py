@@ -102,7 +102,9 @@ def _padded(rows: Sequence[Sequence[int]], pad: int, side: str) -> tuple[torch.T
     )
 
 
-def answer(trainer: Trainer, samples: list[Sample], max_new_tokens: int) -> Answers:
+def answer(
+    trainer: Trainer, samples: list[Sample], max_new_tokens: int, before_batch: Callable[[], None] = lambda: None
+) -> Answers:
     """Greedy answers to all samples. Collective: every rank calls it, each answers its share. Under ZeRO stage 3 every
     forward pass gathers parameters from all ranks, so all take the same number of batches and `synced_gpus` keeps them
     generating until the slowest has ended."""
@@ -117,6 +119,7 @@ def answer(trainer: Trainer, samples: list[Sample], max_new_tokens: int) -> Answ
     model.eval()
     answered = []
     for start in range(0, share, batch):
+        before_batch()
         chosen = mine[start : start + batch]
         part = [samples[i] for i in chosen]
         texts = generate_texts(model, tokenizer, part, max_new_tokens, device)

@@ -5,9 +5,10 @@ import functools
 import json
 import shutil
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 import datasets
+import torch
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
@@ -15,22 +16,26 @@ from trl import SFTTrainer
 
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import recipe_facts
-from zero_recipes.checkpoint.resume import load_resharded, numbered
+from zero_recipes.checkpoint.resume import asked_batch, forget_resharded, load_resharded, numbered, saves_on_signals
 from zero_recipes.core.files import write_json
-from zero_recipes.core.findings import first_line
+from zero_recipes.core.findings import UNFINISHED, Preempted, first_line
 from zero_recipes.core.host import library_versions
-from zero_recipes.core.process import CLOCK
+from zero_recipes.core.process import CLOCK, remember_signals, signalled
 from zero_recipes.distributed import ulysses
-from zero_recipes.distributed.group import rank_0_writes
+from zero_recipes.distributed.group import gather_rows, once, rank_0_writes
 from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.huggingface import rows_are_cut, without_deepspeed_announcement
-from zero_recipes.metrics.callback import UNFINISHED, StageMetricsCallback
+from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import is_out_of_memory
 from zero_recipes.training import samples
 from zero_recipes.training.card import write_card
 from zero_recipes.training.divergence import Diverged, StopAtDivergence, has_nonfinite_weights, not_finite
 from zero_recipes.training.output import RecipeRun
 from zero_recipes.training.token_loss import EndlessRows, TokenMetrics, TokenWeights, begin_epoch
+
+
+class CutShort(Exception):
+    """A signal has come to a rank; all leave an evaluation, or the sample prompts, after the same batch."""
 
 
 class NotSaved(Exception):
@@ -70,6 +75,8 @@ class ZeroSFTTrainer(SFTTrainer):
         self._max_new_tokens = settings.sample_max_new_tokens if settings else 0
         self._with_checksums = not (settings and settings.skip_checksums)
         self.answers_before: samples.Answers | None = None
+        self.is_preemptible = False  # from the first step on
+        self.evaluation_due = False  # it was cut short
         cut = rows_are_cut(recipe_run.args) if recipe_run else contextlib.nullcontext()
         with CLOCK.phase("model"), cut:
             super().__init__(*arguments, **keywords)
@@ -119,7 +126,9 @@ class ZeroSFTTrainer(SFTTrainer):
         self._load_history(resume_from_checkpoint)
         with CLOCK.phase("train"):
             try:
-                return super().train(resume_from_checkpoint, *arguments, **keywords)
+                trained = super().train(resume_from_checkpoint, *arguments, **keywords)
+                self._evaluate_if_due()  # no epoch was left
+                return trained
             except Exception as error:  # DeepSpeed's, on every rank: its loss scale cannot go lower
                 if "loss scale already at minimum" not in str(error):
                     raise
@@ -135,6 +144,7 @@ class ZeroSFTTrainer(SFTTrainer):
             step = json.loads((folder / TRAINER_STATE_NAME).read_text())["global_step"]
             self.stage_metrics.load_state_dict(history, step)
             self.answers_before = samples.answers_carried(history, self.samples)
+            self.evaluation_due = history.get("evaluation_due", False)
         self.stage_metrics.write("failed", UNFINISHED)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
@@ -151,7 +161,60 @@ class ZeroSFTTrainer(SFTTrainer):
         if self.answers_before is None:
             with CLOCK.phase("eval"):
                 self.answers_before = samples.answer_before(self, self.samples, self._max_new_tokens)
+        self.is_preemptible = self.recipe_run is not None and saves_on_signals(self.recipe_run.run)
+        if self.is_preemptible:
+            remember_signals(True)
         return prepared
+
+    def _maybe_log_save_evaluate(self, *arguments, **keywords) -> None:
+        """After a step: where a signal has come to any rank by its end, or while it is evaluated, the run ends here."""
+        ends = self.is_preemptible and self.stage_metrics.signalled
+        if ends:
+            self.evaluation_due, self.control.should_evaluate = self.control.should_evaluate, False
+            self.control.should_save = False
+        try:
+            super()._maybe_log_save_evaluate(*arguments, **keywords)
+        except CutShort:
+            ends = self.evaluation_due = True
+        if ends:
+            self._save_and_end()
+
+    def _save_and_end(self) -> NoReturn:
+        """Raises Preempted. Collective."""
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+
+        def is_saved() -> bool:
+            history = checkpoint / save.HISTORY
+            is_whole = history.is_file() and save.checkpoint_fault(checkpoint) is None
+            return is_whole and json.loads(history.read_text()).get("evaluation_due", False) == self.evaluation_due
+
+        if not once(is_saved, "looks at the checkpoint"):
+            self.args.save_only_model = False
+            self._save_checkpoint(self.model, None)
+        saved = f"saved as {checkpoint}" if once(is_saved, "looks at the checkpoint") else "not saved"
+        raise Preempted(f"a signal has ended the run; it is {saved}. The same command goes on.")
+
+    def _load_rng_state(self, checkpoint) -> None:
+        super()._load_rng_state(checkpoint)
+        self._evaluate_if_due()  # it draws random numbers, as it would have before the signal
+
+    def _evaluate_if_due(self) -> None:
+        """The evaluation that a signal has cut short, in the run that goes on from there. Collective."""
+        if self.evaluation_due:
+            try:
+                self._determine_best_metric(self._evaluate(None, None), None)
+            except CutShort:
+                self._save_and_end()
+            self.evaluation_due = False
+
+    def _leave_if_signalled(self) -> None:
+        """Raises CutShort on all ranks. Collective."""
+        if self.is_preemptible:
+            own = torch.tensor([[float(signalled())]], device=self.accelerator.device)
+            with self.stage_metrics.communication.not_counted():
+                everyone = gather_rows(own)
+            if everyone.any():
+                raise CutShort
 
     def _get_train_sampler(self, train_dataset=None):
         self._train_sampler = super()._get_train_sampler(train_dataset)
@@ -162,6 +225,7 @@ class ZeroSFTTrainer(SFTTrainer):
         only: a run resumed from its last step within an epoch takes one more, with a learning rate of 0 or past the
         schedule."""
         if self.state.global_step >= self.state.max_steps:
+            self._evaluate_if_due()
             self.control.should_training_stop = True
             return
         begin_epoch(self._train_sampler, epoch, self.args.seed if self.args.data_seed is None else self.args.data_seed)
@@ -244,12 +308,18 @@ class ZeroSFTTrainer(SFTTrainer):
         return output
 
     def prediction_step(self, model, inputs, *arguments, **keywords):
+        self._leave_if_signalled()
         return self.token_weights.predict(super().prediction_step, model, inputs, *arguments, **keywords)
 
     def sample_after(self) -> None:
-        """The sample prompts once more; samples.jsonl and a table on rank 0. Collective."""
+        """The sample prompts once more; samples.jsonl and a table on rank 0. Collective. A signal cuts them short, and
+        the run that goes on from its last step asks them."""
+        self.is_preemptible &= not self.args.load_best_model_at_end  # the optimizer is of another step
         with CLOCK.phase("eval"):
-            after = samples.answer(self, self.samples, self._max_new_tokens)
+            try:
+                after = samples.answer(self, self.samples, self._max_new_tokens, self._leave_if_signalled)
+            except CutShort:
+                self._save_and_end()
             if self.args.process_index == 0 and self.samples:
                 rows = samples.sample_rows(self.samples, self.answers_before, after)
                 samples.write_rows(self.recipe_run.run.output_dir / "samples.jsonl", rows)
@@ -291,6 +361,7 @@ class ZeroSFTTrainer(SFTTrainer):
                 super()._save_checkpoint(model, trial)
                 before = samples.carried(self.samples, self.answers_before)
                 history = self.stage_metrics.history() | {"answers_before": before}
+                history["evaluation_due"] = self.evaluation_due
                 self.accelerator.wait_for_everyone()  # all ranks have written
                 with rank_0_writes():
                     if self.args.should_save:
@@ -309,6 +380,7 @@ class ZeroSFTTrainer(SFTTrainer):
             with rank_0_writes():
                 if self.args.should_save:
                     rotate(folder, limit, self.state.best_model_checkpoint)
+                    forget_resharded(folder)
 
     def _manifest_facts(self) -> dict:
         """What a manifest says of the run that wrote it; without a recipe only what the trainer knows."""
@@ -317,6 +389,7 @@ class ZeroSFTTrainer(SFTTrainer):
         facts |= {"step": self.state.global_step, "versions": library_versions()}
         if self.recipe_run is not None:
             run = self.recipe_run.run
+            facts["asked"] = asked_batch(run.recipe.settings)
             facts |= {"recipe_sha256": run.recipe.sha256, "data_sha256": self.recipe_run.data.data_sha256}
             facts |= {"recipe": recipe_facts(run.settings, run.strategy)}
         return facts
