@@ -31,9 +31,9 @@ from zero_recipes.metrics.schema import Metrics  # noqa: E402
 DOCS = ROOT / "docs"
 CODES = """# Codes
 
-`zero-recipes check RECIPE.yaml` prints every problem of a run at once; `run_sft.py` refuses on the same errors before
-any weight is loaded, with exit code 2. `zero-recipes explain ZR104` prints the cause, the fix and an example of a code.
-(w): a warning. *: `--ignore CODE` turns the error into a warning. <Angle brackets>: filled in by the program.
+`zero-recipes check RECIPE.yaml` prints every problem of a run at once. `run_sft.py` refuses the same errors before it
+loads a weight, with exit code 2. `zero-recipes explain ZR104` prints the cause, the fix and an example of a code. The
+program fills in what is in <angle brackets>.
 """
 FIELDS = yaml.safe_load(Path(schema.__file__).with_name("fields.yaml").read_text())
 YAML_TYPES = ("boolean", "integer", "number", "string", "array", "object")
@@ -68,10 +68,13 @@ def codes() -> str:
         described = findings.described(code)
         if described["area"] != area:
             area = described["area"]
-            parts.append(f"\n## {area[:1].upper()}{area[1:]}\n\n| code | what |\n| --- | --- |\n")
-        mark = (" (w)" if row.get("level") == "warning" else "") + (" *" if row.get("ignore") else "")
-        what = escaped(" ".join(described["what"].split())).replace("|", "\\|")
-        parts.append(f"| {code}{mark} | {what} |\n")
+            parts.append(f"\n## {area[:1].upper()}{area[1:]}\n")
+        notes = [
+            row.get("level") == "warning" and "A warning.",
+            row.get("ignore") and f"`--ignore {code}` makes it a warning.",
+        ]
+        what = escaped(" ".join(described["what"].split()))
+        parts.append(f"\n##### {code}\n\n{' '.join([what + '.', *filter(None, notes)])}\n")
     return "".join(parts)
 
 

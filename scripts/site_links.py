@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 SHOWN = (".json", ".png", ".svg", ".html", ".ipynb")  # a browser shows the others only as text
+CODES = "codes.html"  # mkdocs.yml: no folder for each page
 LOG = logging.getLogger("mkdocs.hooks.site_links")
 
 
@@ -54,6 +55,16 @@ def on_page_markdown(markdown, page, config, files):
         return os.path.relpath(place(target), Path(page.file.src_uri).parent) if known else found[1]
 
     return LINK.sub(moved, markdown)
+
+
+def on_page_content(html, page, config, files):
+    """A code such as ZR213 in a text links to its part of the page of codes."""
+    if page.file.src_uri == "codes.md":
+        return html
+    pattern = re.compile(r"<(a|code|pre|h\d)\b.*?</\1>|\bZR\d{3}\b", re.DOTALL)
+    return pattern.sub(
+        lambda found: found[0] if found[1] else f'<a href="{CODES}#{found[0].lower()}">{found[0]}</a>', html
+    )
 
 
 class Page(HTMLParser):
