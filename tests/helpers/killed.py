@@ -65,7 +65,7 @@ def sabotage(place: str, step: int) -> None:
             "weights": (trainer, "_save_optimizer_and_scheduler", die),
             "optimizer": (torch, "save", half, lambda _, path, *more: saves and "optim" in str(path)),
             "random": (trainer, "_save_rng_state", die),
-            "manifest": (training, "write_manifest", die),
+            "manifest": (training.save, "write_manifest", die),
             "replace": (os, "replace", die, lambda _, path: saves and Path(path).name == "manifest.json"),
             "rotation": (shutil, "rmtree", some, lambda folder, *_: saves and "checkpoint-" in str(folder)),
         }[place]
