@@ -1,9 +1,10 @@
-"""Non-padding tokens per second of three programs side by side: python -m benchmarks.throughput [--workloads NAME ...]
+"""Non-padding tokens per second of programs side by side: python -m benchmarks.throughput [--workloads NAME ...]
 
-`trl sft` with its defaults, run_sft.py with a fast recipe, and a bare loop around deepspeed.initialize (around torch's
-DDP for ddp) on the very batches of the recipe. They take turns in one pair of processes, so that what else the machine
-does hits all alike. Speeds are compared only where all saw the same rows in as many steps and their losses on held-out
-rows agree; otherwise this ends with exit code 1.
+`trl sft` with its defaults, and packed without activation checkpointing; run_sft.py with a fast recipe; on the very
+batches of the recipe a bare loop around deepspeed.initialize with DeepSpeed's own defaults, and one around torch's DDP.
+They take turns in one pair of processes, so that what else the machine does hits all alike. Speeds are compared only
+where all saw the same rows in as many steps and their losses on held-out rows agree; otherwise this ends with exit
+code 1.
 
 Writes benchmarks/results/throughput.json, where each workload replaces its earlier measurement. --quick: a minute, one
 strategy, writes nothing without --result.
@@ -36,11 +37,12 @@ WORKLOADS = (
     # a packed step has other rows than a padded one: at 2e-4 four steps ended 1.3 % apart, at 5e-5 0.1 %
     Workload("45M, Alpaca", "llama-45m", "alpaca", steps=4, learning_rate=5e-5),
 )
-BY_DEFAULT = [each.name for each in WORKLOADS[:3]]  # ten minutes; the last alone takes as long
+BY_DEFAULT = [each.name for each in WORKLOADS[:3]]  # a quarter of an hour; the last alone takes as long
 QUICK = replace(WORKLOADS[0], name="quick", steps=4)
 NOT_TIMED = 2  # steps: buffers are made, and the recipe's probe reads the second one
 TOLERANCE = 0.01  # of the loss per supervised token
-PROGRAMS = ("trl", "recipe", "engine")
+ANCHORS = ("trl", "trl_tuned", "engine", "ddp")
+PROGRAMS = ("trl", "trl_tuned", "recipe", "engine", "ddp")  # the last two take the recipe's batches
 Row = dict[str, Any]
 
 
@@ -86,7 +88,8 @@ def measure(group: Group, workload: Workload, strategies: list[str], rounds: int
         for number in range(rounds):
             for strategy in strategies:
                 named = job | {"strategy": strategy}
-                turn = {program: run(group, program, named, workload) for program in PROGRAMS}
+                programs = [program for program in PROGRAMS if (strategy, program) != ("ddp", "engine")]
+                turn = {program: run(group, program, named, workload) for program in programs}
                 check(turn, f"{workload.name}, {strategy}")
                 turns[strategy].append(turn)
                 print(f"{workload.name}, round {number + 1}, {strategy}: {in_a_line(turns[strategy][-1])}", flush=True)
@@ -157,7 +160,7 @@ def summary(turns: list[dict[str, Row]]) -> Row:
         for name in turns[0]
     }
     ratios = {}
-    for other in ("trl", "engine"):
+    for other in (anchor for anchor in ANCHORS if anchor in turns[0]):
         by_round = [tokens_per_second(turn["recipe"]) / tokens_per_second(turn[other]) for turn in turns]
         ratios[f"recipe/{other}"] = {"median": statistics.median(by_round), "by_round": by_round}
     return {"programs": programs, "ratios": ratios}

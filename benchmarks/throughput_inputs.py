@@ -76,6 +76,8 @@ def job_of(workload: Workload, folder: Path) -> dict[str, Any]:
     fast |= {"supervised_logits_only": True, "save_model": False, "overwrite": True, "skip_plan": True}
     fast |= {"logging_steps": 10} | workload.recipe
     (folder / "recipe.yaml").write_text(json.dumps(same | fast, indent=2))  # JSON is YAML
+    packed = ("packing", "max_length", "per_device_train_batch_size", "gradient_accumulation_steps")
+    tuned = {key: fast[key] for key in (*packed, "activation_checkpointing")}
     return {
         "folder": str(folder),
         "model": str(model),
@@ -85,6 +87,7 @@ def job_of(workload: Workload, folder: Path) -> dict[str, Any]:
         "learning_rate": workload.learning_rate,
         "accumulation": workload.accumulation,
         "trl": same,
+        "trl_tuned": same | tuned,
         "recipe": {},
         "max_length": pack,
         "rows": count,

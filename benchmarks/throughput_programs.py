@@ -1,7 +1,8 @@
 """The programs that benchmarks/throughput.py alternates, as every rank of a process group runs them.
 
-trl: `trl sft` (trl/scripts/sft.py, main) with its defaults; recipe: run_sft.py; engine: a bare loop around
-deepspeed.initialize, or around torch's DDP, on the very batches that the recipe's data loader made.
+trl: `trl sft` (trl/scripts/sft.py, main) with its defaults; trl_tuned: the same, packed as the recipe is and without
+activation checkpointing; recipe: run_sft.py; engine: a bare loop around deepspeed.initialize with DeepSpeed's own
+defaults, ddp: one around torch's DDP, both on the very batches that the recipe's data loader made.
 """
 
 import contextlib
@@ -102,13 +103,13 @@ def counting(collate: Callable[[list[dict]], Batch], seen: Seen, keep_batches: b
     return counted
 
 
-def trl(job: dict, seen: Seen) -> None:
-    """`trl sft` with its defaults: `job["trl"]` names the task (model, rows, learning rate)."""
+def trl(job: dict, seen: Seen, program: str) -> None:
+    """`trl sft`: `job["trl"]` names the task (model, rows, learning rate), `job["trl_tuned"]` the fast settings too."""
     from trl.scripts import sft
 
     # DeepSpeed's stage 0 counts a step too many (libs/patches.py); left in, the loss would be another
     with watched(seen, FreshAdamAtStage0()):
-        sft.main(*sft.make_parser().parse_args_and_config(arguments_of(job, "trl"), fail_with_unknown_args=False))
+        sft.main(*sft.make_parser().parse_args_and_config(arguments_of(job, program), fail_with_unknown_args=False))
 
 
 def recipe(job: dict, seen: Seen) -> None:
@@ -126,15 +127,15 @@ def arguments_of(job: dict, program: str) -> list[str]:
     return [*ds_config, *(word for key, value in keys.items() for word in (f"--{key}", str(value)))]
 
 
-def engine(job: dict, seen: Seen, batches: list[Batch], config: dict | None) -> None:
-    """A bare loop around the engine of the strategy, with the configuration of the recipe's engine."""
-    if config is None:
-        plain(job, seen, batches)
-        return
+def engine(job: dict, seen: Seen, batches: list[Batch], config: dict) -> None:
+    """A bare loop around the engine of the strategy: stage and offload of the recipe's `config`, the rest of
+    zero_optimization as DeepSpeed has it by default."""
     import deepspeed
 
     model = load(job)
     known = {key: value for key, value in config.items() if key != "train_batch_size"}  # follows from the others
+    kept = {"stage", "offload_optimizer", "offload_param"} & set(config["zero_optimization"])
+    known["zero_optimization"] = {key: config["zero_optimization"][key] for key in kept}
     optimizer = adam(model, config, job)
     seen.model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=known)
     if job["strategy"] == "zero0":  # DeepSpeed 0.19.8 has taken a step without gradients (libs/patches.py)
@@ -232,13 +233,15 @@ def run(program: str, job: dict) -> dict:
     """Train once; what was seen of it on this rank. `job`: benchmarks/throughput.py, job_of."""
     torch.manual_seed(0)
     seen = Seen(job["device"])
-    if program == "trl":
-        trl(job, seen)
+    if program.startswith("trl"):
+        trl(job, seen, program)
     elif program == "recipe":
         recipe(job, seen)
         LAST_RECIPE[:] = [seen]
-    else:
+    elif program == "engine" and LAST_RECIPE[0].config is not None:
         engine(job, seen, LAST_RECIPE[0].batches, LAST_RECIPE[0].config)
+    else:
+        plain(job, seen, LAST_RECIPE[0].batches)
     fed = seen if seen.lengths else LAST_RECIPE[0]
     found = {
         "step_seconds": seen.step_seconds(),

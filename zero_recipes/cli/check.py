@@ -6,15 +6,17 @@ import re
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import downgraded, finding, ignored_codes
+from zero_recipes.core.tables import working
 from zero_recipes.libs.warnings import quieten
 
 
 def check(arguments: argparse.Namespace) -> int:
-    from zero_recipes.checks import predicted
-    from zero_recipes.checks.preflight import preflight, resolved_ds_config
-    from zero_recipes.config.accelerate import launched_as_named, launched_environment
-    from zero_recipes.config.strategy import INLINE_SOURCE
-    from zero_recipes.libs.huggingface import launch_findings
+    with working("importing the libraries"):
+        from zero_recipes.checks import predicted
+        from zero_recipes.checks.preflight import preflight, resolved_ds_config
+        from zero_recipes.config.accelerate import launched_as_named, launched_environment
+        from zero_recipes.config.strategy import INLINE_SOURCE
+        from zero_recipes.libs.huggingface import launch_findings
 
     quieten()
     if arguments.upgrade:
@@ -38,14 +40,15 @@ def check(arguments: argparse.Namespace) -> int:
         environment = launched_as_named(mapping)
     else:
         environment = launched_environment(arguments.config_file, arguments.num_processes)
-    run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True)
+    with working(f"checking {arguments.recipe}"):
+        run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True)
+        findings += [] if run is None else predicted.rehearsed(run, environment)
     if remote_code:  # what says no more than that this code was not run has no place of its own
         without = re.compile(r"trust_remote_code|contains custom code")
         findings = [found for found in findings if found.level != "error" or not without.search(found.why)]
         findings.append(finding("ZR783"))
     findings += launch_findings(arguments.config_file)
     if run is not None:
-        findings += predicted.rehearsed(run, environment)
         print("\n".join(run.strategy.described(run.device, run.settings)))
         if run.strategy.source == INLINE_SOURCE and not arguments.show:
             print(f"ds_config     {json.dumps(run.strategy.ds_config.raw)}")

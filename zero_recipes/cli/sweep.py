@@ -39,7 +39,7 @@ from zero_recipes.core.files import at_hand, write_json, write_text
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import free_port
-from zero_recipes.core.tables import plain, terminal
+from zero_recipes.core.tables import plain, terminal, working
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.failure import failed_row
 from zero_recipes.metrics.read_runs import SWEEP_FILE, SweptRun, read_sweep_file
@@ -80,9 +80,10 @@ def sweep(
             raise refusal("ZR328", path=path, cwd=Path.cwd(), known=", ".join(all_strategies()) or "none")
     console = terminal()
     # what it refuses here, it would refuse in every run
-    settings = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings
-    environments = {name: launched_environment(config, num_processes) for name, config in configs.items()}
-    ds_configs = {name: launched_ds_config(each, settings.precision)[0] for name, each in environments.items()}
+    with working(f"reading {recipe}"):
+        settings = recipes.parse_recipe(recipe, recipes.read_recipe_file(recipe), overrides).settings
+        environments = {name: launched_environment(config, num_processes) for name, config in configs.items()}
+        ds_configs = {name: launched_ds_config(each, settings.precision)[0] for name, each in environments.items()}
     runs = runs_of(configs, ds_configs, sets, overrides)
     if settings.deepspeed is not None:
         refuse_own_ds_config(recipe, settings.deepspeed, runs, ds_configs)
@@ -101,12 +102,8 @@ def sweep(
         folder = output_dir / run.name
         label = f"[{number}/{len(runs)}] {run.name}"
         previous = claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
-        (folder / FILE).unlink(missing_ok=True)
         start = time.perf_counter()
-        words = [*shared, *run.words]
-        command = launch_of_strategy(recipe, run.config_in(folder), num_processes, folder, words, script)
-        exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
-        row = _row(folder, run.strategy, exit_code, log)
+        row = launched(recipe, run, folder, label, num_processes, shared, script, console)
         ended[run.name] = row.status
         ending = f"{label}: {row.status} after {time.perf_counter() - start:.0f} s"
         ending += f", see {folder / 'log.txt'}" if row.status != "ok" else ""
@@ -115,6 +112,24 @@ def sweep(
         ending += f"; the results that were there are in {previous}" if previous else ""
         console.print(plain(ending), soft_wrap=True)
     return ended
+
+
+def launched(
+    recipe: Path,
+    run: "SweepRun",
+    folder: Path,
+    label: str,
+    num_processes: int,
+    shared: list[str],
+    script: Path,
+    console: Console,
+) -> Metrics:
+    """Launch one run into its folder: what it has measured, or how it failed. `shared`: words of all runs."""
+    (folder / FILE).unlink(missing_ok=True)
+    words = [*shared, *run.words]
+    command = launch_of_strategy(recipe, run.config_in(folder), num_processes, folder, words, script)
+    exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
+    return _row(folder, run.strategy, exit_code, log)
 
 
 def _announce(runs: "list[SweepRun]", output_dir: Path, console: Console) -> None:
@@ -178,7 +193,7 @@ def _run(command: list[str], folder: Path, label: str, console: Console, threads
     folder.mkdir(parents=True, exist_ok=True)
     tail: collections.deque[str] = collections.deque(maxlen=400)
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ | {"PYTHONUNBUFFERED": "1"}
-    with open(folder / "log.txt", "w") as log, console.status(plain(f"{label}: starting")) as status:
+    with open(folder / "log.txt", "w") as log, working(f"{label}: starting", console) as say:
         log.write(" ".join(command) + "\n")
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
         child = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
@@ -188,7 +203,7 @@ def _run(command: list[str], folder: Path, label: str, console: Console, threads
                 log.write(line)
                 tail.append(line.rstrip("\n"))
                 if line.strip():
-                    status.update(plain(f"{label}: {line.strip()[:100]}"))
+                    say(f"{label}: {line.strip()[:100]}")
                 if line.startswith("{'loss'") and not console.is_terminal:  # where no status moves
                     console.print(plain(f"{label}: {line.strip()}"), soft_wrap=True)
             return child.wait(), "\n".join(tail)

@@ -1,7 +1,11 @@
 """Rows under columns, for the terminal (rich) and for markdown: every table that this project prints."""
 
+import threading
+import time
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from rich import box
@@ -28,6 +32,29 @@ def terminal(stderr: bool = False) -> Console:
     if hasattr(console.file, "reconfigure"):
         console.file.reconfigure(errors="backslashreplace")
     return console
+
+
+@contextmanager
+def working(what: str, console: Console | None = None) -> Iterator[Callable[[str], None]]:
+    """Says what goes on, on stderr or `console`: a spinner on a terminal, elsewhere a line at once and every ten
+    seconds. Gives a function that says something else from then on."""
+    console = console or terminal(stderr=True)
+    started, done, said = time.monotonic(), threading.Event(), deque([what], maxlen=1)
+    if console.is_terminal:
+        with console.status(plain(what)) as status:
+            yield lambda text: status.update(plain(text))
+        return
+
+    def say() -> None:
+        while not done.wait(10):
+            console.print(plain(f"{said[0]}: {time.monotonic() - started:.0f} s"), soft_wrap=True)
+
+    console.print(plain(what), soft_wrap=True)
+    threading.Thread(target=say, daemon=True).start()
+    try:
+        yield said.append
+    finally:
+        done.set()
 
 
 class Column(NamedTuple):

@@ -22,6 +22,7 @@ from zero_recipes.config.recipe import Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, finding
 from zero_recipes.core.host import Host
+from zero_recipes.core.tables import working
 
 COMPILE_SECONDS = 1800.0  # more for the ranks to come together, for each op that the first of a machine compiles
 BY_OPTIMIZER = {"adam": "adam", "adamw": "adam", "adagrad": "adagrad", "lion": "lion", "lamb": "lamb"}
@@ -124,8 +125,8 @@ def build(ops: Iterable[str]) -> None:
 
     for op in ops:
         start = time.monotonic()
-        print(f"compiling {op}, once for this machine (async_io takes minutes, others less than one)", flush=True)
-        ALL_OPS[op].load(verbose=False)
+        with working(f"compiling {op}, once for this machine (async_io takes minutes, others less than one)"):
+            ALL_OPS[op].load(verbose=False)
         print(f"compiled {op} in {time.monotonic() - start:.0f} s", flush=True)
 
 
