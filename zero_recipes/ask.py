@@ -199,7 +199,7 @@ def _read_tokenizer(place: str, target: Target) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=target.settings.trust_remote_code)
 
 
-def _load(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, of_base: bool = False) -> Loaded:
+def load(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, of_base: bool = False) -> Loaded:
     """The model, an adapter on its base; `of_base`: the base of another, with a row for each of the model's tokens."""
     settings, name = target.settings, target.base if of_base or target.is_adapter else str(target.folder)
     ours = {"dtype", "torch_dtype", "device_map", "quantization_config"}
@@ -255,9 +255,9 @@ def _both_answers(
     """(the base's, the model's): one model in memory after the other, an adapter's base with the adapter off."""
     batch, base = target.settings.per_device_eval_batch_size, None
     if target.base is not None and not target.is_adapter:
-        base = _load(target, tokenizer, device, of_base=True).answers(samples, most, batch)
+        base = load(target, tokenizer, device, of_base=True).answers(samples, most, batch)
         clear_device_cache(garbage_collection=True)
-    tuned = _load(target, tokenizer, device)
+    tuned = load(target, tokenizer, device)
     sampling.print_prompts_cut(tuned.model, tokenizer, samples, most)
     if target.is_adapter:
         base = tuned._replace(adapter_off=True).answers(samples, most, batch)
@@ -285,11 +285,11 @@ def write_turns(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None, 
 
 def _chat(target: Target, tokenizer: PreTrainedTokenizerBase, device: str, beside: bool, most: int) -> int:
     """Until /exit, the end of the input or Ctrl-C."""
-    models = {"model": _load(target, tokenizer, device)}
+    models = {"model": load(target, tokenizer, device)}
     if beside and target.is_adapter:
         models = {"base": models["model"]._replace(adapter_off=True)} | models
     elif beside:
-        models = {"base": _load(target, tokenizer, device, of_base=True)} | models
+        models = {"base": load(target, tokenizer, device, of_base=True)} | models
     turns: dict[str, list[dict[str, str]]] = {name: [] for name in models}
     print("/reset forgets the conversation, /exit (or Ctrl-D) ends it.", flush=True)
     with suppress(EOFError, KeyboardInterrupt):

@@ -165,6 +165,15 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--skip_checksums", action="store_true", help="do not read the files to compare their checksums")
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
+    text = "a run's model for others: LoRA merged, whole safetensors, GGUF, Ollama's Modelfile"
+    verb = add(verbs.export, text, overrides=True)
+    verb.add_argument("folder", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
+    verb.add_argument("--gguf", nargs="+", default=[], choices=verbs.GGUF, help="files for llama.cpp and Ollama")
+    verb.add_argument("--llama_cpp", type=Path, help="a folder of llama.cpp; default: the pinned source, downloaded")
+    verb.add_argument("--base", help="of an adapter: folder or name; default: the adapter's own")
+    verb.add_argument("--output_dir", type=Path, help="default: <folder>-export")
+    verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
+
     verb = add(verbs.push, "a run's model, card and measurements to the hub, without paths of this machine")
     verb.add_argument("folder", type=Path, help="a run's output_dir, e.g. output/pythia")
     verb.add_argument("--hub_model_id", required=True, help="the repository, e.g. me/pythia-alpaca")

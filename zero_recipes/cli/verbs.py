@@ -16,6 +16,8 @@ from zero_recipes.core.findings import AREAS, REFUSED, described, first_line, li
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.schema import ORDER as STAGES
 
+GGUF = ("f16", "bf16", "q8_0", "q4_k_m", "lora")  # the last is the adapter alone
+
 
 def fetch(arguments: argparse.Namespace) -> int:
     """Local folders are only measured. Raises Refusal where the hub cannot be reached or does not have it."""
@@ -128,6 +130,13 @@ def push(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def export(arguments: argparse.Namespace) -> int:
+    quieten()
+    from zero_recipes.cli.export import export
+
+    return export(arguments)
 
 
 def reshard(arguments: argparse.Namespace) -> int:

@@ -32,20 +32,22 @@ SECRET = ("hub_token", "output_dir", "logging_dir", "resume_from_checkpoint")  #
 MOST_LOSSES, MOST_SAMPLES = 10, 5  # rows of the card's tables
 
 
-def write_card(folder: Path) -> None:
-    """README.md from metrics.json, recipe.resolved.yaml and samples.jsonl of a run, as far as it has come."""
+def write_card(folder: Path, out: Path | None = None) -> None:
+    """README.md from metrics.json, recipe.resolved.yaml and samples.jsonl of a run, as far as it has come. `out`:
+    where the model was exported to."""
     run = schema.Metrics.read(folder / schema.FILE)
     recipe = _recipe(folder)
     base, named = recipe.get("model_name_or_path") or run.model, _data(recipe)
     licence = licence_of(base, "model", run.model_revision)
-    is_adapter = (folder / ADAPTER).is_file()
+    out = out or folder
+    is_adapter = (out / ADAPTER).is_file()
     data = ModelCardData(
         base_model=base if on_hub(base) else None,
         datasets=[name for name in named if on_hub(name)] or None,
         license=licence,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
-        model_name=folder.resolve().name,
+        model_name=out.resolve().name,
         tags=["zero-recipes", "trl", "sft", *["deepspeed"] * run.strategy.startswith("zero"), *["lora"] * is_adapter],
     )
     card = ModelCard.from_template(
@@ -64,7 +66,7 @@ def write_card(folder: Path) -> None:
         samples=[_cells(row) for row in read_samples(folder / SAMPLES)[:MOST_SAMPLES]],
         units=units,
     )
-    write_text(folder / README, str(card))
+    write_text(out / README, str(card))
 
 
 def _recipe(folder: Path) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""What `zero-recipes export` writes is the adapter on its base, under the base's names; its template is the model's."""
+
+import re
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from tests.helpers.tiny import ROOT, write_llama
+from zero_recipes.cli.main import main
+from zero_recipes.data.forms import alpaca_prompt
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """A LoRA adapter with weights of its own beside its base, whose tokenizer has ChatML's tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "tiny_world" / "base")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    base, folder = write_llama(tmp_path / "base"), tmp_path / "lora"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(base)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    get_peft_model(model, lora).save_pretrained(folder)
+    for place in (base, folder):
+        tokenizer.save_pretrained(place)
+    return folder
+
+
+def test_an_adapter_becomes_a_whole_model(adapter, capsys):
+    assert main(["export", str(adapter)]) == 0
+    out, base = adapter.with_name("lora-export"), adapter.with_name("base")
+    assert load_file(out / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
+    ids = torch.arange(2, 40).reshape(2, 19)
+    whole = AutoModelForCausalLM.from_pretrained(out)(ids).logits
+    beside = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)(ids).logits
+    torch.testing.assert_close(whole, beside, rtol=1e-4, atol=1e-4)
+    tokenizer, ends = AutoTokenizer.from_pretrained(out), GenerationConfig.from_pretrained(out).eos_token_id
+    assert set(tokenizer.convert_ids_to_tokens(ends)) == {tokenizer.eos_token, "<|im_end|>"}
+
+    written = (out / "Modelfile").read_text()
+    go = re.search(r'TEMPLATE """(.*)"""', written, re.S)[1].removesuffix("{{ .Response }}")
+    with_system, without = re.fullmatch(
+        r"\{\{ if .System \}\}(.*)\{\{ else \}\}(.*?)\{\{ end \}\}.*", go, re.S
+    ).groups()
+    rest = go.partition("{{ end }}")[2]
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    for start, asked in ((with_system, turns), (without, turns[1:])):
+        text = (start + rest).replace("{{ .System }}", "Be brief.").replace("{{ .Prompt }}", "Why?")
+        assert text == tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert 'PARAMETER stop "<|im_end|>"' in written
+
+    capsys.readouterr()
+    assert main(["export", str(adapter)]) == 2 and "ZR902" in capsys.readouterr().err, "nothing is written over"
+
+
+def test_the_template_of_an_alpaca_model_is_its_prompt(adapter):
+    folder, out = adapter.with_name("base"), adapter.with_name("out")
+    (folder / "chat_template.jinja").unlink()
+    assert main(["export", str(folder), "--dataset_format", "alpaca", "--output_dir", str(out)]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    asked = [{"role": "user", "content": "Name a colour."}]
+    assert tokenizer.apply_chat_template(asked, tokenize=False) == alpaca_prompt("Name a colour.")
+
+
+@pytest.mark.grid
+def test_gguf_answers_as_transformers(tmp_path, capsys):
+    """A GPT-NeoX with a tokenizer of its own. llama.cpp's source is downloaded once, as a user's is."""
+    pytest.importorskip("xllamacpp")
+    out = tmp_path / "out"
+    assert main(["export", str(ROOT / "tiny_world" / "base"), "--gguf", "f16", "q8_0", "--output_dir", str(out)]) == 0
+    assert "out-f16.gguf: 1 of 1 greedy answers are transformers'" in capsys.readouterr().out
