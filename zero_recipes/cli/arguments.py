@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from zero_recipes.cli import check, env, train, verbs
+from zero_recipes.cli import check, env, import_config, train, verbs
 from zero_recipes.core.files import at_hand
 
 RECIPE = "a recipe, e.g. recipes/pythia.yaml, or pythia.yaml, which the package brings"
@@ -61,7 +61,7 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
         their whole names alone: `--num_proc` is no `--num_processes`, it may be a key of the recipe."""
         text += "; other options override the recipe's keys" if overrides else ""
         about = {"help": text, "description": f"{text[0].upper()}{text[1:]}."}
-        verb = subparsers.add_parser(func.__name__, allow_abbrev=False, **about)
+        verb = subparsers.add_parser(func.__name__.strip("_"), allow_abbrev=False, **about)
         verb.set_defaults(func=func, **({"overrides": []} if overrides else {}))
         return verb
 
@@ -103,6 +103,12 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--data", action="store_true", help=data)
     verb.add_argument("--show", action="store_true", help='print the ds_config that will be used, "auto" filled in')
     verb.add_argument("--traceback", action="store_true", help="show where a library refused the run")
+
+    text = "a file of axolotl, LLaMA-Factory or ms-swift as a recipe, with what it cannot say named"
+    verb = add(import_config.import_, text)
+    verb.add_argument("file", type=Path, help="its YAML file, or a script with a `swift sft` command")
+    verb.add_argument("--output", type=Path, help="the recipe; default: FILE.recipe.yaml here")
+    verb.add_argument("--allow", type=names, help="keys, by comma, to leave out although another training follows")
 
     verb = add(verbs.plan, "memory, time and cost of each strategy before a GPU is rented", overrides=True)
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)

@@ -34,6 +34,7 @@ class RecipeArguments:
     columns: dict | str | None = _key("columns", None)  # noqa: RUF009
     mixture_stopping_strategy: str = _key("mixture_stopping_strategy", "first_exhausted")
     assistant_mask: str | None = _key("assistant_mask", None)
+    long_rows: str = _key("long_rows", "cut")
     global_batch_size: int | None = _key("global_batch_size", None)
     sample_prompts: str | None = _key("sample_prompts", None)
     sample_max_new_tokens: int = _key("sample_max_new_tokens", 128)

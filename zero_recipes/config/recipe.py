@@ -283,8 +283,8 @@ def trl_arguments(settings: Settings, path: Path) -> TrlArguments:
                 values["datasets"] = [_as_trl_entry(entry) for entry in entries]
             objects.append(cls(**values))  # copied: DatasetMixtureConfig turns the mapping's entries into objects
     trl = TrlArguments(*objects)
-    if settings.assistant_mask is not None:  # rows are prepared by it too
-        trl.training.assistant_mask = settings.assistant_mask
+    ours = {"assistant_mask": settings.assistant_mask, "long_rows": settings.long_rows}  # rows are prepared by them too
+    vars(trl.training).update({key: value for key, value in ours.items() if value not in (None, "cut")})
     return trl
 
 

@@ -61,10 +61,11 @@ def audit(
     whole, supervised, ended = map(np.concatenate, (whole, supervised, ended))
     fits = np.full(len(whole), True) if longest is None else whole <= longest
     packed = training_args.packing
+    dropped = int((~fits).sum()) if drops_long_rows(training_args) else 0
     return Audit(
         rows=len(whole),
         truncated=int((~fits).sum()),
-        dropped=0 if packed else len(whole) - len(ready),
+        dropped=dropped if packed else len(whole) - len(ready),
         without_supervision=np.flatnonzero(supervised == 0).tolist(),
         tokens=int(row_lengths(ready).sum()),
         supervised=_supervised(ready, packed and "seq_lengths" in ready.column_names),
@@ -72,6 +73,10 @@ def audit(
         unsupervised_ends=int((fits & ~ended).sum()),
         empty=_empty_answers(rows, training_args.dataset_text_field),
     )
+
+
+def drops_long_rows(training_args) -> bool:
+    return getattr(training_args, "long_rows", None) == "drop" and training_args.max_length is not None
 
 
 # what the rows say, before they are tokens
@@ -159,7 +164,7 @@ def audit_findings(
         yield finding("ZR533", level=level, count=count, rows=found.rows, split=split, row=found.empty[0])
     longest, skips = training_args.max_length, (training_args.dataset_kwargs or {}).get("skip_prepare_dataset")
     splitting = training_args.packing and training_args.packing_strategy in SPLITTING
-    cuts = longest is not None and not skips and not splitting
+    cuts = longest is not None and not skips and not splitting and not drops_long_rows(training_args)
     if found.without_supervision:
         row = found.without_supervision[0]
         count, text = len(found.without_supervision), str(rows[row])[:200]

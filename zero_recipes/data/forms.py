@@ -4,7 +4,7 @@ What TRL takes by itself (prompt and completion, messages, texts, token ids) sta
 `messages`; a question and its answer become a prompt and a completion, or messages, of one turn each.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import resources
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import yaml
 from datasets import Dataset, IterableDataset
 
 from zero_recipes.config.recipe import Settings
-from zero_recipes.core.findings import library_error_as_finding, refusal
+from zero_recipes.core.findings import library_error_as_finding
 
 Rows = Dataset | IterableDataset
 
@@ -109,29 +109,24 @@ def _numbered(convert: Callable, row: dict[str, Any], number: int) -> dict[str, 
 
 
 def _is_conversation(value: Any) -> bool:
-    named = tables()
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and isinstance(value[0], dict)
-        and (any(key in value[0] for key in named["speaker"]) and any(key in value[0] for key in named["text"]))
-    )
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, dict) and all(_named(key, first) for key in ("speaker", "text"))
 
 
-def _first_of(names: Iterable[str], found: Mapping[str, Any]) -> str | None:
-    return next((name for name in names if name in found), None)
+def _named(key: str, columns: Mapping[str, Any], kind: type = object) -> str | None:
+    """The first of forms.yaml's names under `key` that is there, with a value of this kind."""
+    return next((name for name in tables()[key] if name in columns and isinstance(columns[name], kind)), None)
 
 
 def _conversation(column: str, first: Mapping[str, Any]) -> Form:
-    turns, roles = first[column], tables()["roles"]
-    speaker, text = (_first_of(tables()[key], turns[0]) for key in ("speaker", "text"))
-    names = list(dict.fromkeys(str(turn.get(speaker)) for turn in turns))
-    system = next((name for name in tables()["system"] if isinstance(first.get(name), str)), None)
-    as_is = (column, speaker, text) == ("messages", "role", "content") and system is None
-    if as_is and all(roles.get(name, name) == name for name in names):
+    turns, roles, system = first[column], tables()["roles"], _named("system", first, str)
+    speaker, text = (_named(key, turns[0]) for key in ("speaker", "text"))
+    others = {str(turn.get(speaker)): None for turn in turns if roles.get(turn.get(speaker)) != turn.get(speaker)}
+    known = [f"{name} is {roles[name]}" for name in others if name in roles]
+    if (column, speaker, text, system, known) == ("messages", "role", "content", None, []):
         return Form("messages, as they are", chat=True)
-    speakers = ", ".join(f"{name} is {roles[name]}" for name in names if roles.get(name, name) != name)
-    said = f"{column} with {speaker} and {text}, as messages" + (f" ({speakers})" if speakers else "")
+    said = f"{column} with {speaker} and {text}, as messages"
+    said += f" ({', '.join(known)})" if known else ""
     said += f"; {system} goes before them" if system else ""
     return Form(said, partial(_as_messages, column, speaker, text, system), chat=True)
 
@@ -157,12 +152,10 @@ def _pair(columns: set[str], first: Mapping[str, Any], settings: Settings) -> Fo
     questions = [name for name in questions if name not in contexts]
     if len(questions) != 1 or len(answers) != 1 or len(contexts) > 1:
         return None
-    system = next((name for name in named["system"] if isinstance(first.get(name), str)), None)
-    asked = questions + contexts
+    system, history = _named("system", first, str), "history" if isinstance(first.get("history"), list) else None
+    asked, before = questions + contexts, [name for name in (system, history) if name]
     said = f"{' and '.join(asked)} as the user's turn, {answers[0]} as the assistant's"
-    said += f"; {system} goes before them" if system else ""
-    history = "history" if isinstance(first.get("history"), list) else None
-    said += "; the pairs of history come first" if history else ""
+    said += f"; {' and '.join(before)} before them" if before else ""
     pair = partial(_as_turns, tuple(asked), answers[0], system, history, bool(settings.assistant_only_loss))
     return Form(said, pair, chat=True)
 
@@ -182,9 +175,3 @@ def _as_turns(
         [{"role": role, "content": text} for role, text in part] for part in (said, [("assistant", row[answer])])
     )
     return {"messages": prompt + completion} if whole else {"prompt": prompt, "completion": completion}
-
-
-def refuse_unwritable(form: Form | None, chat_template: Any) -> None:
-    """Turns need a chat template. Raises Refusal."""
-    if form is not None and form.convert is not None and form.chat and not chat_template:
-        raise refusal("ZR890", said=form.said)

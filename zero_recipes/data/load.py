@@ -141,10 +141,8 @@ def _wanted(settings: Settings, dataset_format: str | None) -> str:
         return ", ".join(forms.ALPACA_COLUMNS)
     if (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
         return "input_ids, with skip_prepare_dataset"
-    turns = "messages, conversations, one question with one answer"
-    if dataset_format == "chat":
-        return turns
-    return f"prompt and completion, {turns}, input_ids, {settings.dataset_text_field} (dataset_text_field)"
+    texts = f"prompt and completion, input_ids, {settings.dataset_text_field} (dataset_text_field), "
+    return f"{'' if dataset_format else texts}messages, conversations, one question with one answer"
 
 
 def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:

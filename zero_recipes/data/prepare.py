@@ -52,7 +52,7 @@ PLANNED_ROWS = 2000  # tokenised for a plan, spread over all: the mean of Alpaca
 # what TRL's preparation reads of the arguments (trl/trainer/sft_trainer.py, `_prepare_dataset` and before it)
 _READ_BY_TRL = ("max_length", "truncation_mode", "packing", "packing_strategy", "eval_packing", "shuffle_dataset")
 _READ_BY_TRL += ("completion_only_loss", "assistant_only_loss", "dataset_text_field")
-_READ_HERE = ("dataset_kwargs", "assistant_mask")
+_READ_HERE = ("dataset_kwargs", "assistant_mask", "long_rows")
 _VERSIONS = ("trl", "transformers", "datasets")
 # our own code that makes rows
 _OUR_PARTS = [Path(__file__), *(Path(part.__file__) for part in (audits, forms, load, turns, huggingface))]
@@ -101,6 +101,8 @@ def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokeniz
     ignored = ignored_codes(settings.ignore)
     made = once_per_node(lambda: _made_or_kept(settings, training_args, tokenizer, ignored))
     if made["folder"] is None:  # TRL tokenises a stream as it comes
+        if audits.drops_long_rows(training_args):
+            raise refusal("ZR896")
         train, evaluation, _ = load.load_rows(settings)
         if evaluation is not None:  # whole, in memory: of a stream's shares that differ in length ranks wait for others
             evaluation = Dataset.from_list(list(evaluation), features=evaluation.features)
@@ -147,8 +149,8 @@ def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:
     """Rows, samples and tokenizer of a recipe, nothing tokenised yet. Raises Refusal."""
     tokenizer = load.apply_chat_template_file(tokenizer, settings)
     rows, evaluation, found = load.load_rows(settings)
-    for form in found:
-        forms.refuse_unwritable(form, tokenizer.chat_template)
+    if unwritable := [form.said for form in found if form.convert and form.chat and not tokenizer.chat_template]:
+        raise refusal("ZR890", said=unwritable[0])
     prompts = rows_to_ask(settings.sample_prompts, evaluation, settings)
     split = settings.dataset_test_split
     samples = choose_samples(settings.sample_prompts, prompts, settings.dataset_format, tokenizer, split)
@@ -169,6 +171,8 @@ def finish(tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args
     """Tokenised rows truncated or packed to max_length, rows without loss dropped, shuffled, as TRL does. Packed by one
     process: TRL 1.16 packs within one worker's share, so that packs would depend on their number."""
     single = copy.copy(training_args)
+    if audits.drops_long_rows(training_args):
+        tokenised = tokenised.select(np.flatnonzero(audits.row_lengths(tokenised) <= training_args.max_length))
     single.dataset_num_proc = None if packing else workers(len(tokenised), training_args.dataset_num_proc)
     return huggingface.prepare_dataset(tokenised, tokenizer, single, packing)
 
@@ -212,7 +216,6 @@ def prepare_split(
 ) -> tuple[Split, list[Finding]]:
     """One split tokenised whole and as it is trained on, its counts, and what is wrong with it. Raises Refusal."""
     with library_error_as_finding(f"tokenising the rows of {split}"):
-        rows = _as_messages(rows)
         audits.refuse_broken_rows(rows, tokenizer, training_args.dataset_text_field, split)
         if (training_args.dataset_kwargs or {}).get("skip_prepare_dataset"):
             tokenised = ready = rows
@@ -221,16 +224,6 @@ def prepare_split(
             ready = finish(tokenised, tokenizer, training_args, packing)
     found = audits.audit(rows, tokenised, ready, tokenizer, training_args)
     return Split(tokenised, ready, found), list(audits.audit_findings(found, rows, tokenizer, training_args, split))
-
-
-def _as_messages(rows: Dataset) -> Dataset:
-    """Conversations with "from" and "value" as messages, as TRL's preparation begins."""
-    from trl import maybe_convert_to_chatml
-    from trl.data_utils import is_conversational_from_value
-
-    if not is_conversational_from_value(rows[0]):
-        return rows
-    return rows.map(maybe_convert_to_chatml, remove_columns="conversations")
 
 
 def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:

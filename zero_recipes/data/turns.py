@@ -17,7 +17,7 @@ ANSWER = "zero recipes"  # a text that no template changes
 
 
 def mask_by(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args) -> str | None:
-    """How the assistant's tokens are found here: "turn" or "stop"; None where TRL does it, or nobody asked for it."""
+    """How the assistant's tokens are found here: "turn" or "answer"; None where TRL does it, or nobody asked for it."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     named, template = getattr(training_args, "assistant_mask", None), tokenizer.chat_template
@@ -41,9 +41,9 @@ def masked(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args, worker
     only = training_args.completion_only_loss is not False
     with library_error_as_finding("masking all but the assistant's tokens"):
         keywords = {"end": _end_of_turn(tokenizer), "how": how, "only_completion": only, "tokenizer": tokenizer}
-        several = {} if workers is None else {"num_proc": workers}
+        several = {"fn_kwargs": keywords} | ({} if workers is None else {"num_proc": workers})
         columns = rows.column_names or list(next(iter(rows)))
-        return rows.map(_masked, with_indices=True, fn_kwargs=keywords, remove_columns=columns, **several)
+        return rows.map(_masked, with_indices=True, remove_columns=columns, **several)
 
 
 def _masked(row: dict[str, Any], number: int, end: str, how: str, only_completion: bool, tokenizer) -> dict[str, Any]:
@@ -62,9 +62,12 @@ def _masked(row: dict[str, Any], number: int, end: str, how: str, only_completio
             raise refusal("ZR892", row=number, turn=at)
         stop = text.find(end, len(before))
         stop = len(text) if stop < 0 else stop + len(end)
+        start = len(before)
+        if how == "answer" and isinstance(message.get("content"), str):
+            start = max(start, text.find(message["content"].strip(), start, stop))
         if how == "turn":  # up to the next turn: line breaks that the template writes
             stop = len(text) - len(text[stop:].lstrip())
-        spans.append((len(before), stop))
+        spans.append((start, stop))
     tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     inside = [int(any(a < last and first < b for a, b in spans)) for first, last in tokens["offset_mapping"]]
     return {"input_ids": tokens["input_ids"], "assistant_masks": inside}
@@ -73,10 +76,8 @@ def _masked(row: dict[str, Any], number: int, end: str, how: str, only_completio
 def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
     """What the template writes after an answer, up to the first special token."""
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    tail = text[text.rindex(ANSWER) + len(ANSWER) :]
-    special = [token for token in tokenizer.all_special_tokens if token in tail]
-    special += [str(token) for token in tokenizer.get_added_vocab() if token in tail]
+    tail = tokenizer.apply_chat_template(turns, tokenize=False).rpartition(ANSWER)[2]
+    special = [token for token in (*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()) if token in tail]
     if not special:
         raise refusal("ZR891", tail=tail)
     return min(special, key=tail.index)

@@ -1,0 +1,55 @@
+"""How many example files of other trainers `zero-recipes import` maps: python -m benchmarks.imports FOLDER
+
+FOLDER holds clones of axolotl, LLaMA-Factory and ms-swift. Writes results/imports.json.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from zero_recipes.cli.import_config import translated
+from zero_recipes.core.findings import Refusal
+
+RESULT = Path(__file__).parent / "results" / "imports.json"
+# where the examples are, and words of those that are counted
+PROJECTS = {
+    "axolotl": ("examples/**/*.y*ml", ["base_model:"]),
+    "LLaMA-Factory": ("examples/**/*.yaml", ["stage: sft", "do_train: true"]),
+    "ms-swift": ("examples/**/*.sh", ["swift sft"]),
+}
+NO_TEXT = {"rl", "processor_type", "pretraining_dataset"}  # axolotl: preferences, images, streams
+
+
+def counted(clone: Path, pattern: str, words: list[str]) -> dict:
+    """Whole: everything is said. With a named loss: something is not done, the training is the same. Refused: another
+    training would follow; of those `data_only`, where only the data is not known, and
+    `no_text`, which is no supervised training on text."""
+    kinds, refused_for = Counter(), Counter()
+    for file in sorted(clone.glob(pattern)):
+        if any(word not in file.read_text(encoding="utf-8") for word in words):
+            continue
+        try:
+            draft = translated(file, Path("recipe.yaml"))
+        except Refusal:
+            continue  # no file of training
+        kinds["refused" if draft.changes else "with_a_named_loss" if draft.loses else "whole"] += 1
+        refused_for.update(draft.changes.keys())
+        kinds["no_text"] += bool(draft.changes.keys() & NO_TEXT)
+        kinds["data_only"] += draft.changes.keys() in ({"dataset"}, {"datasets"})
+    names = ("whole", "with_a_named_loss", "refused", "data_only", "no_text")
+    head = ["git", "-C", str(clone), "rev-parse", "HEAD"]
+    commit = subprocess.run(head, capture_output=True, text=True, check=False).stdout.strip()
+    found = {"commit": commit, "files": sum(kinds[name] for name in names[:3])} | {name: kinds[name] for name in names}
+    return found | {"refused_for": dict(refused_for.most_common(12))}
+
+
+def main(folder: Path) -> None:
+    found = {name: counted(folder / name, *where) for name, where in PROJECTS.items()}
+    RESULT.write_text(json.dumps(found, indent=1) + "\n")
+    print(*(f"{name}: {[row[key] for key in ('files', 'whole', 'refused')]}" for name, row in found.items()), sep="\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,110 @@
+"""A file of another trainer as a recipe: the text and the mask of a row are those of the other, made by hand here."""
+
+import json
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.helpers.bad_data import BASE, ON_CPU, lines
+from zero_recipes.cli import main as cli
+from zero_recipes.cli.import_config import table, translated
+from zero_recipes.config import keys
+from zero_recipes.config.recipe import parse_recipe, read_recipe_file, trl_arguments
+from zero_recipes.data.forms import alpaca_prompt
+from zero_recipes.data.load import load_tokenizer
+from zero_recipes.data.prepare import prepare_rows
+
+TURNS = [("Say 1.", "Word 1."), ("Name a fish.", "The red fish hums.")]
+SHAREGPT = {
+    "conversations": [{"from": w, "value": t} for pair in TURNS for w, t in zip(("human", "gpt"), pair, strict=True)]
+}
+ALPACA = {"instruction": "Say 1.", "input": "Now.", "output": "Word 1."}
+AXOLOTL = "base_model: MODEL\nlearning_rate: 1e-4\nsequence_len: 256\nbf16: false\ndatasets:\n  - path: rows.jsonl\n"
+FACTORY = "model_name_or_path: MODEL\nstage: sft\ndataset: mine\ndataset_dir: .\ncutoff_len: 256\nbf16: false\n"
+SWIFT = "X=0 swift sft \\\n  --model MODEL --template qwen2_5 --dataset rows.jsonl \\\n  --max_length 256\n"
+CHAT = "    type: chat_template\n    field_messages: conversations\nchat_template: "
+LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>"
+CHATML = "<|im_start|>{}\n{}<|im_end|>\n"
+QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
+
+
+def written(form, turns, system=None):
+    texts = [form.format("system", system)] if system else []
+    return "".join(
+        texts
+        + [form.format(who, text) for pair in turns for who, text in zip(("user", "assistant"), pair, strict=True)]
+    )
+
+
+# (the other's file, a row, all of the text, what carries loss)
+CASES = {
+    "axolotl alpaca": (AXOLOTL + "    type: alpaca\n", ALPACA,
+        alpaca_prompt("Say 1.", "Now.") + "Word 1.<|endoftext|>", "Word 1.<|endoftext|>"),
+    "axolotl alpaca, all": (AXOLOTL + "    type: alpaca\ntrain_on_inputs: true\n", ALPACA, None,
+        alpaca_prompt("Say 1.", "Now.") + "Word 1.<|endoftext|>"),
+    "axolotl chat_template": (AXOLOTL + CHAT + "llama3\n",
+        SHAREGPT, "<|endoftext|>" + written(LLAMA, TURNS), "Word 1.<|eot_id|>The red fish hums.<|eot_id|>"),
+    "axolotl chatml": (AXOLOTL + CHAT + "chatml\n",
+        SHAREGPT, written(CHATML, TURNS), "Word 1.<|im_end|>The red fish hums.<|im_end|>"),
+    "LLaMA-Factory sharegpt": (FACTORY + "template: llama3\n", SHAREGPT,
+        "<|endoftext|>" + written(LLAMA, TURNS), "Word 1.<|eot_id|>The red fish hums.<|eot_id|>"),
+    "LLaMA-Factory alpaca": (FACTORY + "template: qwen\n", ALPACA, written(CHATML, [("Say 1.\nNow.", "Word 1.")], QWEN),
+        "Word 1.<|im_end|>\n"),
+    "LLaMA-Factory thoughts": (FACTORY + "template: qwen3\n", ALPACA, None,
+        "<think>\n\n</think>\n\nWord 1.<|im_end|>\n"),
+    "LLaMA-Factory train_on_prompt": (FACTORY + "template: qwen3_nothink\ntrain_on_prompt: true\n", SHAREGPT, None,
+        written(CHATML, TURNS)),
+    "ms-swift": (SWIFT, ALPACA, written(CHATML, [("Say 1.\nNow.", "Word 1.")], QWEN), "Word 1.<|im_end|>\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text_and_mask_of_a_row_are_those_of_the_other_trainer(tmp_path, monkeypatch, name):
+    theirs, row, text, loss = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.bos_token = "<|endoftext|>"
+    tokenizer.add_tokens(["<|start_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.save_pretrained("model")
+    (tmp_path / "rows.jsonl").write_bytes(lines([row] * 3))
+    columns = {"formatting": "sharegpt", "columns": {"messages": "conversations"}} if row is SHAREGPT else {}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": {"file_name": "rows.jsonl"} | columns}))
+    (tmp_path / "theirs.yml").write_text(theirs.replace("MODEL", "model"))
+    assert cli.main(["import", "theirs.yml", "--output", "mine.yaml"]) == 0
+    recipe = parse_recipe(tmp_path / "mine.yaml", read_recipe_file(tmp_path / "mine.yaml"), [])
+    settings = recipe.settings.replace(**ON_CPU, output_dir="out", optim="adamw_torch", dtype="float32")
+    settings = settings.replace(max_length=256, packing=False)
+    prepared = prepare_rows(settings, trl_arguments(settings, recipe.path).training, load_tokenizer(settings))
+    (_, parts), *_ = prepared.shown[1]
+    assert "".join(words for words, carries in parts if carries) == loss
+    assert text is None or "".join(words for words, _ in parts) == text
+
+
+@pytest.mark.parametrize(
+    "more", ["rl: dpo\n", "quantize_everything: true\n", "lr_scheduler: rex\n", "chat_template: mine\n"]
+)
+def test_what_has_no_counterpart_is_refused_by_name_unless_it_is_allowed(tmp_path, monkeypatch, capsys, more):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yml").write_text(AXOLOTL + "    type: chat_template\n" + more)
+    key = "template" if "template" in more else more.partition(":")[0]
+    assert cli.main(["import", "a.yml"]) == 2 and not (tmp_path / "a.recipe.yaml").exists()
+    assert f"`{key}` in a.yml has no counterpart" in capsys.readouterr().err
+    assert cli.main(["import", "a.yml", "--allow", key]) == 0
+    assert f"# another training: {key}: " in (tmp_path / "a.recipe.yaml").read_text()
+    assert cli.main(["import", "a.yml", "--allow", key]) == 2, "it is not written over"
+
+
+@pytest.mark.parametrize("source", ["axolotl", "LLaMA-Factory", "ms-swift"])
+def test_every_key_of_a_table_is_a_key_of_a_recipe(tmp_path, source):
+    known, used = {*keys.key_types(), "env"}, set(table(source)["always"])
+    for row in table(source)["keys"].values():
+        row = {"to": row} if isinstance(row, str) else row
+        assert row.keys() & {"to", "values", "note", "loses", "changes", "code", "env", "fields"}, row
+        used |= {row["to"]} if "to" in row else set()
+        used |= {key for values in [*row.get("values", {}).values(), row.get("sets", {})] for key in values}
+        used |= set(row.get("fields", {}).values())
+    assert used <= known, used - known
+    (tmp_path / "b.yml").write_text(AXOLOTL + "    type: alpaca\nadapter: lora\nlora_r: 16\nlora_alpha: 8\n")
+    drafted = {key: value for key, (value, _) in translated(tmp_path / "b.yml", tmp_path / "r.yaml").recipe.items()}
+    said = {"weight_decay": 0.0, "optim": "adamw_torch_fused", "seed": 42, "warmup_steps": 0.03, "long_rows": "drop"}
+    assert said.items() <= drafted.items() and drafted["activation_checkpointing"] is False

@@ -1,0 +1,252 @@
+"""`zero-recipes import FILE`: what another trainer is told, as a recipe.
+
+What each of its keys is here, and what it takes where a key is missing, are tables (config/imports); what no table can
+say is code here.
+"""
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zero_recipes.core.findings import finding, raise_errors, refusal
+
+FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+@cache
+def table(name: str) -> dict[str, Any]:
+    """A file of config/imports."""
+    folder = resources.files("zero_recipes.config").joinpath("imports")
+    return yaml.safe_load(folder.joinpath(f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+class Draft:
+    """A recipe while it is written: {key: (value, where it is from)}; what is not in it, by the other's key; and files
+    beside it."""
+
+    def __init__(self, path: Path, recipe: Path, source: str, theirs: Mapping[str, Any]):
+        self.path, self.at, self.source, self.theirs, self.recipe = path, recipe, source, theirs, {}
+        self.files, self.note, self.loses, self.changes = {}, {}, {}, {}
+
+    def put(self, why: str, **values: Any) -> None:
+        for key, value in values.items():
+            merged = self.recipe[key][0] | value if isinstance(value, dict) and key in self.recipe else value
+            self.recipe[key] = merged, why
+
+    def said(self) -> list[str]:
+        told = {"not done here": self.loses, "another training": self.changes, "the same": self.note}
+        return [f"{title}: {key}: {effect}" for title, items in told.items() for key, effect in items.items()]
+
+    def text(self) -> str:
+        lines = [f"# {line}" for line in (f"Written by zero-recipes import {self.path} ({self.source}).", *self.said())]
+        for key, (value, why) in self.recipe.items():
+            first, *rest = yaml.safe_dump({key: value}, sort_keys=False, allow_unicode=True, width=1000).splitlines()
+            lines += [f"{first}  # {why}", *rest]
+        return "\n".join(lines) + "\n"
+
+
+def import_(arguments: argparse.Namespace) -> int:
+    recipe = arguments.output or Path(f"{arguments.file.stem}.recipe.yaml")
+    draft = translated(arguments.file, recipe)
+    changed = draft.changes.keys() - set(arguments.allow or ())
+    where = {"file": draft.path, "source": draft.source}
+    raise_errors([finding("ZR894", key=key, effect=draft.changes[key], **where) for key in sorted(changed)])
+    texts = {recipe: draft.text()} | draft.files
+    if there := [path for path in texts if path.exists()]:
+        raise refusal("ZR895", path=there[0])
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+    print(*draft.said(), *(f"written: {path}" for path in texts), f"zero-recipes check {recipe} --data", sep="\n")
+    return 0
+
+
+def translated(path: Path, recipe: Path) -> Draft:
+    """What a file of another trainer is as a recipe, which is to be written to `recipe`. Raises Refusal for a file of
+    none of them."""
+    source, theirs = _read(path)
+    draft, rows = Draft(path, recipe, source, theirs), table(source)["keys"]
+    draft.put(f"what {source} does", **table(source)["always"])
+    {"axolotl": _axolotl, "LLaMA-Factory": _llama_factory, "ms-swift": _swift}[source](draft, theirs)
+    for key in [*(key for key in rows if "*" not in key), *sorted(theirs.keys() - rows)]:
+        row = rows.get(key) or next((rows[name] for name in rows if fnmatchcase(key, name)), None)
+        _translate(draft, key, {"to": row} if isinstance(row, str) else row)
+    return draft
+
+
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
+    text = path.read_text(encoding="utf-8")
+    if (command := re.search(r"\bswift sft\s((?:.*\\\n)*.*)", text)) is not None:
+        return "ms-swift", _options(shlex.split(command[1].replace("\\\n", " "), comments=True))
+    theirs = yaml.safe_load(text)
+    for source in ("axolotl", "LLaMA-Factory"):
+        if isinstance(theirs, dict) and not theirs.keys().isdisjoint(table(source)["signs"]):
+            return source, theirs
+    raise refusal("ZR893", path=path)
+
+
+def _options(words: list[str]) -> dict[str, Any]:
+    """Lists of values where an option takes several, else the value."""
+    options: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            key, _, value = word[2:].partition("=")
+            options[key] = [value] if value else []
+        elif options:
+            options[key].append(word)
+    several = table("ms-swift")["several"]
+    return {key: words if key in several else yaml.safe_load(" ".join(words)) for key, words in options.items()}
+
+
+def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
+    """One key by its row of the table."""
+    value, why = draft.theirs.get(key), key
+    unknown = {"changes": f"{value!r} is not known here"}
+    row, tuned = row or unknown, table(draft.source).get("tuned")
+    if value is None:
+        value, why = row.get("default"), f"{draft.source}'s default"
+        value = value[draft.theirs.get(tuned, "lora")] if isinstance(value, dict) else value
+    needed = draft.theirs.get(row.get("needs"), "lora" if row.get("needs") == tuned else None)
+    if value is None or ("needs" in row and (not needed or needed not in row.get("of", [needed]))):
+        return
+    values = row.get("values") or ({one: {row["to"]: one} for one in row["only"]} if "only" in row else None)
+    if values is not None:
+        for one in value if isinstance(value, list) else [value]:
+            known = values.get(str(one).lower() if isinstance(one, bool) else one)
+            draft.changes |= {key: f"{one!r} is not known here"} if known is None else {}
+            draft.put(why, **(known or {}))
+    elif "to" in row:
+        value = float(value) if row.get("number") else [value] if row.get("list") and isinstance(value, str) else value
+        draft.put(why, **{row["to"]: value}, **row.get("sets", {}))
+    elif "env" in row and value:
+        draft.put(why, env={row["env"]: value}, **row["sets"])
+    elif "fields" in row:
+        draft.put(why, **{to: value[name] for name, to in row["fields"].items() if value.get(name)})
+    elif value not in (False, 0, "", [], {}):
+        for kind in {"note", "loses", "changes"} & row.keys():
+            getattr(draft, kind)[key] = row[kind]
+
+
+# what several of them have
+
+
+def _template(draft: Draft, name: str | None, mask: str, **more: Any) -> None:
+    """Turns as the other trainer's template of this name writes them, with `more` parts, or as the tokenizer's own."""
+    draft.put(f"the loss of {draft.source}", assistant_only_loss=True, assistant_mask=mask)
+    if name in (None, "tokenizer_default"):
+        return
+    parts, file = table("templates")[draft.source].get(name, {}), draft.at.with_suffix(".jinja")
+    if "trl" in parts:
+        draft.files[file] = resources.files("trl").joinpath("chat_templates", f"{parts['trl']}.jinja").read_text()
+    elif parts:
+        known = table("templates")["parts"] | parts | more
+        sets = "".join(f"{{%- set {key} = {json.dumps(value)} %}}\n" for key, value in known.items())
+        draft.files[file] = sets + table("templates")["body"]
+    else:
+        draft.changes["template"] = f"{name!r} is not known here"
+    draft.put(f"template {name}", chat_template_path=str(file), **parts.get("sets", {}))
+
+
+def _sharding(draft: Draft) -> None:
+    """The ds_config beside the recipe; for FSDP the accelerate file that is named."""
+    named = draft.theirs.get("deepspeed")
+    found = named and _upwards(draft.path, named)
+    if found:
+        draft.files[draft.at.with_name(found.name)] = found.read_text(encoding="utf-8")
+        draft.put("deepspeed", deepspeed=str(draft.at.with_name(found.name)))
+    elif named and "." not in named:  # ms-swift's own, which have the names of those here
+        draft.put("deepspeed", deepspeed=f"{named}.json")
+    elif named:
+        draft.loses["deepspeed"] = f"{named} is not here; zero-recipes plan finds a strategy"
+    elif draft.theirs.get("fsdp") or draft.theirs.get("fsdp_config"):
+        draft.note["fsdp"] = "zero-recipes train RECIPE --config_file fsdp2.yaml shards the model over all GPUs too"
+
+
+def _upwards(path: Path, named: str) -> Path | None:
+    """The file of this name, seen from the current folder or from a folder above `path`."""
+    return next((at / named for at in (Path.cwd(), *path.absolute().parents) if (at / named).is_file()), None)
+
+
+def _entry(path: str, **more: Any) -> dict[str, Any]:
+    """An entry of `datasets`; what is empty is left out."""
+    kind = FORMATS.get(Path(path).suffix)
+    entry = {"path": kind, "data_files": path} if kind else {"path": path}
+    more["columns"] = {new: old for new, old in (more.get("columns") or {}).items() if old not in (None, new)}
+    return entry | {key: value for key, value in more.items() if value}
+
+
+# each
+
+
+def _axolotl(draft: Draft, theirs: Mapping[str, Any]) -> None:
+    known, sets, entries = table("axolotl"), theirs.get("datasets") or [], []
+    kinds = {str(one.get("type")) for one in sets}
+    for one in sets:
+        odd = [key for key in one if key not in known["read"] and one[key] not in (None, known["usual"].get(key))]
+        if not kinds <= {"alpaca", "chat_template", "completion"} or odd or len(kinds) > 1:
+            draft.changes["datasets"] = f"type {', '.join(sorted(kinds))}, {odd or 'in this form'}, is not known here"
+        columns = {"text": one.get("field")} if kinds == {"completion"} else {"messages": one.get("field_messages")}
+        more = {key: one.get(key) for key in ("name", "split", "data_files")}
+        entries.append(_entry(one["path"], columns=columns, **more))
+    draft.put("datasets", datasets=entries)
+    if kinds == {"alpaca"}:
+        draft.put("type alpaca", dataset_format="alpaca", completion_only_loss=not theirs.get("train_on_inputs"))
+    elif kinds == {"chat_template"}:
+        _template(draft, sets[0].get("chat_template") or theirs.get("chat_template"), "answer")
+        if theirs.get("train_on_inputs"):
+            draft.changes["train_on_inputs"] = "the words of all roles have loss, without what the template writes"
+    draft.put("axolotl's default, there at most 100 steps", warmup_steps=0.03)
+    epochs = theirs.get("num_epochs", 1)
+    for verb, usual in (("save", "epoch"), ("eval", "no")):
+        often, steps = theirs.get(f"{verb}s_per_epoch") or 0, theirs.get(f"{verb}_steps")
+        steps = steps or (1 / (often * epochs) if often * epochs > 1 else None)
+        when = {f"{verb}_strategy": "steps" if steps else theirs.get(f"{verb}_strategy", usual)}
+        if verb == "save" or theirs.get("val_set_size"):
+            draft.put(f"when axolotl {verb}s", **when, **({f"{verb}_steps": steps} if steps else {}))
+    _sharding(draft)
+
+
+def _llama_factory(draft: Draft, theirs: Mapping[str, Any]) -> None:
+    _template(draft, theirs.get("template"), "turn")
+    if theirs.get("finetuning_type", "lora") == "lora":
+        modules = theirs.get("lora_target", "all").replace("all", "all-linear").replace(" ", "").split(",")
+        draft.put("lora_target", lora_target_modules=modules)
+        draft.put("LLaMA-Factory's default, twice the rank", lora_alpha=2 * theirs.get("lora_rank", 8))
+    info = _upwards(draft.path, f"{theirs.get('dataset_dir', 'data')}/dataset_info.json")
+    known, entries = json.loads(info.read_text(encoding="utf-8")) if info else {}, []
+    renamed = table("LLaMA-Factory")["columns"]
+    for name in map(str.strip, str(theirs.get("dataset")).split(",")):
+        row = known.get(name, {})
+        path = str(info.with_name(row["file_name"])) if "file_name" in row else row.get("hf_hub_url")
+        odd = {*row.get("columns", {})} - {*renamed} | {"ranking", "folder"} & row.keys()
+        if odd or path is None:
+            draft.changes["dataset"] = f"{name} has {', '.join(sorted(odd)) or 'no file or name of the hub'}"
+            continue
+        count, columns = theirs.get("max_samples"), {renamed[key]: old for key, old in row.get("columns", {}).items()}
+        split = f"{row.get('split', 'train')}[:{count}]" if count else row.get("split")
+        entries.append(_entry(path, columns=columns, split=split, name=row.get("subset")))
+    draft.put("dataset, by dataset_info.json", datasets=entries)
+    draft.note["cutoff_len"] = "a longer row is cut at its end here, there in proportion in prompt and answer"
+    _sharding(draft)
+
+
+def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
+    rows, model, entries = table("ms-swift"), str(theirs.get("model")), []
+    name = next((name for name, models in rows["models"].items() if fnmatchcase(model, models)), "of this model")
+    _template(draft, theirs.get("template", name), "turn", **{key: theirs[key] for key in theirs if key == "system"})
+    for path, _, count in (named.partition("#") for named in theirs.get("dataset") or []):
+        if path not in rows["hub"] and Path(path).suffix not in FORMATS:
+            draft.changes["dataset"] = f"{path} of ModelScope is not known here"
+        if count:
+            draft.loses["dataset"] = f"{count} rows are the first {count}, not drawn ones"
+        entries.append(_entry(rows["hub"].get(path, path), split=count and f"train[:{count}]"))
+    draft.put("dataset", datasets=entries)
+    _sharding(draft)
