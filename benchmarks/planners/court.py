@@ -1,10 +1,11 @@
-"""The rows of rows.yaml, and the jobs that reproduce them."""
+"""The rows of rows.yaml (memory) and of times.yaml, and the jobs that reproduce them."""
 
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from zero_recipes.core.host import Gpu, gpus
 from zero_recipes.plan.job import Job
 
 FOLDER = Path(__file__).parent
@@ -14,7 +15,11 @@ READINGS = ("allocated", "reserved", "nvidia-smi", "not stated")
 METHODS = ("full", "lora", "qlora")
 REQUIRED = ("id", "source", "lab", "gpu", "gpus", "model", "method", "strategy", "measured", "unit", "read", "exact")
 REQUIRED += ("head", "recipe")
+OF_TIMES = ("id", "source", "lab", "part", "gpu", "gpus", "model", "method", "strategy", "measured", "unit", "recipe")
 OPTIONAL = ("unknown", "ds", "per_node")  # what is not known of the row; changes of the ds_config; GPUs of a machine
+OPTIONAL += ("network",)  # GB/s of each GPU's share of the network, in times.yaml
+TIMES = FOLDER / "times.yaml"
+LONG = 2048  # tokens of one GPU in a pass: fewer leave the host less than it needs
 
 
 def read_rows(path: Path = FOLDER / "rows.yaml") -> list[dict[str, Any]]:
@@ -33,6 +38,32 @@ def _flat(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 def measured_bytes(row: dict[str, Any]) -> float:
     return row["measured"] * UNITS[row["unit"]]
+
+
+def measured_seconds(row: dict[str, Any], job: Job) -> float:
+    """Of one step. Tokens per second are of one GPU, samples of all."""
+    sequences = job.settings.per_device_train_batch_size * job.settings.gradient_accumulation_steps
+    done = {
+        "s": row["measured"] ** 2,
+        "tokens/s": sequences * job.settings.max_length,
+        "samples/s": sequences * row["gpus"],
+    }
+    return done[row["unit"]] / row["measured"]
+
+
+def regime_of(row: dict[str, Any], job: Job) -> str:
+    """By the configuration alone."""
+    if job.zero.offloads:
+        return "offload"
+    if row["gpus"] > job.gpus_per_node:
+        return "several machines"
+    tokens = job.settings.per_device_train_batch_size * job.settings.max_length
+    return "one machine, long passes" if tokens >= LONG else "one machine, short passes"
+
+
+def gpu_of(row: dict[str, Any]) -> Gpu:
+    gpu = gpus()[row["gpu"]]
+    return gpu.model_copy(update={"network_gb_s": row["network"]}) if "network" in row else gpu
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -58,5 +89,5 @@ def job_of_row(row: dict[str, Any]) -> Job:
         ds_config = strategies[row["strategy"]]
     if ds_config is not None:
         ds_config = ds_config | {"zero_optimization": ds_config["zero_optimization"] | row.get("ds", {})}
-    config = config_of(row["model"]) | {KEY: row["head"]}
+    config = config_of(row["model"]) | {KEY: row.get("head", "fused")}
     return plan_job.job_of(recipe, config, row["strategy"], ds_config, row["gpus"], row.get("per_node", 8))

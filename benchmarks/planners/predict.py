@@ -2,7 +2,7 @@
 
 The engine is simulated where the planner can, as `zero-recipes plan` does; the formulas answer elsewhere. A row that
 stands in predictions.json already with the same job and the same planner is left alone; `--rows a,b` takes some only.
-What was measured is not read here.
+What was measured is not read here. Steps' times (times.yaml) are all by formulas: `--times` predicts them alone.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from zero_recipes.core.findings import Refusal  # noqa: E402
 from zero_recipes.core.host import library_versions  # noqa: E402
 from zero_recipes.metrics.schema import Prediction  # noqa: E402
 from zero_recipes.plan import predict as planner  # noqa: E402
+from zero_recipes.plan.cost import estimate  # noqa: E402
 from zero_recipes.plan.formulas import overheads, predict_by_formulas  # noqa: E402
 from zero_recipes.plan.job import Job  # noqa: E402
 from zero_recipes.plan.simulator import parent as simulation  # noqa: E402
@@ -31,9 +32,14 @@ AT_ONCE = 4  # rows of one child process
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", help="ids by comma; all without it")
-    wanted = parser.parse_args().rows
+    parser.add_argument("--times", action="store_true", help="steps' times alone")
+    arguments = parser.parse_args()
+    wanted = arguments.rows
     simulation.WORKER = ("-m", "benchmarks.planners.other_trainers")
     written = json.loads(FILE.read_text()) if FILE.is_file() else {"rows": {}}
+    written["times"] = {row["id"]: seconds_of(row) for row in court.read_rows(court.TIMES)}
+    if arguments.times:
+        return write_json(FILE, written)
     rows = [row for row in court.read_rows() if wanted is None or row["id"] in wanted.split(",")]
     jobs = {row["id"]: court.job_of_row(row) for row in rows}
     todo = [row for row in rows if written["rows"].get(row["id"], {}).get("job") != digest(jobs[row["id"]])]
@@ -55,7 +61,15 @@ def save(written: dict[str, Any], jobs: dict[str, Job]) -> None:
             found["others"] = estimators.estimates(row, jobs[row["id"]], found["trainable"])
         if found is not None:
             kept[row["id"]] = found
-    write_json(FILE, {"versions": library_versions(), "rows": kept})
+    write_json(FILE, {"versions": library_versions(), "rows": kept, "times": written["times"]})
+
+
+def seconds_of(row: dict[str, Any]) -> dict[str, list[float]]:
+    """[low, high] of a step and of its parts, as `zero-recipes plan --quick` has them."""
+    job = court.job_of_row(row)
+    speed = estimate(job, predict_by_formulas(job), court.gpu_of(row))
+    parts = ("step_seconds", "computing", "communicating", "waiting", "offloading")
+    return {part: [round(end, 4) for end in getattr(speed, part)] for part in parts}
 
 
 def digest(job: Job) -> str:

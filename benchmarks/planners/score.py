@@ -34,16 +34,58 @@ GROUPS: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def main() -> None:
-    rows = scored(court.read_rows(), json.loads((FOLDER / "predictions.json").read_text())["rows"])
+    predictions = json.loads((FOLDER / "predictions.json").read_text())
+    rows, times = scored(court.read_rows(), predictions["rows"]), scored_times(predictions["times"])
     names = dict.fromkeys(name for row in rows for name in row["errors"])
     document = {
         "groups": {name: summary([row for row in rows if belongs(row)], OURS) for name, belongs in GROUPS.items()},
         "planners": {name: summary([row for row in rows if name in row["errors"]], name) for name in names},
         "rows": {row["id"]: {name: round(error, 4) for name, error in row["errors"].items()} for row in rows},
+        "times": {
+            "parts": {
+                part: held([row for row in times if part in ("all", row["part"])]) for part in ("all", "fit", "judge")
+            },
+            "regimes": {
+                name: held([row for row in times if row["regime"] == name])
+                for name in sorted({r["regime"] for r in times})
+            },
+            "rows": {
+                row["id"]: {key: row[key] for key in ("regime", "part", "seconds", "planned", "error")} for row in times
+            },
+        },
     }
     write_json(ROOT / "benchmarks" / "results" / "planners.json", document)
     for name, found in (document["groups"] | document["planners"]).items():
         print(f"{name:40} {found['rows']:3} rows, median {found['median']:.1%}, worst {found['worst']:+.1%}")
+    for name, found in (document["times"]["parts"] | document["times"]["regimes"]).items():
+        print(f"times: {name:33} {found['rows']:3} rows, held {found['held']}, median {found['median']:.1%}")
+
+
+def scored_times(predictions: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of times.yaml, with the middle of the planned range over the measured seconds, less one."""
+    rows = []
+    for row in court.read_rows(court.TIMES):
+        job, (low, high) = court.job_of_row(row), predictions[row["id"]]["step_seconds"]
+        seconds = court.measured_seconds(row, job)
+        found = {
+            "seconds": round(seconds, 3),
+            "planned": [low, high],
+            "error": round((low + high) / 2 / seconds - 1, 4),
+        }
+        rows.append(row | found | {"regime": court.regime_of(row, job)})
+    return rows
+
+
+def held(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How many measured seconds lie in the planned range."""
+    worst = max(rows, key=lambda row: abs(row["error"]))
+    return {
+        "rows": len(rows),
+        "held": sum(row["planned"][0] <= row["seconds"] <= row["planned"][1] for row in rows),
+        "median": round(statistics.median(abs(row["error"]) for row in rows), 4),
+        "worst": worst["error"],
+        "worst_row": worst["id"],
+    }
 
 
 def scored(rows: list[dict[str, Any]], predictions: dict[str, Any]) -> list[dict[str, Any]]:

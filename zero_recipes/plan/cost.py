@@ -1,34 +1,39 @@
-"""How long a step takes and what a run costs: a range, from counted FLOPs and bytes and the GPU's figures.
-
-Without a measured run the range is 20 to 30 % to either side where GPUs are joined by NVLink, and wider where the link
-or the host decides; `--calibrate metrics.json` takes the share that a measured run reached instead. Not counted: the
-launches of many small collectives, of which stage 3 has most.
+"""How long a step takes and what a run costs: a range, from counted FLOPs and bytes, the GPU's figures (hardware.yaml)
+and what hosts and links take (times.yaml). benchmarks/planners/ says how many published times the range holds;
+`--calibrate metrics.json` takes the share that a measured run reached instead.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+import yaml
+
+from zero_recipes.config.ds_config import number_in
 from zero_recipes.config.recipe import steps_by_epochs
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.host import Gpu
 from zero_recipes.data.prepare import RowLengths
 from zero_recipes.metrics.flops import squares
 from zero_recipes.metrics.schema import ContractError, Metrics, Prediction, read_part
-from zero_recipes.plan.formulas import shape_of
+from zero_recipes.plan.formulas import DEFAULT_BUCKET, shape_of
 from zero_recipes.plan.job import Job, PlanRequest, job_of
 from zero_recipes.plan.predict import Predict
 
 Range = tuple[float, float]  # low, high
 
-LINK_SHARE = (0.5, 0.85)  # of a link's figure that NCCL's rings reach with large messages (NCCL tests' bus bandwidth)
-HOST_SHARE = (0.5, 0.8)
-HIDDEN = (1 / 2, 1)  # of the computation that a collective may go on behind: NCCL's kernels take cores and memory, too
+TIMES = Path(__file__).with_name("times.yaml")
 ADAM_BYTES = 30  # read and written per parameter: master, moments, gradient in; master, moments, 16-bit weight out
-MEMORY_SHARE = 0.8
-CPU_ADAM = (1.3e9, 3.5e9)  # parameters per second and node: DeepSpeed#7474 on 128 cores; ADAM_BYTES over 105 GB/s
-NVME = (3e9, 7e9)  # bytes per second of one PCIe 4 x4 drive; low: as files of single tensors reach
+UNPACKED_BYTES = 2 + 9 / 16  # read and written per weight of 4 bits, for each product
+DDP_BUCKET = 25 * 2**20  # bytes; torch's bucket_cap_mb
 CALIBRATED = 0.10  # to either side of a range that a measured run of the same kind has set
 BY_LENGTH = ("group_by_length", "batch_rebalance")  # train_sampling_strategy: rows of a micro batch are alike
+
+
+@cache
+def measured(name: str) -> Range:
+    """A constant of times.yaml: as fast machines have it, as slow ones do."""
+    return tuple(yaml.safe_load(TIMES.read_text())[name]["range"])
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
@@ -64,6 +69,7 @@ class Speed:
     step_seconds: Range
     computing: Range
     communicating: Range  # what is not hidden behind the computation
+    waiting: Range  # GPUs for Python and launches, beyond what they compute and send meanwhile
     offloading: Range
     tokens_per_step: int  # of all ranks, without padding
     mfu: Range
@@ -84,64 +90,112 @@ def estimate(
     """`factor`: from `calibrated`. `rows`: None where every sequence is taken to be as long as it may be."""
     tokens, flops, computed = sequence_of(job, prediction.max_length, rows)
     peak = gpu.peak_flops("tf32" if prediction.precision == "fp32" and job.settings.tf32 else prediction.precision)
-    # matrix products, and Adam where it runs on the GPU
-    share = prediction.trainable_parameters / (prediction.world_size if prediction.zero_stage else 1)
-    on_gpu = share if prediction.model_state_bytes.optimizer else 0
-    updated = on_gpu * ADAM_BYTES / (gpu.memory_gb_s * 1e9 * MEMORY_SHARE)
     needed, (slow, fast) = computed * prediction.flops_per_step, gpu.achievable
-    computing = needed / (peak * fast) + updated, needed / (peak * slow) + updated
+    moved = _memory_bytes(job, prediction) / (gpu.memory_gb_s * 1e9)
+    shares = zip((fast, slow), measured("memory_share"), strict=True)
+    computing = tuple(needed / (peak * share) + moved / memory for share, memory in shares)
     communicating = _communicating(job, prediction, gpu, computing)
+    busy = [sum(ends) for ends in zip(computing, communicating, strict=True)]
+    waiting = tuple(max(0.0, host - gpus) for host, gpus in zip(_hosting(job), busy, strict=True))
     offloading = _offloading(job, prediction, gpu)
-    low, high = (sum(ends) for ends in zip(computing, communicating, offloading, strict=True))
+    low, high = (sum(ends) for ends in zip(busy, waiting, offloading, strict=True))
     if factor is not None:
         middle = factor * sum((low, high)) / 2
         low, high = middle * (1 - CALIBRATED), middle * (1 + CALIBRATED)
     sequences = prediction.micro_batch_size * prediction.gradient_accumulation_steps / job.sequence_parallel
     used, tokens = sequences * flops / peak, round(sequences * prediction.world_size * tokens)
-    return Speed((low, high), computing, communicating, offloading, tokens, (used / high, used / low))
+    return Speed((low, high), computing, communicating, waiting, offloading, tokens, (used / high, used / low))
+
+
+def _memory_bytes(job: Job, prediction: Prediction) -> float:
+    """What a GPU reads and writes beside matrix products: for Adam, and to unpack weights of 4 bits."""
+    share = prediction.trainable_parameters / (prediction.world_size if prediction.zero_stage or job.is_fsdp else 1)
+    adam = share * ADAM_BYTES if prediction.model_state_bytes.optimizer else 0
+    passes = job.settings.gradient_accumulation_steps * (3 if job.recomputes else 2)
+    return adam + (passes * UNPACKED_BYTES * prediction.parameters if job.quantizes else 0)
+
+
+def _hosting(job: Job) -> Range:
+    """Seconds of Python and launches in one step, which goes on beside the GPU's work."""
+    shape, stage = shape_of(job.config, job.settings), job.zero_stage or 0
+    trained = sum(tensor.trained for tensor in shape.tensors)
+    rounds = 3 if job.recomputes else 2  # forward, backward, recomputation
+    times = {
+        "layer_seconds": rounds * shape.layers,
+        "adapter_seconds": rounds * trained if job.settings.use_peft else 0,
+        "gather_seconds": rounds * len(shape.tensors) if stage == 3 else 0,
+        "reduce_seconds": trained if stage else 0,
+    }
+    passes = job.settings.gradient_accumulation_steps
+    return tuple(passes * sum(count * measured(name)[end] for name, count in times.items()) for end in (0, 1))
 
 
 def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range) -> Range:
-    """Seconds that the computation waits for collectives: ring algorithms, over the slowest link between the ranks."""
+    """Seconds that the computation waits for collectives: ring algorithms over the slowest link between the ranks.
+    Between machines rings go through every network card of a machine."""
     ranks, moved = job.world_size, prediction.communication_bytes_per_step
     one_node = ranks <= job.gpus_per_node
-    bandwidth = 1e9 * (gpu.link_gb_s if one_node else min(gpu.network_gb_s, gpu.link_gb_s))
+    bandwidth = 1e9 * (gpu.link_gb_s if one_node else min(gpu.network_gb_s * job.gpus_per_node, gpu.link_gb_s))
     times = {name: 2 if name.startswith("all_reduce") else 1 for name in moved}
     around = {name: times[name] * (ranks - 1) / ranks * size for name, size in moved.items()}
     if not one_node and "all_gather" in around and job.zero.hpz_partition_size > 1:  # backward's stay within a node
         around["all_gather"] *= 1 / 2 + 1 / 2 * bandwidth / (1e9 * gpu.link_gb_s)
-    beside = sum(size for name, size in around.items() if overlaps(job, name))
-    bare, behind = sum(around.values()) - beside, window(job)
-    low, high = (
-        bare / bandwidth / share + max(0.0, beside / bandwidth / share - behind * hidden * seconds)
-        for seconds, share, hidden in zip(computing, reversed(LINK_SHARE), reversed(HIDDEN), strict=True)
-    )
-    return min(low, high), high
+    calls = {name: size / _bytes_of_call(job, name) for name, size in moved.items()}
+
+    def waited(end: int) -> float:
+        each = {
+            name: size / bandwidth / measured("link_share")[end] + calls[name] * measured("call_seconds")[end]
+            for name, size in around.items()
+        }
+        beside = sum(seconds for name, seconds in each.items() if overlaps(job, name))
+        hidden = window(job) * measured("hidden")[end] * computing[end]
+        return sum(each.values()) - beside + max(0.0, beside - hidden)
+
+    return tuple(sorted(map(waited, (0, 1))))
+
+
+def _bytes_of_call(job: Job, collective: str) -> float:
+    """That one collective sends at most: DDP's and DeepSpeed's buckets; a layer under FSDP2; what stage 3 gathers
+    ahead, at least one tensor."""
+    shape, zero, width = shape_of(job.config, job.settings), job.zero.zero, 2
+    if job.is_fsdp:
+        return width * shape.parameters / (shape.layers + 1)
+    if job.ds_config is None:
+        return DDP_BUCKET
+    if not collective.startswith("all_gather"):
+        return width * max(
+            1, number_in({"reduce_bucket_size": DEFAULT_BUCKET} | zero, "reduce_bucket_size", shape.hidden**2)
+        )
+    if job.zero_stage == 3:
+        ahead = number_in(
+            {"stage3_prefetch_bucket_size": 5e7} | zero, "stage3_prefetch_bucket_size", 0.9 * shape.hidden**2
+        )
+        return width * max(ahead, shape.parameters / len(shape.tensors))
+    return width * number_in({"allgather_bucket_size": DEFAULT_BUCKET} | zero, "allgather_bucket_size", DEFAULT_BUCKET)
 
 
 def window(job: Job) -> float:
-    """Share of a step's computation that collectives may go on behind. Stage 3 and FSDP2: all of it. Others reduce
-    behind backward alone, stage 2 in each micro step and the others in the last one (accelerate's `no_sync`)."""
+    """Share of a step's computation that collectives may go on behind. Stage 3 and FSDP2: all of it. DDP reduces behind
+    the last backward alone (accelerate's `no_sync`)."""
     if job.zero_stage == 3 or job.is_fsdp:
         return 1
     backward = 3 / 4 if job.recomputes else 2 / 3  # of forward, backward and recomputation
-    return backward / (1 if job.zero_stage == 2 else job.settings.gradient_accumulation_steps)
+    return backward / job.settings.gradient_accumulation_steps
 
 
 def overlaps(job: Job, collective: str) -> bool:
     """Whether `collective` ("all_reduce", "all_gather"...) goes on beside the computation: DDP's and FSDP2's do.
 
-    DeepSpeed 0.19.8: stage 0 reduces after the last backward (runtime/engine.py). Stages 1 and 2 reduce beside backward
-    with overlap_comm (zero/stage_1_and_2.py), and gather after the step. Stage 3 (overlap_comm is its default) gathers
-    ahead where stage3_prefetch_bucket_size is not 0 (partitioned_param_coordinator.py), and reduces on another stream.
+    DeepSpeed 0.19.8: stage 0 reduces after the last backward (runtime/engine.py). Stages 1 and 2 keep backward waiting
+    for each reduction although overlap_comm is on (zero/stage_1_and_2.py `average_tensor`, DeepSpeed#8364), and
+    gather after the step. Stage 3 (overlap_comm is its default) gathers ahead where stage3_prefetch_bucket_size is not
+    0 (partitioned_param_coordinator.py), and reduces on another stream.
     """
     if job.ds_config is None:
         return True
-    zero, gathers = job.zero.zero, collective.startswith("all_gather")
-    if job.zero_stage == 3:
-        ahead = zero.get("stage3_prefetch_bucket_size") != 0
-        return zero.get("overlap_comm", True) is not False and (ahead or not gathers)
-    return job.zero_stage in (1, 2) and bool(zero.get("overlap_comm")) and not gathers
+    zero = job.zero.zero
+    ahead = zero.get("stage3_prefetch_bucket_size") != 0 or not collective.startswith("all_gather")
+    return job.zero_stage == 3 and zero.get("overlap_comm", True) is not False and ahead
 
 
 def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> Range:
@@ -155,8 +209,8 @@ def _offloading(job: Job, prediction: Prediction, gpu: Gpu) -> Range:
     updated = trained * here if zero.offload_optimizer else 0
     swapped = 2 * 16 * trained * here if zero.offload_optimizer == "nvme" else 0
     swapped += 2 * (2 * passes + 1) * held * here if zero.offload_param == "nvme" else 0
-    low, high = (crossing / (gpu.host_gb_s * 1e9 * share) for share in reversed(HOST_SHARE))
-    return low + updated / CPU_ADAM[1] + swapped / NVME[1], high + updated / CPU_ADAM[0] + swapped / NVME[0]
+    parts = {"host_share": crossing / (gpu.host_gb_s * 1e9), "cpu_adam": updated, "nvme": swapped}
+    return tuple(sum(size / measured(name)[end] for name, size in parts.items()) for end in (0, 1))
 
 
 @dataclass(frozen=True)

@@ -128,12 +128,9 @@ class Sizes:
         self.ranks, self.passes = job.world_size, job.settings.gradient_accumulation_steps
         requested = (self.settings.model_init_kwargs or {}).get("dtype") or self.settings.dtype
         requested = shape.dtype if requested in ("auto", None) else str(requested).removeprefix("torch.")
-        # bytes of an element that is loaded, and of one that is computed with: without autocast and DeepSpeed the same
-        self.loaded = self.width = capacity.DTYPE_BYTES.get(requested, 4)
-        if self.settings.precision != "fp32":
-            self.width = 2
-        elif job.ds_config is not None:
-            self.width = 4
+        # bytes of an element that is loaded, and of one that is computed with: the same without mixed precision
+        self.loaded = capacity.DTYPE_BYTES.get(requested, 4)
+        self.width = self.loaded if self.settings.precision == "fp32" else 2
         self.length = self.settings.max_length or shape.positions
         self.tokens = self.tokens_of(self.settings.per_device_train_batch_size)
         self.gathered = 2 * self.passes * self.width * shape.parameters  # bytes of weights, for forward and backward
@@ -190,8 +187,10 @@ class Sizes:
         stage 0 wraps nothing, and the others keep masters beside weights that are fp32 themselves."""
         job, shape, zero, stage, width = self.job, self.shape, self.job.zero, self.job.zero_stage, self.width
         each = MIXED._replace(optimizer=zero.adam_bytes)
-        if self.settings.precision == "fp32":
-            each = FP32._replace(optimizer=12) if stage else FP32
+        if self.settings.precision == "fp32":  # weights of 16 bits alone: stage 0 wraps nothing around them either
+            each = (
+                (MIXED if width == 2 else FP32._replace(optimizer=12)) if stage else ModelState(width, width, 2 * width)
+            )
         held = model_state_bytes(shape.parameters, self.ranks, stage, shape.trainable, each)
         held = held._replace(params=self.packed(width) / (width * shape.parameters) * held.params)
         sharing, offloaded = zero.hpz_partition_size, zero.offload_optimizer
@@ -230,7 +229,7 @@ class Sizes:
         scattered = self.passes * gradients / (4 if across else 1)
         sub_group = number_in(block, "sub_group_size", 10**9)
         return {
-            0: (0 if width == 4 else 4 * trainable, bucket, {"all_reduce": gradients}),
+            0: (0 if self.settings.precision == "fp32" else 4 * trainable, bucket, {"all_reduce": gradients}),
             1: (flat, two, {"all_reduce": reduced, "all_gather": gradients}),
             2: (flat, two, {"all_reduce": self.passes * reduced, "all_gather": gradients}),
             3: (master * min(share, sub_group), bucket + gathered, {"all_gather": whole, "reduce_scatter": scattered}),

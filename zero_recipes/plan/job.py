@@ -64,8 +64,12 @@ class Job:
 
     @property
     def precision(self) -> str:
-        """ "bf16", "fp16" or "fp32", in which it computes; torch_autocast keeps the weights in fp32."""
-        return self.zero.autocast or self.settings.precision
+        """ "bf16", "fp16" or "fp32", in which it computes; torch_autocast keeps the weights in fp32. Without mixed
+        precision the weights' own."""
+        own = str(self.settings.dtype or "auto").removeprefix("torch.")
+        own = self.config.get("dtype") or self.config.get("torch_dtype") if own == "auto" else own
+        pure = {"bfloat16": "bf16", "float16": "fp16"}.get(str(own), "fp32")
+        return self.zero.autocast or (pure if self.settings.precision == "fp32" else self.settings.precision)
 
     @property
     def is_fsdp(self) -> bool:

@@ -116,8 +116,9 @@ def train_two_steps(job: Job, folder: str) -> dict:
     in_one = training_args.packing or training_args.padding_free
     full_rows = training_args.per_device_train_batch_size == 1 or in_one
     patches.replace_parts_of_libraries(on_gpu, full_rows, in_one, host.pinning)
-    if on_gpu and job.precision != "fp32":  # without DeepSpeed, or by its torch_autocast
-        patches.set_up_autocast(torch.bfloat16 if job.precision == "bf16" else torch.float16)
+    casts = job.zero.autocast or job.settings.precision  # without DeepSpeed, or by its torch_autocast
+    if on_gpu and casts != "fp32":
+        patches.set_up_autocast(torch.bfloat16 if casts == "bf16" else torch.float16)
     imports = psutil.Process().memory_info().rss
     tracker = LiveStorages("gpu", device.kMinBlockSize, device.stream) if on_gpu else LiveStorages("cpu")
     device.emptied.append(lambda: tracker.events.append(("empty",)))
