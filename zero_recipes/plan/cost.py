@@ -36,6 +36,11 @@ def measured(name: str) -> Range:
     return tuple(yaml.safe_load(TIMES.read_text())[name]["range"])
 
 
+def how_good() -> str:
+    """What the printed ranges are worth."""
+    return "The range of a step's time holds {:.0f} of {:.0f} published times.".format(*measured("holds"))
+
+
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
     """(tokens, FLOPs, share) of one sequence, the mean over a run: the first two without padding, the share of FLOPs
     with it in those of a sequence that is `longest`. A padded row is as long as the longest of those drawn with it at
@@ -134,6 +139,8 @@ def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range)
     """Seconds that the computation waits for collectives: ring algorithms over the slowest link between the ranks.
     Between machines rings go through every network card of a machine."""
     ranks, moved = job.world_size, prediction.communication_bytes_per_step
+    if ranks == 1:
+        return 0.0, 0.0
     one_node = ranks <= job.gpus_per_node
     bandwidth = 1e9 * (gpu.link_gb_s if one_node else min(gpu.network_gb_s * job.gpus_per_node, gpu.link_gb_s))
     times = {name: 2 if name.startswith("all_reduce") else 1 for name in moved}

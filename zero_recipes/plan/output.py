@@ -14,7 +14,7 @@ from zero_recipes.core.files import write_json
 from zero_recipes.core.tables import Column, print_columns
 from zero_recipes.core.units import count, percent, significant, size
 from zero_recipes.plan.choose import Change, Recommendation, Row, fewest_gpus
-from zero_recipes.plan.cost import Cost, Range, cost
+from zero_recipes.plan.cost import Cost, Range, cost, how_good
 from zero_recipes.plan.job import Job, PlanRequest
 from zero_recipes.theory.zero_paper import paper_volume
 
@@ -27,7 +27,7 @@ NOTES = [
     "included; the status is about this range. Not known: fragmentation beyond it, other programs on the GPU.",
     "Host: memory of a machine while loading / training / reading a checkpoint to go on from it. Disk: the model / a "
     "checkpoint to go on from. NVMe: swap files of a machine. Comm.: an all-reduce counts twice.",
-    "Memory is for rows of max_length. Times are 20 to 30 % off to either side, more with offload or without NVLink.",
+    f"Memory is for rows of max_length. {how_good()}",
 ]
 
 
