@@ -83,9 +83,8 @@ def _missing_states(folder: Path, strategy: Strategy) -> Iterator[Finding]:
 
 def needs_reshard(written: Mapping | None, strategy: Strategy) -> bool:
     """Whether the checkpoint can be gone on from once `zero-recipes reshard` has spread it over these processes."""
-    there = written and (written["zero_stage"], written["strategy"])
-    here = (strategy.zero_stage, strategy.name)
-    return there == here and bool(strategy.zero_stage) and written["world_size"] != strategy.world_size
+    alike = bool(written and strategy.zero_stage) and written.get("strategy") == strategy.name
+    return alike and written["world_size"] != strategy.world_size
 
 
 def _ranks(checkpoint: str, written: Mapping, strategy: Strategy) -> Iterator[Finding]:
