@@ -86,7 +86,7 @@ def test_fetch_measures_what_is_here_already(monkeypatch, capsys):
     monkeypatch.chdir(BASE.parents[1])
     assert cli.main(["fetch", "recipes/tiny.yaml"]) == 0
     model, data = capsys.readouterr().out.splitlines()
-    assert model.startswith("./tiny_world/base: ") and data.startswith("./tiny_world: ") and data.endswith(" kB")
+    assert model.startswith("./tiny_world/base: ") and data.startswith("./tiny_world: ") and data.endswith(" MB")
 
 
 def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path):

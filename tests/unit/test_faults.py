@@ -60,4 +60,4 @@ def test_all_findings_come_at_once_with_their_lines(tmp_path, monkeypatch, capsy
     for code, line in (("ZR101", 12), ("ZR107", 13), ("ZR103", 15), ("ZR121", None)):
         (text,) = [text for text in lines if text.endswith(f"[{code}]")]
         assert line is None or f"recipe.yaml:{line}" in text, text
-    assert lines[-1] == "4 errors, 0 warnings"
+    assert lines[0] == "recipe.yaml cannot run: 4 errors, 0 warnings"

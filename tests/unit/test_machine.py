@@ -6,6 +6,7 @@ No GPU is needed: the driver, the cards and the network are files and numbers he
 import dataclasses
 import math
 import os
+import re
 import socket
 import sysconfig
 from contextlib import closing
@@ -462,6 +463,24 @@ def test_check_refuses_a_machine_that_the_recipe_means(tmp_path, monkeypatch, ca
     monkeypatch.setattr(machines, "driver_version", lambda host: "550.54.15")
     assert cli.main([*argv, "false"]) == 2
     assert "[ZR650]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("gpu", "keys", "codes"),
+    [
+        ("h100-80gb", {"bf16": False, "fp16": True, "tf32": True, "attn_implementation": "flash_attention_2"}, []),
+        ("t4", {"bf16": False, "fp16": True, "tf32": True, "attn_implementation": "flash_attention_2"}, ["ZR870"] * 2),
+        ("t4", {"bf16": True}, ["ZR870"]),
+    ],
+)
+def test_check_judges_for_a_card_that_is_not_here(tmp_path, capsys, gpu, keys, codes):
+    recipe = write_recipe(tmp_path, deepspeed="ds_configs/zero2.json", skip_plan=True, **keys)
+    argv = ["check", str(recipe), "--num_processes", "2", "--output_dir", str(tmp_path / "out")]
+    assert cli.main([*argv, "--gpu", gpu]) == (2 if codes else 0)
+    said = capsys.readouterr().out
+    assert re.findall(r"\[(ZR\d+)\]$", said, re.MULTILINE) == codes and "world size    2 on cuda" in said
+    launch = f"zero-recipes train {recipe} --num_processes 2 --output_dir {tmp_path / 'out'}"
+    assert (said.splitlines()[-1] == launch) == (not codes)
 
 
 def test_each_finding_is_said_by_the_ranks_of_its_scope(monkeypatch, capsys):

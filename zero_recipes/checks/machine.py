@@ -15,7 +15,7 @@ from zero_recipes.checks.capacity import room_findings
 from zero_recipes.config.recipe import RunConfig, Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Finding, finding
-from zero_recipes.core.host import Host
+from zero_recipes.core.host import Gpu, Host
 from zero_recipes.core.process import local_world_size
 from zero_recipes.data.load import on_hub, packaged_formats
 from zero_recipes.distributed.kernels import build_findings
@@ -100,6 +100,14 @@ def card_findings(precision: str) -> Iterator[Finding]:
         capability, name = torch.cuda.get_device_capability(number), torch.cuda.get_device_name(number)
         if capability < BF16_FROM:
             yield finding("ZR272", number=number, name=name, capability=".".join(map(str, capability)))
+
+
+def gpu_findings(settings: Settings, gpu: Gpu) -> Iterator[Finding]:
+    """What a card that is not here lacks. bf16 and flash attention both begin at compute capability 8.0."""
+    lacks = {"bf16": settings.precision == "bf16" and not gpu.bf16, "tf32": settings.tf32 and not gpu.tf32_tflops}
+    lacks["attn_implementation"] = "flash" in str(settings.attn_implementation) and not gpu.bf16
+    for key in (key for key, is_lacking in lacks.items() if is_lacking):
+        yield finding("ZR870", name=gpu.name, key=f"{key}: {str(getattr(settings, key)).lower()}")
 
 
 def count_findings(strategy: Strategy, here: int, environment: Mapping[str, str]) -> Iterator[Finding]:

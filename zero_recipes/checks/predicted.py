@@ -13,6 +13,7 @@ import torch
 
 from zero_recipes.config.recipe import RunConfig
 from zero_recipes.core.findings import Finding, downgraded, ignored_codes, raise_errors
+from zero_recipes.core.host import Gpu
 from zero_recipes.core.process import CLOCK, local_world_size, rank
 from zero_recipes.distributed.group import agree, once
 from zero_recipes.metrics.schema import PredictedMetrics
@@ -52,12 +53,19 @@ def planning(run: RunConfig) -> Iterator[Callable[[], PredictedMetrics | None]]:
         yield result
 
 
-def rehearsed(run: RunConfig, environment: Mapping[str, str]) -> list[Finding]:
-    """What the run would be refused for, or warned of; for `zero-recipes check` on a machine with its GPUs."""
+def rehearsed(run: RunConfig, environment: Mapping[str, str], gpu: Gpu | None = None) -> list[Finding]:
+    """What the run would be refused for, or warned of; for `zero-recipes check` on a machine with its GPUs, or about
+    other cards, free of other processes."""
     if not _is_compared_with_gpus(run):
         return []
     here = min(local_world_size(environment, run.strategy.world_size), torch.cuda.device_count())
-    with _planner(run, environment, [card(index) for index in range(here)]) as answer:
+    cards = [card(index) for index in range(here)]
+    if gpu is not None:
+        cards = [
+            {"rank": 0, "host": gpu.name, "ranks": 1, "reserved": 0}
+            | dict.fromkeys(("total", "free"), gpu.memory_bytes)
+        ]
+    with _planner(run, environment, cards) as answer:
         return answer()[1]
 
 

@@ -13,7 +13,7 @@ from zero_recipes.checkpoint.compatibility import fit_findings
 from zero_recipes.checkpoint.output_dir import inputs_of, refuse_in_use, refuse_occupied
 from zero_recipes.checkpoint.resume import asked_batch, batch_kept, checkpoint_to_resume, requested_in
 from zero_recipes.checks.deepspeed_rules import deepspeed_findings
-from zero_recipes.checks.machine import driver_findings, machine_findings, offline_where_unreachable
+from zero_recipes.checks.machine import driver_findings, gpu_findings, machine_findings, offline_where_unreachable
 from zero_recipes.checks.rehearsal import fill_auto, parser_findings, trainer_findings
 from zero_recipes.checks.rules import Candidate, rule_findings
 from zero_recipes.config import keys
@@ -29,10 +29,13 @@ from zero_recipes.model import load_config, sizes_of
 
 
 @library_error_as_finding("checking the recipe")
-def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapping[str, str], rehearsal=False):
+def preflight(
+    path, mapping: RecipeFile, overrides: list[str], environment: Mapping[str, str], rehearsal=False, gpu=None
+):
     """(the run, or None where it cannot be put together; all findings). `environment` is the launcher's: os.environ in
     a run. A key with a finding is left out, and the rest goes on, so that all findings come at once; errors that the
-    recipe ignores come as warnings. `rehearsal`: nothing will start here and now (zero-recipes check)."""
+    recipe ignores come as warnings. `rehearsal`: nothing will start here and now (zero-recipes check). `gpu`: nor on
+    this machine but on such cards."""
     known = keys.key_types()
     findings = list(launch_key_findings(path, mapping, environment))
     own = {key: value for key, value in mapping.items() if key not in launch_of(mapping)}
@@ -46,8 +49,9 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     findings += ignore_findings(recipe.settings.ignore)
     ignored = ignored_codes(recipe.settings.ignore)
     findings += offline_where_unreachable(recipe.settings)
-    device = recipes.choose_device(recipe.settings.use_cpu)
-    findings += driver_findings(recipe.settings.use_cpu, Host())
+    device = recipes.choose_device(recipe.settings.use_cpu or gpu is not None)
+    device = "cuda" if gpu and not recipe.settings.use_cpu else device
+    findings += driver_findings(recipe.settings.use_cpu or gpu is not None, Host())
     findings += launcher_findings(environment)
     strategy = _attempt(findings, strategies.resolve_strategy, recipe.settings, environment, sizes_of)
     accumulation, requested = None, requested_in(recipe.output_dir, recipe.settings)
@@ -66,12 +70,16 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
     config = _attempt(findings, load_config, settings)
     if strategy is not None:
         candidate = Candidate(settings, strategy, device, environment, config)
-        _attempt(findings, recipes.refuse_uneven_gpus, strategy, device, environment)
+        if gpu is None:
+            _attempt(findings, recipes.refuse_uneven_gpus, strategy, device, environment)
         findings += precision_findings(environment, settings.precision)
         findings += [*rule_findings(candidate), *deepspeed_findings(candidate)]
         findings += parser_findings(candidate) if strategy.is_deepspeed else []
     ds_config = strategy.ds_config.raw if strategy is not None and strategy.is_deepspeed else {}
-    findings += trainer_findings(settings, ds_config, str(path))
+    # TF32 and flash attention are judged by the card, not by this machine
+    rehearsed = settings.replace(tf32=None, attn_implementation="sdpa") if gpu else settings
+    findings += gpu_findings(settings, gpu) if gpu and device == "cuda" else []
+    findings += trainer_findings(rehearsed, ds_config, str(path))
     if not wrong & {"dataset_name", "datasets"}:
         _attempt(findings, refuse_data_at_hand, settings, bool(rehearsal) and not constants.is_offline_mode())
     _attempt(findings, refuse_in_use, output_dir)
@@ -86,7 +94,8 @@ def preflight(path, mapping: RecipeFile, overrides: list[str], environment: Mapp
         findings += fit_findings(checkpoint, settings, strategy)
     run = RunConfig(recipe, settings, MappingProxyType(explicit), strategy, device, output_dir)
     elsewhere = device == "cpu" and not recipe.settings.use_cpu
-    findings += machine_findings(run, environment, Host(), rehearsal and ("elsewhere" if elsewhere else "here"))
+    if gpu is None:
+        findings += machine_findings(run, environment, Host(), rehearsal and ("elsewhere" if elsewhere else "here"))
     return run, downgraded(findings, ignored)
 
 

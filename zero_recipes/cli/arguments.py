@@ -1,6 +1,7 @@
 """The command line of zero-recipes: every subcommand with its options, and the types that they share."""
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +68,9 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
 
     _add_until_a_run(add)
     _add_after_a_run(add)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["plan"] and any(word.partition("=")[0] == "--params" for word in argv):
+        argv.insert(1, "")  # in the recipe's place, which argparse would give to the first value of an override
     arguments, rest = parser.parse_known_args(argv)
     if hasattr(arguments, "overrides"):
         arguments.overrides = rest
@@ -95,6 +99,7 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     )
     processes = "processes of the launch to come, one a GPU; default: the accelerate file's"
     verb.add_argument("--num_processes", type=COUNT, help=processes)
+    verb.add_argument("--gpu", help="judge for such cards in place of this machine, e.g. h100-80gb: plan's names")
     upgrade = "write and check RECIPE.upgraded.yaml, in today's keys of TRL, and a ds_config or FSDP1 file that runs"
     verb.add_argument("--upgrade", action="store_true", help=upgrade)
     for_trl = "with --upgrade: only keys that `trl sft --config` takes, and no check"
@@ -112,8 +117,13 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
 
     verb = add(verbs.plan, "memory, time and cost of each strategy before a GPU is rented", overrides=True)
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
+    size = (
+        "in place of a recipe: a model like Llama of so many parameters, e.g. 7e9, in micro batches of 1 x 2,048 tokens"
+    )
+    verb.add_argument("--params", type=AMOUNT, help=size)
     verb.add_argument("--gpus", required=True, help="how many; of several by comma (1,2,4,8) the smallest that fits")
-    verb.add_argument("--gpu", required=True, help="which, e.g. h100-80gb; docs/commands.md lists all")
+    gpu = "which; docs/commands.md lists all; default: %(default)s"
+    verb.add_argument("--gpu", default="h100-80gb", help=gpu)
     _add_strategies(verb, "the stages and CPU offload")
     verb.add_argument("--gpus_per_node", type=COUNT, default=8, help="GPUs of a machine at most; default: %(default)s")
     verb.add_argument("--host_memory", type=AMOUNT, help="of each machine in GB; default: no limit")
@@ -127,6 +137,7 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU: its speed")
     verb.add_argument("--hardware", type=Path, help="further GPUs, in the form of zero_recipes/core/hardware.yaml")
     verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.txt and plan.png there")
+    verb.add_argument("-v", "--verbose", action="store_true", help="print parts, phases and caveats, too")
     verb.add_argument("--json", action="store_true", help="print JSON alone")
 
     verb = add(verbs.meet, "several machines find each other, or say who is missing; before a launch")

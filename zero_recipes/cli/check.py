@@ -3,9 +3,12 @@
 import argparse
 import json
 import re
+import shlex
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import downgraded, finding, ignored_codes
+from zero_recipes.core.host import gpu_named, gpus
+from zero_recipes.core.process import local_world_size
 from zero_recipes.core.tables import working
 from zero_recipes.libs.warnings import quieten
 
@@ -33,6 +36,7 @@ def check(arguments: argparse.Namespace) -> int:
         parser.add_argument("--deepspeed", default=mapping.get("deepspeed"))
         runnable = write_runnable_ds_config(parser.parse_known_args(overrides)[0].deepspeed)
         overrides += ["--deepspeed", str(runnable)] if runnable else []
+    recipe, keys = str(arguments.recipe), list(overrides)
     is_named = any(word.lstrip("-").replace("-", "_").startswith(trusts) for word in overrides)
     overrides += [] if is_named else [f"--{trusts}", "false"]  # a look at a stranger's recipe runs no code of its model
     remote_code = bool(mapping.get(trusts)) and not is_named
@@ -40,26 +44,33 @@ def check(arguments: argparse.Namespace) -> int:
         environment = launched_as_named(mapping)
     else:
         environment = launched_environment(arguments.config_file, arguments.num_processes)
+    gpu = gpu_named(arguments.gpu, gpus()) if arguments.gpu else None
     with working(f"checking {arguments.recipe}"):
-        run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True)
-        findings += [] if run is None else predicted.rehearsed(run, environment)
+        run, findings = preflight(arguments.recipe, mapping, overrides, environment, rehearsal=True, gpu=gpu)
+        findings += [] if run is None else predicted.rehearsed(run, environment, gpu)
     if remote_code:  # what says no more than that this code was not run has no place of its own
         without = re.compile(r"trust_remote_code|contains custom code")
         findings = [found for found in findings if found.level != "error" or not without.search(found.why)]
         findings.append(finding("ZR783"))
     findings += launch_findings(arguments.config_file)
+    findings += data_findings(run, show=True) if run is not None and arguments.data else []
+    errors = sum(finding.level == "error" for finding in findings)
+    answer = f"{'cannot' if errors else 'can'} run{f' on {gpu.name}' if gpu else ''}"
+    print(f"{recipe} {answer}: {errors} errors, {len(findings) - errors} warnings")
+    for found in findings:
+        print(found.with_traceback() if arguments.traceback else found)
     if run is not None:
         print("\n".join(run.strategy.described(run.device, run.settings)))
         if run.strategy.source == INLINE_SOURCE and not arguments.show:
             print(f"ds_config     {json.dumps(run.strategy.ds_config.raw)}")
         if arguments.show:
             print(json.dumps(resolved_ds_config(run), indent=2) if run.strategy.is_deepspeed else "no DeepSpeed")
-        if arguments.data:
-            findings += data_findings(run, show=True)
-    for found in findings:
-        print(found.with_traceback() if arguments.traceback else found)
-    errors = sum(finding.level == "error" for finding in findings)
-    print(f"{errors} errors, {len(findings) - errors} warnings")
+    if run is not None and not errors:
+        file = ["--config_file", str(arguments.config_file)] if arguments.config_file else []
+        launch, count = ["accelerate", "launch", *file, "run_sft.py", recipe], run.strategy.world_size
+        if local_world_size(environment, count) == count:  # not several machines
+            launch = ["zero-recipes", "train", recipe, *file, "--num_processes", str(count)]
+        print("", shlex.join([*launch, *keys]), sep="\n")
     return 2 if errors else 0
 
 

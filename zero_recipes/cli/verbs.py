@@ -13,6 +13,7 @@ from pathlib import Path
 from zero_recipes.config.accelerate import FOLDER, config_files, read_accelerate_file
 from zero_recipes.core import units
 from zero_recipes.core.findings import AREAS, REFUSED, described, first_line, library_error_as_finding, refusal, table
+from zero_recipes.core.tables import working
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.schema import ORDER as STAGES
 
@@ -73,7 +74,8 @@ def _bytes_in(paths: Iterable[Path]) -> int:
 
 def plan(arguments: argparse.Namespace) -> int:
     quieten()
-    from zero_recipes.plan import command
+    with working("loading torch and transformers"):
+        from zero_recipes.plan import command
 
     arguments.strategies = strategies_of(arguments)
     return command.run(arguments, arguments.overrides)

@@ -70,13 +70,13 @@ def print_columns(named: list[Column], others: list[Column], rows: Sequence[Row]
     wide = console.options.update(max_width=10_000)
     while taken > 1 and console.measure(_table(named, others[:taken], rows), options=wide).maximum > console.width:
         taken -= 1
-    console.print(_table(named, others[:taken], rows))
+    console.print(_table(named, others[:taken], rows), "")
     if taken < len(others):
         print_columns(named, others[taken:], rows, console)
 
 
 def _table(named: list[Column], others: list[Column], rows: Sequence[Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for number, column in enumerate(named + others):
         justify = "left" if number < len(named) else "right"
         table.add_column(plain(column.header), justify=justify, vertical="middle", no_wrap=True)

@@ -1,25 +1,44 @@
-"""Numbers as people read them: the one place where bytes become text.
+"""Numbers as people read them: the one place where bytes and seconds become text.
 
 Sizes are decimal (1 GB = 10^9 bytes), as disks, links and DeepSpeed's documentation count, and always carry their unit.
 A GPU's own name ("H100 80GB") is a name: its memory is 81559 MiB by nvidia-smi, 85.5 GB here.
 """
 
 import math
+from itertools import pairwise
 
-UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("B", 1))
+UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6))
+TIMES = (("days", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def unit_of(number_of_bytes: float) -> tuple[str, int]:
-    """The largest unit of which there is at least one, with its size in bytes."""
+    """The largest unit of which there is at least one, with its size in bytes; MB for less."""
     return next((unit for unit in UNITS if abs(number_of_bytes) >= unit[1]), UNITS[-1])
 
 
 def size(number_of_bytes: float | None) -> str:
-    """Bytes with three significant digits and their unit: 63.9 GB, 152 MB, 0 B."""
+    """Bytes with three significant digits and their unit: 63.9 GB, 152 MB, 0.04 MB, 0 MB."""
     if number_of_bytes is None:
         return ""
     name, one = unit_of(number_of_bytes)
-    return f"{number_of_bytes:.0f} B" if one == 1 else f"{significant(number_of_bytes / one)} {name}"
+    number = number_of_bytes / one
+    return f"{significant(number) if abs(number) >= 1 else f'{number:.2f}'.rstrip('0').rstrip('.')} {name}"
+
+
+def duration(seconds: float) -> str:
+    """17 ms, 0.43 s, 12.3 s, 95 s, 3 min 34 s, 2 h 5 min, 4 days 3 h."""
+    if seconds < 0.0995:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.{2 if seconds < 0.995 else 1 if seconds < 20 else 0}f} s"
+    (large, one), (small, other) = next(pair for pair in pairwise(TIMES) if seconds >= 1.5 * pair[0][1])
+    units, rest = divmod(round(seconds / other), one // other)
+    return f"{units} {large}" + (f" {rest} {small}" if rest else "")
+
+
+def money(value: float) -> str:
+    """In the currency of the price: 1,250, 12.35, 0.043."""
+    return f"{value:,.{0 if value >= 1000 else 2 if value >= 0.1 else 3}f}"
 
 
 def significant(value: float) -> str:

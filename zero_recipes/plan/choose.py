@@ -4,6 +4,7 @@ And how far a job can grow. By predictions, never guessed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from zero_recipes.config.ds_config import DsConfig
@@ -15,6 +16,8 @@ from zero_recipes.plan.job import Job, PlanRequest, Strategies, why_not
 from zero_recipes.plan.predict import Fit, Predict, fit_of
 
 MOST_SEQUENCES = 4096  # a micro batch beyond it gains nothing
+LIGHTER: dict[str, dict] = {"LoRA": {"use_peft": True}}
+LIGHTER["QLoRA"] = {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
 LENGTH_STEP = 64  # tokens; tensor cores want multiples of it
 ROOM = 0.25  # of the GPU's memory, to be left: for larger batches and evaluations, and for what the plan does not know
 # what a change costs: first time, then another way of training
@@ -176,12 +179,6 @@ def fewest_gpus(rows: Sequence[Row], with_offload: bool = True) -> int | None:
     return min((row.job.world_size for row in fitting), default=None)
 
 
-def smallest_machine(rows: Sequence[Row]) -> list[Row]:
-    """The rows of the fewest GPUs on which a strategy fits; of the most where none does."""
-    count = fewest_gpus(rows) or max(row.job.world_size for row in rows)
-    return [row for row in rows if row.job.world_size == count]
-
-
 @dataclass(frozen=True)
 class Recommendation:
     """What to run, and the rows that speak for it. Neither `chosen` nor `change` where nothing was found that fits."""
@@ -223,6 +220,36 @@ def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
     chosen = chosen or max(fastest_of(others or here), key=lambda row: row.fit.margin)
     alike = plus_plus if chosen in plus_plus else others
     return Recommendation(rows, gpu, chosen, fastest_of(alike), other_arithmetic=otherwise)
+
+
+def on_each_machine(rows: Sequence[Row], gpu: Gpu) -> list[Recommendation]:
+    """What to run on each number of GPUs, in their order."""
+    counts = dict.fromkeys(row.job.world_size for row in rows)
+    return [recommend([row for row in rows if row.job.world_size == count], gpu) for count in counts]
+
+
+def best_machine(machines: Sequence[Recommendation], by_price: bool) -> Recommendation:
+    """The fewest GPUs on which a strategy fits, or those on which a token costs least; the most where none fits."""
+
+    def price(advice: Recommendation) -> float:
+        count, speed = advice.chosen.job.world_size, advice.chosen.speed
+        return count * speed.middle / speed.tokens_per_step if by_price else count
+
+    return min((advice for advice in machines if advice.chosen), key=price, default=machines[-1])
+
+
+def lighter(
+    request: PlanRequest, advice: Recommendation, predict: Predict, guess: Predict, factor: float | None
+) -> dict[str, Row]:
+    """LoRA and QLoRA in place of what the recipe trains, each under the strategy that `guess` recommends."""
+    found, settings = {}, request.recipe.settings
+    ways = {} if settings.load_in_4bit or settings.load_in_8bit else LIGHTER
+    for name in list(ways)[int(settings.use_peft) :]:
+        with suppress(Refusal):  # LoRA without target modules for this architecture
+            guessed = [make_row(request, row.job.changed(**ways[name]), guess) for row in advice.rows]
+            best = recommend(guessed, request.gpu).chosen or max(guessed, key=lambda row: row.fit.margin)
+            found[name] = make_row(request, best.job, predict, factor)
+    return found
 
 
 def fastest_of(rows: Sequence[Row]) -> list[Row]:

@@ -2,33 +2,95 @@
 
 import argparse
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
-from zero_recipes.core.tables import terminal
+from rich.live import Live
+from rich.text import Text
+
+from zero_recipes.core.files import write_json
+from zero_recipes.core.tables import terminal, working
 from zero_recipes.plan import output
-from zero_recipes.plan.choose import limits_of, recommend, rows_of, smallest_machine
+from zero_recipes.plan.choose import best_machine, lighter, limits_of, on_each_machine, rows_of
 from zero_recipes.plan.cost import calibrated
-from zero_recipes.plan.job import read_request
-from zero_recipes.plan.predict import Predictor
+from zero_recipes.plan.job import PlanRequest, read_request
+from zero_recipes.plan.predict import Predict, Predictor
+
+VOCABULARY = 32_000
+# of `--params`, unless the command line has others
+DEFAULTS = {"bf16": True, "per_device_train_batch_size": 1, "max_length": 2048}
 
 
 def run(arguments: argparse.Namespace, rest: list[str]) -> int:
     """The verb; `rest` overrides the recipe's keys. Returns 0. Raises Refusal for what cannot be planned."""
-    request, predict = read_request(arguments, rest), Predictor(arguments.quick)
-    jobs, excluded = request.jobs()
-    if not arguments.quick:  # all side by side; the predictor then knows them
-        predict.prepare(jobs)
-    factor = calibrated(arguments.calibrate, request, predict) if arguments.calibrate else None
-    rows = rows_of(request, jobs, predict, factor)
-    if arguments.max:
-        quick, memory = Predictor(quick=True), request.gpu.memory_bytes
-        rows = [replace(row, limits=limits_of(row.job, memory, predict, quick)) for row in rows]
-    advice = recommend(smallest_machine(rows), request.gpu)
-    answer = output.Answer(request, rows, excluded, advice, arguments.price)
+    with working(f"reading {arguments.recipe if arguments.params is None else '--params'}"):
+        request = read_request(arguments, rest) if arguments.params is None else request_of_size(arguments, rest)
+        answer = answer_by(Predictor(quick=True), arguments, request)
+    if not arguments.quick:
+        with _shown_meanwhile(answer, arguments.json):
+            predict = Predictor()  # all side by side; the predictor then knows them
+            predict.prepare([row.job for row in (*answer.rows, *answer.lighter.values())])
+            answer = answer_by(predict, arguments, request)
     if arguments.output_dir:
         output.write_answer(answer, arguments.output_dir)
     if arguments.json:
         print(json.dumps(output.document(answer), indent=2))
     else:
-        output.print_answer(answer, terminal())
+        output.print_answer(answer, terminal(), arguments.verbose)
     return 0
+
+
+def answer_by(predict: Predict, arguments: argparse.Namespace, request: PlanRequest) -> output.Answer:
+    """The whole answer by these predictions; what is only looked for is looked for by formulas."""
+    quick, (jobs, excluded) = Predictor(quick=True), request.jobs()
+    factor = calibrated(arguments.calibrate, request, predict) if arguments.calibrate else None
+    rows = rows_of(request, jobs, predict, factor)
+    if arguments.max and predict.quick == arguments.quick:
+        memory = request.gpu.memory_bytes
+        rows = [replace(row, limits=limits_of(row.job, memory, predict, quick)) for row in rows]
+    machines = on_each_machine(rows, request.gpu)
+    advice = best_machine(machines, by_price=arguments.price is not None)
+    other_ways = lighter(request, advice, predict, quick, factor)
+    return output.Answer(request, rows, excluded, machines, advice, other_ways, arguments.price)
+
+
+@contextmanager
+def _shown_meanwhile(draft: output.Answer, as_json: bool) -> Iterator[None]:
+    """The formulas' answer, until the engine's takes its place; a line on stderr where no terminal can be rewritten."""
+    console = terminal()
+    if as_json or not console.is_terminal:
+        terminal(stderr=True).print(Text(f"by formulas: {output.bottom_line(draft)}"), soft_wrap=True)
+        with working("simulating the engine"):
+            yield
+        return
+    with console.capture() as shown:
+        output.print_answer(draft, console)
+        console.print("The simulated engine's answer follows.\n", style="yellow")
+    with Live(Text.from_ansi(shown.get()), console=console, auto_refresh=False, transient=True):
+        yield
+
+
+def request_of_size(arguments: argparse.Namespace, rest: list[str]) -> PlanRequest:
+    """What is requested of a model like Llama that has about so many parameters."""
+    config, name = llama(arguments.params)
+    with tempfile.TemporaryDirectory() as folder:
+        write_json(Path(folder, "config.json"), config)
+        write_json(file := Path(folder, "recipe.yaml"), DEFAULTS | {"model_name_or_path": folder})  # JSON is YAML
+        request = read_request(argparse.Namespace(**(vars(arguments) | {"recipe": file})), rest)
+    settings = request.recipe.settings.replace(model_name_or_path=name)
+    recipe = replace(request.recipe, path=Path("RECIPE.yaml"), settings=settings)
+    return replace(request, recipe=recipe, no_lengths="there is no recipe")
+
+
+def llama(parameters: float) -> tuple[dict, str]:
+    """(config.json in Llama 2's proportions, heads of 128 and as many layers as heads; what it is, in words)."""
+    layers = lambda width: (parameters - 2 * VOCABULARY * width) / (12 * width**2)  # noqa: E731
+    width = min(range(128, 2**20, 128), key=lambda width: abs(layers(width) - width / 128))
+    depth, heads = max(1, round(layers(width))), width // 128
+    config = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 131_072}
+    config |= {"hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": heads}
+    total = (2 * VOCABULARY * width + 12 * depth * width**2) / 1e9
+    return config | {"intermediate_size": 8 * width // 3}, f"a Llama of {total:.3g}B parameters"

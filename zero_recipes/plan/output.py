@@ -1,7 +1,7 @@
-"""The plan as it is written: a table and sentences, JSON, and a folder with both and a picture."""
+"""The plan as it is written: what to do and one table, the rest behind --verbose; JSON; a folder with a picture."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from rich.text import Text
 
 from zero_recipes.core.files import write_json
 from zero_recipes.core.tables import Column, print_columns
-from zero_recipes.core.units import count, percent, significant, size
+from zero_recipes.core.units import count, duration, money, percent, significant, size
 from zero_recipes.plan.choose import Change, Recommendation, Row, fewest_gpus
-from zero_recipes.plan.cost import Cost, Range, cost, how_good
+from zero_recipes.plan.cost import Cost, Range, cost, estimate, how_good
 from zero_recipes.plan.job import Job, PlanRequest
 from zero_recipes.theory.zero_paper import paper_volume
 
@@ -22,9 +22,11 @@ SCHEMA = 2
 WIDTH = 240  # characters of a line in plan.txt
 PARTS = {"params": "Params", "grads": "Grads", "optimizer": "Optimizer", "activations": "Activa-\ntions"}
 PARTS |= {"buckets": "Buckets,\ngathered", "loss_head": "Loss\nhead", "other": "Other"}
+STATUSES = {"fits": "yes", "tight": "tight", "no": "no"}
+SOURCES = {"engine": "the simulated engine", "formulas": "formulas"}
 NOTES = [
-    "Peak: live tensors of the fullest GPU; the columns up to Other are its parts. Reserved: allocator, CUDA and NCCL "
-    "included; the status is about this range. Not known: fragmentation beyond it, other programs on the GPU.",
+    "Peak: live tensors of the fullest GPU; the columns up to Other are its parts. GPU memory: "
+    "allocator, CUDA and NCCL included. Not known: fragmentation beyond it, other programs on the GPU.",
     "Host: memory of a machine while loading / training / reading a checkpoint to go on from it. Disk: the model / a "
     "checkpoint to go on from. NVMe: swap files of a machine. Comm.: an all-reduce counts twice.",
     f"Memory is for rows of max_length. {how_good()}",
@@ -33,12 +35,14 @@ NOTES = [
 
 @dataclass(frozen=True)
 class Answer:
-    """Everything that was found out. `rows`: on all numbers of GPUs; those of `advice`: of the smallest machine."""
+    """Everything that was found out. `rows`: on all numbers of GPUs; those of `advice`: of the one to take."""
 
     request: PlanRequest
     rows: Sequence[Row]
     excluded: dict[int, dict[str, str]]  # {number of GPUs: {strategy: why it is not planned}}
-    advice: Recommendation
+    machines: Sequence[Recommendation]  # for each number of GPUs
+    advice: Recommendation  # one of them
+    lighter: Mapping[str, Row]  # LoRA and QLoRA in place of the recipe's training, on the GPUs of `advice`
     price: float | None  # of one GPU for one hour
 
     def cost(self, row: Row) -> Cost:
@@ -67,6 +71,8 @@ def document(answer: Answer) -> dict[str, Any]:
         "not_planned": answer.excluded,
         "smallest_machine": fewest_gpus(rows),
         "smallest_machine_without_offload": fewest_gpus(rows, with_offload=False),
+        "lighter": answer.lighter,
+        "bottom_line": bottom_line(answer),
         "recommendation": job,
         "notes": [*notes(answer), *reasons(answer.advice)],
     }
@@ -75,7 +81,7 @@ def document(answer: Answer) -> dict[str, Any]:
 
 def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
     """(those naming the row, the others): memory first, then what is beside the GPU, time and money."""
-    named = [Column("Strategy", lambda row: row.job.strategy), Column("Status", _status)]
+    named = [Column("Strategy", lambda row: row.job.strategy), Column("Fits", _status)]
     columns = [
         Column("Margin", lambda row: ("" if row.fit.margin < 0 else "+") + size(row.fit.margin)),
         Column("Peak", lambda row: size(row.prediction.allocated_peak_bytes)),
@@ -84,47 +90,46 @@ def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
             Column(header, lambda row, part=part: size(row.prediction.at_peak[part] or None))
             for part, header in PARTS.items()
         ),
-        Column("Reserved", lambda row: _between(tuple(dict(row.prediction.reserved_bytes).values()), size)),
         Column("Host", lambda row: _sizes(*dict(row.prediction.host_bytes).values())),
         Column("NVMe", lambda row: size(row.prediction.nvme_bytes or None)),
         Column("Disk", lambda row: _sizes(*dict(row.prediction.checkpoint_bytes).values())),
         Column("Comm.\nper step", lambda row: size(paper_volume(row.prediction.communication_bytes_per_step) or None)),
-        Column("Step", lambda row: f"{_between(row.speed.step_seconds)} s"),
         Column("Tokens/s", lambda row: _between(row.speed.tokens_per_second, count)),
         Column("MFU", lambda row: _between(row.speed.mfu, percent)),
-        Column("Run\nin hours", lambda row: _between(answer.cost(row).hours)),
-        Column("Largest\nmicro batch", lambda row: row.limits and f"{row.limits.micro_batch_size:,}"),
-        Column("Longest\nsequences", lambda row: row.limits and f"{row.limits.max_length:,}"),
+        Column("Run", lambda row: _between(answer.cost(row).hours, _hours)),
     ]
-    if answer.price is not None:
-        columns += [
-            Column("Cost of\n1M tokens", lambda row: _between(answer.cost(row).per_million_tokens)),
-            Column("Cost of\nthe run", lambda row: _between(answer.cost(row).run)),
-        ]
     return named, [column for column in columns if any(column.cell(row) for row in answer.advice.rows)]
 
 
 def _status(row: Row) -> str:
     lacking = "host" if row.fit.host_lacks else "NVMe" if row.fit.nvme_lacks else ""
-    return f"no ({lacking})" if lacking else row.fit.status
+    return f"no: {lacking}" if lacking else STATUSES[row.fit.status]
 
 
-def _between(values: Range | None, written=significant) -> str:
-    """A range: 0.43 - 0.64; nothing where it is not known."""
-    return "" if values is None else f"{written(values[0])} - {written(values[1])}"
+def _between(values: Range | None, written=significant, to: str = " - ") -> str:
+    """A range: 0.43 - 0.64 s, its unit once where both have it; nothing where it is not known."""
+    if values is None:
+        return ""
+    low, high = map(written, values)
+    number, _, unit = low.partition(" ")
+    is_short = unit and high.count(" ") == 1 and high.endswith(f" {unit}")
+    return high if low == high else f"{number if is_short else low}{to}{high}"
+
+
+def _seconds(seconds: float) -> str:
+    return duration(seconds) if seconds < 120 else f"{seconds:,.0f} s"
+
+
+def _hours(hours: float) -> str:
+    return duration(3600 * hours)
 
 
 def _sizes(*sizes: int | None) -> str:
     return " / ".join(size(taken) if taken else "0" for taken in sizes)
 
 
-def heading(answer: Answer) -> str:
-    """Model, batch and machine in one line."""
-    job, first = answer.advice.rows[0].job, answer.advice.rows[0].prediction
-    return (
-        f"{(job.model or '').removeprefix('./')}, {_machine(answer.advice)}, {first.precision}, "
-        f"micro batch {first.micro_batch_size} x {first.max_length} tokens"
-    )
+def _model(answer: Answer) -> str:
+    return (answer.advice.rows[0].job.model or "").removeprefix("./")
 
 
 def _machine(advice: Recommendation) -> str:
@@ -142,7 +147,7 @@ def notes(answer: Answer) -> list[str]:
     found += dict.fromkeys(note for row in rows for note in row.prediction.notes)
     for row in rows:
         if row.change:
-            words = f"{change_in_words(row.change)} ({size(row.change.fit.margin)} left{_host(row.change)})"
+            words = f"{change_in_words(row.change)} ({size(row.change.fit.margin)} left)"
             found.append(f"{row.job.strategy}: the change that costs least: {words}.")
         if row.fit.resume_lacks and row.fit.status != "no":
             found.append(
@@ -177,50 +182,124 @@ def change_in_words(change: Change) -> str:
 
 def reasons(advice: Recommendation) -> list[str]:
     """Why this is recommended, sentence by sentence."""
-    chosen, change = advice.chosen, advice.change
-    fitting = [row for row in advice.rows if row.fits and row not in advice.other_arithmetic]
-    found = [f"On {_machine(advice)} fit: {_names(fitting) or 'no strategies as the recipe stands'}."]
+    chosen, found = advice.chosen, []
     if advice.other_arithmetic:
         found.append(f"{_names(advice.other_arithmetic)} would fit too, with another arithmetic: other losses.")
     if chosen:
-        seconds = " to ".join(map(significant, chosen.speed.step_seconds))
-        why = "the fastest of them"
+        why = "the fastest of those that fit"
         if len(advice.as_fast) > 1:
-            why = "it is the lowest stage of them that leaves room" if chosen.has_room else "it leaves most room"
+            why = "the lowest stage of them that leaves room" if chosen.has_room else "it leaves most room"
             why = f"{_names(advice.as_fast)} are equally fast within the estimate's error; {why}"
-        found.append(f"{chosen.job.strategy}: {seconds} s a step, {size(chosen.fit.margin)} left: {why}.")
-    elif change:
-        words = f"{change_in_words(change)} (from {change.start.strategy}{_host(change)})"
-        found.append(f"The change that costs least: {words}.")
-    else:
-        found.append("No change that was tried makes one fit: more or larger GPUs, QLoRA or Infinity are left.")
+        found.append(f"{chosen.job.strategy} is recommended: {why}.")
     return found
-
-
-def _host(change: Change) -> str:
-    needed = change.prediction.host_bytes.training
-    return f", with {size(needed)} of host memory a machine" if needed else ""
 
 
 def _names(rows: Sequence[Row]) -> str:
     return ", ".join(row.job.strategy for row in rows)
 
 
-def print_answer(answer: Answer, console: Console) -> None:
-    """The table, notes, and the recommendation with its reasons and its command."""
-    request, advice = answer.request, answer.advice
-    if len(request.counts) > 1:
-        for words, offload in (("Smallest machine", True), ("Without offload", False)):
-            count = fewest_gpus(answer.rows, offload) or "no number"
-            console.print(Text(f"{words}: {count} x {request.gpu.name}"))
-    console.print(Text(heading(answer), style="bold"))
-    print_columns(*plan_columns(answer), advice.rows, console)
-    for line in notes(answer):
-        console.print(Text(line, style="dim"))
-    console.print(Text(f"\nRecommended: {advice.job.strategy if advice.job else 'another machine'}", style="bold"))
-    console.print(*map(Text, reasons(advice)), sep="\n")
-    if advice.job:
-        console.print(Text(f"\n{request.command(advice.job)}"), soft_wrap=True)
+def bottom_line(answer: Answer) -> str:
+    """What to do, in one sentence."""
+    advice, machine = answer.advice, f"{_model(answer)} on {_machine(answer.advice)}"
+    if advice.job is None:
+        count = max(answer.request.counts)
+        qlora = "QLoRA" in answer.lighter and answer.lighter["QLoRA"].fits
+        way = (
+            "set use_peft: true and load_in_4bit: true" if qlora else f"try --gpus {2 * count},{4 * count},{8 * count}"
+        )
+        return f"Nothing fits {machine}, not even with activation checkpointing, offload or LoRA; {way}."
+    row = _recommended(answer)
+    line = f"{row.job.strategy} fits {machine}"
+    if advice.change:
+        line = f"Nothing fits {machine} as the recipe stands; {change_in_words(advice.change)} does"
+    elif len(answer.machines) > 1:
+        counts = ", ".join(str(found.rows[0].job.world_size) for found in answer.machines)
+        line += f", the {'cheapest' if answer.price else 'fewest'} of {counts} that fit"
+    seconds = _between(row.speed.step_seconds, duration, " to ")
+    line += f": {size(row.fit.margin)} of each GPU stay free, {seconds} a step"
+    spent = answer.cost(row)
+    line += f", {_between(spent.hours, _hours, ' to ')} for the run" if spent.hours else ""
+    if answer.price:
+        what, key = _priced(answer)
+        line += f", price of {what} {_between(getattr(spent, key), money, ' to ')}"
+    return f"{line}."
+
+
+def _priced(answer: Answer) -> tuple[str, str]:
+    """What a price is for, and Cost's name of it: on several machines the same run is not the same work."""
+    whole = len(answer.machines) == 1 and answer.cost(answer.advice.rows[0]).run
+    return ("the run", "run") if whole else ("1M tokens", "per_million_tokens")
+
+
+def _recommended(answer: Answer) -> Row:
+    change, request = answer.advice.change, answer.request
+    if change is None:
+        return answer.advice.chosen
+    speed = estimate(change.job, change.prediction, request.gpu, rows=request.lengths)
+    return Row(change.job, change.prediction, change.fit, speed)
+
+
+def short_rows(answer: Answer) -> list[tuple[str, Row]]:
+    """(name, row): the strategies of one machine, or what to run on each; the change; LoRA and QLoRA."""
+    rows, change = answer.advice.rows, answer.advice.change
+    count = f"{rows[0].job.world_size} x " if len(answer.machines) > 1 else ""
+    found = [(row.job.strategy, row) for row in rows]
+    if count:
+        best = [advice.chosen or max(advice.rows, key=lambda row: row.fit.margin) for advice in answer.machines]
+        found = [(f"{row.job.world_size} x {row.job.strategy}", row) for row in best]
+    changed = {"LoRA" if change.costliest == "LoRA" else "changed": _recommended(answer)} if change else {}
+    other_ways = {**answer.lighter, **changed}
+    return found + [(f"{count}{row.job.strategy}, {way}", row) for way, row in other_ways.items()]
+
+
+def short_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
+    """(those naming the row, the others) of `short_rows`: six. Memory is the range that decides."""
+    request = answer.request
+    named = [Column("Strategy", lambda named: named[0]), Column("Fits", lambda named: _status(named[1]))]
+    columns = [
+        Column(
+            f"GPU memory\nGB of {_gigabytes(request.gpu.memory_bytes)}",
+            lambda named: _between(tuple(dict(named[1].prediction.reserved_bytes).values()), _gigabytes),
+        ),
+        Column(
+            f"Host GB\nof {_gigabytes(request.host)}" if request.host else "Host\nGB",
+            lambda named: _gigabytes(max(named[1].prediction.host_bytes.load, named[1].prediction.host_bytes.training)),
+        ),
+    ]
+    if any(row.limits for row in answer.rows):
+        limit = lambda named, key: f"{getattr(named[1].limits, key):,}" if named[1].limits else ""  # noqa: E731
+        columns.append(Column("Largest\nmicro batch", lambda named: limit(named, "micro_batch_size")))
+        return named, [*columns, Column("Longest\nsequences", lambda named: limit(named, "max_length"))]
+    columns.append(Column("Step", lambda named: _between(named[1].speed.step_seconds, _seconds)))
+    if answer.price is None:
+        return named, [*columns, Column("Tokens/s\nabout", lambda named: _middle(named[1].speed.tokens_per_second))]
+    what, key = _priced(answer)
+    paid = lambda named: _between(getattr(answer.cost(named[1]), key), money)  # noqa: E731
+    return named, [*columns, Column(f"Price of\n{what}", paid)]
+
+
+def _gigabytes(taken: int) -> str:
+    return f"{taken / 1e9:,.{1 if taken < 1e11 else 0}f}"
+
+
+def _middle(values: Range) -> str:
+    return count(float(f"{sum(values) / 2:.3g}"))
+
+
+def print_answer(answer: Answer, console: Console, verbose: bool = False) -> None:
+    """What to do, its command and one table; `verbose`: all parts, notes and reasons as well."""
+    console.print(Text(bottom_line(answer), style="bold"))
+    if job := answer.advice.job:
+        console.print(Text(f"\n{answer.request.command(job)}\n"), soft_wrap=True)
+    print_columns(*short_columns(answer), short_rows(answer), console)
+    first = answer.advice.rows[0].prediction
+    batch = f"{first.precision}, micro batches of {first.micro_batch_size} x {first.max_length:,} tokens"
+    more = "" if verbose else "; parts, phases, caveats: -v"
+    console.print(Text(f"By {SOURCES[first.source]}, {batch}{more}", style="dim"))
+    if verbose:
+        print_columns(*plan_columns(answer), answer.advice.rows, console)
+        for line in [*notes(answer), *reasons(answer.advice)]:
+            console.print(Text(line, style="dim"))
 
 
 def write_answer(answer: Answer, folder: Path) -> None:
@@ -230,8 +309,14 @@ def write_answer(answer: Answer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "plan.json", document(answer))
     with (folder / "plan.txt").open("w") as file:
-        print_answer(answer, Console(file=file, width=WIDTH))
+        print_answer(answer, Console(file=file, width=WIDTH), verbose=True)
     ends = [tuple(dict(row.prediction.reserved_bytes).values()) for row in answer.advice.rows]
     rows = zip(answer.advice.rows, ends, strict=True)
     bars = [plots.Bar(row.job.strategy, row.prediction.at_peak, reserved=reserved) for row, reserved in rows]
-    plots.draw_memory(bars, "Planned memory", heading(answer), folder / "plan.png", answer.request.gpu.memory_bytes)
+    plots.draw_memory(
+        bars,
+        "Planned memory",
+        f"{_model(answer)}, {_machine(answer.advice)}",
+        folder / "plan.png",
+        answer.request.gpu.memory_bytes,
+    )
