@@ -285,6 +285,25 @@ def test_the_page_has_samples_failures_and_the_full_run(report):
     assert re.search(r"46\.1 MB</td><td class=\"number\">41\.9 MB</td><td class=\"number\">10\.0 %", page), "the plan"
 
 
+def test_the_report_begins_with_what_it_comes_to(report, tmp_path):
+    folder, page, printed = report
+    content = json.loads((folder / "report.json").read_text())
+    done = [row for row in content["rows"] if row["status"] == "ok" and row["compared"]]
+    fastest = max(done, key=lambda row: row["tokens_per_second"])["label"]
+    line = content["bottom_line"]
+    assert line.startswith(f"{fastest} is the fastest") and line.endswith("Not finished: ddp (oom).")
+    assert "zero3 holds least" in line and "Losses agree: no. The loss is not finite" in line
+    assert " ".join(printed.split()).startswith(line) and page.index("is the fastest") < page.index("<h2>Judgement")
+
+
+def test_what_all_prompts_begin_with_is_shown_once(tmp_path):
+    prompts = [f"Below is an instruction.\n\n### Instruction:\nsay {number}" for number in range(3)]
+    save(tmp_path / "full", metrics("zero2"), [sample(prompt=prompt) for prompt in [*prompts, "alone\n\nother"]])
+    page, _ = written(tmp_path)
+    assert page.count("Below is an instruction.") == 1 and all(f"say {number}" in page for number in range(3))
+    assert "alone\n\nother" in page
+
+
 def test_the_json_is_strict_and_has_the_numbers_unrounded(report):
     content = json.loads((report[0] / "report.json").read_text(), parse_constant=pytest.fail)
     by_name = {row["label"]: row for row in content["rows"]}

@@ -58,13 +58,12 @@ def rehearsed(run: RunConfig, environment: Mapping[str, str], gpu: Gpu | None = 
     other cards, free of other processes."""
     if not _is_compared_with_gpus(run):
         return []
-    here = min(local_world_size(environment, run.strategy.world_size), torch.cuda.device_count())
-    cards = [card(index) for index in range(here)]
-    if gpu is not None:
-        cards = [
-            {"rank": 0, "host": gpu.name, "ranks": 1, "reserved": 0}
-            | dict.fromkeys(("total", "free"), gpu.memory_bytes)
-        ]
+    if gpu is None:
+        here = min(local_world_size(environment, run.strategy.world_size), torch.cuda.device_count())
+        cards = [card(index) for index in range(here)]
+    else:
+        memory = {"total": gpu.memory_bytes, "free": gpu.memory_bytes, "reserved": 0}
+        cards = [{"rank": 0, "host": gpu.name, "ranks": run.strategy.world_size, **memory}]
     with _planner(run, environment, cards) as answer:
         return answer()[1]
 

@@ -117,13 +117,10 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
 
     verb = add(verbs.plan, "memory, time and cost of each strategy before a GPU is rented", overrides=True)
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
-    size = (
-        "in place of a recipe: a model like Llama of so many parameters, e.g. 7e9, in micro batches of 1 x 2,048 tokens"
-    )
+    size = "in place of a recipe: a model like Llama of so many, e.g. 7e9; bf16, micro batches of 1 x 2,048 tokens"
     verb.add_argument("--params", type=AMOUNT, help=size)
     verb.add_argument("--gpus", required=True, help="how many; of several by comma (1,2,4,8) the smallest that fits")
-    gpu = "which; docs/commands.md lists all; default: %(default)s"
-    verb.add_argument("--gpu", default="h100-80gb", help=gpu)
+    verb.add_argument("--gpu", default="h100-80gb", help="which; docs/commands.md lists all; default: %(default)s")
     _add_strategies(verb, "the stages and CPU offload")
     verb.add_argument("--gpus_per_node", type=COUNT, default=8, help="GPUs of a machine at most; default: %(default)s")
     verb.add_argument("--host_memory", type=AMOUNT, help="of each machine in GB; default: no limit")

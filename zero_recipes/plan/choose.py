@@ -230,11 +230,8 @@ def on_each_machine(rows: Sequence[Row], gpu: Gpu) -> list[Recommendation]:
 
 def best_machine(machines: Sequence[Recommendation], by_price: bool) -> Recommendation:
     """The fewest GPUs on which a strategy fits, or those on which a token costs least; the most where none fits."""
-
-    def price(advice: Recommendation) -> float:
-        count, speed = advice.chosen.job.world_size, advice.chosen.speed
-        return count * speed.middle / speed.tokens_per_step if by_price else count
-
+    token = lambda row: row.job.world_size * row.speed.middle / row.speed.tokens_per_step  # noqa: E731
+    price = lambda advice: token(advice.chosen) if by_price else advice.chosen.job.world_size  # noqa: E731
     return min((advice for advice in machines if advice.chosen), key=price, default=machines[-1])
 
 

@@ -62,8 +62,8 @@ def _shown_meanwhile(draft: output.Answer, as_json: bool) -> Iterator[None]:
     """The formulas' answer, until the engine's takes its place; a line on stderr where no terminal can be rewritten."""
     console = terminal()
     if as_json or not console.is_terminal:
-        terminal(stderr=True).print(Text(f"by formulas: {output.bottom_line(draft)}"), soft_wrap=True)
-        with working("simulating the engine"):
+        with working(f"by formulas: {output.bottom_line(draft)}") as say:
+            say("simulating the engine")
             yield
         return
     with console.capture() as shown:

@@ -22,7 +22,6 @@ SCHEMA = 2
 WIDTH = 240  # characters of a line in plan.txt
 PARTS = {"params": "Params", "grads": "Grads", "optimizer": "Optimizer", "activations": "Activa-\ntions"}
 PARTS |= {"buckets": "Buckets,\ngathered", "loss_head": "Loss\nhead", "other": "Other"}
-STATUSES = {"fits": "yes", "tight": "tight", "no": "no"}
 SOURCES = {"engine": "the simulated engine", "formulas": "formulas"}
 NOTES = [
     "Peak: live tensors of the fullest GPU; the columns up to Other are its parts. GPU memory: "
@@ -31,6 +30,9 @@ NOTES = [
     "checkpoint to go on from. NVMe: swap files of a machine. Comm.: an all-reduce counts twice.",
     f"Memory is for rows of max_length. {how_good()}",
 ]
+in_seconds = lambda value: duration(value) if value < 120 else f"{value:,.0f} s"  # noqa: E731
+in_hours = lambda value: duration(3600 * value)  # noqa: E731
+in_gigabytes = lambda value: f"{value / 1e9:,.{1 if value < 1e11 else 0}f}"  # noqa: E731
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def document(answer: Answer) -> dict[str, Any]:
         "lighter": answer.lighter,
         "bottom_line": bottom_line(answer),
         "recommendation": job,
-        "notes": [*notes(answer), *reasons(answer.advice)],
+        "notes": notes(answer),
     }
     return json.loads(json.dumps(found, default=plain))
 
@@ -96,14 +98,14 @@ def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
         Column("Comm.\nper step", lambda row: size(paper_volume(row.prediction.communication_bytes_per_step) or None)),
         Column("Tokens/s", lambda row: _between(row.speed.tokens_per_second, count)),
         Column("MFU", lambda row: _between(row.speed.mfu, percent)),
-        Column("Run", lambda row: _between(answer.cost(row).hours, _hours)),
+        Column("Run", lambda row: _between(answer.cost(row).hours, in_hours)),
     ]
     return named, [column for column in columns if any(column.cell(row) for row in answer.advice.rows)]
 
 
 def _status(row: Row) -> str:
     lacking = "host" if row.fit.host_lacks else "NVMe" if row.fit.nvme_lacks else ""
-    return f"no: {lacking}" if lacking else STATUSES[row.fit.status]
+    return f"no: {lacking}" if lacking else "yes" if row.fits else row.fit.status
 
 
 def _between(values: Range | None, written=significant, to: str = " - ") -> str:
@@ -114,14 +116,6 @@ def _between(values: Range | None, written=significant, to: str = " - ") -> str:
     number, _, unit = low.partition(" ")
     is_short = unit and high.count(" ") == 1 and high.endswith(f" {unit}")
     return high if low == high else f"{number if is_short else low}{to}{high}"
-
-
-def _seconds(seconds: float) -> str:
-    return duration(seconds) if seconds < 120 else f"{seconds:,.0f} s"
-
-
-def _hours(hours: float) -> str:
-    return duration(3600 * hours)
 
 
 def _sizes(*sizes: int | None) -> str:
@@ -154,7 +148,7 @@ def notes(answer: Answer) -> list[str]:
                 f"{row.job.strategy}: the run fits, and cannot go on from a checkpoint: reading one lacks "
                 f"{size(row.fit.resume_lacks)} of host memory a machine."
             )
-    return found
+    return found + reasons(answer.advice)
 
 
 def _row_lengths(request: PlanRequest, row: Row) -> str:
@@ -182,20 +176,15 @@ def change_in_words(change: Change) -> str:
 
 def reasons(advice: Recommendation) -> list[str]:
     """Why this is recommended, sentence by sentence."""
-    chosen, found = advice.chosen, []
-    if advice.other_arithmetic:
-        found.append(f"{_names(advice.other_arithmetic)} would fit too, with another arithmetic: other losses.")
+    chosen, names = advice.chosen, lambda rows: ", ".join(row.job.strategy for row in rows)
+    found = [f"{names(advice.other_arithmetic)} would fit too, with another arithmetic: other losses."]
     if chosen:
         why = "the fastest of those that fit"
         if len(advice.as_fast) > 1:
             why = "the lowest stage of them that leaves room" if chosen.has_room else "it leaves most room"
-            why = f"{_names(advice.as_fast)} are equally fast within the estimate's error; {why}"
+            why = f"{names(advice.as_fast)} are equally fast within the estimate's error; {why}"
         found.append(f"{chosen.job.strategy} is recommended: {why}.")
-    return found
-
-
-def _names(rows: Sequence[Row]) -> str:
-    return ", ".join(row.job.strategy for row in rows)
+    return found if advice.other_arithmetic else found[1:]
 
 
 def bottom_line(answer: Answer) -> str:
@@ -204,9 +193,8 @@ def bottom_line(answer: Answer) -> str:
     if advice.job is None:
         count = max(answer.request.counts)
         qlora = "QLoRA" in answer.lighter and answer.lighter["QLoRA"].fits
-        way = (
-            "set use_peft: true and load_in_4bit: true" if qlora else f"try --gpus {2 * count},{4 * count},{8 * count}"
-        )
+        way = f"try --gpus {2 * count},{4 * count},{8 * count}"
+        way = "QLoRA does (use_peft: true, load_in_4bit: true)" if qlora else way
         return f"Nothing fits {machine}, not even with activation checkpointing, offload or LoRA; {way}."
     row = _recommended(answer)
     line = f"{row.job.strategy} fits {machine}"
@@ -218,7 +206,7 @@ def bottom_line(answer: Answer) -> str:
     seconds = _between(row.speed.step_seconds, duration, " to ")
     line += f": {size(row.fit.margin)} of each GPU stay free, {seconds} a step"
     spent = answer.cost(row)
-    line += f", {_between(spent.hours, _hours, ' to ')} for the run" if spent.hours else ""
+    line += f", {_between(spent.hours, in_hours, ' to ')} for the run" if spent.hours else ""
     if answer.price:
         what, key = _priced(answer)
         line += f", price of {what} {_between(getattr(spent, key), money, ' to ')}"
@@ -258,32 +246,29 @@ def short_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
     named = [Column("Strategy", lambda named: named[0]), Column("Fits", lambda named: _status(named[1]))]
     columns = [
         Column(
-            f"GPU memory\nGB of {_gigabytes(request.gpu.memory_bytes)}",
-            lambda named: _between(tuple(dict(named[1].prediction.reserved_bytes).values()), _gigabytes),
+            f"GPU memory\nGB of {in_gigabytes(request.gpu.memory_bytes)}",
+            lambda named: _between(tuple(dict(named[1].prediction.reserved_bytes).values()), in_gigabytes),
         ),
         Column(
-            f"Host GB\nof {_gigabytes(request.host)}" if request.host else "Host\nGB",
-            lambda named: _gigabytes(max(named[1].prediction.host_bytes.load, named[1].prediction.host_bytes.training)),
+            f"Host GB\nof {in_gigabytes(request.host)}" if request.host else "Host\nGB",
+            lambda named: in_gigabytes(
+                max(named[1].prediction.host_bytes.load, named[1].prediction.host_bytes.training)
+            ),
         ),
     ]
     if any(row.limits for row in answer.rows):
         limit = lambda named, key: f"{getattr(named[1].limits, key):,}" if named[1].limits else ""  # noqa: E731
         columns.append(Column("Largest\nmicro batch", lambda named: limit(named, "micro_batch_size")))
         return named, [*columns, Column("Longest\nsequences", lambda named: limit(named, "max_length"))]
-    columns.append(Column("Step", lambda named: _between(named[1].speed.step_seconds, _seconds)))
+    columns.append(Column("Step", lambda named: _between(named[1].speed.step_seconds, in_seconds)))
     if answer.price is None:
-        return named, [*columns, Column("Tokens/s\nabout", lambda named: _middle(named[1].speed.tokens_per_second))]
+        return named, [
+            *columns,
+            Column("Tokens/s\nabout", lambda named: count(float(f"{sum(named[1].speed.tokens_per_second) / 2:.3g}"))),
+        ]
     what, key = _priced(answer)
     paid = lambda named: _between(getattr(answer.cost(named[1]), key), money)  # noqa: E731
     return named, [*columns, Column(f"Price of\n{what}", paid)]
-
-
-def _gigabytes(taken: int) -> str:
-    return f"{taken / 1e9:,.{1 if taken < 1e11 else 0}f}"
-
-
-def _middle(values: Range) -> str:
-    return count(float(f"{sum(values) / 2:.3g}"))
 
 
 def print_answer(answer: Answer, console: Console, verbose: bool = False) -> None:
@@ -298,7 +283,7 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False) -> Non
     console.print(Text(f"By {SOURCES[first.source]}, {batch}{more}", style="dim"))
     if verbose:
         print_columns(*plan_columns(answer), answer.advice.rows, console)
-        for line in [*notes(answer), *reasons(answer.advice)]:
+        for line in notes(answer):
             console.print(Text(line, style="dim"))
 
 

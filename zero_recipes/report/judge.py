@@ -51,6 +51,29 @@ def judge_runs(runs: Sequence[MeasuredRun]) -> list[Judgement]:
     return [Judgement(verdict=answer[0], measured=answer[1], **asked[name]) for name, answer in answers.items()]
 
 
+def bottom_line(runs: Sequence[MeasuredRun]) -> str:
+    """Which run is fastest, which holds least and what that costs, whether the losses agree, and who did not finish."""
+    compared, found = read.comparison(runs) or runs, []
+    rows = read.table_rows(compared)
+    timed = [row for row in rows if row["status"] == "ok" and row["tokens_per_second"]]
+    timed.sort(key=lambda row: -row["tokens_per_second"])
+    if timed:
+        where = " on CPU processes" if timed[0]["device"] == "cpu" else ""
+        found.append(f"{timed[0]['label']} {'is the fastest,' if timed[1:] else 'trained'} "
+                     f"{units.count(timed[0]['tokens_per_second'])} tokens/s{where}.")  # fmt: skip
+    held = [row for row in timed if row["state_bytes"]]
+    least = min(held, key=lambda row: row["state_bytes"], default=None)
+    if held and least is not held[0]:
+        saved, slower = (1 - least[key] / held[0][key] for key in ("state_bytes", "tokens_per_second"))
+        states = f"{units.size(least['state_bytes'])} of model states a process, {100 * saved:.0f} % less"
+        found.append(f"{least['label']} holds least, {states}, and is {100 * slower:.0f} % slower.")
+    verdict, measured = _losses_equal(compared)
+    if verdict != "cannot tell":
+        found.append(f"Losses agree: {verdict}. {measured.split('. ')[0].removesuffix('.')}.")
+    ended = ", ".join(f"{row['label']} ({row['status']})" for row in rows if row["status"] != "ok")
+    return " ".join([*found, *([f"Not finished: {ended}."] if ended else [])])
+
+
 def sampled_run(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
     """The run whose answers are shown: a full run where there is one, otherwise the last that has samples."""
     with_samples = [run for run in runs if run.samples]

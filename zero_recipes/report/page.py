@@ -4,6 +4,7 @@ The page is one HTML file: pictures embedded, style inline, nothing fetched from
 """
 
 import base64
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -16,10 +17,10 @@ from zero_recipes.core import units
 from zero_recipes.core.files import strict_json
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import Column, plain, print_columns, terminal
-from zero_recipes.metrics.read_runs import MeasuredRun, read_runs
+from zero_recipes.metrics.read_runs import MeasuredRun, SampleRow, read_runs
 from zero_recipes.metrics.schema import ContractError
 from zero_recipes.report import plots, read
-from zero_recipes.report.judge import Judgement, judge_runs, mean_scores, sampled_run
+from zero_recipes.report.judge import Judgement, bottom_line, judge_runs, mean_scores, sampled_run
 
 VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
 SETTINGS = ("model", "parameters", "trainable_parameters", "device", "world_size", "precision", "micro_batch_size",
@@ -47,8 +48,9 @@ def write_report(folder: Path, console: Console | None = None) -> Path:
 
 
 def _print(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], console: Console) -> None:
+    console.print(plain(bottom_line(runs), style="bold"))
     for shown in read.tables(runs):
-        console.print(plain(shown.title, style="bold"))
+        console.print(plain(f"\n{shown.title}", style="bold"))
         print_columns(shown.named, shown.measured, shown.rows, console)
     for line in read.notes(runs):
         console.print(plain(line, style="dim"))
@@ -70,6 +72,7 @@ def _as_json(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement]) -> st
         "schema": 1,
         "baseline": reference.label if reference else None,
         "rows": read.table_rows(runs),
+        "bottom_line": bottom_line(runs),
         "judgements": [judgement._asdict() for judgement in judgements],
     }
     return strict_json(content, indent=2) + "\n"
@@ -92,6 +95,8 @@ def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pi
     return environment.get_template("page.html.j2").render(
         setting=read.setting(compared or runs),
         written=date.today().isoformat(),
+        bottom_line=bottom_line(runs),
+        preambles=preambles(answered.samples if answered else []),
         devices=devices_note(runs),
         judgements=judgements,
         comparison=_grids(read.runs_table(compared)) if compared else [],
@@ -104,6 +109,12 @@ def render_page(runs: Sequence[MeasuredRun], judgements: Sequence[Judgement], pi
         means=mean_scores(answered.samples) if answered else {},
         details=_details(runs),
     )
+
+
+def preambles(samples: Sequence[SampleRow]) -> list[str]:
+    """First paragraphs that several prompts share: Alpaca's "Below is an instruction ..."."""
+    counts = Counter(sample.prompt.partition("\n\n")[0] for sample in samples if "\n\n" in sample.prompt)
+    return [text for text, count in counts.items() if count > 1]
 
 
 def devices_note(runs: Sequence[MeasuredRun]) -> str | None:
