@@ -155,6 +155,16 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     values = "a run for each value of a key of the recipe, or of the ds_config by its path; several: all combinations"
     verb.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=a,b,c", help=values)
 
+    verb = add(verbs.tune, "measure what is fastest here, and write it as RECIPE.tuned.yaml", overrides=True)
+    verb.add_argument("recipe", type=recipe_file, help=RECIPE)
+    verb.add_argument("--minutes", type=AMOUNT, default=10.0, help="how long to measure; default: %(default)g")
+    processes = "of each run, one a GPU; default: one a GPU, 2 without GPUs"
+    verb.add_argument("--num_processes", type=COUNT, help=processes)
+    verb.add_argument(
+        "--strategies", type=names, help="default: ddp and stages 1 to 3, offload where none of them fits"
+    )
+    verb.add_argument("--output_dir", type=Path, help="for the runs; default: output/<recipe>-tune")
+
 
 def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb = add(verbs.report, "table, plots, judgement and one HTML page from measured runs")

@@ -88,7 +88,7 @@ def sweep(
     if settings.deepspeed is not None:
         refuse_own_ds_config(recipe, settings.deepspeed, runs, ds_configs)
     inputs = list(inputs_of(settings, recipe, os.environ))
-    _refuse_occupied([output_dir / run.name for run in runs], settings.overwrite, inputs)
+    refuse_results([output_dir / run.name for run in runs], settings.overwrite, inputs)
     if sets:
         _announce(runs, output_dir, console)
     shared, swap = list(overrides), output_dir / "swap"
@@ -101,9 +101,8 @@ def sweep(
     for number, run in enumerate(runs, 1):
         folder = output_dir / run.name
         label = f"[{number}/{len(runs)}] {run.name}"
-        previous = claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
         start = time.perf_counter()
-        row = launched(recipe, run, folder, label, num_processes, shared, script, console)
+        row, previous = launched(recipe, run, folder, label, num_processes, shared, script, console)
         ended[run.name] = row.status
         ending = f"{label}: {row.status} after {time.perf_counter() - start:.0f} s"
         ending += f", see {folder / 'log.txt'}" if row.status != "ok" else ""
@@ -115,21 +114,16 @@ def sweep(
 
 
 def launched(
-    recipe: Path,
-    run: "SweepRun",
-    folder: Path,
-    label: str,
-    num_processes: int,
-    shared: list[str],
-    script: Path,
-    console: Console,
-) -> Metrics:
-    """Launch one run into its folder: what it has measured, or how it failed. `shared`: words of all runs."""
+    recipe: Path, run: "SweepRun", folder: Path, label: str, ranks: int, shared: list[str], script: Path, to: Console
+) -> tuple[Metrics, Path | None]:
+    """Launch one run into its folder: what it has measured, or how it failed; where results that were there are kept.
+    `shared`: words of all runs."""
+    previous = claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
     (folder / FILE).unlink(missing_ok=True)
     words = [*shared, *run.words]
-    command = launch_of_strategy(recipe, run.config_in(folder), num_processes, folder, words, script)
-    exit_code, log = _run(command, folder, label, console, Host().threads(num_processes))
-    return _row(folder, run.strategy, exit_code, log)
+    command = launch_of_strategy(recipe, run.config_in(folder), ranks, folder, words, script)
+    exit_code, log = _run(command, folder, label, to, Host().threads(ranks))
+    return _row(folder, run.strategy, exit_code, log), previous
 
 
 def _announce(runs: "list[SweepRun]", output_dir: Path, console: Console) -> None:
@@ -178,7 +172,7 @@ def launch_of_strategy(
     ]
 
 
-def _refuse_occupied(folders: list[Path], overwrite: bool, inputs: Inputs) -> None:
+def refuse_results(folders: list[Path], overwrite: bool, inputs: Inputs) -> None:
     for folder in folders:
         refuse_in_use(folder)
     occupied = [folder for folder in folders if saved_in(folder)]

@@ -96,6 +96,12 @@ def sweep(arguments: argparse.Namespace) -> int:
     return 0 if ended <= fine else 1
 
 
+def tune(arguments: argparse.Namespace) -> int:
+    from zero_recipes.cli.tune import tune
+
+    return tune(arguments)
+
+
 def report(arguments: argparse.Namespace) -> int:
     from zero_recipes.report import write_report
 

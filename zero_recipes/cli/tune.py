@@ -1,0 +1,281 @@
+"""`zero-recipes tune`: measure what trains a recipe fastest on this machine, and write that as RECIPE.tuned.yaml.
+
+The plan's formulas name the candidates that fit; each is launched for a few steps; the faster half goes on with twice
+as many steps, until two are left or the time is over.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from zero_recipes.checkpoint.output_dir import inputs_of
+from zero_recipes.cli import sweep
+from zero_recipes.config.accelerate import FOLDER, launched_environment
+from zero_recipes.config.recipe import Recipe, derive_accumulation, read_recipe_file
+from zero_recipes.config.strategy import launched_ds_config
+from zero_recipes.core.files import FILES, at_hand, write_text
+from zero_recipes.core.findings import first_line, refusal
+from zero_recipes.core.host import Host, hardware_facts
+from zero_recipes.core.tables import Column, plain, print_columns, terminal, working
+from zero_recipes.core.units import count, percent, significant
+from zero_recipes.data.prepare import RowLengths, rows_at_hand
+from zero_recipes.libs.warnings import quieten
+from zero_recipes.metrics.schema import Metrics
+from zero_recipes.plan.job import Job, job_of, model_config, read_recipe
+from zero_recipes.plan.predict import Predictor, fit_of
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+OFFLOADED = ("zero2_offload", "zero3_offload")  # where none of the others fits
+FIRST_STEPS = 12
+SAMPLED = 1000  # rows, for the length of packs
+APART, PACKED_APART = 0.01, 0.1  # of the mean loss: the same rows in a step; other rows, as many tokens
+RECOMPUTES = "activation_checkpointing"
+BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
+LARGER = 200_000_000  # elements, tried beside those of ds_configs/
+ONLY_MEASURED = ("--eval_strategy=no", "--load_best_model_at_end=false", "--sample_prompts=0", "--skip_plan=true")
+ONLY_MEASURED += ("--push_to_hub=false", "--report_to=none", "--overwrite=true")
+
+
+def tune(arguments: argparse.Namespace) -> int:
+    """Raises Refusal before the first run where nothing could be tried, or results are there."""
+    quieten()
+    path, overrides, console = arguments.recipe, arguments.overrides, terminal()
+    new = Path(path.name if FILES in path.resolve().parents else path).with_suffix(".tuned.yaml")
+    with working(f"reading {path}, its model and its rows"):
+        import torch
+
+        recipe = read_recipe(path, overrides)
+        if recipe.settings.deepspeed is not None:
+            raise refusal("ZR861", recipe=path)
+        if new.exists() and not recipe.settings.overwrite:
+            raise refusal("ZR863", new=new)
+        gpus = 0 if recipe.settings.use_cpu else torch.cuda.device_count()
+        processes = arguments.num_processes or gpus or 2
+        capacity = torch.cuda.mem_get_info()[1] if gpus else Host().memory()[0] // processes
+        field = candidates(recipe, processes, capacity, "gpu" if gpus else "cpu", arguments.strategies)
+    folder = arguments.output_dir or Path("output") / f"{path.stem}-tune"
+    inputs = list(inputs_of(recipe.settings, path, os.environ))
+    sweep.refuse_results([folder / run.name for run in field], recipe.settings.overwrite, inputs)
+    console.print(f"{len(field)} candidates fit; {arguments.minutes:g} minutes on {processes} processes")
+
+    def measure(run: sweep.SweepRun, steps: int, label: str) -> Row:
+        started, words = time.monotonic(), [*overrides, *ONLY_MEASURED, f"--max_steps={steps}"]
+        place = (folder / run.name, label, processes, words, at_hand("run_sft.py"), console)
+        return Row(run, steps, sweep.launched(path, run, *place)[0], time.monotonic() - started)
+
+    rows = halved(field, measure, 60 * arguments.minutes, console)
+    print_columns([Column("Candidate", lambda row: described(row.run))], MEASURED, rows, console)
+    if rows[0].status != "ok":
+        console.print(f"none has run; the logs are below {folder}")
+        return 1
+    config = rows[0].run.config_in(new.with_suffix(""))
+    launch = f"accelerate launch --config_file {config} --num_processes {processes} run_sft.py"
+    command = " ".join([launch, str(new), *overrides])
+    write_text(new, tuned(recipe, rows[0].run, [command, *header(rows, processes)]))
+    console.print(plain(f"written: {new}\n{command}"), soft_wrap=True)
+    return 0
+
+
+# what is tried
+
+
+def candidates(
+    recipe: Recipe, processes: int, capacity: int, device: str, strategies: Sequence[str] | None
+) -> list[sweep.SweepRun]:
+    """What fits by the plan's formulas, the likelier ones first: the recipe as it is under each strategy, then what
+    differs from it in one way, then in two. Activations are recomputed where the recipe says so, or where the rest
+    does not fit without. Raises Refusal for nothing."""
+    predict, config, splits = Predictor(quick=True), model_config(recipe.settings), batches(recipe, processes)
+    for names in [strategies] if strategies else [STRATEGIES, OFFLOADED]:
+        found: list[tuple[int, str, dict[str, Any], Any]] = []
+        for name in names if processes > 1 else [name for name in names if name == "ddp" or name in OFFLOADED]:
+            launched = launched_environment(at_hand(FOLDER / f"{name}.yaml"), processes)
+            ds_config, _ = launched_ds_config(launched, recipe.settings.precision)
+            job = replace(job_of(recipe, config, name, ds_config, processes), device=device)
+            sizes = enumerate(buckets(job, predict(job).parameters))
+            for (rank, batch), (more, zero) in product(enumerate(splits), sizes):
+                tried = {on: predict(job.changed(**batch | {RECOMPUTES: on})) for on in (False, True)}
+                fitting = [on for on in tried if fit_of(tried[on], capacity).status != "no"]
+                for on in fitting if job.recomputes else fitting[:1]:
+                    values = batch | ({} if on == job.recomputes else {RECOMPUTES: on}) | zero
+                    found.append((rank + more + on if values else -1, name, values, ds_config))
+        if found:
+            return [*_runs(sorted(found, key=lambda one: one[0]))]
+    raise refusal("ZR862", recipe=recipe.path, tried=", ".join(strategies or [*STRATEGIES, *OFFLOADED]))
+
+
+def _runs(found: Sequence[tuple[int, str, dict[str, Any], Any]]) -> Iterator[sweep.SweepRun]:
+    names = sweep.run_names([(strategy, values) for _, strategy, values, _ in found])
+    for (_, strategy, values, ds_config), name in zip(found, names, strict=True):
+        in_ds = {tuple(key.split(".")): value for key, value in values.items() if "." in key}
+        words = [word for key in values if "." not in key for word in sweep.option_words(key, values[key])]
+        written = sweep.with_values(ds_config, in_ds) if in_ds else None
+        yield sweep.SweepRun(name, strategy, at_hand(FOLDER / f"{strategy}.yaml"), values, tuple(words), written)
+
+
+def batches(recipe: Recipe, processes: int) -> list[dict[str, Any]]:
+    """Keys of the recipe that split the same global batch in another way: its own first, then packs that hold the
+    tokens of a process's rows, then larger and smaller micro batches."""
+    settings = recipe.settings
+    micro, replicas = settings.per_device_train_batch_size, processes // settings.sequence_parallel_size
+    derived = derive_accumulation(settings, recipe.explicit, replicas)
+    total = micro * (settings.gradient_accumulation_steps if derived is None else derived)
+
+    def split(size: int, passes: int, **keys: Any) -> dict[str, Any]:
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": passes}
+        return sizes | ({} if derived is None else {"global_batch_size": size * passes * replicas}) | keys
+
+    others = [split(size, total // size) for size in range(total, 0, -1) if total % size == 0 and size != micro]
+    packs = [split(1, passes, packing=True, max_length=length) for passes, length in pack_lengths(recipe, total)]
+    return [{}, *packs[:1], *others[:1], *packs[1:], *others[1:]]
+
+
+def pack_lengths(recipe: Recipe, rows: int) -> Iterator[tuple[int, int]]:
+    """(packs of a process in a step, tokens of each): the shortest that hold so many rows on average, as TRL packs.
+    None where a row is cut, or the recipe packs already or cannot."""
+    from datasets import Dataset
+    from trl import pack_dataset
+
+    settings = recipe.settings
+    if settings.packing or settings.padding_free or settings.sequence_parallel_size > 1:
+        return
+    found = rows_at_hand(settings, recipe.path)
+    if not isinstance(found, RowLengths) or max(found.lengths, default=math.inf) >= (settings.max_length or math.inf):
+        return
+    data = Dataset.from_dict({"input_ids": [[0] * int(length) for length in found.lengths[:SAMPLED]]})
+    for passes in (1, 2, 4):
+        length = math.ceil(rows * found.mean / passes / 8) * 8
+        if length >= max(found.lengths):
+            while len(data) * passes < rows * len(pack_dataset(data, length, "bfd")):
+                length += 8
+            yield passes, length
+
+
+def buckets(job: Job, parameters: int) -> list[dict[str, Any]]:
+    """The strategy's own; where the model is larger than they are, larger ones too."""
+    written = {key: job.zero.zero[key] for key in BUCKETS if job.zero.zero.get(key)}
+    has_more = any(isinstance(size, int) and size < parameters for size in written.values())
+    return [{}, {f"zero_optimization.{key}": LARGER for key in written}] if has_more else [{}]
+
+
+def described(run: sweep.SweepRun) -> str:
+    """A candidate in words: zero2, packs of 400, 1 x 2."""
+    values, words = run.values, [run.strategy]
+    words += [f"packs of {values['max_length']}"] if "packing" in values else []
+    if "per_device_train_batch_size" in values:
+        words.append(f"{values['per_device_train_batch_size']} x {values['gradient_accumulation_steps']}")
+    words += [f"recomputing {'on' if values[RECOMPUTES] else 'off'}"] if RECOMPUTES in values else []
+    words += ["larger buckets"] if any("." in key for key in values) else []
+    return ", ".join(words if values else [*words, "as it is"])
+
+
+# how it is measured
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate as it was measured last."""
+
+    run: sweep.SweepRun
+    steps: int
+    metrics: Metrics
+    seconds: float  # of the whole launch
+    apart: float | None = None  # its mean loss from that of the first candidate
+
+    @property
+    def speed(self) -> float:
+        """Non-padding tokens a second in a step of median length; 0 where none was measured."""
+        found = self.metrics
+        if found.status != "ok" or not found.step_seconds or not found.step_seconds.median:
+            return 0.0
+        return found.tokens.non_padding / len(found.loss_history) / found.step_seconds.median
+
+    @property
+    def status(self) -> str:
+        limit = PACKED_APART if "packing" in self.run.values else APART
+        return "another loss" if self.apart is not None and not self.apart <= limit else self.metrics.status
+
+    @property
+    def told(self) -> str:
+        if not self.speed:
+            return f"{self.metrics.status}: {first_line(self.metrics.error or 'not timed')}"
+        return f"{count(self.speed)} tokens/s over {self.steps} steps"
+
+
+MEASURED = [
+    Column("Status", lambda row: row.status),
+    Column("Steps", lambda row: str(row.steps)),
+    Column("Step", lambda row: f"{significant(row.metrics.step_seconds.median)} s" if row.speed else ""),
+    Column("Tokens/s", lambda row: count(row.speed or None)),
+    Column("Loss apart", lambda row: percent(row.apart)),
+]
+
+
+def halved(
+    field: Sequence[sweep.SweepRun], measure: Callable[[sweep.SweepRun, int, str], Row], seconds: float, to: Console
+) -> list[Row]:
+    """All that were measured, the fastest first: those of later rounds before those of earlier ones. The first round
+    may take half of the time; another one begins only if it will end in time."""
+    steps, last, ends = FIRST_STEPS, {}, time.monotonic() + seconds
+    while True:
+        ran: list[Row] = []
+        for number, run in enumerate(field, 1):
+            longest = max((row.seconds for row in ran), default=0.0)
+            if steps == FIRST_STEPS and ran and ends - time.monotonic() - longest < seconds / 2:
+                to.print(f"{len(field) - len(ran)} candidates are left out: there is no time for them")
+                break
+            label = f"[{number}/{len(field)}, {steps} steps] {described(run)}"
+            ran.append(measure(run, steps, label))
+            to.print(plain(f"{label}: {ran[-1].told}"), soft_wrap=True)
+        last |= {row.run.name: row for row in compared(ran)}
+        ordered = sorted(last.values(), key=lambda row: (row.status == "ok", row.steps, row.speed), reverse=True)
+        good = [row for row in ordered if row.status == "ok" and row.steps == steps]
+        going_on = good[: math.ceil(len(good) / 2)]
+        needed = sum(row.seconds + steps * row.metrics.step_seconds.median for row in going_on)
+        if len(good) < 3 or time.monotonic() + needed > ends:
+            return ordered
+        field, steps = [row.run for row in going_on], 2 * steps
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """With the distance of their mean losses from that of the first that ran, unpacked where one is."""
+    means = {row.run.name: statistics.fmean(row.metrics.loss_history) for row in rows if row.speed}
+    ran = sorted((row for row in rows if row.speed), key=lambda row: "packing" in row.run.values)
+    known = {name: abs(mean / means[ran[0].run.name] - 1) for name, mean in means.items()}
+    return [replace(row, apart=known.get(row.run.name)) for row in rows]
+
+
+# what is left of it
+
+
+def header(rows: Sequence[Row], processes: int) -> list[str]:
+    card, facts = rows[0].metrics.device, hardware_facts("cpu")
+    machine = f"{facts['cpu']}, {facts['cpu_cores']} cores" + ("" if card == "cpu" else f", {card}")
+    lines = [f"  {described(row.run)}: {row.told[:100]}" for row in rows]
+    return [f"Measured by zero-recipes tune, {processes} processes, {machine}; the fastest is this recipe:", *lines]
+
+
+def tuned(recipe: Recipe, run: sweep.SweepRun, header: Sequence[str]) -> str:
+    """The recipe's text with what the run changed; every other line stays, where each key has one line."""
+    written, places = recipe.path.read_text(), read_recipe_file(recipe.path).lines
+    lines, values = written.splitlines(), {key: value for key, value in run.values.items() if "." not in key}
+    for key, value in values.items():
+        at = slice(places[key] - 1, places[key]) if key in places else slice(len(lines), None)
+        lines[at] = [f"{key}: {sweep.shown(value)}"]
+    wanted = yaml.safe_load(written) | values
+    with contextlib.suppress(yaml.YAMLError):
+        wanted = {} if yaml.safe_load("\n".join(lines)) == wanted else wanted
+    lines = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True).splitlines() if wanted else lines
+    first = 1 if lines[0].startswith("# yaml-language-server") else 0
+    return "\n".join([*lines[:first], *(f"# {line}" for line in header), *lines[first:]]) + "\n"
