@@ -41,7 +41,7 @@ def test_communication_is_what_the_computation_does_not_hide():
     """Reductions of stage 2 and its gather hide behind nothing (DeepSpeed#8364); a link's time, and each call's."""
     asked, wide = job("zero2", ranks=2), job("zero2", ranks=16)
     moved = (2 * 2e9 + 2e9) / 2  # an all-reduce goes around twice; half of each on two ranks
-    calls = 2e9 / (2 * 4096**2) + 2e9 / (2 * 2e8)  # "auto" is the hidden width's square; the file's bucket for gathers
+    calls = 2e9 / (2 * 5e7) + 2e9 / (2 * 2e8)  # ds_configs/zero2.json's buckets
     found = cost.estimate(asked, made_up(asked, GB), H100).communicating
     assert found == pytest.approx((moved / (450e9 * 0.85) + calls * 20e-6, moved / (450e9 * 0.5) + calls * 50e-6))
     machines = cost.estimate(wide, made_up(wide, GB), H100).communicating[0] - calls * 20e-6
