@@ -30,7 +30,7 @@ def kernels(monkeypatch, tmp_path):
         if repo_id != KERNEL:
             raise FileNotFoundError(f"Cannot find a build variant for this system in {repo_id}:\n\nmuch more")
         (tmp_path / "build").mkdir(exist_ok=True)
-        (tmp_path / "build" / "flash.so").write_bytes(b"1234")
+        (tmp_path / "build" / "flash.so").write_bytes(bytes(2_000_000))
         return tmp_path / "build"
 
     flash_stand_in.install(monkeypatch)
@@ -60,7 +60,7 @@ def test_fetch_brings_the_kernel_or_says_why_not(kernels, monkeypatch, capsys):
         fetch_kernel(name)
         return capsys.readouterr().out
 
-    assert fetched("flash_attention_2") == f"{KERNEL}: 4 B\n" and kernels[-1][2] is False
+    assert fetched("flash_attention_2") == f"{KERNEL}: 2.00 MB\n" and kernels[-1][2] is False
     version = hub_kernels.get_attn_kernel_version(KERNEL)
     assert kernels[-1][:2] == (KERNEL, f"v{version}") and fetched(f"{KERNEL}@abc:forward") and kernels[-1][1] == "abc"
     said = fetched("flash_attention_3")

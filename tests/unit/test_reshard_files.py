@@ -124,7 +124,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_and_nothing_written(tmp_pat
 
 def test_targets_that_cannot_be(tmp_path):
     checkpoint = write_checkpoint(tmp_path)
-    with pytest.raises(Refusal, match=r"batch of 8 .* over 3 .*ZR743"):
+    with pytest.raises(Refusal, match=r"batch of 8 .* by 3 .*ZR743"):
         reshard(checkpoint, 3, 2)
     with pytest.raises(SystemExit):
         cli.main(["reshard", str(checkpoint), "--world_size", "1", "--stage", "0"])

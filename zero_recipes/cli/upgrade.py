@@ -21,7 +21,7 @@ from zero_recipes.checks.deepspeed_rules import ADAMS, top_level_keys, zero_keys
 from zero_recipes.checks.rules import options
 from zero_recipes.config import keys, recipe
 from zero_recipes.config.ds_config import OFFLOADS
-from zero_recipes.core.findings import refusal
+from zero_recipes.core.findings import library_error_as_finding, refusal
 
 # what the recipe decides: another value in the ds_config is refused by transformers or counts in silence
 RECIPES_OWN = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -58,12 +58,10 @@ def write_runnable_ds_config(named: Any) -> Path | None:
     if not old.is_file() or old.suffix not in (".json", ".json5", ".hjson"):
         return None
     text = old.read_text()
-    try:  # DeepSpeed itself reads with hjson: comments and commas at the end
+    with library_error_as_finding(f"reading {old}"):  # DeepSpeed itself reads with hjson: comments, commas at the end
         pasted = hjson.loads(DIGITS.sub(lambda found: found[1] + found[2].replace("_", ""), text))
         pasted = json.loads(json.dumps(pasted))
         config = runnable_ds_config(pasted)
-    except (ValueError, AttributeError, TypeError) as error:
-        raise refusal("ZR203", place=old, error=error) from None
     changes = [*_changes(pasted, config)]
     written = json.dumps(config, indent=2) + "\n"
     if not changes and text.lstrip().startswith("{") and _is_json(text):
