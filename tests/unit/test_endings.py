@@ -136,9 +136,12 @@ def test_a_run_that_is_refused_or_breaks_while_loading(tmp_path, before, resumes
 
 
 def test_what_fails_once_the_run_is_finished_leaves_its_metrics(tmp_path):
-    (tmp_path / FILE).write_text("as it was")
+    from tests.unit.test_metrics import OK_ROW
+
+    (tmp_path / FILE).write_text(json.dumps(OK_ROW))
     with pytest.raises(OSError, match="upload"), RecipeRun.hold(run_in(tmp_path)) as output:
         output.metrics = SimpleNamespace(identity=None, write=lambda: None)
         output.finish()
         raise OSError("upload")
-    assert (tmp_path / FILE).read_text() == "as it was"
+    assert (tmp_path / FILE).read_text() == json.dumps(OK_ROW)
+    assert (tmp_path / "README.md").is_file()
