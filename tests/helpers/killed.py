@@ -13,6 +13,7 @@ import run_sft
 
 RANK_0_ONLY = ("manifest", "replace", "rotation")
 PLACES = ("step", "begun", "weights", "optimizer", "random", *RANK_0_ONLY)  # in the order in which a run reaches them
+terminated: list[bool] = []
 
 
 def die(*_) -> None:
@@ -20,9 +21,15 @@ def die(*_) -> None:
 
 
 def terminate(*_) -> None:
-    """End the launcher, which is this process's parent, and wait for what it does to its workers."""
+    """End the launcher, which is this process's parent, once, and wait for the signal that it hands on."""
+    if terminated:
+        return
+    terminated.append(True)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it may come before this process waits for it
     os.kill(os.getppid(), signal.SIGTERM)
-    signal.pause()
+    signal.sigwait({signal.SIGTERM})
+    os.kill(os.getpid(), signal.SIGTERM)  # for the run's own handler
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def sabotage(place: str, step: int) -> None:
