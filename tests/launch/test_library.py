@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from zero_recipes.checkpoint.save import checkpoint_fault
+from zero_recipes.core.process import free_port
 from zero_recipes.metrics.read_runs import read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +36,8 @@ def test_the_programs_of_the_page(tmp_path, strategy):
     script.write_text(text.replace('report_to="none"', 'report_to="none", use_cpu=True'))
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     environment |= {} if strategy == "zero2" else {"ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, *LAUNCHERS[strategy], script]
+    port = ["--main_process_port", str(free_port())] if strategy == "zero2" else []
+    command = [sys.executable, *LAUNCHERS[strategy], *port, script]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     runs = {run.name: run for run in read_runs(tmp_path)}
