@@ -149,9 +149,9 @@ def test_the_printed_command_goes_on(runs, capsys):
     out = fp32.source("zero3", 2)
     assert cli.main(["reshard", str(out / f"checkpoint-{SAVED}"), "--world_size", "1", "--stage", "2"]) == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    assert words[:4] == ["accelerate", "launch", "--config_file", "accelerate_configs/zero2.yaml"]
-    assert words[4:8] == ["--num_processes", "1", "run_sft.py", "RECIPE.yaml"]
-    argv = [str(fp32.recipe), *words[8:], "--deepspeed", "ds_configs/zero2.json"]
+    assert words[:3] == ["zero-recipes", "train", "RECIPE.yaml"]
+    assert words[3:7] == ["--config_file", "zero2.yaml", "--num_processes", "1"]
+    argv = [str(fp32.recipe), *words[7:], "--deepspeed", "ds_configs/zero2.json"]
     shutil.rmtree(out / f"checkpoint-{STEPS}")  # as if the run had been interrupted: newer ones are not written over
     losses = fp32.group(1).run("train", argv=argv)[0]["metrics"]["loss_history"]
     assert losses == pytest.approx(fp32.done["zero3", 2], rel=1e-5)

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from tests.helpers.cases import train
 from tests.helpers.sample_cases import ending
 from tests.helpers.unchecked import without_rules
-from zero_recipes.libs.deepspeed import base_optimizer
+from zero_recipes.libs.deepspeed import base_optimizer, flat_masters
 
 
 @contextlib.contextmanager
@@ -46,12 +46,8 @@ class Watch(TrainerCallback):
 
     @staticmethod
     def values(model, optimizer) -> list[torch.Tensor]:
-        base = base_optimizer(optimizer.optimizer)
-        masters = [p for group in base.param_groups for p in group["params"]]
-        states = [v for p in masters for v in base.state.get(p, {}).values()]
-        states += [torch.tensor(float(g["step"])) for g in base.param_groups if "step" in g]
-        states = [torch.as_tensor(v) for v in states]
-        return [v.detach().clone() for v in (*model.parameters(), *masters, *states)]
+        states = [torch.as_tensor(v) for state in base_optimizer(optimizer).state.values() for v in state.values()]
+        return [v.detach().clone() for v in (*model.parameters(), *flat_masters(optimizer.optimizer), *states)]
 
 
 def train_in_fp16(argv: list[str]) -> dict:
