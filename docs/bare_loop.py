@@ -28,7 +28,7 @@ def tokenised(row: dict, tokenizer) -> dict[str, list[int]]:
     return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
 
 
-def train(stage: int, steps: int, bf16: bool = True) -> list[float]:
+def train(stage: int, steps: int, bf16: bool = True, save: Path | None = None) -> list[float]:
     deepspeed.init_distributed()  # the process group: nccl between GPUs, gloo between CPU processes
     world, rank = dist.get_world_size(), dist.get_rank()
     tokenizer = AutoTokenizer.from_pretrained(BASE)
@@ -38,10 +38,10 @@ def train(stage: int, steps: int, bf16: bool = True) -> list[float]:
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0, fused=True)
     schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=6, num_training_steps=steps)
-    # Casts the weights to bf16, makes the fp32 masters and shares out what the stage shares out. At stage 3 a model
-    # that does not fit as a whole is built under deepspeed.zero.Init(), which keeps 1/N of each tensor as it is made.
+    # Casts the weights to bf16, makes the fp32 masters and shards what the stage shards. At stage 3 a model that does
+    # not fit as a whole is built under deepspeed.zero.Init(), which keeps 1/N of each tensor as it is created.
     config = {"train_micro_batch_size_per_gpu": EACH, "gradient_clipping": 1.0, "bf16": {"enabled": bf16}}
-    config["zero_optimization"] = {"stage": stage}
+    config["zero_optimization"] = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=config)
     if stage == 0:  # DeepSpeed 0.19.8 has taken a step of zeros there, and Adam counts its steps
         for state in optimizer.state.values():
@@ -54,8 +54,8 @@ def train(stage: int, steps: int, bf16: bool = True) -> list[float]:
         dist.all_reduce(tokens)  # of all processes: each token weighs the same, whoever has it
         # At stage 3 hooks gather each module's weights before it runs, and free them after it.
         loss = engine(**batch, num_items_in_batch=tokens).loss  # this process's share: its sum / all tokens
-        # Gradients, brought together bucket by bucket while backward goes on (at stages 0 and 1 at its end, without
-        # overlap_comm). DeepSpeed divides them by the processes, where their sum is wanted: hence the factor.
+        # Gradients are reduced bucket by bucket during backward (at stages 0 and 1 at its end, without overlap_comm).
+        # DeepSpeed divides them by the number of processes. Their sum is needed: hence the factor.
         engine.backward(loss * world)
         # Clips, updates the fp32 masters (its 1/N of them from stage 1 on), writes them back to the bf16 weights,
         # gathers those (stages 1 and 2), frees the gradients and advances the schedule.
@@ -65,6 +65,8 @@ def train(stage: int, steps: int, bf16: bool = True) -> list[float]:
         losses.append(whole.item())
         if rank == 0:
             print(f"step {step + 1}: loss {losses[-1]:.4f}", flush=True)
+    if save:  # on all ranks: at stage 3 it gathers the weights
+        engine.save_16bit_model(save, "pytorch_model.bin")
     return losses
 
 
@@ -73,6 +75,7 @@ if __name__ == "__main__":
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--fp32", action="store_true", help="compute in fp32, where all stages agree to six digits")
-    asked = parser.parse_args()
-    train(asked.stage, asked.steps, not asked.fp32)
+    parser.add_argument("--save", type=Path, help="folder for the weights, pytorch_model.bin")
+    arguments = parser.parse_args()
+    train(arguments.stage, arguments.steps, not arguments.fp32, arguments.save)
     dist.destroy_process_group()

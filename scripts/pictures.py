@@ -17,7 +17,6 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 COMMAND = "zero-recipes plan recipes/pythia.yaml --gpus 2 --gpu h100-80gb --price 2.5"
-SHOWN = ("Peak", "Tokens/s")  # the tables that have one of these columns
 SVG = (  # rich's own would load a font from the network
     '<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg"><style>'
     ".{unique_id}-matrix {{ font-family: ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace;"
@@ -35,21 +34,9 @@ PLANNERS = {
 
 
 def plan(printed: str) -> None:
-    """The heading, the tables of SHOWN and the recommendation, as a terminal shows them."""
-    lines = [line for line in printed.splitlines() if "simulating" not in line]
-    plain = [Text.from_ansi(line).plain for line in lines]
-    first = next(number for number, line in enumerate(plain) if " x h100-80gb" in line)
-    last = next(number for number, line in enumerate(plain) if line.startswith("Recommended"))
-    blocks, block = [], []
-    for line, words in zip(lines[first + 1 : last], plain[first + 1 : last], strict=True):
-        if words.strip():
-            block.append(line)
-        elif block:
-            blocks.append(block)
-            block = []
-    kept = [block for block in blocks if any(word in Text.from_ansi(block[1]).plain for word in SHOWN)]
-    parts = [[f"$ {COMMAND}"], [re.sub(r".*\x1b\[2K", "", lines[first])], *kept, lines[last:]]
-    text = Text("\n\n").join(Text.from_ansi("\n".join(part)) for part in parts)
+    """The answer as a terminal shows it at the end: what a later answer erased is left out."""
+    last = re.sub(r".*\x1b\[\d*[AK]|\x1b\[\?25[hl]", "", printed, flags=re.DOTALL).strip("\n")
+    text = Text.from_ansi(f"$ {COMMAND}\n\n{last}")
     width = max(len(line.rstrip()) for line in text.plain.splitlines())
     console = Console(record=True, width=width + 1, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(text, Text(" "), sep="\n", soft_wrap=True)

@@ -274,11 +274,11 @@ def test_the_page_fetches_nothing_and_escapes_what_models_and_people_wrote(repor
 def test_the_page_has_samples_failures_and_the_full_run(report):
     _, page, _ = report
     heads = re.findall(r"<h2>([^<]+)</h2>", page)
-    assert heads == ["Judgement", "Comparison", "Runs that did not finish", "Pictures", "Full run", "Before and after",
+    assert heads == ["Pictures", "Judgement", "Runs that did not finish", "Comparison", "Full run", "Before and after",
                      "Details"]  # fmt: skip
     assert "15 prompts; the first 12 are shown" in page
     assert re.search(r"token_f1</td><td class=\"number\">0.100</td><td class=\"number\">0.500", page)
-    assert "full: 15 of 15 answers changed. Mean token_f1 0.100 to 0.500" in page, "not of the full run"
+    assert "full: mean token_f1 0.100 to 0.500" in page, "not of the full run"
     assert re.search(r"<td class=\"number\">4</td><td class=\"number\">1.5000</td>", page)
     for text in ("ddp: oom", "phase train, rank 1, signal SIGKILL", "optimizer states: 537 MB"):
         assert text in page
@@ -291,16 +291,17 @@ def test_the_report_begins_with_what_it_comes_to(report, tmp_path):
     done = [row for row in content["rows"] if row["status"] == "ok" and row["compared"]]
     fastest = max(done, key=lambda row: row["tokens_per_second"])["label"]
     line = content["bottom_line"]
-    assert line.startswith(f"{fastest} is the fastest") and line.endswith("Not finished: ddp (oom).")
-    assert "zero3 holds least" in line and "Losses agree: no. The loss is not finite" in line
-    assert " ".join(printed.split()).startswith(line) and page.index("is the fastest") < page.index("<h2>Judgement")
+    assert line.startswith(f"Take {fastest}: ") and line.endswith("Not finished: ddp (oom).")
+    assert "take zero3: 8.00 MB" in line and "Losses agree: no. The loss is not finite" in line
+    assert " ".join(printed.split()).startswith(line) and page.index("is the fastest") < page.index("<h2>Pictures")
 
 
 def test_what_all_prompts_begin_with_is_shown_once(tmp_path):
     prompts = [f"Below is an instruction.\n\n### Instruction:\nsay {number}" for number in range(3)]
     save(tmp_path / "full", metrics("zero2"), [sample(prompt=prompt) for prompt in [*prompts, "alone\n\nother"]])
     page, _ = written(tmp_path)
-    assert page.count("Below is an instruction.") == 1 and all(f"say {number}" in page for number in range(3))
+    assert page.count("Below is an instruction.") == 1 and "###" not in page
+    assert all(f"say {number}" in page for number in range(3))
     assert "alone\n\nother" in page
 
 

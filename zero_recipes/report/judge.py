@@ -52,24 +52,24 @@ def judge_runs(runs: Sequence[MeasuredRun]) -> list[Judgement]:
 
 
 def bottom_line(runs: Sequence[MeasuredRun]) -> str:
-    """Which run is fastest, which holds least and what that costs, whether the losses agree, and who did not finish."""
+    """Which run to take, which where memory is short and at what cost, whether quality held, and who did not finish."""
     compared, found = read.comparison(runs) or runs, []
     rows = read.table_rows(compared)
     timed = [row for row in rows if row["status"] == "ok" and row["tokens_per_second"]]
     timed.sort(key=lambda row: -row["tokens_per_second"])
     if timed:
-        where = " on CPU processes" if timed[0]["device"] == "cpu" else ""
-        found.append(f"{timed[0]['label']} {'is the fastest,' if timed[1:] else 'trained'} "
-                     f"{units.count(timed[0]['tokens_per_second'])} tokens/s{where}.")  # fmt: skip
+        on_cpu = " on CPU processes, which says little about GPUs" if timed[0]["device"] == "cpu" else ""
+        take = f"Take {timed[0]['label']}: it fits and is the fastest," if timed[1:] else f"{timed[0]['label']} trained"
+        found.append(f"{take} {units.count(timed[0]['tokens_per_second'])} tokens/s{on_cpu}.")
     held = [row for row in timed if row["state_bytes"]]
     least = min(held, key=lambda row: row["state_bytes"], default=None)
     if held and least is not held[0]:
         saved, slower = (1 - least[key] / held[0][key] for key in ("state_bytes", "tokens_per_second"))
         states = f"{units.size(least['state_bytes'])} of model states a process, {100 * saved:.0f} % less"
-        found.append(f"{least['label']} holds least, {states}, and is {100 * slower:.0f} % slower.")
-    verdict, measured = _losses_equal(compared)
-    if verdict != "cannot tell":
-        found.append(f"Losses agree: {verdict}. {measured.split('. ')[0].removesuffix('.')}.")
+        found.append(f"If memory is short, take {least['label']}: {states}, {100 * slower:.0f} % slower.")
+    for claim, (verdict, why) in [("Losses agree", _losses_equal(compared)), ("Answers improved", _answers(runs))]:
+        if verdict != "cannot tell":
+            found.append(f"{claim}: {verdict}. {why.split('. ')[0].removesuffix('.')}.")
     ended = ", ".join(f"{row['label']} ({row['status']})" for row in rows if row["status"] != "ok")
     return " ".join([*found, *([f"Not finished: {ended}."] if ended else [])])
 
@@ -214,7 +214,7 @@ def _answers(runs: Sequence[MeasuredRun]) -> Answer:
     means = mean_scores(answered)
     changed = sum(sample.before != sample.after for sample in answered)
     listed = "; ".join(f"{name} {before:.3f} to {after:.3f}" for name, (before, after) in means.items())
-    measured = f"{run.label}: {changed} of {len(answered)} answers changed. Mean {listed or 'scores missing'}."
+    measured = f"{run.label}: mean {listed or 'scores missing'}. {changed} of {len(answered)} answers changed."
     signs = {name: -1 if name in LOWER_IS_BETTER else 1 for name in JUDGED_SCORES if name in means}
     gains = [sign * (means[name][1] - means[name][0]) for name, sign in signs.items()]
     if not gains or (min(gains) < 0 < max(gains)):
