@@ -3,6 +3,7 @@
 Nothing is simulated: the predictions are what predict.py wrote down before. docs/plan.md cites the medians.
 """
 
+import csv
 import json
 import statistics
 import sys
@@ -17,6 +18,7 @@ from benchmarks.planners import court  # noqa: E402
 from benchmarks.planners.court import FOLDER, measured_bytes  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
 from zero_recipes.plan.cost import measured  # noqa: E402
+from zero_recipes.plan.formulas import overheads  # noqa: E402
 
 OURS = "this planner"
 GOALS = {True: 0.03, False: 0.10}  # by `exact`
@@ -41,6 +43,8 @@ def main() -> None:
     document = {
         "groups": {name: summary([row for row in rows if belongs(row)], OURS) for name, belongs in GROUPS.items()},
         "planners": {name: summary([row for row in rows if name in row["errors"]], name) for name in names},
+        "cached": cached(),
+        "ranges": inside(rows),
         "rows": {row["id"]: {name: round(error, 4) for name, error in row["errors"].items()} for row in rows},
         "times": {
             "parts": {
@@ -58,6 +62,7 @@ def main() -> None:
     write_json(ROOT / "benchmarks" / "results" / "planners.json", document)
     for name, found in (document["groups"] | document["planners"]).items():
         print(f"{name:40} {found['rows']:3} rows, median {found['median']:.1%}, worst {found['worst']:+.1%}")
+    print(json.dumps(document["cached"] | document["ranges"]))
     if list(measured("holds")) != [document["times"]["parts"]["all"][key] for key in ("held", "rows")]:
         print("zero_recipes/plan/times.yaml: `holds` is of other predictions")
     for name, found in (document["times"]["parts"] | document["times"]["regimes"]).items():
@@ -98,11 +103,42 @@ def scored(rows: list[dict[str, Any]], predictions: dict[str, Any]) -> list[dict
 
 
 def errors(row: dict[str, Any]) -> dict[str, float]:
-    """Ours is of what was read: live tensors, segments, or the whole process where the source does not say."""
+    """Ours is of what was read: live tensors, segments as replayed, or these and what is beside them where the source
+    does not say."""
     found, read, measured = row["found"], row["read"], measured_bytes(row)
-    ours = found[read] if read in ("allocated", "reserved") else found["device"]["low"]
+    ours = found[read] if read in ("allocated", "reserved") else found["reserved"] + beside(found)
     others = {name: value for name, value in found["others"].items() if value is not None}
     return {name: value / measured - 1 for name, value in ({OURS: ours} | others).items()}
+
+
+def beside(found: dict[str, Any]) -> int:
+    """Bytes of CUDA and NCCL in a prediction."""
+    return found["device"]["low"] - found["allocated"]
+
+
+def inside(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """How many readings lie in the range that a plan prints; torch's own count has no CUDA and no NCCL in it."""
+    read = [row for row in rows if row["read"] != "allocated"]
+    ends = [
+        [end - (beside(row["found"]) if row["read"] == "reserved" else 0) for end in row["found"]["device"].values()]
+        for row in read
+    ]
+    held = [low <= measured_bytes(row) <= high for row, (low, high) in zip(read, ends, strict=True)]
+    return {
+        f"{name} inside range": f"{sum(h for h, row in zip(held, read, strict=True) if row['read'] in of)} of "
+        f"{sum(row['read'] in of for row in read)}"
+        for name, of in {"reserved": ("reserved",), "not stated": ("not stated", "nvidia-smi")}.items()
+    }
+
+
+def cached() -> dict[str, float]:
+    """What cards show less CUDA and NCCL, over what was allocated: the quantiles of shown.csv, of overheads.yaml."""
+    lines = [line for line in (FOLDER / "shown.csv").read_text().splitlines() if not line.startswith("#")]
+    pairs = [(float(p["shown_mib"]), int(p["allocated_peak_bytes"]), int(p["gpus"])) for p in csv.DictReader(lines)]
+    ratios = sorted((s * 2**20 - overheads().beside_segments(gpus)) / allocated for s, allocated, gpus in pairs)
+    at = statistics.quantiles(ratios, n=20, method="inclusive")
+    values = {"least": ratios[0], "10 %": at[1], "median": at[9], "90 %": at[17], "most": ratios[-1]}
+    return {"pairs": len(ratios)} | {name: round(value, 3) for name, value in values.items()}
 
 
 def summary(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:

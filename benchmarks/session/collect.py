@@ -83,16 +83,13 @@ def side_by_side(row: Row) -> Row:
 
 
 def constants(rows: list[Row]) -> Row:
-    """{"context": bytes, "fragmentation": factor} as far as the rows tell.
+    """{"context": bytes, "cached": [low, high]} as far as the rows tell.
 
-    context: the median. fragmentation: the largest reserved peak over the segments that the plan's allocator replayed.
+    context: the median. cached: the least and the largest reserved peak over the allocated one.
     """
     good = [row for row in rows if row.get("status") == "ok"]
     contexts = [found["context_bytes"] for found in map(beside_allocator, good) if found]
-    ratios = [
-        row["metrics"]["peak_memory_bytes"][0]["reserved"] / row["planned"]["segment_bytes"]
-        for row in good
-        if (row.get("planned") or {}).get("segment_bytes") and row["metrics"]["peak_memory_bytes"][0]["reserved"]
-    ]
+    peaks = [row["metrics"]["peak_memory_bytes"][0] for row in good]
+    ratios = [peak["reserved"] / peak["allocated"] for peak in peaks if peak["reserved"] and peak["allocated"]]
     fitted = {"context": int(statistics.median(contexts))} if contexts else {}
-    return fitted | ({"fragmentation": round(max(1.0, *ratios), 4)} if ratios else {})
+    return fitted | ({"cached": [round(min(ratios), 4), round(max(ratios), 4)]} if ratios else {})

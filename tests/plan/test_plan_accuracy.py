@@ -127,4 +127,4 @@ def test_one_gpu_has_no_buckets_whatever_launched_the_run_that_is_planned(tmp_pa
     assert found.at_peak["buckets"] == 0 and found.communication_bytes_per_step == {}
     states = found.model_state_bytes
     assert (states.params, states.grads) == (4 * found.parameters, 4 * found.parameters)
-    assert found.reserved_bytes == overheads().reserved_range(found.segment_bytes, 1)
+    assert found.reserved_bytes == overheads().reserved_range(found.allocated_peak_bytes, 1)

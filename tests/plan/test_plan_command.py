@@ -48,7 +48,7 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, tmp_path, monkeypatc
     monkeypatch.setenv("COLUMNS", "80")
     said = plan(capsys, "--output_dir", str(tmp_path / "plan"))
     lines = said.splitlines()
-    assert lines[0].startswith("zero3 fits EleutherAI/pythia-6.9b-deduped on 2 x h100-80gb") and len(lines) <= 24
+    assert lines[0].startswith("zero3 is tight on EleutherAI/pythia-6.9b-deduped on 2 x h100-80gb") and len(lines) <= 24
     assert lines[3] == f"zero-recipes train {RECIPE} --config_file zero3.yaml --num_processes 2"
     assert all(len(line) <= 80 for line in lines if "zero-recipes train" not in line)
     rows = {name: (fits, float(low), float(high or low)) for name, fits, low, high in ROW.findall(said)}
@@ -59,7 +59,7 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, tmp_path, monkeypatc
     assert header[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", header[16:]) == (1200, 720)
     assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
     verbose = (tmp_path / "plan" / "plan.txt").read_text()
-    assert "+14.7 GB" in verbose and "zero0: the change that costs least: zero3" in verbose
+    assert "+12.1 GB" in verbose and "zero0: the change that costs least: zero3" in verbose
 
 
 def test_a_model_needs_no_recipe(capsys):
@@ -75,7 +75,7 @@ def test_a_model_needs_no_recipe(capsys):
 
 def test_the_cheapest_machine_is_taken_where_there_is_a_price(capsys):
     found = document(capsys, "--price", "2.5", gpus="1,2,4,8", gpu="l40s")
-    fitting = [row for row in found["rows"] if row["fit"]["status"] == "fits"]
+    fitting = [row for row in found["rows"] if row["fit"]["status"] != "no" and row["fit"]["margin"] >= 0]
     cheapest = min(fitting, key=lambda row: sum(row["cost"]["per_million_tokens"]))
     assert found["smallest_machine"] == 1 and cheapest["job"]["world_size"] > 1
     assert found["recommendation"]["world_size"] == cheapest["job"]["world_size"]
@@ -88,7 +88,7 @@ def test_json_is_all_that_is_printed_and_holds_every_figure(capsys):
     three, asked = rows["zero3"], job("zero3", max_length=1024)
     formulas = predict_by_formulas(asked).model_dump()
     assert three["prediction"] == formulas
-    assert three["fit"]["status"] == "fits" and three["change"] is None and three["limits"]["micro_batch_size"] >= 2
+    assert three["fit"]["status"] == "tight" and three["change"] is None and three["limits"]["micro_batch_size"] >= 2
     changed = rows["zero0"]["change"]["job"]
     assert changed["strategy"] == "zero3" and "--num_processes 2" in changed["command"]
     hours, run = three["cost"]["hours"], three["cost"]["run"]
@@ -111,10 +111,10 @@ def test_the_smallest_machine_is_looked_for(capsys):
     assert said.startswith(
         "zero2_offload fits EleutherAI/pythia-6.9b-deduped on 1 x l40s-48gb, the fewest of 1, 2, 4, 8"
     )
-    assert all(row in said for row in ("\n1 x zero2_offload  yes", "\n4 x zero3          yes"))
+    assert all(row in said for row in ("\n1 x zero2_offload  yes", "\n4 x zero3          tight"))
     found = document(capsys, "--strategies", "zero2,zero3", gpus="1,2,4,8", gpu="l40s")
     words = {(row["job"]["world_size"], row["job"]["strategy"]): row["fit"]["status"] for row in found["rows"]}
-    assert words[2, "zero3"] == "no" and words[4, "zero3"] == "fits" and found["smallest_machine"] == 4
+    assert words[2, "zero3"] == "no" and words[4, "zero3"] == "tight" and found["smallest_machine"] == 4
     assert "--num_processes 4" in found["recommendation"]["command"]
     tiny = document(capsys, name="recipes/tiny.yaml", gpus="1,2,4", gpu="l40s")
     assert set(tiny["not_planned"]["4"]) == set(strategies())  # global_batch_size 16: not by 4 processes

@@ -39,7 +39,7 @@ def answered(monkeypatch):
 
         def predict(asked):
             held = None if states is None else states * GB
-            return made_up(asked, need(asked) * GB, held, overhead=5 * GB).model_copy(update={"source": source})
+            return made_up(asked, need(asked) * GB, held, cache=3 * GB).model_copy(update={"source": source})
 
         asked = job(strategy, **values).as_dict()
         written = {key: asked[key] for key in ("strategy", "world_size", "gpus_per_node", "ds_config", "device")}

@@ -106,7 +106,7 @@ def candidates(
             sizes = enumerate(buckets(job, predict(job).parameters))
             for (rank, batch), (more, zero) in product(enumerate(splits), sizes):
                 tried = {on: predict(job.changed(**batch | {RECOMPUTES: on})) for on in (False, True)}
-                fitting = [on for on in tried if fit_of(tried[on], capacity).status != "no"]
+                fitting = [on for on in tried if fit_of(tried[on], capacity).runs]
                 for on in fitting if job.recomputes else fitting[:1]:
                     values = batch | ({} if on == job.recomputes else {RECOMPUTES: on}) | zero
                     found.append((rank + more + on if values else -1, name, values, ds_config))

@@ -57,7 +57,7 @@ def smallest_change(
             except Refusal:  # e.g. LoRA without target modules for this architecture
                 break
             fit = fit_of(prediction, capacity, host, nvme)
-            if fit.status == "fits" and smaller is not job:
+            if fit.runs and smaller is not job:
                 return Change(job, max(setting, extra, key=COST_ORDER.index), smaller, prediction, fit)
             at_step = prediction.peak_phase in ("step", "best model") and prediction.reserved_bytes.low > capacity
             if fit.host_lacks or fit.nvme_lacks or at_step or prediction.state_bytes > capacity:
@@ -112,7 +112,7 @@ def limits_of(job: Job, capacity: int, predict: Predict, guess: Predict) -> Limi
     positions = job.config.get("max_position_embeddings") or job.config.get("n_positions") or 131072
 
     def fits(by: Predict, **values: int) -> bool:  # a recipe's global_batch_size speaks of its own micro batch
-        return fit_of(by(job.changed(global_batch_size=None, **values)), capacity).status == "fits"
+        return fit_of(by(job.changed(global_batch_size=None, **values)), capacity).runs
 
     batch = length = 1
     for by in (guess, predict):
@@ -145,8 +145,8 @@ class Row:
     limits: Limits | None = None  # only where they are requested
 
     @property
-    def fits(self) -> bool:
-        return self.fit.status == "fits"
+    def runs(self) -> bool:
+        return self.fit.runs
 
     @property
     def has_room(self) -> bool:
@@ -163,11 +163,11 @@ def make_row(request: PlanRequest, job: Job, predict: Predict, factor: float | N
 def rows_of(request: PlanRequest, jobs: Sequence[Job], predict: Predict, factor: float | None) -> list[Row]:
     """A row for each job. Changes are looked for where one count is requested, or nothing fits, on the most GPUs."""
     rows = [make_row(request, job, predict, factor) for job in jobs]
-    if len(request.counts) > 1 and any(row.fits for row in rows):
+    if len(request.counts) > 1 and any(row.runs for row in rows):
         return rows
     most, machine = max(job.world_size for job in jobs), (request.strategies, request.host, request.nvme)
     changes = [
-        None if row.fits or row.job.world_size < most else smallest_change(row.job, row.fit.capacity, predict, *machine)
+        None if row.runs or row.job.world_size < most else smallest_change(row.job, row.fit.capacity, predict, *machine)
         for row in rows
     ]
     return [replace(row, change=change) for row, change in zip(rows, changes, strict=True)]
@@ -175,7 +175,7 @@ def rows_of(request: PlanRequest, jobs: Sequence[Job], predict: Predict, factor:
 
 def fewest_gpus(rows: Sequence[Row], with_offload: bool = True) -> int | None:
     """The fewest GPUs on which a strategy fits."""
-    fitting = [row for row in rows if row.fits and (with_offload or not row.speed.offloading[1])]
+    fitting = [row for row in rows if row.runs and (with_offload or not row.speed.offloading[1])]
     return min((row.job.world_size for row in fitting), default=None)
 
 
@@ -201,8 +201,8 @@ def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
     than all others beyond the error of the estimates; else the fastest that leaves most. Where nothing fits, the change
     of all rows that costs least. Other arithmetics are never chosen beside others. `rows`: of one machine."""
     exact = [row for row in rows if not changes_arithmetic(row.job)] or list(rows)
-    fitting = [row for row in exact if row.fits]
-    otherwise = [row for row in rows if row not in exact and row.fits]
+    fitting = [row for row in exact if row.runs]
+    otherwise = [row for row in rows if row not in exact and row.runs]
     if not fitting:
         costs = lambda one: (COST_ORDER.index(one.costliest), estimate(one.job, one.prediction, gpu).middle)  # noqa: E731
         least = min((row.change for row in exact if row.change), key=costs, default=None)

@@ -33,27 +33,28 @@ LORA_KEYS = ("use_peft", "use_rslora", "use_dora")  # of TRL's ModelConfig, besi
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a GPU holds beside the tensors that a plan counts: bytes, and the factor on the allocator's segments."""
+    """What a GPU holds beside the tensors that a plan counts: bytes, and what its allocator keeps of freed memory."""
 
     context: float
     communicator: float
-    fragmentation: float
+    cached: tuple[float, float, float]  # segments over the allocated peak: the least, 10th and 90th percentile
     measured: bool  # whether a GPU showed what every run has; one GPU alone cannot show a communicator
 
     def beside_segments(self, world_size: int) -> int:
         """Bytes of one GPU that the caching allocator does not know of."""
         return int(self.context + (self.communicator if world_size > 1 else 0))
 
-    def reserved_range(self, segments: int, world_size: int) -> ReservedRange:
-        """What a process takes of its GPU whose allocator holds `segments` bytes at its peak."""
+    def reserved_range(self, allocated: int, world_size: int) -> ReservedRange:
+        """What a process shows on its GPU whose tensors take `allocated` bytes at their peak."""
         beside = self.beside_segments(world_size)
-        return ReservedRange(low=segments + beside, high=int(segments * self.fragmentation) + beside)
+        low, high = (int(allocated * factor) + beside for factor in self.cached[::2])
+        return ReservedRange(low=low, high=high)
 
 
 @cache
 def overheads() -> Overheads:
     entries = yaml.safe_load(OVERHEADS.read_text())
-    measured = entries["context"]["measured"] and entries["fragmentation"]["measured"]
+    measured = entries["context"]["measured"] and entries["cached"]["measured"]
     return Overheads(**{name: entry["value"] for name, entry in entries.items()}, measured=measured)
 
 
@@ -294,11 +295,9 @@ class Sizes:
         )
 
 
-def prediction_of(
-    job: Job, weights: int, saved: int, segments: int, host: tuple[float, float], **found: Any
-) -> Prediction:
+def prediction_of(job: Job, weights: int, saved: int, host: tuple[float, float], **found: Any) -> Prediction:
     """What formulas or the simulated engine `found`, and what follows from it. `weights`, `saved`: bytes of what trains
-    and of the optimizer's states in a checkpoint; `segments`: of the allocator at its peak; `host`: as above."""
+    and of the optimizer's states in a checkpoint; `host`: as above."""
     here, (load, training) = job.ranks_per_node, host
     read = capacity.read_at_resume(weights, saved, job.zero_stage, job.world_size)
     return Prediction(
@@ -308,7 +307,7 @@ def prediction_of(
         precision=job.precision,
         micro_batch_size=job.settings.per_device_train_batch_size,
         gradient_accumulation_steps=job.settings.gradient_accumulation_steps,
-        reserved_bytes=overheads().reserved_range(segments, job.world_size),
+        reserved_bytes=overheads().reserved_range(found["allocated_peak_bytes"], job.world_size),
         host_bytes=HostBytes(
             load=int(here * load), training=int(here * training), resume=int(here * (training + read))
         ),
@@ -332,7 +331,6 @@ def predict_by_formulas(job: Job) -> Prediction:
         job,
         weights,
         terms.saved,
-        peak,
         sizes.host(),
         source="formulas",
         parameters=shape.parameters,

@@ -24,8 +24,9 @@ PARTS = {"params": "Params", "grads": "Grads", "optimizer": "Optimizer", "activa
 PARTS |= {"buckets": "Buckets,\ngathered", "loss_head": "Loss\nhead", "other": "Other"}
 SOURCES = {"engine": "the simulated engine", "formulas": "formulas"}
 NOTES = [
-    "Peak: live tensors of the fullest GPU; the columns up to Other are its parts. GPU memory: "
-    "allocator, CUDA and NCCL included. Not known: fragmentation beyond it, other programs on the GPU.",
+    "Peak: live tensors of the fullest GPU; the columns up to Other are its parts. GPU memory: from the peak with CUDA "
+    "and NCCL to what nine of ten published runs showed. Tight: the peak fits, the allocator's cache may have to be "
+    "emptied. Margin: beside the cache as it is simulated. Not known: other programs on the GPU.",
     "Host: memory of a machine while loading / training / reading a checkpoint to go on from it. Disk: the model / a "
     "checkpoint to go on from. NVMe: swap files of a machine. Comm.: an all-reduce counts twice.",
     f"Memory is for rows of max_length. {how_good()}",
@@ -105,7 +106,7 @@ def plan_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
 
 def _status(row: Row) -> str:
     lacking = "host" if row.fit.host_lacks else "NVMe" if row.fit.nvme_lacks else ""
-    return f"no: {lacking}" if lacking else "yes" if row.fits else row.fit.status
+    return f"no: {lacking}" if lacking else "yes" if row.fit.status == "fits" else row.fit.status
 
 
 def _between(values: Range | None, written=significant, to: str = " - ") -> str:
@@ -192,12 +193,12 @@ def bottom_line(answer: Answer) -> str:
     advice, machine = answer.advice, f"{_model(answer)} on {_machine(answer.advice)}"
     if advice.job is None:
         count = max(answer.request.counts)
-        qlora = "QLoRA" in answer.lighter and answer.lighter["QLoRA"].fits
+        qlora = "QLoRA" in answer.lighter and answer.lighter["QLoRA"].runs
         way = f"try --gpus {2 * count},{4 * count},{8 * count}"
         way = "QLoRA does (use_peft: true, load_in_4bit: true)" if qlora else way
         return f"Nothing fits {machine}, not even with activation checkpointing, offload or LoRA; {way}."
     row = _recommended(answer)
-    line = f"{row.job.strategy} fits {machine}"
+    line = f"{row.job.strategy} {'fits' if row.fit.status == 'fits' else 'is tight on'} {machine}"
     if advice.change:
         line = f"Nothing fits {machine} as the recipe stands; {change_in_words(advice.change)} does"
     elif len(answer.machines) > 1:

@@ -17,7 +17,7 @@ from zero_recipes.core.files import write_text
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import library_versions
 from zero_recipes.metrics.schema import Prediction
-from zero_recipes.plan.formulas import predict_by_formulas
+from zero_recipes.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.plan.job import Job
 from zero_recipes.plan.simulator import parent as simulation
 
@@ -89,7 +89,8 @@ def own_code() -> str:
 @dataclass(frozen=True)
 class Fit:
     """A prediction beside the memory of a GPU and its machine. "fits": the reserved range's high end does; "tight":
-    only the low end. `margin`: bytes left of the GPU at the high end; below 0 it lacks."""
+    only the low end, the tensors and what is beside them. `margin`: bytes that the allocator's segments leave; below 0
+    the GPU is too small for them. torch frees what it has cached before it fails, so that even then a job may run."""
 
     status: Literal["fits", "tight", "no"]
     margin: int
@@ -97,6 +98,11 @@ class Fit:
     host_lacks: int = 0  # bytes of one machine's memory; 0 where it is enough or not known
     nvme_lacks: int = 0  # bytes of one machine's NVMe, in the same way
     resume_lacks: int = 0  # the same, for going on from a checkpoint; the run itself needs none of it
+
+    @property
+    def runs(self) -> bool:
+        """Whether it can be recommended: the segments fit, too."""
+        return self.status != "no" and self.margin >= 0
 
 
 def fit_of(prediction: Prediction, capacity: int, host: int | None = None, nvme: int | None = None) -> Fit:
@@ -110,4 +116,6 @@ def fit_of(prediction: Prediction, capacity: int, host: int | None = None, nvme:
     status = "fits" if reserved.high <= capacity else "tight" if reserved.low <= capacity else "no"
     beside = (lacks(max(needed.load, needed.training), host), lacks(prediction.nvme_bytes, nvme))
     status = "no" if any(beside) else status
-    return Fit(status, capacity - reserved.high, capacity, *beside, lacks(needed.resume, host))
+    allocated = prediction.allocated_peak_bytes
+    segments = prediction.segment_bytes or int(overheads().cached[1] * allocated)
+    return Fit(status, capacity - reserved.low - segments + allocated, capacity, *beside, lacks(needed.resume, host))

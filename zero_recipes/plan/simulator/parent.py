@@ -118,12 +118,12 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
     # of what trains: 16 bits of each weight (32 without DeepSpeed), Adam's fp32 states with DeepSpeed's fp32 master
     width = 2 if job.ds_config is not None and job.settings.precision != "fp32" else 4
     adam = 8 if job.ds_config is None else job.zero.adam_bytes
-    trained, segments, imports = most["trainable_parameters"], most.pop("reserved_peak_bytes"), most.pop("imports")
+    trained, imports = most["trainable_parameters"], most.pop("imports")
     host = (imports + most.pop("host_load"), imports + most.pop("host_training"))
     states = [rank["model_state_bytes"] for rank in ranks]
     most["model_state_bytes"] = ModelStateBytes(**{part: max(s[part] for s in states) for part in states[0]})
-    most |= {"source": "engine", "max_length": job.settings.max_length, "segment_bytes": segments, "notes": []}
-    return prediction_of(job, width * trained, adam * trained, segments, host, **most)
+    most |= {"source": "engine", "max_length": job.settings.max_length, "notes": []}
+    return prediction_of(job, width * trained, adam * trained, host, **most)
 
 
 def main(at_once: int) -> None:

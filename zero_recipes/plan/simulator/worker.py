@@ -134,7 +134,7 @@ def train_two_steps(job: Job, folder: str) -> dict:
             watch.load_best_model()
     return watch.found() | {
         "imports": imports,
-        "reserved_peak_bytes": device.reserved_peak(tracker.events, TRAINING[0]) if on_gpu else 0,
+        "segment_bytes": device.reserved_peak(tracker.events, TRAINING[0]) if on_gpu else 0,
     }
 
 
