@@ -82,31 +82,6 @@ def alone_forever(limit: timedelta) -> None:
     distributed.distributed_c10d._get_default_store().wait(["fault_cases/never"], limit)
 
 
-def bytes_read_at_resume(argv: list[str]) -> int:
-    """The most bytes of tensors from files that live at one moment while DeepSpeed loads the checkpoint of a run."""
-    import weakref
-
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-    from torch.utils._pytree import tree_leaves
-
-    from tests.helpers.cases import train
-
-    load, read, most = TorchCheckpointEngine.load, {}, [0]
-
-    def loaded(self, *arguments, **keywords):
-        found = load(self, *arguments, **keywords)
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                read[storage.data_ptr()] = (weakref.ref(storage), storage.nbytes())
-        most.append(sum(size for alive, size in read.values() if alive() is not None))
-        return found
-
-    with mock.patch.object(TorchCheckpointEngine, "load", loaded):
-        train(argv)
-    return max(most)
-
-
 def sent_a_step(argv: list[str], patched: bool) -> dict[str, int]:
     """Bytes of one optimizer step by collective. Unpatched: stage 3 keeps its answers when the trace is dropped."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator

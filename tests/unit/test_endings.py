@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from tests.helpers.report_runs import on_cpu
 from tests.helpers.sample_cases import strict
 from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.metrics.callback import UNFINISHED
@@ -114,12 +115,10 @@ def run_in(folder, checkpoint=None) -> SimpleNamespace:
 @pytest.mark.parametrize("before", [None, "oom", "ok"])
 def test_a_run_that_is_refused_or_breaks_while_loading(tmp_path, before, resumes):
     """Refused: the folder is as it was. Broken: it says why; a finished run's numbers stay, for its files do."""
-    from tests.unit.test_metrics import OK_ROW
-
     folder = tmp_path / "new" / "out"
     if before is not None:
         folder.mkdir(parents=True)
-        (folder / FILE).write_text(json.dumps(OK_ROW | {"status": before}))
+        (folder / FILE).write_text(json.dumps(on_cpu("zero2", status=before)))
     text = (folder / FILE).read_text() if before else None
     run = run_in(folder, "checkpoint-1" if resumes else None)
     with pytest.raises(Refusal), RecipeRun.hold(run):
@@ -136,12 +135,10 @@ def test_a_run_that_is_refused_or_breaks_while_loading(tmp_path, before, resumes
 
 
 def test_what_fails_once_the_run_is_finished_leaves_its_metrics(tmp_path):
-    from tests.unit.test_metrics import OK_ROW
-
-    (tmp_path / FILE).write_text(json.dumps(OK_ROW))
+    (tmp_path / FILE).write_text(json.dumps(on_cpu("zero2")))
     with pytest.raises(OSError, match="upload"), RecipeRun.hold(run_in(tmp_path)) as output:
         output.metrics = SimpleNamespace(identity=None, write=lambda: None)
         output.finish()
         raise OSError("upload")
-    assert (tmp_path / FILE).read_text() == json.dumps(OK_ROW)
+    assert (tmp_path / FILE).read_text() == json.dumps(on_cpu("zero2"))
     assert (tmp_path / "README.md").is_file()

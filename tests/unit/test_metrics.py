@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from tests.helpers.report_runs import PARAMETERS, on_cpu
+from tests.helpers.sample_cases import strict
 from zero_recipes.core import files
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.failure import failed_row
@@ -19,39 +21,7 @@ from zero_recipes.metrics.summary import History, RankFigures, continued, summar
 
 ROOT = Path(__file__).resolve().parents[2]
 
-OK_ROW = {
-    "schema": 1,
-    "status": "ok",
-    "name": "pythia",
-    "strategy": "zero1",
-    "zero_stage": 1,
-    "world_size": 1,
-    "device": "cpu",
-    "model": "EleutherAI/pythia-70m",
-    "parameters": 70,
-    "trainable_parameters": 70,
-    "precision": "bf16",
-    "micro_batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "peak_memory_bytes": [{"rss": 900}],
-    "model_state_bytes": [{"params": 1, "grads": 2, "optimizer": 3, "offloaded_host": 0, "offloaded_disk": 0}],
-    "communication_bytes_per_step": {},
-    "tokens": {"all": 3, "non_padding": 2, "supervised": 1},
-    "tokens_per_second": {"all": 3, "non_padding": 2.0, "supervised": 1.0},
-    "step_seconds": {"median": 0.5, "p90": 0.6, "warmup_steps_excluded": 0},
-    "phase_seconds": {"train": 1.0},
-    "loss_history": [2.5],
-    "grad_norm_history": [],
-    "eval_history": [],
-    "versions": {"torch": "2.9"},
-    "hardware": {"cpu": "a processor", "cpu_cores": 2, "ram_bytes": 4},
-    "recipe_sha256": "ab",
-}
-
-
-def strict(path: Path):
-    """JSON as the standard has it."""
-    return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+OK_ROW = on_cpu("zero1")
 
 
 def row(**changes) -> schema.Metrics:
@@ -74,7 +44,7 @@ def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_again(tmp_path
         eval_history=[{"step": 1, "loss": math.nan}],
     )
     broken.write(tmp_path / "metrics.json")
-    content = strict(tmp_path / "metrics.json")
+    content = strict((tmp_path / "metrics.json").read_text())
     assert (content["loss_history"], content["grad_norm_history"]) == ([2.0, None, None], [None])
     assert content["eval_history"] == [{"step": 1, "loss": None}]
     again = schema.Metrics.read(tmp_path / "metrics.json")
@@ -92,7 +62,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(files.os, "replace", full)
     with pytest.raises(OSError, match="No space"):
         row(parameters=1).write(path)
-    assert schema.Metrics.read(path).parameters == 70
+    assert schema.Metrics.read(path).parameters == PARAMETERS
 
 
 def figures(step: int, **changes) -> RankFigures:
@@ -171,13 +141,20 @@ def test_a_checkpoint_carries_the_history_as_json():
 def test_a_failed_row_keeps_what_is_known_and_is_written_without_what_is_not(tmp_path):
     row(status="failed", error="the run has not finished", loss_history=[]).write(tmp_path / "metrics.json")
     ended = failed_row(tmp_path, "zero1", -9, "")
-    assert (ended.parameters, ended.status, ended.failure.signal) == (70, "failed", "SIGKILL")
+    assert (ended.parameters, ended.status, ended.failure.signal) == (PARAMETERS, "failed", "SIGKILL")
     ended.write(tmp_path / "metrics.json")
     assert schema.Metrics.read(tmp_path / "metrics.json").failure == ended.failure
     nothing = failed_row(tmp_path / "never_began", "zero1", 1, "it broke")
     assert nothing.failure == schema.Failure(phase="unknown", rank=None, largest_memory={}, signal=None)
     nothing.write(tmp_path / "nothing.json")
-    assert set(strict(tmp_path / "nothing.json")) == {"schema", "status", "error", "name", "strategy", "failure"}
+    assert set(strict((tmp_path / "nothing.json").read_text())) == {
+        "schema",
+        "status",
+        "error",
+        "name",
+        "strategy",
+        "failure",
+    }
 
 
 # what may be imported by whom

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import strategies as st
 
 from tests.helpers.report_runs import metrics, on_cpu, save
 from tests.helpers.tiny import write_recipe
@@ -68,10 +67,6 @@ def ds_config_of(path):
 def test_values_are_yaml_by_comma(text, values, types):
     (found,) = parse_sets([text], types, [])
     assert [(type(value), value) for value in found.values] == [(type(value), value) for value in values]
-
-
-LEAVES = st.sampled_from([0, 1, -3, 10**9, 0.5, True, False, None, "a", "a,b", "[", "}", "a b", ""])
-JSON = LEAVES | st.lists(LEAVES, max_size=3) | st.dictionaries(st.sampled_from("kl"), LEAVES, max_size=2)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch
 import transformers
 from accelerate.data_loader import prepare_data_loader, skip_first_batches
 from accelerate.state import GradientState
-from torch.nn.attention import flex_attention
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -138,8 +137,18 @@ def test_a_whole_master_is_read_wrongly_with_round_robin_gradients(two):
     assert False in two.run("reshard_cases.masters_are_read_whole", round_robin=True)
 
 
-def test_flex_attention_has_no_backward_on_a_cpu():
-    """docs/performance.md."""
-    heads = torch.zeros(1, 1, 16, 16, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
-        torch.compile(flex_attention.flex_attention, backend="eager")(heads, heads, heads)
+def test_a_launcher_still_leaves_each_rank_one_thread(monkeypatch):
+    """Fails when torchrun gives ranks their share of the cores: then set_host_threads may go."""
+    from torch.distributed.run import config_from_args, get_args_parser
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # what the launcher sets is undone with this one
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    config_from_args(get_args_parser().parse_args(["--nproc_per_node", "2", "run_sft.py"]))
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_torch_still_rounds_pinned_memory_and_still_has_the_limit():
+    """ATen/core/CachingHostAllocator.h and c10/core/AllocatorConfig.h of torch 2.13 (core/host.py)."""
+    headers = Path(torch.__file__).parent / "include"
+    allocator = (headers / "ATen" / "core" / "CachingHostAllocator.h").read_text()
+    assert "size <= pinned_max_cached_size()" in allocator and "return c10::llvm::PowerOf2Ceil(size);" in allocator
