@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.resuming import arguments, largest, resume_recipe
+from tests.helpers.resuming import LORA, arguments, largest, resume_recipe
 from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.checkpoint.resume import numbered
 from zero_recipes.core.files import write_json
@@ -104,16 +104,18 @@ def test_four_signals_at_drawn_moments(tmp_path, strategy):
 @pytest.mark.grid
 @pytest.mark.launch
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "ddp"])
-def test_two_one_two_processes(tmp_path, strategy):
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "ddp", "fsdp2", "zero2 lora", "zero2 stream"])
+def test_two_one_two_processes(tmp_path, name):
     """The same command, while the number of processes changes: as many steps over as many tokens, nearly the losses."""
     keys = {"max_steps": 9, "gradient_accumulation_steps": 2, "bf16": False, "eval_strategy": "steps", "eval_steps": 5}
-    recipe, draw = write_recipe(tmp_path, **keys, **SAMPLED), random.Random(strategy)
+    strategy, _, kind = name.partition(" ")
+    keys |= {"": {}, "lora": LORA | {"lora_dropout": 0}, "stream": {"dataset_streaming": True}}[kind]
+    recipe, draw = write_recipe(tmp_path, **keys, **SAMPLED), random.Random(name)
     whole, out = tmp_path / "whole", tmp_path / "out"
     launched(recipe, whole, strategy, 2)
     signals = []
-    for processes in (2, 1):
-        sent = drawn(draw, 6 if processes == 2 else 12, processes)  # two or four micro batches a step
+    for processes in (2, 4 if strategy == "fsdp2" else 1):  # FSDP needs two at least (ZR316)
+        sent = drawn(draw, 12 // processes, processes)  # of a step's micro batches
         ended = launched(recipe, out, strategy, processes, sent)
         assert ended["code"] == 75
         signals.append({"processes": processes, "sent": sent, "in": ended["in"]})
@@ -122,5 +124,5 @@ def test_two_one_two_processes(tmp_path, strategy):
     one, other = (json.loads((folder / "metrics.json").read_text()) for folder in (whole, out))
     assert one["tokens"] == other["tokens"] and len(other["resumed_at"]) == 2
     gap = largest(one["loss_history"], other["loss_history"]) / min(one["loss_history"])
-    keep(two_one_two={strategy: {"signals": signals, "saved": other["resumed_at"], "steps": 9, "relative_loss": gap}})
+    keep(two_one_two={name: {"signals": signals, "saved": other["resumed_at"], "steps": 9, "relative_loss": gap}})
     assert gap < 1e-5

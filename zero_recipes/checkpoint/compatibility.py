@@ -93,7 +93,7 @@ def _ranks(checkpoint: str, written: Mapping, strategy: Strategy) -> Iterator[Fi
     old, new = written["strategy"], strategy.name
     if needs_reshard(written, strategy):
         yield finding("ZR882", checkpoint=checkpoint, old=written["world_size"], world_size=strategy.world_size)
-    elif {old, new} <= {"ddp", "single"}:
+    elif {old, new} <= {"ddp", "single"} or old == new == "fsdp2":
         if there != here:
             yield finding("ZR884", checkpoint=checkpoint, old=written["world_size"], world_size=strategy.world_size)
     elif there != here:
