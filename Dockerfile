@@ -6,7 +6,7 @@
 #   zero-recipes sweep recipes/pythia.yaml --strategies ddp,zero0,zero1,zero2,zero3 --num_processes 2
 #
 # --ipc=host: NCCL and the data loaders share memory between processes. memlock: NVMe offload pins its buffers.
-# On RunPod: push the image, name it in a template, mount the volume at /workspace; no start command is needed.
+# On RunPod: docs/launch.md.
 #
 # The command runs as the user `recipes` (uid 1000); only the entrypoint is root, for volumes belong to root on pods.
 # With `--user` it runs as that user, who must be able to write to /workspace. In a second shell: docker exec -u recipes.
@@ -20,11 +20,14 @@ ARG BASE_IMAGE=pytorch/pytorch:2.13.0-cuda13.0-cudnn9-devel
 FROM ${BASE_IMAGE}
 
 # libaio-dev: NVMe offload; openssh-client and pdsh: the deepspeed launcher on several machines; ninja comes from pip
+# openssh-server: a pod with PUBLIC_KEY. The host keys that its package makes would be the same in every pod.
 # libibverbs1, ibverbs-providers: NCCL over InfiniBand or RoCE, with the flags of docs/launch.md
 # g++ brings gcc and python3-dev Python.h: Triton compiles with them in every run on GPUs
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
-        g++ git ibverbs-providers libaio-dev libibverbs1 make openssh-client pdsh python3-dev python3-venv \
+        g++ git ibverbs-providers libaio-dev libibverbs1 make openssh-client openssh-server pdsh python3-dev \
+        python3-venv \
+    && rm -f /etc/ssh/ssh_host_* \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/zero-recipes

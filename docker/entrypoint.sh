@@ -8,6 +8,12 @@ if [ "$(id -u)" = 0 ]; then
     mkdir -p $ours
     # not through links: one on the volume may lead anywhere
     find $ours -xdev -not -user recipes -not -type l -exec chown --no-dereference recipes: {} +
+    if [ -n "${PUBLIC_KEY:-}" ]; then # a pod's way in: ssh recipes@HOST, by this key alone
+        (umask 077 && mkdir -p /run/sshd /home/recipes/.ssh && echo "$PUBLIC_KEY" >/home/recipes/.ssh/authorized_keys)
+        chown -R recipes: /home/recipes/.ssh
+        ssh-keygen -A >/dev/null
+        /usr/sbin/sshd -o PasswordAuthentication=no -o PermitRootLogin=no
+    fi
     export HOME=/home/recipes USER=recipes LOGNAME=recipes
     exec setpriv --reuid=recipes --regid=recipes --init-groups sh "$0" "$@"
 fi

@@ -17,18 +17,22 @@ def test_the_base_image_carries_the_locked_torch():
     assert named and set(named) == {LOCKED_TORCH}
 
 
-def entrypoint_in(folder: Path) -> subprocess.CompletedProcess:
-    """The entrypoint as an ordinary user, with the volume in `folder`."""
+def entrypoint_in(folder: Path, user: int = 1234, **more: str) -> subprocess.CompletedProcess:
+    """The entrypoint with the volume in `folder`. What only root can do writes its arguments instead."""
     volume, binaries = folder / "workspace", folder / "bin"
     binaries.mkdir()
     text = (ROOT / "docker" / "entrypoint.sh").read_text().replace("/workspace", str(volume))
+    for path in ("/usr/sbin", "/home", "/run"):
+        text = text.replace(f"{path}/", f"{binaries if path == '/usr/sbin' else folder}/")
     (folder / "entrypoint.sh").write_text(text)
-    for name, line in (("id", "echo 1234"), ("lscpu", "echo Flags: none"), ("python", "echo 1")):
+    stubs = {"id": f"echo {user}", "lscpu": "echo Flags: none", "python": "echo 1", "find": ":"}
+    stubs |= dict.fromkeys(("chown", "ssh-keygen", "sshd", "setpriv"), 'echo "${0##*/} $*" >&2')
+    for name, line in stubs.items():
         (binaries / name).write_text(f"#!/bin/sh\n{line}\n")
         (binaries / name).chmod(0o755)
     caches = {"HF_HOME": "huggingface", "TORCH_EXTENSIONS_DIR": "torch_extensions", "TRITON_CACHE_DIR": "triton"}
     variables = {name: f"{volume}/cache/{path}" for name, path in caches.items()}
-    variables |= {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "HOME": "/nowhere"}
+    variables |= {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "HOME": "/nowhere"} | more
     command = ["sh", str(folder / "entrypoint.sh"), "sh", "-c", "echo $HOME"]
     return subprocess.run(command, env=variables, capture_output=True, text=True)
 
@@ -39,6 +43,20 @@ def test_another_user_finds_the_folders_and_a_home(tmp_path):
     assert (ran.returncode, ran.stdout) == (0, f"{tmp_path}/workspace/cache\n"), ran.stderr
     made = sorted(path.name for path in (tmp_path / "workspace" / "cache").iterdir())
     assert made == ["huggingface", "torch_extensions", "triton"]
+
+
+def test_sshd_starts_where_a_pod_has_a_public_key(tmp_path):
+    without, with_key = tmp_path / "without", tmp_path / "with"
+    without.mkdir()
+    with_key.mkdir()
+    called = [line.split()[0] for line in entrypoint_in(without, user=0).stderr.splitlines()]
+    assert called == ["setpriv"]
+    ran = entrypoint_in(with_key, user=0, PUBLIC_KEY="ssh-ed25519 AAAA me@here")
+    key = with_key / "recipes" / ".ssh" / "authorized_keys"
+    assert (ran.returncode, key.read_text(), key.stat().st_mode & 0o777) == (0, "ssh-ed25519 AAAA me@here\n", 0o600)
+    assert key.parent.stat().st_mode & 0o777 == 0o700
+    called = [line.split()[0] for line in ran.stderr.splitlines()]
+    assert called == ["chown", "ssh-keygen", "sshd", "setpriv"], "the command runs as recipes, after sshd"
 
 
 def test_a_volume_that_cannot_be_written_to_is_refused(tmp_path):
