@@ -8,8 +8,8 @@ from pathlib import Path
 from zero_recipes.cli import check, env, import_config, train, verbs
 from zero_recipes.core.files import at_hand
 
-RECIPE = "a recipe, e.g. recipes/pythia.yaml, or pythia.yaml, which the package brings"
-TRUST = "run the code that the model brings with it"
+RECIPE = "a recipe, e.g. recipes/pythia.yaml, or pythia.yaml of the package"
+TRUST = "run the model's own code"
 
 
 def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
@@ -45,9 +45,9 @@ def names(text: str) -> list[str]:
 def _add_strategies(verb, default: str) -> None:
     """--strategies or --config_file."""
     either = verb.add_mutually_exclusive_group()
-    text = "names of accelerate_configs/*.yaml, by comma; or: all"
+    text = "names of accelerate_configs/*.yaml, by comma, or all"
     either.add_argument("--strategies", type=names, help=f"{text}; default: {default}")
-    one = "one of them by its file, as for accelerate launch, e.g. zero3.yaml"
+    one = "one strategy by its accelerate file, e.g. zero3.yaml"
     either.add_argument("--config_file", type=accelerate_file, help=one)
 
 
@@ -85,68 +85,68 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
 
     verb = add(train.train, "run a recipe on all GPUs of this machine, through accelerate's launcher", overrides=True)
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
-    file = "the strategy, as for accelerate launch, e.g. zero3.yaml; default: of the recipe, or ddp.yaml"
+    file = "the accelerate file, e.g. zero3.yaml; default: the recipe's, or ddp.yaml"
     verb.add_argument("--config_file", type=accelerate_file, help=file)
     verb.add_argument("--num_processes", type=COUNT, help="default: one a GPU; 1 without GPUs")
 
     verb = add(verbs.fetch, "download a recipe's model and data into the cache, and print their size")
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
 
-    verb = add(check.check, "all that would be refused, before it costs money", overrides=True)
+    verb = add(check.check, "print every problem, with its cause and fix, before you pay for a GPU", overrides=True)
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
     verb.add_argument(
-        "--config_file", type=accelerate_file, help="of the launch to come, as for accelerate launch, e.g. zero3.yaml"
+        "--config_file", type=accelerate_file, help="the file that you will give to accelerate launch, e.g. zero3.yaml"
     )
-    processes = "processes of the launch to come, one a GPU; default: the accelerate file's"
+    processes = "processes that you will launch, one a GPU; default: the accelerate file's"
     verb.add_argument("--num_processes", type=COUNT, help=processes)
-    verb.add_argument("--gpu", help="judge for such cards in place of this machine, e.g. h100-80gb: plan's names")
-    upgrade = "write and check RECIPE.upgraded.yaml, in today's keys of TRL, and a ds_config or FSDP1 file that runs"
+    verb.add_argument("--gpu", help="check for this card instead of this machine, e.g. h100-80gb; names as in plan")
+    upgrade = "write and check RECIPE.upgraded.yaml with TRL's current keys, and a ds_config or FSDP file that runs"
     verb.add_argument("--upgrade", action="store_true", help=upgrade)
     for_trl = "with --upgrade: only keys that `trl sft --config` takes, and no check"
     verb.add_argument("--for-trl", action="store_true", help=for_trl)
-    data = "tokenise the training rows, count the tokens that carry loss, show three rows"
+    data = "tokenize the training rows, count the tokens with loss, show three rows"
     verb.add_argument("--data", action="store_true", help=data)
-    verb.add_argument("--show", action="store_true", help='print the ds_config that will be used, "auto" filled in')
+    verb.add_argument("--show", action="store_true", help='print the ds_config with every "auto" filled in')
     verb.add_argument("--traceback", action="store_true", help="show where a library refused the run")
 
-    text = "a file of axolotl, LLaMA-Factory or ms-swift as a recipe, with what it cannot say named"
+    text = "write a recipe from a file of axolotl, LLaMA-Factory or ms-swift, and name what has no counterpart"
     verb = add(import_config.import_, text)
     verb.add_argument("file", type=Path, help="its YAML file, or a script with a `swift sft` command")
     verb.add_argument("--output", type=Path, help="the recipe; default: FILE.recipe.yaml here")
-    verb.add_argument("--allow", type=names, help="keys, by comma, to leave out although another training follows")
+    verb.add_argument("--allow", type=names, help="keys, by comma, to leave out although the training then differs")
 
-    verb = add(verbs.plan, "memory, time and cost of each strategy before a GPU is rented", overrides=True)
+    verb = add(verbs.plan, "compute memory, time and cost of each strategy before you rent a GPU", overrides=True)
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
-    size = "in place of a recipe: a model like Llama of so many, e.g. 7e9; bf16, micro batches of 1 x 2,048 tokens"
+    size = "instead of a recipe: a Llama-like model of this many, e.g. 7e9; bf16, micro batches of 1 x 2,048 tokens"
     verb.add_argument("--params", type=AMOUNT, help=size)
-    verb.add_argument("--gpus", required=True, help="how many; of several by comma (1,2,4,8) the smallest that fits")
-    verb.add_argument("--gpu", default="h100-80gb", help="which; docs/commands.md lists all; default: %(default)s")
+    verb.add_argument("--gpus", required=True, help="how many; several by comma (1,2,4,8): the smallest that fits")
+    verb.add_argument("--gpu", default="h100-80gb", help="GPU type; docs/commands.md lists all; default: %(default)s")
     _add_strategies(verb, "the stages and CPU offload")
-    verb.add_argument("--gpus_per_node", type=COUNT, default=8, help="GPUs of a machine at most; default: %(default)s")
-    verb.add_argument("--host_memory", type=AMOUNT, help="of each machine in GB; default: no limit")
-    verb.add_argument("--nvme", type=AMOUNT, help="disk of each machine in GB, for Infinity to swap to")
-    network = "between machines, GB/s for each GPU (400 Gb/s are 50); default: of the hardware table"
+    verb.add_argument("--gpus_per_node", type=COUNT, default=8, help="most GPUs in one machine; default: %(default)s")
+    verb.add_argument("--host_memory", type=AMOUNT, help="host memory of each machine in GB; default: no limit")
+    verb.add_argument("--nvme", type=AMOUNT, help="NVMe disk of each machine in GB, for ZeRO-Infinity")
+    network = "GB/s between machines for each GPU (400 Gb/s are 50); default: the hardware table's"
     verb.add_argument("--network", type=AMOUNT, help=network)
-    verb.add_argument("--quick", action="store_true", help="textbook formulas instead of the engine")
+    verb.add_argument("--quick", action="store_true", help="use formulas instead of the simulated engine")
     verb.add_argument("--max", action="store_true", help="the largest micro batch and the longest sequences that fit")
-    verb.add_argument("--price", type=AMOUNT, help="of one GPU for one hour, on demand or spot: what a run costs")
-    verb.add_argument("--mean_tokens", type=AMOUNT, help="tokens of a training row, where the data is not at hand")
-    verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU: its speed")
+    verb.add_argument("--price", type=AMOUNT, help="price of one GPU for one hour; prints the price of the run")
+    verb.add_argument("--mean_tokens", type=AMOUNT, help="mean tokens of a row, if the data is not on this machine")
+    verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU, for its speed")
     verb.add_argument("--hardware", type=Path, help="further GPUs, in the form of zero_recipes/core/hardware.yaml")
     verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.txt and plan.png there")
-    verb.add_argument("-v", "--verbose", action="store_true", help="print parts, phases and caveats, too")
+    verb.add_argument("-v", "--verbose", action="store_true", help="also print parts, phases and caveats")
     verb.add_argument("--json", action="store_true", help="print JSON alone")
 
-    verb = add(verbs.meet, "several machines find each other, or say who is missing; before a launch")
+    verb = add(verbs.meet, "check before a launch that several machines reach each other, and name the missing ones")
     verb.add_argument("--hosts", type=names, required=True, help="all machines by comma, by machine rank")
-    verb.add_argument("--machine_rank", type=int, required=True, help="which of them this machine is, from 0")
-    verb.add_argument("--port", type=COUNT, default=29501, help="of the first machine, open to the others")
+    verb.add_argument("--machine_rank", type=int, required=True, help="rank of this machine, from 0")
+    verb.add_argument("--port", type=COUNT, default=29501, help="port of the first machine, open to the others")
     verb.add_argument("--seconds", type=AMOUNT, default=60.0, help="how long to wait")
 
-    verb = add(env.env, "this machine's GPUs, driver, links, memory, disks and versions, on one page")
+    verb = add(env.env, "print this machine's GPUs, driver, links, memory, disks and versions")
     verb.add_argument("--json", action="store_true", help="print JSON alone")
 
-    verb = add(verbs.sweep, "one strategy or value after another, measured", overrides=True)
+    verb = add(verbs.sweep, "run and measure one strategy or value after another", overrides=True)
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
     _add_strategies(verb, ",".join(verbs.STAGES))
     processes = "processes of each run, one a GPU; default: %(default)s"
@@ -155,7 +155,7 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     values = "a run for each value of a key of the recipe, or of the ds_config by its path; several: all combinations"
     verb.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=a,b,c", help=values)
 
-    verb = add(verbs.tune, "measure what is fastest here, and write it as RECIPE.tuned.yaml", overrides=True)
+    verb = add(verbs.tune, "find the fastest settings on this machine, and write RECIPE.tuned.yaml", overrides=True)
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
     verb.add_argument("--minutes", type=AMOUNT, default=10.0, help="how long to measure; default: %(default)g")
     processes = "of each run, one a GPU; default: one a GPU, 2 without GPUs"
@@ -167,29 +167,29 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
-    verb = add(verbs.report, "table, plots, judgement and one HTML page from measured runs")
+    verb = add(verbs.report, "recommend a strategy from measured runs; write tables, plots and one HTML page")
     verb.add_argument("folder", type=Path, help="of a sweep or a run, e.g. output/pythia-sweep")
 
-    text = "a saved model beside its base on the same prompts, scored; or a conversation with it"
+    text = "give a saved model and its base the same prompts and score both; or start a conversation"
     verb = add(verbs.ask, text, overrides=True)
     verb.add_argument("model", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
     verb.add_argument("--base", help="folder or name; default: of the run's recipe or the adapter; none: no base")
     either = verb.add_mutually_exclusive_group()
     prompts = "rows as JSON Lines, or a prompt a line; default: the recipe's sample_prompts"
     either.add_argument("--prompts", type=Path, help=prompts)
-    either.add_argument("--chat", action="store_true", help="talk to it; with --base to both")
+    either.add_argument("--chat", action="store_true", help="start a conversation; with --base also with the base")
     longest = "longest answer in tokens; default: the recipe's sample_max_new_tokens, 256 in a conversation"
     verb.add_argument("--max_new_tokens", type=COUNT, help=longest)
     verb.add_argument("--output_dir", type=Path, help="for samples.jsonl; default: output/ask-<model>")
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
-    verb = add(verbs.verify, "check that a saved model, adapter or checkpoint is whole")
+    verb = add(verbs.verify, "check that a saved model, adapter or checkpoint is complete")
     verb.add_argument("folder", type=Path, help="e.g. output/pythia, or output/pythia/checkpoint-500")
-    verb.add_argument("--deep", action="store_true", help="read the numbers too: NaN, infinite, all zero")
-    verb.add_argument("--skip_checksums", action="store_true", help="do not read the files to compare their checksums")
+    verb.add_argument("--deep", action="store_true", help="also check for NaN, infinite and all-zero tensors")
+    verb.add_argument("--skip_checksums", action="store_true", help="do not compare checksums")
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
-    text = "a run's model for others: LoRA merged, whole safetensors, GGUF, Ollama's Modelfile"
+    text = "export a run's model: LoRA merged, safetensors, GGUF, Ollama's Modelfile"
     verb = add(verbs.export, text, overrides=True)
     verb.add_argument("folder", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
     verb.add_argument("--gguf", nargs="+", default=[], choices=verbs.GGUF, help="files for llama.cpp and Ollama")
@@ -198,18 +198,18 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--output_dir", type=Path, help="default: <folder>-export")
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
-    verb = add(verbs.push, "a run's model, card and measurements to the hub, without paths of this machine")
+    verb = add(verbs.push, "upload a run's model, card and measurements to the hub, without paths of this machine")
     verb.add_argument("folder", type=Path, help="a run's output_dir, e.g. output/pythia")
     verb.add_argument("--hub_model_id", required=True, help="the repository, e.g. me/pythia-alpaca")
-    verb.add_argument("--private", action="store_true", help="where it is made anew")
+    verb.add_argument("--private", action="store_true", help="create it as a private repository")
 
-    verb = add(verbs.reshard, "a checkpoint for another ZeRO stage and number of processes")
-    verb.add_argument("checkpoint", type=Path, help="e.g. output/pythia/checkpoint-500; it stays as it is")
-    verb.add_argument("--world_size", type=COUNT, required=True, help="processes of the run to come")
+    verb = add(verbs.reshard, "write a checkpoint for another ZeRO stage and number of processes")
+    verb.add_argument("checkpoint", type=Path, help="e.g. output/pythia/checkpoint-500; it is not changed")
+    verb.add_argument("--world_size", type=COUNT, required=True, help="processes of the next run")
     verb.add_argument("--stage", type=int, choices=(1, 2, 3), required=True, help="its ZeRO stage")
-    verb.add_argument("--skip_checksums", action="store_true", help="neither compare nor write checksums")
-    trust = "load it also where its pickles hold more than data: they may run any program"
+    verb.add_argument("--skip_checksums", action="store_true", help="do not compare or write checksums")
+    trust = "load it even if its pickles hold more than data: they can run any program"
     verb.add_argument("--trust_checkpoint", action="store_true", help=trust)
 
-    verb = add(verbs.explain, "what a finding's code means; without a code: the areas of all codes")
+    verb = add(verbs.explain, "explain a code: cause, fix, example; without a code: list all areas")
     verb.add_argument("code", nargs="?", help="e.g. ZR104")

@@ -89,7 +89,8 @@ class RecipeRun:
         if rank() == 0:
             forms, rows = self.data.shown
             header = [*run.strategy.described(run.device, self.args), *(f"recognised    {form}" for form in forms)]
-            header.append(str(self.data.audit))
+            sizes = models.parameter_sizes(self.config, run.settings.trust_remote_code)
+            header += [*([f"parameters    {sum(sizes):,}"] if sizes else []), str(self.data.audit)]
             print(*header, *self.data.findings, sep="\n", flush=True)
             show_rows(rows, terminal(), SHOWN)
             write_resolved(run.explicit, run.output_dir / "recipe.resolved.yaml", header, ds_config)
