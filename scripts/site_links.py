@@ -1,23 +1,30 @@
 """A hook of mkdocs (mkdocs.yml): the site has every file that its pages link to, and no link of it is dead.
 
 Pages link to files beside docs/ as on GitHub (`../recipes/pythia.yaml`). Such a file is copied to files/ of the site,
-and the link points there. After the build every href and src is followed: it must end at a file of the site and its
-#part at an id there, and no page may load anything from elsewhere. What is wrong is a warning, an error with --strict
-(--quiet makes mkdocs count none).
+and the link points there. The notebook becomes a page with its outputs, and each code gets its cause and fix. After the
+build every href and src is followed: it must end at a file of the site and its #part at an id there, and no page may
+load anything from elsewhere. What is wrong is a warning, an error with --strict (--quiet makes mkdocs count none).
 """
 
+import html
+import json
 import logging
 import os
 import re
+import string
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 SHOWN = (".json", ".png", ".svg", ".html", ".ipynb")  # a browser shows the others only as text
+ALONE = re.compile(r"\{\w+\}\.?")  # a text that only a run knows
 CODES = "codes.html"  # mkdocs.yml: no folder for each page
+NOTEBOOK, NOTEBOOK_PAGE = "lesson.ipynb", "notebook.md"
 LOG = logging.getLogger("mkdocs.hooks.site_links")
 
 
@@ -45,7 +52,39 @@ def on_files(files, config):
                 files.append(File.generated(config, place(target), abs_src_path=str(target)))
             else:
                 LOG.warning(f"docs/{page.src_uri} links to {link}: the repository has no such file")
+    files.append(File.generated(config, NOTEBOOK_PAGE, content=notebook_page(DOCS / NOTEBOOK)))
     return files
+
+
+def notebook_page(path: Path) -> str:
+    """The cells of a notebook with their outputs, as Markdown."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", []):
+            picture = output.get("data", {}).get("image/png")
+            text = "".join(output.get("text", []))
+            parts.append(f'<img alt="" src="data:image/png;base64,{picture}">' if picture else f"```text\n{text}\n```")
+    return "\n\n".join(parts)
+
+
+def with_cause_and_fix(markdown: str) -> str:
+    """The page of codes with what findings.yaml says of each."""
+    table = yaml.safe_load((ROOT / "zero_recipes" / "core" / "findings.yaml").read_text(encoding="utf-8"))
+
+    def plain(template: str) -> str:
+        parsed = string.Formatter().parse(template)
+        return html.escape("".join(words + (f"<{name}>" if name else "") for words, name, _, _ in parsed), quote=False)
+
+    def explained(found: re.Match) -> str:
+        row = table[found[2]]
+        lines = [f"{part.title()}: {plain(row[part])}" for part in ("why", "fix") if not ALONE.fullmatch(row[part])]
+        example = html.escape(row.get("example", "").strip()).replace("\n", "<br>")
+        lines += [f"Example: <code>{example}</code>"] if example else []
+        return f"{found[1]}\n\n<p>{'<br>'.join(lines)}</p>\n"
+
+    return re.sub(r"(##### (ZR\d{3})\n\n[^\n]+)", explained, markdown)
 
 
 def on_page_markdown(markdown, page, config, files):
@@ -54,6 +93,9 @@ def on_page_markdown(markdown, page, config, files):
         known = target is not None and target.is_file()
         return os.path.relpath(place(target), Path(page.file.src_uri).parent) if known else found[1]
 
+    if page.file.src_uri == "codes.md":
+        markdown = with_cause_and_fix(markdown)
+    markdown = markdown.replace(f"]({NOTEBOOK})", f"]({NOTEBOOK_PAGE})")
     return LINK.sub(moved, markdown)
 
 
