@@ -4,15 +4,11 @@ import gc
 import os
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 
 from tests.helpers.group import Group
 from tests.helpers.remembered import remember
-
-ROOT = Path(__file__).resolve().parents[1]
-FIXTURES = ROOT.parent / "shared" / "fixtures"
 
 CHEAP_FIRST = ("unit", "plan", "engine", "upstream", "launch")
 
@@ -58,10 +54,3 @@ def two():
 @pytest.fixture(scope="session")
 def four():
     yield from _group(4)
-
-
-@pytest.fixture(scope="session")
-def fixtures() -> Path:
-    if not FIXTURES.is_dir():
-        pytest.skip(f"the shared fixtures (real weights, real Alpaca rows) are not at {FIXTURES}")
-    return FIXTURES

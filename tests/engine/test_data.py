@@ -34,13 +34,6 @@ def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):
     assert (tmp_path / "out.previous" / "metrics.json").is_file(), "an overwritten run is kept"
 
 
-def test_what_the_audit_refuses_is_refused_on_every_rank(two, tmp_path):
-    path = write_recipe(tmp_path, max_length=2)
-    refused = two.run("refusal_of", argv=[str(path), "--output_dir", str(tmp_path / "out")])
-    assert refused == ["no token of train carries loss [ZR513]"] * 2
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_stream_is_audited_at_its_start(two, tmp_path):
     path = write_recipe(tmp_path, dataset_streaming=True, max_steps=2)
     trained = two.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]

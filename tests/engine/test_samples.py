@@ -46,8 +46,8 @@ def equal_losses(group, tmp_path, row, **keys):
     assert scored == pytest.approx(evaluated, abs=1e-6) and scored[1] < scored[0]
 
 
-def test_the_reference_loss_is_the_evaluation_loss_of_a_row_that_is_cut(one, tmp_path, fixtures):
-    equal_losses(one, tmp_path, STORY, model_name_or_path=str(fixtures / "stories260K"), max_length=17)
+def test_the_reference_loss_is_the_evaluation_loss_of_a_row_that_is_cut(one, tmp_path):
+    equal_losses(one, tmp_path, STORY, model_name_or_path=str(ROOT / "tiny_world" / "base"), max_length=17)
 
 
 def test_the_reference_loss_is_the_evaluation_loss_of_a_chat(one, tmp_path):

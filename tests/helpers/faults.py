@@ -366,6 +366,8 @@ FAULTS = [
     launched("fp16 by the launcher alone", "ZR339", f"{DDP}mixed_precision: fp16\n", f"{DDP}mixed_precision: bf16\n",
              level="warning"),
     launched("several processes of which one starts", "ZR137", DDP.replace("MULTI_GPU", '"NO"'), DDP, level="warning"),
+    launched("several processes on CPUs of which one starts", "ZR137",
+             DDP.replace("MULTI_GPU", "MULTI_CPU") + "use_cpu: true\n", DDP),
     launched("no kind of launch", "ZR137", DDP.replace("MULTI_GPU", "null"), DDP, level="warning"),
     keys("one process", "ZR138", zero(2), zero(2, **ON_CPU), level="warning", environment={"WORLD_SIZE": "1"}),
     Fault("a module that torch does not have", "ZR199", Side(recipe="bf16: false", ds=cast_in("torch.nn.Linaer")),

@@ -8,7 +8,6 @@ import pytest
 
 from tests.helpers.tiny import write_recipe
 from zero_recipes.cli.sweep import sweep
-from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.failure import failed_row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,13 +104,3 @@ def test_a_refusal_that_only_the_launchers_closing_table_holds(tmp_path):
     table += "  exitcode  : 2 (pid: 8)\n  traceback : refused: a\n      why: b\n     fix: c\n====\n"
     row = failed_row(tmp_path, "zero1", 1, table)
     assert (row.status, row.error) == ("refused", "refused: a why: b fix: c")
-
-
-def test_a_sweep_refuses_before_it_starts(recipe, tmp_path):
-    with pytest.raises(Refusal, match="there is no"):
-        sweep(recipe, ["zero9"], 2, tmp_path, [])
-    (tmp_path / "zero1").mkdir()
-    (tmp_path / "zero1" / "metrics.json").write_text('{"status": "ok"}')
-    with pytest.raises(Refusal, match="earlier run"):
-        sweep(recipe, ["zero1"], 2, tmp_path, [])
-    assert (tmp_path / "zero1" / "metrics.json").read_text() == '{"status": "ok"}'

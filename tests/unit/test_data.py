@@ -4,7 +4,7 @@ import json
 
 import pytest
 from datasets import Dataset
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -14,7 +14,7 @@ from zero_recipes.cli import main as cli
 from zero_recipes.core.findings import Refusal
 from zero_recipes.data import forms
 from zero_recipes.data.forms import alpaca_prompt, alpaca_row
-from zero_recipes.data.load import load_rows, load_tokenizer
+from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import finish, tokenise
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.training.samples import question
@@ -66,20 +66,6 @@ def test_pad_is_not_the_end_of_text(tmp_path, tokenizer, saved, named, taken):
         assert refusal.codes == [taken]
     else:
         assert (loaded.pad_token, loaded.eos_token) == (taken, "<|endoftext|>")
-
-
-def test_data_and_splits_that_are_not_there_are_refused(tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
-    for code, changes in (
-        ("ZR504", {"dataset_name": None}),
-        ("ZR506", {"dataset_name": "./nowhere"}),
-        ("ZR507", {"eval_strategy": "steps"}),
-        ("ZR507", {"dataset_train_split": "training"}),
-    ):
-        with pytest.raises(Refusal, match=code):
-            load_rows(settings_with(**{"dataset_name": str(tmp_path)} | changes))
-    rows, evaluation, _ = load_rows(settings_with(dataset_name=str(tmp_path)))
-    assert rows["text"][:] == ["a"] and evaluation is None
 
 
 def test_fetch_measures_what_is_here_already(monkeypatch, capsys):
@@ -137,38 +123,21 @@ WORDS = st.lists(
 TEXT = WORDS.map("".join)
 
 
-def same_tokens(tokenizer, folder) -> None:
-    """Of any rows, the samples' tokens are those of the training rows; empty where training drops the row."""
-
-    @settings(max_examples=8, deadline=None, derandomize=True, database=None)
-    @given(
-        st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4),
-        st.sampled_from([None, 1, 4, 9, 30]),
-        st.sampled_from(["keep_start", "keep_end"]),
-    )
-    def holds(texts, max_length, mode):
-        rows = [{"prompt": prompt, "completion": completion} for prompt, completion in texts]
-        training_args = arguments(folder, max_length=max_length, truncation_mode=mode, shuffle_dataset=True)
-        samples = choose_samples(len(rows), Dataset.from_list(rows), None, tokenizer)
-        asked = with_tokens([*samples, Sample("no answer", None)], tokenizer, training_args)
-        assert asked[-1].ids == () and all(sample.row is None for sample in asked)
-        for sample, row in zip(asked, rows, strict=False):
-            one = Dataset.from_list([row])
-            ready = finish(tokenise(one, tokenizer, training_args), tokenizer, training_args, packing=False)
-            trained = (tuple(ready[0]["input_ids"]), tuple(ready[0]["labels"])) if len(ready) else ((), ())
-            assert (sample.ids, sample.labels) == trained
-
-    holds()
-
-
-def test_a_samples_tokens_are_those_of_a_training_row(tmp_path, tokenizer):
-    same_tokens(tokenizer, tmp_path)
-
-
-def test_a_samples_tokens_are_those_of_a_training_row_where_spaces_are_marked(tmp_path, fixtures):
-    tokenizer = AutoTokenizer.from_pretrained(fixtures / "stories260K")
-    same_tokens(tokenizer, tmp_path)
-    row = {"prompt": "a\n", "completion": "b"}
-    (sample,) = with_tokens([Sample("a", "b", row=row)], tokenizer, arguments(tmp_path))
-    apart = tokenizer("a\n")["input_ids"] + tokenizer("b</s>", add_special_tokens=False)["input_ids"]
-    assert list(sample.ids) != apart, "this tokenizer writes an answer alone as it writes it behind a prompt"
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4),
+    st.sampled_from([None, 1, 4, 9, 30]),
+    st.sampled_from(["keep_start", "keep_end"]),
+)
+def test_a_samples_tokens_are_those_of_a_training_row(tmp_path, tokenizer, texts, max_length, mode):
+    """Of any rows; empty where training drops the row."""
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in texts]
+    training_args = arguments(tmp_path, max_length=max_length, truncation_mode=mode, shuffle_dataset=True)
+    samples = choose_samples(len(rows), Dataset.from_list(rows), None, tokenizer)
+    asked = with_tokens([*samples, Sample("no answer", None)], tokenizer, training_args)
+    assert asked[-1].ids == () and all(sample.row is None for sample in asked)
+    for sample, row in zip(asked, rows, strict=False):
+        one = Dataset.from_list([row])
+        ready = finish(tokenise(one, tokenizer, training_args), tokenizer, training_args, packing=False)
+        trained = (tuple(ready[0]["input_ids"]), tuple(ready[0]["labels"])) if len(ready) else ((), ())
+        assert (sample.ids, sample.labels) == trained

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.faults import Side, found_in
-from tests.helpers.tiny import write_recipe
+from tests.helpers.faults import Side
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
@@ -33,14 +32,6 @@ def test_they_are_taken_where_the_launch_is_the_same(case, processes, file, agre
     assert [finding.code for finding in findings if finding.level == "error"] == ([] if agrees else ["ZR347"])
     if agrees:
         assert run.strategy.zero_stage == 2 and not {"num_processes", "accelerate_config"} & set(run.explicit)
-
-
-def test_multi_cpu_starts_one_process_and_is_refused(tmp_path):
-    path, file = write_recipe(tmp_path), tmp_path / "cpu.yaml"
-    file.write_text("distributed_type: MULTI_CPU\nnum_machines: 1\nnum_processes: 2\nuse_cpu: true\n")
-    for processes, found in ((None, [("error", "ZR137")]), (1, [])):
-        environment = launched_environment(file, processes)
-        assert found_in(path, {}, environment=environment, device="cpu") == found
 
 
 def test_check_takes_the_launch_of_the_recipe(case, capsys):

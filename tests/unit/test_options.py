@@ -19,6 +19,7 @@ SWEEP = ["sweep", "recipes/tiny.yaml"]
         ([*SWEEP, "--num_processes", "0"], "0 is not above zero"),
         ([*SWEEP, "--num_processes", "two"], "invalid number value: 'two'"),
         ([*SWEEP, "--strategies", ""], "'' has an empty name"),
+        ([*SWEEP, "--strategies", "zero9"], "ZR328"),
         ([*MEET, "a,,b"], "'a,,b' has an empty name"),
         ([*MEET, "localhost", "--seconds", "nan"], "nan is not above zero"),
         ([*PLAN, "--price", "-1"], "-1 is not above zero"),

@@ -54,19 +54,6 @@ def run(tmp_path, stranger):
     return with_keys
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_file_would_be_created(tmp_path, mark, kind):
-    """Else the tests below could not fail."""
-    import pickle
-
-    plant(tmp_path / "x.pt", mark, kind)
-    if "pickle" in kind:
-        pickle.loads((tmp_path / "x.pt").read_bytes())
-    else:
-        torch.load(tmp_path / "x.pt", weights_only=False)
-    assert mark.exists()
-
-
 @pytest.mark.parametrize(("kind", "place"), list(zip(KINDS, PLACES, strict=True)))
 def test_a_planted_pickle_is_refused_and_not_run(stranger, run, mark, place, kind):
     """Every kind and place once; also in the best checkpoint that it names, which load_best_model_at_end loads."""
