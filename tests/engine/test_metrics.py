@@ -7,17 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from zero_recipes.core.process import PHASES
 from zero_recipes.data.forms import alpaca_row
-
-CONTRACT = {
-    *("schema", "status", "error", "name", "strategy", "zero_stage", "world_size", "device", "model", "parameters"),
-    *("trainable_parameters", "precision", "micro_batch_size", "gradient_accumulation_steps", "max_length"),
-    *("peak_memory_bytes", "memory_phases", "model_state_bytes", "tokens"),
-    *("communication_bytes_per_step", "communication_bytes_between_nodes"),
-    *("model_flops_per_token", "model_flops_per_second", "mfu"),
-    *("tokens_per_second", "step_seconds", "phase_seconds", "loss_history", "grad_norm_history", "eval_history"),
-    *("skipped_steps", "first_step", "resumed_at", "predicted", "versions", "hardware", "recipe_sha256"),
-    "model_revision",
-}
+from zero_recipes.metrics.schema import Metrics
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +20,7 @@ def epoch(trained):
 
 def test_the_keys_are_the_contracts(epoch):
     for metrics in epoch[0].values():
-        assert set(metrics) == CONTRACT
+        assert set(metrics) == set(Metrics.model_fields) - {"failure"}
         assert metrics["predicted"] is None and metrics["memory_phases"] is None
         assert metrics["skipped_steps"] is None
         assert [set(rank) for rank in metrics["peak_memory_bytes"]] == [{"allocated", "reserved", "rss"}] * 2

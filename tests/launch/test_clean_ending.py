@@ -2,14 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny import write_recipe
+from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.cli.sweep import launch_of_strategy
 
-ROOT = Path(__file__).resolve().parents[2]
 HANG_SECONDS = 120  # a guard only
 STRATEGIES = ("zero3", "zero0", "ddp", "zero2")
 

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny import write_recipe
+from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.cli.sweep import sweep
 from zero_recipes.metrics.failure import failed_row
-
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.launch
 

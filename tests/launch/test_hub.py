@@ -7,16 +7,13 @@ import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from tests.helpers.tiny import write_recipe
+from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.checkpoint.verify import verify
-
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.launch
 

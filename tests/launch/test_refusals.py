@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.grid import grid
-from tests.helpers.tiny import write_recipe
+from tests.helpers.tiny import ROOT, write_recipe
 from tests.helpers.two_ranks import two_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 
 

@@ -6,17 +6,15 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 import yaml
 
-from tests.helpers.tiny import write_recipe
+from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.report import read, read_runs
 
-ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "zero_optimization.reduce_bucket_size"
 
 pytestmark = pytest.mark.launch

@@ -1,15 +1,11 @@
 """`zero-recipes tune` with real launches: one candidate runs, one is refused."""
 
-from pathlib import Path
-
 import pytest
 import yaml
 
-from tests.helpers.tiny import write_recipe
+from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.metrics.schema import Metrics
-
-ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.launch
 

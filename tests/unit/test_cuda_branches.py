@@ -3,7 +3,6 @@
 No GPU has run any of it: that torch.cuda does what the stand-in does, and how fast, only a GPU can show.
 """
 
-import random
 import statistics
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure
 from zero_recipes.metrics.flops import ModelFlops
-from zero_recipes.metrics.probe import StepClock, UsedFlops
+from zero_recipes.metrics.probe import UsedFlops
 from zero_recipes.metrics.schema import Metrics, RunIdentity
 
 MIB = 2**20
@@ -26,19 +25,6 @@ MIB = 2**20
 @pytest.fixture
 def cuda(monkeypatch) -> fake_cuda.FakeCuda:
     return fake_cuda.install(monkeypatch)
-
-
-def test_steps_are_timed_on_the_device_and_read_once_it_is_done(cuda):
-    draw = random.Random(4)
-    clock, taken = StepClock("cuda"), [draw.uniform(0.1, 2) for _ in range(7)]
-    clock.open()
-    for seconds in taken:
-        cuda.queue(seconds)
-        clock.close()
-        cuda.queue(5.0)  # an evaluation, a checkpoint
-        clock.open()
-    assert cuda.calls == [], "no step waits for the device"
-    assert clock.seconds() == pytest.approx(taken) and cuda.calls == ["synchronize"]
 
 
 def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2, device=None, log_every: int = 10**9):

@@ -24,11 +24,7 @@ SMALL = {
     "gpt_neox": WIDE | {"tie_word_embeddings": False},
     "gpt2": GPT2,
     "llama": GROUPED | {"tie_word_embeddings": False},
-    "qwen2": GROUPED | {"tie_word_embeddings": True},
-    "qwen3": GROUPED | {"head_dim": 16},
-    "mistral": GROUPED | {"sliding_window": 8},
     "gemma3_text": GROUPED | {"head_dim": 16, "sliding_window": 8},
-    "mixtral": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": GROUPED | EXPERTS | {"head_dim": 8},
     "deepseek_v3": WIDE
     | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}

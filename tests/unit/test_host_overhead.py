@@ -9,11 +9,9 @@ from datasets import Dataset
 from transformers import AutoTokenizer, LlamaForCausalLM
 from trl import SFTConfig
 
-from tests.helpers.tiny import llama_config
+from tests.helpers.tiny import ROOT, llama_config
 from zero_recipes.training.token_loss import TokenMetrics
 from zero_recipes.training.trainer import ZeroSFTTrainer
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("packed, loss_type", [(False, "nll"), (True, "nll"), (False, "dft")])

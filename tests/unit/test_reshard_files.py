@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.checkpoint_files import OPTIMIZER, rank_states, write_checkpoint
-from tests.helpers.tiny import write_recipe
+from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.checkpoint import reshard as resharding
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.reshard import reshard, strategy_of
@@ -18,8 +18,6 @@ from zero_recipes.checks import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import Refusal
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.helpers.report_runs import metrics, on_cpu, save
-from tests.helpers.tiny import write_recipe
+from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.cli import sweep as sweeping
 from zero_recipes.cli.sweep import option_words, parse_sets, run_names, runs_of, with_values
@@ -21,7 +21,6 @@ from zero_recipes.core.findings import Refusal
 from zero_recipes.metrics.read_runs import SweptRun, read_sweep_file
 from zero_recipes.report import read, read_runs
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = {name: ROOT / "accelerate_configs" / f"{name}.yaml" for name in ("ddp", "zero2", "zero3", "fsdp2")}
 BUCKET = "zero_optimization.reduce_bucket_size"
 

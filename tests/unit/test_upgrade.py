@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from zero_recipes.cli import main as cli
-from zero_recipes.cli.upgrade import upgrade
+from zero_recipes.cli.upgrade import runnable_ds_config, upgrade
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -184,3 +184,11 @@ def test_a_pasted_ds_config_becomes_one_that_runs(tmp_path, monkeypatch, capsys)
     assert not {"optimizer", "scheduler", "zero_alow_untested_optimizer"} & set(written)
     said[3] = str(upgraded)
     assert cli.main([*said, "--upgrade"]) == 0 and "written" not in capsys.readouterr().out
+
+
+def test_a_pasted_path_of_another_machines_disk_is_left_to_the_recipe():
+    block = {"device": "nvme", "nvme_path": "/somebody/elses"}
+    pasted = {"zero_optimization": {"stage": 3, "offload_param": block, "offload_optimizer": block}}
+    zero = runnable_ds_config(pasted)["zero_optimization"]
+    assert zero["stage3_prefetch_bucket_size"] == 0, "DeepSpeed's prefetcher does not know parameters on NVMe"
+    assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"] == "auto"

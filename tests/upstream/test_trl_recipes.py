@@ -15,10 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.grid import grid
-from tests.helpers.tiny import named, write_model, write_recipe, write_rows
+from tests.helpers.tiny import ROOT, named, write_model, write_recipe, write_rows
 from zero_recipes.checkpoint.verify import verify
 
-ROOT = Path(__file__).resolve().parents[2]
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|endoftext|>{% endfor %}assistant: "
 
 
