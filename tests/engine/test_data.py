@@ -25,7 +25,7 @@ def test_the_audit_counts_what_a_run_trains_on(one, tmp_path):
 
 def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):
     """Rank 0 tokenises both splits, rank 1 nothing; a second run finds them, a run with other arguments does not."""
-    path = write_recipe(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1, dataset_num_proc=2)
+    path = write_recipe(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1)
     argv = [str(path), "--output_dir", str(tmp_path / "out"), "--overwrite", "true"]
     cache = str(tmp_path / "cache")
     assert two.run("splits_tokenised", argv=argv, cache=cache) == [2, 0]

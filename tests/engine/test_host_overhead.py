@@ -18,7 +18,7 @@ OURS |= {"eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens"}
         ("ddp", {}),
         grid("zero2", {"bf16": False, "max_grad_norm": 1.0}),
         ("zero3", {}),
-        ("zero2", {"loss_type": "dft"}),  # TRL's own compute_loss, as for any loss but cross-entropy
+        grid("zero2", {"loss_type": "dft"}),  # TRL's own compute_loss, as for any loss but cross-entropy
         grid("ddp", {"label_smoothing_factor": 0.1}),
         grid("fsdp2", {}),
     ],

@@ -47,7 +47,7 @@ def equal_losses(group, tmp_path, row, **keys):
 
 
 def test_the_reference_loss_is_the_evaluation_loss_of_a_row_that_is_cut(one, tmp_path):
-    equal_losses(one, tmp_path, STORY, model_name_or_path=str(ROOT / "tiny_world" / "base"), max_length=17)
+    equal_losses(one, tmp_path, STORY, model_name_or_path=str(ROOT / "tiny_world" / "base"), max_length=27)
 
 
 def test_the_reference_loss_is_the_evaluation_loss_of_a_chat(one, tmp_path):

@@ -71,31 +71,6 @@ def test_out_of_memory_on_rank_1(recipe, tmp_path):
     assert len(row["loss_history"]) == 2 and all(row["loss_history"]), "the losses up to the crash were lost"
 
 
-DDP_REFUSED_AT_ONCE = """
-import os, runpy, sys
-sys.path.insert(0, {root!r})
-if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-    runpy.run_path({root!r} + "/run_sft.py", run_name="__main__")
-from zero_recipes.core.findings import Finding, Refusal, print_ending
-sys.exit(print_ending(Refusal([Finding("ZR000", "what", "why", "fix")])))
-"""
-
-
-def test_a_refused_strategy_is_a_row_and_the_sweep_goes_on(recipe, tmp_path):
-    """The row does not keep the numbers of an earlier run. What is refused second is so without its imports."""
-    (tmp_path / "zero1").mkdir()
-    (tmp_path / "zero1" / "metrics.json").write_text('{"status": "ok", "parameters": 7}')
-    (tmp_path / "script.py").write_text(DDP_REFUSED_AT_ONCE.format(root=str(ROOT)))
-    overrides = ["--global_batch_size", "7", "--overwrite", "true"]
-    ended = sweep(recipe, ["zero1", "ddp"], 2, tmp_path, overrides, script=tmp_path / "script.py")
-    assert ended == {"zero1": "refused", "ddp": "refused"}
-    row = json.loads((tmp_path / "zero1" / "metrics.json").read_text())
-    assert row["status"] == "refused" and "parameters" not in row
-    assert row["error"].startswith("refused: global_batch_size 7") and "fix:" in row["error"]
-    kept = tmp_path / "zero1.previous" / "metrics.json"
-    assert kept.read_text() == '{"status": "ok", "parameters": 7}', "the earlier run's numbers were lost"
-
-
 def test_a_refusal_that_only_the_launchers_closing_table_holds(tmp_path):
     """torchrun stops rank 0 (SIGTERM) when rank 1 has refused first: seen on a busy machine."""
     table = "Failures:\n  exitcode  : -15 (pid: 7)  (SIGTERM)\n  traceback : Signal 15 (SIGTERM) received by PID 7\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.grid import grid
 from zero_recipes.checkpoint.save import checkpoint_fault
 from zero_recipes.core.process import free_port
 from zero_recipes.metrics.read_runs import read_runs
@@ -27,7 +28,7 @@ def programs() -> list[str]:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("strategy", LAUNCHERS)
+@pytest.mark.parametrize("strategy", [grid("single"), "ddp", "zero2"])
 def test_the_programs_of_the_page(tmp_path, strategy):
     plain, sft = programs()
     assert all(len(ast.parse(text).body) <= 10 for text in (plain, sft)), "ten statements each"

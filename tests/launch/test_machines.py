@@ -13,11 +13,8 @@ import pytest
 
 from tests.helpers.tiny import ROOT, write_recipe
 from tests.launch.conftest import HOSTS
-from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.recipe import refuse_uneven_gpus
-from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
-from zero_recipes.core.process import free_port, local_world_size
+from zero_recipes.core.process import free_port
 from zero_recipes.distributed.group import wait_for_hosts
 
 CLI = [sys.executable, "-m", "zero_recipes.cli.main"]
@@ -88,14 +85,3 @@ def test_a_machine_that_never_comes_is_named():
     with pytest.raises(Refusal, match=r"within 0.1 s \(missing: 1, 2\)") as caught:
         wait_for_hosts(["127.0.0.1", "node-b", "node-c"], 0, free_port(), 0.1)
     assert "0: 127.0.0.1, 1: node-b, 2: node-c" in caught.value.why
-
-
-def test_processes_of_this_machine_by_each_launcher(monkeypatch):
-    """The deepspeed launcher sets no LOCAL_WORLD_SIZE: two nodes of 8 GPUs must not be taken for 16 ranks on one."""
-    assert local_world_size({"LOCAL_WORLD_SIZE": "2"}, 8) == local_world_size({"LOCAL_SIZE": "2"}, 8) == 2
-    assert local_world_size({}, 8) == 8
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    sixteen = Strategy("zero3", 16, DsConfig({"zero_optimization": {"stage": 3}}), "ds_configs/zero3.json")
-    refuse_uneven_gpus(sixteen, "cuda", {"LOCAL_SIZE": "8"})
-    with pytest.raises(Refusal, match="16 processes on this machine"):
-        refuse_uneven_gpus(sixteen, "cuda", {})

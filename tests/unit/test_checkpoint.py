@@ -153,15 +153,6 @@ def test_checksums_may_be_left_out_and_each_rank_looks_at_its_share(tmp_path, ta
     assert taken(tmp_path, str(folder), skip_checksums=True) == str(folder)
 
 
-def test_true_takes_the_last_whole_one(tmp_path):
-    for requested in (None, "false", "true"):
-        assert checkpoint_to_resume(tmp_path / "new", requested) is None
-    for step, kind in ((12, "unfinished"), (2, "whole"), (10, "whole"), (11, "damaged")):
-        checkpoint(tmp_path, step, kind)
-    assert checkpoint_to_resume(tmp_path, True) == str(tmp_path / "checkpoint-10")
-    assert len(numbered(tmp_path)) == 4, "looking changes nothing"
-
-
 def test_unfinished_ones_are_deleted_damaged_ones_kept_aside_and_links_left_alone(tmp_path):
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     for step, kind in ((2, "whole"), (3, "damaged"), (4, "unfinished"), (5, "foreign")):
