@@ -251,6 +251,7 @@ FAULTS = [
     recipe("a former key", "ZR101", "torch_dtype: bfloat16", "dtype: bfloat16", "`torch_dtype`"),
     recipe("YAML's no", "ZR106", "save_strategy: no", 'save_strategy: "no"'),
     recipe("a list for a number", "ZR107", "learning_rate: [1e-5]", "learning_rate: 1e-5"),
+    recipe("a list for a text", "ZR107", "run_name: [7]", "run_name: 7"),
     recipe("a rate beyond any number", "ZR113", "learning_rate: 1e400", "learning_rate: 1e-4", "is inf"),
     recipe("a key of other scripts", "ZR187", "batch_size: 2", "per_device_train_batch_size: 2", "`batch_size`"),
     recipe("a count below one", "ZR113", "max_length: 0", "max_length: 64", "`max_length` in recipe.yaml:12"),
@@ -300,6 +301,9 @@ FAULTS = [
     ds("a value that contradicts the run", "ZR199", {"train_batch_size": 128}, {"train_batch_size": "auto"}, "ds.json"),
     ds("a key that DeepSpeed has removed", "ZR199", {"nebula": {"enabled": False}}, names="ds.json"),
     ds("a misspelt parameter of the optimizer", "ZR199", {"optimizer": {"type": "AdamW", "params": {"btas": 1}}}, ADAM),
+    ds("a null for Adam", "ZR199", {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": None}}}, ADAM),
+    ds("no dtype of gradients", "ZR199", {"data_types": {"grad_accum_dtype": ""}},
+       {"data_types": {"grad_accum_dtype": "fp32"}}),
     ds("an optimizer that nobody has", "ZR199", {"optimizer": {"type": "AdamX"}}, ADAM),
     ds("a schedule that DeepSpeed does not have", "ZR199", {"scheduler": {"type": "WarmUpLR"}}, schedule("auto")),
     # DeepSpeed's configuration
