@@ -205,12 +205,14 @@ def test_files_that_no_run_has_written_are_not_written_over(tmp_path, name):
         ("rows", "rows", True),
         ("rows", "rows/a/out", True),
         ("out/rows.jsonl", "out", True),
+        ("link", "rows", True),
         ("rows", "rows-out", False),
     ],
 )
 def test_a_run_does_not_write_among_its_data(tmp_path, data, out, is_refused):
     write(tmp_path / "rows" / "train.jsonl")
     write(tmp_path / "out" / "rows.jsonl")
+    (tmp_path / "link").symlink_to(tmp_path / "rows")
     message = refused(folders.refuse_occupied, tmp_path / out, None, False, [("dataset_name", tmp_path / data)])
     assert ("ZR753" in message) == is_refused
 

@@ -131,9 +131,3 @@ def test_a_fetched_model_is_found_offline_and_an_absent_one_refused(tmp_path):
     assert "refused: the model someone/absent" in absent and "zero-recipes fetch" in absent
     assert fetched == 0 and "./tiny_world/base: 2.38 MB" in ended.stdout
     assert unreachable == 2 and "HF_HUB_OFFLINE" in ended.stderr
-
-
-def test_a_model_folder_without_weights_is_refused(one, tmp_path):
-    recipe = write_recipe(tmp_path, random_weights=False, max_steps=1)
-    (refused,) = one.run("refusal_of", argv=[str(recipe), "--output_dir", str(tmp_path / "out")])
-    assert refused.endswith("[ZR199]") and "tensors" in refused
