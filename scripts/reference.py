@@ -31,9 +31,9 @@ from zero_recipes.metrics.schema import Metrics  # noqa: E402
 DOCS = ROOT / "docs"
 CODES = """# Codes
 
-`zero-recipes check RECIPE.yaml` prints every problem of a run at once. `run_sft.py` refuses the same errors before it
-loads a weight, with exit code 2. `zero-recipes explain ZR104` prints the cause, the fix and an example of a code. The
-program fills in what is in <angle brackets>.
+`zero-recipes check RECIPE.yaml` prints every problem of a run. `run_sft.py` refuses errors with exit code 2 before it
+loads weights. `zero-recipes explain ZR104` prints cause, fix and an example. "Can be ignored": `ignore: [ZR608]` in a
+recipe makes the error a warning. <Angle brackets> stand for values of the run.
 """
 FIELDS = yaml.safe_load(Path(schema.__file__).with_name("fields.yaml").read_text())
 YAML_TYPES = ("boolean", "integer", "number", "string", "array", "object")
@@ -70,8 +70,8 @@ def codes() -> str:
             area = described["area"]
             parts.append(f"\n## {area[:1].upper()}{area[1:]}\n")
         notes = [
-            row.get("level") == "warning" and "A warning.",
-            row.get("ignore") and f"`--ignore {code}` makes it a warning.",
+            row.get("level") == "warning" and "Warning.",
+            row.get("ignore") and "Can be ignored.",
         ]
         what = escaped(" ".join(described["what"].split()))
         parts.append(f"\n##### {code}\n\n{' '.join([what + '.', *filter(None, notes)])}\n")
