@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.tiny import ROOT
 from zero_recipes.ask import write_turns
-from zero_recipes.checkpoint.save import write_checksums
+from zero_recipes.checkpoint.save import write_checksums, write_manifest
 from zero_recipes.cli import main as cli
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.metrics.read_runs import SampleRow, read_samples
@@ -167,9 +167,10 @@ def test_code_that_a_model_brings_does_not_run_unasked(tmp_path, prompts, capsys
     assert "ASK_WAS_HERE" not in os.environ
 
 
-def test_a_model_that_is_not_what_was_saved_is_refused(tuned, prompts, tmp_path, capsys):
-    folder = shutil.copytree(tuned, tmp_path / "model")
-    write_checksums(folder)
+@pytest.mark.parametrize("name", ["model", "checkpoint-5"])
+def test_a_model_that_is_not_what_was_saved_is_refused(name, tuned, prompts, tmp_path, capsys):
+    folder = shutil.copytree(tuned, tmp_path / name)
+    write_manifest(folder, {"step": 5}) if name == "checkpoint-5" else write_checksums(folder)
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[-5] ^= 1
     (folder / "model.safetensors").write_bytes(data)

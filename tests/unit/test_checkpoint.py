@@ -214,12 +214,16 @@ def test_ranks_that_see_different_checkpoints_are_refused(monkeypatch):
 
 BLOCK = {"scheduler": {"type": "X"}}
 MORE_ROWS = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}  # the same in all
+BY_LENGTH = {"gradient_accumulation_steps": 2, "train_sampling_strategy": "group_by_length"}
+DDP_ON_4 = {"name": "ddp", "stage": None, "world_size": 4}
 CONSTANT = {"lr_scheduler_type": "constant"}
 FITS = {  # what the run has otherwise than the checkpoint's: (settings, strategy) -> codes, "-" before a warning
     "nothing": ({}, {}, []),
     "keys that decide nothing": (dict(save_steps=7, output_dir="x", report_to="wandb", sample_prompts=None), {}, []),
     "another stage": ({}, dict(name="zero3", stage=3), ["ZR720"]),
     "another world size": (dict(gradient_accumulation_steps=2), dict(world_size=4), ["-ZR882"]),
+    "rows by length": (BY_LENGTH, dict(world_size=4), ["-ZR882", "ZR714", "ZR723"]),
+    "rows by length, other processes of ddp": (BY_LENGTH, DDP_ON_4, ["ZR720", "ZR714", "ZR723"]),
     "without DeepSpeed": ({}, dict(name="ddp", stage=None), ["ZR720"]),
     "onto offload": ({}, dict(name="zero2_offload"), ["ZR721"]),
     "another kernel": ({}, dict(name="zero2_hpz"), ["-ZR721"]),

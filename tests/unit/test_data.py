@@ -14,7 +14,7 @@ from zero_recipes.cli import main as cli
 from zero_recipes.core.findings import Refusal
 from zero_recipes.data import forms
 from zero_recipes.data.forms import alpaca_prompt, alpaca_row
-from zero_recipes.data.load import load_tokenizer
+from zero_recipes.data.load import load_rows, load_tokenizer
 from zero_recipes.data.prepare import finish, tokenise
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.training.samples import question
@@ -66,6 +66,15 @@ def test_pad_is_not_the_end_of_text(tmp_path, tokenizer, saved, named, taken):
         assert refusal.codes == [taken]
     else:
         assert (loaded.pad_token, loaded.eos_token) == (taken, "<|endoftext|>")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_a_file_is_taken_by_its_path(tmp_path, kind):
+    file, rows = str(tmp_path / f"mine.{kind}"), Dataset.from_list([{"text": "a"}, {"text": "b"}])
+    getattr(rows, f"to_{kind.removesuffix('l')}")(file)
+    entries = [{"path": file, "split": "train[:1]"}, {"path": file}]
+    for named, wanted in ({"dataset_name": file}, ["a", "b"]), ({"datasets": entries}, ["a", "a", "b"]):
+        assert load_rows(settings_with(**named)).train["text"][:] == wanted
 
 
 def test_fetch_measures_what_is_here_already(monkeypatch, capsys):

@@ -7,12 +7,13 @@ from types import SimpleNamespace
 
 import deepspeed
 import pytest
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from torch.utils.file_baton import FileBaton
 
 from zero_recipes.config.recipe import refuse_uneven_gpus
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import Host
-from zero_recipes.distributed.kernels import is_compiled, remove_stale_locks
+from zero_recipes.distributed.kernels import build, is_compiled, remove_stale_locks
 
 
 def test_a_stale_build_lock_is_removed_and_one_that_is_held_stays(tmp_path, monkeypatch, capsys):
@@ -30,7 +31,9 @@ def test_a_stale_build_lock_is_removed_and_one_that_is_held_stays(tmp_path, monk
     remove_stale_locks()
     assert not (tmp_path / "stale" / "lock").exists() and "stale" in capsys.readouterr().out
     assert (tmp_path / "held" / "lock").exists()
-    baton.release()
+    monkeypatch.setitem(ALL_OPS, "held", SimpleNamespace(load=lambda verbose: baton.release()))
+    build(["held"])
+    assert f"waiting for process {os.getpid()}" in capsys.readouterr().err
 
 
 def test_a_kernel_of_another_installation_or_of_a_killed_compiler_is_compiled_anew(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from zero_recipes.checkpoint import output_dir
 from zero_recipes.checkpoint import output_dir as folders
 from zero_recipes.checkpoint.save import begin_checkpoint, write_manifest
 from zero_recipes.config.recipe import parse_recipe
+from zero_recipes.core.files import PART, write_text
 from zero_recipes.core.findings import Finding, Refusal
 
 FORK = get_context("fork")
@@ -217,7 +218,28 @@ def test_a_run_does_not_write_among_its_data(tmp_path, data, out, is_refused):
     assert ("ZR753" in message) == is_refused
 
 
-def test_half_written_files_of_a_killed_run_are_cleared(tmp_path):
-    write(tmp_path / "metrics.json.123.part")
-    folders.claim_output_dir(tmp_path, False)
-    assert list(tmp_path.iterdir()) == []
+def test_what_a_killed_run_left_half_done_is_cleared_and_nothing_else(old_run, monkeypatch):
+    out, previous, users = old_run / "out", old_run / "out.previous", old_run / "out" / "x.mp4.part"
+    write(users)
+    write(out / f".checkpoint-4-zero2-world1{PART}" / "trainer_state.json")
+    monkeypatch.setattr("os.replace", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_text(out / "metrics.json", "{")
+    folders.claim_output_dir(out, False)
+    assert users.exists() and not list(out.glob(f"*{PART}"))
+    folders.claim_output_dir(out, True)
+    write(out / "metrics.json", '{"status": "ok"}')
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(folders.shutil, "rmtree", half_of)
+        folders.claim_output_dir(out, True)
+    assert {path.name for path in previous.iterdir()} == {"metrics.json"}, "the half that is left has its name"
+    write(out / "metrics.json", '{"status": "ok"}')
+    assert refused(folders.refuse_occupied, out, None, True) == ""
+    assert folders.claim_output_dir(out, True) == previous and not list(old_run.glob(f"*{PART}"))
+
+
+def half_of(folder: Path, ignore_errors: bool) -> None:
+    """Deletes a file of a folder, and is killed; where there is no folder, nothing."""
+    if folder.exists():
+        (folder / "metrics.json").unlink()
+        raise KeyboardInterrupt

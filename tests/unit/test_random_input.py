@@ -29,7 +29,7 @@ values = st.recursive(
     max_leaves=6,
 )
 recipe_keys = st.sampled_from(sorted(key_types())) | st.sampled_from(sorted(yaml.safe_load(SOUND_RECIPE)))
-ds_keys = st.sampled_from(sorted(BLOCKS | set(SOUND_DS_CONFIG) | {"optimizer", "scheduler", "train_batch_size"}))
+ds_keys = st.sampled_from(sorted({*BLOCKS, *SOUND_DS_CONFIG} | {"optimizer", "scheduler", "train_batch_size"}))
 ds_inner = st.sampled_from(["stage", "device", "offload_optimizer", "offload_param", "type", "params", "lr"])
 ds_values = leaves | st.dictionaries(ds_inner, leaves | st.dictionaries(ds_inner, leaves, max_size=3), max_size=3)
 accelerate_keys = st.sampled_from(

@@ -61,7 +61,9 @@ def test_a_killed_reshard_leaves_nothing_half(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         reshard(checkpoint, 1, 2)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == [".checkpoint-7-zero2-world1.part", "checkpoint-7"], "nothing that looks like a checkpoint"
+    assert left == [".checkpoint-7-zero2-world1.zero-recipes.part", "checkpoint-7"], (
+        "nothing that looks like a checkpoint"
+    )
     monkeypatch.undo()
     folder, _ = reshard(checkpoint, 1, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-7", folder.name]
@@ -133,6 +135,14 @@ def test_targets_that_cannot_be(tmp_path):
         reshard(folder, 2, 2)
     with pytest.raises(Refusal, match="ZR731"):
         reshard(tmp_path / "checkpoint-8", 1, 2)
+
+
+def test_a_checkpoint_without_a_manifest_gets_no_checksums(tmp_path, capsys):
+    checkpoint = write_checkpoint(tmp_path)
+    save.write_manifest(checkpoint, {"step": 7})
+    assert save.read_manifest(reshard(checkpoint, 1, 2)[0])["checksums"]
+    (checkpoint / save.MANIFEST).unlink()
+    assert not save.read_manifest(reshard(checkpoint, 2, 3)[0])["checksums"] and "ZR772" in capsys.readouterr().out
 
 
 BF16_STATES = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}

@@ -144,30 +144,6 @@ def test_a_file_for_trl_is_one_that_trls_parser_takes(tmp_path):
     assert "# beta: 0.1\n" in text and "# global_batch_size: 8\n" in text and "# save_model: true\n" in text
 
 
-def test_a_file_for_fsdp1_is_converted_by_accelerate_and_checked(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    file = tmp_path / "fsdp1.yaml"
-    file.write_text(
-        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n"
-        "  fsdp_sharding_strategy: SHARD_GRAD_OP\n  fsdp_backward_prefetch: BACKWARD_PRE\n"
-        "  fsdp_state_dict_type: FULL_STATE_DICT\n  fsdp_use_orig_params: true\n  fsdp_version: 1\n"
-    )
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        "model_name_or_path: ./tiny_world/base\ndataset_name: ./tiny_world\ndataset_format: alpaca\nuse_cpu: true\n"
-    )
-    said = ["check", str(recipe), "--config_file", str(file)]
-    assert cli.main(said) == 2 and "--upgrade writes the file for FSDP2" in capsys.readouterr().out
-    assert cli.main([*said, "--upgrade"]) == 0, capsys.readouterr().out
-    written = yaml.safe_load((tmp_path / "fsdp1.fsdp2.yaml").read_text())
-    assert written["fsdp_config"] == {
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_reshard_after_forward": False,
-        "fsdp_state_dict_type": "FULL_STATE_DICT",
-        "fsdp_version": 2,
-    }
-
-
 def test_a_pasted_ds_config_becomes_one_that_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     pasted = tmp_path / "pasted.json"

@@ -45,10 +45,18 @@ def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Ite
         yield finding("ZR718", checkpoint=checkpoint)
         yield from _missing_states(Path(checkpoint), strategy)
         return
+    old_world = written["world_size"]
     if is_resharded(checkpoint):
+        old_world = read_states_index(checkpoint)["source"]["world_size"]
         yield from _resharded(checkpoint, settings, strategy)
     else:
         yield from _ranks(checkpoint, written, strategy)
+    order = str(settings.train_sampling_strategy)
+    keys = [f"train_sampling_strategy: {order}"] if order in ("group_by_length", "batch_rebalance") else []
+    keys += ["dataloader_drop_last: true"] if settings.dataloader_drop_last else []
+    if keys and strategy.world_size != old_world:
+        here = {"world_size": strategy.world_size, "old_world": old_world}
+        yield finding("ZR714", key=" and ".join(keys), checkpoint=checkpoint, **here)
     there = written["micro_batch_size"] * written["gradient_accumulation_steps"] * written["world_size"]
     here = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * strategy.world_size
     if there != here:
@@ -130,12 +138,6 @@ def _resharded(checkpoint: str, settings: Settings, strategy: Strategy) -> Itera
         yield finding("ZR712", name=strategy.name, checkpoint=checkpoint)
         return
     index, config = read_states_index(checkpoint), strategy.ds_config
-    old_world, order = index["source"]["world_size"], str(settings.train_sampling_strategy)
-    keys = [f"train_sampling_strategy: {order}"] if order in ("group_by_length", "batch_rebalance") else []
-    keys += ["dataloader_drop_last: true"] if settings.dataloader_drop_last else []
-    if keys and strategy.world_size != old_world:
-        here = {"world_size": strategy.world_size, "old_world": old_world}
-        yield finding("ZR714", key=" and ".join(keys), checkpoint=checkpoint, **here)
     round_robin = strategy.zero_stage != 3 and config.zero.get("round_robin_gradients")
     if round_robin or (strategy.zero_stage == 1 and config.grad_accum_dtype is not None):
         key = "round_robin_gradients" if round_robin else "data_types.grad_accum_dtype at stage 1"

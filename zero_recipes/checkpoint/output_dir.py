@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from zero_recipes.checkpoint.resume import clear_unfinished, numbered, resumes_in
 from zero_recipes.checkpoint.save import CHECKSUMS, SAVED, is_foreign
 from zero_recipes.config.recipe import Settings
+from zero_recipes.core.files import PART
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.process import rank
 from zero_recipes.distributed.group import agree
@@ -172,11 +173,10 @@ def claim_output_dir(output_dir: Path, overwrite: bool) -> Path | None:
     go; under `overwrite` the folder as it was is kept beside it, and returned. Raises Refusal."""
     previous = _keep_previous(output_dir) if overwrite and saved_in(output_dir) else None
     clear_unfinished(output_dir)
-    for path in (
-        *output_dir.glob("failure.rank[0-9]*.json"),
-        *output_dir.glob("*.part"),
-    ):  # cut off while it was written
-        path.unlink()
+    cut_off = [*output_dir.glob("failure.rank[0-9]*.json"), *output_dir.glob(f"*{PART}")]
+    cut_off += [_going(output_dir)] if previous_of(output_dir).exists() else []
+    for path in cut_off:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
     return previous
 
 
@@ -185,8 +185,9 @@ def _keep_previous(output_dir: Path) -> Path:
     _refuse_foreign(output_dir)
     previous = previous_of(output_dir)
     try:
-        if previous.exists():
-            shutil.rmtree(previous)
+        if previous.exists():  # renamed first: a kill while it is deleted leaves no half of it under its name
+            shutil.rmtree(_going(output_dir), ignore_errors=True)
+            previous.rename(_going(output_dir))
         output_dir.resolve().rename(previous)
         output_dir.resolve().mkdir()
         if (previous / LOCK).exists():
@@ -200,6 +201,12 @@ def previous_of(output_dir: Path) -> Path:
     """Where `--overwrite true` keeps what was in the folder; of a link, beside the folder that it leads to."""
     folder = output_dir.resolve()
     return folder.with_name(f"{folder.name}.previous")
+
+
+def _going(output_dir: Path) -> Path:
+    """What was kept before, while it is deleted."""
+    previous = previous_of(output_dir)
+    return previous.with_name(f"{previous.name}{PART}")
 
 
 def _not_kept(output_dir: Path, reason: str) -> Refusal:

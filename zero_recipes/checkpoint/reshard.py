@@ -33,7 +33,8 @@ import torch
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.resume import ADAM_STATES, HYPERPARAMETERS, Batch, code_in, refuse_code
 from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.core.findings import Refusal, first_line, refusal
+from zero_recipes.core.files import PART
+from zero_recipes.core.findings import Refusal, finding, first_line, refusal
 from zero_recipes.libs.huggingface import load_without_code
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -82,17 +83,20 @@ def reshard(
         fault = save.content_fault(checkpoint)
     if fault is not None:
         raise _damaged(checkpoint, fault)
+    is_known = save.read_manifest(checkpoint) is not None
+    if not is_known:
+        print(finding("ZR772", checkpoint=checkpoint))
     source = open_checkpoint(checkpoint, trusted)
     sizes = (source.ds_config[key] for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
     batch = Batch(*sizes, source.world_size).over(world_size)
 
-    unfinished = target.with_name(f".{target.name}.part")
+    unfinished = target.with_name(f".{target.name}{PART}")
     if unfinished.exists():  # a killed reshard left it
         shutil.rmtree(unfinished)
     shutil.copytree(checkpoint, unfinished, ignore=shutil.ignore_patterns(*_LEFT_BEHIND))
     _write_states(source, unfinished)
     _copy_random_states(source, world_size, unfinished)
-    save.write_manifest(unfinished, _facts(source, batch, stage), not skip_checksums)
+    save.write_manifest(unfinished, _facts(source, batch, stage), is_known and not skip_checksums)
     os.sync()  # the new name must not reach the disk before the files
     unfinished.rename(target)
     return target, batch

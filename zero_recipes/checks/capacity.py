@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zero_recipes.checkpoint.output_dir import previous_of, saved_in
-from zero_recipes.config.ds_config import LEAST_SWAPPED, DsConfig, number_in
+from zero_recipes.config.ds_config import DsConfig, number_in
 from zero_recipes.config.recipe import RunConfig, Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
@@ -74,9 +74,8 @@ def nvme_findings(run: RunConfig, sizes: Sequence[int], here: int, host: Host) -
     if config is None or not config.on_nvme or config.stage != 3:
         return
     each = 4 if run.settings.precision == "fp32" else 2
-    least = max(LEAST_SWAPPED, number_in(config.aio, "block_size", 0))
     parts = [-(-size // world) for size in sizes]
-    swapped = [part for part in parts if part * each >= least]
+    swapped = [part for part in parts if part * each >= config.least_swapped]
     if config.offload_param == "nvme":
         block = config.offload_block("offload_param")
         buffer = number_in(block, "buffer_size", DEFAULT_BUFFER)
@@ -193,8 +192,7 @@ def swapped_bytes(config: DsConfig, tensors: Iterable[SwapTensor], ranks: int, w
     What is smaller than MIN_AIO_BYTES, 1 MiB, or than aio.block_size stays in memory. tests/engine/test_infinity.py
     holds it against the files.
     """
-    least = max(LEAST_SWAPPED, number_in(config.aio, "block_size", 0))
-    parts = [tensor._replace(size=-(-tensor.size // ranks)) for tensor in tensors]
+    least, parts = config.least_swapped, [tensor._replace(size=-(-tensor.size // ranks)) for tensor in tensors]
     total = 0
     if config.offload_param == "nvme" and config.stage == 3:
         total += sum(width * part.size for part in parts if width * part.size >= least)

@@ -5,16 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from zero_recipes.checks.rules import Candidate, conditions, options
-from zero_recipes.config.ds_config import number_in, parsed_zero, quiet
+from zero_recipes.config.ds_config import BLOCKS, parsed_zero, quiet
 from zero_recipes.core.findings import Finding, finding
 
 # blocks that DeepSpeed names outside runtime/constants.py
-BLOCKS = {
-    *("zero_optimization", "aio", "comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet"),
-    *("autotuning", "data_efficiency"),
-    *("hybrid_engine", "compile", "tensor_parallel", "pipeline", "expert_parallel", "torch_autocast", "checkpoint"),
-    *("weight_quantization", "monitor_config", "activation_checkpointing", "bf16", "fp16", "zenflow"),
-}
+OTHER_BLOCKS = ("autotuning", "data_efficiency", "hybrid_engine", "pipeline", "expert_parallel", "weight_quantization")
+OTHER_BLOCKS += ("monitor_config",)
 LOG_WARMUP = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 PREFETCH = 50_000_000  # elements: DeepSpeed's default of stage3_prefetch_bucket_size (runtime/zero/config.py)
 ADAMS = ("adam", "adamw")  # those of a ds_config's optimizer block that become DeepSpeedCPUAdam
@@ -80,7 +76,7 @@ def _silent(run: Candidate) -> dict[str, Any]:
         "fp16_stage_0": settings.fp16 and stage == 0 and run.value("fp16.loss_scale") != 1,
         "hpz_offload": hpz and ds.offloads,
         "nvme_stage": on_nvme and stage != 3,
-        "autotp": number_in(ds.raw.get("tensor_parallel") or {}, "autotp_size", 0) > 1,
+        "autotp": run.value("tensor_parallel.autotp_size") not in (None, 0, 1),  # DeepSpeed takes "2" too
         "deepcompile": run.value("compile.deepcompile"),
         "super_offload": run.value("zero_optimization.offload_optimizer.super_offload"),
         "quantized_frozen": ds.zero.get("zero_quantized_nontrainable_weights"),
@@ -127,6 +123,10 @@ def _left_out(run: Candidate) -> Iterator[Finding]:
     needed += [settings.precision] if run.stage == 3 and settings.precision != "fp32" else []
     missing = [key for key in needed if key not in written]
     missing += ["zero_optimization.stage"] if "stage" not in written.get("zero_optimization", {"stage": 0}) else []
+    block = written.get(settings.precision, {"enabled": False})  # "fp32" is none
+    missing += [] if "enabled" in block else [f"{settings.precision}.enabled"]
+    without_rate = run.ds.optimizer is not None and run.value("optimizer.params.lr") is None
+    missing += ["optimizer.params.lr"] if without_rate else []
     saves = settings.save_model or settings.saves_checkpoints
     if run.stage == 3 and saves and not parsed_zero(run.ds.zero).gather_16bit_weights_on_model_save:
         yield finding("ZR206", source=run.strategy.source)  # it would end without a model
@@ -171,7 +171,7 @@ def top_level_keys() -> set[str]:
     """What DeepSpeed reads at the top of its configuration."""
     from deepspeed.runtime import constants
 
-    return BLOCKS | {value for value in vars(constants).values() if isinstance(value, str)}
+    return {*BLOCKS, *OTHER_BLOCKS} | {value for value in vars(constants).values() if isinstance(value, str)}
 
 
 def zero_keys() -> set[str]:

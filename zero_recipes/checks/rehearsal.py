@@ -210,8 +210,6 @@ def _bind_optimizer(block: Mapping[str, Any] | None) -> None:
     if not block:
         return
     name, parameters = block["type"], dict(block.get("params") or {})
-    if nulls := [key for key, value in parameters.items() if value is None]:
-        raise ValueError(f"{', '.join(nulls)} of the optimizer may not be null")
     if name.lower() in ("adam", "adamw"):
         for engines_own in ("torch_adam", "adam_w_mode", "fp32_optimizer_states"):
             parameters.pop(engines_own, None)

@@ -5,7 +5,6 @@ of rules that are no more than a condition are in options.yaml.
 """
 
 import importlib.util
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -83,6 +82,8 @@ def rule_findings(run: Candidate) -> list[Finding]:
         *([] if settings.max_steps > 0 or 0 < epochs < math.inf else [finding("ZR162", epochs=epochs)]),
         *packing(run),
         *processes(run),
+        *([] if settings.average_tokens_across_devices or run.world_size == 1 else [finding("ZR194")]),
+        *([finding("ZR318")] if (run.strategy.fsdp_config or {}).get("cpu_offload") else []),
         *([finding("ZR416")] if settings.load_in_4bit and run.stage == 3 else []),
         *sequence_parallel_findings(settings, run.strategy, run.device, run.config),
     ]
@@ -124,13 +125,15 @@ def silent(run: Candidate) -> dict[str, Any]:
     """{name in options.yaml: whether the run would go on, and be another one than the recipe says}."""
     settings, storage = run.settings, str(run.settings.bnb_4bit_quant_storage or "uint8")
     quantized = settings.load_in_4bit or settings.load_in_8bit
-    dtype = RUN_DTYPES.get(settings.precision)
+    dtype, loading = RUN_DTYPES.get(settings.precision), settings.accelerator_config
     return {
         "hub_strategy": settings.push_to_hub and settings.hub_strategy not in ("every_save", "end"),
         "jit_checkpoint": settings.enable_jit_checkpoint,
-        "even_batches": run.world_size > 1 and not settings.dataset_streaming and _drops_even_batches(settings),
+        "even_batches": run.world_size > 1
+        and not settings.dataset_streaming
+        and isinstance(loading, dict)  # or a path
+        and loading.get("even_batches") is False,
         "stream_workers": (settings.dataset_streaming or settings.streaming) and settings.dataloader_num_workers > 1,
-        "average_tokens": run.world_size > 1 and not settings.average_tokens_across_devices,
         "eval_packing": settings.eval_packing
         and settings.evaluates
         and not (settings.packing or settings.padding_free),
@@ -144,13 +147,6 @@ def silent(run: Candidate) -> dict[str, Any]:
         "quantized_twice": quantized
         and (run.ds.offload_param == "nvme" or run.ds.quantizes_weights or run.ds.hpz_partition_size != 1),
     }
-
-
-def _drops_even_batches(settings) -> bool:
-    loading = settings.accelerator_config
-    if isinstance(loading, str) and loading.lstrip().startswith("{"):  # as the command line gives it
-        loading = json.loads(loading)
-    return isinstance(loading, dict) and loading.get("even_batches") is False
 
 
 def packing(run: Candidate) -> Iterator[Finding]:

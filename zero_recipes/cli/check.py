@@ -6,7 +6,7 @@ import re
 import shlex
 
 from zero_recipes.config import recipe as recipes
-from zero_recipes.core.findings import downgraded, finding, ignored_codes
+from zero_recipes.core.findings import downgraded, finding, ignored_codes, shown
 from zero_recipes.core.host import gpu_named, gpus
 from zero_recipes.core.process import local_world_size
 from zero_recipes.core.tables import working
@@ -23,10 +23,9 @@ def check(arguments: argparse.Namespace) -> int:
 
     quieten()
     if arguments.upgrade:
-        from zero_recipes.cli.upgrade import write_for_fsdp2, write_runnable_ds_config, write_upgraded
+        from zero_recipes.cli.upgrade import write_runnable_ds_config, write_upgraded
 
         arguments.recipe = write_upgraded(arguments.recipe, arguments.for_trl)
-        arguments.config_file = write_for_fsdp2(arguments.config_file)
         if arguments.for_trl:
             return 0
     mapping = recipes.read_recipe_file(arguments.recipe)
@@ -57,8 +56,8 @@ def check(arguments: argparse.Namespace) -> int:
     errors = sum(finding.level == "error" for finding in findings)
     answer = f"{'cannot' if errors else 'can'} run{f' on {gpu.name}' if gpu else ''}"
     print(f"{recipe} {answer}: {errors} errors, {len(findings) - errors} warnings")
-    for found in findings:
-        print(found.with_traceback() if arguments.traceback else found)
+    if findings:
+        print(shown(findings, arguments.traceback))
     if run is not None:
         print("\n".join(run.strategy.described(run.device, run.settings)))
         if run.strategy.source == INLINE_SOURCE and not arguments.show:

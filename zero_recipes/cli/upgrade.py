@@ -9,13 +9,13 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import hjson
 import yaml
-from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
 from zero_recipes.checks.deepspeed_rules import ADAMS, top_level_keys, zero_keys
 from zero_recipes.checks.rules import options
@@ -39,18 +39,6 @@ def write_upgraded(old: Path, for_trl: bool) -> Path:
     return new
 
 
-def write_for_fsdp2(old: Path | None) -> Path | None:
-    """An accelerate file for FSDP1 as accelerate itself converts it; any other file stays."""
-    config = yaml.safe_load(old.read_text()) if old is not None and old.is_file() else None
-    fsdp = config.get("fsdp_config") if isinstance(config, dict) else None
-    if not isinstance(fsdp, dict) or fsdp.get("fsdp_version", 1) == 2 or config.get("distributed_type") != "FSDP":
-        return old
-    new = old.with_suffix(".fsdp2.yaml")
-    _write(new, yaml.safe_dump(convert_config_to_fsdp2(config), sort_keys=False))
-    print(f"written: {new}, for FSDP2 (accelerate to-fsdp2)")
-    return new
-
-
 def write_runnable_ds_config(named: Any) -> Path | None:
     """A pasted ds_config as one that runs under a recipe, beside it; None where there is no such file, or nothing to
     change in it. One line is printed for each change. Raises Refusal."""
@@ -64,8 +52,9 @@ def write_runnable_ds_config(named: Any) -> Path | None:
         config = runnable_ds_config(pasted)
     changes = [*_changes(pasted, config)]
     written = json.dumps(config, indent=2) + "\n"
-    if not changes and text.lstrip().startswith("{") and _is_json(text):
-        return None
+    with suppress(ValueError):
+        if not changes and json.loads(text):
+            return None
     new = old.with_suffix(".upgraded.json")
     _write(new, written)
     print(*changes, f"written: {new}. In the recipe: deepspeed: {new}", sep="\n")
@@ -97,13 +86,6 @@ def runnable_ds_config(pasted: Mapping[str, Any]) -> dict[str, Any]:
         block, _, name = key.rpartition(".")
         (config.get(block, {}) if block else config).pop(name, None)
     return {key: value for key, value in config.items() if key in top_level_keys()}
-
-
-def _is_json(text: str) -> bool:
-    try:
-        return bool(json.loads(text))
-    except ValueError:
-        return False
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") -> Iterator[str]:

@@ -188,6 +188,13 @@ def explain(arguments: argparse.Namespace) -> int:
     row = described(code)
     print(f"{code} ({row['area']}, {row['level']}): {row['what']}", f"    why: {row['why']}", sep="\n")
     print(f"    fix: {row['fix']}")
+    if "source" in row:
+        print(f"    source: {row['source']}")
+    if code in ("ZR192", "ZR193"):
+        from zero_recipes.checks.rules import options
+
+        rules = options()["stops_late" if code == "ZR192" else "silent"].values()
+        print(*(f"    {rule['option']}: {rule.get('source', 'not in a library')}" for rule in rules), sep="\n")
     if "ignore" in row:
         print(f"    --ignore {code} makes it a warning: {row['ignore']}")
     elif row["level"] != "warning":

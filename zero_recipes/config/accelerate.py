@@ -138,10 +138,18 @@ def precision_findings(environment: Mapping[str, str], precision: str) -> Iterat
         yield finding("ZR339", of_the_file=of_the_file, precision=precision, level=level)
 
 
+def is_fsdp1(environment: Mapping[str, str]) -> bool:
+    """Whether the launcher's file is for FSDP1, accelerate's default; it is run as FSDP2, whose losses are the same."""
+    by_fsdp = environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    return by_fsdp and environment.get("FSDP_VERSION", "1") != "2"
+
+
 def launcher_findings(environment: Mapping[str, str]) -> Iterator[Finding]:
     """What an accelerate file says beside the ds_config that it names. `environment`: the launcher's."""
     if environment.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         yield finding("ZR301")
+    if is_fsdp1(environment):
+        yield finding("ZR314")
     if environment.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "fp8":
         yield finding("ZR302")
     if environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none").lower() in ("none", ""):

@@ -31,9 +31,10 @@ BLOCKS += ("data_types", "tensor_parallel", "torch_autocast", "compile", "zenflo
 
 
 def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
-    """A mapping that is given as it is, as JSON text, or by the path of a JSON file. Raises Refusal."""
+    """A mapping that is given as it is, as JSON text, or by the path of a JSON file; without its nulls, which the
+    libraries take for a value here and for the default there. Raises Refusal."""
     if isinstance(named, dict):
-        return named
+        return _without(None, named)
     text, place = str(named), "the inline configuration"
     if not text.lstrip().startswith("{"):
         place, path = text, at_hand(text, "ds_configs")
@@ -46,7 +47,7 @@ def read_json_mapping(named: str | Path | dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"it holds a {type(config).__name__}")
     except ValueError as error:
         raise refusal("ZR203", place=place, error=error) from None
-    return config
+    return _without(None, config)
 
 
 def schema_findings(config: Mapping[str, Any], source: str) -> list[Finding]:
@@ -78,15 +79,15 @@ def parsed_zero(block: Mapping[str, Any]):
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     with quiet():
-        return DeepSpeedZeroConfig(**_without_auto(block))
+        return DeepSpeedZeroConfig(**_without("auto", block))
 
 
-def _without_auto(block: Mapping[str, Any]) -> dict[str, Any]:
-    """The block without what transformers fills in."""
+def _without(left_out: Any, block: Mapping[str, Any]) -> dict[str, Any]:
+    """The block without the keys of one value: "auto", which transformers fills in, or None."""
     return {
-        key: _without_auto(value) if isinstance(value, dict) else value
+        key: _without(left_out, value) if isinstance(value, dict) else value
         for key, value in block.items()
-        if value != "auto"
+        if value != left_out
     }
 
 
@@ -210,8 +211,9 @@ class DsConfig:
         return self.raw.get("optimizer")
 
     @property
-    def aio(self) -> Mapping[str, Any]:
-        return self.raw.get("aio") or {}
+    def least_swapped(self) -> int:
+        """Bytes below which a tensor is not swapped."""
+        return max(LEAST_SWAPPED, number_in(self.raw.get("aio") or {}, "block_size", 0))
 
     @property
     def grad_accum_dtype(self) -> str | None:

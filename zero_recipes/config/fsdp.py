@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from zero_recipes.config.accelerate import is_fsdp1
 from zero_recipes.config.ds_config import read_json_mapping
 from zero_recipes.config.recipe import Settings
 from zero_recipes.core.findings import Finding, Refusal, finding, refusal
@@ -26,12 +27,13 @@ _VARIABLES = {
 }
 # where a file says nothing: accelerate's own default (utils/dataclasses.py, FullyShardedDataParallelPlugin), written
 # out wherever transformers has another one
-_DEFAULTS = {"version": 1, "auto_wrap_policy": "NO_WRAP"}
+_DEFAULTS = {"auto_wrap_policy": "NO_WRAP"}
 # run so, whatever is written: it trains the same, and saves a whole model
 _WHOLE = {"state_dict_type": "FULL_STATE_DICT", "cpu_ram_efficient_loading": False}
 # FSDP1's words for `fsdp`, in FSDP2's keys
 _WORDS = {"full_shard": {"reshard_after_forward": True}, "shard_grad_op": {"reshard_after_forward": False}}
 _WORDS |= {"auto_wrap": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, "offload": {"cpu_offload": True}}
+_RESHARDING = ("FULL_SHARD", "HYBRID_SHARD", "1", "4")  # FSDP1's strategies that free gathered weights after forward
 _FILE = "accelerate_configs/fsdp2.yaml"
 
 
@@ -58,6 +60,9 @@ def _from_launcher(environment: Mapping[str, str]) -> dict[str, Any] | None:
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     written = {key: _value(environment[name]) for name, key in _VARIABLES.items() if name in environment}
+    if is_fsdp1(environment):
+        strategy = environment.get("FSDP_SHARDING_STRATEGY", _RESHARDING[0])
+        written |= {"version": 2, "reshard_after_forward": strategy in _RESHARDING}
     return {key: value for key, value in (_DEFAULTS | written).items() if value is not None}
 
 
@@ -70,7 +75,8 @@ def _from_recipe(settings: Settings) -> dict[str, Any] | None:
     requested, config = settings.fsdp, settings.fsdp_config
     if str(requested).lower() in ("none", "false", "[]", ""):
         return None
-    words = [] if str(requested).lower() == "true" else str(requested).split()
+    words = requested if isinstance(requested, list) else str(requested).replace(",", " ").split()
+    words = [] if str(requested).lower() == "true" else words
     if any(word not in _WORDS for word in words):
         raise refusal("ZR312", requested=requested)
     if isinstance(config, str):
@@ -82,14 +88,12 @@ def _from_recipe(settings: Settings) -> dict[str, Any] | None:
 def _findings(config: Mapping[str, Any], settings: Settings, world_size: int) -> list[Finding]:
     """What of an `fsdp_config` cannot run here."""
     found = []
-    if config.get("version") != 2:
-        found.append(finding("ZR314", file=_FILE))
     unknown = sorted(set(config) - set(_VARIABLES.values()))
+    unknown += [] if config.get("version") == 2 else [f"version {config.get('version')}"]
     if unknown:
         found.append(finding("ZR315", unknown=", ".join(unknown), known=", ".join(sorted(_VARIABLES.values()))))
     twice = config.get("activation_checkpointing") and settings.activation_checkpointing
     found += [finding("ZR316")] if world_size == 1 else []
-    found += [finding("ZR318")] if config.get("cpu_offload") else []
     found += [finding("ZR320")] if twice else []
     found += [finding("ZR321")] if settings.auto_find_batch_size else []
     found += [finding("ZR322")] if settings.load_best_model_at_end and settings.save_only_model else []

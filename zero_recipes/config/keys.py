@@ -185,10 +185,10 @@ def range_findings(where: str, key: str, value: Any) -> Iterator[Finding]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return
     allowed = next((row for row in tables()["ranges"] if key in row["keys"]), {})
-    low, high, below = allowed.get("min", -float("inf")), allowed.get("max", float("inf")), allowed.get("below")
-    if not low <= value <= high or (below is not None and value >= below):
+    low, high = allowed.get("min", -float("inf")), allowed.get("max", float("inf"))
+    if not low <= value <= high:
         words = [f"at least {low:,}"] if "min" in allowed else []
-        words += [f"at most {high:,}"] if "max" in allowed else [f"below {below:,}"] if below is not None else []
+        words += [f"at most {high:,}"] if "max" in allowed else []
         yield finding("ZR113", key=key, where=where, value=value, allowed=" and ".join(words) or "a number")
 
 

@@ -6,19 +6,20 @@ from typing import Any
 
 from pydantic_core import to_json
 
+PART = ".zero-recipes.part"  # ends the name of what is not yet written, or not yet deleted, to its end
 FILES = Path(__file__).resolve().parents[1] / "_files"  # links to the repository's folders; in a wheel, copies
 
 
 def at_hand(named: str | Path, folder: str = "") -> Path:
     """The path as it is named, also within `folder`; where nothing stands there, the package's file of that name."""
     candidates = (Path(base, inner, named) for base in (".", FILES) for inner in ("", folder))
-    return next((path for path in candidates if path.exists()), Path(named))
+    return next((path for path in candidates if os.path.exists(path)), Path(named))  # a long name is no error
 
 
 def write_text(path: Path, text: str) -> None:
     """Write whole or not at all: a reader never sees half a file, nor two processes' halves."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f"{path.suffix}.{os.getpid()}.part")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}{PART}")
     unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, path)
 

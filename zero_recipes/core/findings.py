@@ -52,17 +52,29 @@ class Finding:
     ignored: bool = False  # an error that the recipe's `ignore` makes a warning
     trace: str = field(default="", compare=False, repr=False)  # the traceback of what a library raised
 
-    def with_traceback(self) -> str:
-        return f"{self}\n{self.trace}" if self.trace else str(self)
-
     def __str__(self) -> str:
-        head = "refused" if self.level == "error" else "warning (ignored)" if self.ignored else "warning"
-        return f"{head}: {self.what} [{self.code}]\n    why: {self.why}\n    fix: {self.fix}"
+        return shown([self])
+
+
+def shown(findings: Iterable[Finding], tracebacks: bool = False) -> str:
+    """The findings as people read them: those of one code for the same reason as one, with a line for each."""
+    alike: dict[tuple[str, ...], list[Finding]] = {}
+    for each in findings:
+        head = "refused" if each.level == "error" else "warning (ignored)" if each.ignored else "warning"
+        alike.setdefault((head, each.code, each.why), []).append(each)
+    lines = []
+    for (head, code, why), group in alike.items():
+        fixes = list(dict.fromkeys(each.fix for each in group))
+        whats = [each.what if len(fixes) == 1 else f"{each.what}. {each.fix}" for each in group]
+        lines += [f"{head}: " + "\n    ".join(whats) + f" [{code}]", f"    why: {why}"]
+        lines += [f"    fix: {fixes[0]}"] if len(fixes) == 1 else []
+        lines += [each.trace for each in group if tracebacks and each.trace]
+    return "\n".join(lines)
 
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
-    """{code: {"level", "what", "why", "fix" and, where there is one, "ignore" and "example"}} of findings.yaml."""
+    """{code: {"level", "what", "why", "fix"; some have "source", "ignore" and "example"}} of findings.yaml."""
     text = resources.files(__package__).joinpath("findings.yaml").read_text(encoding="utf-8")
     rows = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # the one in C takes a tenth of the time
     return {code: {"level": "error"} | row for code, row in rows.items()}
@@ -94,7 +106,7 @@ class Refusal(Exception):
         self.what, self.why, self.fix = ("\n".join(getattr(each, part) for each in self.findings) for part in parts)
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.findings))
+        return shown(self.findings)
 
 
 class RunFailed(Exception):
@@ -124,6 +136,7 @@ def library_error_as_finding(doing: str, keys: Iterable[str] = ()) -> Iterator[N
             raise
         named = next((key for key in keys if re.search(rf"\b{re.escape(key)}\b", message)), None)
         about = {"doing": doing, "name": type(error).__name__, "message": message[:LONGEST_MESSAGE]}
+        about["hint"] = next((hint for words, hint in table()["ZR199"]["hints"].items() if words in message), "")
         trace = "".join(traceback.format_exception(error))
         raise Refusal([replace(finding("ZR199", recipe_key=named, **about), trace=trace)]) from error
 
@@ -177,7 +190,7 @@ def raise_or_print(findings: list[Finding]) -> None:
     """Raise one Refusal where there is an error among the findings, else print them on rank 0."""
     raise_errors(findings)
     if rank() == 0 and findings:
-        print(*findings, sep="\n", flush=True)
+        print(shown(findings), flush=True)
 
 
 def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:
@@ -190,7 +203,7 @@ def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:
     prints = {"run": rank() == 0, "machine": int(os.environ.get("LOCAL_RANK", rank())) == 0, "rank": True}
     if isinstance(ending, Refusal):
         message, mine = str(ending), [finding for finding in ending.findings if prints[finding.scope]]
-        texts = [finding.with_traceback() if tracebacks else str(finding) for finding in mine]
+        texts = [shown(mine, tracebacks)] if mine else []
     else:
         message = f"{ending.status}: {ending}"
         texts = [message] if prints["run"] else []

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import fsspec
+import pyarrow
 from datasets import DatasetDict, concatenate_datasets, interleave_datasets, load_dataset, load_dataset_builder
+from pyarrow import parquet
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, set_seed
 
 from zero_recipes.config import keys
@@ -23,6 +25,8 @@ from zero_recipes.libs.huggingface import single_process_env
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")
 FORMATS = dict.fromkeys(JSON_LINES, "json") | {".csv": "csv", ".parquet": "parquet"}
+WANTED = {"alpaca": ", ".join(forms.ALPACA_COLUMNS), "chat": "messages, conversations, or one question with one answer"}
+TRAINED_ON = f"prompt and completion, input_ids, the text of dataset_text_field, {WANTED['chat']}"
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
 PADDING_TOKENS = ("<|padding|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]")
 # reserved, or never written by a tokenizer of today
@@ -98,19 +102,24 @@ def _entry(entry: dict[str, Any], settings: Settings) -> tuple[Rows, Form]:
 
     columns = entry.get("columns")
     taken = {key: value for key, value in entry.items() if key not in (*keys.ENTRY_KEYS, "fraction")}
+    taken |= _by_format(entry["path"])
     taken["columns"] = None if isinstance(columns, Mapping) else columns
     rows = get_dataset(DatasetMixtureConfig([taken], settings.streaming))["train"]
     return _formatted(rows, entry.get("split") or "train", settings, entry)
 
 
 def _sources(settings: Settings) -> list[dict[str, Any]]:
-    """What `load_dataset` takes, for each; of a file of a known format its reader."""
-    names, named = ("path", "name", "data_dir", "data_files"), settings.dataset_name
-    kind = FORMATS.get(Path(str(named).removesuffix(".gz")).suffix)
-    if kind is not None and os.path.isfile(named):
-        return [{"path": kind, "data_files": {"train": named}}]
-    mixture = [{key: entry.get(key) for key in names} for entry in settings.datasets]
-    return mixture or [{"path": named, "name": settings.dataset_config}]
+    """What `load_dataset` takes, for each."""
+    names = ("path", "name", "data_dir", "data_files")
+    mixture = [{key: entry.get(key) for key in names} | _by_format(entry["path"]) for entry in settings.datasets]
+    return mixture or [{"name": settings.dataset_config} | _by_format(settings.dataset_name)]
+
+
+def _by_format(path: str | None) -> dict[str, Any]:
+    """A path as `load_dataset` takes it; of one file of a known format its reader, and the file."""
+    kind = FORMATS.get(Path(str(path).removesuffix(".gz")).suffix)
+    is_file = kind is not None and os.path.isfile(path)
+    return {"path": kind, "name": None, "data_files": {"train": path}} if is_file else {"path": path}
 
 
 def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, Any]) -> tuple[Rows, Form]:
@@ -128,21 +137,13 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
     uneven = "__index_level_0__" in first and any(file.endswith((".csv", ".tsv")) for file in _local_files(sources))
     form = None if uneven else forms.recognise(first, settings, dataset_format)
     if form is None:
-        wanted = "as many fields as the header of the CSV file names" if uneven else _wanted(settings, dataset_format)
+        wanted = (
+            "as many fields as the header of the CSV file names" if uneven else WANTED.get(dataset_format, TRAINED_ON)
+        )
         raise refusal("ZR508", split=split, columns=", ".join(sorted(first)), wanted=wanted)
     if settings.assistant_only_loss and not form.chat:  # TRL 1.16 refuses it once it has the model
         raise refusal("ZR431", first=", ".join(first))
     return forms.convert(rows, form, split), form
-
-
-def _wanted(settings: Settings, dataset_format: str | None) -> str:
-    """What can be trained on, in words."""
-    if dataset_format == "alpaca":
-        return ", ".join(forms.ALPACA_COLUMNS)
-    if (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
-        return "input_ids, with skip_prepare_dataset"
-    texts = f"prompt and completion, input_ids, {settings.dataset_text_field} (dataset_text_field), "
-    return f"{'' if dataset_format else texts}messages, conversations, one question with one answer"
 
 
 def refuse_data_at_hand(settings: Settings, asks_hub: bool) -> None:
@@ -169,17 +170,19 @@ def _streamed(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reading(sources: list[dict[str, Any]]) -> Iterator[None]:
-    """What the datasets library raises becomes a Refusal, with the file and line of broken JSON."""
+    """What the datasets library raises becomes a Refusal, with the file, and of broken JSON the line."""
     try:
         yield
     except (Refusal, MemoryError):
         raise
     except Exception as error:
-        named = ", ".join(str(source["path"]) for source in sources)
-        place = next(filter(None, map(_broken_json, _local_files(sources))), None)
+        paths = [str(source["path"]) for source in sources]
+        named, place = ", ".join(paths), next(filter(None, map(_broken, _local_files(sources))), None)
         if place is not None:
             raise refusal("ZR522", named=named, place=place, error=_root_cause(error)) from error
-        raise refusal("ZR506", named=named, error=_root_cause(error), cwd=Path.cwd()) from error
+        absent = [path for path in paths if not os.path.exists(path) and not on_hub(path)]  # only a path can be so
+        why = f"There is no file or folder {absent[0]}." if absent else _root_cause(error)
+        raise refusal("ZR506", named=named, error=why, cwd=Path.cwd()) from error
 
 
 def _local_files(sources: list[dict[str, Any]]) -> Iterator[str]:
@@ -189,8 +192,14 @@ def _local_files(sources: list[dict[str, Any]]) -> Iterator[str]:
                 yield from filter(os.path.isfile, files)
 
 
-def _broken_json(file: str) -> str | None:
-    """The first line of a JSON file that is no JSON in UTF-8, or no object: "train.jsonl line 5: Expecting value"."""
+def _broken(file: str) -> str | None:
+    """A Parquet file that cannot be read, or the first line of a JSON file that is no JSON in UTF-8, or no object:
+    "train.jsonl line 5: Expecting value"."""
+    if file.endswith(".parquet"):
+        try:
+            parquet.read_table(file)
+        except (pyarrow.ArrowException, OSError) as error:
+            return f"{file}: {first_line(error)}"
     if not file.removesuffix(".gz").endswith(JSON_LINES):
         return None
     number = 0

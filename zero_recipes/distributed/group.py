@@ -70,7 +70,9 @@ def start_process_group(strategy: Strategy, device: str, timeout_seconds: int, o
         )
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    backend, timeout = "nccl" if device == "cuda" else "gloo", timedelta(seconds=timeout_seconds)
+    # accelerate's for FSDP (state.py): what is offloaded to the host is reduced there, by gloo
+    on_gpu, timeout = "cuda:nccl,cpu:gloo" if strategy.is_fsdp else "nccl", timedelta(seconds=timeout_seconds)
+    backend = on_gpu if device == "cuda" else "gloo"
     with CLOCK.phase("startup"):
         to_compile = missing(ops, device)
         if int(os.environ["LOCAL_RANK"]) == 0:
@@ -121,7 +123,7 @@ def rendezvous(
     try:
         trainings = distributed.PrefixStore("training", store)
         distributed.init_process_group(backend, timeout=timeout, store=trainings, rank=number, world_size=world_size)
-        total = torch.ones(1, device="cuda" if backend == "nccl" else "cpu")
+        total = torch.ones(1, device="cuda" if "nccl" in backend else "cpu")
         distributed.all_reduce(total)
         if total.item() != world_size:
             raise RuntimeError(f"the all-reduce of ones gave {total.item():g} instead of {world_size}")
@@ -179,7 +181,7 @@ def _leave_together(store: distributed.Store, members: int, key: str) -> None:
 
 
 def _apart(backend: str, what: str, cause: str) -> Refusal:
-    variable = "NCCL_SOCKET_IFNAME" if backend == "nccl" else "GLOO_SOCKET_IFNAME"
+    variable = "NCCL_SOCKET_IFNAME" if "nccl" in backend else "GLOO_SOCKET_IFNAME"
     return refusal(
         "ZR324",
         rank=os.environ["RANK"],

@@ -124,10 +124,12 @@ def build(ops: Iterable[str]) -> None:
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
     for op in ops:
-        start = time.monotonic()
-        with working(f"compiling {op}, once for this machine (async_io takes minutes, others less than one)"):
+        start, holder = time.monotonic(), _holders().get((extension_folder(os.environ, op) / "lock").resolve())
+        waits = f"waiting for process {holder}, which compiles {op}"
+        compiles = f"compiling {op}, once for this machine (async_io takes minutes, others less than one)"
+        with working(compiles if holder is None else waits):
             ALL_OPS[op].load(verbose=False)
-        print(f"compiled {op} in {time.monotonic() - start:.0f} s", flush=True)
+        print(f"{op} is compiled, after {time.monotonic() - start:.0f} s", flush=True)
 
 
 def _is_seen(lock: Path) -> bool:
@@ -141,12 +143,18 @@ def _is_seen(lock: Path) -> bool:
 def remove_stale_locks() -> None:
     """Locks that a killed compiler left: who made one keeps it open (torch, utils/file_baton.py)."""
     locks = {lock.resolve() for lock in build_root(os.environ).rglob("lock") if _is_seen(lock)}
-    for process in psutil.process_iter() if locks else ():
-        with contextlib.suppress(psutil.Error):  # of another user
-            locks -= {Path(file.path) for file in process.open_files()}
-    for lock in sorted(locks):
+    for lock in sorted(locks - _holders().keys() if locks else ()):
         print(f"removed a build lock that a killed compiler left: {lock}", flush=True)
         lock.unlink(missing_ok=True)
+
+
+def _holders() -> dict[Path, int]:
+    """{a lock that a compiler holds open: its process}."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # of another user
+            found |= {Path(file.path): process.pid for file in process.open_files() if file.path.endswith("/lock")}
+    return found
 
 
 def main(names: list[str]) -> None:
