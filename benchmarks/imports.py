@@ -19,7 +19,8 @@ PROJECTS = {
     "LLaMA-Factory": ("examples/**/*.yaml", ["stage: sft", "do_train: true"]),
     "ms-swift": ("examples/**/*.sh", ["swift sft"]),
 }
-NO_TEXT = {"rl", "processor_type", "pretraining_dataset"}  # axolotl: preferences, images, streams
+# axolotl: preferences, images, streams; ms-swift: classification, embeddings, ranking
+NO_TEXT = {"rl", "processor_type", "pretraining_dataset", "task_type"}
 
 
 def counted(clone: Path, pattern: str, words: list[str]) -> dict:

@@ -5,10 +5,11 @@ import itertools
 import json
 import math
 from collections import Counter
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import datasets
 import torch
@@ -32,6 +33,7 @@ from zero_recipes.training import samples as sampling
 RECIPE, SAMPLES = "recipe.resolved.yaml", "samples.jsonl"
 NO_BASE = "none"  # --base none: the model alone
 CHAT_TOKENS = 256  # of an answer in a conversation
+Measured = TypeVar("Measured")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 _COMPUTED_IN = {"bf16": "bfloat16", "fp16": "float16"}
 # keys of a recipe about its training: the process group, DeepSpeed, FSDP, the device
@@ -56,7 +58,14 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     samples = read_questions(target, arguments.prompts, tokenizer)
     print(f"model: {target.folder}", f"base: {target.base or 'none (--base NAME)'}", sep="\n")
     print(f"{len(samples)} prompts, at most {most} new tokens, greedy, on {device}", flush=True)
-    base, tuned = _both_answers(target, tokenizer, device, samples, most)
+    batch = target.settings.per_device_eval_batch_size
+
+    def answers(loaded: Loaded) -> sampling.Answers:
+        if not loaded.adapter_off:
+            sampling.print_prompts_cut(loaded.model, tokenizer, samples, most)
+        return loaded.answers(samples, most, batch)
+
+    base, tuned = base_and_model(target, tokenizer, device, answers)
     rows = sampling.sample_rows(
         samples, base, tuned, lambda answer, wanted: sampling.text_scores(answer, wanted) | rouge(answer, wanted)
     )
@@ -118,11 +127,17 @@ class Loaded(NamedTuple):
     autocast: str | None
     adapter_off: bool = False  # the base of an adapter
 
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """As its run computed, and a base without its adapter."""
+        autocast = torch.autocast(self.device, getattr(torch, self.autocast)) if self.autocast else nullcontext()
+        with autocast, self.model.disable_adapter() if self.adapter_off else nullcontext():
+            yield
+
     def answers(self, samples: list[Sample], most: int, batch: int = 1) -> sampling.Answers:
         """Greedy answers and reference losses, `batch` prompts at a time as its run took them."""
         found = sampling.Answers([], [])
-        autocast = torch.autocast(self.device, getattr(torch, self.autocast)) if self.autocast else nullcontext()
-        with autocast, self.model.disable_adapter() if self.adapter_off else nullcontext():
+        with self.ready():
             for part in (samples[start : start + batch] for start in range(0, len(samples), batch)):
                 found.texts += sampling.generate_texts(self.model, self.tokenizer, part, most, self.device)
                 found.reference_losses += sampling.reference_losses(self.model, self.tokenizer, part, self.device)
@@ -249,19 +264,19 @@ def _of_file(path: Path) -> str | list[str]:
     return str(path) if path.suffix != ".txt" and lines and lines[0].lstrip().startswith("{") else lines
 
 
-def _both_answers(
-    target: Target, tokenizer: PreTrainedTokenizerBase, device: str, samples: list[Sample], most: int
-) -> tuple[sampling.Answers | None, sampling.Answers]:
-    """(the base's, the model's): one model in memory after the other, an adapter's base with the adapter off."""
-    batch, base = target.settings.per_device_eval_batch_size, None
+def base_and_model(
+    target: Target, tokenizer: PreTrainedTokenizerBase, device: str, measure: Callable[[Loaded], Measured]
+) -> tuple[Measured | None, Measured]:
+    """What `measure` gives of the base (None without one) and of the model: one model in memory after the other, an
+    adapter's base with the adapter off."""
+    base = None
     if target.base is not None and not target.is_adapter:
-        base = load(target, tokenizer, device, of_base=True).answers(samples, most, batch)
+        base = measure(load(target, tokenizer, device, of_base=True))
         clear_device_cache(garbage_collection=True)
     tuned = load(target, tokenizer, device)
-    sampling.print_prompts_cut(tuned.model, tokenizer, samples, most)
     if target.is_adapter:
-        base = tuned._replace(adapter_off=True).answers(samples, most, batch)
-    return base, tuned.answers(samples, most, batch)
+        base = measure(tuned._replace(adapter_off=True))
+    return base, measure(tuned)
 
 
 def rouge(answer: str, reference: str) -> dict[str, float]:

@@ -35,21 +35,24 @@ def on_each(namespaces: list[str], commands: list[list[str]], timeout: float = 4
 
 
 @pytest.mark.launch
-def test_two_hosts_by_accelerate_equal_one(namespaces, two, tmp_path):
-    """The command lines of docs/launch.md, `zero-recipes meet` before them."""
-    recipe, port, meeting = write_recipe(tmp_path, bf16=False), free_port(), free_port()
+def test_two_hosts_equal_one(namespaces, two, tmp_path):
+    """The same command on each: they meet, and accelerate launches."""
+    recipe = write_recipe(tmp_path, bf16=False)
     argv = [str(recipe), "--output_dir", str(tmp_path / "one"), "--deepspeed", "ds_configs/zero3.json"]
     losses = two.run("train", argv=argv)[0]["metrics"]["loss_history"]
-    commands = []
-    for machine in ("0", "1"):
-        meet = [*CLI, "meet", "--hosts", ",".join(HOSTS), "--machine_rank", machine, "--port", str(meeting)]
-        launch = [sys.executable, "-m", "accelerate.commands.launch"]
-        launch += ["--config_file", "accelerate_configs/multi_node.yaml", "--num_processes", "2"]
-        launch += ["--machine_rank", machine, "--main_process_ip", HOSTS[0], "--main_process_port", str(port)]
-        launch += ["run_sft.py", str(recipe), "--output_dir", str(tmp_path / "out")]
-        commands.append(["sh", "-c", f"{' '.join(meet)} && exec {' '.join(launch)}"])
-    ended = on_each(namespaces, commands)
-    assert all("2 machines have met: " in text for _, text in ended)
+    command = [
+        *CLI,
+        "train",
+        str(recipe),
+        "--config_file",
+        "zero3.yaml",
+        "--num_processes",
+        "2",
+        "--hosts",
+        ",".join(HOSTS),
+    ]
+    command += ["--output_dir", str(tmp_path / "out"), "--machine_rank"]
+    ended = on_each(namespaces, [[*command, machine] for machine in ("0", "1")])
     assert [code for code, _ in ended] == [0, 0], "\n".join(text[-2000:] for _, text in ended)
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert (metrics["strategy"], metrics["world_size"], metrics["status"]) == ("zero3", 2, "ok")

@@ -145,7 +145,7 @@ def test_a_network_of_the_command_line_counts_and_machines_are_launched_as_such(
     def found(*options: str) -> tuple[float, float]:
         answer = document(capsys, "--strategies", "zero3", *options, gpus="16")
         command = answer["recommendation"]["command"]
-        assert "--num_processes 16 --num_machines 2 --machine_rank K --main_process_ip HOST" in command
+        assert "--num_processes 16 --hosts HOST,HOST --machine_rank K" in command
         return answer["rows"][0]["speed"]["step_seconds"]
 
     fast, slow = found("--network", "50"), found("--network", "5")

@@ -72,9 +72,15 @@ def test_the_template_of_an_alpaca_model_is_its_prompt(adapter):
 
 
 @pytest.mark.grid
-def test_gguf_answers_as_transformers(tmp_path, capsys):
-    """A GPT-NeoX with a tokenizer of its own. llama.cpp's source is downloaded once, as a user's is."""
+def test_gguf_answers_as_transformers(tmp_path, capfd):
+    """GPT-NeoX with a tokenizer of its own, Llama, and an adapter on its base's file. llama.cpp's source is downloaded
+    once, as a user's is."""
     pytest.importorskip("xllamacpp")
-    out = tmp_path / "out"
-    assert main(["export", str(ROOT / "tiny_world" / "base"), "--gguf", "f16", "q8_0", "--output_dir", str(out)]) == 0
-    assert "out-f16.gguf: 1 of 1 greedy answers are transformers'" in capsys.readouterr().out
+    from benchmarks.exports import measured
+
+    for model, files in measured(tmp_path).items():
+        assert files.pop("exit_code") == 0
+        assert all(each["transformers"] == each["llama.cpp"] for each in files["f16"]["answers"]), model
+        assert [file["bytes"] for file in files.values()] == sorted((f["bytes"] for f in files.values()), reverse=True)
+    written = capfd.readouterr().out
+    assert re.search(r"lora-out-lora.gguf: (\d+) of \1 greedy answers are transformers'", written)

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from jinja2 import Template
 from transformers import AutoTokenizer
 
 from tests.helpers.bad_data import BASE, ON_CPU, lines
 from zero_recipes.cli import main as cli
 from zero_recipes.cli.import_config import table, translated
 from zero_recipes.config import keys
+from zero_recipes.config.accelerate import LAUNCH_KEYS
 from zero_recipes.config.recipe import parse_recipe, read_recipe_file, trl_arguments
 from zero_recipes.data.forms import alpaca_prompt
 from zero_recipes.data.load import load_tokenizer
@@ -25,6 +27,8 @@ SWIFT = "X=0 swift sft \\\n  --model MODEL --template qwen2_5 --dataset rows.jso
 CHAT = "    type: chat_template\n    field_messages: conversations\nchat_template: "
 LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>"
 CHATML = "<|im_start|>{}\n{}<|im_end|>\n"
+DEEPSEEK = "<｜User｜>{}<｜Assistant｜>{}<｜end▁of▁sentence｜>"
+GEMMA = "<|turn>{}\n{}<turn|>\n"
 QWEN = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 
 
@@ -54,7 +58,22 @@ CASES = {
         "<think>\n\n</think>\n\nWord 1.<|im_end|>\n"),
     "LLaMA-Factory train_on_prompt": (FACTORY + "template: qwen3_nothink\ntrain_on_prompt: true\n", SHAREGPT, None,
         written(CHATML, TURNS)),
+    "axolotl deepseek_v2": (AXOLOTL + CHAT + "deepseek_v2\n", SHAREGPT,
+        "<|endoftext|>" + "".join(DEEPSEEK.format(*turn) for turn in TURNS),
+        f"Word 1.{DEEPSEEK[-19:]}The red fish hums.{DEEPSEEK[-19:]}"),
+    "axolotl qwen3": (AXOLOTL + CHAT + "qwen3\n", SHAREGPT,
+        written(CHATML, TURNS).replace("The red", "<think>\n\n</think>\n\nThe red"),
+        "Word 1.<|im_end|>The red fish hums.<|im_end|>"),
+    "axolotl gemma4": (AXOLOTL + CHAT + "gemma4\n", SHAREGPT,
+        "<|endoftext|>" + written(GEMMA, TURNS).replace("assistant", "model"),
+        "Word 1.<turn|>The red fish hums.<turn|>"),
+    "LLaMA-Factory deepseek": (FACTORY + "template: deepseek\n", SHAREGPT,
+        "<|endoftext|>" + "".join(f"User: {asked}\n\nAssistant:{said}{DEEPSEEK[-19:]}" for asked, said in TURNS),
+        f"Word 1.{DEEPSEEK[-19:]}The red fish hums.{DEEPSEEK[-19:]}"),
     "ms-swift": (SWIFT, ALPACA, written(CHATML, [("Say 1.\nNow.", "Word 1.")], QWEN), "Word 1.<|im_end|>\n"),
+    "ms-swift qwen3": (SWIFT.replace("qwen2_5", "qwen3"), SHAREGPT,
+        written(CHATML, [(asked, f"<think>\n\n</think>\n\n{said}") for asked, said in TURNS]),
+        "".join(f"<think>\n\n</think>\n\n{said}<|im_end|>\n" for _, said in TURNS)),
 }  # fmt: skip
 
 
@@ -64,7 +83,10 @@ def test_text_and_mask_of_a_row_are_those_of_the_other_trainer(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.bos_token = "<|endoftext|>"
-    tokenizer.add_tokens(["<|start_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>"], special_tokens=True)
+    tokenizer.add_tokens(
+        ["<|start_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<turn|>", DEEPSEEK[-19:]],
+        special_tokens=True,
+    )
     tokenizer.save_pretrained("model")
     (tmp_path / "rows.jsonl").write_bytes(lines([row] * 3))
     columns = {"formatting": "sharegpt", "columns": {"messages": "conversations"}} if row is SHAREGPT else {}
@@ -81,12 +103,21 @@ def test_text_and_mask_of_a_row_are_those_of_the_other_trainer(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    "more", ["rl: dpo\n", "quantize_everything: true\n", "lr_scheduler: rex\n", "chat_template: mine\n"]
+    "more",
+    [
+        "rl: dpo\n",
+        "quantize_everything: true\n",
+        "lr_scheduler: rex\n",
+        "chat_template: mine\n",
+        "special_tokens: {bos_token: <x>}\n",
+        "special_tokens: {additional_special_tokens: [<x>]}\n",
+    ],
 )
 def test_what_has_no_counterpart_is_refused_by_name_unless_it_is_allowed(tmp_path, monkeypatch, capsys, more):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yml").write_text(AXOLOTL + "    type: chat_template\n" + more)
     key = "template" if "template" in more else more.partition(":")[0]
+    key += f".{more.partition('{')[2].partition(':')[0]}" if "{" in more else ""
     assert cli.main(["import", "a.yml"]) == 2 and not (tmp_path / "a.recipe.yaml").exists()
     assert f"`{key}` in a.yml has no counterpart" in capsys.readouterr().err
     assert cli.main(["import", "a.yml", "--allow", key]) == 0
@@ -96,15 +127,36 @@ def test_what_has_no_counterpart_is_refused_by_name_unless_it_is_allowed(tmp_pat
 
 @pytest.mark.parametrize("source", ["axolotl", "LLaMA-Factory", "ms-swift"])
 def test_every_key_of_a_table_is_a_key_of_a_recipe(tmp_path, source):
-    known, used = {*keys.key_types(), "env"}, set(table(source)["always"])
+    known, used = {*keys.key_types(), *LAUNCH_KEYS, "env"}, set(table(source)["always"])
     for row in table(source)["keys"].values():
         row = {"to": row} if isinstance(row, str) else row
-        assert row.keys() & {"to", "values", "note", "loses", "changes", "code", "env", "fields"}, row
-        used |= {row["to"]} if "to" in row else set()
+        assert row.keys() & {"to", "values", "note", "loses", "changes", "code", "within"}, row
+        used |= {row["to"]} if "to" in row else {*row.get("within", {})}
         used |= {key for values in [*row.get("values", {}).values(), row.get("sets", {})] for key in values}
-        used |= set(row.get("fields", {}).values())
     assert used <= known, used - known
-    (tmp_path / "b.yml").write_text(AXOLOTL + "    type: alpaca\nadapter: lora\nlora_r: 16\nlora_alpha: 8\n")
-    drafted = {key: value for key, (value, _) in translated(tmp_path / "b.yml", tmp_path / "r.yaml").recipe.items()}
+    more = "fsdp_config: {fsdp_offload_params: true}\nspecial_tokens: {bos_token: <s>, pad_token: <p>}\n"
+    (tmp_path / "b.yml").write_text(AXOLOTL + "    type: alpaca\nadapter: lora\nlora_r: 16\nlora_alpha: 8\n" + more)
+    draft = translated(tmp_path / "b.yml", tmp_path / "r.yaml")
+    drafted = {key: value for key, (value, _) in draft.recipe.items()}
+    assert not draft.changes and [*draft.loses] == ["fsdp_config.fsdp_offload_params"]
+    assert drafted["accelerate_config"] == "fsdp2.yaml" and drafted["pad_token"] == "<p>"
     said = {"weight_decay": 0.0, "optim": "adamw_torch_fused", "seed": 42, "warmup_steps": 0.03, "long_rows": "drop"}
     assert said.items() <= drafted.items() and drafted["activation_checkpointing"] is False
+
+
+def test_a_script_of_ms_swift_has_variables_and_names_for_its_data(tmp_path):
+    """swift/self-cognition has the model's name as {{NAME}}."""
+    command = (
+        "NPROC_PER_NODE=$n swift sft --model Qwen/Qwen3-8B --dataset swift/self-cognition#5 --target_modules q_proj"
+    )
+    (tmp_path / "c.sh").write_text(f"n=4\n{command} --gradient_accumulation_steps $(expr 16 / $n) --model_author Al")
+    assert translated(tmp_path / "c.sh", tmp_path / "r.yaml").changes.keys() == {"dataset"}
+    (tmp_path / "c.sh").write_text((tmp_path / "c.sh").read_text() + " --model_name Bo\n")
+    draft = translated(tmp_path / "c.sh", tmp_path / "r.yaml")
+    drafted = {key: value for key, (value, _) in draft.recipe.items()}
+    assert not draft.changes and (drafted["num_processes"], drafted["gradient_accumulation_steps"]) == (4, 4)
+    assert drafted["lora_target_modules"] == [r".*\.q_proj"], "TRL would make a pattern of the whole name of it"
+    text = Template(draft.files[tmp_path / "r.jinja"]).render(
+        messages=[{"role": "user", "content": "{{NAME}} {{AUTHOR}}"}]
+    )
+    assert "\nBo Al<|im_end|>" in text

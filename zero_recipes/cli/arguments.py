@@ -51,6 +51,23 @@ def _add_strategies(verb, default: str) -> None:
     either.add_argument("--config_file", type=accelerate_file, help=one)
 
 
+def _add_machines(verb) -> None:
+    """What a plan is made for."""
+    verb.add_argument("--gpus", required=True, help="how many; several by comma (1,2,4,8): the smallest that fits")
+    verb.add_argument("--gpu", default="h100-80gb", help="GPU type; docs/commands.md lists all; default: %(default)s")
+    _add_strategies(verb, "the stages and CPU offload")
+    verb.add_argument("--gpus_per_node", type=COUNT, default=8, help="most GPUs in one machine; default: %(default)s")
+    verb.add_argument("--host_memory", type=AMOUNT, help="host memory of each machine in GB; default: no limit")
+    verb.add_argument("--nvme", type=AMOUNT, help="NVMe disk of each machine in GB, for ZeRO-Infinity")
+    network = "GB/s between machines for each GPU (400 Gb/s are 50); default: the hardware table's"
+    verb.add_argument("--network", type=AMOUNT, help=network)
+    verb.add_argument("--quick", action="store_true", help="use formulas instead of the simulated engine")
+    verb.add_argument("--price", type=AMOUNT, help="price of one GPU for one hour; prints the price of the run")
+    verb.add_argument("--mean_tokens", type=AMOUNT, help="mean tokens of a row, if the data is not on this machine")
+    verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU, for its speed")
+    verb.add_argument("--hardware", type=Path, help="further GPUs, in the form of zero_recipes/core/hardware.yaml")
+
+
 def parse_arguments(argv: list[str] | None, description: str | None = None) -> argparse.Namespace:
     """The subcommand's arguments, with `func` that runs it and returns the exit code."""
     epilog = "zero-recipes SUBCOMMAND --help; docs/commands.md has more."
@@ -87,7 +104,9 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
     file = "the accelerate file, e.g. zero3.yaml; default: the recipe's, or ddp.yaml"
     verb.add_argument("--config_file", type=accelerate_file, help=file)
-    verb.add_argument("--num_processes", type=COUNT, help="default: one a GPU; 1 without GPUs")
+    verb.add_argument("--num_processes", type=COUNT, help="on all machines; default: one a GPU; 1 without GPUs")
+    verb.add_argument("--hosts", type=names, help="all machines by comma, on which this command is started")
+    verb.add_argument("--machine_rank", type=int, default=0, help="which of them this machine is, from 0")
 
     verb = add(verbs.fetch, "download a recipe's model and data into the cache, and print their size")
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
@@ -119,23 +138,19 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
     size = "instead of a recipe: a Llama-like model of this many, e.g. 7e9; bf16, micro batches of 1 x 2,048 tokens"
     verb.add_argument("--params", type=AMOUNT, help=size)
-    verb.add_argument("--gpus", required=True, help="how many; several by comma (1,2,4,8): the smallest that fits")
-    verb.add_argument("--gpu", default="h100-80gb", help="GPU type; docs/commands.md lists all; default: %(default)s")
-    _add_strategies(verb, "the stages and CPU offload")
-    verb.add_argument("--gpus_per_node", type=COUNT, default=8, help="most GPUs in one machine; default: %(default)s")
-    verb.add_argument("--host_memory", type=AMOUNT, help="host memory of each machine in GB; default: no limit")
-    verb.add_argument("--nvme", type=AMOUNT, help="NVMe disk of each machine in GB, for ZeRO-Infinity")
-    network = "GB/s between machines for each GPU (400 Gb/s are 50); default: the hardware table's"
-    verb.add_argument("--network", type=AMOUNT, help=network)
-    verb.add_argument("--quick", action="store_true", help="use formulas instead of the simulated engine")
+    _add_machines(verb)
     verb.add_argument("--max", action="store_true", help="the largest micro batch and the longest sequences that fit")
-    verb.add_argument("--price", type=AMOUNT, help="price of one GPU for one hour; prints the price of the run")
-    verb.add_argument("--mean_tokens", type=AMOUNT, help="mean tokens of a row, if the data is not on this machine")
-    verb.add_argument("--calibrate", type=Path, help="metrics.json of a run of this recipe on this GPU, for its speed")
-    verb.add_argument("--hardware", type=Path, help="further GPUs, in the form of zero_recipes/core/hardware.yaml")
     verb.add_argument("--output_dir", type=Path, help="write plan.json, plan.txt and plan.png there")
     verb.add_argument("-v", "--verbose", action="store_true", help="also print parts, phases and caveats")
     verb.add_argument("--json", action="store_true", help="print JSON alone")
+
+    verb = add(verbs.rent, "the plan's choice as files for SkyPilot, SLURM and Kubernetes", overrides=True)
+    verb.add_argument("recipe", type=recipe_file, help=RECIPE)
+    _add_machines(verb)
+    image = "for Kubernetes: of this repository's Dockerfile, where you pushed it; default: %(default)s"
+    verb.add_argument("--image", default="zero-recipes", help=image)
+    verb.add_argument("--output_dir", type=Path, default=Path(), help="for the files; default: this folder")
+    verb.set_defaults(params=None, max=False)
 
     verb = add(verbs.meet, "check before a launch that several machines reach each other, and name the missing ones")
     verb.add_argument("--hosts", type=names, required=True, help="all machines by comma, by machine rank")
@@ -181,6 +196,18 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     longest = "longest answer in tokens; default: the recipe's sample_max_new_tokens, 256 in a conversation"
     verb.add_argument("--max_new_tokens", type=COUNT, help=longest)
     verb.add_argument("--output_dir", type=Path, help="for samples.jsonl; default: output/ask-<model>")
+    verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
+
+    verb = add(verbs.evaluate, "a saved model and its base on tasks of lm-eval, side by side")
+    verb.add_argument("model", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
+    verb.add_argument("--base", help="folder or name; default: of the run's recipe or the adapter; none: no base")
+    verb.add_argument("--tasks", type=names, required=True, help="names by comma, e.g. hellaswag,arc_easy")
+    verb.add_argument("--include_path", type=Path, help="a folder of your own tasks, as lm-eval's YAML files")
+    verb.add_argument("--limit", type=COUNT, help="rows of each task; default: all")
+    verb.add_argument("--num_fewshot", type=int, help="examples in the prompt; default: of the task")
+    verb.add_argument("--batch_size", type=COUNT, default=8, help="default: %(default)s")
+    verb.add_argument("--apply_chat_template", action="store_true", help="ask in the model's chat template")
+    verb.add_argument("--output_dir", type=Path, help="for evaluations.json; default: the model's, for report and card")
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
     verb = add(verbs.verify, "check that a saved model, adapter or checkpoint is complete")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,10 @@ def export(arguments: argparse.Namespace) -> int:
     files = {kind: _convert(llama_cpp, kind, out, target) for kind in kinds}
     whole = [file for kind, file in files.items() if kind != LORA]
     (out / "Modelfile").write_text(modelfile(tokenizer, whole[-1].name if whole else "", ends))
-    answers = _answers(out, tokenizer, prompts) if whole else []
+    answers = answers_of(out, tokenizer, prompts) if files else {}
     fine = [_compare(file, answers, tokenizer.bos_token) for file in whole]
+    if LORA in files:
+        fine.append(_compare_adapter(files[LORA], llama_cpp, target, tokenizer, answers))
     print("", f"ollama create {out.name} -f {out / 'Modelfile'}", f"vllm serve {out}", sep="\n")
     return 0 if all(fine) else 1
 
@@ -177,7 +180,7 @@ def _convert(llama_cpp: Path, kind: str, out: Path, target: ask.Target) -> Path:
     return file
 
 
-def _answers(out: Path, tokenizer: Any, prompts: list[str]) -> dict[str, list[int]]:
+def answers_of(out: Path, tokenizer: Any, prompts: list[str]) -> dict[str, list[int]]:
     """The tokens that transformers answers each prompt with, greedily, in fp32."""
     model, found = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32), {}
     for prompt in prompts:
@@ -188,22 +191,45 @@ def _answers(out: Path, tokenizer: Any, prompts: list[str]) -> dict[str, list[in
     return found
 
 
-def _compare(file: Path, expected: dict[str, list[int]], start: str | None) -> bool:
-    """Run the file on the same prompts, and say how far its answers are transformers'. False for another model's."""
+def served_tokens(file: Path, prompts: Iterable[str], start: str | None, adapter: Path | None) -> list[list[int]]:
+    """The tokens that llama.cpp answers each prompt with, greedily."""
     import xllamacpp
 
     parameters = xllamacpp.CommonParams()
     parameters.model.path, parameters.n_ctx, parameters.n_gpu_layers, parameters.verbosity = str(file), PLACES, 0, 0
-    server, equal, same = xllamacpp.Server(parameters), 0, 0
-    for prompt, wanted in expected.items():
+    if adapter is not None:
+        lora = xllamacpp.CommonAdapterLoraInfo()
+        lora.path, lora.scale = str(adapter), 1.0
+        parameters.lora_adapters = [lora]
+    server, found = xllamacpp.Server(parameters), []
+    for prompt in prompts:
         question = {"prompt": prompt.removeprefix(start or ""), "n_predict": TOKENS, "temperature": 0, "n_probs": 1}
-        tokens = [each["id"] for each in server.handle_completions(question)["choices"][0]["logprobs"]["content"]]
+        answer = server.handle_completions(question)["choices"][0]["logprobs"]["content"]
+        found.append([each["id"] for each in answer])
+    return found
+
+
+def _compare_adapter(file: Path, llama_cpp: Path, target: ask.Target, tokenizer: Any, expected: dict) -> bool:
+    """The adapter's file on a file of its base, against the merged model."""
+    with tempfile.TemporaryDirectory() as folder:
+        ask.load(target, tokenizer, "cpu", of_base=True).model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        base = Path(folder) / "base-f16.gguf"
+        _run(llama_cpp, "convert_hf_to_gguf.py", folder, "--outfile", base, "--outtype", "f16")
+        return _compare(base, expected, tokenizer.bos_token, file)
+
+
+def _compare(file: Path, expected: dict[str, list[int]], start: str | None, adapter: Path | None = None) -> bool:
+    """Run the file on the same prompts, and say how far its answers are transformers'. False for another model's."""
+    equal, same = 0, 0
+    answers = served_tokens(file, expected, start, adapter)
+    for tokens, wanted in zip(answers, expected.values(), strict=True):
         pairs = zip(tokens, wanted, strict=False)
         alike = next((n for n, (own, other) in enumerate(pairs) if own != other), min(len(tokens), len(wanted)))
         equal, same = equal + (tokens == wanted), same + alike
     share = same / sum(map(len, expected.values()))
     said = f"{equal} of {len(expected)} greedy answers are transformers', {share:.0%} of the tokens"
-    print(f"{file.name}: {said} up to the first that differs", flush=True)
+    print(f"{(adapter or file).name}: {said} up to the first that differs", flush=True)
     return share >= LEAST_SAME or not file.name.endswith("f16.gguf")
 
 

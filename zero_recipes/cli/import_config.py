@@ -8,15 +8,17 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, reduce
 from importlib import resources
+from operator import floordiv
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from zero_recipes.core.files import write_text
 from zero_recipes.core.findings import finding, raise_errors, refusal
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -44,7 +46,9 @@ class Draft:
 
     def said(self) -> list[str]:
         told = {"not done here": self.loses, "another training": self.changes, "the same": self.note}
-        return [f"{title}: {key}: {effect}" for title, items in told.items() for key, effect in items.items()]
+        effects = [(title, effect, items) for title, items in told.items() for effect in dict.fromkeys(items.values())]
+        keys = ([key for key in items if items[key] == effect] for _, effect, items in effects)
+        return [f"{effect[0]}: {', '.join(named)}: {effect[1]}" for effect, named in zip(effects, keys, strict=True)]
 
     def text(self) -> str:
         lines = [f"# {line}" for line in (f"Written by zero-recipes import {self.path} ({self.source}).", *self.said())]
@@ -60,37 +64,69 @@ def import_(arguments: argparse.Namespace) -> int:
     changed = draft.changes.keys() - set(arguments.allow or ())
     where = {"file": draft.path, "source": draft.source}
     raise_errors([finding("ZR894", key=key, effect=draft.changes[key], **where) for key in sorted(changed)])
-    texts = {recipe: draft.text()} | draft.files
+    print(*draft.said(), sep="\n")
+    write_new({recipe: draft.text()} | draft.files)
+    print(f"zero-recipes check {recipe} --data")
+    return 0
+
+
+def write_new(texts: Mapping[Path, str]) -> None:
+    """Raises Refusal where one of the files is there."""
     if there := [path for path in texts if path.exists()]:
         raise refusal("ZR895", path=there[0])
     for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
-    print(*draft.said(), *(f"written: {path}" for path in texts), f"zero-recipes check {recipe} --data", sep="\n")
-    return 0
+        write_text(path, text)
+        print(f"written: {path}")
 
 
 def translated(path: Path, recipe: Path) -> Draft:
     """What a file of another trainer is as a recipe, which is to be written to `recipe`. Raises Refusal for a file of
     none of them."""
     source, theirs = _read(path)
+    theirs = _flat(theirs, table(source).get("nested", ()))
     draft, rows = Draft(path, recipe, source, theirs), table(source)["keys"]
     draft.put(f"what {source} does", **table(source)["always"])
     {"axolotl": _axolotl, "LLaMA-Factory": _llama_factory, "ms-swift": _swift}[source](draft, theirs)
     for key in [*(key for key in rows if "*" not in key), *sorted(theirs.keys() - rows)]:
         row = rows.get(key) or next((rows[name] for name in rows if fnmatchcase(key, name)), None)
         _translate(draft, key, {"to": row} if isinstance(row, str) else row)
+    _lora_targets(draft)
+    if not draft.recipe["datasets"][0] and not draft.changes:
+        draft.changes["datasets"] = "there is none in the file"
     return draft
+
+
+def _lora_targets(draft: Draft) -> None:
+    """Names for PEFT. TRL 1.16 (trainer/model_config.py) hands one name on as text, which PEFT takes for a pattern that
+    the module's whole name fits; and PEFT knows all-linear only alone."""
+    names, why = draft.recipe.get("lora_target_modules", ([], ""))
+    if len(names) == 1 and names[0].isidentifier():
+        draft.put(why, lora_target_modules=[rf".*\.{names[0]}"])
+    elif len(names) > 1 and "all-linear" in names:
+        draft.changes[why] = "LoRA on all linear layers and on others"
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     if (command := re.search(r"\bswift sft\s((?:.*\\\n)*.*)", text)) is not None:
-        return "ms-swift", _options(shlex.split(command[1].replace("\\\n", " "), comments=True))
+        return "ms-swift", _options(shlex.split(_in_shell(text, command[1]).replace("\\\n", " ")))
     theirs = yaml.safe_load(text)
     for source in ("axolotl", "LLaMA-Factory"):
         if isinstance(theirs, dict) and not theirs.keys().isdisjoint(table(source)["signs"]):
             return source, theirs
     raise refusal("ZR893", path=path)
+
+
+def _in_shell(script: str, command: str) -> str:
+    """With the script's variables, and divisions by expr."""
+    values = dict(re.findall(r"^(\w+)=(\S+)$", script, re.MULTILINE))
+    command = re.sub(r"(^|\s)#.*", r"\1", command)  # shlex takes the # of data#500 for a comment, too
+    filled = re.sub(r"\$\{?(\w+)\}?", lambda name: values.get(name[1], name[0]), script)
+    command = re.sub(r"\$\{?(\w+)\}?", lambda name: values.get(name[1], name[0]), command)
+    each, nodes = (re.search(rf"\b{name}=(\d+)", filled) for name in ("NPROC_PER_NODE", "NNODES"))
+    command += f" --nproc_per_node {int(each[1]) * int(nodes[1] if nodes else 1)}" if each else ""
+    divided = lambda terms: str(reduce(floordiv, map(int, terms[1].split("/"))))  # noqa: E731
+    return re.sub(r"\$\(expr (\d+(?: / \d+)*)\)", divided, command)
 
 
 def _options(words: list[str]) -> dict[str, Any]:
@@ -106,6 +142,15 @@ def _options(words: list[str]) -> dict[str, Any]:
     return {key: words if key in several else yaml.safe_load(" ".join(words)) for key, words in options.items()}
 
 
+def _flat(theirs: Mapping[str, Any], nested: Sequence[str]) -> dict[str, Any]:
+    """{"outer.inner": value} of the keys of `nested`."""
+    flat = {}
+    for key, value in theirs.items():
+        inner = value if isinstance(value, dict) and key in nested else None
+        flat |= {key: value} if inner is None else {f"{key}.{name}": each for name, each in inner.items()}
+    return flat
+
+
 def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
     """One key by its row of the table."""
     value, why = draft.theirs.get(key), key
@@ -114,7 +159,8 @@ def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
     if value is None:
         value, why = row.get("default"), f"{draft.source}'s default"
         value = value[draft.theirs.get(tuned, "lora")] if isinstance(value, dict) else value
-    needed = draft.theirs.get(row.get("needs"), "lora" if row.get("needs") == tuned else None)
+    other = table(draft.source)["keys"].get(row.get("needs"))
+    needed = draft.theirs.get(row.get("needs"), other.get("default") if isinstance(other, dict) else None)
     if value is None or ("needs" in row and (not needed or needed not in row.get("of", [needed]))):
         return
     values = row.get("values") or ({one: {row["to"]: one} for one in row["only"]} if "only" in row else None)
@@ -126,11 +172,9 @@ def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
     elif "to" in row:
         value = float(value) if row.get("number") else [value] if row.get("list") and isinstance(value, str) else value
         draft.put(why, **{row["to"]: value}, **row.get("sets", {}))
-    elif "env" in row and value:
-        draft.put(why, env={row["env"]: value}, **row["sets"])
-    elif "fields" in row:
-        draft.put(why, **{to: value[name] for name, to in row["fields"].items() if value.get(name)})
-    elif value not in (False, 0, "", [], {}):
+    elif "within" in row and value:
+        draft.put(why, **{outer: {inner: value} for outer, inner in row["within"].items()}, **row["sets"])
+    if value not in (False, 0, "", [], {}):
         for kind in {"note", "loses", "changes"} & row.keys():
             getattr(draft, kind)[key] = row[kind]
 
@@ -138,8 +182,9 @@ def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
 # what several of them have
 
 
-def _template(draft: Draft, name: str | None, mask: str, **more: Any) -> None:
-    """Turns as the other trainer's template of this name writes them, with `more` parts, or as the tokenizer's own."""
+def _template(draft: Draft, name: str | None, mask: str, replaced: Mapping[str, str] = {}, **more: Any) -> None:
+    """Turns as the other trainer's template of this name writes them, with `more` parts and texts replaced, or as the
+    tokenizer's own."""
     draft.put(f"the loss of {draft.source}", assistant_only_loss=True, assistant_mask=mask)
     if name in (None, "tokenizer_default"):
         return
@@ -149,7 +194,9 @@ def _template(draft: Draft, name: str | None, mask: str, **more: Any) -> None:
     elif parts:
         known = table("templates")["parts"] | parts | more
         sets = "".join(f"{{%- set {key} = {json.dumps(value)} %}}\n" for key, value in known.items())
-        draft.files[file] = sets + table("templates")["body"]
+        filters = "".join(f" | replace({json.dumps(old)}, {json.dumps(new)})" for old, new in replaced.items())
+        draft.files[file] = sets + table("templates")["body"].replace("m['content']", f"(m['content']{filters})")
+        draft.note |= {"dataset": f"the chat template writes {replaced}"} if replaced else {}
     else:
         draft.changes["template"] = f"{name!r} is not known here"
     draft.put(f"template {name}", chat_template_path=str(file), **parts.get("sets", {}))
@@ -166,8 +213,8 @@ def _sharding(draft: Draft) -> None:
         draft.put("deepspeed", deepspeed=f"{named}.json")
     elif named:
         draft.loses["deepspeed"] = f"{named} is not here; zero-recipes plan finds a strategy"
-    elif draft.theirs.get("fsdp") or draft.theirs.get("fsdp_config"):
-        draft.note["fsdp"] = "zero-recipes train RECIPE --config_file fsdp2.yaml shards the model over all GPUs too"
+    elif any(value for key, value in draft.theirs.items() if key.partition(".")[0] in ("fsdp", "fsdp_config")):
+        draft.put("fsdp", accelerate_config="fsdp2.yaml")
 
 
 def _upwards(path: Path, named: str) -> Path | None:
@@ -201,6 +248,10 @@ def _axolotl(draft: Draft, theirs: Mapping[str, Any]) -> None:
         draft.put("type alpaca", dataset_format="alpaca", completion_only_loss=not theirs.get("train_on_inputs"))
     elif kinds == {"chat_template"}:
         _template(draft, sets[0].get("chat_template") or theirs.get("chat_template"), "answer")
+        if not {"eot_tokens", "special_tokens.eos_token"} & theirs.keys():
+            draft.note["eot_tokens"] = (
+                "the end of a turn has loss; in axolotl only where it is the tokenizer's eos_token"
+            )
         if theirs.get("train_on_inputs"):
             draft.changes["train_on_inputs"] = "the words of all roles have loss, without what the template writes"
     draft.put("axolotl's default, there at most 100 steps", warmup_steps=0.03)
@@ -240,13 +291,20 @@ def _llama_factory(draft: Draft, theirs: Mapping[str, Any]) -> None:
 
 def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
     rows, model, entries = table("ms-swift"), str(theirs.get("model")), []
-    name = next((name for name, models in rows["models"].items() if fnmatchcase(model, models)), "of this model")
-    _template(draft, theirs.get("template", name), "turn", **{key: theirs[key] for key in theirs if key == "system"})
+    name = next((name for models, name in rows["models"].items() if fnmatchcase(model, models)), "of this model")
+    replaced: dict[str, Any] = {}
     for path, _, count in (named.partition("#") for named in theirs.get("dataset") or []):
+        known = rows["hub"].get(path, {"path": path})
         if path not in rows["hub"] and Path(path).suffix not in FORMATS:
             draft.changes["dataset"] = f"{path} of ModelScope is not known here"
         if count:
             draft.loses["dataset"] = f"{count} rows are the first {count}, not drawn ones"
-        entries.append(_entry(rows["hub"].get(path, path), split=count and f"train[:{count}]"))
+        replaced |= known.get("replace", {})
+        entries.append(_entry(known["path"], split=count and f"train[:{count}]"))
+    replaced = {old: theirs.get(new) if new in rows["keys"] else new for old, new in replaced.items()}
+    for old in (old for old, new in replaced.items() if not isinstance(new, str)):
+        draft.changes["dataset"] = f"{old} in its rows becomes one name or two, by their language"
+    template, system = theirs.get("template", name), {key: theirs[key] for key in theirs if key == "system"}
+    _template(draft, template, "turn", replaced, **system)
     draft.put("dataset", datasets=entries)
     _sharding(draft)

@@ -11,6 +11,7 @@ from zero_recipes.core.findings import FAILED, PREEMPTED, REFUSED, refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import STOPPING, free_port
 
+LAUNCH_PORT, MEETING_PORT, MEETING_SECONDS = 29500, 29501, 600.0
 END_SECONDS = 600  # for a step, an evaluation's batch, and a checkpoint
 
 
@@ -39,14 +40,23 @@ def train(arguments: argparse.Namespace) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    mapping = recipes.read_recipe_file(arguments.recipe)
+    mapping, hosts = recipes.read_recipe_file(arguments.recipe), arguments.hosts or []
     file = arguments.config_file or file_named(mapping) or at_hand(FOLDER / "ddp.yaml")
-    if (machines := read_accelerate_file(file).num_machines) > 1:
+    if (machines := read_accelerate_file(file).num_machines) > 1 and not hosts:
         raise refusal("ZR881", file=file, machines=machines)
     gpus = 0 if mapping.get("use_cpu") else torch.cuda.device_count()
-    processes = arguments.num_processes or mapping.get(LAUNCH_KEYS[0]) or gpus or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(Host().threads(processes)))
-    options = ["--config_file", file, "--num_processes", processes, "--main_process_port", free_port()]
+    processes = arguments.num_processes or mapping.get(LAUNCH_KEYS[0]) or (gpus or 1) * (len(hosts) or 1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(Host().threads(processes // (len(hosts) or 1))))
+    options = ["--config_file", file, "--num_processes", processes]
+    if len(hosts) > 1:
+        from zero_recipes.distributed.group import wait_for_hosts
+
+        wait_for_hosts(hosts, arguments.machine_rank, MEETING_PORT, MEETING_SECONDS)
+        options += ["--num_machines", len(hosts), "--machine_rank", arguments.machine_rank]
+        options += ["--main_process_ip", hosts[0], "--main_process_port", LAUNCH_PORT]
+        options += ["--deepspeed_multinode_launcher", "standard"]
+    else:
+        options += ["--main_process_port", free_port()]
     words = [*options, at_hand("run_sft.py"), arguments.recipe, *arguments.overrides]
     launched = launch.launch_command_parser().parse_args([str(word) for word in words])
     # torchrun's own: it hands these signals on, and kills what is still there after so many seconds

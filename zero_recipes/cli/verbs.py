@@ -81,6 +81,14 @@ def plan(arguments: argparse.Namespace) -> int:
     return command.run(arguments, arguments.overrides)
 
 
+def rent(arguments: argparse.Namespace) -> int:
+    quieten()
+    from zero_recipes.cli.rent import rent
+
+    arguments.strategies = strategies_of(arguments)
+    return rent(arguments)
+
+
 def sweep(arguments: argparse.Namespace) -> int:
     from zero_recipes.cli.sweep import all_strategies, sweep
 
@@ -172,6 +180,13 @@ def ask(arguments: argparse.Namespace) -> int:
     from zero_recipes.ask import run
 
     return run(arguments, arguments.overrides)
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    quieten()
+    from zero_recipes.cli.evaluate import evaluate
+
+    return evaluate(arguments)
 
 
 def explain(arguments: argparse.Namespace) -> int:

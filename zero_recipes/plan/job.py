@@ -22,6 +22,7 @@ from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.host import Gpu, gpu_named, gpus
 from zero_recipes.data.prepare import RowLengths, rows_at_hand, stated
 
+HOSTS, MACHINE_RANK = "HOST,HOST", "K"  # in a command for several machines: of each machine
 FSDP = "fsdp2"  # the strategy that no ds_config describes
 MODELS = Path(__file__).with_name("models")
 ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
@@ -284,14 +285,8 @@ def run_command(recipe: Path, settings: Settings, overrides: Sequence[str], job:
             options += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     if job.on_nvme and settings.nvme_path is None:
         options += ["--nvme_path", "FOLDER"]
-    run, machines = shlex.join(["run_sft.py", str(recipe), *options]), job.world_size // job.gpus_per_node
     own = job.strategy == "single" or settings.deepspeed is not None  # the recipe says all
-    if machines <= 1:
-        launch = [*([] if own else ["--config_file", f"{job.strategy}.yaml"]), "--num_processes", str(job.world_size)]
-        return shlex.join(["zero-recipes", "train", str(recipe), *launch, *options])
-    if own:
-        nodes = f"--nnodes {machines} --rdzv_backend c10d --rdzv_endpoint HOST:29500"
-        return f"torchrun {nodes} --nproc_per_node {job.gpus_per_node} {run}"
-    nodes = f"--num_machines {machines} --machine_rank K --main_process_ip HOST"
-    launch = f"accelerate launch --config_file accelerate_configs/{job.strategy}.yaml"
-    return f"{launch} --num_processes {job.world_size} {nodes} {run}"
+    launch = [*([] if own else ["--config_file", f"{job.strategy}.yaml"]), "--num_processes", str(job.world_size)]
+    if job.world_size > job.gpus_per_node:
+        launch += ["--hosts", HOSTS, "--machine_rank", MACHINE_RANK]
+    return shlex.join(["zero-recipes", "train", str(recipe), *launch, *options])

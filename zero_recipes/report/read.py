@@ -12,7 +12,7 @@ import yaml
 
 from zero_recipes.core import units
 from zero_recipes.core.tables import Column, Row, markdown_columns
-from zero_recipes.metrics.read_runs import MeasuredRun
+from zero_recipes.metrics.read_runs import EVALUATED, Evaluation, MeasuredRun
 from zero_recipes.metrics.schema import ORDER, ModelStateBytes
 from zero_recipes.theory import zero_paper
 
@@ -242,10 +242,11 @@ class Table(NamedTuple):
 
 
 def tables(runs: Sequence[MeasuredRun]) -> list[Table]:
-    """Of the comparison, of single runs and of each sweep; empty ones are left out."""
+    """Of the comparison, of single runs, of each sweep and of each run's evaluations; empty ones are left out."""
     groups = {"Comparison": comparison(runs), "Single runs": single_runs(runs)}
     found = [runs_table(group, f"{title}: {setting(group)}") for title, group in groups.items() if group]
-    return [*found, *map(sweep_table, sweeps(runs))]
+    evaluated = [evaluations_table(run.label, run.evaluations) for run in runs if run.evaluations]
+    return [*found, *map(sweep_table, sweeps(runs)), *evaluated]
 
 
 def notes(runs: Sequence[MeasuredRun]) -> list[str]:
@@ -274,6 +275,11 @@ def sweep_table(runs: Sequence[MeasuredRun]) -> Table:
         words = lambda row: " ".join(filter(None, (row["code"], row["reason"])))  # noqa: E731
         measured.append(Column("Reason", lambda row: textwrap.shorten(words(row), LONGEST_REASON, placeholder="…")))
     return Table(f"Sweep of {', '.join(keys)}: {setting(runs)}", named, measured, [], chosen)
+
+
+def evaluations_table(label: str, rows: Sequence[Evaluation]) -> Table:
+    """A row a metric of a task."""
+    return Table(f"Evaluations of {label}", EVALUATED[:2], EVALUATED[2:], [], rows)
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:

@@ -21,9 +21,10 @@ from zero_recipes.checkpoint.save import ADAPTER, CHECKSUMS, saved_files
 from zero_recipes.core import units
 from zero_recipes.core.files import strict_json, write_text
 from zero_recipes.core.findings import RunFailed, first_line
+from zero_recipes.core.tables import markdown_columns
 from zero_recipes.data.load import on_hub
 from zero_recipes.metrics import schema
-from zero_recipes.metrics.read_runs import SampleRow, read_samples
+from zero_recipes.metrics.read_runs import EVALUATED, EVALUATIONS, SampleRow, read_evaluations, read_samples
 from zero_recipes.training.samples import question, short
 
 README, RECIPE, SAMPLES = "README.md", "recipe.resolved.yaml", "samples.jsonl"
@@ -40,7 +41,7 @@ def write_card(folder: Path, out: Path | None = None) -> None:
     base, named = recipe.get("model_name_or_path") or run.model, _data(recipe)
     licence = licence_of(base, "model", run.model_revision)
     out = out or folder
-    is_adapter = (out / ADAPTER).is_file()
+    is_adapter, scored = (out / ADAPTER).is_file(), read_evaluations(folder / EVALUATIONS)
     data = ModelCardData(
         base_model=base if on_hub(base) else None,
         datasets=[name for name in named if on_hub(name)] or None,
@@ -63,6 +64,7 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         measured=_measured(run),
         losses=_thinned(dict(enumerate(run.loss_history or [], run.first_step))),
         evaluations=_thinned({each.step: each.loss for each in run.eval_history or []}),
+        scored=markdown_columns(EVALUATED[:2], EVALUATED[2:], scored) if scored else "",
         samples=[_cells(row) for row in read_samples(folder / SAMPLES)[:MOST_SAMPLES]],
         units=units,
     )
@@ -162,7 +164,7 @@ def push(folder: Path, repo: str, token: str | None = None, revision: str | None
     """One commit with the model, its card, its measurements and its recipe; returns its address. Other files stay here:
     checkpoints, logs, failures and pickles. Raises NotPushed."""
     write_card(folder)
-    names = {*saved_files(folder), README, SAMPLES, schema.FILE, RECIPE, "generation_config.json"}
+    names = {*saved_files(folder), README, SAMPLES, EVALUATIONS, schema.FILE, RECIPE, "generation_config.json"}
     contents = {name: _redacted_file(folder / name) for name in sorted(names) if (folder / name).is_file()}
     if (folder / CHECKSUMS).is_file():
         sums = json.loads((folder / CHECKSUMS).read_text())

@@ -1,0 +1,92 @@
+"""`zero-recipes evaluate`: a saved model and its base on the tasks of lm-eval, side by side in evaluations.json."""
+
+import argparse
+import importlib.util
+import logging
+from difflib import get_close_matches
+from typing import Any
+
+import transformers
+
+from zero_recipes import ask
+from zero_recipes.config.recipe import choose_device
+from zero_recipes.core.files import strict_json, write_text
+from zero_recipes.core.findings import library_error_as_finding, refusal
+from zero_recipes.core.tables import plain, print_columns, terminal
+from zero_recipes.metrics import schema
+from zero_recipes.metrics.read_runs import EVALUATIONS, Evaluation, read_evaluations
+from zero_recipes.report.read import evaluations_table
+from zero_recipes.training.card import write_card
+
+Scores = dict[tuple[str, str], Evaluation]  # by task and metric; of one model, as `after`
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """The verb. Returns the exit code; raises Refusal before any weight is loaded. Rows of other tasks stay in the
+    file."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise refusal("ZR904")
+    from lm_eval.tasks import TaskManager
+
+    for name in ("lm_eval", "transformers"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()
+    target = ask.find_target(arguments.model, arguments.base, [], arguments.trust_remote_code)
+    tokenizer = ask.load_tokenizer(target)
+    with library_error_as_finding("reading the tasks of lm-eval"):
+        manager = TaskManager(include_path=arguments.include_path and str(arguments.include_path))
+    for name in arguments.tasks:
+        if not manager.match_tasks([name]):
+            raise refusal("ZR905", task=name, near=", ".join(get_close_matches(name, manager.all_tasks)) or "none")
+
+    def score(loaded: ask.Loaded) -> Scores:
+        with loaded.ready(), library_error_as_finding(f"evaluating {', '.join(arguments.tasks)}"):
+            return _scores(loaded, arguments, manager)
+
+    before, after = ask.base_and_model(target, tokenizer, choose_device(use_cpu=False), score)
+    for key, row in (before or {}).items():
+        after[key] = after[key].model_copy(update={"before": row.after, "before_stderr": row.after_stderr})
+    file = (arguments.output_dir or target.folder) / EVALUATIONS
+    tasks = {task for task, _ in after}
+    rows = [row for row in read_evaluations(file) if row.task not in tasks] + [*after.values()]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, strict_json([row.model_dump() for row in rows], indent=2) + "\n")
+    if file.parent == target.folder and (target.folder / schema.FILE).is_file():
+        write_card(target.folder)
+    shown = evaluations_table(target.folder.name, [*after.values()])
+    terminal().print(plain(f"before: {target.base or 'no base'}, after: {target.folder}"))
+    print_columns(shown.named, shown.measured, shown.rows, terminal())
+    print(f"written: {file}")
+    return 0
+
+
+def _scores(loaded: ask.Loaded, arguments: argparse.Namespace, manager: Any) -> Scores:
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    found = simple_evaluate(
+        HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=arguments.batch_size),
+        tasks=arguments.tasks,
+        task_manager=manager,
+        num_fewshot=arguments.num_fewshot,
+        limit=arguments.limit,
+        apply_chat_template=arguments.apply_chat_template,
+        log_samples=False,
+    )
+    rows = {}
+    for task, results in found["results"].items():
+        counts = found["n-samples"].get(task, {})
+        for name, value in results.items():
+            metric, _, variant = name.partition(",")  # "acc,none" or, with a filter, "exact_match,strict-match"
+            if not isinstance(value, (int, float)) or metric.endswith("_stderr") or not variant:
+                continue
+            error = results.get(f"{metric}_stderr,{variant}")
+            rows[task, name] = Evaluation(
+                task=task,
+                metric=name.removesuffix(",none"),
+                rows=counts.get("effective"),
+                shots=found["n-shot"].get(task),
+                after=value,
+                after_stderr=error if isinstance(error, (int, float)) else None,
+            )
+    return rows
