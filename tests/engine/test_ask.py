@@ -45,7 +45,7 @@ CASES = {
 ROUNDED = {"random weights in fp32, zero3": 1e-4}
 
 
-@pytest.mark.parametrize("case", [grid(case) if case == "LoRA, zero2" else case for case in CASES])
+@pytest.mark.parametrize("case", [grid(case) if case in ("LoRA, zero2", "fp32") else case for case in CASES])
 def test_before_and_after_of_a_run_are_base_and_model(one, tmp_path, case):
     strategy, keys = CASES[case]
     path = write_recipe(tmp_path, **WORLD | keys)

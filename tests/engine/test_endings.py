@@ -21,5 +21,5 @@ def test_a_save_that_fails_on_both_ranks(two, tmp_path):
     path = write_recipe(tmp_path, **KEYS | {"save_strategy": "no"})
     argv = [str(path), "--output_dir", str(tmp_path / "out"), *named("zero1")]
     row = two.run("sample_cases.break_at", argv=argv, point="save", error="OSError", words="[/x]")[0]["metrics"]
-    assert (row["status"], row["error"], row["failure"]["phase"]) == ("failed", "OSError: [/x]", "save")
+    assert (row["status"], row["failure"]["phase"]) == ("failed", "save") and "OSError: [/x]" in row["error"]
     assert len(row["loss_history"]) == 3

@@ -154,12 +154,6 @@ def found_in(path: Path, changes: dict, **launch) -> list[tuple[str, str]]:
     return [(f.level, names.get(f.what.rpartition(": the run would")[0], f.code)) for f in found]
 
 
-def argv_of(folder: Path, **keys) -> list[str]:
-    from tests.helpers.tiny import write_recipe
-
-    return [str(write_recipe(folder, **keys)), "--output_dir", str(folder / "out")]
-
-
 def ds_config(stage: int, **zero) -> dict:
     config = json.loads((ROOT / "ds_configs" / f"zero{stage}.json").read_text())
     config["zero_optimization"] |= zero
