@@ -19,7 +19,6 @@ OF_TIMES = ("id", "source", "lab", "part", "gpu", "gpus", "model", "method", "st
 OPTIONAL = ("unknown", "ds", "per_node")  # what is not known of the row; changes of the ds_config; GPUs of a machine
 OPTIONAL += ("network",)  # GB/s of each GPU's share of the network, in times.yaml
 TIMES = FOLDER / "times.yaml"
-LONG = 2048  # tokens of one GPU in a pass: fewer leave the host less than it needs
 
 
 def read_rows(path: Path = FOLDER / "rows.yaml") -> list[dict[str, Any]]:
@@ -49,16 +48,6 @@ def measured_seconds(row: dict[str, Any], job: Job) -> float:
         "samples/s": sequences * row["gpus"],
     }
     return done[row["unit"]] / row["measured"]
-
-
-def regime_of(row: dict[str, Any], job: Job) -> str:
-    """By the configuration alone."""
-    if job.zero.offloads:
-        return "offload"
-    if row["gpus"] > job.gpus_per_node:
-        return "several machines"
-    tokens = job.settings.per_device_train_batch_size * job.settings.max_length
-    return "one machine, long passes" if tokens >= LONG else "one machine, short passes"
 
 
 def gpu_of(row: dict[str, Any]) -> Gpu:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.planners import court  # noqa: E402
 from benchmarks.planners.court import FOLDER, measured_bytes  # noqa: E402
 from zero_recipes.core.files import write_json  # noqa: E402
-from zero_recipes.plan.cost import measured  # noqa: E402
+from zero_recipes.plan.cost import constants, regime_of  # noqa: E402
 from zero_recipes.plan.formulas import overheads  # noqa: E402
 
 OURS = "this planner"
@@ -63,8 +63,11 @@ def main() -> None:
     for name, found in (document["groups"] | document["planners"]).items():
         print(f"{name:40} {found['rows']:3} rows, median {found['median']:.1%}, worst {found['worst']:+.1%}")
     print(json.dumps(document["cached"] | document["ranges"]))
-    if list(measured("holds")) != [document["times"]["parts"]["all"][key] for key in ("held", "rows")]:
-        print("zero_recipes/plan/times.yaml: `holds` is of other predictions")
+    held_now = {name: [found["held"], found["rows"]] for name, found in document["times"]["regimes"].items()}
+    if constants()["holds"] != held_now:
+        print(f"zero_recipes/plan/times.yaml: `holds` is of other predictions: {held_now}")
+    if sorted({row["gpu"] for row in court.read_rows(court.TIMES)}) != constants()["cards"]:
+        print("zero_recipes/plan/times.yaml: `cards` are others")
     for name, found in (document["times"]["parts"] | document["times"]["regimes"]).items():
         print(f"times: {name:33} {found['rows']:3} rows, held {found['held']}, median {found['median']:.1%}")
 
@@ -80,7 +83,7 @@ def scored_times(predictions: dict[str, Any]) -> list[dict[str, Any]]:
             "planned": [low, high],
             "error": round((low + high) / 2 / seconds - 1, 4),
         }
-        rows.append(row | found | {"regime": court.regime_of(row, job)})
+        rows.append(row | found | {"regime": regime_of(job)})
     return rows
 
 

@@ -9,6 +9,7 @@ from tests.helpers import report_runs
 from tests.helpers.plan_jobs import GB, H100, ROOT, job, made_up, recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
+from zero_recipes.core.host import gpus
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import RowLengths, prepare_rows, rows_at_hand
 from zero_recipes.plan import cost
@@ -50,7 +51,20 @@ def test_communication_is_what_the_computation_does_not_hide():
     network = cost.estimate(alone, made_up(alone, GB), H100).communicating[0] - calls * 20e-6
     assert network == pytest.approx(moved / (50e9 * 0.85))
     ahead = job("zero3", ranks=2)
-    assert cost.estimate(ahead, made_up(ahead, GB), H100).communicating[0] == 0  # goes on beside 1 PFLOP
+    beside = 2e9 / 2 / (450e9 * 0.85) + 2e9 / (2 * 5e7) * 20e-6  # goes on beside 1 PFLOP, but for half of it
+    made = made_up(ahead, GB).model_copy(update={"communication_bytes_per_step": {"all_gather": 2 * GB}})
+    assert cost.estimate(ahead, made, H100).communicating[0] == pytest.approx(beside / 2)
+    alone = job("ddp", ranks=2)
+    last = 25 * 2**20 / (450e9 * 0.85) + 20e-6  # DDP's last bucket has no computation beside it
+    made = made_up(alone, GB).model_copy(update={"communication_bytes_per_step": {"all_reduce": 2 * GB}})
+    assert cost.estimate(alone, made, H100).communicating[0] == pytest.approx(last)
+    for gpu in (H100, gpus()["a100-80gb"]):  # on one machine stage 3 is not faster than DDP
+        seconds = {
+            name: cost.estimate(asked, predict_by_formulas(asked), gpu).middle
+            for name in ("ddp", "zero3")
+            for asked in [job(name, 8, max_length=2048, per_device_train_batch_size=1, gradient_accumulation_steps=1)]
+        }
+        assert seconds["zero3"] >= seconds["ddp"]
     plain, copied = job("zero3", 4, gpus_per_node=2), job("zero3_hpz", 4, gpus_per_node=2)
     assert estimated(copied).communicating[1] < estimated(plain).communicating[1]  # hpZ spares the network
 
@@ -64,6 +78,10 @@ def test_many_small_collectives_and_short_steps_cost_the_hosts_time():
     assert with_bucket(50_000).middle > 2 * with_bucket(500_000_000).middle
     short, long = (estimated(job("zero3", max_length=length)) for length in (64, 2048))
     assert short.waiting[0] > short.computing[1] and long.waiting[0] == 0
+    kinds = [("zero3", 2, {}), ("zero3", 2, {"max_length": 64}), ("zero3", 16, {}), ("zero2_offload", 2, {})]
+    words = ("long passes", "short passes", "several machines", "offload")
+    assert all(word in cost.how_good(job(name, n, **v), H100) for (name, n, v), word in zip(kinds, words, strict=True))
+    assert "of ZeRO++, b200-192gb is" in cost.how_good(job("zero3_hpz", 16), gpus()["b200-192gb"])
     one, two = (estimated(job(name, max_length=64)) for name in ("ddp", "zero3"))
     assert one.step_seconds[1] < two.step_seconds[0]  # stage 3's hooks
 

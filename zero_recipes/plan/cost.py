@@ -25,20 +25,43 @@ Range = tuple[float, float]  # low, high
 TIMES = Path(__file__).with_name("times.yaml")
 ADAM_BYTES = 30  # read and written per parameter: master, moments, gradient in; master, moments, 16-bit weight out
 UNPACKED_BYTES = 2 + 9 / 16  # read and written per weight of 4 bits, for each product
+LONG = 2048  # tokens of one GPU in a pass: fewer leave the host less than it needs
 DDP_BUCKET = 25 * 2**20  # bytes; torch's bucket_cap_mb
 CALIBRATED = 0.10  # to either side of a range that a measured run of the same kind has set
 BY_LENGTH = ("group_by_length", "batch_rebalance")  # train_sampling_strategy: rows of a micro batch are alike
 
 
 @cache
+def constants() -> dict:
+    return yaml.safe_load(TIMES.read_text())
+
+
 def measured(name: str) -> Range:
     """A constant of times.yaml: as fast machines have it, as slow ones do."""
-    return tuple(yaml.safe_load(TIMES.read_text())[name]["range"])
+    return tuple(constants()[name]["range"])
 
 
-def how_good() -> str:
-    """What the printed ranges are worth."""
-    return "The range of a step's time holds {:.0f} of {:.0f} published times.".format(*measured("holds"))
+def regime_of(job: Job) -> str:
+    """Of times.yaml's `holds`: jobs whose published times were compared together."""
+    if job.zero.offloads:
+        return "offload"
+    if job.world_size > job.gpus_per_node:
+        return "several machines"
+    tokens = job.settings.per_device_train_batch_size * (job.settings.max_length or LONG)
+    return "one machine, long passes" if tokens >= LONG else "one machine, short passes"
+
+
+def how_good(job: Job, gpu: Gpu) -> str:
+    """What the printed range of a step's time is worth."""
+    zero = job.zero
+    plus_plus = zero.hpz_partition_size > 1 or zero.quantizes_weights or zero.quantizes_gradients
+    lacking = {"NVMe": job.on_nvme, "ZeRO++": plus_plus, "Ulysses": job.sequence_parallel > 1}
+    lacking |= {gpu.name: gpu.name not in constants()["cards"]}
+    if any(lacking.values()):
+        return f"No step time of {', '.join(name for name in lacking if lacking[name])} is published to compare with."
+    regime = regime_of(job)
+    held, rows = constants()["holds"][regime]
+    return f"Step: holds {held} of {rows} published times of its kind ({regime})."
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
@@ -147,16 +170,21 @@ def _communicating(job: Job, prediction: Prediction, gpu: Gpu, computing: Range)
     around = {name: times[name] * (ranks - 1) / ranks * size for name, size in moved.items()}
     if not one_node and "all_gather" in around and job.zero.hpz_partition_size > 1:  # backward's stay within a node
         around["all_gather"] *= 1 / 2 + 1 / 2 * bandwidth / (1e9 * gpu.link_gb_s)
-    calls = {name: size / _bytes_of_call(job, name) for name, size in moved.items()}
+    passes = 1 if job.ds_config is None and not job.is_fsdp else job.settings.gradient_accumulation_steps
+    calls = {name: max(passes, size / _bytes_of_call(job, name)) for name, size in moved.items() if size}
 
     def waited(end: int) -> float:
         each = {
             name: size / bandwidth / measured("link_share")[end] + calls[name] * measured("call_seconds")[end]
             for name, size in around.items()
+            if size
         }
-        beside = sum(seconds for name, seconds in each.items() if overlaps(job, name))
+        beside = {name: seconds for name, seconds in each.items() if overlaps(job, name)}
+        # a pass begins with a gather and ends with a reduction, which have no computation beside them
+        bare = sum(seconds * passes / calls[name] for name, seconds in beside.items())
+        bare = max(bare, measured("bare_at_stage_3")[end] * sum(beside.values()) if job.zero_stage == 3 else 0)
         hidden = window(job) * measured("hidden")[end] * computing[end]
-        return sum(each.values()) - beside + max(0.0, beside - hidden)
+        return sum(each.values()) - sum(beside.values()) + max(bare, sum(beside.values()) - hidden)
 
     return tuple(sorted(map(waited, (0, 1))))
 

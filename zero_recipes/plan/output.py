@@ -29,7 +29,7 @@ NOTES = [
     "emptied. Margin: beside the cache as it is simulated. Not known: other programs on the GPU.",
     "Host: memory of a machine while loading / training / reading a checkpoint to go on from it. Disk: the model / a "
     "checkpoint to go on from. NVMe: swap files of a machine. Comm.: an all-reduce counts twice.",
-    f"Memory is for rows of max_length. {how_good()}",
+    "Memory is for rows of max_length.",
 ]
 in_seconds = lambda value: duration(value) if value < 120 else f"{value:,.0f} s"  # noqa: E731
 in_hours = lambda value: duration(3600 * value)  # noqa: E731
@@ -137,7 +137,7 @@ def notes(answer: Answer) -> list[str]:
     """What a reader needs to know of the columns and of these predictions, and what would fit in their place."""
     rows = answer.advice.rows
     excluded = answer.excluded.get(rows[0].job.world_size, {})
-    found = [*NOTES, _row_lengths(answer.request, rows[0])]
+    found = [*NOTES, how_good(_recommended(answer).job, answer.request.gpu), _row_lengths(answer.request, rows[0])]
     found += [f"Not planned: {name}: {why}." for name, why in excluded.items()]
     found += dict.fromkeys(note for row in rows for note in row.prediction.notes)
     for row in rows:
@@ -223,7 +223,7 @@ def _priced(answer: Answer) -> tuple[str, str]:
 def _recommended(answer: Answer) -> Row:
     change, request = answer.advice.change, answer.request
     if change is None:
-        return answer.advice.chosen
+        return answer.advice.chosen or answer.advice.rows[0]
     speed = estimate(change.job, change.prediction, request.gpu, rows=request.lengths)
     return Row(change.job, change.prediction, change.fit, speed)
 
@@ -265,7 +265,10 @@ def short_columns(answer: Answer) -> tuple[list[Column], list[Column]]:
     if answer.price is None:
         return named, [
             *columns,
-            Column("Tokens/s\nabout", lambda named: count(float(f"{sum(named[1].speed.tokens_per_second) / 2:.3g}"))),
+            Column(
+                "Tokens/s\nabout",
+                lambda named: count(float(f"{named[1].speed.tokens_per_step / named[1].speed.middle:.3g}")),
+            ),
         ]
     what, key = _priced(answer)
     paid = lambda named: _between(getattr(answer.cost(named[1]), key), money)  # noqa: E731
@@ -281,7 +284,8 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False) -> Non
     first = answer.advice.rows[0].prediction
     batch = f"{first.precision}, micro batches of {first.micro_batch_size} x {first.max_length:,} tokens"
     more = "" if verbose else "; parts, phases, caveats: -v"
-    console.print(Text(f"By {SOURCES[first.source]}, {batch}{more}", style="dim"))
+    worth = how_good(_recommended(answer).job, answer.request.gpu)
+    console.print(Text(f"{worth}\nBy {SOURCES[first.source]}, {batch}{more}", style="dim"))
     if verbose:
         print_columns(*plan_columns(answer), answer.advice.rows, console)
         for line in notes(answer):
