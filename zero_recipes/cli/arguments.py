@@ -104,9 +104,9 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
     file = "the accelerate file, e.g. zero3.yaml; default: the recipe's, or ddp.yaml"
     verb.add_argument("--config_file", type=accelerate_file, help=file)
-    verb.add_argument("--num_processes", type=COUNT, help="on all machines; default: one a GPU; 1 without GPUs")
-    verb.add_argument("--hosts", type=names, help="all machines by comma, on which this command is started")
-    verb.add_argument("--machine_rank", type=int, default=0, help="which of them this machine is, from 0")
+    verb.add_argument("--num_processes", type=COUNT, help="on all machines; default: one a GPU, 1 without GPUs")
+    verb.add_argument("--hosts", type=names, help="all machines by comma; start the command on each")
+    verb.add_argument("--machine_rank", type=int, default=0, help="rank of this machine, from 0")
 
     verb = add(verbs.fetch, "download a recipe's model and data into the cache, and print their size")
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
@@ -144,12 +144,14 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("-v", "--verbose", action="store_true", help="also print parts, phases and caveats")
     verb.add_argument("--json", action="store_true", help="print JSON alone")
 
-    verb = add(verbs.rent, "the plan's choice as files for SkyPilot, SLURM and Kubernetes", overrides=True)
+    verb = add(
+        verbs.rent, "write launch files for SkyPilot, SLURM and Kubernetes from the plan's choice", overrides=True
+    )
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
     _add_machines(verb)
-    image = "for Kubernetes: of this repository's Dockerfile, where you pushed it; default: %(default)s"
+    image = "for Kubernetes: the image that you pushed; default: %(default)s"
     verb.add_argument("--image", default="zero-recipes", help=image)
-    verb.add_argument("--output_dir", type=Path, default=Path(), help="for the files; default: this folder")
+    verb.add_argument("--output_dir", type=Path, default=Path(), help="folder for the files; default: this one")
     verb.set_defaults(params=None, max=False)
 
     verb = add(verbs.meet, "check before a launch that several machines reach each other, and name the missing ones")
@@ -198,15 +200,17 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--output_dir", type=Path, help="for samples.jsonl; default: output/ask-<model>")
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
-    verb = add(verbs.evaluate, "a saved model and its base on tasks of lm-eval, side by side")
+    verb = add(verbs.evaluate, "score a saved model and its base on tasks of lm-eval")
     verb.add_argument("model", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
     verb.add_argument("--base", help="folder or name; default: of the run's recipe or the adapter; none: no base")
-    verb.add_argument("--tasks", type=names, required=True, help="names by comma, e.g. hellaswag,arc_easy")
-    verb.add_argument("--include_path", type=Path, help="a folder of your own tasks, as lm-eval's YAML files")
+    verb.add_argument("--tasks", type=names, required=True, help="names of tasks by comma, e.g. hellaswag,arc_easy")
+    verb.add_argument("--include_path", type=Path, help="folder with your own tasks, YAML files of lm-eval")
     verb.add_argument("--limit", type=COUNT, help="rows of each task; default: all")
-    verb.add_argument("--num_fewshot", type=int, help="examples in the prompt; default: of the task")
+    verb.add_argument("--num_fewshot", type=int, help="examples in the prompt; default: the task's")
     verb.add_argument("--batch_size", type=COUNT, default=8, help="default: %(default)s")
-    verb.add_argument("--apply_chat_template", action="store_true", help="ask in the model's chat template")
+    verb.add_argument(
+        "--apply_chat_template", action="store_true", help="format prompts with the model's chat template"
+    )
     verb.add_argument("--output_dir", type=Path, help="for evaluations.json; default: the model's, for report and card")
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
