@@ -144,9 +144,7 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("-v", "--verbose", action="store_true", help="also print parts, phases and caveats")
     verb.add_argument("--json", action="store_true", help="print JSON alone")
 
-    verb = add(
-        verbs.rent, "write launch files for SkyPilot, SLURM and Kubernetes from the plan's choice", overrides=True
-    )
+    verb = add(verbs.rent, "write the plan's choice as files for SkyPilot, SLURM and Kubernetes", overrides=True)
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
     _add_machines(verb)
     image = "for Kubernetes: the image that you pushed; default: %(default)s"
@@ -208,9 +206,7 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--limit", type=COUNT, help="rows of each task; default: all")
     verb.add_argument("--num_fewshot", type=int, help="examples in the prompt; default: the task's")
     verb.add_argument("--batch_size", type=COUNT, default=8, help="default: %(default)s")
-    verb.add_argument(
-        "--apply_chat_template", action="store_true", help="format prompts with the model's chat template"
-    )
+    verb.add_argument("--apply_chat_template", action="store_true", help="use the model's chat template")
     verb.add_argument("--output_dir", type=Path, help="for evaluations.json; default: the model's, for report and card")
     verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
