@@ -93,7 +93,7 @@ def padding_free() -> dict[str, object]:
             command = [sys.executable, *recipe, *options, "--output_dir", folder]
             subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
             losses[value] = json.loads((Path(folder) / "metrics.json").read_text())["loss_history"]
-    return {"trl": "ValueError", "padded": losses["false"], "zero_recipes": losses["true"]}
+    return {"processes": 1, "trl": "ValueError", "padded": losses["false"], "zero_recipes": losses["true"]}
 
 
 def apart(losses: list[float], wanted: list[float]) -> float:

@@ -83,14 +83,10 @@ def rule_findings(run: Candidate) -> list[Finding]:
         *packing(run),
         *processes(run),
         *([] if settings.average_tokens_across_devices or run.world_size == 1 else [finding("ZR194")]),
-        *([finding("ZR318")] if _offloads_by_fsdp(run) and run.device != "cpu" else []),
+        *([finding("ZR318")] if run.device != "cpu" and (run.strategy.fsdp_config or {}).get("cpu_offload") else []),
         *([finding("ZR416")] if settings.load_in_4bit and run.stage == 3 else []),
         *sequence_parallel_findings(settings, run.strategy, run.device, run.config),
     ]
-
-
-def _offloads_by_fsdp(run: Candidate) -> bool:
-    return bool((run.strategy.fsdp_config or {}).get("cpu_offload"))
 
 
 def conditions(stops: dict[str, Any], silently: dict[str, Any]) -> Iterator[Finding]:
@@ -120,7 +116,7 @@ def stops_late(run: Candidate) -> dict[str, Any]:
         and getattr(run.config, "tie_word_embeddings", False),
         "quantized_without_lora": quantized and not settings.use_peft,
         "eight_bit_fsdp": fsdp and settings.load_in_8bit,
-        "fsdp_offload_on_cpu": _offloads_by_fsdp(run) and run.device == "cpu",
+        "fsdp_offload_on_cpu": fsdp and run.strategy.fsdp_config.get("cpu_offload") and run.device == "cpu",
         "fp16_on_cpu": settings.fp16 and run.device == "cpu",
         "activation_offloading": settings.activation_offloading and run.device == "cpu",
     }
