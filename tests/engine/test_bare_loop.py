@@ -14,7 +14,7 @@ QUICK = ["--eval_strategy", "no", "--sample_prompts", "null", "--save_model", "f
 def test_the_bare_loop_has_the_losses_of_run_sft(two, tmp_path, stage, bf16, apart):
     argv = ["recipes/tiny.yaml", "--deepspeed", f"ds_configs/zero{stage}.json", "--output_dir", str(tmp_path), *QUICK]
     ours = two.run("train", argv=[*argv, "--bf16", str(bf16).lower()])[0]["metrics"]["loss_history"]
-    bare = two.run("bare_loop_cases.bare_loop", stage=stage, steps=STEPS, bf16=bf16)[0]
+    bare = two.run("step_cases.bare_loop", stage=stage, steps=STEPS, bf16=bf16)[0]
     assert bare == pytest.approx(ours, rel=apart)
     assert bare[:2] == pytest.approx(ours[:2], rel=1e-6), "the first rate is 0: two steps of the same weights"
     assert ours[-1] < ours[0]

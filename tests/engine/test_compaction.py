@@ -23,7 +23,7 @@ def test_no_prompt_is_scored_and_the_run_trains_the_same(two, tmp_path, strategy
     found = {}
     for only in (True, False):  # the last run must score all again: the switch is for a run, not for the process
         argv = [str(path), "--output_dir", str(tmp_path / str(only)), "--supervised_logits_only", str(only).lower()]
-        ranks = two.run("compaction_cases.train_counted", argv=[*argv, *named(strategy)])
+        ranks = two.run("step_cases.train_scored", argv=[*argv, *named(strategy)])
         for rank in ranks:
             # where TRL itself leaves prompts out on CPUs, patches.score_supervised_positions_only must go
             assert rank["scored"] == (rank["supervised"] if only else rank["positions"])

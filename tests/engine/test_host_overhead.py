@@ -35,7 +35,7 @@ def test_the_log_is_that_of_trls_own_compute_loss(two, tmp_path, strategy, keys)
     for when, most_kept in (("micro_batch", None), ("logging_steps", None), ("logging_steps", 4)):
         argv = [str(path), "--output_dir", str(tmp_path / f"{when}{most_kept}"), "--token_metrics", when]
         argv += named(strategy)
-        found[when, most_kept] = two.run("overhead_cases.log_of", argv=argv, most_kept=most_kept)
+        found[when, most_kept] = two.run("step_cases.log_of", argv=argv, most_kept=most_kept)
     trl = found.pop(("micro_batch", None))
     for ours in found.values():
         for rank, wanted in zip(ours, trl, strict=True):

@@ -65,5 +65,5 @@ def test_the_last_refusal_is_that_of_the_loaded_model(one, two, earlier):
 
 def test_a_run_holds_its_folder_and_all_ranks_of_another_are_refused(two, tmp_path):
     out = tmp_path / "out"
-    assert all("ZR747" in said for said in two.run("output_dir_cases.held_and_refused", folder=str(out)))
+    assert all("ZR747" in said for said in two.run("group_cases.held_and_refused", folder=str(out)))
     assert not out.exists(), "a run that is refused leaves nothing"

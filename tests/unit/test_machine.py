@@ -200,9 +200,7 @@ def test_disk_for_checkpoints_and_the_model(settings, tmp_path, changes, gigabyt
 @pytest.mark.parametrize(
     "device, config, offload, ops",
     [
-        ("cpu", {}, None, {"deepspeed_shm_comm"}),
         ("cuda", {}, None, set()),
-        ("cuda", {}, "cpu", {"cpu_adam"}),
         ("cuda", {"zero_force_ds_cpu_optimizer": False}, "cpu", set()),
         ("cuda", ADAM, None, {"fused_adam"}),
         ("cuda", {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, None, set()),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 
-from tests.helpers.accelerate_env import environment_of_launch
+from tests.helpers.launched import environment_of_launch
 from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes

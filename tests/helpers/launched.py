@@ -1,5 +1,6 @@
-"""What `accelerate launch` itself makes of a file, without starting anything."""
+"""What `accelerate launch` makes of a file, and a run in the environment of a launch."""
 
+import os
 from pathlib import Path
 
 
@@ -18,3 +19,18 @@ def environment_of_launch(path: Path, num_processes: int | None) -> dict[str, st
     if args.use_fsdp or args.multi_gpu:
         return prepared.prepare_multi_gpu_env(args)
     return prepared.prepare_simple_launcher_cmd_env(args)[1]
+
+
+def set_by_launch(path: Path, num_processes: int | None) -> dict[str, str]:
+    """What `accelerate launch --config_file path` sets for the processes that it starts, but where they meet."""
+    environment = environment_of_launch(path, num_processes).items()
+    left_out = ("PYTHON", "KMP", "OMP", "MASTER")
+    return {name: text for name, text in environment if os.environ.get(name) != text and not name.startswith(left_out)}
+
+
+def launched(argv: list[str], environment: dict[str, str]) -> dict:
+    """`train`, in the environment of a launch."""
+    from tests.helpers.cases import train
+
+    os.environ.update(environment)
+    return train(argv)
