@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tests.helpers.tiny import named, write_recipe, write_rows
 
@@ -34,32 +35,39 @@ class Trained:
 
 
 @pytest.fixture(scope="session")
-def trained(two, tmp_path_factory):
-    """A function: the run of a strategy in bf16, one epoch of six steps with evaluation, samples, checkpoints, save."""
-    folder = tmp_path_factory.mktemp("trained")
-    recipe = write_recipe(
-        folder,
-        dataset_name=str(write_rows(folder / "few", count=ROWS)),
-        max_length=96,
-        max_steps=-1,
-        num_train_epochs=1,
-        eval_strategy="steps",
-        eval_steps=3,
-        per_device_eval_batch_size=2,
-        sample_prompts=3,
-        sample_max_new_tokens=2,
-        save_strategy="steps",
-        save_steps=3,
-        save_model=True,
-    )
-    done: dict[str, Trained] = {}
+def trained(two, tmp_path_factory, worker_id):
+    """A function: the run of a strategy in bf16, one epoch of six steps with evaluation, samples, checkpoints, save.
+
+    pytest's processes share the runs: the first that needs one makes it, the others read what it left.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder if worker_id == "master" else folder.parent) / "trained"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "recipe.yaml").is_file():
+            write_recipe(
+                folder,
+                dataset_name=str(write_rows(folder / "few", count=ROWS)),
+                max_length=96,
+                max_steps=-1,
+                num_train_epochs=1,
+                eval_strategy="steps",
+                eval_steps=3,
+                per_device_eval_batch_size=2,
+                sample_prompts=3,
+                sample_max_new_tokens=2,
+                save_strategy="steps",
+                save_steps=3,
+                save_model=True,
+            )
 
     def run(strategy: str) -> Trained:
-        if strategy not in done:
-            out = folder / strategy
-            result = two.run("train", argv=[str(recipe), "--output_dir", str(out), *named(strategy)])[0]
-            assert result["metrics"]["strategy"] == strategy
-            done[strategy] = Trained(recipe, out, result)
-        return done[strategy]
+        recipe, out, kept = folder / "recipe.yaml", folder / strategy, folder / f"{strategy}.json"
+        with FileLock(f"{out}.lock"):
+            if not kept.is_file():
+                result = two.run("train", argv=[str(recipe), "--output_dir", str(out), *named(strategy)])[0]
+                kept.write_text(json.dumps(result))
+        result = json.loads(kept.read_text())
+        assert result["metrics"]["strategy"] == strategy
+        return Trained(recipe, out, result)
 
     return run
