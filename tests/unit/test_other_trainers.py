@@ -65,4 +65,4 @@ def test_check_says_how_each_key_is_called_here(trainer, text, tmp_path, capsys)
     for key in theirs:
         name = KEYS[trainer][key].get("to")
         assert f"`{key}` in " in said and (f"Write `{name}`." in said or not name), key
-    assert said.count("[ZR187]") == len(theirs) and "ZR103" not in said
+    assert said.count(f"is a key of {trainer}") == len(theirs) and said.count("[ZR187]") == 1 and "ZR103" not in said
