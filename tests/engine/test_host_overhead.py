@@ -9,6 +9,7 @@ from tests.helpers.tiny import named, write_recipe, write_rows
 
 # times, and what is counted otherwise here: no token of a repeated row, means over an evaluation's tokens
 OURS = {"eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "tokens_per_second", "num_tokens"}
+OURS |= {"peak_memory_bytes", "communication_bytes_per_step"}
 OURS |= {"eval_mean_token_accuracy", "eval_entropy", "eval_num_tokens"}
 
 

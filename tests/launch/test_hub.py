@@ -10,10 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 
 from tests.helpers.tiny import ROOT, write_recipe
+from tests.unit.test_metrics import OK_ROW
 from zero_recipes.checkpoint.verify import verify
+from zero_recipes.training import card
 
 pytestmark = pytest.mark.launch
 
@@ -23,7 +25,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.asked.append(self.path)
+        self.server.answers.wait(60)
         if self.path.endswith("/repos/create"):
             answer = {"url": f"{self.server.address}/me/taught", "id": "me/taught"}
         elif self.path.endswith("/preupload/main"):
@@ -56,10 +58,31 @@ class Hub(BaseHTTPRequestHandler):
 def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.address = f"http://127.0.0.1:{server.server_port}"
-    server.asked, server.files, server.refuses = [], {}, True
+    server.answers, server.files, server.refuses = threading.Event(), {}, True
+    server.answers.set()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
+    server.answers.set()
     server.shutdown()
+
+
+def test_a_hub_that_never_answers_ends_a_push_and_a_full_model_has_a_card(hub, tmp_path, monkeypatch):
+    row = OK_ROW | {"loss_history": [2.5, 2.0, 1.5], "eval_history": [{"step": 3, "loss": 1.75}]}
+    (tmp_path / "metrics.json").write_text(json.dumps(row))
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(card, "HUB_SECONDS", 0.5)
+    hub.refuses = False
+    hub.answers.clear()
+    with pytest.raises(card.NotPushed, match="timed out"):
+        card.push(tmp_path, "me/taught", "x")
+    hub.answers.set()
+    assert card.push(tmp_path, "me/taught", "x") == f"{hub.address}/me/taught/commit/1"
+    pushed = ModelCard(hub.files["README.md"].decode())
+    assert (pushed.data.library_name, pushed.data.base_model) == ("transformers", OK_ROW["model"])
+    assert "(all weights)" in pushed.text and "| 3 | 1.7500 |" in pushed.text and "planned" in pushed.text
+    assert "![Loss by step](loss.png)" in pushed.text and hub.files["loss.png"].startswith(b"\x89PNG")
 
 
 def test_a_push_that_fails_loses_nothing_and_no_path_leaves(hub, tmp_path):
@@ -91,7 +114,7 @@ def test_a_push_that_fails_loses_nothing_and_no_path_leaves(hub, tmp_path):
     for name, content in hub.files.items():
         assert str(tmp_path).encode() not in content and b"hf_secret" not in content, name
     assert yaml.safe_load(hub.files["recipe.resolved.yaml"])["model_name_or_path"] == "model"
-    card = ModelCard(hub.files["README.md"].decode())
-    assert (card.data.library_name, card.data.base_model) == ("peft", None)
+    pushed = ModelCard(hub.files["README.md"].decode())
+    assert (pushed.data.library_name, pushed.data.base_model) == ("peft", None)
     losses = json.loads((out / "metrics.json").read_text())["loss_history"]
-    assert f"| 3 | {losses[-1]:.4f} |" in card.text and "zero2 on 2 x cpu" in card.text
+    assert f"| 3 | {losses[-1]:.4f} |" in pushed.text and "zero2 on 2 x cpu" in pushed.text

@@ -17,7 +17,7 @@ from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure
 from zero_recipes.metrics.flops import ModelFlops
 from zero_recipes.metrics.probe import UsedFlops
-from zero_recipes.metrics.schema import Metrics, RunIdentity
+from zero_recipes.metrics.schema import Metrics, PredictedMetrics, RunIdentity
 
 MIB = 2**20
 
@@ -42,7 +42,7 @@ def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2, devic
     args = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, logging_steps=1)
     args.bf16, args.fp16, args.device = True, False, torch.device("cuda")
     cuda.hold(100 * MIB)
-    found = StageMetricsCallback(folder, Strategy("single", 1))
+    found = StageMetricsCallback(folder, Strategy("single", 1), PredictedMetrics(peak_memory_bytes=7, source="engine"))
     found.engine_built(model)
     found.identify(args, model)
     cuda.hold(900 * MIB)  # samples before training, with a cache of keys and values
@@ -110,6 +110,8 @@ def test_mfu_is_of_the_timed_steps_and_of_the_card(cuda, monkeypatch, tmp_path):
     assert row.model_flops_per_token == pytest.approx(flops / 32)
     assert row.model_flops_per_second == pytest.approx(len(timed) * flops / sum(timed))
     assert row.mfu == pytest.approx(row.model_flops_per_second / 989e12)
+    assert [log.get("planned_peak_memory_bytes") for log in logs] == [7, None, None], "once"
+    assert logs[-1]["peak_memory_bytes"] == row.peak_memory_bytes[0].allocated
     for log, steps in zip(logs, (range(1, 5), range(5, 9), range(9, 13)), strict=True):
         assert log["tokens_per_second"] == pytest.approx(4 * 32 / sum(steps)), "evaluations are no part of it"
         assert log["mfu"] == pytest.approx(4 * flops / sum(steps) / 989e12)

@@ -32,7 +32,7 @@ UNFINISHED_STATUS = ("failed", "oom", "diverged", "preempted", "refused")  # of 
 # what a run writes into its folder, beside OURS
 WRITTEN = (*(pattern for pattern in SAVED if pattern != "*config.json"), "pytorch_model*.bin", "config.json", CHECKSUMS)
 WRITTEN += ("generation_config.json", "adapter_config.json", "training_args.bin", "README.md", "samples.jsonl")
-WRITTEN += ("failure.rank*.json",)
+WRITTEN += ("loss.png", "failure.rank*.json")
 DATA = ("dataset_name", "datasets", "sample_prompts")  # keys
 NOT_READ = {"output_dir", "run_name", "dataset_train_split", "dataset_test_split"}  # keys whose text is no path to read
 

@@ -130,9 +130,19 @@ class StageMetricsCallback(TrainerCallback):
             self.tokens_timed = counted if self.tokens_timed is None else self.tokens_timed + counted
 
     def since_last_log(self) -> dict[str, float]:
-        """For the progress line, of all ranks. Every rank calls it (a collective)."""
+        """For the progress line and the trackers, of all ranks: speed, the peak of the memory (the accelerator's, else
+        RSS), the bytes sent in a step; with the first of them the plan's figures. Every rank calls it (collectives)."""
+        if self.tokens is None:
+            return {}
+        plan, peak, is_first = self.predicted, peak_memory(self.device), not self.used.logged_steps
         with self.communication.not_counted():
-            return self.used.since_last_log(self.tokens, self.steps, self.identity.world_size)
+            peaks = gather_rows(self.tokens.new_tensor([[peak["allocated"] or peak["rss"]]]))
+            logs = self.used.since_last_log(self.tokens, self.steps, self.identity.world_size)
+        logs["peak_memory_bytes"] = int(peaks.max())
+        logs["communication_bytes_per_step"] = sum(self.communication.median().values())
+        if is_first and plan is not None:
+            logs |= {f"planned_{name}": value for name, value in plan if isinstance(value, int)}
+        return logs
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Add one micro batch's share of the step's loss (the Trainer has scaled it already)."""

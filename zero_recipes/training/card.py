@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, get_session, try_to_load_from_cache
 from huggingface_hub.repocard import metadata_load
+from matplotlib.figure import Figure
 
 from zero_recipes.checkpoint.save import ADAPTER, CHECKSUMS, saved_files
 from zero_recipes.core import units
@@ -27,10 +28,11 @@ from zero_recipes.metrics import schema
 from zero_recipes.metrics.read_runs import EVALUATED, EVALUATIONS, SampleRow, read_evaluations, read_samples
 from zero_recipes.training.samples import question, short
 
-README, RECIPE, SAMPLES = "README.md", "recipe.resolved.yaml", "samples.jsonl"
+README, RECIPE, SAMPLES, PICTURE = "README.md", "recipe.resolved.yaml", "samples.jsonl", "loss.png"
 CONFIGS = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 SECRET = ("hub_token", "output_dir", "logging_dir", "resume_from_checkpoint")  # keys that are nobody else's
 MOST_LOSSES, MOST_SAMPLES = 10, 5  # rows of the card's tables
+HUB_SECONDS = 600  # without a byte of an answer
 
 
 def write_card(folder: Path, out: Path | None = None) -> None:
@@ -41,6 +43,10 @@ def write_card(folder: Path, out: Path | None = None) -> None:
     base, named = recipe.get("model_name_or_path") or run.model, _data(recipe)
     licence = licence_of(base, "model", run.model_revision)
     out = out or folder
+    losses = dict(enumerate(run.loss_history or [], run.first_step))
+    evaluations = {each.step: each.loss for each in run.eval_history or []}
+    if losses:
+        _draw_losses(out / PICTURE, losses, evaluations)
     is_adapter, scored = (out / ADAPTER).is_file(), read_evaluations(folder / EVALUATIONS)
     data = ModelCardData(
         base_model=base if on_hub(base) else None,
@@ -62,8 +68,8 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         adapter=json.loads((folder / "adapter_config.json").read_text()) if is_adapter else {},
         data=[(redacted(name), licence_of(name, "dataset") or "not known here") for name in named],
         measured=_measured(run),
-        losses=_thinned(dict(enumerate(run.loss_history or [], run.first_step))),
-        evaluations=_thinned({each.step: each.loss for each in run.eval_history or []}),
+        losses=_thinned(losses),
+        evaluations=_thinned(evaluations),
         scored=markdown_columns(EVALUATED[:2], EVALUATED[2:], scored) if scored else "",
         samples=[_cells(row) for row in read_samples(folder / SAMPLES)[:MOST_SAMPLES]],
         units=units,
@@ -99,7 +105,7 @@ def _measured(run: schema.Metrics) -> list[tuple[str, str, str]]:
     """(what, measured, planned) of the rank that needs most."""
 
     def states(each: schema.ModelStateBytes | None) -> int | None:
-        return sum(filter(None, (each.params, each.grads, each.optimizer))) if each else None
+        return sum(filter(None, (each.params, each.grads, each.optimizer))) or None if each else None
 
     def largest(values: list[int | None]) -> int | None:
         return max(filter(None, values), default=None)
@@ -124,6 +130,17 @@ def _measured(run: schema.Metrics) -> list[tuple[str, str, str]]:
         ("Model FLOPs utilisation", units.percent(run.mfu), ""),
     ]
     return [row for row in rows if any(row[1:])]
+
+
+def _draw_losses(path: Path, losses: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
+    figure = Figure((7, 3.2), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(losses.keys(), losses.values(), linewidth=1, marker="." if len(losses) < 20 else "", label="training")
+    if evaluations:
+        axes.plot(evaluations.keys(), evaluations.values(), "o-", label="held-out rows")
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend(frameon=False)
+    figure.savefig(path)
 
 
 def _thinned(values: Mapping[int, float]) -> list[tuple[int, str]]:
@@ -160,11 +177,18 @@ class NotPushed(RunFailed):
     """The hub did not take the folder; everything is saved here."""
 
 
+def hub(token: str | None) -> HfApi:
+    """huggingface_hub 1.x (utils/_http.py `default_client_factory`) waits for an answer for ever, and so would all
+    ranks."""
+    get_session().timeout = HUB_SECONDS
+    return HfApi(token=token)
+
+
 def push(folder: Path, repo: str, token: str | None = None, revision: str | None = None) -> str:
     """One commit with the model, its card, its measurements and its recipe; returns its address. Other files stay here:
     checkpoints, logs, failures and pickles. Raises NotPushed."""
     write_card(folder)
-    names = {*saved_files(folder), README, SAMPLES, EVALUATIONS, schema.FILE, RECIPE, "generation_config.json"}
+    names = {*saved_files(folder), README, PICTURE, SAMPLES, EVALUATIONS, schema.FILE, RECIPE, "generation_config.json"}
     contents = {name: _redacted_file(folder / name) for name in sorted(names) if (folder / name).is_file()}
     if (folder / CHECKSUMS).is_file():
         sums = json.loads((folder / CHECKSUMS).read_text())
@@ -174,7 +198,7 @@ def push(folder: Path, repo: str, token: str | None = None, revision: str | None
     operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
     try:
         message = "Model, card, measurements and recipe"
-        return HfApi(token=token).create_commit(repo, operations, commit_message=message, revision=revision).commit_url
+        return hub(token).create_commit(repo, operations, commit_message=message, revision=revision).commit_url
     except Exception as error:  # of huggingface_hub and the network, of many kinds
         raise NotPushed(
             f"{folder} is saved and was not pushed to {repo}: {first_line(error)}. "

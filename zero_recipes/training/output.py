@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Self
 
-from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 from trl import get_peft_config
 
@@ -27,7 +26,7 @@ from zero_recipes.libs.huggingface import attention_name
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import if_the_disk_takes_it, keep_failure, write_failure
 from zero_recipes.metrics.schema import SCHEMA, Metrics, PredictedMetrics
-from zero_recipes.training.card import push, write_card
+from zero_recipes.training.card import hub, push, write_card
 
 SHOWN = 600  # characters of a row, before training
 
@@ -135,7 +134,7 @@ class RecipeRun:
 
         def create() -> str:
             with library_error_as_finding(f"creating {name} on the hub (push_to_hub)"):
-                api = HfApi(token=args.hub_token)
+                api = hub(args.hub_token)
                 return api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id
 
         return once(create, "creates the repository")
