@@ -1,8 +1,4 @@
-"""`check --upgrade`: an old recipe in today's keys, by the tables of config/keys.yaml; every other line stays as it is.
-
-PyYAML says where each key is, and the text is changed there. ruamel.yaml 0.19.1 does not do this: it drops the comments
-after a key that is removed and writes the other lines in its own form.
-"""
+"""`check --upgrade`: an old recipe in today's keys, by the tables of config/keys.yaml; a pasted ds_config that runs."""
 
 import copy
 import dataclasses
@@ -10,7 +6,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -101,55 +96,35 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], place: str = "") ->
 
 def upgrade(path: Path, for_trl: bool = False) -> tuple[str, list[str]]:
     """(the new text, one line for each change). Keys that it cannot translate are left for `check` to name. `for_trl`:
-    keys that TRL's own parser does not take become comments, so that `trl sft --config` reads the file."""
-    mapping, lines, changes = recipe.read_recipe_file(path), path.read_text().splitlines(keepends=True), []
-    root = yaml.compose("".join(lines), Loader=yaml.SafeLoader)
-    starts = [key.start_mark.line for key, _ in root.value]
-    new = lines[: starts[0]]
-    present = set(mapping)
-    for (key, _), (start, end) in zip(root.value, pairwise([*starts, len(lines)]), strict=True):
-        today = _today(key.value, mapping[key.value])
-        taken = today.partition(":")[0]
-        if taken != key.value and taken in present:
-            today = ""
-        present.add(taken)
-        if for_trl and today and taken not in _trls_keys():
-            today = ""
-        block = _written(lines[start:end], key.value, today)
-        if block != lines[start:end]:
-            changes.append(f"{key.value}: {f'now {today}' if today else 'removed'}")
-        new += block
-    return "".join(new), changes
+    only keys that TRL's own parser takes, so that `trl sft --config` reads the file."""
+    recipe.read_recipe_file(path)  # refuses one that has a key twice
+    old, new, changes = yaml.safe_load(path.read_text()), {}, []
+    taken = set(keys.key_types()) - {field.name for field in dataclasses.fields(keys.RecipeArguments)} | {"env"}
+    for key, value in old.items():
+        today = dict(_today(key, value))
+        if key not in today and today.keys() & (old.keys() | new.keys()):
+            today = {}
+        if for_trl and not today.keys() <= taken:
+            today = {}
+        if today != {key: value}:
+            changes.append(f"{key}: {f'now {json.dumps(today)[1:-1]}' if today else f'removed, it was {value!r}'}")
+        new |= today
+    if not changes:
+        return path.read_text(), []
+    header = "".join(f"# {line}\n" for line in (f"{path} in today's keys:", *changes))
+    return header + yaml.safe_dump(new, sort_keys=False, allow_unicode=True), changes
 
 
-def _today(key: str, value: Any) -> str:
-    """The key of today, or "key: value" where an old switch became a value; "" where nothing does."""
-    if key in keys.tables()["deprecated"]:
-        return keys.tables()["deprecated"][key]
-    row = keys.tables()["renamed"].get(key, {"to": key})
-    if isinstance(value, (dict, list)) and row.get("to") != key:
-        return key  # another form too: `check` says which
-    if "switch" in row:
-        return row["switch"] if value else ""
-    return row.get("to", "")
-
-
-def _trls_keys() -> set[str]:
-    return set(keys.key_types()) - {field.name for field in dataclasses.fields(keys.RecipeArguments)} | {"env"}
-
-
-def _written(block: list[str], key: str, today: str) -> list[str]:
-    """The lines of one key under its name of today; as comments where it has none. What follows them stays."""
-    if today == key:
-        return block
-    end = 1 + max(i for i, line in enumerate(block) if line.strip() and not line.startswith("#"))
-    if not today:
-        return [f"# {line}" for line in block[:end]] + block[end:]
-    name, _, rest = block[0].partition(":")
-    if ":" not in today:
-        return [f"{name.replace(key, today)}:{rest}", *block[1:]]
-    comment = f"  # {rest.partition('# ')[2]}" if "# " in rest else "\n"
-    return [today + comment, *block[end:]]
+def _today(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The key of today with its value; nothing where there is none any more."""
+    tables = keys.tables()
+    row = tables["renamed"].get(key, {"to": tables["deprecated"].get(key, key)})
+    if isinstance(value, (dict, list)) and key in tables["renamed"]:
+        yield key, value  # another form too: `check` says which
+    elif "switch" in row:
+        yield from (yaml.safe_load(row["switch"]) if value else {}).items()
+    elif row.get("to"):
+        yield row["to"], value
 
 
 def _write(new: Path, text: str) -> None:
