@@ -4,16 +4,20 @@ import json
 import math
 import re
 import struct
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from tests.helpers.plan_jobs import GB, ROOT, job, recipe, strategies
 from zero_recipes.cli import main as cli
 from zero_recipes.cli.sweep import all_strategies
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import gpu_named, gpus
+from zero_recipes.plan import command
 from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.job import EVERY, model_config, read_strategies
+from zero_recipes.plan.predict import Predictor
 
 RECIPE = "recipes/pythia.yaml"
 
@@ -60,6 +64,24 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, tmp_path, monkeypatc
     assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
     verbose = (tmp_path / "plan" / "plan.txt").read_text()
     assert "+12.1 GB" in verbose and "zero0: the change that costs least: zero3" in verbose
+
+
+def test_the_formulas_answer_is_there_while_the_engine_is_simulated(capsys, monkeypatch):
+    """Above the engine's answer on a terminal, which takes its place; elsewhere a line of what goes on."""
+    seen = []
+
+    def predictor(quick=False, **_):
+        return (
+            SimpleNamespace(quick=quick, prepare=lambda jobs: seen.append(capsys.readouterr())) if not quick else known
+        )
+
+    known = Predictor(quick=True)
+    monkeypatch.setattr(command, "Predictor", predictor)
+    monkeypatch.setattr(command, "answer_by", lambda predict, *rest, plain=command.answer_by: plain(known, *rest))
+    words = ["plan", RECIPE, "--gpus", "2", "--strategies", "zero3"]
+    assert cli.main(words) == 0 and "by formulas: zero3 is tight on" in seen[0].err and not seen[0].out
+    monkeypatch.setattr(command, "terminal", lambda: Console(force_terminal=True, width=80))
+    assert cli.main(words) == 0 and "The simulated engine's answer follows." in seen[1].out
 
 
 def test_a_model_needs_no_recipe(capsys):
