@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from zero_recipes.checkpoint.output_dir import hold_output_dir, refuse_in_use
 from zero_recipes.core.findings import Finding, Refusal, RunFailed, print_ending
 from zero_recipes.core.process import leave
 from zero_recipes.distributed import group
@@ -70,6 +69,8 @@ def shared(fault: str | None, on: int) -> dict[str, str]:
 
 def held_and_refused(folder: str) -> str:
     """What a second start says while a run of this group holds the folder; then the run is refused itself."""
+    from zero_recipes.checkpoint.output_dir import hold_output_dir, refuse_in_use
+
     said = "not refused"
     try:
         with hold_output_dir(Path(folder)):
