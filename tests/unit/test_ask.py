@@ -263,7 +263,7 @@ def test_evaluate_scores_base_and_model_by_a_task_of_ones_own(tuned, adapter, tm
     assert cli.main([*command, str(adapter), "--limit", "2", "--output_dir", "out"]) == 0
     assert json.loads((tmp_path / "out" / "evaluations.json").read_text())[0]["rows"] == 2
     assert cli.main(["evaluate", str(run), "--tasks", "creature", "--include_path", str(tmp_path)]) == 2
-    assert "creatures" in capsys.readouterr().err
+    assert "creature" in capsys.readouterr().err
 
 
 def by_hand(folder) -> float:

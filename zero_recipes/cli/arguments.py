@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from zero_recipes.cli import check, env, import_config, train, verbs
 from zero_recipes.core.files import at_hand
@@ -83,7 +84,12 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
         verb.set_defaults(func=func, **({"overrides": []} if overrides else {}))
         return verb
 
-    _add_until_a_run(add)
+    def of_recipe(func: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+        verb = add(func, text, overrides=True)
+        verb.add_argument("recipe", type=recipe_file, help=RECIPE)
+        return verb
+
+    _add_until_a_run(add, of_recipe)
     _add_after_a_run(add)
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["plan"] and any(word.partition("=")[0] == "--params" for word in argv):
@@ -96,12 +102,11 @@ def parse_arguments(argv: list[str] | None, description: str | None = None) -> a
     return arguments
 
 
-def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
+def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> None:
     verb = add(train.init, "copy recipes, ds_configs, accelerate_configs, run_sft.py and the demo's data, to edit them")
     verb.add_argument("folder", type=Path, nargs="?", default=Path(), help="default: this one")
 
-    verb = add(train.train, "run a recipe on all GPUs of this machine, through accelerate's launcher", overrides=True)
-    verb.add_argument("recipe", type=recipe_file, help=RECIPE)
+    verb = of_recipe(train.train, "run a recipe on all GPUs of this machine, through accelerate's launcher")
     file = "the accelerate file, e.g. zero3.yaml; default: the recipe's, or ddp.yaml"
     verb.add_argument("--config_file", type=accelerate_file, help=file)
     verb.add_argument("--num_processes", type=COUNT, help="on all machines; default: one a GPU, 1 without GPUs")
@@ -111,8 +116,7 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb = add(verbs.fetch, "download a recipe's model and data into the cache, and print their size")
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
 
-    verb = add(check.check, "print every problem, with its cause and fix, before you pay for a GPU", overrides=True)
-    verb.add_argument("recipe", type=recipe_file, help=RECIPE)
+    verb = of_recipe(check.check, "print every problem, with its cause and fix, before you pay for a GPU")
     verb.add_argument(
         "--config_file", type=accelerate_file, help="the file that you will give to accelerate launch, e.g. zero3.yaml"
     )
@@ -134,8 +138,7 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--output", type=Path, help="the recipe; default: FILE.recipe.yaml here")
     verb.add_argument("--allow", type=names, help="keys, by comma, to leave out although the training then differs")
 
-    verb = add(verbs.plan, "compute memory, time and cost of each strategy before you rent a GPU", overrides=True)
-    verb.add_argument("recipe", type=recipe_file, help=RECIPE)
+    verb = of_recipe(verbs.plan, "compute memory, time and cost of each strategy before you rent a GPU")
     size = "instead of a recipe: a Llama-like model of this many, e.g. 7e9; bf16, micro batches of 1 x 2,048 tokens"
     verb.add_argument("--params", type=AMOUNT, help=size)
     _add_machines(verb)
@@ -144,8 +147,7 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("-v", "--verbose", action="store_true", help="also print parts, phases and caveats")
     verb.add_argument("--json", action="store_true", help="print JSON alone")
 
-    verb = add(verbs.rent, "write the plan's choice as files for SkyPilot, SLURM and Kubernetes", overrides=True)
-    verb.add_argument("recipe", type=recipe_file, help=RECIPE)
+    verb = of_recipe(verbs.rent, "write the plan's choice as files for SkyPilot, SLURM and Kubernetes")
     _add_machines(verb)
     image = "for Kubernetes: the image that you pushed; default: %(default)s"
     verb.add_argument("--image", default="zero-recipes", help=image)
@@ -161,8 +163,7 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb = add(env.env, "print this machine's GPUs, driver, links, memory, disks and versions")
     verb.add_argument("--json", action="store_true", help="print JSON alone")
 
-    verb = add(verbs.sweep, "run and measure one strategy or value after another", overrides=True)
-    verb.add_argument("recipe", type=recipe_file, help=RECIPE)
+    verb = of_recipe(verbs.sweep, "run and measure one strategy or value after another")
     _add_strategies(verb, ",".join(verbs.STAGES))
     processes = "processes of each run, one a GPU; default: %(default)s"
     verb.add_argument("--num_processes", type=COUNT, default=2, help=processes)
@@ -170,8 +171,7 @@ def _add_until_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     values = "a run for each value of a key of the recipe, or of the ds_config by its path; several: all combinations"
     verb.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=a,b,c", help=values)
 
-    verb = add(verbs.tune, "find the fastest settings on this machine, and write RECIPE.tuned.yaml", overrides=True)
-    verb.add_argument("recipe", type=recipe_file, help=RECIPE)
+    verb = of_recipe(verbs.tune, "find the fastest settings on this machine, and write RECIPE.tuned.yaml")
     verb.add_argument("--minutes", type=AMOUNT, default=10.0, help="how long to measure; default: %(default)g")
     processes = "of each run, one a GPU; default: one a GPU, 2 without GPUs"
     verb.add_argument("--num_processes", type=COUNT, help=processes)

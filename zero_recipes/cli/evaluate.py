@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import logging
-from difflib import get_close_matches
 from typing import Any
 
 import transformers
@@ -12,10 +11,9 @@ from zero_recipes import ask
 from zero_recipes.config.recipe import choose_device
 from zero_recipes.core.files import strict_json, write_text
 from zero_recipes.core.findings import library_error_as_finding, refusal
-from zero_recipes.core.tables import plain, print_columns, terminal
+from zero_recipes.core.tables import print_columns, terminal
 from zero_recipes.metrics import schema
-from zero_recipes.metrics.read_runs import EVALUATIONS, Evaluation, read_evaluations
-from zero_recipes.report.read import evaluations_table
+from zero_recipes.metrics.read_runs import EVALUATED, EVALUATIONS, Evaluation, read_evaluations
 from zero_recipes.training.card import write_card
 
 Scores = dict[tuple[str, str], Evaluation]  # by task and metric; of one model, as `after`
@@ -35,9 +33,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     tokenizer = ask.load_tokenizer(target)
     with library_error_as_finding("reading the tasks of lm-eval"):
         manager = TaskManager(include_path=arguments.include_path and str(arguments.include_path))
-    for name in arguments.tasks:
-        if not manager.match_tasks([name]):
-            raise refusal("ZR905", task=name, near=", ".join(get_close_matches(name, manager.all_tasks)) or "none")
+        manager.load(arguments.tasks)
 
     def score(loaded: ask.Loaded) -> Scores:
         with loaded.ready(), library_error_as_finding(f"evaluating {', '.join(arguments.tasks)}"):
@@ -53,10 +49,8 @@ def evaluate(arguments: argparse.Namespace) -> int:
     write_text(file, strict_json([row.model_dump() for row in rows], indent=2) + "\n")
     if file.parent == target.folder and (target.folder / schema.FILE).is_file():
         write_card(target.folder)
-    shown = evaluations_table(target.folder.name, [*after.values()])
-    terminal().print(plain(f"before: {target.base or 'no base'}, after: {target.folder}"))
-    print_columns(shown.named, shown.measured, shown.rows, terminal())
-    print(f"written: {file}")
+    print_columns(EVALUATED[:2], EVALUATED[2:], [*after.values()], terminal())
+    print(f"before: {target.base or 'no base'}, after: {target.folder}", f"written: {file}", sep="\n")
     return 0
 
 

@@ -46,9 +46,7 @@ class Draft:
 
     def said(self) -> list[str]:
         told = {"not done here": self.loses, "another training": self.changes, "the same": self.note}
-        effects = [(title, effect, items) for title, items in told.items() for effect in dict.fromkeys(items.values())]
-        keys = ([key for key in items if items[key] == effect] for _, effect, items in effects)
-        return [f"{effect[0]}: {', '.join(named)}: {effect[1]}" for effect, named in zip(effects, keys, strict=True)]
+        return [f"{title}: {key}: {effect}" for title, items in told.items() for key, effect in items.items()]
 
     def text(self) -> str:
         lines = [f"# {line}" for line in (f"Written by zero-recipes import {self.path} ({self.source}).", *self.said())]

@@ -7,6 +7,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from zero_recipes.cli.import_config import write_new
+from zero_recipes.cli.verbs import strategies_of
 from zero_recipes.core.files import FILES
 from zero_recipes.core.findings import refusal
 from zero_recipes.core.tables import working
@@ -20,14 +21,14 @@ WRITTEN = {"sky.yaml": "sky jobs launch", "sbatch": "sbatch", "k8s.yaml": "kubec
 
 def rent(arguments: argparse.Namespace) -> int:
     """The verb. Returns the exit code; raises Refusal where nothing fits."""
+    arguments.strategies = strategies_of(arguments)
     with working("planning"):
         request = read_request(arguments, arguments.overrides)
         answer = answer_by(Predictor(quick=arguments.quick), arguments, request)
     job = answer.advice.job
     if job is None:
         raise refusal("ZR906", recipe=arguments.recipe, gpus=arguments.gpus, gpu=arguments.gpu)
-    is_packaged = arguments.recipe.is_relative_to(FILES)
-    recipe = Path(arguments.recipe.name) if is_packaged else arguments.recipe
+    recipe = Path(arguments.recipe.name) if arguments.recipe.is_relative_to(FILES) else arguments.recipe
     words = shlex.split(request.command(job))
     values = {
         "name": recipe.stem.replace("_", "-").replace(".", "-").lower(),

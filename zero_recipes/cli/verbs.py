@@ -6,8 +6,9 @@ What a verb needs is imported where it runs: `zero-recipes --help` need not wait
 import argparse
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 
 from zero_recipes.config.accelerate import FOLDER, config_files, read_accelerate_file
@@ -18,6 +19,20 @@ from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.schema import ORDER as STAGES
 
 GGUF = ("f16", "bf16", "q8_0", "q4_k_m", "lora")  # the last is the adapter alone
+
+
+def _elsewhere(name: str) -> Callable[[argparse.Namespace], int]:
+    """The verb in the module of its name, which is imported when it runs."""
+
+    def verb(arguments: argparse.Namespace) -> int:
+        quieten()
+        return getattr(import_module(f"zero_recipes.cli.{name}"), name)(arguments)
+
+    verb.__name__ = name
+    return verb
+
+
+tune, evaluate, export, rent = map(_elsewhere, ("tune", "evaluate", "export", "rent"))
 
 
 def fetch(arguments: argparse.Namespace) -> int:
@@ -81,14 +96,6 @@ def plan(arguments: argparse.Namespace) -> int:
     return command.run(arguments, arguments.overrides)
 
 
-def rent(arguments: argparse.Namespace) -> int:
-    quieten()
-    from zero_recipes.cli.rent import rent
-
-    arguments.strategies = strategies_of(arguments)
-    return rent(arguments)
-
-
 def sweep(arguments: argparse.Namespace) -> int:
     from zero_recipes.cli.sweep import all_strategies, sweep
 
@@ -102,12 +109,6 @@ def sweep(arguments: argparse.Namespace) -> int:
     # where values or all strategies are tried, what cannot run here is an answer too
     fine = {"ok", "refused"} if everything or (arguments.sets and "ok" in ended) else {"ok"}
     return 0 if ended <= fine else 1
-
-
-def tune(arguments: argparse.Namespace) -> int:
-    from zero_recipes.cli.tune import tune
-
-    return tune(arguments)
 
 
 def report(arguments: argparse.Namespace) -> int:
@@ -148,13 +149,6 @@ def push(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def export(arguments: argparse.Namespace) -> int:
-    quieten()
-    from zero_recipes.cli.export import export
-
-    return export(arguments)
-
-
 def reshard(arguments: argparse.Namespace) -> int:
     quieten()
     from zero_recipes.checkpoint.reshard import reshard, resume_command
@@ -180,13 +174,6 @@ def ask(arguments: argparse.Namespace) -> int:
     from zero_recipes.ask import run
 
     return run(arguments, arguments.overrides)
-
-
-def evaluate(arguments: argparse.Namespace) -> int:
-    quieten()
-    from zero_recipes.cli.evaluate import evaluate
-
-    return evaluate(arguments)
 
 
 def explain(arguments: argparse.Namespace) -> int:
