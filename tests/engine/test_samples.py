@@ -43,7 +43,7 @@ def equal_losses(group, tmp_path, row, **keys):
     (sample,) = rows_of(tmp_path / "out")
     evaluated = [evaluation["loss"] for evaluation in metrics["eval_history"]]
     scored = [sample[key]["reference_loss"] for key in ("scores_before", "scores_after")]
-    assert scored == pytest.approx(evaluated, abs=1e-6) and scored[1] < scored[0]
+    assert scored == pytest.approx(evaluated, rel=1e-6) and scored[1] < scored[0]
 
 
 def test_the_reference_loss_is_the_evaluation_loss_of_a_row_that_is_cut(one, tmp_path):

@@ -22,6 +22,8 @@ from zero_recipes.config.strategy import Strategy
 def test_model_and_samples_are_those_of_the_trained_one(trained, strategy):
     folder = trained(strategy).folder
     assert verify(folder, deep=True)["parameters"] == trained(strategy).metrics["parameters"]
+    names = [load_file(trained(name).folder / "model.safetensors").keys() for name in (strategy, "zero1")]
+    assert names[0] == names[1]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     reference = AutoModelForCausalLM.from_pretrained(trained("zero1").folder, dtype=torch.float32)
     pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
