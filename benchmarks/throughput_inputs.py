@@ -21,7 +21,6 @@ MICRO_BATCH = 8  # TRL's default
 LONGEST = 1024  # tokens of a row: TRL's default max_length, so that nobody cuts one
 HELD_OUT = 32  # rows
 SHAPES = {  # random weights, for the tokenizer of tiny_world/base
-    "gpt_neox-1m": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
     "gpt_neox-12m": {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6},
     "llama-45m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12},
 }

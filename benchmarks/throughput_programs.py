@@ -2,7 +2,8 @@
 
 trl: `trl sft` (trl/scripts/sft.py, main) with its defaults; trl_tuned: the same, packed as the recipe is and without
 activation checkpointing; recipe: run_sft.py; engine: a bare loop around deepspeed.initialize with DeepSpeed's own
-defaults, ddp: one around torch's DDP, both on the very batches that the recipe's data loader made.
+defaults, engine_tuned: with the recipe's ds_config, ddp: around torch's DDP, all three on the very batches that the
+recipe's data loader made.
 """
 
 import contextlib
@@ -127,15 +128,16 @@ def arguments_of(job: dict, program: str) -> list[str]:
     return [*ds_config, *(word for key, value in keys.items() for word in (f"--{key}", str(value)))]
 
 
-def engine(job: dict, seen: Seen, batches: list[Batch], config: dict) -> None:
-    """A bare loop around the engine of the strategy: stage and offload of the recipe's `config`, the rest of
-    zero_optimization as DeepSpeed has it by default."""
+def engine(job: dict, seen: Seen, batches: list[Batch], config: dict, by_default: bool) -> None:
+    """A bare loop around the engine of the strategy with the recipe's `config`, or only with its stage and offload and
+    the rest of zero_optimization as DeepSpeed has it by default."""
     import deepspeed
 
     model = load(job)
     known = {key: value for key, value in config.items() if key != "train_batch_size"}  # follows from the others
-    kept = {"stage", "offload_optimizer", "offload_param"} & set(config["zero_optimization"])
-    known["zero_optimization"] = {key: config["zero_optimization"][key] for key in kept}
+    if by_default:
+        kept = {"stage", "offload_optimizer", "offload_param"} & set(config["zero_optimization"])
+        known["zero_optimization"] = {key: config["zero_optimization"][key] for key in kept}
     optimizer = adam(model, config, job)
     seen.model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=known)
     if job["strategy"] == "zero0":  # DeepSpeed 0.19.8 has taken a step without gradients (libs/patches.py)
@@ -238,8 +240,8 @@ def run(program: str, job: dict) -> dict:
     elif program == "recipe":
         recipe(job, seen)
         LAST_RECIPE[:] = [seen]
-    elif program == "engine" and LAST_RECIPE[0].config is not None:
-        engine(job, seen, LAST_RECIPE[0].batches, LAST_RECIPE[0].config)
+    elif program.startswith("engine") and LAST_RECIPE[0].config is not None:
+        engine(job, seen, LAST_RECIPE[0].batches, LAST_RECIPE[0].config, program == "engine")
     else:
         plain(job, seen, LAST_RECIPE[0].batches)
     fed = seen if seen.lengths else LAST_RECIPE[0]

@@ -73,7 +73,7 @@ def test_the_fastest_with_the_same_loss_is_written(recipe, tmp_path, ran, capsys
 def test_a_recipe_that_recomputes_is_tried_without_and_a_large_model_with_larger_buckets(recipe, tmp_path, ran):
     read = read_recipe(recipe, ["--activation_checkpointing", "true", "--max_length", "16"])
     found = tune.candidates(read, 2, 10**12, "cpu", ["ddp", "zero2"])
-    assert [run.values for run in found[:2]] == [{}, {}]
+    assert not found[0].values and [run.strategy for run in found if not run.values] == ["ddp", "zero2"]
     assert {"activation_checkpointing": False} in [run.values for run in found]
     assert not any("packing" in run.values or run.ds_config for run in found), "rows are cut"
     with pytest.raises(Refusal, match="ZR862"):

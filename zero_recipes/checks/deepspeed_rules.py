@@ -1,6 +1,6 @@
 """Rules about the DeepSpeed configuration of a run. File names are those of DeepSpeed 0.19.8, under deepspeed/."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +161,21 @@ def _without_effect(run: Candidate) -> Iterator[Finding]:
 
 def _small_buckets(run: Candidate) -> Iterator[Finding]:
     """Of "auto", which transformers fills in with the square of the hidden size (integrations/deepspeed.py)."""
-    elements = getattr(run.config, "hidden_size", BLOCK) ** 2
-    is_auto = run.ds.zero.get("reduce_bucket_size") == "auto"
-    if is_auto and run.world_size > 1 and run.stage and elements < BLOCK:
-        yield finding("ZR860", source=run.strategy.source, elements=elements)
+    square = getattr(run.config, "hidden_size", BLOCK) ** 2
+    filled = {} if run.settings.use_peft or not run.stage else {"reduce_bucket_size": square}
+    filled |= {"stage3_prefetch_bucket_size": int(0.9 * square)} if run.stage == 3 else {}
+    for key, elements in filled.items():
+        if run.ds.zero.get(key) == "auto" and run.world_size > 1 and elements < BLOCK and run.model is not None:
+            messages = _messages([tensor.numel() for tensor in run.model.parameters()], elements)
+            yield finding("ZR860", key=key, source=run.strategy.source, elements=elements, messages=messages)
+
+
+def _messages(sizes: Iterable[int], bucket: int) -> int:
+    """Collectives of a pass over tensors of so many elements: what does not fit into the bucket begins another one."""
+    messages, filled = 1, 0
+    for size in sizes:
+        messages, filled = (messages + 1, size) if filled and filled + size > bucket else (messages, filled + size)
+    return messages
 
 
 def top_level_keys() -> set[str]:

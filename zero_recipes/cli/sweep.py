@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -275,16 +275,20 @@ def runs_of(
     if (named := [key.key for key in parsed if key.is_ds]) and without:
         able = ",".join(name for name in configs if name not in without) or "zero2"
         raise refusal("ZR359", keys=", ".join(named), without=", ".join(without), able=able)
-    keys = [key.key for key in parsed]
-    combinations = [dict(zip(keys, values, strict=True)) for values in product(*(key.values for key in parsed))]
-    chosen = [(strategy, values) for strategy in configs for values in combinations]
-    runs = []
-    for (strategy, values), name in zip(chosen, run_names(chosen), strict=True):
-        words = [word for key in parsed if not key.is_ds for word in option_words(key.key, values[key.key])]
-        in_ds_config = {tuple(key.key.split(".")): values[key.key] for key in parsed if key.is_ds}
-        ds_config = with_values(ds_configs[strategy], in_ds_config) if in_ds_config else None
-        runs.append(SweepRun(name, strategy, configs[strategy], values, tuple(words), ds_config))
-    return runs
+    combinations = product(*(key.values for key in parsed))
+    chosen = [dict(zip([key.key for key in parsed], values, strict=True)) for values in combinations]
+    in_ds = {key.key for key in parsed if key.is_ds}
+    return [run_of(name, configs[name], ds_configs[name], values, in_ds) for name in configs for values in chosen]
+
+
+def run_of(
+    strategy: str, config: Path, ds_config: Mapping[str, Any] | None, values: Mapping[str, Any], in_ds: Collection[str]
+) -> SweepRun:
+    """The run of a strategy with `values`, those of the keys `in_ds` in its ds_config. Raises Refusal."""
+    words = [word for key, value in values.items() if key not in in_ds for word in option_words(key, value)]
+    below = {tuple(key.split(".")): value for key, value in values.items() if key in in_ds}
+    written = with_values(ds_config, below) if below else None
+    return SweepRun(run_name(strategy, values), strategy, config, values, tuple(words), written)
 
 
 def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[str]) -> list[SetKey]:
@@ -331,17 +335,14 @@ def _is_ds_key(key: str, types: Mapping[str, Any]) -> bool:
     raise Refusal(list(key_findings(SOURCE, [key], {*types, *top_level_keys(), *zero})))
 
 
-def run_names(runs: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-    """A folder's name for each (strategy, values): safe on any file system and unique."""
-    names = []
-    for strategy, values in runs:
-        named = short_names(list(values))
-        text = ",".join([strategy, *(f"{named[key]}={shown(value)}" for key, value in values.items())])
-        name = UNSAFE.sub("_", text)[:LONGEST_NAME]
-        if name != text:  # other values may give the same
-            name += "," + hashlib.sha256(text.encode()).hexdigest()[:8]
-        names.append(name)
-    return names
+def run_name(strategy: str, values: Mapping[str, Any]) -> str:
+    """A folder's name: safe on any file system and unique."""
+    named = short_names(list(values))
+    text = ",".join([strategy, *(f"{named[key]}={shown(value)}" for key, value in values.items())])
+    name = UNSAFE.sub("_", text)[:LONGEST_NAME]
+    if name == text:
+        return name
+    return name + "," + hashlib.sha256(text.encode()).hexdigest()[:8]  # other values may give the same
 
 
 def shown(value: Any) -> str:

@@ -93,15 +93,15 @@ def tune(arguments: argparse.Namespace) -> int:
 def candidates(
     recipe: Recipe, processes: int, capacity: int, device: str, strategies: Sequence[str] | None
 ) -> list[sweep.SweepRun]:
-    """What fits by the plan's formulas, the likelier ones first: the recipe as it is under each strategy, then what
-    differs from it in one way, then in two. Activations are recomputed where the recipe says so, or where the rest
-    does not fit without. Raises Refusal for nothing."""
+    """What fits by the plan's formulas, the likelier ones first: the recipe as it is under the first strategy, packs
+    under each, then what differs from the recipe in one way, then in two. Activations are recomputed where the recipe
+    says so, or where the rest does not fit without. Raises Refusal for nothing."""
     predict, config, splits = Predictor(quick=True), model_config(recipe.settings), batches(recipe, processes)
     for names in [strategies] if strategies else [STRATEGIES, OFFLOADED]:
-        found: list[tuple[int, str, dict[str, Any], Any]] = []
+        found: list[tuple] = []  # (place, strategy, its accelerate file, its ds_config, values)
         for name in names if processes > 1 else [name for name in names if name == "ddp" or name in OFFLOADED]:
-            launched = launched_environment(at_hand(FOLDER / f"{name}.yaml"), processes)
-            ds_config, _ = launched_ds_config(launched, recipe.settings.precision)
+            file = at_hand(FOLDER / f"{name}.yaml")
+            ds_config, _ = launched_ds_config(launched_environment(file, processes), recipe.settings.precision)
             job = replace(job_of(recipe, config, name, ds_config, processes), device=device)
             sizes = enumerate(buckets(job, predict(job).parameters))
             for (rank, batch), (more, zero) in product(enumerate(splits), sizes):
@@ -109,24 +109,17 @@ def candidates(
                 fitting = [on for on in tried if fit_of(tried[on], capacity).runs]
                 for on in fitting if job.recomputes else fitting[:1]:
                     values = batch | ({} if on == job.recomputes else {RECOMPUTES: on}) | zero
-                    found.append((rank + more + on if values else -1, name, values, ds_config))
+                    place = rank + more + on if values or name != names[0] else -1
+                    found.append((place, name, file, ds_config, values))
         if found:
-            return [*_runs(sorted(found, key=lambda one: one[0]))]
+            likely_first = sorted(found, key=lambda one: one[0])
+            return [sweep.run_of(*run, [key for key in run[-1] if "." in key]) for _, *run in likely_first]
     raise refusal("ZR862", recipe=recipe.path, tried=", ".join(strategies or [*STRATEGIES, *OFFLOADED]))
 
 
-def _runs(found: Sequence[tuple[int, str, dict[str, Any], Any]]) -> Iterator[sweep.SweepRun]:
-    names = sweep.run_names([(strategy, values) for _, strategy, values, _ in found])
-    for (_, strategy, values, ds_config), name in zip(found, names, strict=True):
-        in_ds = {tuple(key.split(".")): value for key, value in values.items() if "." in key}
-        words = [word for key in values if "." not in key for word in sweep.option_words(key, values[key])]
-        written = sweep.with_values(ds_config, in_ds) if in_ds else None
-        yield sweep.SweepRun(name, strategy, at_hand(FOLDER / f"{strategy}.yaml"), values, tuple(words), written)
-
-
 def batches(recipe: Recipe, processes: int) -> list[dict[str, Any]]:
-    """Keys of the recipe that split the same global batch in another way: its own first, then packs that hold the
-    tokens of a process's rows, then larger and smaller micro batches."""
+    """Keys of the recipe that split the same global batch: packs that hold the tokens of a process's rows, its own
+    micro batch, then larger and smaller ones."""
     settings = recipe.settings
     micro, replicas = settings.per_device_train_batch_size, processes // settings.sequence_parallel_size
     derived = derive_accumulation(settings, recipe.explicit, replicas)
@@ -138,7 +131,7 @@ def batches(recipe: Recipe, processes: int) -> list[dict[str, Any]]:
 
     others = [split(size, total // size) for size in range(total, 0, -1) if total % size == 0 and size != micro]
     packs = [split(1, passes, packing=True, max_length=length) for passes, length in pack_lengths(recipe, total)]
-    return [{}, *packs[:1], *others[:1], *packs[1:], *others[1:]]
+    return [*packs[:1], {}, *others[:1], *packs[1:], *others[1:]]
 
 
 def pack_lengths(recipe: Recipe, rows: int) -> Iterator[tuple[int, int]]:
