@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.equivalence_grid import EXAMPLES, PLACES, STEPS, STRATEGIES, TOLERANCE, reference_of, run
+from tests.helpers.seeded import count
 from zero_recipes.core.files import write_json
 from zero_recipes.core.host import hardware_facts, library_versions
 
@@ -75,6 +76,9 @@ def test_the_whole_grid(request, subject, tmp_path):
     assert len(runs) == len(PLACES)
     for found in runs:
         assert_equal(found)
+    count(
+        "loss equality", "every strategy", number=len(runs), **{name: max(of.values()) for name, of in deltas.items()}
+    )
 
 
 def test_repeated_rows_are_noticed(two, subject, tmp_path):

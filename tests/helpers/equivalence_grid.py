@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.seeded import SEED
 from tests.helpers.tiny import named, write_recipe, write_rows
 
 STRATEGIES = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload", "fsdp2")
@@ -36,7 +37,7 @@ def write_subject(folder: Path) -> Path:
     """A recipe in fp32 with uneven rows, completion-only loss, clipping, weight decay and a model with weights."""
     recipe = write_recipe(
         folder,
-        dataset_name=str(write_rows(folder / "uneven", count=ROWS)),
+        dataset_name=str(write_rows(folder / "uneven", count=ROWS, seed=SEED)),
         random_weights=False,
         bf16=False,
         max_steps=STEPS,
@@ -45,10 +46,10 @@ def write_subject(folder: Path) -> Path:
         lr_scheduler_type="linear",
         weight_decay=0.01,
         max_grad_norm=1.0,
-        data_seed=7,
+        data_seed=7 + SEED,
         save_model=True,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "model")
     return recipe
 

@@ -220,6 +220,7 @@ MASTERS = {"bf16": {"enabled": "auto", "bf16_master_weights_and_grads": True}}
 STATES = {"bf16": MASTERS["bf16"] | {"bf16_optimizer_states": True}}
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+LION = {"optimizer": {"type": "Lion", "params": {"lr": "auto"}}}
 WRAPPED = "fsdp: true\nfsdp_config:\n  auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  transformer_layer_cls_to_wrap:"
 BEST = "load_best_model_at_end: true\nsave_strategy: steps\neval_strategy: steps"
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
@@ -301,6 +302,7 @@ FAULTS = [
     ds("a misspelt parameter of Adam", "ZR199", {"optimizer": {"type": "Adam", "params": {"lr": 1, "b": 1}}}, ADAM),
     ds("no dtype of gradients", "ZR199", {"data_types": {"grad_accum_dtype": ""}},
        {"data_types": {"grad_accum_dtype": "fp32"}}),
+    ds("a log level that is no word", "ZR199", {"log_level": 2}, {"log_level": "info"}),
     ds("an optimizer that nobody has", "ZR199", {"optimizer": {"type": "AdamX", "params": {"lr": "auto"}}}, ADAM),
     ds("a schedule that DeepSpeed does not have", "ZR199", {"scheduler": {"type": "WarmUpLR"}}, schedule("auto")),
     # DeepSpeed's configuration
@@ -358,6 +360,10 @@ FAULTS = [
     launched("FP8", "ZR302", f"{DDP}mixed_precision: fp8\n", DDP),
     launched("two precisions", "ZR303", f"{ACCELERATE}mixed_precision: bf16\n", ACCELERATE, ds={}),
     launched("an accelerate file of another form", "ZR199", "deepspeed_config: zero2\n", ACCELERATE, ds={}),
+    launched("a precision that accelerate does not have", "ZR199", f"{DDP}mixed_precision: cpu\n", DDP),
+    launched("one GPU for two processes", "ZR199", f"{DDP}gpu_ids: '0'\n", f"{DDP}gpu_ids: 0,1\n", "reading the acc"),
+    launched("leaf modules that the model does not have", "ZR199", f"{INLINE}2\n  deepspeed_moe_layer_cls_names: X\n",
+             f"{INLINE}2\n  deepspeed_moe_layer_cls_names: GPTNeoXMLP\n"),
     launched("mpirun", "ZR331", f"{DDP}mpirun_config:\n  mpirun_hostfile: hosts\n", DDP),
     launched("machines started by pdsh", "ZR335", f"{INLINE}2\nnum_machines: 2\n",
              f"{INLINE}2\n  deepspeed_multinode_launcher: standard\nnum_machines: 2\n"),
@@ -424,6 +430,10 @@ FAULTS = [
     late("data_routing", zero(2, {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}}),
          zero(2, {"data_efficiency": {"enabled": True, "data_routing": {"enabled": False}}})),
     late("managed_accumulation", zero(2, {"managed_gradient_accumulation": False}), zero(2)),
+    late("deprecated_offload", zero(2, cpu_offload=True), zero(2, ADAM, cpu_offload=True)),
+    late("no_gradient_norm", zero(2, compute_grad_norm=False), zero(2, compute_grad_norm=False) | {"max_grad_norm": 0}),
+    late("lion_on_cpu", zero(2, LION), zero(2, LION, **ON_CPU), device="cpu"),
+    late("zero_predivide", zero(1, {"gradient_predivide_factor": 0}), zero(1, {"gradient_predivide_factor": 2})),
     late("gradient_scaling", zero(2, {"prescale_gradients": True}, reduce_scatter=True),
          zero(1, {"prescale_gradients": True})),
     late("gradient_scaling", zero(3, {"gradient_predivide_factor": 2.0}), zero(3)),

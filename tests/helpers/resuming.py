@@ -1,18 +1,16 @@
 """Runs that are interrupted and resumed: the recipe, and the comparison with the uninterrupted run."""
 
 import json
-import random
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.seeded import draw
 from tests.helpers.tiny import named, write_recipe, write_rows
 from zero_recipes.checkpoint.save import checkpoint_fault
-from zero_recipes.core.files import write_json
 
 SAVED_AT, STEPS = 4, 7
-RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "resume.json"
 LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["query_key_value", "dense"], "lora_dropout": 0.1}
 EXACT = dict.fromkeys(("loss", "grad_norm", "eval_loss", "weights", "states", "tokens"), 0.0)
 
@@ -34,12 +32,6 @@ def resume_recipe(folder: Path, **keys) -> Path:
 
 def arguments(recipe: Path, strategy: str, output_dir: Path, *more: str) -> list[str]:
     return [str(recipe), "--output_dir", str(output_dir), *named(strategy), *more]
-
-
-def keep_result(**found: Any) -> None:
-    """Into benchmarks/results/resume.json, beside what it holds."""
-    kept = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
-    write_json(RESULT, kept | found)
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -88,18 +80,19 @@ class Shape:
         )
 
 
-def drawn(seed: int, world: int, strategies: tuple[str, ...], kinds: tuple[str, ...] = tuple(KINDS)) -> Shape:
+def drawn(number: int, world: int, strategies: tuple[str, ...], kinds: tuple[str, ...] = tuple(KINDS)) -> Shape:
     """A shape nobody has chosen. Rows seldom divide; the run is killed within its first three epochs or between two."""
-    draw = random.Random(f"{seed} {world}")
-    kind, strategy = draw.choice(kinds), draw.choice(strategies)
-    micro, accumulation = draw.choice((1, 2, 3, 4)), draw.choice((1, 2, 4))
+    chance = draw("shape", number, world)
+    kind, strategy = chance.choice(kinds), chance.choice(strategies)
+    micro, accumulation = chance.choice((1, 2, 3, 4)), chance.choice((1, 2, 4))
     if kind == "split_batches":
         micro *= world  # accelerate cuts a micro batch into one part for each process
     total = micro * accumulation * world
-    rows = draw.randint(total, max(total + 1, 61))
+    rows = chance.randint(total, max(total + 1, 61))
     epoch = -(-rows // total)
-    killed = draw.randint(1, 3 * epoch)
-    return Shape(kind, rows, micro, accumulation, killed, killed + draw.randint(1, epoch + 1), strategy, world, seed)
+    killed = chance.randint(1, 3 * epoch)
+    steps, seed = killed + chance.randint(1, epoch + 1), chance.randrange(1000)
+    return Shape(kind, rows, micro, accumulation, killed, steps, strategy, world, seed)
 
 
 def compare(group, folder: Path, strategy: str, **keys) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -12,7 +11,8 @@ import pytest
 
 from tests.helpers.group import CaseFailed
 from tests.helpers.killed import PLACES, RANK_0_ONLY
-from tests.helpers.resuming import RESULT, arguments, keep_result, resume_recipe
+from tests.helpers.resuming import arguments, resume_recipe
+from tests.helpers.seeded import count, draw
 from tests.helpers.two_ranks import two_ranks
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
 from zero_recipes.checkpoint.save import checkpoint_fault, is_unfinished, read_manifest
@@ -92,16 +92,16 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(one, tmp_path, request):
     assert rest["loss_history"] == whole["loss_history"] and rest["resumed_at"] == [2]
 
 
-def seeded_kills(seed: int, count: int, steps: int) -> list[tuple[str, int]]:
+def drawn_kills(strategy: str, number: int) -> list[tuple[str, int]]:
     """[(KILL, step of the last whole checkpoint after it)]: every place in turn, at random steps, on random ranks."""
-    draw = random.Random(seed)
-    places = [place for _ in range(count) for place in draw.sample(PLACES, len(PLACES))][:count]
-    kills, whole = [], 0
+    chance, kills, whole = draw("kills", strategy), [], 0
+    places = [place for _ in range(number) for place in chance.sample(PLACES, len(PLACES))][:number]
     for place in places:
-        step = min(whole + draw.choice([1, 1, 2, 2, 3]), steps)
+        step = whole + chance.choice([1, 1, 2, 2, 3])
         if place == "rotation" and step == 1:
             step = 2  # there must be an older one
-        rank = 0 if place in RANK_0_ONLY else draw.randrange(2)
+        alone = place in RANK_0_ONLY or (place == "optimizer" and not strategy.startswith("zero"))
+        rank = 0 if alone else chance.randrange(2)
         whole = step if place == "rotation" else step - 1
         kills.append((f"{place}:{rank}:{step}", whole))
     return kills
@@ -109,13 +109,14 @@ def seeded_kills(seed: int, count: int, steps: int) -> list[tuple[str, int]]:
 
 @pytest.mark.grid
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
-def test_a_run_that_is_killed_ten_times(two, tmp_path, strategy):
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "ddp", "fsdp2"])
+def test_a_run_that_is_killed_eleven_times(two, tmp_path, strategy):
     """One checkpoint a step, one kept: each launch goes on from the last whole one."""
-    steps = 14
+    kills = drawn_kills(strategy, 11)
+    steps = kills[-1][1] + 3
     recipe = resume_recipe(tmp_path, save_steps=1, save_total_limit=1, max_steps=steps)
     whole = two.run("train", argv=arguments(recipe, strategy, tmp_path / "whole"))[0]["metrics"]
-    out, kills = tmp_path / "out", seeded_kills(0, 10, 12)
+    out = tmp_path / "out"
     for kill, last in kills:
         code, said = launch(strategy, recipe, out, kill)
         assert code and "SIGKILL" in said, f"{kill}: {said[-3000:]}"
@@ -127,6 +128,5 @@ def test_a_run_that_is_killed_ten_times(two, tmp_path, strategy):
     assert rest["loss_history"] == whole["loss_history"] and len(rest["loss_history"]) == steps
     assert rest["tokens"] == whole["tokens"] and rest["resumed_at"] == sorted({last for _, last in kills} - {0})
     assert_equal(two, [tmp_path / "whole", out], steps)
-    kept = (json.loads(RESULT.read_text()) if RESULT.is_file() else {}).get("killed_ten_times", {})
-    entry = {"kills": [kill for kill, _ in kills], "steps": steps, "loss": 0.0, "weights": 0.0, "states": 0.0}
-    keep_result(killed_ten_times=kept | {strategy: entry})
+    entry = {"number": len(kills), "steps": steps, "loss": 0.0, "weights": 0.0, "states": 0.0}
+    count("kills", strategy, **entry, moments=[kill for kill, _ in kills])

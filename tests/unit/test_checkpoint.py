@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import random
 import shutil
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +12,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from transformers import TrainerState
 
 from tests.helpers.damage import DAMAGES, refusal_of
+from tests.helpers.grid import grid
+from tests.helpers.seeded import count, draw
 from zero_recipes.checkpoint import resume, save
 from zero_recipes.checkpoint.compatibility import fit_findings, recipe_facts, refuse_other_data
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, clear_unfinished, numbered, resolve_resume_checkpoint
@@ -23,7 +23,6 @@ from zero_recipes.config.strategy import Strategy
 from zero_recipes.libs.huggingface import load_without_code, not_plain
 from zero_recipes.training.trainer import rotate
 
-SEED, ROUNDS = int(os.environ.get("DAMAGE_SEED", 12)), int(os.environ.get("DAMAGE_ROUNDS", 1))
 FACTS = {"strategy": "zero2", "zero_stage": 2, "world_size": 2, "micro_batch_size": 2, "gradient_accumulation_steps": 4}
 
 
@@ -97,22 +96,26 @@ def taken(recipe):
     return of
 
 
-def test_bytes_of_any_file(tmp_path, recipe, taken):
+@pytest.mark.parametrize("rounds", [1, grid(7)])
+def test_bytes_of_any_file(tmp_path, recipe, taken, rounds):
     """Each file is damaged in each way, the manifest too: the checkpoint before is taken, this one kept aside."""
-    out, draw = tmp_path / "out", random.Random(SEED)
+    out, chance, damaged = tmp_path / "out", draw("damage"), 0
     checkpoint(out, 2, recipe=recipe_facts(recipe.settings, ZERO2))
     whole = checkpoint(tmp_path / "kept", 3, recipe=recipe_facts(recipe.settings, ZERO2))
     names = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
-    for name in names * ROUNDS:
+    for name in names * rounds:
         for damage in DAMAGES:
             folder = Path(shutil.copytree(whole, out / "checkpoint-3"))
             assert taken(out) == str(folder)
-            damage(folder / name, draw)
+            damage(folder / name, chance)
             if save.read_manifest(folder) != save.read_manifest(whole) or name.name != save.MANIFEST:  # no white space
                 assert taken(out) == str(out / "checkpoint-2"), f"{damage.__name__} of {name}"
+                damaged += 1
             clear_unfinished(out)
             shutil.rmtree(next(path for path in out.iterdir() if path.name != "checkpoint-2"))
-    assert len(names) == 8 and len(numbered(out)) == 1
+    assert len(names) == 8 and len(numbered(out)) == 1 and damaged >= 28 * rounds
+    if rounds > 1:
+        count("damage at resume", "every file of a checkpoint", number=damaged)
 
 
 def test_the_one_before_must_fit_too(tmp_path, taken):

@@ -1,7 +1,6 @@
 """Each kind of damage to a saved model is found; whole models of every kind raise no alarm."""
 
 import json
-import os
 import random
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.helpers.damage import cut, flip, lose, zero
+from tests.helpers.seeded import draw
 from tests.helpers.tiny import ROOT, llama_config
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.verify import verify
@@ -20,7 +20,6 @@ from zero_recipes.cli import main as cli
 
 BASE = ROOT / "tiny_world" / "base"
 NORM, MATRIX = "gpt_neox.final_layer_norm.weight", "gpt_neox.layers.0.mlp.dense_4h_to_h.weight"
-SEED, ROUNDS = int(os.environ.get("DAMAGE_SEED", 12)), int(os.environ.get("DAMAGE_ROUNDS", 1))
 
 
 @pytest.fixture
@@ -133,10 +132,10 @@ def test_checksums_show_what_headers_do_not(whole, capsys):
 def test_bytes_of_any_file_of_a_saved_model(sharded, tmp_path):
     """Every file in turn: whatever is damaged is found, and by NotWhole alone."""
     save.write_checksums(sharded)
-    draw, kept = random.Random(SEED), sharded.rename(tmp_path / "kept")
-    for name in sorted(path.name for path in kept.iterdir() if path.name != save.CHECKSUMS) * ROUNDS:
+    chance, kept = draw("verify"), sharded.rename(tmp_path / "kept")
+    for name in sorted(path.name for path in kept.iterdir() if path.name != save.CHECKSUMS):
         folder = Path(shutil.copytree(kept, tmp_path / "copy"))
-        draw.choice([flip, zero, cut, lose])(folder / name, draw)
+        chance.choice([flip, zero, cut, lose])(folder / name, chance)
         assert fault(folder)
         shutil.rmtree(folder)
 

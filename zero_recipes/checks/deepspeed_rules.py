@@ -53,6 +53,11 @@ def _stops(run: Candidate) -> dict[str, Any]:
         "zenflow": ds.zero.get("zenflow"),
         "data_routing": run.value("data_efficiency.enabled") and run.value("data_efficiency.data_routing.enabled"),
         "managed_accumulation": run.value("managed_gradient_accumulation") is False,
+        "deprecated_offload": ds.zero.get("cpu_offload") and not ds.optimizer,
+        "no_gradient_norm": ds.zero.get("compute_grad_norm") is False
+        and (settings.max_grad_norm > 0 or ds.offload_optimizer),
+        "lion_on_cpu": run.device == "cpu" and _optimizer_type(run) == "lion" and not ds.offload_optimizer,
+        "zero_predivide": run.value("gradient_predivide_factor") == 0,
         "gradient_scaling": (stage > 1 and scatters and (divides or ds.raw.get("prescale_gradients")))
         or (stage == 3 and divides),
         "bf16_masters": ds.bf16_masters

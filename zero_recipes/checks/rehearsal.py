@@ -137,11 +137,14 @@ def parser_findings(run: Candidate) -> list[Finding]:
     net = library_error_as_finding(f"reading {run.strategy.source}", run.settings.as_dict())
     with quiet(), collected(findings), net:
         from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
+        from deepspeed.utils.logging import get_log_level_from_string
 
         config = _handed_over(run)
         parsed = DeepSpeedConfig(copy.deepcopy(config))
         if parsed.grad_accum_dtype is not None:
             DtypeEnum(parsed.grad_accum_dtype)  # as the engine does
+        if parsed.log_level is not None:
+            get_log_level_from_string(parsed.log_level)
         for name in parsed.torch_autocast_lower_precision_safe_modules or ():  # the engine looks for them
             package, _, kind = name.rpartition(".")
             getattr(importlib.import_module(package), kind)
@@ -180,7 +183,10 @@ def _handed_over(run: Candidate) -> dict[str, Any]:
     with without_deepspeed_announcement():
         filled.trainer_config_finalize(arguments, model, settings.max_steps if settings.max_steps > 0 else STEPS)
     with clear_environment():  # the launcher's variables have been read
-        plugin = DeepSpeedPlugin(hf_ds_config=filled)
+        layers = run.environment.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
+        plugin = DeepSpeedPlugin(hf_ds_config=filled, transformer_moe_cls_names=layers)
+        if layers is not None and run.model is not None:
+            plugin.set_moe_leaf_modules(run.model)
         plugin.set_mixed_precision({"fp32": "no"}.get(settings.precision, settings.precision))
     size = getattr(model.config, "hidden_size", HIDDEN_SIZE)
     plugin.deepspeed_config_process(  # accelerate, accelerator.py, _prepare_deepspeed

@@ -294,8 +294,13 @@ class ZeroSFTTrainer(SFTTrainer):
     # evaluation
 
     def evaluate(self, *arguments, **keywords):
+        random_state = torch.get_rng_state()
         with CLOCK.phase("eval"):
-            return super().evaluate(*arguments, **keywords)
+            try:
+                return super().evaluate(*arguments, **keywords)
+            except CutShort:  # the run that goes on evaluates again: its data loader draws from here
+                torch.set_rng_state(random_state)
+                raise
 
     def evaluation_loop(self, *arguments, metric_key_prefix="eval", **keywords):
         self._hand_over_token_metrics()  # an evaluation's log has the tokens trained on so far

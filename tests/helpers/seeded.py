@@ -1,0 +1,26 @@
+"""One seed for all that tests draw, ZERO_RECIPES_SEED, and one file for what the grids have counted with it."""
+
+import json
+import os
+import random
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from zero_recipes.core.files import write_json
+from zero_recipes.core.host import hardware_facts, library_versions
+
+SEED = int(os.environ.get("ZERO_RECIPES_SEED", 0))
+RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "hostile.json"
+
+
+def draw(*about: Any) -> random.Random:
+    return random.Random(repr((SEED, *about)))
+
+
+def count(kind: str, name: str, **found: Any) -> None:
+    """Into benchmarks/results/hostile.json, beside what it holds of other kinds and names."""
+    document = json.loads(RESULT.read_text()) if RESULT.is_file() else {"kinds": {}}
+    found |= {"seed": SEED, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    document["kinds"].setdefault(kind, {})[name] = found
+    write_json(RESULT, document | {"hardware": hardware_facts("cpu"), "versions": library_versions()})
