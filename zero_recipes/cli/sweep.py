@@ -268,8 +268,6 @@ def runs_of(
     """One run a strategy and combination of values. `configs`: {strategy: accelerate file}; `ds_configs`: {strategy:
     the DeepSpeed configuration of that file}; `sets`: KEY=a,b,c. Raises Refusal for a key that nothing here has; a run
     whose values cannot be refuses them itself."""
-    if not sets:
-        return [SweepRun(strategy, strategy, config, {}) for strategy, config in configs.items()]
     parsed = parse_sets(sets, key_types(), overrides)
     without = [name for name, ds_config in ds_configs.items() if ds_config is None]
     if (named := [key.key for key in parsed if key.is_ds]) and without:
@@ -340,9 +338,7 @@ def run_name(strategy: str, values: Mapping[str, Any]) -> str:
     named = short_names(list(values))
     text = ",".join([strategy, *(f"{named[key]}={shown(value)}" for key, value in values.items())])
     name = UNSAFE.sub("_", text)[:LONGEST_NAME]
-    if name == text:
-        return name
-    return name + "," + hashlib.sha256(text.encode()).hexdigest()[:8]  # other values may give the same
+    return name if name == text else f"{name},{hashlib.sha256(text.encode()).hexdigest()[:8]}"  # others may give it too
 
 
 def shown(value: Any) -> str:
