@@ -50,7 +50,7 @@ def _exported(folder: Path, model: Path | None, prompts: list[str] | None, kinds
     out = folder.with_name(f"{folder.name}-out")
     code = zero_recipes(["export", str(folder), "--gguf", *kinds, "--output_dir", str(out)])
     asked = [SampleRow.model_validate_json(line).prompt for line in (folder / "samples.jsonl").read_text().splitlines()]
-    tokenizer, asked = AutoTokenizer.from_pretrained(out), asked[: export.PROMPTS]
+    tokenizer, asked = AutoTokenizer.from_pretrained(out), list(dict.fromkeys(asked[: export.PROMPTS]))
     expected, found = export.answers_of(out, tokenizer, asked), {"exit_code": code}
     for kind in (kind for kind in kinds if kind != export.LORA):
         file = out / f"{out.name}-{kind}.gguf"
