@@ -9,8 +9,9 @@ from tests.helpers.sample_cases import strict
 from tests.helpers.tiny import named, write_recipe
 from zero_recipes.checkpoint.save import checkpoint_fault, entries_of, refuse_bad_numbers
 
-# the second step's weights are beyond fp32
-KEYS = {"bf16": False, "learning_rate": 1e38, "lr_scheduler_type": "constant", "max_steps": 9, "save_model": True}
+# the decay multiplies matrices by -1e11 in each step: some steps later they are beyond fp32
+KEYS = {"bf16": False, "learning_rate": 100, "weight_decay": 1e9, "max_steps": 9, "save_model": True}
+KEYS |= {"lr_scheduler_type": "constant"}
 KEYS |= {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
 
 
@@ -46,7 +47,7 @@ def test_one_ranks_loss_ends_both_at_the_same_step_or_neither(two, tmp_path, see
     """The weights stay finite: fewer such steps than the limit are printed, and the run goes on."""
     draw = random.Random(seed)
     limit, steps, first = draw.randint(2, 3), draw.randint(1, 3), draw.randint(1, 3)
-    keys = KEYS | {"learning_rate": 1e-3, "stop_after_nonfinite_steps": limit, "max_steps": 7}
+    keys = KEYS | {"learning_rate": 1e-3, "weight_decay": 0, "stop_after_nonfinite_steps": limit, "max_steps": 7}
     path = write_recipe(tmp_path, **keys)
     value = draw.choice(["nan", "inf", "-inf"])
     argv = [str(path), "--output_dir", str(tmp_path / "out"), *named(draw.choice(["ddp", "zero2", "zero3"]))]

@@ -46,7 +46,7 @@ def argv(model: Path, out: Path, strategy: str, *more: str) -> list[str]:
 def runs(two, model, tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
     """{strategy: (its folder, what each rank says)}; a checkpoint after the second of four steps."""
     folder = tmp_path_factory.mktemp("runs")
-    saves = ["--save_strategy", "steps", "--save_steps", "2"]
+    saves = ["--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2"]
     return {
         strategy: (
             folder / strategy,

@@ -59,7 +59,13 @@ def answered(monkeypatch):
         ({"compared": False}, lambda j: 90, "ZR816", "warning", "at least 90.0 GB on each"),
         ({"source": "formulas"}, lambda j: 90, "ZR816", "warning", "textbook formulas"),
         ({"others": 12}, lambda j: 70, "ZR816", "error", "80.0 GB, 68.0 GB of it free"),
-        ({"states": 81, "compared": False}, lambda j: 100, "ZR840", "error", "weights 81.0 GB: none of it depends"),
+        (
+            {"states": 81, "compared": False},
+            lambda j: 100,
+            "ZR840",
+            "error",
+            "weights 81.0 GB. A smaller batch does not",
+        ),
     ],
 )
 def test_a_run_that_does_not_fit_is_refused(answered, keys, need, code, level, says):
