@@ -46,7 +46,7 @@ ops: setup
 
 # the tests of single functions, without a run
 test-fast: setup
-	python -m pytest -n logical --maxprocesses 4 --dist loadfile tests/unit
+	python -m pytest -n logical --maxprocesses 4 --dist loadfile -m "not launch and not grid and not private" tests/unit
 
 # All of them, in one queue: the ranks of a small job wait for each other and leave half of two cores idle. The longest
 # files come first (tests/conftest.py).

@@ -241,6 +241,7 @@ metric_list: [{metric: perplexity}]
 """
 
 
+@pytest.mark.launch
 def test_evaluate_scores_base_and_model_by_a_task_of_ones_own(tuned, adapter, tmp_path, monkeypatch, capsys):
     """Perplexities as log-likelihoods summed by hand give them; in the file, the report and the card."""
     pytest.importorskip("lm_eval")
