@@ -13,10 +13,10 @@ from zero_recipes.core.files import strict_json, write_text
 from zero_recipes.core.findings import library_error_as_finding, refusal
 from zero_recipes.core.tables import print_columns, terminal
 from zero_recipes.metrics import schema
-from zero_recipes.metrics.read_runs import EVALUATED, EVALUATIONS, Evaluation, read_evaluations
+from zero_recipes.metrics.read_runs import EVALUATED, EVALUATIONS, TaskScore, read_evaluations
 from zero_recipes.training.card import write_card
 
-Scores = dict[tuple[str, str], Evaluation]  # by task and metric; of one model, as `after`
+Scores = dict[tuple[str, str], TaskScore]  # by task and metric; of one model, as `after`
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -75,7 +75,7 @@ def _scores(loaded: ask.Loaded, arguments: argparse.Namespace, manager: Any) -> 
             if not isinstance(value, (int, float)) or metric.endswith("_stderr") or not variant:
                 continue
             error = results.get(f"{metric}_stderr,{variant}")
-            rows[task, name] = Evaluation(
+            rows[task, name] = TaskScore(
                 task=task,
                 metric=name.removesuffix(",none"),
                 rows=counts.get("effective"),

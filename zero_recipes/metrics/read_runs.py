@@ -29,7 +29,7 @@ class SampleRow(schema.Part):
     scores_after: dict[str, float | None] = Field({})
 
 
-class Evaluation(schema.Part):
+class TaskScore(schema.Part):
     """One metric of one task of lm-eval in evaluations.json."""
 
     task: str
@@ -61,7 +61,7 @@ class MeasuredRun(schema.Metrics):
 
     folder: Path = Path()
     samples: list[SampleRow] = Field([])
-    evaluations: list[Evaluation] = Field([])
+    evaluations: list[TaskScore] = Field([])
     swept: dict[str, Any] | None = None  # what a sweep set in it, by key; None unless a sweep.json says so
 
     @property
@@ -127,10 +127,10 @@ def read_samples(file: Path) -> list[SampleRow]:
     return [schema.parse_part(SampleRow, line, f"{file} line {number}") for number, line in enumerate(lines, start=1)]
 
 
-def read_evaluations(file: Path) -> list[Evaluation]:
+def read_evaluations(file: Path) -> list[TaskScore]:
     """What `zero-recipes evaluate` wrote; an absent file is an empty one."""
     rows = json.loads(file.read_text()) if file.exists() else []
-    return [schema.parse_part(Evaluation, json.dumps(row), f"{file} row {number}") for number, row in enumerate(rows)]
+    return [schema.parse_part(TaskScore, json.dumps(row), f"{file} row {number}") for number, row in enumerate(rows)]
 
 
 def read_sweep_file(folder: Path) -> SweepFile:

@@ -12,7 +12,7 @@ import yaml
 
 from zero_recipes.core import units
 from zero_recipes.core.tables import Column, Row, markdown_columns
-from zero_recipes.metrics.read_runs import EVALUATED, Evaluation, MeasuredRun
+from zero_recipes.metrics.read_runs import EVALUATED, MeasuredRun, TaskScore
 from zero_recipes.metrics.schema import ORDER, ModelStateBytes
 from zero_recipes.theory import zero_paper
 
@@ -277,7 +277,7 @@ def sweep_table(runs: Sequence[MeasuredRun]) -> Table:
     return Table(f"Sweep of {', '.join(keys)}: {setting(runs)}", named, measured, [], chosen)
 
 
-def evaluations_table(label: str, rows: Sequence[Evaluation]) -> Table:
+def evaluations_table(label: str, rows: Sequence[TaskScore]) -> Table:
     """A row a metric of a task."""
     return Table(f"Evaluations of {label}", EVALUATED[:2], EVALUATED[2:], [], rows)
 

@@ -16,7 +16,6 @@ from typing import Any
 import yaml
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, ModelCardData, get_session, try_to_load_from_cache
 from huggingface_hub.repocard import metadata_load
-from matplotlib.figure import Figure
 
 from zero_recipes.checkpoint.save import ADAPTER, CHECKSUMS, saved_files
 from zero_recipes.core import units
@@ -133,6 +132,8 @@ def _measured(run: schema.Metrics) -> list[tuple[str, str, str]]:
 
 
 def _draw_losses(path: Path, losses: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
+    from matplotlib.figure import Figure  # here: no other rank draws, and no run before its end
+
     figure = Figure((7, 3.2), dpi=120, layout="constrained")
     axes = figure.subplots()
     axes.plot(losses.keys(), losses.values(), linewidth=1, marker="." if len(losses) < 20 else "", label="training")

@@ -78,7 +78,9 @@ class RecipeRun:
     def load_model(self) -> PreTrainedModel:
         refuse_other_data(self.run.checkpoint, self.data.data_sha256)
         with CLOCK.phase("model"):
-            return models.load_model(self.config, self.run.settings)
+            model = models.load_model(self.config, self.run.settings)
+            self.parameters, _ = models.parameter_counts(model)
+            return model
 
     def claim(self, predicted: PredictedMetrics | None, ds_config: dict[str, Any] | None) -> None:
         """From here on the folder is this run's: what an earlier one left may go, the launch is written down. Every
@@ -88,8 +90,7 @@ class RecipeRun:
         if rank() == 0:
             forms, rows = self.data.shown
             header = [*run.strategy.described(run.device, self.args), *(f"recognised    {form}" for form in forms)]
-            sizes = models.parameter_sizes(self.config, run.settings.trust_remote_code)
-            header += [*([f"parameters    {sum(sizes):,}"] if sizes else []), str(self.data.audit)]
+            header += [f"parameters    {self.parameters:,}", str(self.data.audit)]
             print(*header, *self.data.findings, sep="\n", flush=True)
             show_rows(rows, terminal(), SHOWN)
             write_resolved(run.explicit, run.output_dir / "recipe.resolved.yaml", header, ds_config)
