@@ -18,7 +18,7 @@ REQUIRED += ("head", "recipe")
 OF_TIMES = ("id", "source", "lab", "part", "gpu", "gpus", "model", "method", "strategy", "measured", "unit", "recipe")
 OPTIONAL = ("unknown", "ds", "per_node")  # what is not known of the row; changes of the ds_config; GPUs of a machine
 OPTIONAL += ("network",)  # GB/s of each GPU's share of the network, in times.yaml
-TIMES = FOLDER / "times.yaml"
+BLIND = FOLDER / "blind"  # rows that were written down before any was predicted
 
 
 def read_rows(path: Path = FOLDER / "rows.yaml") -> list[dict[str, Any]]:

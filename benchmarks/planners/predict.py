@@ -3,6 +3,7 @@
 The engine is simulated where the planner can, as `zero-recipes plan` does; the formulas answer elsewhere. A row that
 stands in predictions.json already with the same job and the same planner is left alone; `--rows a,b` takes some only.
 What was measured is not read here. Steps' times (times.yaml) are all by formulas: `--times` predicts them alone.
+`--blind` predicts the rows of blind/ instead.
 """
 
 import argparse
@@ -25,7 +26,6 @@ from zero_recipes.plan.formulas import overheads, predict_by_formulas  # noqa: E
 from zero_recipes.plan.job import Job  # noqa: E402
 from zero_recipes.plan.simulator import parent as simulation  # noqa: E402
 
-FILE = court.FOLDER / "predictions.json"
 AT_ONCE = 4  # rows of one child process
 
 
@@ -33,14 +33,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", help="ids by comma; all without it")
     parser.add_argument("--times", action="store_true", help="steps' times alone")
+    parser.add_argument("--blind", action="store_true", help="the rows of blind/")
     arguments = parser.parse_args()
-    wanted = arguments.rows
+    wanted, folder = arguments.rows, court.BLIND if arguments.blind else court.FOLDER
+    file, known = folder / "predictions.json", court.read_rows(folder / "rows.yaml")
     simulation.WORKER = ("-m", "benchmarks.planners.other_trainers")
-    written = json.loads(FILE.read_text()) if FILE.is_file() else {"rows": {}}
-    written["times"] = {row["id"]: seconds_of(row) for row in court.read_rows(court.TIMES)}
+    written = json.loads(file.read_text()) if file.is_file() else {"rows": {}}
+    written["times"] = {row["id"]: seconds_of(row) for row in court.read_rows(folder / "times.yaml")}
     if arguments.times:
-        return write_json(FILE, written)
-    rows = [row for row in court.read_rows() if wanted is None or row["id"] in wanted.split(",")]
+        return write_json(file, written)
+    rows = [row for row in known if wanted is None or row["id"] in wanted.split(",")]
     jobs = {row["id"]: court.job_of_row(row) for row in rows}
     todo = [row for row in rows if written["rows"].get(row["id"], {}).get("job") != digest(jobs[row["id"]])]
     for start in range(0, len(todo), AT_ONCE):
@@ -48,20 +50,21 @@ def main() -> None:
         predictions = predict([jobs[row["id"]] for row in some])
         for row, prediction in zip(some, predictions, strict=True):
             written["rows"][row["id"]] = entry(jobs[row["id"]], prediction)
-        save(written, jobs)
+        write_json(file, document(known, written, jobs))
         print(f"{start + len(some)} of {len(todo)}: {', '.join(row['id'] for row in some)}", flush=True)
-    save(written, jobs)
+    write_json(file, document(known, written, jobs))
 
 
-def save(written: dict[str, Any], jobs: dict[str, Job]) -> None:
+def document(rows: list[dict[str, Any]], written: dict[str, Any], jobs: dict[str, Job]) -> dict[str, Any]:
+    """The whole file; of rows that are gone nothing is kept."""
     kept = {}
-    for row in court.read_rows():
+    for row in rows:
         found = written["rows"].get(row["id"])
         if found is not None and row["id"] in jobs and found["source"] != "none":
             found["others"] = estimators.estimates(row, jobs[row["id"]], found["trainable"])
         if found is not None:
             kept[row["id"]] = found
-    write_json(FILE, {"versions": library_versions(), "rows": kept, "times": written["times"]})
+    return {"versions": library_versions(), "rows": kept, "times": written["times"]}
 
 
 def seconds_of(row: dict[str, Any]) -> dict[str, list[float]]:

@@ -1,8 +1,10 @@
 """Score predictions.json against rows.yaml: python benchmarks/planners/score.py -> benchmarks/results/planners.json
 
-Nothing is simulated: the predictions are what predict.py wrote down before. docs/plan.md cites the medians.
+Nothing is simulated: the predictions are what predict.py wrote down before. docs/plan.md cites the medians. `--blind`
+scores the rows of blind/ -> benchmarks/results/blind.json
 """
 
+import argparse
 import csv
 import json
 import statistics
@@ -37,19 +39,27 @@ GROUPS: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def main() -> None:
-    predictions = json.loads((FOLDER / "predictions.json").read_text())
-    rows, times = scored(court.read_rows(), predictions["rows"]), scored_times(predictions["times"])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blind", action="store_true", help="the rows of blind/")
+    blind = parser.parse_args().blind
+    folder = court.BLIND if blind else FOLDER
+    predictions = json.loads((folder / "predictions.json").read_text())
+    rows = scored(court.read_rows(folder / "rows.yaml"), predictions["rows"])
+    times = scored_times(court.read_rows(folder / "times.yaml"), predictions["times"])
+    parts = ["all", *sorted({row["part"] for row in times})]
     names = dict.fromkeys(name for row in rows for name in row["errors"])
     document = {
-        "groups": {name: summary([row for row in rows if belongs(row)], OURS) for name, belongs in GROUPS.items()},
+        "groups": {
+            name: summary([row for row in rows if belongs(row)], OURS)
+            for name, belongs in GROUPS.items()
+            if any(belongs(row) for row in rows)
+        },
         "planners": {name: summary([row for row in rows if name in row["errors"]], name) for name in names},
         "cached": cached(),
         "ranges": inside(rows),
         "rows": {row["id"]: {name: round(error, 4) for name, error in row["errors"].items()} for row in rows},
         "times": {
-            "parts": {
-                part: held([row for row in times if part in ("all", row["part"])]) for part in ("all", "fit", "judge")
-            },
+            "parts": {part: held([row for row in times if part in ("all", row["part"])]) for part in parts},
             "regimes": {
                 name: held([row for row in times if row["regime"] == name])
                 for name in sorted({r["regime"] for r in times})
@@ -59,23 +69,23 @@ def main() -> None:
             },
         },
     }
-    write_json(ROOT / "benchmarks" / "results" / "planners.json", document)
+    write_json(ROOT / "benchmarks" / "results" / ("blind.json" if blind else "planners.json"), document)
     for name, found in (document["groups"] | document["planners"]).items():
         print(f"{name:40} {found['rows']:3} rows, median {found['median']:.1%}, worst {found['worst']:+.1%}")
     print(json.dumps(document["cached"] | document["ranges"]))
     held_now = {name: [found["held"], found["rows"]] for name, found in document["times"]["regimes"].items()}
-    if constants()["holds"] != held_now:
+    if not blind and constants()["holds"] != held_now:
         print(f"zero_recipes/plan/times.yaml: `holds` is of other predictions: {held_now}")
-    if sorted({row["gpu"] for row in court.read_rows(court.TIMES)}) != constants()["cards"]:
+    if not blind and sorted({row["gpu"] for row in times}) != constants()["cards"]:
         print("zero_recipes/plan/times.yaml: `cards` are others")
     for name, found in (document["times"]["parts"] | document["times"]["regimes"]).items():
         print(f"times: {name:33} {found['rows']:3} rows, held {found['held']}, median {found['median']:.1%}")
 
 
-def scored_times(predictions: dict[str, Any]) -> list[dict[str, Any]]:
+def scored_times(published: list[dict[str, Any]], predictions: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of times.yaml, with the middle of the planned range over the measured seconds, less one."""
     rows = []
-    for row in court.read_rows(court.TIMES):
+    for row in published:
         job, (low, high) = court.job_of_row(row), predictions[row["id"]]["step_seconds"]
         seconds = court.measured_seconds(row, job)
         found = {
