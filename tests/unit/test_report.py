@@ -15,6 +15,7 @@ from tests.helpers.report_runs import GPU, LOSSES, MIB, SPEED, metrics, on_cpu, 
 from zero_recipes.cli import main as cli
 from zero_recipes.metrics.schema import Metrics
 from zero_recipes.report import ContractError, judge_runs, plots, read, read_runs, write_report
+from zero_recipes.report.judge import bottom_line
 
 
 def verdict(runs, word):
@@ -284,12 +285,18 @@ def test_the_page_has_samples_failures_and_the_full_run(report):
 def test_the_report_begins_with_what_it_comes_to(report, tmp_path):
     folder, page, printed = report
     content = json.loads((folder / "report.json").read_text())
-    done = [row for row in content["rows"] if row["status"] == "ok" and row["compared"]]
-    fastest = max(done, key=lambda row: row["tokens_per_second"])["label"]
     line = content["bottom_line"]
-    assert line.startswith(f"Take {fastest}: ") and line.endswith("Not finished: ddp (oom).")
+    assert line.startswith(
+        "Take zero2: as fast as zero0 and zero1 within 5 %, a tie, and none of them needs less memory"
+    )
+    assert line.endswith("Not finished: ddp (oom).")
     assert "take zero3: 8.00 MB" in line and "Losses agree: no. The loss is not finite" in line
-    assert " ".join(printed.split()).startswith(line) and page.index("is the fastest") < page.index("<h2>Pictures")
+    assert " ".join(printed.split()).startswith(line) and page.index("a tie") < page.index("<h2>Pictures")
+    speeds = {name: {"tokens_per_second": {"non_padding": rate}} for name, rate in (("zero1", 800.0), ("zero2", 700.0))}
+    assert bottom_line(sweep(tmp_path, speeds)).startswith("Take ddp: as fast as zero0 within 5 %, a tie")
+    speeds["zero0"] = {"tokens_per_second": {"non_padding": 940.0}}
+    line = bottom_line(sweep(tmp_path, speeds))
+    assert line.startswith("Take ddp: it fits and is the fastest, 1,000 tokens/s.") and "50 % less, 25 % slower" in line
 
 
 def test_what_all_prompts_begin_with_is_shown_once(tmp_path):
