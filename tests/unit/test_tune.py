@@ -25,7 +25,7 @@ def recipe(tmp_path):
 @pytest.fixture
 def ran(monkeypatch):
     """[(strategy, options)] of all runs. Packs are twice as fast, at stage 2 most; at stage 1 they are faster still,
-    with another loss; a micro batch of 4 fails."""
+    with another loss; a micro batch of 4 fails. Other load slows stage 2 down in the second round."""
     commands = []
 
     def run(command, folder, *_):
@@ -37,6 +37,7 @@ def ran(monkeypatch):
         packed, steps = "packing" in words, int(words["max_steps"])
         odd = packed and strategy == "zero1"
         seconds = {"zero1": 0.1 if odd else 1.0, "zero2": 0.9}.get(strategy, 1.0) / (2 if packed else 1)
+        seconds *= 10 if packed and strategy == "zero2" and steps == 24 else 1
         timed = {"median": seconds, "p90": seconds, "warmup_steps_excluded": 2}
         tokens = {"all": 100 * steps, "non_padding": 100 * steps, "supervised": steps}
         history = [2.0 if odd else 1.0] * steps
