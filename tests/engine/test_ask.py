@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.grid import grid
-from tests.helpers.tiny import ROOT, named, write_recipe
+from tests.helpers.tiny import ROOT, arguments, write_recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.metrics.read_runs import read_samples
 
@@ -50,7 +50,7 @@ def test_before_and_after_of_a_run_are_base_and_model(one, tmp_path, case):
     strategy, keys = CASES[case]
     path = write_recipe(tmp_path, **WORLD | keys)
     out = tmp_path / "out"
-    one.run("train", argv=[str(path), "--output_dir", str(out), *named(strategy)])
+    one.run("train", argv=arguments(path, strategy, out))
     expected = read_samples(out / "samples.jsonl")
     assert any(row.before != row.after for row in expected) or "random" in case
     same(asked_again(out, tmp_path / "asked"), expected, ROUNDED.get(case, 0))
@@ -60,6 +60,6 @@ def test_a_checkpoint_of_two_ranks_is_asked_too(two, tmp_path):
     """By its run's recipe."""
     path = write_recipe(tmp_path, **WORLD | {"save_strategy": "steps", "save_steps": 3})
     out = tmp_path / "out"
-    two.run("train", argv=[str(path), "--output_dir", str(out), *named("zero2")])
+    two.run("train", argv=arguments(path, "zero2", out))
     rows = asked_again(out / "checkpoint-3", tmp_path / "asked")
     same(rows, read_samples(out / "samples.jsonl"), losses=2e-2)

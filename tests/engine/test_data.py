@@ -1,26 +1,10 @@
-"""The data of real runs: made once by one process, audited as it is trained on, refused on every rank."""
+"""The data of real runs: made once by one process, mixed as TRL mixes it."""
 
 from pathlib import Path
 
 import yaml
 
 from tests.helpers.tiny import write_recipe
-from zero_recipes.config import recipe as recipes
-from zero_recipes.data.load import load_tokenizer
-from zero_recipes.data.prepare import prepare_splits, read_data
-
-
-def test_the_audit_counts_what_a_run_trains_on(one, tmp_path):
-    """One epoch of a real run reports the same rows, tokens and supervised tokens."""
-    path = write_recipe(tmp_path, max_steps=-1, num_train_epochs=1, max_length=80, per_device_train_batch_size=8)
-    trained = one.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]["metrics"]["tokens"]
-    recipe = recipes.parse_recipe(path, recipes.read_recipe_file(path), [])
-    settings = recipe.settings.replace(use_cpu=True, bf16=False, output_dir=str(tmp_path / "a"))
-    data = read_data(settings, load_tokenizer(settings))
-    found = prepare_splits(data, settings, recipes.trl_arguments(settings, path).training)[0][0].audit
-    assert found.truncated > 0 and found.rows == 240
-    assert (found.tokens, found.supervised) == (trained["non_padding"], trained["supervised"])
-    assert trained["non_padding"] < trained["all"], "rows of one length"
 
 
 def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):
@@ -32,13 +16,6 @@ def test_rows_are_made_once_by_one_process_and_kept(two, tmp_path):
     assert two.run("splits_tokenised", argv=argv, cache=cache) == [0, 0]
     assert two.run("splits_tokenised", argv=[*argv, "--max_length", "99"], cache=cache) == [2, 0]
     assert (tmp_path / "out.previous" / "metrics.json").is_file(), "an overwritten run is kept"
-
-
-def test_a_stream_is_audited_at_its_start(two, tmp_path):
-    path = write_recipe(tmp_path, dataset_streaming=True, max_steps=2)
-    trained = two.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out")])[0]
-    assert trained["metrics"]["status"] == "ok" and trained["metrics"]["tokens"]["supervised"] > 0
-    assert "240 rows" in (tmp_path / "out" / "recipe.resolved.yaml").read_text()
 
 
 def test_a_mixture_of_data_sets_trains_and_is_resolved(one, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers.grid import grid
 from tests.helpers.sample_cases import strict
-from tests.helpers.tiny import named, write_recipe
+from tests.helpers.tiny import arguments, named, write_recipe
 from zero_recipes.checkpoint.save import checkpoint_fault, entries_of, refuse_bad_numbers
 
 # the decay multiplies matrices by -1e11 in each step: some steps later they are beyond fp32
@@ -23,7 +23,7 @@ def test_a_run_that_diverges_ends_and_keeps_the_checkpoint_before(two, tmp_path,
     text = path.read_text().replace('"constant"', '"constant_with_warmup"')
     path.write_text(text)
     out = tmp_path / "out"
-    ranks = two.run("sample_cases.ending", argv=[str(path), "--output_dir", str(out), *named(strategy)])
+    ranks = two.run("sample_cases.ending", argv=arguments(path, strategy, out))
     assert [rank["error"][0] for rank in ranks] == ["Diverged", "Diverged"] and ranks[0]["known"]
     metrics = ranks[0]["metrics"]
     losses = metrics["loss_history"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.tiny import write_recipe
+from tests.helpers.tiny import arguments, write_recipe
 
 
 @pytest.mark.parametrize("strategy", ["zero0", "zero2", "zero3"])
@@ -21,7 +21,7 @@ def test_bf16_losses_of_the_stages_agree(trained, strategy):
 def test_the_patch_of_stage_0_is_still_needed(two, tmp_path):
     """Fails when DeepSpeed no longer steps before training: then remove FreshAdamAtStage0."""
     recipe = write_recipe(tmp_path, weight_decay=0.1, learning_rate=2.0e-3)
-    argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero0.json"]
+    argv = arguments(recipe, "zero0", tmp_path / "out")
     unmended = two.run("train_without_fresh_adam", argv=argv)[0]
     assert unmended["adam_steps_before_training"] == 1
     assert unmended["masters_moved"], "weight decay of the step before training shrinks the fp32 masters"
@@ -40,6 +40,6 @@ def test_a_resumed_run_keeps_its_adam(two):
 def test_generation_at_stage_3_needs_its_trace_forgotten(two, tmp_path):
     """Fails when DeepSpeed and TRL's fused LM head no longer collide: then remove forget_trace_of_generation."""
     recipe = write_recipe(tmp_path, eval_strategy="steps", eval_steps=100, sample_prompts=4, sample_max_new_tokens=4)
-    argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero3.json"]
+    argv = arguments(recipe, "zero3", tmp_path / "out")
     for said in two.run("train_without_forgetting", argv=argv):
         assert "in flight" in said

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.equivalence_grid import EXAMPLES, PLACES, STEPS, STRATEGIES, TOLERANCE, reference_of, run
+from tests.helpers.equivalence_grid import EXAMPLES, PART_STEPS, PLACES, STEPS, STRATEGIES, TOLERANCE, reference_of, run
 from tests.helpers.seeded import count
 from zero_recipes.core.files import write_json
 from zero_recipes.core.host import hardware_facts, library_versions
@@ -29,7 +29,7 @@ WITHOUT_GRADIENT = {f"gpt_neox.layers.{layer}.attention.query_key_value.bias" fo
 
 @pytest.fixture(scope="module")
 def subject(one, tmp_path_factory):
-    return reference_of(one, tmp_path_factory.mktemp("subject"))
+    return reference_of(one, tmp_path_factory.mktemp("subject"), PART_STEPS)
 
 
 def assert_equal(found: dict) -> None:
@@ -48,8 +48,9 @@ def test_a_part_of_the_grid(request, subject, tmp_path, strategy, world, accumul
 
 @pytest.mark.grid
 @pytest.mark.timeout(3600)
-def test_the_whole_grid(request, subject, tmp_path):
+def test_the_whole_grid(request, one, tmp_path):
     """Writes benchmarks/results/equivalence.json, then asserts."""
+    subject = reference_of(one, tmp_path / "subject", STEPS)
     runs = [
         run(request.getfixturevalue(NAMES[world]), subject, tmp_path / f"{strategy}-{world}-{steps}", strategy, steps)
         for strategy, world, steps in sorted(PLACES, key=lambda place: place[1])

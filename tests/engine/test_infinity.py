@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiny import write_model, write_recipe
+from tests.helpers.tiny import arguments, write_model, write_recipe
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import Host
 from zero_recipes.distributed import nvme
@@ -108,7 +108,7 @@ def test_a_folder_in_use_is_refused_and_its_files_stay(two, recipe, tmp_path):
     theirs = tmp_path / SWAPPED / "optimizer" / "rank0" / "0_1.tensor.swp"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("states")
-    argv = [str(recipe), "--output_dir", str(tmp_path / "out"), "--deepspeed", "ds_configs/zero3_infinity.json"]
+    argv = arguments(recipe, "zero3_infinity", tmp_path / "out")
     said = two.run("refusal_of", argv=[*argv, "--nvme_path", str(tmp_path)])
     assert said == [f"another run swaps to {tmp_path} [ZR622]"] * 2
     assert theirs.read_text() == "states"

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.grid import grid
-from tests.helpers.tiny import named, write_recipe
+from tests.helpers.tiny import arguments, named, write_recipe
 
 # DeepSpeed 0.19.8, runtime/zero/partitioned_param_coordinator.py: releases of the trace of generation
 
@@ -25,7 +25,7 @@ def test_samples_before_training_make_no_step_gather_twice(two, tmp_path):
 @pytest.mark.parametrize("strategy", [grid("ddp"), "zero3"])
 def test_a_model_that_takes_longer_to_write_than_a_collective_may_is_saved(two, tmp_path, strategy):
     recipe = write_recipe(tmp_path, max_steps=1, save_model=True)
-    argv = [str(recipe), "--output_dir", str(tmp_path / "out"), *named(strategy)]
+    argv = arguments(recipe, strategy, tmp_path / "out")
     assert two.run("fault_cases.train_with_a_slow_writer", argv=argv) == ["saved", "saved"]
     assert (tmp_path / "out" / "model.safetensors").is_file()
 

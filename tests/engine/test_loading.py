@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.tiny import named, write_recipe
+from tests.helpers.tiny import arguments, write_recipe
 
 STRATEGIES = pytest.mark.parametrize("strategy", ["ddp", "zero3"])  # the two ways of transformers to load
 NAME, QUERY = "model.safetensors", "gpt_neox.layers.1.attention.query_key_value.weight"
@@ -29,7 +29,7 @@ def with_tensors(recipe: Path, folder: Path, strategy: str, **tensors: torch.Ten
     copy = Path(shutil.copytree(recipe.parent / "model", folder / f"model-{len(list(folder.iterdir()))}"))
     held = {name: tensor for name, tensor in (load_file(copy / NAME) | tensors).items() if tensor is not None}
     save_file(held, copy / NAME, metadata={"format": "pt"})
-    return [str(recipe), "--output_dir", str(folder / "out"), *named(strategy), "--model_name_or_path", str(copy)]
+    return arguments(recipe, strategy, folder / "out", "--model_name_or_path", str(copy))
 
 
 @STRATEGIES

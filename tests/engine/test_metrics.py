@@ -32,13 +32,16 @@ def test_the_keys_are_the_contracts(epoch):
         assert metrics["phase_seconds"]["train"] > sum(metrics["step_seconds"][key] for key in ("median", "p90"))
 
 
-def test_tokens_equal_an_independent_count(epoch):
+def test_tokens_equal_an_independent_count(epoch, trained):
+    """And the audit, before training, has counted the same."""
     found, rows, tokenizer = epoch
     prompts = [len(tokenizer(alpaca_row(row)["prompt"])["input_ids"]) for row in rows]
     answers = [len(tokenizer(row["output"] + tokenizer.eos_token)["input_ids"]) for row in rows]
     lengths = [min(96, prompt + answer) for prompt, answer in zip(prompts, answers, strict=True)]
     supervised = [length - prompt for length, prompt in zip(lengths, prompts, strict=True)]
     assert any(length == 96 for length in lengths), "no row was cut"
+    audited = f"{len(rows)} rows, {sum(lengths):,} tokens, {sum(supervised):,} supervised"
+    assert audited in (trained("ddp").folder / "recipe.resolved.yaml").read_text()
     for metrics in found.values():
         assert metrics["tokens"]["non_padding"] == sum(lengths)
         assert metrics["tokens"]["supervised"] == sum(supervised)

@@ -16,14 +16,13 @@ from tests.helpers.resuming import (
     SAVED_AT,
     STEPS,
     Shape,
-    arguments,
     compare,
     drawn,
     gaps_of,
     resume_recipe,
 )
 from tests.helpers.seeded import count
-from tests.helpers.tiny import ROOT, write_rows
+from tests.helpers.tiny import ROOT, arguments, write_rows
 from zero_recipes.checkpoint.save import checkpoint_fault, content_fault
 from zero_recipes.core.files import write_json
 from zero_recipes.core.host import hardware_facts, library_versions

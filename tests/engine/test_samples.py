@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.grid import grid
 from tests.helpers.sample_cases import strict
-from tests.helpers.tiny import ROOT, named, write_recipe
+from tests.helpers.tiny import ROOT, arguments, named, write_recipe
 from zero_recipes.checkpoint.verify import verify
 
 SAMPLES = {"sample_prompts": 3, "sample_max_new_tokens": 2, "per_device_eval_batch_size": 2}
@@ -71,7 +71,7 @@ def test_a_prompt_as_long_as_max_length_and_an_empty_reference_end_well(two, tmp
     test = tmp_path / "rows" / "test.jsonl"
     test.write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "out"
-    found = two.run("sample_cases.ending", argv=[str(path), "--output_dir", str(out), *named("zero3")])
+    found = two.run("sample_cases.ending", argv=arguments(path, "zero3", out))
     assert [rank["error"] for rank in found] == [None, None] and found[0]["metrics"]["status"] == "ok"
     samples = rows_of(out)
     scores = [row["scores_after"]["reference_loss"] for row in samples]

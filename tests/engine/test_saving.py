@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import STRATEGIES
 from tests.helpers.grid import grid
-from tests.helpers.tiny import llama_config, named, write_recipe
+from tests.helpers.tiny import arguments, llama_config, write_recipe
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.checks.capacity import checkpoint_bytes, read_at_resume
 from zero_recipes.config import recipe as recipes
@@ -50,7 +50,7 @@ def test_the_best_model_is_the_one_that_is_saved(two, tmp_path, strategy):
     keys = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     keys |= {"load_best_model_at_end": True, "learning_rate": 3.0, "warmup_steps": 2, "bf16": False}
     path, out = write_recipe(tmp_path, save_model=True, **keys), tmp_path / "out"
-    metrics = two.run("train", argv=[str(path), "--output_dir", str(out), *named(strategy)])[0]["metrics"]
+    metrics = two.run("train", argv=arguments(path, strategy, out))[0]["metrics"]
     losses = [evaluation["loss"] for evaluation in metrics["eval_history"]]
     best = losses.index(min(losses)) + 1
     assert best < 3, losses
@@ -82,7 +82,7 @@ def test_a_tied_head_is_saved_once(two, tmp_path, strategy):
     path = write_recipe(tmp_path, bf16=False, **keys)
     AutoModelForCausalLM.from_config(llama_config(tie_word_embeddings=True)).save_pretrained(tmp_path / "model")
     before = load_file(tmp_path / "model" / "model.safetensors")
-    two.run("train", argv=[str(path), "--output_dir", str(tmp_path / "out"), *named(strategy)])
+    two.run("train", argv=arguments(path, strategy, tmp_path / "out"))
     for folder in (tmp_path / "out", tmp_path / "out" / "checkpoint-2"):
         saved = load_file(folder / "model.safetensors")
         assert saved.keys() == before.keys() and "lm_head.weight" not in saved

@@ -1,4 +1,4 @@
-"""DeepSpeed's newer savings train as what they are compared with: bf16 states, torch_autocast, leaf modules."""
+"""DeepSpeed's newer savings: bf16 states resume, leaf modules are needed. More of them: test_model_states.py."""
 
 import json
 
@@ -40,38 +40,18 @@ def losses(group, recipe, folder, *options: str, case: str = "train") -> list[fl
     return group.run(case, argv=argv)[0]["metrics"]["loss_history"]
 
 
-def gap(one: list[float], other: list[float]) -> float:
-    return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
-
-
-def test_autocast_trains_as_ddp_does(two, tmp_path):
-    """fp32 weights, computed in bf16: closer to DDP than bf16 weights are."""
-    recipe = write_recipe(tmp_path, max_steps=8)
-    ddp = losses(two, recipe, tmp_path / "out")
-    bf16 = losses(two, recipe, tmp_path / "out", *named("zero2"))
-    autocast = losses(two, recipe, tmp_path / "out", *named("zero2_autocast"), "--bf16", "false")
-    assert gap(ddp, autocast) < 3e-4
-    assert abs(ddp[0] - autocast[0]) < 1e-5 < abs(ddp[0] - bf16[0])
-
-
-def test_bf16_states_begin_as_fp32_states_and_resume_bit_for_bit(two, tmp_path):
-    saves = ("--save_strategy", "steps", "--save_steps", "4", "--save_model", "true")
-    recipe = write_recipe(tmp_path, max_steps=8)
-    plain = losses(two, recipe, tmp_path / "out", *named("zero2"))
+def test_bf16_states_resume_bit_for_bit(two, tmp_path):
+    saves = ("--save_strategy", "steps", "--save_steps", "2", "--save_model", "true")
+    recipe = write_recipe(tmp_path, max_steps=4)
     for stage in (2, 3):
         mode, out = named(f"zero{stage}_bf16_states"), tmp_path / f"whole{stage}"
         whole = losses(two, recipe, out, *mode, *saves)
-        assert whole[0] == plain[0]  # before any update
-        assert gap(plain, whole) < 2e-2
         assert verify(out)
         elements = json.loads((out / "metrics.json").read_text())["trainable_parameters"]
-        states = sum(path.stat().st_size for path in (out / "checkpoint-4").rglob("*_optim_states.pt"))
+        states = sum(path.stat().st_size for path in (out / "checkpoint-2").rglob("*_optim_states.pt"))
         assert states == pytest.approx(3 * 2 * elements, rel=0.2)  # master and two moments
-        again = tmp_path / f"again{stage}"
-        assert (
-            losses(two, recipe, again, *mode, *saves, "--resume_from_checkpoint", str(out / "checkpoint-4"))[-4:]
-            == (whole[-4:])
-        )
+        resumed = (*mode, *saves, "--resume_from_checkpoint", str(out / "checkpoint-2"))
+        assert losses(two, recipe, tmp_path / f"again{stage}", *resumed)[-2:] == whole[-2:]
 
 
 @pytest.mark.private
@@ -86,5 +66,4 @@ def test_experts_of_their_own_need_leaf_modules(two, tmp_path):
     right = losses(two, recipe, tmp_path / "out", *named("zero0"))
     stage_3 = losses(two, recipe, tmp_path / "out", "--deepspeed", json.dumps(ds_config(3, **LEAF)))
     stage_2 = losses(two, recipe, tmp_path / "out", *named("zero2"), case="train_unchecked")
-    assert gap(right, stage_3) < 1e-5
-    assert gap(right, stage_2) > 1e-4
+    assert stage_3 == pytest.approx(right, rel=1e-5) and stage_2 != pytest.approx(right, rel=1e-4)

@@ -109,3 +109,4 @@ def test_a_stream_is_its_rows_again_and_again(one, two, tmp_path):
     for group in (one, two):
         found = losses(group, recipe, tmp_path)
         assert apart(found[0], plain[0]) <= TOLERANCE and apart(found[1], plain[1]) <= TOLERANCE
+    assert "21 rows" in (tmp_path / "train-2" / "recipe.resolved.yaml").read_text(), "its start is audited"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.seeded import draw
-from tests.helpers.tiny import named, write_recipe, write_rows
+from tests.helpers.tiny import arguments, write_recipe, write_rows
 from zero_recipes.checkpoint.save import checkpoint_fault
 
 SAVED_AT, STEPS = 4, 7
@@ -28,10 +28,6 @@ def resume_recipe(folder: Path, **keys) -> Path:
     values = json.loads(config.read_text()) | {"hidden_dropout": 0.1, "attention_dropout": 0.1}
     config.write_text(json.dumps(values))
     return recipe
-
-
-def arguments(recipe: Path, strategy: str, output_dir: Path, *more: str) -> list[str]:
-    return [str(recipe), "--output_dir", str(output_dir), *named(strategy), *more]
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -41,6 +41,14 @@ def ending(argv: list[str]) -> dict:
     }
 
 
+def ending_at_hub(argv: list[str], address: str) -> dict:
+    """`ending`, where that is the hub's address."""
+    from huggingface_hub import constants
+
+    with mock.patch.multiple(constants, ENDPOINT=address, HF_HUB_OFFLINE=False):
+        return ending(argv)
+
+
 # what a run does, and where it can break: (owner, name of what is called)
 POINTS = {
     "load": (run_sft, None),

@@ -83,6 +83,11 @@ def named(strategy: str) -> list[str]:
     return ["--fsdp", "true"] if strategy == "fsdp2" else ["--deepspeed", f"ds_configs/{strategy}.json"]
 
 
+def arguments(recipe: Path, strategy: str, output_dir: Path, *more: str) -> list[str]:
+    """Of a run of `strategy`, on the command line of run_sft.py."""
+    return [str(recipe), "--output_dir", str(output_dir), *named(strategy), *more]
+
+
 def write_llama(folder: Path, heads: int = 4, keys: int = 2) -> Path:
     """A Llama with weights, in a folder that has a tokenizer."""
     torch.manual_seed(0)

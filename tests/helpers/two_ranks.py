@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.helpers.group import ENVIRONMENT, SERVER, start_server
+from tests.helpers.launched import environment_of_launch
 from tests.helpers.tiny import ROOT
 from tests.helpers.worker import enter
 from zero_recipes.core.process import free_port
@@ -16,16 +17,25 @@ from zero_recipes.core.process import free_port
 def two_ranks(
     argv: list[str], folder: Path, extra: dict[str, str] | None = None, script: str = "run_sft.py"
 ) -> list[subprocess.CompletedProcess]:
-    """How the script has ended on each rank; what they print goes through `folder`."""
+    """How the script has ended on each of two ranks; what they print goes through `folder`."""
+    return ranks(script, {0: argv, 1: argv}, 2, folder, {0: extra or {}, 1: extra or {}})
+
+
+def ranks(
+    script: str, argvs: dict[int, list[str]], world_size: int, folder: Path, extra: dict[int, dict[str, str]]
+) -> list[subprocess.CompletedProcess]:
+    """The same of any of `world_size` ranks, each with its own arguments and `extra` environment."""
     start_server()
-    usual = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    usual = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
+    usual |= {"MASTER_PORT": str(free_port())}
     running = []
-    for rank in range(2):
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | usual
-        environment["TORCHELASTIC_ERROR_FILE"] = str(folder / f"error{rank}.json")
+    for rank, argv in argvs.items():
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(folder / f"error{rank}.json")}
         written = [folder / f"{stream}{rank}.txt" for stream in ("stdout", "stderr")]
-        arguments = (script, argv, os.environ | ENVIRONMENT | environment | (extra or {}), *written)
-        running.append((SERVER.Process(target=_run, args=arguments), written))
+        for path in written:
+            path.unlink(missing_ok=True)  # of an earlier call
+        environment = os.environ | ENVIRONMENT | usual | own | extra.get(rank, {})
+        running.append((SERVER.Process(target=_run, args=(script, argv, environment, *written)), written))
         running[-1][0].start()
     ended = []
     for process, written in running:
@@ -34,6 +44,16 @@ def two_ranks(
         texts = [path.read_text() for path in written]
         ended.append(subprocess.CompletedProcess([script, *argv], process.exitcode, *texts))
     return ended
+
+
+def run_of_sweep(command: list[str], folder: Path, *_) -> tuple[int, str]:
+    """In the place of zero_recipes.cli.sweep `_run`: (exit code, log) of a launch by accelerate on two ranks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = iter(command[command.index("--config_file") + 1 :])
+    environment = environment_of_launch(Path(next(words)), 2)
+    script = next(word for word in words if word.endswith(".py"))
+    ended = two_ranks(list(words), folder, environment, script)
+    return int(any(rank.returncode for rank in ended)), "".join(rank.stdout + rank.stderr for rank in ended)
 
 
 def _run(script: str, argv: list[str], environment: dict[str, str], out: Path, err: Path) -> None:

@@ -4,32 +4,24 @@ Real processes over gloo; the limits are arguments, and the only wait is for the
 """
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from zero_recipes.core.process import free_port
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.helpers.two_ranks import ranks
 
 
-def meet(orders: dict[int, dict], world_size: int, extra: dict[str, str] | None = None) -> list[tuple[int, str]]:
-    """(exit code, all that was printed) of the ranks in `orders`, on one machine; the last has `extra` variables."""
-    port, running = free_port(), []
-    for rank, order in orders.items():
-        environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
-        environment |= (extra or {}) if rank == max(orders) else {}
-        command = [sys.executable, "-m", "tests.helpers.group_cases", json.dumps(order)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        running.append(subprocess.Popen(command, text=True, cwd=ROOT, env=environment, **pipes))
-    printed = [rank.communicate(timeout=120)[0] for rank in running]  # one that stops goes when the others have ended
-    return [(rank.returncode, text) for rank, text in zip(running, printed, strict=True)]
+@pytest.fixture
+def meet(tmp_path):
+    """A function: (exit code, all that was printed) of the ranks in `orders`; the last has `extra` variables."""
+
+    def run(orders: dict[int, dict], world_size: int, extra: dict[str, str] | None = None) -> list[tuple[int, str]]:
+        argvs = {rank: [json.dumps(order)] for rank, order in orders.items()}
+        ended = ranks("tests/helpers/group_cases.py", argvs, world_size, tmp_path, {max(orders): extra or {}})
+        return [(rank.returncode, rank.stdout + rank.stderr) for rank in ended]
+
+    return run
 
 
 def assert_refused(ended: tuple[int, str], rank: int, world_size: int, *words: str) -> None:
@@ -40,25 +32,25 @@ def assert_refused(ended: tuple[int, str], rank: int, world_size: int, *words: s
     assert all(word in text for word in ("GLOO_SOCKET_IFNAME: ", "127.0.0.1:", *words)) and "met" not in text, text
 
 
-def test_ranks_that_reach_each_other_meet_and_training_keeps_its_own_timeout():
+def test_ranks_that_reach_each_other_meet_and_training_keeps_its_own_timeout(meet):
     assert meet({0: {}, 1: {}, 2: {}}, 3) == [(0, "met 3\n")] * 3
 
 
-def test_ranks_that_never_come_are_named():
+def test_ranks_that_never_come_are_named(meet):
     (ended,) = meet({0: {"join_seconds": 1}}, 3)
     assert_refused(ended, 0, 3, "waited 1 s for 3 ranks", "missing: 1, 2")
     (ended,) = meet({1: {"join_seconds": 1}}, 2)
     assert_refused(ended, 1, 2, "cannot be reached")
 
 
-def test_a_wrong_interface_is_named_by_its_rank():
+def test_a_wrong_interface_is_named_by_its_rank(meet):
     """The other one waits inside gloo, where no exception reaches it."""
     ended = meet({0: {"exchange_seconds": 3}, 1: {}}, 2, {"GLOO_SOCKET_IFNAME": "nonexistent"})
     assert_refused(ended[1], 1, 2, "GLOO_SOCKET_IFNAME: nonexistent")
     assert_refused(ended[0], 0, 2, "one number was not all-reduced within 3 s", "GLOO_SOCKET_IFNAME: not set")
 
 
-def test_a_wrong_sum_is_refused():
+def test_a_wrong_sum_is_refused(meet):
     ended = meet({0: {"reduces wrongly": True}, 1: {"reduces wrongly": True}}, 2)
     assert_refused(ended[0], 0, 2, "the all-reduce of ones gave 1 instead of 2")
 
@@ -87,7 +79,7 @@ def test_what_another_rank_refuses_all_refuse(two):
         assert (found["agree"], found["once"]) == ("Refusal: refused: what [ZR000]", "0")
 
 
-def test_nobody_waits_for_a_rank_0_that_died():
+def test_nobody_waits_for_a_rank_0_that_died(meet):
     ended = meet({0: {"dies": True}, 1: {"dies": False}}, 2)
     assert [code for code, _ in ended] == [-signal.SIGKILL, 1], ended
     assert "rank 0 died, or rank 0, which plans the run, without a message" in ended[1][1]

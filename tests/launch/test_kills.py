@@ -11,8 +11,9 @@ import pytest
 
 from tests.helpers.group import CaseFailed
 from tests.helpers.killed import PLACES, RANK_0_ONLY
-from tests.helpers.resuming import arguments, resume_recipe
+from tests.helpers.resuming import resume_recipe
 from tests.helpers.seeded import count, draw
+from tests.helpers.tiny import arguments
 from tests.helpers.two_ranks import two_ranks
 from zero_recipes.checkpoint.resume import checkpoint_to_resume, numbered
 from zero_recipes.checkpoint.save import checkpoint_fault, is_unfinished, read_manifest

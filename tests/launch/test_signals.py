@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.resuming import LORA, arguments, largest, resume_recipe
+from tests.helpers.resuming import LORA, largest, resume_recipe
 from tests.helpers.seeded import count, draw
-from tests.helpers.tiny import ROOT, write_recipe
+from tests.helpers.tiny import ROOT, arguments, write_recipe
 from zero_recipes.checkpoint.resume import numbered
 
 SAMPLED = {"sample_prompts": 8, "sample_max_new_tokens": 4, "per_device_eval_batch_size": 2, "save_model": True}

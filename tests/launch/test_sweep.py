@@ -1,4 +1,4 @@
-"""A sweep of two values through the real launcher, one of which is refused; and its report."""
+"""A sweep of two values, one of which is refused; and its report. A sweep that is stopped."""
 
 import json
 import os
@@ -8,20 +8,20 @@ import subprocess
 import sys
 
 import psutil
-import pytest
 import yaml
 
 from tests.helpers.tiny import ROOT, write_recipe
+from tests.helpers.two_ranks import run_of_sweep
 from zero_recipes.cli import main as cli
+from zero_recipes.cli import sweep
 from zero_recipes.report import read, read_runs
 
 BUCKET = "zero_optimization.reduce_bucket_size"
 
-pytestmark = pytest.mark.launch
-
 
 def test_one_value_runs_and_the_other_is_a_row(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sweep, "_run", run_of_sweep)
     files = [ROOT / "accelerate_configs" / "zero2.yaml", ROOT / "ds_configs" / "zero2.json"]
     before = [path.read_bytes() for path in files]
     argv = ["sweep", str(write_recipe(tmp_path, max_steps=4)), "--strategies", "zero2", "--output_dir"]
@@ -51,9 +51,9 @@ def test_a_sweep_that_is_stopped_leaves_no_process(tmp_path):
     (tmp_path / "run_sft.py").write_text(WAITING)
     os.mkfifo(tmp_path / "ranks")
     command = [sys.executable, "-m", "zero_recipes.cli.main", "sweep", write_recipe(tmp_path), "--strategies", "zero2"]
-    sweep = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    running = subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     with os.fdopen(os.open(tmp_path / "ranks", os.O_RDWR)) as ranks:
         started = [psutil.Process(int(ranks.readline())) for _ in range(2)]
-    sweep.terminate()
-    assert sweep.wait(timeout=60) == 128 + signal.SIGTERM
+    running.terminate()
+    assert running.wait(timeout=60) == 128 + signal.SIGTERM
     assert psutil.wait_procs(started, timeout=10)[1] == []

@@ -1,17 +1,17 @@
-"""`zero-recipes tune` with real launches: one candidate runs, one is refused."""
+"""`zero-recipes tune` with real runs: one candidate trains, one is refused."""
 
-import pytest
 import yaml
 
 from tests.helpers.tiny import ROOT, write_recipe
+from tests.helpers.two_ranks import run_of_sweep
 from zero_recipes.cli import main as cli
+from zero_recipes.cli import sweep
 from zero_recipes.metrics.schema import Metrics
-
-pytestmark = pytest.mark.launch
 
 
 def test_what_runs_is_measured_and_written_and_what_does_not_is_a_row(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sweep, "_run", run_of_sweep)
     keys = {"max_length": 64, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}  # one split, no packs
     recipe = write_recipe(tmp_path, save_model=True, eval_strategy="steps", eval_steps=1, sample_prompts=2, **keys)
     argv = ["tune", str(recipe), "--strategies", "zero2,zero2_autocast", "--output_dir", str(tmp_path / "runs")]
