@@ -6,6 +6,7 @@ import sys
 import tempfile
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.group import Group
 from tests.helpers.remembered import remember
@@ -18,6 +19,11 @@ if sys.prefix != sys.base_prefix:
 remember()
 CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # rows made by tests are not kept
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
+# the same cases in every run, however busy the machine is
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("tests")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import torch
 
 GIB = 2**30
+ANSWERS = {"current_device": 0, "device_count": 1, "is_available": True, "is_initialized": True}
+ANSWERS |= {"get_device_name": "NVIDIA Stand-in"}
 
 
 class FakeCuda:
@@ -21,8 +23,6 @@ class FakeCuda:
         self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
 
-    # the test's side
-
     def queue(self, seconds: float) -> None:
         """Work for the device."""
         self.done = max(self.done, self.host) + seconds
@@ -33,8 +33,6 @@ class FakeCuda:
         self.reserved = max(self.reserved, size)
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         self.peak_reserved = max(self.peak_reserved, self.reserved)
-
-    # torch's side
 
     def synchronize(self, *_) -> None:
         self.calls.append("synchronize")
@@ -66,23 +64,8 @@ class FakeCuda:
     def get_device_properties(self, *_):
         return SimpleNamespace(name="NVIDIA Stand-in", total_memory=80 * GIB, major=9, minor=0)
 
-    def get_device_name(self, *_) -> str:
-        return "NVIDIA Stand-in"
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
-
     def set_device(self, number: int) -> None:
         self.calls.append(f"set_device {number}")
-
-    def is_available(self) -> bool:
-        return True
-
-    def is_initialized(self) -> bool:
-        return True
 
     def Event(self, enable_timing: bool = False):
         return FakeEvent(self, enable_timing)
@@ -112,6 +95,8 @@ def install(monkeypatch) -> FakeCuda:
     for name in dir(cuda):
         if hasattr(torch.cuda, name) and not name.startswith("_"):
             monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    for name, answer in ANSWERS.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     # torch's CUDA build asks it in every optimizer step
     stream = SimpleNamespace(is_capturing=lambda: False)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: stream)

@@ -167,7 +167,7 @@ def test_a_change_is_to_nothing_that_does_not_help_cannot_run_or_trains_otherwis
     assert change_in_words(host) == "LoRA (use_peft: true)"
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(max_examples=300)
 @given(limit=draw.integers(0, 120), most=draw.integers(1, 100), start=draw.integers(0, 130))
 def test_a_guess_changes_only_how_many_sizes_are_tried(limit, most, start):
     tried = []

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers.damage import flip
 from tests.helpers.report_runs import metrics, save
 from tests.helpers.tiny import ROOT
 from zero_recipes.ask import write_turns
@@ -98,7 +100,6 @@ def test_losses_and_perplexities_are_what_torch_makes_of_all_tokens_at_once(tune
         ("a.json", '\n{"prompt": "Say x.", "completion": "x"}\n', [], ("Say x.", "x")),
         ("a.txt", "\nSay x.\r\n\n", [], ("Say x.", None)),
         ("a", "Say x.", FORMAT, (alpaca_prompt("Say x."), None)),
-        ("a.txt", '{"prompt"', [], ('{"prompt"', None)),
     ],
 )
 def test_prompts_are_rows_or_lines(tmp_path, name, text, words, wanted, capsys):
@@ -111,6 +112,26 @@ def test_prompts_are_rows_or_lines(tmp_path, name, text, words, wanted, capsys):
     assert ("after  (1 rows)" in printed) == (wanted[1] is not None) and "base: none" in printed
 
 
+@pytest.fixture(scope="module")
+def places(tmp_path_factory, tuned, adapter) -> dict[str, Path]:
+    """Models with something wrong."""
+    folder = tmp_path_factory.mktemp("places")
+    found = {name: shutil.copytree(BASE, folder / name) for name in ("cut", "mute", "pickle", "swapped")}
+    os.truncate(found["cut"] / "model.safetensors", 10_000)
+    for path in found["mute"].glob("tokenizer*"):
+        path.unlink()
+    (found["pickle"] / "model.safetensors").rename(found["pickle"] / "pytorch_model.bin")
+    tokenizer = json.loads((BASE / "tokenizer.json").read_text())
+    numbers = tokenizer["model"]["vocab"]
+    first, second = list(numbers)[300:302]
+    numbers[first], numbers[second] = numbers[second], numbers[first]
+    (found["swapped"] / "tokenizer.json").write_text(json.dumps(tokenizer))
+    found["unnamed"] = shutil.copytree(adapter, folder / "unnamed")
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}
+    (found["unnamed"] / "adapter_config.json").write_text(json.dumps(config))
+    return found | {"tuned": tuned, "adapter": adapter}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -118,7 +139,6 @@ def test_prompts_are_rows_or_lines(tmp_path, name, text, words, wanted, capsys):
         ([BASE], "ZR570"),
         ([BASE, "--chat", "--prompts", "x"], "not allowed with"),
         ([BASE, "--prompts", "nowhere.jsonl"], "ZR517"),
-        ([BASE, "--prompts", "{binary}"], "ZR199"),
         ([BASE, "--prompts", "{rows}", "--output_dir", "{full}", *FORMAT], "ZR793"),
         ([BASE, "--max_lenth", "3"], "ZR103"),
         (["{cut}", "--prompts", "{rows}", *FORMAT], "ZR787"),
@@ -131,27 +151,13 @@ def test_prompts_are_rows_or_lines(tmp_path, name, text, words, wanted, capsys):
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_cannot_be_asked_is_refused(words, message, tmp_path, tuned, adapter, prompts, capsys, monkeypatch):
+def test_what_cannot_be_asked_is_refused(words, message, tmp_path, places, prompts, capsys, monkeypatch):
     """Before any weight is loaded."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("zero_recipes.ask.load_model", lambda *_: pytest.fail("weights were loaded"))
-    places = {name: shutil.copytree(BASE, tmp_path / name) for name in ("cut", "mute", "pickle", "swapped")}
-    os.truncate(places["cut"] / "model.safetensors", 10_000)
-    for path in places["mute"].glob("tokenizer*"):
-        path.unlink()
-    (places["pickle"] / "model.safetensors").rename(places["pickle"] / "pytorch_model.bin")
-    tokenizer = json.loads((BASE / "tokenizer.json").read_text())
-    numbers = tokenizer["model"]["vocab"]
-    first, second = list(numbers)[300:302]
-    numbers[first], numbers[second] = numbers[second], numbers[first]
-    (places["swapped"] / "tokenizer.json").write_text(json.dumps(tokenizer))
-    places["unnamed"] = shutil.copytree(adapter, tmp_path / "unnamed")
-    config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": None}
-    (places["unnamed"] / "adapter_config.json").write_text(json.dumps(config))
-    places |= {"binary": tmp_path / "binary", "rows": prompts, "full": tmp_path, "tuned": tuned, "adapter": adapter}
-    places["binary"].write_bytes(b"\xff\xfe\x00")
     (tmp_path / "samples.jsonl").write_text("kept")
-    assert message in refused(capsys, *(str(word).format(**places) for word in words))
+    named = places | {"rows": prompts, "full": tmp_path}
+    assert message in refused(capsys, *(str(word).format(**named) for word in words))
     assert (tmp_path / "samples.jsonl").read_text() == "kept"
 
 
@@ -173,9 +179,7 @@ def test_code_that_a_model_brings_does_not_run_unasked(tmp_path, prompts, capsys
 def test_a_model_that_is_not_what_was_saved_is_refused(name, tuned, prompts, tmp_path, capsys):
     folder = shutil.copytree(tuned, tmp_path / name)
     write_manifest(folder, {"step": 5}) if name == "checkpoint-5" else write_checksums(folder)
-    data = bytearray((folder / "model.safetensors").read_bytes())
-    data[-5] ^= 1
-    (folder / "model.safetensors").write_bytes(data)
+    flip(folder / "model.safetensors", random.Random(5))
     assert "[ZR787]" in refused(capsys, folder, "--prompts", prompts)
 
 

@@ -19,7 +19,6 @@ from tests.helpers.bad_data import (
     TEXTS,
     found_in,
     lines,
-    parquet,
     prepared,
     with_row,
     written,
@@ -33,7 +32,6 @@ USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content"
 LONG = {"prompt": "The fish " * 60, "completion": "x"}
 NEEDS_USER = "{% if messages[0].role == 'assistant' %}{{ raise_exception('must begin with user') }}{% endif %}" + CHATML
 HEADER = b"instruction,input,output\n"
-LATIN = '{"instruction": "é", "input": "", "output": "x"}\n'.encode("latin-1")
 ROW = "row 7 of train"
 
 
@@ -44,13 +42,9 @@ def eighth(rows, **changes):
 # (what is wrong, file or {name: content}, code, words of the finding, the recipe's keys)
 TABLE = [
     ("an answer is null", eighth(ALPACA, output=None), "ZR199", ["rows of train", "row 7: output is None"], AS_ALPACA),
-    ("an input is a number", eighth(ALPACA, input=3), "ZR199", ["row 7: input is 3"], AS_ALPACA),
     ("a CSV answer NA", {"train.csv": HEADER + b"a,b,c\na,b,NA\n"}, "ZR199", ["row 1: output is None"], AS_ALPACA),
-    ("not UTF-8", lines(ALPACA[:4]) + LATIN, "ZR199", ["utf-8"], AS_ALPACA),
-    ("a stream of Alpaca with a null", eighth(ALPACA, output=None), "ZR199", ["row 7: output"], STREAMS | AS_ALPACA),
     ("a text is null", eighth(TEXTS, text=None), "ZR524", [ROW, "text is None, not text"], {}),
     ("texts that pyarrow takes for dates", lines([{"text": "2020-01-01"}] * 4), "ZR524", ["row 0", "datetime"], {}),
-    ("a null in parquet", {"train.parquet": parquet(with_row(PAIRS, 7, completion=None))}, "ZR524", [ROW], {}),
     ("a null in the second file", {"a.jsonl": lines(TEXTS), "b.jsonl": lines(with_row(TEXTS, 2, text=None))}, "ZR524",
      ["row 22 of train"], {}),
     ("a null to evaluate", {"train.jsonl": lines(PAIRS), "test.jsonl": eighth(PAIRS, completion=None)}, "ZR524",
@@ -59,10 +53,8 @@ TABLE = [
     ("a chat is empty", eighth(CHATS, messages=[]), "ZR524", [ROW, "no list of messages"], {}),
     ("a chat is a text", eighth(CHATS, messages="hi"), "ZR524", [ROW], {"dataset_num_proc": 2}),
     ("no content", eighth(CHATS, messages=[USER | {"content": None}]), "ZR524", [ROW, "no content in message 0"], {}),
-    ("no role", eighth(CHATS, messages=[{"content": "a"}]), "ZR524", [ROW, "no role in message 0"], {}),
     ("the columns of nobody", lines([{"a": "b"}] * 3), "ZR508", ["not known: a", "dataset_format: alpaca"], {}),
     ("no input column", lines([{"instruction": "a", "output": "b"}]), "ZR508", ["instruction, output"], AS_ALPACA),
-    ("texts named ids", lines(TEXTS), "ZR508", ["input_ids"], {"dataset_kwargs": {"skip_prepare_dataset": True}}),
     ("CSV records that are long", {"train.csv": HEADER + b"a,b,c,d\n"}, "ZR508", ["__index", "header"], AS_ALPACA),
     ("no turns", lines(TEXTS), "ZR431", ["text"], {"assistant_only_loss": True}),
     ("no template", lines(CHATS), "ZR199", ["chat_template is not set"], {"template": None}),
@@ -81,17 +73,12 @@ TABLE = [
     ("ids beyond the vocabulary", eighth(IDS, input_ids=[5, 99999, 1, 0]), "ZR525", [ROW, "holds 99999"], {}),
     ("labels of -1", eighth(IDS, labels=[5, 6, 7, -1]), "ZR525", [ROW, "labels holds -1"], {}),
     ("no ids", eighth(IDS, input_ids=[]), "ZR525", [ROW, "0 tokens"], {}),
-    ("fractions", eighth(IDS, input_ids=[5, 1.5, 1, 0]), "ZR525", ["double"], {}),
     ("short masks", lines([{"input_ids": [5, 6], "completion_mask": [1]}]), "ZR525", ["1 entries for 2 tokens"], {}),
     ("a cut line", lines(TEXTS[:4]) + b'{"text": "x", \n' + lines(TEXTS), "ZR522", ["train.jsonl line 5: "], {}),
     ("a number for a row", lines(TEXTS) + b"5\n", "ZR522", ["line 21: not an object"], {}),
     ("a mistake in a list", {"train.json": b'[{"text": "a"},\n{"text" "a"}]'}, "ZR522", ["train.json line 2"], {}),
     ("a cut archive", {"train.jsonl.gz": gzip.compress(lines(TEXTS * 50))[:-40]}, "ZR522", ["train.jsonl.gz line"], {}),
     ("a stream with a cut line", lines(TEXTS[:4]) + b'{"text": "x', "ZR522", ["train.jsonl line 5"], STREAMS),
-    ("a cut Parquet file", {"train.parquet": b"PAR1 and no more"}, "ZR522", ["train.parquet: "], {}),
-    ("an empty file", b"", "ZR506", ["cannot be loaded"], {}),
-    ("an empty folder", {}, "ZR506", ["EmptyDatasetError"], {}),
-    ("two kinds of files", {"a.jsonl": lines(TEXTS), "b.jsonl": lines(PAIRS)}, "ZR506", ["prompt: string"], {}),
     ("a split without rows", {"train.jsonl": lines(TEXTS), "test.jsonl": b"\n"}, "ZR506", ["no data"], EVALUATES),
     ("training rows to evaluate", {"train.jsonl": lines(PAIRS), "test.jsonl": lines([TEXTS[0] and LONG, *PAIRS[3:5]])},
      "ZR538w", ["2 of 3 rows of test", "row 1"], EVALUATES | {"max_length": 256}),
@@ -147,7 +134,7 @@ KEYS = st.sampled_from([{}, {"dataset_num_proc": 2}, STREAMS, {"packing": True}]
 
 @pytest.mark.parametrize("examples", [15, pytest.param(200, marks=pytest.mark.grid)])
 def test_any_wrong_row_is_found(examples):
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=examples)
     @given(st.data())
     def holds(data):
         kind, number = data.draw(st.sampled_from(sorted(SOUND))), data.draw(st.integers(0, 19))

@@ -61,8 +61,7 @@ def checkpoint(output_dir: Path, step: int, kind: str = "whole", **facts) -> Pat
     if kind != "foreign":
         (folder / save.HISTORY).write_text(json.dumps({"resumed_at": [1]}))
     if kind in ("whole", "damaged"):
-        facts = {"step": step, "data_sha256": "d"} | FACTS | facts
-        save.write_manifest(folder, facts)
+        save.write_manifest(folder, {"step": step, "data_sha256": "d"} | FACTS | facts)
     if kind == "damaged":
         (folder / "model.safetensors").write_bytes(b"weig")
     return folder

@@ -1,17 +1,26 @@
-"""What only runs on a GPU, with a stand-in for torch.cuda: the order of its calls, and the numbers that come of them.
+"""What only runs on a GPU, with stand-ins for torch.cuda and the hub's kernels: the order of calls and their numbers.
 
-No GPU has run any of it: that torch.cuda does what the stand-in does, and how fast, only a GPU can show.
+No GPU has run any of it.
 """
 
 import statistics
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as draw
+from transformers.integrations import hub_kernels
 
-from tests.helpers import fake_cuda
+from tests.helpers import fake_cuda, flash_stand_in
+from zero_recipes import model as load
+from zero_recipes.cli.verbs import fetch_kernel
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.libs.deepspeed import state_bytes
+from zero_recipes.libs.huggingface import attention_name
+from zero_recipes.libs.patches import scale_for_fp16
 from zero_recipes.metrics import callback as callbacks
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.metrics.failure import write_failure
@@ -27,7 +36,7 @@ def cuda(monkeypatch) -> fake_cuda.FakeCuda:
     return fake_cuda.install(monkeypatch)
 
 
-def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2, device=None, log_every: int = 10**9):
+def training(cuda, steps: int, folder, monkeypatch, device=None, log_every: int = 10**9):
     """The callback through `steps` optimizer steps of a model of one layer, of which step n takes n seconds.
 
     (metrics.json, calls of torch.cuda before, by step, after; what is logged).
@@ -39,7 +48,7 @@ def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2, devic
     config = SimpleNamespace(num_attention_heads=2, hidden_size=4, num_hidden_layers=1)
     model.config = SimpleNamespace(get_text_config=lambda: config)
     optimizer = torch.optim.AdamW(model.parameters())
-    args = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=accumulation, logging_steps=1)
+    args = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1)
     args.bf16, args.fp16, args.device = True, False, torch.device("cuda")
     cuda.hold(100 * MIB)
     found = StageMetricsCallback(folder, Strategy("single", 1), PredictedMetrics(peak_memory_bytes=7, source="engine"))
@@ -54,13 +63,13 @@ def training(cuda, steps: int, folder, monkeypatch, accumulation: int = 2, devic
     for step in range(1, steps + 1):
         cuda.calls.clear()
         found.on_step_begin(None, state, None)
-        for micro in range(accumulation):
+        for micro in range(2):
             found.count_tokens({"input_ids": ids, "labels": ids})
             cuda.hold((200 + step + micro) * MIB)
             loss = model(torch.ones(1, 4)).sum()
             loss.backward()
-            cuda.queue(step / accumulation)
-            found.add_loss(loss.detach() * 0 + step / accumulation)
+            cuda.queue(step / 2)
+            found.add_loss(loss.detach() * 0 + step / 2)
         optimizer.step()
         found.add_norm(torch.tensor(0.5 * step))
         optimizer.zero_grad()
@@ -83,7 +92,7 @@ IDENTITY = RunIdentity(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("steps", [3, 4, 12])
+@pytest.mark.parametrize("steps", [3, 12])
 def test_a_training_on_a_gpu(cuda, monkeypatch, tmp_path, steps):
     row, before, by_step, after, _ = training(cuda, steps, tmp_path, monkeypatch)
     assert before == ["empty_cache", "reset_peak_memory_stats"]
@@ -166,3 +175,80 @@ def test_a_counter_on_the_host_is_no_offloaded_state(monkeypatch):
     assert {state["step"].device.type for state in optimizer.state.values()} == {"cpu"}
     found = state_bytes(model, list(model.parameters()), optimizer, False, False)
     assert found == {"params": 288, "grads": 288, "optimizer": 2 * 288 + 8, "offloaded_host": 0}
+
+
+KERNEL = "kernels-community/flash-attn2"
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+
+
+@pytest.fixture
+def kernels(monkeypatch, tmp_path):
+    """A package `kernels` of a version that transformers takes, with one kernel in its cache; what it was asked for."""
+    asked = []
+
+    def install_kernel(repo_id, *, revision, local_files_only=False, backend=None, **_):
+        asked.append((repo_id, revision, local_files_only))
+        if repo_id != KERNEL:
+            raise FileNotFoundError(f"Cannot find a build variant for this system in {repo_id}:\n\nmuch more")
+        (tmp_path / "build").mkdir(exist_ok=True)
+        (tmp_path / "build" / "flash.so").write_bytes(bytes(2_000_000))
+        return tmp_path / "build"
+
+    flash_stand_in.install(monkeypatch)
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(install_kernel=install_kernel))
+    return asked
+
+
+def loaded(attn_implementation: str | None):
+    """A small Llama as the recipe's attn_implementation makes it."""
+    keys = {"model_name_or_path": "m", "dtype": "float32", "attn_implementation": attn_implementation}
+    keys |= {"load_in_4bit": False, "load_in_8bit": False, "model_init_kwargs": None, "trust_remote_code": False}
+    arguments = SimpleNamespace(**keys, seed=0, random_weights=True)
+    return load.load_model(transformers.LlamaConfig(**SIZES), arguments)
+
+
+def test_a_kernel_of_the_hub_is_what_was_requested_and_computes_what_sdpa_does(kernels):
+    """transformers goes by the kernel's name then, which is not the recipe's; DeepSpeed compares it (ulysses_sp.py)."""
+    for requested in ("flash_attention_2", KERNEL):
+        assert loaded(requested).config._attn_implementation == KERNEL == attention_name(requested)
+    assert attention_name("sdpa") == "sdpa" and attention_name(None) is None
+    ids = torch.randint(0, 32, (2, 9), generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(*(loaded(name).eval()(ids).logits for name in ("sdpa", KERNEL)))
+
+
+def test_fetch_brings_the_kernel_or_says_why_not(kernels, monkeypatch, capsys):
+    def fetched(name):
+        fetch_kernel(name)
+        return capsys.readouterr().out
+
+    assert fetched("flash_attention_2") == f"{KERNEL}: 2.00 MB\n" and kernels[-1][2] is False
+    version = hub_kernels.get_attn_kernel_version(KERNEL)
+    assert kernels[-1][:2] == (KERNEL, f"v{version}") and fetched(f"{KERNEL}@abc:forward") and kernels[-1][1] == "abc"
+    said = fetched("flash_attention_3")
+    assert "vllm-flash-attn3 is not fetched" in said and "build variant" in said
+    assert fetched("sdpa") == fetched(None) == ""
+
+
+@settings(max_examples=40)
+@given(
+    seed=draw.integers(0, 2**31),
+    world=draw.sampled_from([2, 3, 4, 6, 8, 16, 24, 256, 1000]),
+    dtype=draw.sampled_from([torch.bfloat16, torch.float32]),
+    power=draw.floats(-20, 36),
+)
+def test_the_scale_keeps_values_and_their_sum_within_fp16(seed, world, dtype, power):
+    values = torch.randn(500, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    given = (values * 10**power).clamp(-3e38, 3e38).to(dtype)
+    scale = scale_for_fp16(given.abs().max().float(), world, dtype)
+    scaled = (given * scale.to(dtype)).half()
+    assert torch.frexp(scale).mantissa.item() == 0.5, "a power of two: scaling rounds nothing"
+    assert scaled.double().abs().max() * world <= 2**15
+    back, largest = scaled.double() / scale.double(), given.double().abs().max()
+    assert torch.allclose(back, given.double(), rtol=2**-10, atol=float(largest) * 2**-24 * world)
+
+
+def test_the_scale_of_nothing_of_fp16_and_of_what_is_not_finite():
+    assert scale_for_fp16(torch.tensor(0.0), 4, torch.bfloat16).isfinite()
+    assert scale_for_fp16(torch.tensor(torch.inf), 4, torch.bfloat16) == 1
+    for largest in (6e-8, 1e-3, 65504.0):  # the scale itself must be a number of fp16
+        assert 0 < scale_for_fp16(torch.tensor(largest), 8, torch.float16).half() <= 2**15

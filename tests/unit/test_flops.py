@@ -101,11 +101,10 @@ def test_packed_rows_look_at_themselves_alone_and_padding_at_nothing(seed):
         assert model.of_rows([sum(lengths)]) > model.of_rows(lengths), "one row of all would look at more"
 
 
-@pytest.mark.parametrize("multiple", [None, 1, 8, 64])
-@pytest.mark.parametrize("seed", range(3))
-def test_what_fills_a_line_of_rows_up_is_no_token(seed, multiple):
-    draw = random.Random(seed)
-    lengths = [draw.randint(2, 30) for _ in range(draw.randint(1, 6))]
+@pytest.mark.parametrize("multiple", [None, 1, 64])
+def test_what_fills_a_line_of_rows_up_is_no_token(multiple):
+    draw = random.Random(multiple)
+    lengths = [draw.randint(2, 30) for _ in range(5)]
     rows = [{"input_ids": [draw.randint(3, 9) for _ in range(length)]} for length in lengths]
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True, pad_to_multiple_of=multiple)
     batch = collate([row | {"labels": row["input_ids"]} for row in rows])

@@ -1,19 +1,126 @@
-"""Before the process group: stale build locks go, live ones stay; processes and GPUs fit."""
+"""What a launcher gives a run, and what a run makes of it: strategies, processes, GPUs, build locks."""
 
 import contextlib
+import json
 import os
+import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import deepspeed
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from torch.utils.file_baton import FileBaton
 
-from zero_recipes.config.recipe import refuse_uneven_gpus
+from tests.helpers.faults import Side
+from tests.helpers.launched import environment_of_launch
+from zero_recipes.checks.preflight import preflight
+from zero_recipes.cli import main as cli
+from zero_recipes.config import recipe as recipes
+from zero_recipes.config.accelerate import launched_environment
+from zero_recipes.config.recipe import refuse_uneven_gpus, split_command_line
+from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import Host
+from zero_recipes.core.process import PhaseClock
+from zero_recipes.distributed.group import start_process_group
 from zero_recipes.distributed.kernels import build, is_compiled, remove_stale_locks
+from zero_recipes.model import sizes_of
+from zero_recipes.plan.job import read_strategies
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKS = ("ddp.yaml", "zero1.yaml", "zero2.yaml", "zero3.yaml")
+
+
+@pytest.fixture
+def root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "accelerate_configs").glob("*.yaml")))
+def test_a_file_launches_its_strategy(root, name):
+    """accelerate's own parser and launch make the environment that a run reads."""
+    environment = environment_of_launch(Path("accelerate_configs") / name, None)
+    if name in LINKS:
+        assert environment == environment_of_launch(Path(name), None)
+    recipe = recipes.parse_recipe(Path("recipes/pythia.yaml"), {}, [])
+    count = load_config_from_file(f"accelerate_configs/{name}").num_processes
+    found = resolve_strategy(recipe.settings, environment | {"WORLD_SIZE": str(count)}, sizes_of)
+    assert found.name == {"multi_node.yaml": "zero3"}.get(name, Path(name).stem)
+
+
+def test_check_plan_and_sweep_take_the_file_of_a_launch(root, monkeypatch, capsys, tmp_path):
+    out = ["--output_dir", str(tmp_path / "out")]
+    assert cli.main(["check", "recipes/tiny.yaml", "--config_file", "zero3.yaml", *out]) == 0
+    assert "zero3 (DeepSpeed, ds_configs/zero3.json)" in capsys.readouterr().out
+    plan = ["plan", "recipes/tiny.yaml", "--gpus", "2", "--gpu", "h200", "--quick", "--json"]
+    assert cli.main([*plan, "--config_file", "zero3.yaml"]) == 0
+    assert [row["job"]["strategy"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["zero3"]
+    swept = []
+    monkeypatch.setattr("zero_recipes.cli.sweep.sweep", lambda recipe, names, *_, **__: swept.append(names) or {})
+    for words in (["--config_file", "accelerate_configs/zero3_offload.yaml"], ["--config_file", "ddp.yaml"], []):
+        assert cli.main(["sweep", "recipes/tiny.yaml", *words]) == 0
+    assert swept == [["zero3_offload"], ["ddp"], ["ddp", "zero0", "zero1", "zero2", "zero3"]]
+
+
+@pytest.mark.parametrize(
+    "text", ["distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n", "distributed_type: FSDP\n"]
+)
+def test_a_strategy_of_ones_own_without_a_ds_config_is_not_planned_as_ddp(tmp_path, monkeypatch, text):
+    shutil.copytree(ROOT / "accelerate_configs", tmp_path / "accelerate_configs")
+    monkeypatch.chdir(tmp_path)
+    recipe = recipes.parse_recipe(ROOT / "recipes" / "pythia.yaml", {}, [])
+    Path("accelerate_configs/mine.yaml").write_text(text)
+    with pytest.raises(Refusal, match="ZR367"):
+        read_strategies(recipe, ["ddp", "mine"])
+    assert read_strategies(recipe, ["ddp", "fsdp2"]) == {"ddp": None, "fsdp2": None}
+
+
+@pytest.mark.parametrize(
+    ("launched", "overrides", "code"),
+    [
+        ("zero2.yaml", [], None),
+        ("zero3.yaml", [], "ZR201"),
+        ("zero3.yaml", ["--deepspeed", "null"], None),
+        ("fsdp2.yaml", [], "ZR311"),
+        ("fsdp2.yaml", ["--deepspeed", "null"], None),
+        ("ddp.yaml", [], None),
+    ],
+)
+def test_a_recipe_with_a_ds_config_under_accelerate(root, launched, overrides, code):
+    """The same ds_config is taken, another refused; where the launch has none, the recipe's counts."""
+    path = Path("recipes/pythia-zero2.yaml")
+    environment = environment_of_launch(Path("accelerate_configs", launched), None) | {"WORLD_SIZE": "2"}
+    run, findings = preflight(path, recipes.read_recipe_file(path), overrides, environment, rehearsal=True)
+    assert [found.code for found in findings if found.code in ("ZR201", "ZR311")] == ([code] if code else [])
+    if code is None:
+        assert run.strategy.name == (Path(launched).stem if overrides else "zero2")
+
+
+@pytest.mark.parametrize(
+    ("strategies", "words", "refused"),
+    [
+        ("ddp", [], True),
+        ("zero2,zero3", [], True),
+        ("zero2", [], False),
+        ("zero2", ["--set", "zero_optimization.reduce_bucket_size=5e5"], True),
+        ("ddp,zero3", ["--deepspeed", "null"], False),
+        ("zero3", ["--deepspeed", "ds_configs/zero3.json"], False),
+    ],
+    ids=str,
+)
+def test_a_sweep_of_a_recipe_with_another_ds_config_is_refused(
+    root, tmp_path, monkeypatch, capsys, strategies, words, refused
+):
+    """Under ddp.yaml it would train at stage 2, in a row that is called ddp."""
+    launched = []
+    monkeypatch.setattr("zero_recipes.cli.sweep._run", lambda *words: launched.append(words) or (1, ""))
+    sweep = ["sweep", "recipes/pythia-zero2.yaml", "--strategies", strategies, "--output_dir", str(tmp_path / "out")]
+    assert cli.main([*sweep, *words]) == (2 if refused else 1)
+    assert ("ZR366" in capsys.readouterr().err) == refused and bool(launched) != refused
 
 
 def test_a_stale_build_lock_is_removed_and_one_that_is_held_stays(tmp_path, monkeypatch, capsys):
@@ -69,3 +176,81 @@ def test_processes_and_gpus_fit(monkeypatch, processes, device, environment, sai
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     with pytest.raises(Refusal, match=said) if said else contextlib.nullcontext():
         refuse_uneven_gpus(SimpleNamespace(world_size=processes), device, environment)
+
+
+@pytest.fixture
+def case(tmp_path, monkeypatch):
+    """A recipe that names its launch."""
+    text = (ROOT / "accelerate_configs" / "zero2.yaml").read_text()
+    Side(recipe="num_processes: 2\naccelerate_config: zero2.yaml", files={"zero2.yaml": text}).write(tmp_path)
+    (tmp_path / "ds_configs").symlink_to(ROOT / "ds_configs")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("processes", "file", "agrees"), [(2, "zero2.yaml", True), (3, "zero2.yaml", False), (2, None, False)]
+)
+def test_they_are_taken_where_the_launch_is_the_same(case, processes, file, agrees):
+    path = Path("recipe.yaml")
+    environment = launched_environment(file and Path(file), processes)
+    run, findings = preflight(path, recipes.read_recipe_file(path), [], environment)
+    assert [finding.code for finding in findings if finding.level == "error"] == ([] if agrees else ["ZR347"])
+    if agrees:
+        assert run.strategy.zero_stage == 2 and not {"num_processes", "accelerate_config"} & set(run.explicit)
+
+
+def test_check_takes_the_launch_of_the_recipe(case, capsys):
+    assert cli.main(["check", "recipe.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "zero2" in said and "world size    2" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "rank"),
+    [
+        (["--local_rank=3"], {}, "3"),
+        (["--local-rank", "3"], {}, "3"),
+        (["--local_rank", "3"], {"LOCAL_RANK": "1"}, "1"),
+    ],
+)
+def test_the_deepspeed_launchers_local_rank_goes_to_the_environment(words, environment, rank):
+    """It passes one to each process; the launcher's own environment counts more."""
+    with mock.patch.dict("os.environ", environment, clear=True) as left:
+        argv = [*words, "r.yaml", "--traceback", "--max_steps", "2"]
+        assert split_command_line(argv) == (Path("r.yaml"), ["--max_steps", "2"])
+        assert left["LOCAL_RANK"] == rank
+
+
+def test_one_process_of_torchrun_is_alone(monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    start_process_group(Strategy("single", 1, None, None), "cpu", 60, set())
+    assert "LOCAL_RANK" not in os.environ
+
+
+@pytest.mark.private
+def test_accelerate_still_takes_a_local_rank_for_a_group():
+    """No longer needed where this fails: accelerate 1.15, state.py `_prepare_backend`."""
+    import inspect
+
+    from accelerate.state import PartialState
+
+    source = inspect.getsource(PartialState._prepare_backend)
+    assert 'elif int(os.environ.get("LOCAL_RANK", -1)) != -1 and not cpu:' in source
+
+
+def test_a_phase_inside_another_is_taken_out_of_it_and_a_failure_names_the_innermost(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = PhaseClock(before=3.5)
+    with clock.phase("train"):
+        now[0] += 2
+        with clock.phase("eval"):
+            now[0] += 5
+        now[0] += 1
+    now[0] += 0.25
+    clock.book()
+    assert clock.seconds == {"startup": 3.75, "data": 0, "model": 0, "train": 3, "eval": 5, "save": 0}
+    with pytest.raises(ValueError), clock.phase("train"), clock.phase("save"):
+        raise ValueError
+    assert clock.failed == "save"

@@ -4,10 +4,13 @@ No GPU is needed: the driver, the cards and the network are files and numbers he
 """
 
 import dataclasses
+import json
 import math
 import os
 import re
 import socket
+import subprocess
+import sys
 import sysconfig
 from contextlib import closing
 from pathlib import Path
@@ -19,16 +22,15 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
+from hypothesis import given
+from hypothesis import strategies as draw
 
+from tests.helpers import fake_cuda
 from tests.helpers.faults import Side
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checks import machine as machines
-from zero_recipes.checks.capacity import (
-    disk_findings,
-    memory_findings,
-    nvme_findings,
-    resume_findings,
-)
+from zero_recipes.checks.capacity import disk_findings, memory_findings, nvme_findings, resume_findings
+from zero_recipes.cli import env
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.ds_config import DsConfig
@@ -36,8 +38,9 @@ from zero_recipes.config.recipe import RunConfig
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, Refusal, print_ending
-from zero_recipes.core.host import Host
-from zero_recipes.distributed.kernels import build_findings, extension_folder, ops_of
+from zero_recipes.core.host import PINNED_LIMIT_MIB, Host, limit_rounding, pinned_bytes
+from zero_recipes.distributed.group import set_host_threads
+from zero_recipes.distributed.kernels import build_findings, ops_of
 
 GB = 10**9
 PSI = 7 * GB  # parameters
@@ -101,38 +104,26 @@ CONTAINER = {"/proc/self/cgroup": "0::/\n"}
 
 
 @pytest.mark.parametrize(
-    "files, memory",
+    "files, memory, cores",
     [
-        ({}, (1_024_000_000, "MemAvailable in /proc/meminfo")),
-        ({"/proc/meminfo": "MemAvailable: 1000000 kB\nSwapFree: 500000 kB\n"},
-         (1_536_000_000, "MemAvailable in /proc/meminfo and free swap")),
-        (IN_A_POD | {f"{POD}/c/memory.max": "max\n", f"{POD}/memory.max": "500000000\n"},
-         (500_000_000, "the cgroup's memory.max")),
-        (CONTAINER | {"/sys/fs/cgroup/memory.max": "400000000\n"}, (400_000_000, "the cgroup's memory.max")),
+        ({}, 1_024_000_000, 64),
+        ({"/proc/meminfo": "MemAvailable: 1000000 kB\nSwapFree: 500000 kB\n"}, 1_536_000_000, 64),
+        (IN_A_POD | {f"{POD}/c/memory.max": "max\n", f"{POD}/memory.max": "500000000\n"}
+         | {f"{POD}/c/cpu.max": "max 100000\n", f"{POD}/cpu.max": "1250000 100000\n"}, 500_000_000, 12),
+        (CONTAINER | {"/sys/fs/cgroup/memory.max": "400000000\n", "/sys/fs/cgroup/cpu.max": "50000 100000\n"},
+         400_000_000, 1),
     ],
 )  # fmt: skip
-def test_memory_is_the_least_of_meminfo_and_the_cgroups(tmp_path, files, memory):
-    assert machine(tmp_path, files).memory() == memory
-
-
-@pytest.mark.parametrize(
-    "files, cores",
-    [
-        ({}, 64),
-        (IN_A_POD | {f"{POD}/c/cpu.max": "max 100000\n", f"{POD}/cpu.max": "1250000 100000\n"}, 12),
-        (CONTAINER | {"/sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
-    ],
-)
-def test_cores_are_the_least_of_those_allowed_and_the_quotas(tmp_path, monkeypatch, files, cores):
+def test_memory_and_cores_are_the_least_of_the_hosts_and_the_cgroups(tmp_path, monkeypatch, files, memory, cores):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)))
-    assert machine(tmp_path, files).cores() == cores
+    host = machine(tmp_path, files)
+    assert (host.memory()[0], host.cores()) == (memory, cores)
 
 
 @pytest.mark.parametrize(
     "run, needs",
     [
         (dict(stage=2, offload="cpu"), 12 * 7),  # the optimizer of both processes
-        (dict(stage=3, offload="cpu"), 12 * 7),
         (dict(stage=2, offload="cpu", dtype="bfloat16", random_weights=True, world=16), 32 * 7),  # 16 x 2Ψ: loading
         (dict(stage=None), 2 * 4 * 7),  # float32 made of a float16 file, in both processes
         (dict(stage=None, dtype="float16"), 0),  # the file itself is mapped
@@ -200,11 +191,9 @@ def test_disk_for_checkpoints_and_the_model(settings, tmp_path, changes, gigabyt
 @pytest.mark.parametrize(
     "device, config, offload, ops",
     [
-        ("cuda", {}, None, set()),
         ("cuda", {"zero_force_ds_cpu_optimizer": False}, "cpu", set()),
         ("cuda", ADAM, None, {"fused_adam"}),
         ("cuda", {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, None, set()),
-        ("cuda", ADAM, "cpu", {"cpu_adam"}),
         ("cuda", {"optimizer": {"type": "Lion"}}, None, {"fused_lion"}),
         ("cuda", {"optimizer": {"type": "SGD"}}, None, set()),
         ("cuda", NVME, "nvme", {"cpu_adam", "async_io"}),
@@ -233,7 +222,6 @@ COMPILED = compiled("deepspeed_shm_comm", "async_io")
 @pytest.mark.parametrize(
     "device, config, offload, host, found",
     [
-        ("cpu", {}, None, dict(), ""),
         ("cpu", {}, None, dict(lacks=CXX), "lacks a C++ compiler (c++) [ZR603]"),
         ("cuda", {}, None, dict(lacks=CXX), ""),  # nothing is built
         ("cpu", {}, None, dict(lacks=CXX, files={"/usr/bin/clang++": ""}, CXX="clang++"), ""),
@@ -245,17 +233,9 @@ COMPILED = compiled("deepspeed_shm_comm", "async_io")
         ("cpu", NVME, "nvme", dict(lacks=AIO, files=COMPILED), "lacks libaio.h"),  # async_io loads pin_memory first
         ("cpu", NVME, "nvme", dict(lacks=AIO, files=COMPILED | compiled("pin_memory")), ""),
         ("cpu", NVME, "nvme", dict(lacks=AIO, files={"/opt/aio/libaio.h": ""}, CFLAGS="-O2 -I/opt/aio"), ""),
-        ("cpu", {}, "cpu", dict(lacks=AIO), ""),
         ("cuda", ADAM, None, dict(), "lacks the CUDA toolkit 13.0 (nvcc) [ZR603]"),
         ("cuda", {}, "cpu", dict(), ""),  # cpu_adam is plain C++ on a GPU machine too
-        ("cuda", ADAM, None, dict(files={"/usr/bin/nvcc": nvcc("13.1")}), ""),
-        (
-            "cuda",
-            ADAM,
-            None,
-            dict(files={"/usr/bin/nvcc": nvcc("12.4")}),
-            "torch was built with CUDA 13.0 [ZR607]",
-        ),
+        ("cuda", ADAM, None, dict(files={"/usr/bin/nvcc": nvcc("12.4")}), "torch was built with CUDA 13.0 [ZR607]"),
         ("cuda", ADAM, None, dict(files={"/usr/local/cuda/bin/nvcc": nvcc("13.1")}), ""),
     ],
 )
@@ -264,16 +244,6 @@ def test_what_is_missing_to_build_the_ops(settings, tmp_path, monkeypatch, devic
     strategy = Strategy("zero2", 2, ds_config(config, offload), "c.json")
     text = said(build_findings(strategy, device, settings, machine(tmp_path, **host)))
     assert found in text and bool(found) == bool(text)
-
-
-def test_the_folder_of_an_extension_is_torchs(monkeypatch, tmp_path):
-    from torch.utils.cpp_extension import _get_build_directory
-
-    for name, value in (("TORCH_EXTENSIONS_DIR", str(tmp_path)), ("XDG_CACHE_HOME", str(tmp_path / "cache"))):
-        monkeypatch.setattr(torch.version, "cuda", "13.0")
-        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-        monkeypatch.setenv(name, value)
-        assert str(extension_folder(os.environ, "some_op")) == _get_build_directory("some_op", False)
 
 
 @pytest.fixture
@@ -499,3 +469,113 @@ def test_results_outside_of_a_pods_volume_are_named(tmp_path, monkeypatch):
     assert said(machines.volume_findings(Path("/workspace/out"), pod)) == said(
         machines.volume_findings(Path("out"), machine(tmp_path))
     )
+
+
+TOPOLOGY = """#!/bin/sh
+[ "$*" = "topo -m" ] && printf '\\t\\033[4mGPU0\\tGPU1\\033[0m\\nGPU0\\t X \\tNV18\\nGPU1\\tNV18\\t X \\n'
+"""
+
+
+def test_env_shows_a_pod_as_its_container_may_use_it(tmp_path, monkeypatch):
+    cuda = fake_cuda.install(monkeypatch)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 27, 5))
+    monkeypatch.setattr(machines, "refusal_of_cuda", lambda: "")
+    cuda.hold(30 * fake_cuda.GIB)
+    files = DRIVER | CONTAINER | SEEN | may_lock(8388608) | {"/usr/bin/nvidia-smi": TOPOLOGY}
+    files |= {"/sys/fs/cgroup/memory.max": "500000000\n", "/sys/fs/cgroup/cpu.max": "100000 100000\n"}
+    pod = machine(tmp_path, files, 7 * GB, NCCL_DEBUG="INFO", UNRELATED="x", HF_TOKEN="hf_abc", WANDB_API_KEY="w")
+    found = env.machine(pod)
+    (gpu,) = found["gpus"]
+    assert (gpu["free_bytes"], gpu["memory_bytes"]) == (50 * fake_cuda.GIB, 80 * fake_cuda.GIB)
+    assert (found["memory"]["free_bytes"], found["memory"]["lockable_bytes"]) == (500_000_000, 8 << 20)
+    assert found["cpu"]["cores"] == 1 and found["infiniband"] == {"mlx5_0": False}
+    assert {disk["free_bytes"] for disk in found["disks"]} == {7 * GB}
+    assert found["variables"]["NCCL_DEBUG"] == "INFO" and "UNRELATED" not in found["variables"]
+    whole = json.dumps(found)
+    assert "hf_abc" not in whole and "WANDB" not in whole and found["variables"]["HF_TOKEN"] == "(set, not shown)"
+    assert (found["cuda"]["driver"], found["cuda"]["nccl"]) == ("550.54.15", "2.27.5")
+    assert any("GPU0" in line and "NV18" in line and "\x1b" not in line for line in found["links"])
+    monkeypatch.setattr(machines, "refusal_of_cuda", lambda: "too old")
+    assert (env.machine(pod)["gpus"], env.machine(pod)["cuda"]["refusal"]) == ([], "too old")
+
+
+def test_env_prints_a_page_and_json(capsys):
+    assert cli.main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert cli.main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cpu"]["name"] in text and units.size(found["memory"]["machine_bytes"]) in text
+
+
+# memory and cores for an optimizer on the CPU
+
+SET = f"pinned_max_cached_size_mb:{PINNED_LIMIT_MIB}"
+OWN = {"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb: 512"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": SET}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, {"PYTORCH_CUDA_ALLOC_CONF": f"a:1,{SET}"}),
+        ({"PYTORCH_ALLOC_CONF": "a:1", "PYTORCH_CUDA_ALLOC_CONF": "b:2"},
+         {"PYTORCH_ALLOC_CONF": f"a:1,{SET}", "PYTORCH_CUDA_ALLOC_CONF": "b:2"}),
+        (OWN, OWN),
+    ],
+)  # fmt: skip
+def test_the_limit_is_added_and_nothing_of_the_users_is_lost(before, after):
+    environment = dict(before)
+    limit_rounding(environment)
+    limit_rounding(environment)  # the second time changes nothing
+    assert environment == after
+
+
+@given(size=draw.integers(2, 1 << 40), mib=draw.integers(1, 4096))
+def test_only_what_the_limit_allows_is_rounded(size, mib):
+    taken = pinned_bytes(size, {"PYTORCH_CUDA_ALLOC_CONF": f"x:1,pinned_max_cached_size_mb:{mib}"})
+    if size > mib << 20:
+        assert taken == size
+    else:
+        assert size <= taken < 2 * size and taken & (taken - 1) == 0
+    assert pinned_bytes(47_384_000_000, {}) == 47_384_000_000  # Pythia-12B in fp32, by the limit that a run sets
+
+
+def test_a_recipe_puts_the_limit_into_force_before_torch_is_imported(tmp_path):
+    (tmp_path / "r.yaml").write_text("env:\n  PYTORCH_ALLOC_CONF: expandable_segments:True\n")
+    program = (
+        "import sys, pathlib, os\n"
+        "from zero_recipes.config.recipe import read_recipe_file\n"
+        f"read_recipe_file(pathlib.Path({str(tmp_path / 'r.yaml')!r}))\n"
+        "print(os.environ['PYTORCH_ALLOC_CONF'], 'torch' in sys.modules)\n"
+    )
+    bare = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=bare, check=True).stdout
+    assert shown.split() == [f"expandable_segments:True,{SET}", "False"]
+
+
+ON_HOST = DsConfig({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}})
+OFFLOADED = Strategy("zero2_offload", 4, ON_HOST, "c.json")
+
+
+@pytest.mark.parametrize(
+    "strategy, device, variables, threads",
+    [
+        (OFFLOADED, "cuda", {"OMP_NUM_THREADS": "1"}, [4]),  # of 16 cores
+        (OFFLOADED, "cuda", {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}, [8]),  # two machines
+        (OFFLOADED, "cuda", {"OMP_NUM_THREADS": "3"}, []),  # somebody's choice
+        (OFFLOADED, "cpu", {"OMP_NUM_THREADS": "1"}, []),  # the CPU trains
+        (Strategy("zero2", 4, DsConfig({}), "c.json"), "cuda", {"OMP_NUM_THREADS": "1"}, []),  # nothing is offloaded
+    ],
+)
+def test_each_rank_takes_its_share_of_the_cores_for_an_optimizer_on_the_host(
+    monkeypatch, strategy, device, variables, threads
+):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("zero_recipes.core.host.Host.cores", lambda host: 16)
+    taken = []
+    monkeypatch.setattr("torch.set_num_threads", taken.append)
+    set_host_threads(strategy, device)
+    assert taken == threads

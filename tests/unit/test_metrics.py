@@ -1,4 +1,4 @@
-"""The model of metrics.json: what is written is read again, committed files stay readable, all ranks are one row."""
+"""The model of metrics.json: what is written is read again, all ranks are one row, and how a run ended is in it."""
 
 import json
 import math
@@ -6,6 +6,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -14,10 +17,15 @@ from hypothesis import strategies as draw
 from tests.helpers.report_runs import PARAMETERS, on_cpu
 from tests.helpers.sample_cases import strict
 from zero_recipes.core import files
+from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.metrics import schema
-from zero_recipes.metrics.failure import failed_row
+from zero_recipes.metrics.callback import UNFINISHED
+from zero_recipes.metrics.failure import RankFailure, cause_of, failed_row, keep_failure, signal_in
 from zero_recipes.metrics.probe import steps_not_timed
+from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics
 from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
+from zero_recipes.training.divergence import StopAtDivergence
+from zero_recipes.training.output import RecipeRun
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,11 +46,8 @@ def test_an_unknown_key_is_ignored_and_another_schema_is_not(tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_again(tmp_path):
-    broken = row(
-        loss_history=[2.0, math.nan, math.inf],
-        grad_norm_history=[math.inf],
-        eval_history=[{"step": 1, "loss": math.nan}],
-    )
+    evaluations = [{"step": 1, "loss": math.nan}]
+    broken = row(loss_history=[2.0, math.nan, math.inf], grad_norm_history=[math.inf], eval_history=evaluations)
     broken.write(tmp_path / "metrics.json")
     content = strict((tmp_path / "metrics.json").read_text())
     assert (content["loss_history"], content["grad_norm_history"]) == ([2.0, None, None], [None])
@@ -55,11 +60,7 @@ def test_numbers_that_are_not_finite_are_null_in_the_file_and_nan_again(tmp_path
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "metrics.json"
     row().write(path)
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files.os, "replace", full)
+    monkeypatch.setattr(files.os, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         row(parameters=1).write(path)
     assert schema.Metrics.read(path).parameters == PARAMETERS
@@ -147,14 +148,8 @@ def test_a_failed_row_keeps_what_is_known_and_is_written_without_what_is_not(tmp
     nothing = failed_row(tmp_path / "never_began", "zero1", 1, "it broke")
     assert nothing.failure == schema.Failure(phase="unknown", rank=None, largest_memory={}, signal=None)
     nothing.write(tmp_path / "nothing.json")
-    assert set(strict((tmp_path / "nothing.json").read_text())) == {
-        "schema",
-        "status",
-        "error",
-        "name",
-        "strategy",
-        "failure",
-    }
+    known = strict((tmp_path / "nothing.json").read_text())
+    assert set(known) == {"schema", "status", "error", "name", "strategy", "failure"}
 
 
 # what may be imported by whom
@@ -174,3 +169,128 @@ print(sorted({"torch", "transformers", "trl", "deepspeed", "zero_recipes.plan"} 
 def test_core_report_and_the_model_of_the_file_load_no_model_library():
     done = subprocess.run([sys.executable, "-c", LIGHT], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+NUMBERS = draw.sampled_from([1.0, 2.5, 1e30, math.nan, math.inf, -math.inf])
+
+
+def run_through(limit, steps, precision) -> tuple[int, StopAtDivergence]:
+    """(steps until the run is ended, the callback); `steps`: loss and gradient norm of each."""
+    metrics = SimpleNamespace(identity=SimpleNamespace(precision=precision), last_step=(1.0, 1.0))
+    callback = StopAtDivergence(metrics, limit)
+    for number, metrics.last_step in enumerate(steps, start=1):
+        control = SimpleNamespace(should_training_stop=False, should_save=True, should_evaluate=True)
+        callback.on_step_end(SimpleNamespace(process_index=0), SimpleNamespace(global_step=number), control)
+        if control.should_training_stop:
+            assert not control.should_save and not control.should_evaluate
+            return number, callback
+    return len(steps), callback
+
+
+@given(
+    draw.integers(1, 4),
+    draw.sampled_from(["bf16", "fp16", "fp32"]),
+    draw.lists(draw.tuples(NUMBERS, NUMBERS), min_size=1, max_size=12),
+)
+def test_as_many_steps_in_a_row_as_the_key_says_end_a_run(limit, precision, steps):
+    """In fp16 a gradient norm alone is the loss scale's affair."""
+    bad = [not math.isfinite(loss) or (precision != "fp16" and not math.isfinite(norm)) for loss, norm in steps]
+    ends = [end for end in range(limit, len(steps) + 1) if all(bad[end - limit : end])]
+    ended, callback = run_through(limit, steps, precision)
+    assert ended == (ends[0] if ends else len(steps)) and (callback.in_a_row >= limit) == bool(ends)
+
+
+# the first cause
+
+NOISE = [
+    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:29",
+    "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp",
+    "DistNetworkError: failed to recv",
+    "RuntimeError: rank 0, which prepares the data of this machine, failed: x",
+]
+
+
+def failure(rank: int, error: str, time: float, status: str = "failed") -> RankFailure:
+    return RankFailure(rank=rank, status=status, phase="train", error=error, largest_memory={}, time=time)
+
+
+def unfinished() -> Metrics:
+    return Metrics(schema=SCHEMA, status="failed", error=UNFINISHED, name="n", strategy="zero2")
+
+
+@given(draw.permutations(range(4)), draw.lists(draw.sampled_from(NOISE), min_size=2, max_size=2), draw.booleans())
+def test_the_first_cause_is_named_whoever_writes_first(order, noise, out_of_memory):
+    """The noise of the others may be written before it (clocks differ); every order of writing ends the same."""
+    cause = failure(0, "ValueError: a row is broken", 100.0)
+    if out_of_memory:
+        cause = failure(0, "OutOfMemoryError: CUDA out of memory", 105.0, "oom")
+    everyone = [cause, failure(1, "ValueError: it broke later", 101.0)]
+    everyone += [failure(2 + number, error, 90.0) for number, error in enumerate(noise)]
+    losses = [2.0, 1.0, math.nan]
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for number in order:
+            each = everyone[number]
+            (folder / f"failure.rank{each.rank}.json").write_text(each.model_dump_json())
+            keep_failure(folder, each, losses if number % 2 else [], unfinished(), resumes=False)
+        assert cause_of(folder) == cause
+        row = strict((folder / FILE).read_text())
+    assert (row["status"], row["error"], row["failure"]["rank"]) == (cause.status, cause.error, cause.rank)
+    assert row["loss_history"] == [2.0, 1.0, None]
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "table", "name"),
+    [
+        (1, "  exitcode  : -9 (pid: 1)\n  exitcode  : -15 (pid: 2)", "SIGKILL"),
+        (1, "  exitcode  : 1 (pid: 1)\n  exitcode  : -15 (pid: 2)", None),
+        (1, "exitcode: -500", None),
+        (-15, "", "SIGTERM"),
+    ],
+)
+def test_the_signal_that_ended_a_worker(tmp_path, exit_code, table, name):
+    assert signal_in(exit_code, table) == name
+    row = failed_row(tmp_path, "zero2", exit_code, f"{table}\n")
+    assert row.status == "failed" and row.failure.signal == name
+
+
+def run_in(folder, checkpoint=None) -> SimpleNamespace:
+    settings = SimpleNamespace(model_name_or_path="m")
+    recipe = SimpleNamespace(name="r.yaml", sha256="ab", settings=settings)
+    strategy = SimpleNamespace(name="zero2", zero_stage=2, world_size=2)
+    return SimpleNamespace(
+        output_dir=folder, checkpoint=checkpoint, recipe=recipe, strategy=strategy, device="cpu", precision="bf16"
+    )
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("before", [None, "oom", "ok"])
+def test_a_run_that_is_refused_or_breaks_while_loading(tmp_path, before, resumes):
+    """Refused: the folder is as it was. Broken: it says why; a finished run's numbers stay, for its files do."""
+    folder = tmp_path / "new" / "out"
+    if before is not None:
+        folder.mkdir(parents=True)
+        (folder / FILE).write_text(json.dumps(on_cpu("zero2", status=before)))
+    text = (folder / FILE).read_text() if before else None
+    run = run_in(folder, "checkpoint-1" if resumes else None)
+    with pytest.raises(Refusal), RecipeRun.hold(run):
+        raise Refusal([Finding("ZR000", "what", "why", "fix")])
+    assert (folder / FILE).read_text() == text if before else not folder.exists()
+    with pytest.raises(MemoryError), RecipeRun.hold(run):
+        raise MemoryError("no room")
+    left = strict((folder / FILE).read_text())
+    if before == "ok" and not resumes:
+        assert left == json.loads(text)
+    else:
+        assert (left["status"], left["error"]) == ("oom", "MemoryError: no room")
+    assert strict((folder / "failure.rank0.json").read_text())["status"] == "oom"
+
+
+def test_what_fails_once_the_run_is_finished_leaves_its_metrics(tmp_path):
+    (tmp_path / FILE).write_text(json.dumps(on_cpu("zero2")))
+    with pytest.raises(OSError, match="upload"), RecipeRun.hold(run_in(tmp_path)) as output:
+        output.metrics = SimpleNamespace(identity=None, write=lambda: None)
+        output.finish()
+        raise OSError("upload")
+    assert (tmp_path / FILE).read_text() == json.dumps(on_cpu("zero2"))
+    assert (tmp_path / "README.md").is_file()

@@ -78,10 +78,8 @@ def test_a_chat_models_prompt_to_the_byte(tmp_path):
     templated = apply_chat_template_file(tokenizer, training_args)
     rows = Dataset.from_list([chat(1)])
     split, findings = prepare_split(rows, templated, training_args, False)
-    prompt = (
-        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-        "<|im_start|>user\nSay 1.<|im_end|>\n<|im_start|>assistant\n"
-    )
+    prompt = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    prompt += "<|im_start|>user\nSay 1.<|im_end|>\n<|im_start|>assistant\n"
     ids, labels = split.ready[0]["input_ids"], split.ready[0]["labels"]
     assert templated.decode(ids) == prompt + "Word 1.<|im_end|>\n" and findings == []
     # TRL's template has the line break before the answer inside its {% generation %}
@@ -118,9 +116,8 @@ def test_rows_are_made_again_only_for_what_makes_other_rows(made, tmp_path):
     keys = {"dataset_format": "alpaca", "max_length": 200}
     first, count = made(data, **keys)
     assert count == 1
-    for same in ({"seed": 7, "learning_rate": 1.0}, {"dataset_num_proc": 1, "per_device_train_batch_size": 64}):
-        again, count = made(data, **keys | same)
-        assert count == 1 and again.data_sha256 == first.data_sha256 and again.audit == first.audit
+    again, count = made(data, **keys, seed=7, learning_rate=1.0, dataset_num_proc=1, per_device_train_batch_size=64)
+    assert count == 1 and again.data_sha256 == first.data_sha256 and again.audit == first.audit
     other, count = made(data, **keys | {"max_length": 60})
     assert count == 2 and other.data_sha256 != first.data_sha256
     assert [made(data, shuffle_dataset=True, seed=seed, **keys)[1] for seed in (1, 2, 1)] == [3, 4, 4]
@@ -156,7 +153,7 @@ def test_the_hash_of_rows_is_of_values_and_boundaries_alone():
         assert data_sha256(Dataset.from_list(other)) != digest
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 60), micro=st.integers(1, 5), replicas=st.integers(1, 4), accumulation=st.integers(1, 4),
     drop_last=st.booleans(), epochs=st.sampled_from([0.3, 1, 2.5]),

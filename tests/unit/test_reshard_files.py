@@ -1,23 +1,93 @@
-"""What reshard refuses, and what it leaves behind when it is killed. No training."""
+"""Checkpoints without training: what reshard refuses and leaves behind, and a stranger's code, which is not run."""
 
+import dataclasses
 import json
+import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
-from tests.helpers.checkpoint_files import OPTIMIZER, rank_states, write_checkpoint
+from tests.helpers.damage import refusal_of
 from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.checkpoint import reshard as resharding
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.reshard import reshard, strategy_of
-from zero_recipes.checks import preflight
+from zero_recipes.checkpoint.resume import resolve_resume_checkpoint
+from zero_recipes.checkpoint.save import NotWhole, checkpoint_fault, content_fault, write_manifest
+from zero_recipes.checkpoint.verify import verify
+from zero_recipes.checks.preflight import preflight
 from zero_recipes.cli import main as cli
 from zero_recipes.config import recipe as recipes
 from zero_recipes.core.findings import Refusal
+
+
+class Planted:
+    """Unpickling it runs a command, which creates a file."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+def plant(path: Path, mark: Path, kind: str) -> None:
+    """Let the pickle at `path` hold what it held, and a command; `kind`: of the file's format."""
+    held: Any = torch.load(path, weights_only=False) if path.is_file() else {}
+    held = {**held, "planted": Planted(mark)} if isinstance(held, dict) else [held, Planted(mark)]
+    if kind == "numpy":  # a class that may be read, with one inside that may not
+        torch.save({**held, "planted": numpy.array([Planted(mark)], dtype=object)}, path)
+    elif kind == "legacy":
+        torch.save(held, path, _use_new_zipfile_serialization=False)
+    elif kind.startswith("zip"):
+        torch.save(held, path, pickle_protocol=int(kind[-1]))
+    else:
+        path.write_bytes(pickle.dumps(held["planted"], protocol=int(kind[-1])))
+
+
+KINDS = ("zip 2", "zip 4", "legacy", "numpy", "pickle 0", "pickle 2", "pickle 4", "pickle 5")
+MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+WORLD, SHAPES = 2, [{"a.weight": (3, 5), "b.weight": (7, 1)}, {"a.bias": (3,)}]
+
+
+def write_checkpoint(folder: Path, model: dict | None = None, **config) -> Path:
+    """A checkpoint as DeepSpeed writes it at stage 3, of two tiny groups; `config` and `model` change what it says."""
+    checkpoint = folder / "checkpoint-7"
+    states = checkpoint / "global_step7"
+    states.mkdir(parents=True)
+    best = '{"global_step": 7, "best_model_checkpoint": null}'
+    texts = {"latest": "global_step7", "trainer_state.json": best, "scheduler.pt": "s"}
+    for name, text in (texts | {f"rng_state_{rank}.pth": chr(rank) for rank in range(WORLD)}).items():
+        (checkpoint / name).write_text(text)
+    ds_config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    ds_config |= {"zero_optimization": {"stage": 3}} | config
+    described = {
+        "param_shapes": [{name: torch.Size(shape) for name, shape in group.items()} for group in SHAPES],
+        "dp_world_size": WORLD,
+        "mp_world_size": 1,
+        "ds_config": ds_config,
+        "lr_scheduler": None,
+        **{"global_steps": 7, "global_samples": 56, "skipped_steps": 0},
+    }
+    torch.save(described | (model or {}), states / MODEL)
+    for rank in range(WORLD):
+        torch.save({"optimizer_state_dict": rank_states()}, states / OPTIMIZER.format(rank))
+    return checkpoint
+
+
+def rank_states() -> dict:
+    flats = [torch.rand(sum(-(-torch.Size(shape).numel() // WORLD) for shape in group.values())) for group in SHAPES]
+    moments = [{"exp_avg": flat.clone(), "exp_avg_sq": flat.clone()} for flat in flats]
+    adam = {number: {"step": torch.tensor(7.0), **each} for number, each in enumerate(moments)}
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "params": [number]} for number in range(len(flats))]
+    return {"zero_stage": 3, "fp32_flat_groups": flats, "optimizer_state_dict": {"state": adam, "param_groups": groups}}
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -70,8 +140,8 @@ def test_a_killed_reshard_leaves_nothing_half(tmp_path, monkeypatch):
     assert save.checkpoint_fault(folder) is None and contents(checkpoint) == before
 
 
-def change_rank(number: int, change) -> Callable[[Path], None]:
-    """What lets `change` loose on the states of a rank."""
+def change_rank(number: int, change: Callable[[dict, dict], Any]) -> Callable[[Path], None]:
+    """What lets `change` loose on the states of a rank, and on Adam's among them."""
 
     def broken(checkpoint: Path) -> None:
         states = rank_states()
@@ -81,23 +151,14 @@ def change_rank(number: int, change) -> Callable[[Path], None]:
     return broken
 
 
-def count_apart(_, adam: dict) -> None:
-    adam[1]["step"] += 7
-
-
-def other_optimizer(_, adam: dict) -> None:
-    for state in adam.values():
-        state["momentum_buffer"] = state.pop("exp_avg")
-
-
 BROKEN = {
     "no `latest`": ({}, lambda c: (c / "latest").unlink(), "without DeepSpeed", "ZR731"),
     "a rank": ({}, lambda c: (c / "global_step7" / OPTIMIZER.format(1)).unlink(), "states of 1 of 2 ranks", "ZR729"),
     "the manifest": ({}, lambda c: (c / save.HISTORY).write_text("{}"), "has no manifest.json", "ZR729"),
-    "steps": ({}, change_rank(1, count_apart), "step counters differ", "ZR729"),
+    "steps": ({}, change_rank(1, lambda _, adam: adam[1]["step"].add_(7)), "step counters differ", "ZR729"),
     "not Adam": (
         {},
-        change_rank(1, other_optimizer),
+        change_rank(1, lambda _, adam: [s.update(momentum_buffer=s.pop("exp_avg")) for s in adam.values()]),
         "than Adam's: exp_avg_sq, momentum_buffer",
         "ZR731",
     ),
@@ -164,7 +225,6 @@ BEST = ("--load_best_model_at_end", "true", "--eval_strategy", "steps", "--save_
 ROUND_ROBIN = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
 WIDE_GRADIENTS = {"zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}}
 LAUNCHES = {  # (states, DeepSpeed's configuration, other keys, the codes of what is refused)
-    "stage 2": ("fp32", "zero2", (), []),
     "stage 3": ("fp32", "zero3", (), []),
     "another batch": ("fp32", "zero2", ("--gradient_accumulation_steps", "2"), ["ZR722"]),
     "stage 0": ("fp32", "zero0", (), ["ZR712"]),
@@ -190,5 +250,103 @@ def test_a_launch_that_would_be_another_run_is_refused(resharded, tmp_path, monk
         config = json.dumps(json.loads((ROOT / "ds_configs" / "zero2.json").read_text()) | config)
     if config is not None:
         argv += ["--deepspeed", config if config.startswith("{") else f"ds_configs/{config}.json"]
-    _, findings = preflight.preflight(recipe, recipes.read_recipe_file(recipe), argv, {}, rehearsal=True)
+    _, findings = preflight(recipe, recipes.read_recipe_file(recipe), argv, {}, rehearsal=True)
     assert [finding.code for finding in findings if finding.level == "error"] == codes
+
+
+# a stranger's code
+
+PLACES = (f"global_step7/{MODEL}", f"global_step7/{OPTIMIZER.format(1)}", "scheduler.pt", "rng_state_0.pth")
+PLACES += ("optimizer.pt", "optimizer.bin", "pytorch_model_fsdp.bin", "best")
+
+
+@pytest.fixture
+def mark(tmp_path) -> Path:
+    return tmp_path / "it-was-run"
+
+
+@pytest.fixture
+def stranger(tmp_path) -> Path:
+    """A checkpoint with whole pickles and a model, from elsewhere, whose manifest fits its files."""
+    folder = write_checkpoint(tmp_path / "elsewhere")
+    for name, held in {"scheduler.pt": {"lr": [0.1]}, "rng_state_0.pth": {}, "rng_state_1.pth": {}}.items():
+        torch.save(held, folder / name)
+    shutil.copytree(ROOT / "tiny_world" / "base", folder, dirs_exist_ok=True)
+    write_manifest(folder, {"step": 7})
+    verify(folder)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, stranger):
+    """A run that names the checkpoint, with keys changed."""
+    path = write_recipe(tmp_path / "run", output_dir=str(tmp_path / "out"))
+    made, _ = preflight(path, recipes.read_recipe_file(path), [], {})
+
+    def with_keys(**keys):
+        settings = made.settings.replace(resume_from_checkpoint=str(stranger), **keys)
+        return dataclasses.replace(made, settings=settings)
+
+    return with_keys
+
+
+@pytest.mark.parametrize(("kind", "place"), list(zip(KINDS, PLACES, strict=True)))
+def test_a_planted_pickle_is_refused_and_not_run(stranger, run, mark, place, kind):
+    """Every kind and place once; also in the best checkpoint that it names, which load_best_model_at_end loads."""
+    if place == "best":
+        (stranger.parent / "best").mkdir()
+        plant(stranger.parent / "best" / MODEL, mark, kind)
+        state = {"global_step": 7, "best_model_checkpoint": str(stranger.parent / "best")}
+        (stranger / "trainer_state.json").write_text(json.dumps(state))
+    else:
+        plant(stranger / place, mark, kind)
+    write_manifest(stranger, {"step": 7})
+    assert checkpoint_fault(stranger) is None and content_fault(stranger) is None
+    refusal = refusal_of(resolve_resume_checkpoint, run())
+    named = MODEL if place == "best" else place
+    assert refusal.codes == ["ZR780"] and named in refusal.what and "--trust_checkpoint" in refusal.fix
+    if place != "best":
+        with pytest.raises(NotWhole, match=Path(place).name):
+            verify(stranger)
+    if place.startswith("global_step7"):
+        assert refusal_of(reshard, stranger, 1, 2).codes == ["ZR780"]
+    assert not mark.exists()
+
+
+def test_what_was_trusted_is_loaded(stranger, run, mark, capsys):
+    plant(stranger / PLACES[0], mark, "zip 2")
+    write_manifest(stranger, {"step": 7})
+    assert resolve_resume_checkpoint(run(trust_checkpoint=True)).checkpoint == str(stranger)
+    command = ["reshard", str(stranger), "--world_size", "1", "--stage", "2"]
+    assert cli.main(command) == 2 and "ZR780" in capsys.readouterr().err
+    assert cli.main(["verify", str(stranger)]) == 1 and not mark.exists(), "nothing is read yet"
+    assert cli.main([*command, "--trust_checkpoint"]) == 0 and mark.exists()
+
+
+def test_a_folder_outside_the_checkpoint_is_not_followed(stranger, tmp_path, mark):
+    """`latest` names DeepSpeed's folder: one elsewhere would be loaded without having been looked at."""
+    shutil.copytree(stranger / "global_step7", tmp_path / "planted")
+    plant(tmp_path / "planted" / MODEL, mark, "zip 2")
+    (stranger / "latest").write_text("../../planted")
+    write_manifest(stranger, {"step": 7})
+    assert "is no folder of this checkpoint" in refusal_of(reshard, stranger, 1, 2).what
+    assert "is no folder of this checkpoint" in checkpoint_fault(stranger) and not mark.exists()
+
+
+def test_a_model_s_own_code_is_not_run_by_check(tmp_path, mark, capsys, monkeypatch):
+    recipe = write_recipe(tmp_path, trust_remote_code=True, use_cpu=True)
+    config = tmp_path / "model" / "config.json"
+    values = json.loads(config.read_text())
+    values |= {"model_type": "planted", "auto_map": {"AutoConfig": "planted.Config"}}
+    config.write_text(json.dumps(values))
+    (tmp_path / "model" / "planted.py").write_text(
+        f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n"
+        "from transformers import GPTNeoXConfig\nclass Config(GPTNeoXConfig):\n    model_type = 'planted'\n"
+    )
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    cli.main(["check", str(recipe), "--output_dir", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert "[ZR783]" in said and "ZR403" not in said, "what cannot be known without the code is no error"
+    assert not mark.exists()
+    cli.main(["check", str(recipe), "--output_dir", str(tmp_path / "out"), "--trust_remote_code", "true"])
+    assert mark.exists() and "[ZR783]" not in capsys.readouterr().out

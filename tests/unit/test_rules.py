@@ -1,21 +1,27 @@
-"""Rules that need a model of their own, and the rehearsal of ds_configs."""
+"""Rules that need a model of their own, the rehearsal of ds_configs, and ZeRO-Infinity's buffers."""
 
 import json
 import logging
 import os
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.faults import TWO, TWO_NODES, ds_config, findings_in, found_in
-from tests.helpers.tiny import ROOT, llama_config, write_llama, write_recipe
+from tests.helpers.tiny import ROOT, llama_config, write_llama, write_model, write_recipe
+from zero_recipes.checks.capacity import nvme_findings
 from zero_recipes.checks.rehearsal import parser_findings
 from zero_recipes.checks.rules import Candidate, options
 from zero_recipes.config import recipe as recipes
-from zero_recipes.config.ds_config import DsConfig
-from zero_recipes.config.strategy import Strategy
+from zero_recipes.config.ds_config import DsConfig, fill_own_autos
+from zero_recipes.config.recipe import RunConfig
+from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import Refusal
+from zero_recipes.core.host import Host
+from zero_recipes.distributed import kernels
+from zero_recipes.model import local_config, parameter_sizes, sizes_of
 
 SHARED = {"sequence_parallel_size": 2, "pad_to_multiple_of": 128, "dataloader_drop_last": True, "max_length": 128}
 
@@ -111,31 +117,68 @@ def test_the_shipped_configurations_have_no_finding(found):
             assert given == ({"quantized_communication_on_cpu"} if quantizes and device == "cpu" else set()), path
 
 
-@pytest.fixture(scope="module")
-def settings(tmp_path_factory):
-    path = write_recipe(tmp_path_factory.mktemp("settings"), gradient_accumulation_steps=4, max_steps=100)
-    return recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
-
-
-def parsed(settings, config: dict, world_size: int = 2) -> list:
-    strategy = Strategy("zero", world_size, DsConfig(config), "c.json")
-    return parser_findings(Candidate(settings, strategy, "cpu", TWO))
-
-
-@pytest.mark.parametrize("name", [path.stem for path in sorted((ROOT / "ds_configs").glob("*.json"))])
-def test_our_own_pass_on_any_number_of_processes(settings, name):
-    config = json.loads((ROOT / f"ds_configs/{name}.json").read_text())
-    for world_size, steps in ((1, 100), (7, -1)):
-        assert parsed(settings.replace(max_steps=steps), config, world_size) == []
-
-
-def test_what_the_parser_refuses_is_found_without_a_trace(settings, monkeypatch, capfd):
+def test_what_the_parser_refuses_is_found_without_a_trace(tmp_path, monkeypatch, capfd):
     """Nothing is printed, and neither the environment nor the libraries' state changes."""
     from transformers.integrations import deepspeed as announced
 
+    def state() -> tuple:
+        return dict(os.environ), announced._hf_deepspeed_config_weak_ref, logging.getLogger("DeepSpeed").level
+
     monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,mixed_precision")  # accelerate would stop on them
-    before = dict(os.environ), announced._hf_deepspeed_config_weak_ref, logging.getLogger("DeepSpeed").level
-    (finding,) = parsed(settings, ds_config(3) | {"bf16": {"enabled": "auto", "loss_scale": 0}})
+    path = write_recipe(tmp_path)
+    settings, before = recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings, state()
+    config = ds_config(3) | {"bf16": {"enabled": "auto", "loss_scale": 0}}
+    (finding,) = parser_findings(Candidate(settings, Strategy("zero", 2, DsConfig(config), "c.json"), "cpu", TWO))
     assert finding.code == "ZR199" and "loss_scale" in finding.why and "c.json" in finding.what
-    assert (dict(os.environ), announced._hf_deepspeed_config_weak_ref, logging.getLogger("DeepSpeed").level) == before
-    assert capfd.readouterr() == ("", "")
+    assert state() == before and capfd.readouterr() == ("", "")
+
+
+INFINITY = json.loads((ROOT / "ds_configs" / "zero3_infinity.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("large")
+    model = write_model(folder / "large", hidden=512, intermediate=4096)
+    path = write_recipe(folder, model_name_or_path=str(model))
+    return recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_buffer_takes_the_models_largest_part_and_no_more(large, world_size):
+    filled = fill_own_autos(INFINITY, None, world_size, {}, sizes_of(large))
+    largest = max(p.numel() for p in AutoModelForCausalLM.from_config(local_config(large)).parameters())
+    assert filled["zero_optimization"]["offload_param"]["buffer_size"] == -(-largest // world_size)
+    assert INFINITY["zero_optimization"]["offload_param"]["buffer_size"] == "auto", "a copy is filled"
+
+
+def test_a_resolved_recipe_goes_with_the_accelerate_file_that_it_was_launched_with(large, tmp_path):
+    filled = fill_own_autos(INFINITY, str(tmp_path), 2, {}, sizes_of(large))
+    resolved = large.replace(deepspeed=filled, nvme_path=str(tmp_path))
+    launched = {"ACCELERATE_USE_DEEPSPEED": "true", "WORLD_SIZE": "2"}
+    launched["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(ROOT / "ds_configs" / "zero3_infinity.json")
+    assert resolve_strategy(resolved, launched, sizes_of).name == "zero3_infinity"
+
+
+def test_room_and_buffers_of_nvme(large, tmp_path):
+    def findings(free: int = 10**15, **block) -> list:
+        config = fill_own_autos(INFINITY, str(tmp_path), 2, {}, sizes_of(large))
+        config["zero_optimization"]["offload_param"] |= block
+        changed = large.replace(deepspeed=config)
+        run = RunConfig(None, changed, {}, resolve_strategy(changed, {"WORLD_SIZE": "2"}, sizes_of), "cpu", tmp_path)
+        host = Host(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
+        return list(nvme_findings(run, parameter_sizes(local_config(large), False), 2, host))
+
+    assert findings() == []
+    ((full,), (narrow,)) = findings(free=10**6), findings(buffer_size=1000)
+    assert (full.code, full.level) == ("ZR619", "error") and f"to {tmp_path}, which has 1.00 MB free" in full.what
+    assert (narrow.code, narrow.level) == ("ZR620", "error") and "buffer_size 1,000" in narrow.what
+
+
+def test_async_io_is_left_out_by_name_where_libaio_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(Host, "libaio_headers", lambda self: False)
+    monkeypatch.setattr(kernels, "missing", lambda names, device: names)
+    monkeypatch.setattr(kernels, "build", lambda names: print("building", names))
+    kernels.main(["cpu_adam", "async_io"])
+    said = capsys.readouterr().out
+    assert "apt-get install libaio-dev" in said and "building ['cpu_adam']" in said

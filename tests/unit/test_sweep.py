@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.report_runs import metrics, on_cpu, save
+from tests.helpers.report_runs import metrics, save
 from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.cli import sweep as sweeping
@@ -40,9 +40,9 @@ def at_the_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-def planned(recipe, *sets, strategies=("zero2",), overrides=()):
+def planned(*sets, strategies=("zero2",)):
     configs = {name: CONFIGS[name] for name in strategies}
-    return runs_of(configs, {name: ds_config_of(path) for name, path in configs.items()}, sets, list(overrides))
+    return runs_of(configs, {name: ds_config_of(path) for name, path in configs.items()}, sets, [])
 
 
 def ds_config_of(path):
@@ -55,12 +55,10 @@ def ds_config_of(path):
         (" seed = 1 , 2 ", (1, 2)),
         (f"{BUCKET}=5e5,5E7,auto", (500_000, 50_000_000, "auto")),
         ("learning_rate=1e-5,2.5e-1,0.1", (1e-5, 0.25, 0.1)),
-        ("packing=true,no,null", (True, False, None)),
-        ('save_strategy="no",steps', ("no", "steps")),
+        ('packing=true,no,null,"no"', (True, False, None, "no")),
         ("lora_target_modules=[a, b],[c],all-linear", (["a", "b"], ["c"], "all-linear")),
-        ("dataset_name=\"a,b\",'c,d'", ("a,b", "c,d")),
         ("model_init_kwargs={a: 1, b: [2, 300]},{}", ({"a": 1, "b": [2, 300]}, {})),
-        ("run_name=it's,a=b", ("it's", "a=b")),
+        ('run_name=it\'s,a=b,"c,d"', ("it's", "a=b", "c,d")),
     ],
 )
 def test_values_are_yaml_by_comma(text, values, types):
@@ -72,11 +70,8 @@ def test_values_are_yaml_by_comma(text, values, types):
     ("sets", "code", "said"),
     [
         (["seed="], "ZR355", "by comma"),
-        (["seed=1,,2"], "ZR355", "node content"),
         ([f"{BUCKET}=5e5,500000"], "ZR355", "distinct"),
-        (["lora_target_modules=[a,b],[c"], "ZR355", "expected"),
         (["max_grad_norm=1,.inf"], "ZR355", "JSON"),
-        (["run_name=2024-01-01"], "ZR355", "JSON"),
         (["seed=1", "seed=2"], "ZR355", "seed is given twice"),
         (["max_steps=1,2"], "ZR355", "max_steps is given twice"),
         (["per_device_train_batch_sise=2"], "ZR103", "`per_device_train_batch_size`"),
@@ -84,7 +79,6 @@ def test_values_are_yaml_by_comma(text, values, types):
         (["num_processes=2,4"], "ZR102", "launcher"),
         (["reduce_bucket_size=5e5"], "ZR103", "reduce_bucket_size"),
         (["zero_optimization.overlap_com=true"], "ZR103", "zero_optimization.overlap_comm"),
-        (["output_dir=a,b"], "ZR358", "--output_dir"),
         (["overwrite=true"], "ZR358", "--overwrite"),
     ],
     ids=str,
@@ -95,16 +89,16 @@ def test_what_cannot_be_swept_is_refused_by_name(sets, code, said, types):
     assert refused.value.codes == [code] and said in str(refused.value)
 
 
-def test_several_keys_make_all_combinations_the_last_changing_fastest(types):
-    found = [run.values for run in planned(None, "seed=1,2,3", "packing=true,false", f"{BUCKET}=5e5")]
-    assert len(found) == 6 and len({json.dumps(values) for values in found}) == 6
-    assert [values["packing"] for values in found] == [True, False] * 3
-    assert all(list(values) == ["seed", "packing", BUCKET] for values in found)
+def test_several_keys_make_all_combinations_the_last_changing_fastest():
+    found = [run.values for run in planned("seed=1,2,3", "packing=true,false")]
+    assert [tuple(values.items()) for values in found] == [
+        (("seed", seed), ("packing", packing)) for seed in (1, 2, 3) for packing in (True, False)
+    ]
 
 
-def test_names_say_the_values_and_are_safe_and_unique(types):
-    texts = ["run_name=a/b,a_b,a b,../../c,A_B,é," + "x" * 300 + "," + "x" * 301 + ",[a],null,a=b"]
-    runs = [(run.strategy, run.values) for run in planned(None, *texts, strategies=("zero2", "zero3"))]
+def test_names_say_the_values_and_are_safe_and_unique():
+    text = "run_name=a/b,a_b,a b,../../c,A_B,é," + "x" * 300 + "," + "x" * 301 + ",[a],null,a=b"
+    runs = [(run.strategy, run.values) for run in planned(text, strategies=("zero2", "zero3"))]
     names = [run_name(*run) for run in runs]
     assert len(set(names)) == len(runs) == 22
     assert all(re.fullmatch(r"[A-Za-z0-9._+,=-]{1,160}", name) and ".." not in Path(name).parts for name in names)
@@ -116,8 +110,8 @@ def test_names_say_the_values_and_are_safe_and_unique(types):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("packing", True), ("max_length", None), ("learning_rate", 1e-5), ("seed", 7), ("run_name", "--x y"),
-     ("lora_target_modules", ["a", "b"]), ("model_init_kwargs", {"revision": "x"}), ("max_steps", -1)],
+    [("packing", True), ("max_length", None), ("learning_rate", 1e-5), ("run_name", "--x y"), ("max_steps", -1),
+     ("lora_target_modules", ["a", "b"]), ("model_init_kwargs", {"revision": "x"})],
 )  # fmt: skip
 def test_the_run_gets_the_value_that_was_meant(key, value, recipe):
     mapping = recipes.read_recipe_file(recipe)
@@ -125,27 +119,22 @@ def test_the_run_gets_the_value_that_was_meant(key, value, recipe):
     assert parsed.explicit[key] == value and type(parsed.explicit[key]) is type(value)
 
 
-def test_values_of_the_ds_config_come_in_files_of_the_run(recipe, tmp_path):
+def test_values_of_the_ds_config_come_in_files_of_the_run(tmp_path):
     before = {path: path.read_bytes() for path in [*CONFIGS.values(), *(ROOT / "ds_configs").glob("*.json")]}
     sets = (f"{BUCKET}=5e5", "zero_optimization.offload_optimizer.device=cpu", "packing=true")
-    for run in planned(recipe, *sets, strategies=("zero2", "zero3")):
+    for run in planned(*sets, strategies=("zero2", "zero3")):
         launched = yaml.safe_load(run.config_in(tmp_path / run.name).read_text())
-        named = Path(launched["deepspeed_config"]["deepspeed_config_file"])
         plain = yaml.safe_load(CONFIGS[run.strategy].read_text())
-        written, original = (
-            json.loads(Path(path).read_text()) for path in (named, plain["deepspeed_config"]["deepspeed_config_file"])
-        )
-        assert named.parent == tmp_path / run.name and run.words == ("--packing=true",)
-        assert written["zero_optimization"].pop("reduce_bucket_size") == 500_000
-        assert written["zero_optimization"].pop("offload_optimizer") == {"device": "cpu"}
-        original["zero_optimization"].pop("reduce_bucket_size")
+        named = Path(launched["deepspeed_config"].pop("deepspeed_config_file"))
+        written = json.loads(named.read_text())
+        original = json.loads(Path(plain["deepspeed_config"].pop("deepspeed_config_file")).read_text())
+        assert named.parent == tmp_path / run.name and run.words == ("--packing=true",) and launched == plain
+        original["zero_optimization"] |= {"reduce_bucket_size": 500_000, "offload_optimizer": {"device": "cpu"}}
         assert written == original
-        launched["deepspeed_config"]["deepspeed_config_file"] = plain["deepspeed_config"]["deepspeed_config_file"]
-        assert launched == plain
     assert before == {path: path.read_bytes() for path in before}
 
 
-def test_an_accelerate_file_without_a_ds_config_gets_one(recipe, tmp_path):
+def test_an_accelerate_file_without_a_ds_config_gets_one(tmp_path):
     inline = {"distributed_type": "DEEPSPEED", "num_processes": 2, "mixed_precision": "bf16",
               "deepspeed_config": {"zero_stage": 1, "gradient_clipping": 1.0, "zero3_init_flag": False}}  # fmt: skip
     path = tmp_path / "inline.yaml"
@@ -158,11 +147,10 @@ def test_an_accelerate_file_without_a_ds_config_gets_one(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_key_of_deepspeed_is_refused_where_there_is_none(strategy, recipe):
-    with pytest.raises(Refusal, match=f"{BUCKET} with {strategy} .ZR359") as refused:
-        planned(recipe, f"{BUCKET}=5e5", strategies=("zero2", strategy))
-    assert "--strategies zero2" in refused.value.fix
-    assert len(planned(recipe, "seed=1,2", strategies=("zero2", strategy))) == 4
+def test_a_key_of_deepspeed_is_refused_where_there_is_none(strategy):
+    with pytest.raises(Refusal, match=f"{BUCKET} with {strategy} .ZR359"):
+        planned(f"{BUCKET}=5e5", strategies=("zero2", strategy))
+    assert len(planned("seed=1,2", strategies=("zero2", strategy))) == 4
 
 
 @pytest.fixture
@@ -171,6 +159,10 @@ def launched(monkeypatch):
     commands = []
     monkeypatch.setattr(sweeping, "_run", lambda command, *_: (commands.append(command), (1, "it broke"))[1])
     return commands
+
+
+def swept(recipe, folder: Path, *words, strategies="ddp") -> int:
+    return cli.main(["sweep", str(recipe), "--strategies", strategies, "--output_dir", str(folder / "out"), *words])
 
 
 @pytest.mark.parametrize(
@@ -187,8 +179,7 @@ def test_infinity_swaps_to_the_folder_that_is_named(recipe, tmp_path, launched, 
     monkeypatch.delenv("ZERO_RECIPES_NVME_PATH", raising=False)
     own = tmp_path / "own.yaml"
     own.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | keys))
-    argv = ["sweep", str(own), "--strategies", "zero2,zero3_infinity", "--output_dir", str(tmp_path / "out"), *words]
-    assert cli.main(argv) == 1
+    assert swept(own, tmp_path, *words, strategies="zero2,zero3_infinity") == 1
     parser = argparse.ArgumentParser()
     parser.add_argument("--nvme_path")
     for command in launched:
@@ -202,7 +193,7 @@ def test_infinity_swaps_to_the_folder_that_is_named(recipe, tmp_path, launched, 
     [([], False), (["--save_model=true"], True), (["--save_strategy", "steps"], True), (["--seed", "1"], False)],
 )
 def test_a_sweep_saves_what_its_command_line_names(recipe, tmp_path, launched, words, saves):
-    cli.main(["sweep", str(recipe), "--strategies", "ddp", "--output_dir", str(tmp_path / "out"), *words])
+    swept(recipe, tmp_path, *words)
     (command,) = launched
     assert ("--save_model" not in command) == saves and command[len(command) - len(words) :] == words
 
@@ -216,7 +207,7 @@ def test_results_of_an_earlier_sweep_are_replaced_by_overwrite_alone(
 ):
     save(tmp_path / "out" / "ddp", metrics("ddp"))
     before = (tmp_path / "out" / "ddp" / "metrics.json").read_text()
-    code = cli.main(["sweep", str(recipe), "--strategies", "ddp", "--output_dir", str(tmp_path / "out"), *words])
+    code = swept(recipe, tmp_path, *words)
     assert (len(launched), code) == ((1, 1) if replaced else (0, 2))
     kept = tmp_path / "out" / ("ddp.previous" if replaced else "ddp") / "metrics.json"
     assert kept.read_text() == before and ("ZR329" in capsys.readouterr().err) != replaced
@@ -230,8 +221,7 @@ def test_what_a_run_reads_is_not_overwritten_by_its_sweep(recipe, tmp_path, laun
     mine = tmp_path / "out" / folder / "rows" / "train.jsonl"
     mine.parent.mkdir()
     mine.write_text("{}\n")
-    argv = ["sweep", str(recipe), "--strategies", "ddp", "--output_dir", str(tmp_path / "out"), "--overwrite", "true"]
-    assert cli.main([*argv, "--dataset_name", str(mine.parent)]) == 2
+    assert swept(recipe, tmp_path, "--overwrite", "true", "--dataset_name", str(mine.parent)) == 2
     assert "ZR75" in capsys.readouterr().err and mine.is_file() and not launched
 
 
@@ -244,32 +234,17 @@ def test_a_sweep_into_the_folder_of_another_keeps_its_runs(tmp_path):
     assert read_sweep_file(tmp_path).runs == [first[0], again]
 
 
-def made_sweep(folder, values, make=on_cpu, second=("seed", [1, 2])):
-    """Made-up runs for each value of the bucket size and of a second key; the last value is refused."""
-    listed = []
-    for value in values:
-        for other in second[1]:
-            name = f"zero2,reduce_bucket_size={value},{second[0]}={other}"
-            run = make("zero2")
-            if value == values[-1]:
-                error = "refused: a bucket [ZR211] why: too large fix: a smaller one"
-                run = {"schema": 1, "status": "refused", "error": error, "name": "made", "strategy": "zero2"}
-            save(folder / name, run)
-            listed.append(SweptRun(folder=name, strategy="zero2", values={BUCKET: value, second[0]: other}))
-    read_sweep_file(folder).with_runs(listed).write(folder)
-    return read_runs(folder)
-
-
 def test_the_table_begins_with_the_values_and_ends_with_why(tmp_path):
-    runs = made_sweep(tmp_path, [500_000, 50_000_000, 5 * 10**18])
-    _, named, measured, _, chosen = read.sweep_table(runs)
+    refused = {"status": "refused", "error": "refused: a bucket [ZR211] why: too large fix: a smaller one"}
+    listed = []
+    for bucket, changes in ((500_000, {}), (5 * 10**18, refused)):
+        save(tmp_path / str(bucket), metrics("zero2") | changes)
+        listed.append(SweptRun(folder=str(bucket), strategy="zero2", values={BUCKET: bucket, "seed": 1}))
+    read_sweep_file(tmp_path).with_runs(listed).write(tmp_path)
+    _, named, measured, _, chosen = read.sweep_table(read_runs(tmp_path))
     assert [column.header for column in named] == ["reduce_bucket_size", "seed"]
-    assert [column.cell(chosen[2]) for column in named] == ["50,000,000", "1"]
-    headers = [column.header.replace("\n", " ") for column in measured]
-    assert headers == ["Model states", "Resident (mostly imports)", "Tokens/s", "Step median", "Comm. per step",
-                       "Final loss", "Status", "Reason"]  # fmt: skip
+    assert [column.cell(chosen[0]) for column in named] == ["500,000", "1"]
     assert [column.cell(chosen[-1]) for column in measured][-2:] == ["refused", "ZR211 a bucket"]
-    assert not any(column.cell(chosen[-1]) for column in measured[:-2])
 
 
 def test_a_damaged_list_of_values_is_refused_and_kept(recipe, tmp_path, capsys):

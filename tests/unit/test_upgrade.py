@@ -1,44 +1,33 @@
-"""Old recipes and pasted ds_configs pass after `check --upgrade`."""
+"""Recipes and ds_configs from elsewhere: what `check` says of them, and what `check --upgrade` makes of them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
+from tests.helpers.faults import Side
 from zero_recipes.cli import main as cli
 from zero_recipes.cli.upgrade import runnable_ds_config, upgrade
+from zero_recipes.config import keys
 
-ROOT = Path(__file__).resolve().parents[2]
-
-# short files of our own in the form of two well-known repositories
+# short texts of our own in the form of well-known projects
 HANDBOOK = """\
-# Model arguments
-model_name_or_path: ./tiny_world/base
 torch_dtype: bfloat16 # half the memory
 use_flash_attention_2: false
-
-# Data training arguments
-dataset_name: ./tiny_world
 preprocessing_num_workers: 2
-
-# SFT trainer config
-bf16: true
-evaluation_strategy: epoch
+evaluation_strategy: "no"
 gradient_checkpointing: true
-gradient_checkpointing_kwargs:
-  use_reentrant: False
-learning_rate: 2.0e-05
 max_seq_length: 128
-max_steps: -1
-num_train_epochs: 1
-output_dir: {output}
-overwrite_output_dir: true
-save_strategy: "no"
 warmup_ratio: 0.1
 logging_dir: runs
 """
-
+OTHERS = {
+    "axolotl": "base_model: m\nval_set_size: 0.05\nsequence_len: 128\nmicro_batch_size: 4\nflash_attention: true\n",
+    "LLaMA-Factory": "stage: sft\nfinetuning_type: lora\nlora_rank: 8\ndataset: alpaca_en_demo\ncutoff_len: 128\n",
+}
 # as pages print them: comments, Python's underscores, keys outside their block, sizes and an optimizer of another job
 PASTED = """{
   "train_batch_size": 256, # on 8 GPUs
@@ -46,7 +35,6 @@ PASTED = """{
   "stage3_prefetch_bucket_size": 50_000_000,   // prefetch
   "zero_optimization": {"overlap_comm": true, "reduce_bucket_size": 5e7},
   "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-  "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000}},
   "fp16": {"enabled": true, "loss_scale": 0},
   "aio": {"block_size": 1048576, "thread_count": 2},
   "zero_alow_untested_optimizer": true,
@@ -54,53 +42,32 @@ PASTED = """{
 """
 
 
-@pytest.fixture
-def world(tmp_path, monkeypatch):
-    """A working directory whose ./tiny_world has the base model and rows with prompt and completion."""
-    folder = tmp_path / "tiny_world"
-    folder.mkdir()
-    (folder / "base").symlink_to(ROOT / "tiny_world" / "base")
-    for split in ("train", "test"):
-        (folder / f"{split}.jsonl").write_text('{"prompt": "Say it.", "completion": " It."}\n')
+def test_a_recipe_of_the_handbooks_form_becomes_one_of_today_and_one_for_trl(tmp_path, monkeypatch, capsys):
+    Side(recipe=HANDBOOK, without=("max_length", "activation_checkpointing")).write(tmp_path)
     monkeypatch.chdir(tmp_path)
-
-
-def test_the_handbooks_form(tmp_path, world, capsys):
-    old = tmp_path / "old.yaml"
-    old.write_text(HANDBOOK.format(output=tmp_path / "out"))
-    assert cli.main(["check", str(old)]) == 2
-    assert cli.main(["check", str(old), "--upgrade"]) == 0, capsys.readouterr().out
-    text = (tmp_path / "old.upgraded.yaml").read_text()
-    assert yaml.safe_load(text) == {
-        "model_name_or_path": "./tiny_world/base",
-        "dtype": "bfloat16",
-        "dataset_name": "./tiny_world",
-        "dataset_num_proc": 2,
-        "bf16": True,
-        "eval_strategy": "epoch",
-        "activation_checkpointing": True,
-        "activation_checkpointing_kwargs": {"use_reentrant": False},
-        "learning_rate": 2e-5,
-        "max_length": 128,
-        "max_steps": -1,
-        "num_train_epochs": 1,
-        "output_dir": str(tmp_path / "out"),
-        "save_strategy": "no",
-        "warmup_steps": 0.1,
-    }
+    path, check = Path("recipe.yaml"), ["check", "recipe.yaml"]
+    old = path.read_text()
+    assert cli.main(check) == 2
+    assert cli.main([*check, "--upgrade"]) == 0, capsys.readouterr().out
+    text = Path("recipe.upgraded.yaml").read_text()
+    kept = {key: value for key, value in yaml.safe_load(old).items() if f"{key}:" not in HANDBOOK}
+    today = {"dtype": "bfloat16", "dataset_num_proc": 2, "eval_strategy": "no", "activation_checkpointing": True}
+    assert yaml.safe_load(text) == kept | today | {"max_length": 128, "warmup_steps": 0.1}
     assert "# use_flash_attention_2: removed, it was False" in text and "# logging_dir: removed, it was 'runs'" in text
-    assert old.read_text() == HANDBOOK.format(output=tmp_path / "out"), "the old file was touched"
+    assert upgrade(Path("recipe.upgraded.yaml")) == (text, []) and path.read_text() == old
 
-
-def test_a_recipe_of_today_needs_no_upgrade():
-    for path in sorted((ROOT / "recipes").glob("*.yaml")):
-        assert upgrade(path) == (path.read_text(), [])
+    path.write_text(f"{old}global_batch_size: 8\nuse_cpu: true\nbf16: false\nbeta: 0.1\n")
+    assert cli.main([*check, "--upgrade", "--for-trl"]) == 0
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
+    script, training, model, _ = parser.parse_args_and_config(["--config", "recipe.trl.yaml"])
+    assert (script.dataset_name, training.max_length, model.dtype) == ("./rows", 128, "bfloat16")
+    text = Path("recipe.trl.yaml").read_text()
+    assert "# beta: removed, it was 0.1" in text and "# global_batch_size: removed, it was 8" in text
 
 
 @pytest.mark.parametrize(
     "old, new",
     [
-        ({"seed": 1, "logging_dir": "a", "max_steps": 5}, {"seed": 1, "max_steps": 5}),
         ({"group_by_length": True}, {"train_sampling_strategy": "group_by_length"}),
         ({"dataset_mixer": "a/b"}, {"datasets": "a/b"}),
         ({"dataset_mixer": {"a/b": 1.0}}, {"dataset_mixer": {"a/b": 1.0}}),
@@ -114,45 +81,37 @@ def test_each_key_is_the_one_of_today(tmp_path, old, new):
     assert yaml.safe_load(upgrade(tmp_path / "old.yaml")[0]) == new
 
 
-def test_a_file_for_trl_is_one_that_trls_parser_takes(tmp_path):
-    """With keys of ours and of nobody's: what is left, TRL's own parser takes as it stands."""
-    from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
-
-    old = tmp_path / "old.yaml"
-    old.write_text(
-        HANDBOOK.format(output=tmp_path / "out") + "global_batch_size: 8\nuse_cpu: true\nbeta: 0.1\n"
-        "save_model: true\nper_device_train_batch_size: 3\n"
-    )
-    assert cli.main(["check", str(old), "--upgrade", "--for-trl"]) == 0
-    text = (tmp_path / "old.trl.yaml").read_text()
-    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig, DatasetMixtureConfig))
-    script, training, model, _ = parser.parse_args_and_config(["--config", str(tmp_path / "old.trl.yaml")])
-    assert (script.dataset_name, training.per_device_train_batch_size) == ("./tiny_world", 3)
-    assert (model.dtype, training.warmup_steps, training.max_length) == ("bfloat16", 0.1, 128)
-    assert "# beta: removed, it was 0.1" in text and "# global_batch_size: removed, it was 8" in text
-
-
 def test_a_pasted_ds_config_becomes_one_that_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(ROOT)
-    pasted = tmp_path / "pasted.json"
-    pasted.write_text(PASTED)
-    said = ["check", "recipes/tiny.yaml", "--deepspeed", str(pasted), "--num_processes", "2"]
-    assert cli.main(said) == 2
-    assert cli.main([*said, "--upgrade"]) == 0, capsys.readouterr().out
+    Side().write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    Path("pasted.json").write_text(PASTED)
+    check = ["check", "recipe.yaml", "--num_processes", "2", "--deepspeed"]
+    assert cli.main([*check, "pasted.json"]) == 2
+    assert cli.main([*check, "pasted.json", "--upgrade"]) == 0, capsys.readouterr().out
     assert 'gradient_clipping: "auto", it was 0.5' in capsys.readouterr().out
-    upgraded = tmp_path / "pasted.upgraded.json"
+    written = json.loads(Path("pasted.upgraded.json").read_text())
     zero = {"overlap_comm": True, "reduce_bucket_size": 5e7, "stage3_prefetch_bucket_size": 50_000_000, "stage": 3}
-    written = json.loads(upgraded.read_text())
     assert written["zero_optimization"] == {**zero, "stage3_gather_16bit_weights_on_model_save": True}
     assert written["fp16"] == {"enabled": "auto", "loss_scale": 0} and written["aio"] == {"block_size": 1048576}
-    assert not {"optimizer", "scheduler", "zero_alow_untested_optimizer"} & set(written)
-    said[3] = str(upgraded)
-    assert cli.main([*said, "--upgrade"]) == 0 and "written" not in capsys.readouterr().out
+    assert not {"optimizer", "zero_alow_untested_optimizer"} & set(written)
+    assert cli.main([*check, "pasted.upgraded.json", "--upgrade"]) == 0 and "written" not in capsys.readouterr().out
 
-
-def test_a_pasted_path_of_another_machines_disk_is_left_to_the_recipe():
-    block = {"device": "nvme", "nvme_path": "/somebody/elses"}
-    pasted = {"zero_optimization": {"stage": 3, "offload_param": block, "offload_optimizer": block}}
-    zero = runnable_ds_config(pasted)["zero_optimization"]
+    block = {"device": "nvme", "nvme_path": "/another/machines"}
+    elsewhere = {"zero_optimization": {"stage": 3, "offload_param": block, "offload_optimizer": block}}
+    zero = runnable_ds_config(elsewhere)["zero_optimization"]
     assert zero["stage3_prefetch_bucket_size"] == 0, "DeepSpeed's prefetcher does not know parameters on NVMe"
     assert zero["offload_param"]["nvme_path"] == zero["offload_optimizer"]["nvme_path"] == "auto"
+
+
+@pytest.mark.parametrize("trainer", OTHERS)
+def test_check_says_how_each_key_of_another_trainer_is_called_here(trainer, tmp_path, capsys):
+    path, table = tmp_path / "theirs.yml", keys.tables()["other_trainers"][trainer]
+    path.write_text(OTHERS[trainer])
+    assert cli.main(["check", str(path)]) == 2
+    said = "".join(capsys.readouterr())
+    theirs = [key for key in table if re.search(rf"^{key}:", OTHERS[trainer], re.MULTILINE)]
+    assert len(theirs) > 3 and said.count(f"is a key of {trainer}") == len(theirs)
+    for key in theirs:
+        name = table[key].get("to")
+        assert f"`{key}` in " in said and (f"Write `{name}`." in said or not name), key
+    assert said.count("[ZR187]") == 1 and "ZR103" not in said
