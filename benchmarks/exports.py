@@ -4,6 +4,8 @@ GPT-NeoX (tiny_world/base), a LoRA trained on it for a minute, and a Llama (stor
 it). Needs the extra `gguf`, and llama-quantize on the PATH for q4_k_m. Writes results/exports.json.
 """
 
+import contextlib
+import io
 import json
 import shutil
 import subprocess
@@ -48,10 +50,12 @@ def _exported(folder: Path, model: Path | None, prompts: list[str] | None, kinds
         rows = [SampleRow(prompt=prompt, scores_before={}).model_dump_json() + "\n" for prompt in prompts]
         (folder / "samples.jsonl").write_text("".join(rows))
     out = folder.with_name(f"{folder.name}-out")
-    code = zero_recipes(["export", str(folder), "--gguf", *kinds, "--output_dir", str(out)])
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = zero_recipes(["export", str(folder), "--gguf", *kinds, "--output_dir", str(out)])
     asked = [SampleRow.model_validate_json(line).prompt for line in (folder / "samples.jsonl").read_text().splitlines()]
     tokenizer, asked = AutoTokenizer.from_pretrained(out), list(dict.fromkeys(asked[: export.PROMPTS]))
     expected, found = export.answers_of(out, tokenizer, asked), {"exit_code": code}
+    found["printed"] = [line for line in printed.getvalue().splitlines() if "greedy" in line or "merged" in line]
     for kind in (kind for kind in kinds if kind != export.LORA):
         file = out / f"{out.name}-{kind}.gguf"
         served = export.served_tokens(file, asked, tokenizer.bos_token, None)
@@ -72,7 +76,9 @@ def main() -> None:
         found = measured(Path(folder))
     own = {"xllamacpp": version("xllamacpp")}
     about = {"command": "python -m benchmarks.exports", "converter": export.SOURCE, "most_tokens": export.TOKENS}
-    write_json(RESULT, about | {"models": found, "versions": library_versions() | own, "hardware": hardware_facts()})
+    write_json(
+        RESULT, about | {"models": found, "versions": library_versions() | own, "hardware": hardware_facts("cpu")}
+    )
 
 
 if __name__ == "__main__":
