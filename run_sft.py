@@ -36,10 +36,10 @@ def prepare(argv: list[str]):
 
 def train(run):
     """One run in its process group. Returns the trainer, its group still alive."""
+    from zero_recipes.checkpoint.output_dir import swap_space
     from zero_recipes.checkpoint.resume import resolve_resume_checkpoint
     from zero_recipes.checks.predicted import planning
     from zero_recipes.checks.preflight import resolved_ds_config
-    from zero_recipes.distributed.nvme import swap_space
     from zero_recipes.training.output import RecipeRun
     from zero_recipes.training.trainer import ZeroSFTTrainer
 

@@ -66,9 +66,8 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         return loaded.answers(samples, most, batch)
 
     base, tuned = base_and_model(target, tokenizer, device, answers)
-    rows = sampling.sample_rows(
-        samples, base, tuned, lambda answer, wanted: sampling.text_scores(answer, wanted) | rouge(answer, wanted)
-    )
+    compare = lambda answer, wanted: sampling.text_scores(answer, wanted) | rouge(answer, wanted)  # noqa: E731
+    rows = sampling.sample_rows(samples, base, tuned, compare)
     for row in rows:
         for scores in (row.scores_before, row.scores_after):
             if scores.get("reference_loss") is not None:
@@ -267,8 +266,7 @@ def _of_file(path: Path) -> str | list[str]:
 def base_and_model(
     target: Target, tokenizer: PreTrainedTokenizerBase, device: str, measure: Callable[[Loaded], Measured]
 ) -> tuple[Measured | None, Measured]:
-    """What `measure` gives of the base (None without one) and of the model: one model in memory after the other, an
-    adapter's base with the adapter off."""
+    """What `measure` gives of the base (None without one; an adapter's is the model with it off) and of the model."""
     base = None
     if target.base is not None and not target.is_adapter:
         base = measure(load(target, tokenizer, device, of_base=True))
@@ -289,8 +287,7 @@ def rouge(answer: str, reference: str) -> dict[str, float]:
 
 
 def write_turns(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None, turns: list[dict[str, str]]) -> str:
-    """A conversation by the chat template; without one the last message as Alpaca's instruction; without either the
-    plain text of all turns. Raises Refusal."""
+    """A conversation by the chat template, else in Alpaca's prompt, else the text of all turns. Raises Refusal."""
     if tokenizer.chat_template:
         with library_error_as_finding("writing the conversation with the model's chat template"):
             return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)

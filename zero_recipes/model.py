@@ -61,12 +61,6 @@ def built_or_none(config: PretrainedConfig, trust_remote_code: bool) -> PreTrain
         return None
 
 
-def parameter_sizes(config: PretrainedConfig, trust_remote_code: bool) -> list[int] | None:
-    """Elements of each tensor of the model that `config` describes; None where its class cannot be built on meta."""
-    model = built_or_none(config, trust_remote_code)
-    return None if model is None else [p.numel() for p in model.parameters()]
-
-
 def refuse_other_keys(config: PretrainedConfig, settings: Settings) -> None:
     """Refuse a checkpoint whose tensors are not the model's, by name; no weight is read.
 
@@ -105,8 +99,7 @@ def load_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
 
 
 def rehearse_model(config: PretrainedConfig, settings: Settings) -> PreTrainedModel:
-    """The model as `load_model` makes it, without memory and without its weights. Raises whatever the libraries raise
-    at its dtype, attention or keywords."""
+    """The model as `load_model` makes it, without memory and weights. Raises whatever the libraries raise."""
     is_folder = Path(str(settings.model_name_or_path)).is_dir()
     if is_folder and settings.model_init_kwargs and not settings.random_weights:
         with torch.device("meta"), without_deepspeed_announcement():
@@ -180,11 +173,12 @@ def draw_weights(model: PreTrainedModel, seed: int) -> None:
 
 
 def sizes_of(settings: Settings) -> list[int] | None:
-    """Elements of each tensor of a run's model; None where the model cannot be found, which is refused elsewhere."""
+    """Elements of each tensor of a run's model; None where it cannot be found or built, which is refused elsewhere."""
     try:
-        return parameter_sizes(load_config(settings), settings.trust_remote_code)
+        model = built_or_none(load_config(settings), settings.trust_remote_code)
     except Refusal:
         return None
+    return None if model is None else [p.numel() for p in model.parameters()]
 
 
 def parameter_counts(model: torch.nn.Module) -> tuple[int, int]:

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny import arguments, write_model, write_recipe
+from zero_recipes.checkpoint.output_dir import SWAP_LOCK, SWAPPED, claim_swap_folder
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import Host
-from zero_recipes.distributed import nvme
-from zero_recipes.distributed.nvme import SWAPPED, claim_swap_folder
 from zero_recipes.plan.formulas import predict_by_formulas
 from zero_recipes.plan.job import job_of, model_config, read_recipe
 
@@ -82,7 +81,7 @@ def test_states_were_on_the_disk_and_went_there_and_back(runs):
         held = metrics["model_state_bytes"][rank]
         assert held["offloaded_disk"] == sum(optimizer.values()) + sum(parameters.values())
     disk = Path(runs["zero3_infinity"][0]["output_dir"]).parent / "disk"
-    assert [path.name for path in disk.iterdir()] == [nvme.LOCK], "swap files are gone"
+    assert [path.name for path in disk.iterdir()] == [SWAP_LOCK], "swap files are gone"
     assert all(result["swapped"] == {} for result in runs["zero3_offload"])
 
 

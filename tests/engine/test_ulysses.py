@@ -69,7 +69,7 @@ def test_two_groups_share_out_the_rows(four, recipe, alone, tmp_path):
 
 @pytest.mark.private
 def test_a_mean_for_each_micro_batch_is_noticed(two, recipe, alone, tmp_path):
-    """Fails when transformers weighs tokens under Ulysses: then ulysses.loss_of_a_part may go."""
+    """Fails when transformers weighs tokens under Ulysses: then loss_of_a_part may go."""
     more = [*named("zero2"), "--sequence_parallel_size", "2"]
     found, _ = run(two, recipe, tmp_path / "out", *more, case="ulysses_cases.train_with_a_mean_for_each_micro_batch")
     assert apart(found["loss_history"], alone[0]["loss_history"]) > 1e-3

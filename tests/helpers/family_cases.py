@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tests.helpers.cases import train
 from tests.helpers.unchecked import without_rules
-from zero_recipes.distributed.nvme import SWAPPED
+from zero_recipes.checkpoint.output_dir import SWAPPED
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 

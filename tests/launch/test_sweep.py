@@ -14,7 +14,8 @@ from tests.helpers.tiny import ROOT, write_recipe
 from tests.helpers.two_ranks import run_of_sweep
 from zero_recipes.cli import main as cli
 from zero_recipes.cli import sweep
-from zero_recipes.report import read, read_runs
+from zero_recipes.metrics.read_runs import read_runs
+from zero_recipes.report import read
 
 BUCKET = "zero_optimization.reduce_bucket_size"
 

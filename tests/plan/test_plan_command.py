@@ -244,6 +244,7 @@ def test_a_model_comes_from_the_project_a_folder_or_the_cache_and_else_is_refuse
 def test_strategies_are_files_or_the_recipes_own(capsys, tmp_path):
     assert list(read_strategies(recipe("pythia"), None)) == list(strategies())
     assert read_strategies(recipe("pythia", "--fsdp", "true"), None) == {"fsdp2": None}
+    assert list(rows_of(document(capsys, "--strategies", "single", "--gpus", "1"))) == ["single"]
     found = document(capsys, "--deepspeed", "ds_configs/zero2_offload.json")
     assert list(rows_of(found)) == ["zero2_offload"]
     assert found["recommendation"]["command"].startswith("zero-recipes train")

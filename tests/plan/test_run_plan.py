@@ -16,12 +16,13 @@ from zero_recipes.cli import main as cli
 from zero_recipes.config.recipe import RunConfig, Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import Refusal
+from zero_recipes.metrics.read_runs import read_runs
 from zero_recipes.metrics.schema import PredictedMetrics
 from zero_recipes.plan import of_run
 from zero_recipes.plan.formulas import overheads, predict_by_formulas
 from zero_recipes.plan.predict import Predictor
 from zero_recipes.plan.simulator import parent as simulation
-from zero_recipes.report import read_runs, write_report
+from zero_recipes.report.page import write_report
 from zero_recipes.report.read import table_rows
 
 # the answer: of zero_recipes/plan/of_run.py, with predictions made up to order

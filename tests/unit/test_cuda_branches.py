@@ -52,7 +52,7 @@ def training(cuda, steps: int, folder, monkeypatch, device=None, log_every: int 
     args.bf16, args.fp16, args.device = True, False, torch.device("cuda")
     cuda.hold(100 * MIB)
     found = StageMetricsCallback(folder, Strategy("single", 1), PredictedMetrics(peak_memory_bytes=7, source="engine"))
-    found.engine_built(model)
+    found.engine = model
     found.identify(args, model)
     cuda.hold(900 * MIB)  # samples before training, with a cache of keys and values
     cuda.hold(150 * MIB)

@@ -17,11 +17,10 @@ from zero_recipes.cli import main as cli
 from zero_recipes.core.findings import Refusal
 from zero_recipes.data import forms, load
 from zero_recipes.data.audit import audit, holding, overlap_findings
-from zero_recipes.data.forms import alpaca_prompt, alpaca_row
+from zero_recipes.data.forms import alpaca_prompt, alpaca_row, mask_by
 from zero_recipes.data.load import load_rows, load_tokenizer
 from zero_recipes.data.prepare import finish, prepare_split, tokenise
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
-from zero_recipes.data.turns import mask_by
 from zero_recipes.training.samples import question
 
 WITH_INPUT = (
@@ -312,7 +311,7 @@ def test_check_data_shows_the_table_and_three_rows(monkeypatch, capsys, tmp_path
     monkeypatch.chdir(tmp_path)
     assert cli.main(["check", "recipe.yaml", "--data"]) == 0
     shown = capsys.readouterr().out
-    assert "supervised tokens" in shown and shown.count("The fish says") == 3
+    assert "supervised; " in shown and shown.count("The fish says") == 3
 
 
 def as_dataset(rows: list[dict], kind: str = "int64") -> Dataset:

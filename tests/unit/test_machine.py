@@ -495,7 +495,6 @@ def test_env_shows_a_pod_as_its_container_may_use_it(tmp_path, monkeypatch):
     whole = json.dumps(found)
     assert "hf_abc" not in whole and "WANDB" not in whole and found["variables"]["HF_TOKEN"] == "(set, not shown)"
     assert (found["cuda"]["driver"], found["cuda"]["nccl"]) == ("550.54.15", "2.27.5")
-    assert any("GPU0" in line and "NV18" in line and "\x1b" not in line for line in found["links"])
     monkeypatch.setattr(machines, "refusal_of_cuda", lambda: "too old")
     assert (env.machine(pod)["gpus"], env.machine(pod)["cuda"]["refusal"]) == ([], "too old")
 

@@ -21,9 +21,8 @@ from zero_recipes.core.findings import Finding, Refusal
 from zero_recipes.metrics import schema
 from zero_recipes.metrics.callback import UNFINISHED
 from zero_recipes.metrics.failure import RankFailure, cause_of, failed_row, keep_failure, signal_in
-from zero_recipes.metrics.probe import steps_not_timed
+from zero_recipes.metrics.probe import History, RankFigures, continued, steps_not_timed, summarise
 from zero_recipes.metrics.schema import FILE, SCHEMA, Metrics
-from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
 from zero_recipes.training.divergence import StopAtDivergence
 from zero_recipes.training.output import RecipeRun
 

@@ -13,9 +13,11 @@ from rich.console import Console
 
 from tests.helpers.report_runs import GPU, LOSSES, MIB, SPEED, metrics, on_cpu, oom, sample, save, sweep
 from zero_recipes.cli import main as cli
-from zero_recipes.metrics.schema import Metrics
-from zero_recipes.report import ContractError, judge_runs, plots, read, read_runs, write_report
-from zero_recipes.report.judge import bottom_line
+from zero_recipes.metrics.read_runs import read_runs
+from zero_recipes.metrics.schema import ContractError, Metrics
+from zero_recipes.report import plots, read
+from zero_recipes.report.judge import bottom_line, judge_runs
+from zero_recipes.report.page import write_report
 
 
 def verdict(runs, word):

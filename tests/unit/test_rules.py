@@ -21,7 +21,7 @@ from zero_recipes.config.strategy import Strategy, resolve_strategy
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import Host
 from zero_recipes.distributed import kernels
-from zero_recipes.model import local_config, parameter_sizes, sizes_of
+from zero_recipes.model import local_config, sizes_of
 
 SHARED = {"sequence_parallel_size": 2, "pad_to_multiple_of": 128, "dataloader_drop_last": True, "max_length": 128}
 

@@ -18,8 +18,8 @@ from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.keys import key_types
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.findings import Refusal
-from zero_recipes.metrics.read_runs import SweptRun, read_sweep_file
-from zero_recipes.report import read, read_runs
+from zero_recipes.metrics.read_runs import SweptRun, add_to_sweep_file, read_runs, read_sweep_file
+from zero_recipes.report import read
 
 CONFIGS = {name: ROOT / "accelerate_configs" / f"{name}.yaml" for name in ("ddp", "zero2", "zero3", "fsdp2")}
 BUCKET = "zero_optimization.reduce_bucket_size"
@@ -62,8 +62,8 @@ def ds_config_of(path):
     ],
 )
 def test_values_are_yaml_by_comma(text, values, types):
-    (found,) = parse_sets([text], types, [])
-    assert [(type(value), value) for value in found.values] == [(type(value), value) for value in values]
+    (found,) = parse_sets([text], types, []).values()
+    assert [(type(value), value) for value in found] == [(type(value), value) for value in values]
 
 
 @pytest.mark.parametrize(
@@ -227,10 +227,9 @@ def test_what_a_run_reads_is_not_overwritten_by_its_sweep(recipe, tmp_path, laun
 
 def test_a_sweep_into_the_folder_of_another_keeps_its_runs(tmp_path):
     first = [SweptRun(folder=name, strategy="zero2", values={"seed": name}) for name in "ab"]
-    listed = read_sweep_file(tmp_path).with_runs(first)
-    listed.write(tmp_path)
+    add_to_sweep_file(tmp_path, first)
     again = SweptRun(folder="b", strategy="zero3", values={"seed": 1})
-    read_sweep_file(tmp_path).with_runs([again]).write(tmp_path)
+    add_to_sweep_file(tmp_path, [again])
     assert read_sweep_file(tmp_path).runs == [first[0], again]
 
 
@@ -240,7 +239,7 @@ def test_the_table_begins_with_the_values_and_ends_with_why(tmp_path):
     for bucket, changes in ((500_000, {}), (5 * 10**18, refused)):
         save(tmp_path / str(bucket), metrics("zero2") | changes)
         listed.append(SweptRun(folder=str(bucket), strategy="zero2", values={BUCKET: bucket, "seed": 1}))
-    read_sweep_file(tmp_path).with_runs(listed).write(tmp_path)
+    add_to_sweep_file(tmp_path, listed)
     _, named, measured, _, chosen = read.sweep_table(read_runs(tmp_path))
     assert [column.header for column in named] == ["reduce_bucket_size", "seed"]
     assert [column.cell(chosen[0]) for column in named] == ["500,000", "1"]

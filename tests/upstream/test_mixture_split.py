@@ -23,7 +23,7 @@ def test_trls_split_is_drawn_from_the_global_generator(tmp_path):
     def ours(seed: int) -> list[str]:
         numpy.random.seed(seed + 1000)  # whatever was drawn before
         settings = settings_with(seed=seed, datasets=[{"path": str(tmp_path)}], test_split_size=0.2)
-        return load_splits(settings)["test"]["text"]
+        return load_splits(settings)[0]["test"]["text"]
 
     disable_caching()
     try:

@@ -33,8 +33,7 @@ def recipe_facts(settings: Settings, strategy: Strategy) -> dict[str, Any]:
 
 
 def fit_findings(checkpoint: str, settings: Settings, strategy: Strategy) -> Iterator[Finding]:
-    """What of a run does not fit the checkpoint. A checkpoint without a manifest cannot be compared; whoever names it
-    by its path vouches for it."""
+    """What of a run does not fit the checkpoint. One without a manifest, named by its path, cannot be compared."""
     if "nvme" in (strategy.ds.offload_optimizer, strategy.ds.offload_param):
         yield finding("ZR719", name=strategy.name, checkpoint=checkpoint)
     dispatches = _accelerator_config(settings)["dispatch_batches"]
@@ -76,8 +75,7 @@ def _missing_states(folder: Path, strategy: Strategy) -> Iterator[Finding]:
     """Files that a resume would go on without: transformers and DeepSpeed begin with fresh states.
 
     transformers 5.23, trainer.py `_load_optimizer_and_scheduler` loads neither where one is missing; DeepSpeed 0.19.8,
-    runtime/engine.py `load_checkpoint` keeps the fresh optimizer. Where DeepSpeed keeps the schedule, transformers
-    writes no scheduler.pt.
+    runtime/engine.py `load_checkpoint` keeps the fresh optimizer. A schedule of DeepSpeed's has no scheduler.pt.
     """
     own_schedule = strategy.ds_config is not None and strategy.ds_config.raw.get("scheduler") is not None
     wanted = {} if own_schedule else {"scheduler.pt": 1}

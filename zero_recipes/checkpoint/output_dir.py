@@ -19,10 +19,11 @@ from filelock import FileLock, Timeout
 from zero_recipes.checkpoint.resume import clear_unfinished, numbered, resumes_in
 from zero_recipes.checkpoint.save import CHECKSUMS, SAVED, is_foreign
 from zero_recipes.config.recipe import Settings
+from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.files import PART
 from zero_recipes.core.findings import Refusal, refusal
 from zero_recipes.core.process import rank
-from zero_recipes.distributed.group import agree
+from zero_recipes.distributed.group import agree, once_per_node
 
 OURS = ("recipe.resolved.yaml", "metrics.json")  # a run leaves at least one of them
 LOCK = ".zero-recipes.lock"
@@ -40,8 +41,7 @@ Inputs = Iterable[tuple[str, Path]]  # what a run reads: (what names it, a path 
 
 
 def saved_in(output_dir: Path) -> list[Path]:
-    """Checkpoints, weights and finished measurements in a folder; of one in which no run of zero-recipes was, all that
-    a run would write over."""
+    """Checkpoints, weights and finished measurements in a folder; of another program's, all that a run writes over."""
     patterns = ("*.safetensors", "pytorch_model*.bin") if _is_ours(output_dir) else WRITTEN
     files = sorted({path for pattern in patterns for path in output_dir.glob(pattern)})
     metrics = [output_dir / "metrics.json"] if _is_finished(output_dir / "metrics.json") else []
@@ -211,3 +211,54 @@ def _going(output_dir: Path) -> Path:
 
 def _not_kept(output_dir: Path, reason: str) -> Refusal:
     return refusal("ZR752", output_dir=output_dir, previous=previous_of(output_dir), reason=reason)
+
+
+# ZeRO-Infinity's disk: a folder claimed for one run, and empty again after it. DeepSpeed 0.19.8 swaps to
+# `nvme_path`/zero_stage_3, whoever else does (runtime/swap_tensor/): two runs on one path would overwrite each other's
+# states silently, and what a run has swapped stays there when it ends.
+
+SWAP_LOCK = "zero-recipes.lock"
+SWAPPED = "zero_stage_3"  # DeepSpeed's folder below nvme_path
+
+
+def swap_folders(strategy: Strategy) -> list[Path]:
+    """The distinct nvme_path folders of a run; none where nothing is swapped."""
+    return sorted({Path(strategy.ds.offload_block(key)["nvme_path"]) for key in strategy.ds.on_nvme})
+
+
+@contextmanager
+def swap_space(strategy: Strategy) -> Iterator[None]:
+    """The run's folders are its own inside, and its swap files are gone afterwards. Every rank enters (the first
+    process of each machine works, the others wait). Raises Refusal on all of them where another run holds a folder."""
+    folders = swap_folders(strategy)
+    if not folders:
+        yield
+        return
+    locks: list[FileLock] = []
+    try:
+        once_per_node(lambda: [claim_swap_folder(folder, locks) for folder in folders])
+        yield
+    finally:
+        # by the process that holds the lock: another run's files have the same names, and may be there once it is free
+        for lock, folder in zip(locks, folders, strict=False):
+            shutil.rmtree(folder / SWAPPED, ignore_errors=True)
+            lock.release()
+
+
+def claim_swap_folder(folder: Path, locks: list[FileLock]) -> None:
+    """Hold `folder` for this run (its lock is appended to `locks`) and delete what a killed run has left there."""
+    lock = FileLock(folder / SWAP_LOCK, timeout=0, fallback_to_soft=False)  # ends with the process, however that ends
+    try:
+        lock.acquire()
+    except Timeout:
+        raise refusal("ZR622", folder=folder, lock=folder / SWAP_LOCK, swapped=SWAPPED, scope="machine") from None
+    locks.append(lock)
+    if (folder / SWAPPED).exists():
+        print(f"deleted: {folder / SWAPPED}, swap files that a killed run left", flush=True)
+        shutil.rmtree(folder / SWAPPED)
+
+
+def swapped_bytes(strategy: Strategy) -> int:
+    """Bytes of this rank's swap files."""
+    own = (path for folder in swap_folders(strategy) for path in (folder / SWAPPED).glob(f"*/rank{rank()}/*"))
+    return sum(path.stat().st_size for path in own)

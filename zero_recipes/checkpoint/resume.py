@@ -23,7 +23,7 @@ from zero_recipes.checkpoint.compatibility import fit_findings, needs_reshard
 from zero_recipes.config.recipe import RunConfig, Settings
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.findings import UNFINISHED, raise_errors, refusal
-from zero_recipes.core.process import rank
+from zero_recipes.core.process import rank, say
 from zero_recipes.distributed.group import agree, once
 from zero_recipes.libs.deepspeed import (
     base_optimizer,
@@ -132,7 +132,7 @@ def checkpoint_to_resume(output_dir: Path, requested: object, overwrite: bool = 
         _refuse_newer(output_dir, checkpoint)
     else:
         checkpoint = _last_whole(output_dir)
-    _print(f"no checkpoint in {output_dir}: starting fresh" if checkpoint is None else f"going on from {checkpoint}")
+    say(f"no checkpoint in {output_dir}: starting fresh" if checkpoint is None else f"going on from {checkpoint}")
     return None if checkpoint is None else str(checkpoint)
 
 
@@ -143,7 +143,7 @@ def _last_whole(output_dir: Path) -> Path | None:
             return checkpoint
         if save.is_foreign(checkpoint):
             raise refusal("ZR704", checkpoint=checkpoint)
-        _print(f"passed over: {fault}")
+        say(f"passed over: {fault}")
     done = [*output_dir.glob("*.safetensors"), *output_dir.glob("pytorch_model*.bin")]
     if done:
         raise refusal("ZR705", output_dir=output_dir, name=done[0].name)
@@ -188,7 +188,7 @@ def resolve_resume_checkpoint(run: RunConfig) -> RunConfig:
             break
         if str(requested).lower() != "true":
             _refuse_not_whole(checkpoint, fault)
-        agree(partial(_move_aside, checkpoint, fault) if rank() == 0 else lambda: None)
+        once(partial(_move_aside, checkpoint, fault), "moves a checkpoint aside")
         earlier = checkpoint_to_resume(run.output_dir, requested)
         if earlier is not None:
             raise_errors(list(fit_findings(earlier, run.settings, run.strategy)))
@@ -213,7 +213,7 @@ def _reshard(checkpoint: Path, strategy: Strategy) -> Path:
     shutil.rmtree(target, ignore_errors=True)  # of a run that was killed; the checkpoint may be another by now
     command = [sys.executable, "-m", "zero_recipes.cli.main", "reshard", str(checkpoint), "--skip_checksums"]
     command += ["--world_size", str(world_size), "--stage", str(stage)]
-    _print(f"resharding {checkpoint} for {world_size} processes")
+    say(f"resharding {checkpoint} for {world_size} processes")
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(command, env=hidden, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     if ended.returncode:
@@ -237,7 +237,7 @@ def clear_unfinished(output_dir: Path) -> None:
         if checkpoint.is_symlink() or save.is_foreign(checkpoint):
             continue  # no run of ours made it
         if save.is_unfinished(checkpoint):
-            _print(f"deleted: {checkpoint}, which was not written to its end")
+            say(f"deleted: {checkpoint}, which was not written to its end")
             shutil.rmtree(checkpoint)
         elif fault := save.checkpoint_fault(checkpoint):
             _move_aside(checkpoint, fault)
@@ -249,7 +249,7 @@ def _move_aside(checkpoint: Path, fault: str) -> None:
     while aside.exists():
         aside = aside.with_name(f"{aside.name}-again")
     checkpoint.rename(aside)
-    _print(f"moved aside: {fault} It is now {aside}")
+    say(f"moved aside: {fault} It is now {aside}")
 
 
 def _refuse_code_in_share(checkpoint: Path, share: tuple[int, int]) -> None:
@@ -274,11 +274,6 @@ def code_in(folder: Path, share: int = 0, of: int = 1) -> str | None:
     return None
 
 
-def _print(text: str) -> None:
-    if rank() == 0:
-        print(text, flush=True)
-
-
 # a resharded checkpoint
 
 
@@ -286,8 +281,7 @@ def load_resharded(engine, checkpoint: str | Path) -> None:
     """Put a resharded checkpoint's weights, optimizer states and counters into `engine`, before its first step.
 
     Every rank calls it (collectives at the end). Each reads the mapped files of one parameter after another and copies
-    its own part. Raises Refusal, the same on all ranks, where the parameters or their groups are not those of the
-    checkpoint.
+    its own part. Raises Refusal on all ranks where the parameters or their groups are not the checkpoint's.
     """
     from safetensors import safe_open
 

@@ -62,8 +62,7 @@ def first_changed(folder: Path, expected: dict[str, str], algorithm: Any = xxhas
 
 
 def begin_checkpoint(checkpoint: Path) -> None:
-    """Until `write_manifest`, the checkpoint is known to be unfinished. Also before one is deleted: a process killed
-    halfway leaves no damaged one."""
+    """Until `write_manifest`, the checkpoint is known to be unfinished; likewise one that is being deleted."""
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / UNFINISHED).touch()
     (checkpoint / MANIFEST).unlink(missing_ok=True)
@@ -71,8 +70,7 @@ def begin_checkpoint(checkpoint: Path) -> None:
 
 def write_manifest(checkpoint: Path, facts: dict[str, Any], with_checksums: bool = True) -> None:
     """Write manifest.json after all ranks have written their files; every file reaches the disk before it does.
-    `facts`: of the run, and the step; or another manifest. Checksums are computed while the disk writes, from what the
-    system still holds."""
+    `facts`: of the run, and the step; or another manifest. Checksums are computed while the disk writes."""
     names = [path.relative_to(checkpoint).as_posix() for path in sorted(checkpoint.rglob("*")) if path.is_file()]
     names = [name for name in names if name not in (MANIFEST, UNFINISHED)]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -151,8 +149,7 @@ def is_resharded(checkpoint: str | Path) -> bool:
 
 def read_states_index(checkpoint: str | Path) -> dict[str, Any]:
     """{"adam_step", "source": {"checkpoint", "stage", "world_size"}, "engine": counters and DeepSpeed's scheduler,
-    "groups": the optimizer's, each with its hyperparameters and names; "states": "fp32" or "bf16", the dtype of masters
-    and moments}."""
+    "groups": the optimizer's, with hyperparameters and names; "states": "fp32" or "bf16", of masters and moments}."""
     return json.loads((Path(checkpoint) / INDEX_OF_STATES).read_text())
 
 
@@ -219,8 +216,7 @@ def entries_of(folder: Path) -> dict[str, Entry]:
 
 
 def _load_on_meta(folder: Path, trust_remote_code: bool) -> None:
-    """transformers itself matches the names (its renamings and ignore patterns included), so that what is missing here
-    is what from_pretrained would invent."""
+    """transformers itself matches the names: what is missing here is what from_pretrained would invent."""
     from transformers import AutoModelForCausalLM
 
     try:

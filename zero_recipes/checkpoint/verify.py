@@ -48,15 +48,12 @@ def _read_tokenizer(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _changed_since_saved(folder: Path) -> str | None:
-    """The first file that is not what checksums.json says, or that it does not name; None where all are, or where
-    nothing says that there was such a file."""
+    """The first file that is not what checksums.json says, or that it does not name; None where there is none."""
     path = folder / save.CHECKSUMS
     if not path.is_file():
         resolved = folder / "recipe.resolved.yaml"
-        recipe = (
-            yaml.safe_load(resolved.read_text()) if resolved.is_file() and any(folder.glob("*.safetensors")) else {}
-        )
-        written = bool(recipe) and not recipe.get("skip_checksums")
+        has_model = resolved.is_file() and any(folder.glob("*.safetensors"))
+        written = has_model and not yaml.safe_load(resolved.read_text()).get("skip_checksums")
         return f"{path} is lost, which the run has written." if written else None
     try:
         files = dict(json.loads(path.read_text())["files"])

@@ -19,13 +19,14 @@ DEFAULT_BUFFER = 10**8  # elements: deepspeed/runtime/zero/offload_config.py
 
 def room_findings(run: RunConfig, here: int, host: Host) -> list[Finding]:
     """What depends on the number of parameters, and on a checkpoint's size. `here`: processes on this machine."""
-    from zero_recipes.model import local_config, parameter_sizes
+    from zero_recipes.model import built_or_none, local_config
 
     config = local_config(run.settings)
-    sizes = None if config is None else parameter_sizes(config, run.settings.trust_remote_code)
+    model = config and built_or_none(config, run.settings.trust_remote_code)
     findings = list(resume_findings(run, here, host))
-    if sizes is None:
+    if model is None:
         return findings
+    sizes = [p.numel() for p in model.parameters()]
     findings += [*memory_findings(run, config, sum(sizes), here, host), *nvme_findings(run, sizes, here, host)]
     return [*findings, *disk_findings(run, config, sum(sizes), here, host)]
 
@@ -139,8 +140,7 @@ def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accum
     CPU: an fp32 gradient for each of its `share` of the parameters. Below stage 3 the weights once more as they go back
     to the GPU (zero/stage_1_and_2.py `param_buffer_of_bit16_for_cpu_offload_groups`) and, where micro steps are
     accumulated, their gradients; at stage 3 the gradients always (zero/stage3.py `grad_partitions_flat_buffer`). Plus
-    what torch's rounding of page-locked memory adds where it is in force (core/host.py). `width`: bytes of an
-    element on the GPU.
+    what torch's rounding of page-locked memory adds (core/host.py). `width`: bytes of an element on the GPU.
     """
     pinned_block = config.offload_block("offload_optimizer").get("pin_memory", True)
     if config.offload_optimizer == "nvme" and config.stage == 3:
@@ -189,8 +189,7 @@ def swapped_bytes(config: DsConfig, tensors: Iterable[SwapTensor], ranks: int, w
 
     Of the optimizer the fp32 master, momentum and variance, a group at a time (the Trainer's two: vectors have no
     weight decay), and the fp32 gradients that its step reads (swap_tensor/optimizer_utils.py `_swap_out_gradients`).
-    What is smaller than MIN_AIO_BYTES, 1 MiB, or than aio.block_size stays in memory. tests/engine/test_infinity.py
-    holds it against the files.
+    What is smaller than MIN_AIO_BYTES, 1 MiB, or than aio.block_size stays in memory.
     """
     least, parts = config.least_swapped, [tensor._replace(size=-(-tensor.size // ranks)) for tensor in tensors]
     total = 0
@@ -220,8 +219,7 @@ def read_at_resume(weights: float, optimizer: float, zero_stage: int | None, wor
 
 
 def _states(strategy: Strategy, settings: Settings, config, psi: int) -> ModelState:
-    """Gradients and optimizer only where they are sure to be Adam's. Outside of DeepSpeed's 16 bits everything has the
-    dtype of the weights."""
+    """Gradients and optimizer only of Adam. Outside of DeepSpeed's 16 bits everything has the weights' dtype."""
     named = strategy.ds_config is not None and strategy.ds_config.optimizer is not None
     adam = not named and str(settings.optim).startswith("adamw_torch")
     trainable = psi if adam and not settings.use_peft else 0

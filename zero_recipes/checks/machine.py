@@ -31,8 +31,7 @@ def machine_findings(
     """All findings about this machine for one run. `environment`: the launcher's, for the processes that it starts.
 
     `rehearsal`: False in a run. `zero-recipes check` says "here" where the run is meant for this machine, "elsewhere"
-    where that is open: there is no GPU and the recipe does not ask for a CPU. Errors then become warnings that say "on
-    this machine".
+    where there is no GPU and the recipe does not ask for a CPU: errors are warnings that say "on this machine".
     """
     settings, here = run.settings, local_world_size(environment, run.strategy.world_size)
     findings = [
@@ -151,8 +150,7 @@ def triton_findings(device: str, host: Host) -> Iterator[Finding]:
 def infiniband_findings(
     device: str, several_machines: bool, environment: Mapping[str, str], host: Host
 ) -> Iterator[Finding]:
-    """A warning where the machine has InfiniBand or RoCE that NCCL cannot open: a container sees it in /sys all the
-    same."""
+    """A warning where the machine has InfiniBand or RoCE that NCCL cannot open: a container sees it in /sys."""
     off = environment.get("NCCL_IB_DISABLE") == "1" or environment.get("NCCL_NET")
     devices = host.infiniband_devices() if device == "cuda" and several_machines and not off else {}
     if devices and not any(devices.values()):
@@ -163,8 +161,7 @@ PROBE_SECONDS = 5.0
 
 
 def offline_where_unreachable(settings: Settings) -> list[Finding]:
-    """As if HF_HUB_OFFLINE were set, from here on, where the recipe needs the hub and it does not answer. At most one
-    finding, a warning."""
+    """From here on as if HF_HUB_OFFLINE were set, with a warning, where the recipe needs the hub and it is silent."""
     data = {entry["path"] for entry in settings.datasets} or {settings.dataset_name}
     named = {settings.model_name_or_path, *(data - packaged_formats())}
     if constants.is_offline_mode() or not any(map(on_hub, named)) or _answers():

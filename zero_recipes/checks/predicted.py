@@ -54,8 +54,7 @@ def planning(run: RunConfig) -> Iterator[Callable[[], PredictedMetrics | None]]:
 
 
 def rehearsed(run: RunConfig, environment: Mapping[str, str], gpu: Gpu | None = None) -> list[Finding]:
-    """What the run would be refused for, or warned of; for `zero-recipes check` on a machine with its GPUs, or about
-    other cards, free of other processes."""
+    """What the run would be refused for, or warned of, on this machine's GPUs or on such cards that are free."""
     if not _is_compared_with_gpus(run):
         return []
     if gpu is None:

@@ -108,9 +108,8 @@ def _attempt(findings: list[Finding], check: Callable, *arguments: Any) -> Any:
 
 
 def resolved_ds_config(run: RunConfig, rows: int | None = None) -> dict[str, Any] | None:
-    """The DeepSpeed configuration as transformers will fill it in: no "auto" that it knows how to replace is left. None
-    without DeepSpeed. `rows`: of the training split; without it the total_num_steps of a scheduler stays "auto" in a
-    run by epochs."""
+    """The DeepSpeed configuration with each "auto" that transformers fills in; None without DeepSpeed. `rows`: of the
+    training split; without it the total_num_steps of a scheduler stays "auto" in a run by epochs."""
     if run.strategy.ds_config is None:
         return None
     settings, world_size = run.settings, run.strategy.world_size

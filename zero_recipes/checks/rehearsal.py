@@ -48,8 +48,7 @@ def trainer_findings(settings: Settings, ds_config: Mapping[str, Any], place: st
 
 
 def _trainer(settings: Settings, args, model_args):
-    """TRL's trainer around the model without memory; None where the model's configuration is not here (the run itself
-    refuses that). Raises Refusal."""
+    """TRL's trainer around the model without memory; None where its configuration is not here. Raises Refusal."""
     from trl import SFTConfig, SFTTrainer, get_peft_config, get_quantization_config
 
     from zero_recipes.model import local_config, rehearse_model

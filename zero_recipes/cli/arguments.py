@@ -46,10 +46,8 @@ def names(text: str) -> list[str]:
 def _add_strategies(verb, default: str) -> None:
     """--strategies or --config_file."""
     either = verb.add_mutually_exclusive_group()
-    text = "names of accelerate_configs/*.yaml, by comma, or all"
-    either.add_argument("--strategies", type=names, help=f"{text}; default: {default}")
-    one = "one strategy by its accelerate file, e.g. zero3.yaml"
-    either.add_argument("--config_file", type=accelerate_file, help=one)
+    either.add_argument("--strategies", type=names, help=f"names by comma, or all; default: {default}")
+    either.add_argument("--config_file", type=accelerate_file, help="one by its accelerate file, e.g. zero3.yaml")
 
 
 def _add_machines(verb) -> None:
@@ -60,8 +58,7 @@ def _add_machines(verb) -> None:
     verb.add_argument("--gpus_per_node", type=COUNT, default=8, help="most GPUs in one machine; default: %(default)s")
     verb.add_argument("--host_memory", type=AMOUNT, help="host memory of each machine in GB; default: no limit")
     verb.add_argument("--nvme", type=AMOUNT, help="NVMe disk of each machine in GB, for ZeRO-Infinity")
-    network = "GB/s between machines for each GPU (400 Gb/s are 50); default: the hardware table's"
-    verb.add_argument("--network", type=AMOUNT, help=network)
+    verb.add_argument("--network", type=AMOUNT, help="GB/s between machines for each GPU (400 Gb/s are 50)")
     verb.add_argument("--quick", action="store_true", help="use formulas instead of the simulated engine")
     verb.add_argument("--price", type=AMOUNT, help="price of one GPU for one hour; prints the price of the run")
     verb.add_argument("--mean_tokens", type=AMOUNT, help="mean tokens of a row, if the data is not on this machine")
@@ -107,8 +104,7 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("folder", type=Path, nargs="?", default=Path(), help="default: this one")
 
     verb = of_recipe(train.train, "run a recipe on all GPUs of this machine, through accelerate's launcher")
-    file = "the accelerate file, e.g. zero3.yaml; default: the recipe's, or ddp.yaml"
-    verb.add_argument("--config_file", type=accelerate_file, help=file)
+    verb.add_argument("--config_file", type=accelerate_file, help="e.g. zero3.yaml; default: the recipe's, or ddp.yaml")
     verb.add_argument("--num_processes", type=COUNT, help="on all machines; default: one a GPU, 1 without GPUs")
     verb.add_argument("--hosts", type=names, help="all machines by comma; start the command on each")
     verb.add_argument("--machine_rank", type=int, default=0, help="rank of this machine, from 0")
@@ -117,18 +113,13 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
 
     verb = of_recipe(check.check, "print every problem, with its cause and fix, before you pay for a GPU")
-    verb.add_argument(
-        "--config_file", type=accelerate_file, help="the file that you will give to accelerate launch, e.g. zero3.yaml"
-    )
-    processes = "processes that you will launch, one a GPU; default: the accelerate file's"
-    verb.add_argument("--num_processes", type=COUNT, help=processes)
+    verb.add_argument("--config_file", type=accelerate_file, help="what accelerate launch will get, e.g. zero3.yaml")
+    verb.add_argument("--num_processes", type=COUNT, help="of the launch, one a GPU; default: the accelerate file's")
     verb.add_argument("--gpu", help="check for this card instead of this machine, e.g. h100-80gb; names as in plan")
-    upgrade = "write and check RECIPE.upgraded.yaml with TRL's current keys, and a ds_config or FSDP file that runs"
+    upgrade = "write and check RECIPE.upgraded.yaml with TRL's current keys, and a ds_config that runs"
     verb.add_argument("--upgrade", action="store_true", help=upgrade)
-    for_trl = "with --upgrade: only keys that `trl sft --config` takes, and no check"
-    verb.add_argument("--for-trl", action="store_true", help=for_trl)
-    data = "tokenize the training rows, count the tokens with loss, show three rows"
-    verb.add_argument("--data", action="store_true", help=data)
+    verb.add_argument("--for-trl", action="store_true", help="with --upgrade: keys of `trl sft` alone, and no check")
+    verb.add_argument("--data", action="store_true", help="tokenize the rows, count tokens with loss, show three rows")
     verb.add_argument("--show", action="store_true", help='print the ds_config with every "auto" filled in')
     verb.add_argument("--traceback", action="store_true", help="show where a library refused the run")
 
@@ -149,8 +140,7 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
 
     verb = of_recipe(verbs.rent, "write the plan's choice as files for SkyPilot, SLURM and Kubernetes")
     _add_machines(verb)
-    image = "for Kubernetes: the image that you pushed; default: %(default)s"
-    verb.add_argument("--image", default="zero-recipes", help=image)
+    verb.add_argument("--image", default="zero-recipes", help="that you pushed, for Kubernetes; default: %(default)s")
     verb.add_argument("--output_dir", type=Path, default=Path(), help="folder for the files; default: this one")
     verb.set_defaults(params=None, max=False)
 
@@ -160,24 +150,20 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("--port", type=COUNT, default=29501, help="port of the first machine, open to the others")
     verb.add_argument("--seconds", type=AMOUNT, default=60.0, help="how long to wait")
 
-    verb = add(env.env, "print this machine's GPUs, driver, links, memory, disks and versions")
+    verb = add(env.env, "print this machine's GPUs, driver, memory, disks and versions")
     verb.add_argument("--json", action="store_true", help="print JSON alone")
 
     verb = of_recipe(verbs.sweep, "run and measure one strategy or value after another")
     _add_strategies(verb, ",".join(verbs.STAGES))
-    processes = "processes of each run, one a GPU; default: %(default)s"
-    verb.add_argument("--num_processes", type=COUNT, default=2, help=processes)
+    verb.add_argument("--num_processes", type=COUNT, default=2, help="of each run; default: %(default)s")
     verb.add_argument("--output_dir", type=Path, help="for the runs; default: output/<recipe>-sweep")
     values = "a run for each value of a key of the recipe, or of the ds_config by its path; several: all combinations"
     verb.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=a,b,c", help=values)
 
     verb = of_recipe(verbs.tune, "find the fastest settings on this machine, and write RECIPE.tuned.yaml")
     verb.add_argument("--minutes", type=AMOUNT, default=10.0, help="how long to measure; default: %(default)g")
-    processes = "of each run, one a GPU; default: one a GPU, 2 without GPUs"
-    verb.add_argument("--num_processes", type=COUNT, help=processes)
-    verb.add_argument(
-        "--strategies", type=names, help="default: ddp and stages 1 to 3, offload where none of them fits"
-    )
+    verb.add_argument("--num_processes", type=COUNT, help="of each run; default: one a GPU, 2 without GPUs")
+    verb.add_argument("--strategies", type=names, help="default: ddp and stages 1 to 3, offload where none fits")
     verb.add_argument("--output_dir", type=Path, help="for the runs; default: output/<recipe>-tune")
 
 
@@ -185,22 +171,22 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb = add(verbs.report, "recommend a strategy from measured runs; write tables, plots and one HTML page")
     verb.add_argument("folder", type=Path, help="of a sweep or a run, e.g. output/pythia-sweep")
 
-    text = "give a saved model and its base the same prompts and score both; or start a conversation"
-    verb = add(verbs.ask, text, overrides=True)
-    verb.add_argument("model", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
-    verb.add_argument("--base", help="folder or name; default: of the run's recipe or the adapter; none: no base")
-    either = verb.add_mutually_exclusive_group()
-    prompts = "rows as JSON Lines, or a prompt a line; default: the recipe's sample_prompts"
-    either.add_argument("--prompts", type=Path, help=prompts)
-    either.add_argument("--chat", action="store_true", help="start a conversation; with --base also with the base")
-    longest = "longest answer in tokens; default: the recipe's sample_max_new_tokens, 256 in a conversation"
-    verb.add_argument("--max_new_tokens", type=COUNT, help=longest)
-    verb.add_argument("--output_dir", type=Path, help="for samples.jsonl; default: output/ask-<model>")
-    verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
+    def of_model(func: Callable[[argparse.Namespace], int], text: str, overrides: bool) -> argparse.ArgumentParser:
+        verb = add(func, text, overrides=overrides)
+        verb.add_argument("model", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
+        verb.add_argument("--base", help="folder or name; default: of the run's recipe or the adapter; none: no base")
+        verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
+        return verb
 
-    verb = add(verbs.evaluate, "score a saved model and its base on tasks of lm-eval")
-    verb.add_argument("model", type=Path, help="a run's output_dir, a checkpoint-N, a model or a PEFT adapter")
-    verb.add_argument("--base", help="folder or name; default: of the run's recipe or the adapter; none: no base")
+    text = "give a saved model and its base the same prompts and score both; or start a conversation"
+    verb = of_model(verbs.ask, text, overrides=True)
+    either = verb.add_mutually_exclusive_group()
+    either.add_argument("--prompts", type=Path, help="JSON Lines, or a prompt a line; default: the recipe's")
+    either.add_argument("--chat", action="store_true", help="start a conversation; with --base also with the base")
+    verb.add_argument("--max_new_tokens", type=COUNT, help="default: the recipe's, 256 in a conversation")
+    verb.add_argument("--output_dir", type=Path, help="for samples.jsonl; default: output/ask-<model>")
+
+    verb = of_model(verbs.evaluate, "score a saved model and its base on tasks of lm-eval", overrides=False)
     verb.add_argument("--tasks", type=names, required=True, help="names of tasks by comma, e.g. hellaswag,arc_easy")
     verb.add_argument("--include_path", type=Path, help="folder with your own tasks, YAML files of lm-eval")
     verb.add_argument("--limit", type=COUNT, help="rows of each task; default: all")
@@ -208,7 +194,6 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--batch_size", type=COUNT, default=8, help="default: %(default)s")
     verb.add_argument("--apply_chat_template", action="store_true", help="use the model's chat template")
     verb.add_argument("--output_dir", type=Path, help="for evaluations.json; default: the model's, for report and card")
-    verb.add_argument("--trust_remote_code", action="store_true", help=TRUST)
 
     verb = add(verbs.verify, "check that a saved model, adapter or checkpoint is complete")
     verb.add_argument("folder", type=Path, help="e.g. output/pythia, or output/pythia/checkpoint-500")
@@ -235,8 +220,7 @@ def _add_after_a_run(add: Callable[..., argparse.ArgumentParser]) -> None:
     verb.add_argument("--world_size", type=COUNT, required=True, help="processes of the next run")
     verb.add_argument("--stage", type=int, choices=(1, 2, 3), required=True, help="its ZeRO stage")
     verb.add_argument("--skip_checksums", action="store_true", help="do not compare or write checksums")
-    trust = "load it even if its pickles hold more than data: they can run any program"
-    verb.add_argument("--trust_checkpoint", action="store_true", help=trust)
+    verb.add_argument("--trust_checkpoint", action="store_true", help="load pickles that can run any program")
 
     verb = add(verbs.explain, "explain a code: cause, fix, example; without a code: list all areas")
     verb.add_argument("code", nargs="?", help="e.g. ZR104")

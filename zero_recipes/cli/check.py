@@ -74,8 +74,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def data_findings(run, show: bool) -> list:
-    """What the audit of the training rows finds; their counts and three of them printed, if asked. Raises Refusal where
-    data, splits or sample prompts cannot be had."""
+    """What the audit of the training rows finds. `show`: print their counts and three of them. Raises Refusal."""
     from zero_recipes.data import audit, load, prepare
 
     # neither weights nor ranks: the strategy does not matter to the data
@@ -85,5 +84,5 @@ def data_findings(run, show: bool) -> list:
     splits, findings = prepare.prepare_splits(data, settings, training_args)
     if show:
         print(*(f"recognised    {form.said}" for form in data.forms), sep="\n")
-        audit.show_audit(splits[0].audit, splits[0].tokenised, data.tokenizer, training_args)
+        audit.show_audit(splits[0].audit, splits[0].tokenised, data.tokenizer)
     return downgraded(findings, ignored_codes(settings.ignore))

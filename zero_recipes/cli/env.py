@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import subprocess
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from zero_recipes.core.host import Host, cpu_name, library_versions
 from zero_recipes.libs.warnings import quieten
 
 OPTIONAL = ("bitsandbytes", "kernels")
-WIDTH = 200  # of a line: the table of links is not broken
 # of the variables that are set, those that change a run
 VARIABLES = re.compile(
     r"(CUDA|NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|HF|ACCELERATE|DS|TRITON|ZERO_RECIPES|NVIDIA)_.*"
@@ -33,7 +31,7 @@ def env(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
-    print(yaml.safe_dump(_readable("", found), sort_keys=False, allow_unicode=True, width=WIDTH).rstrip())
+    print(yaml.safe_dump(_readable("", found), sort_keys=False, allow_unicode=True).rstrip())
     return 0
 
 
@@ -54,7 +52,6 @@ def machine(host: Host) -> dict[str, Any]:
     return {
         "gpus": [] if cuda["refusal"] else _gpus(),
         "cuda": cuda,
-        "links": _links(host),
         "cpu": {"name": cpu_name(), "cores_of_machine": os.cpu_count(), "cores": host.cores()},
         "memory": {
             "machine_bytes": psutil.virtual_memory().total,
@@ -104,18 +101,6 @@ def _cuda(host: Host) -> dict[str, Any]:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if built else None,
         "refusal": machine.refusal_of_cuda() if built else "",
     }
-
-
-def _links(host: Host) -> list[str] | None:
-    """The table of `nvidia-smi topo -m`: how GPUs and network cards are linked; None where there is no such program."""
-    program = host.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        printed = subprocess.run([program, "topo", "-m"], capture_output=True, text=True, timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return [re.sub(r"\x1b\[\d*m", "", line).expandtabs(8).rstrip() for line in printed.splitlines() if line.strip()]
 
 
 def _disks(host: Host) -> list[dict[str, Any]]:

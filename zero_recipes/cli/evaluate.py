@@ -20,8 +20,7 @@ Scores = dict[tuple[str, str], TaskScore]  # by task and metric; of one model, a
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
-    """The verb. Returns the exit code; raises Refusal before any weight is loaded. Rows of other tasks stay in the
-    file."""
+    """The verb. Raises Refusal before any weight is loaded. Rows of other tasks stay in the file."""
     if importlib.util.find_spec("lm_eval") is None:
         raise refusal("ZR904")
     from lm_eval.tasks import TaskManager

@@ -99,8 +99,7 @@ def _merged(model: Any, target: ask.Target, tokenizer: Any, prompt: str) -> Any:
 
 
 def _agree_on_the_end(model: Any, tokenizer: Any, target: ask.Target) -> list[str]:
-    """Chat template and end tokens for whoever loads the folder; returns the tokens. Alpaca's prompt becomes a
-    template."""
+    """Set chat template (of Alpaca's prompt too) and end tokens for whoever loads the folder; returns the tokens."""
     if not tokenizer.chat_template and target.settings.dataset_format == "alpaca":
         tokenizer.chat_template = (resources.files("zero_recipes.data") / "alpaca.jinja").read_text()
     known, turn = model.generation_config.eos_token_id, []

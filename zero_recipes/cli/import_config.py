@@ -18,10 +18,9 @@ from typing import Any
 
 import yaml
 
+from zero_recipes.config.keys import FORMATS
 from zero_recipes.core.files import write_text
 from zero_recipes.core.findings import finding, raise_errors, refusal
-
-FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @cache
@@ -106,8 +105,8 @@ def _lora_targets(draft: Draft) -> None:
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
-    if (command := re.search(r"\bswift sft\s((?:.*\\\n)*.*)", text)) is not None:
-        return "ms-swift", _options(shlex.split(_in_shell(text, command[1]).replace("\\\n", " ")))
+    if (command := _swift_command(text)) is not None:
+        return "ms-swift", _options(shlex.split(command))
     theirs = yaml.safe_load(text)
     for source in ("axolotl", "LLaMA-Factory"):
         if isinstance(theirs, dict) and not theirs.keys().isdisjoint(table(source)["signs"]):
@@ -115,16 +114,17 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     raise refusal("ZR893", path=path)
 
 
-def _in_shell(script: str, command: str) -> str:
-    """With the script's variables, and divisions by expr."""
+def _swift_command(script: str) -> str | None:
+    """The words after `swift sft`, with the script's variables, and divisions by expr; None where there are none."""
     values = dict(re.findall(r"^(\w+)=(\S+)$", script, re.MULTILINE))
-    command = re.sub(r"(^|\s)#.*", r"\1", command)  # shlex takes the # of data#500 for a comment, too
-    filled = re.sub(r"\$\{?(\w+)\}?", lambda name: values.get(name[1], name[0]), script)
-    command = re.sub(r"\$\{?(\w+)\}?", lambda name: values.get(name[1], name[0]), command)
-    each, nodes = (re.search(rf"\b{name}=(\d+)", filled) for name in ("NPROC_PER_NODE", "NNODES"))
+    script = re.sub(r"\$\{?(\w+)\}?", lambda name: values.get(name[1], name[0]), script)
+    if (found := re.search(r"\bswift sft\s((?:.*\\\n)*.*)", script)) is None:
+        return None
+    command = re.sub(r"(^|\s)#.*", r"\1", found[1])  # shlex takes the # of data#500 for a comment, too
+    each, nodes = (re.search(rf"\b{name}=(\d+)", script) for name in ("NPROC_PER_NODE", "NNODES"))
     command += f" --nproc_per_node {int(each[1]) * int(nodes[1] if nodes else 1)}" if each else ""
     divided = lambda terms: str(reduce(floordiv, map(int, terms[1].split("/"))))  # noqa: E731
-    return re.sub(r"\$\(expr (\d+(?: / \d+)*)\)", divided, command)
+    return re.sub(r"\$\(expr (\d+(?: / \d+)*)\)", divided, command).replace("\\\n", " ")
 
 
 def _options(words: list[str]) -> dict[str, Any]:

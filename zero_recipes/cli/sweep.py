@@ -1,5 +1,4 @@
-"""`zero-recipes sweep`: one strategy or value after another through the real launcher, each into a folder of its own; a
-failure is a row, not a crash."""
+"""`zero-recipes sweep`: one strategy or value after another by the real launcher; a failure is a row, not a crash."""
 
 import collections
 import copy
@@ -42,9 +41,9 @@ from zero_recipes.core.process import free_port
 from zero_recipes.core.tables import plain, terminal, working
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.failure import failed_row
-from zero_recipes.metrics.read_runs import SWEEP_FILE, SweptRun, read_sweep_file
+from zero_recipes.metrics.read_runs import SWEEP_FILE, SweptRun, add_to_sweep_file
 from zero_recipes.metrics.schema import FILE, ORDER, SCHEMA, ContractError, Metrics
-from zero_recipes.report.read import short_names
+from zero_recipes.report.read import short_names, value_text
 
 DS_CONFIG, ACCELERATE_CONFIG = "ds_config.json", "accelerate.yaml"
 SOURCE = "--set"
@@ -68,9 +67,8 @@ def sweep(
 ) -> dict[str, str]:
     """Run `recipe` under each strategy, and each combination of the values in `sets` (KEY=a,b,c).
 
-    Returns {name of a run's folder: its status}. Saves no weights unless the overrides name that. Raises Refusal
-    before the first run where a file is missing, a key is unknown, the recipe names a ds_config itself, or a folder
-    holds an earlier run's results.
+    Returns {name of a run's folder: its status}. Saves no weights unless the overrides name that. Raises Refusal before
+    the first run: a file is missing, a key unknown, the recipe names a ds_config, or a folder holds earlier results.
     """
     quieten()
     script = script or at_hand("run_sft.py")
@@ -116,8 +114,7 @@ def sweep(
 def launched(
     recipe: Path, run: "SweepRun", folder: Path, label: str, ranks: int, shared: list[str], script: Path, to: Console
 ) -> tuple[Metrics, Path | None]:
-    """Launch one run into its folder: what it has measured, or how it failed; where results that were there are kept.
-    `shared`: words of all runs."""
+    """(what a run has measured, or how it failed; where results that were there are kept). `shared`: of all runs."""
     previous = claim_output_dir(folder, overwrite=True)  # its numbers must not become this run's row
     (folder / FILE).unlink(missing_ok=True)
     words = [*shared, *run.words]
@@ -130,7 +127,7 @@ def _announce(runs: "list[SweepRun]", output_dir: Path, console: Console) -> Non
     """Write sweep.json, and say how many runs there will be."""
     own = [SweptRun(folder=run.name, strategy=run.strategy, values=dict(run.values)) for run in runs]
     try:
-        read_sweep_file(output_dir).with_runs(own).write(output_dir)
+        add_to_sweep_file(output_dir, own)
     except ContractError as error:
         raise refusal("ZR361", output_dir=output_dir / SWEEP_FILE, error=error) from error
     console.print(plain(f"{len(runs)} runs: {', '.join(run.name for run in runs)}"), soft_wrap=True)
@@ -150,8 +147,7 @@ def _row(folder: Path, strategy: str, exit_code: int, log: str) -> Metrics:
 
 
 def all_strategies() -> list[str]:
-    """Every strategy that has an accelerate file, the plain stages first. What cannot run here becomes a row that says
-    why, and costs seconds: the run itself refuses."""
+    """Every strategy that has an accelerate file, the plain stages first. What cannot run is refused in seconds."""
     files = {name: yaml.safe_load(path.read_text()) or {} for name, path in config_files().items()}
     names = {name for name, launched in files.items() if launched.get("num_machines", 1) == 1}
     return [*(name for name in ORDER if name in names), *sorted(names - {*ORDER})]
@@ -223,15 +219,6 @@ def _number(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class SetKey:
-    """One `--set`: a key and the values that it takes in turn."""
-
-    key: str  # as it was written
-    values: tuple[Any, ...]  # as YAML reads them
-    is_ds: bool  # of the ds_config; else the recipe's
-
-
-@dataclass(frozen=True)
 class SweepRun:
     """One run of a sweep."""
 
@@ -268,14 +255,14 @@ def runs_of(
     """One run a strategy and combination of values. `configs`: {strategy: accelerate file}; `ds_configs`: {strategy:
     the DeepSpeed configuration of that file}; `sets`: KEY=a,b,c. Raises Refusal for a key that nothing here has; a run
     whose values cannot be refuses them itself."""
-    parsed = parse_sets(sets, key_types(), overrides)
+    types = key_types()
+    listed = parse_sets(sets, types, overrides)
+    in_ds = [key for key in listed if key not in types]
     without = [name for name, ds_config in ds_configs.items() if ds_config is None]
-    if (named := [key.key for key in parsed if key.is_ds]) and without:
+    if in_ds and without:
         able = ",".join(name for name in configs if name not in without) or "zero2"
-        raise refusal("ZR359", keys=", ".join(named), without=", ".join(without), able=able)
-    combinations = product(*(key.values for key in parsed))
-    chosen = [dict(zip([key.key for key in parsed], values, strict=True)) for values in combinations]
-    in_ds = {key.key for key in parsed if key.is_ds}
+        raise refusal("ZR359", keys=", ".join(in_ds), without=", ".join(without), able=able)
+    chosen = [dict(zip(listed, values, strict=True)) for values in product(*listed.values())]
     return [run_of(name, configs[name], ds_configs[name], values, in_ds) for name in configs for values in chosen]
 
 
@@ -289,66 +276,55 @@ def run_of(
     return SweepRun(run_name(strategy, values), strategy, config, values, tuple(words), written)
 
 
-def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[str]) -> list[SetKey]:
-    """The `--set` options of a command line. `types`: of every key that a recipe may have. Raises Refusal for a key
-    that neither a recipe nor a ds_config has, for values that cannot be read, and for a key that is given twice
-    (`overrides`: the other options)."""
-    sets = [_parsed(text, types) for text in texts]
-    listed = [*recipes.named_on(overrides, types), *(each.key for each in sets)]
-    for text, each in zip(texts, sets, strict=True):
-        if listed.count(each.key) > 1:
-            raise _unreadable(text, f"{each.key} is given twice. Name it in one --set, with all its values.")
+def parse_sets(texts: Sequence[str], types: Mapping[str, Any], overrides: list[str]) -> dict[str, list[Any]]:
+    """{key: the values that it takes in turn} of the `--set` options: each a YAML list without its brackets. `types`:
+    of every key that a recipe may have. Raises Refusal for a key that neither a recipe nor a ds_config has, for values
+    that cannot be read, and for a key that is given twice (`overrides`: the command line's other options)."""
+    sets: dict[str, list[Any]] = {}
+    for text in texts:
+        key, _, listed = text.partition("=")
+        key = key.strip()
+        _refuse_unknown(key, types)
+        try:
+            values = [_number(value) for value in yaml.safe_load(f"[{listed}]")]
+            written = {json.dumps(value, sort_keys=True, allow_nan=False) for value in values}
+        except (yaml.YAMLError, TypeError, ValueError) as error:
+            raise _unreadable(text, f"{' '.join(str(error).split())}.") from None
+        if not values or len(written) < len(values):
+            raise _unreadable(text, "It has a key, and distinct values by comma.")
+        if key in sets or key in recipes.named_on(overrides, types):
+            raise _unreadable(text, f"{key} is given twice. Name it in one --set, with all its values.")
+        sets[key] = values
     return sets
-
-
-def _parsed(text: str, types: Mapping[str, Any]) -> SetKey:
-    """The values are a YAML list without its brackets."""
-    key, _, listed = text.partition("=")
-    is_ds = _is_ds_key(key.strip(), types)
-    try:
-        values = [_number(value) for value in yaml.safe_load(f"[{listed}]")]
-        written = {json.dumps(value, sort_keys=True, allow_nan=False) for value in values}
-    except (yaml.YAMLError, TypeError, ValueError) as error:
-        raise _unreadable(text, f"{' '.join(str(error).split())}.") from None
-    if not values or len(written) < len(values):
-        raise _unreadable(text, "It has a key, and distinct values by comma.")
-    return SetKey(key.strip(), tuple(values), is_ds)
 
 
 def _unreadable(text: str, why: str) -> Refusal:
     return refusal("ZR355", text=text[:80], why=why, example=EXAMPLE)
 
 
-def _is_ds_key(key: str, types: Mapping[str, Any]) -> bool:
-    """Whether a key is the ds_config's; the recipe's first, where both have it. Raises Refusal for neither's."""
+def _refuse_unknown(key: str, types: Mapping[str, Any]) -> None:
+    """Refuse a key that neither a recipe nor a ds_config has, as far down as DeepSpeed's parser does not itself."""
     if key in NOT_SWEPT:
         raise refusal("ZR358", key=key)
-    if key in types:
-        return False
     block, _, below = key.partition(".")
     in_zero = block == "zero_optimization" and below
-    if below.split(".")[0] in zero_keys() if in_zero else block in top_level_keys():
-        return True  # DeepSpeed's parser reads what is below
-    zero = {f"zero_optimization.{name}" for name in zero_keys()}
-    raise Refusal(list(key_findings(SOURCE, [key], {*types, *top_level_keys(), *zero})))
+    is_ds = below.split(".")[0] in zero_keys() if in_zero else block in top_level_keys()
+    if key not in types and not is_ds:
+        zero = {f"zero_optimization.{name}" for name in zero_keys()}
+        raise Refusal(list(key_findings(SOURCE, [key], {*types, *top_level_keys(), *zero})))
 
 
 def run_name(strategy: str, values: Mapping[str, Any]) -> str:
     """A folder's name: safe on any file system and unique."""
     named = short_names(list(values))
-    text = ",".join([strategy, *(f"{named[key]}={shown(value)}" for key, value in values.items())])
+    text = ",".join([strategy, *(f"{named[key]}={value_text(value)}" for key, value in values.items())])
     name = UNSAFE.sub("_", text)[:LONGEST_NAME]
     return name if name == text else f"{name},{hashlib.sha256(text.encode()).hexdigest()[:8]}"  # others may give it too
 
 
-def shown(value: Any) -> str:
-    """A value as it is written in YAML, on one line."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
 def option_words(key: str, value: Any) -> list[str]:
     """How run_sft.py's command line gives a key of the recipe that value."""
-    return [f"--{key}", *map(shown, value)] if isinstance(value, list) else [f"--{key}={shown(value)}"]
+    return [f"--{key}", *map(value_text, value)] if isinstance(value, list) else [f"--{key}={value_text(value)}"]
 
 
 def refuse_own_ds_config(

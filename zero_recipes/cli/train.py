@@ -27,9 +27,7 @@ def init(arguments: argparse.Namespace) -> int:
             shutil.copytree(FILES / name, arguments.folder / name, ignore=ignored)
         else:
             shutil.copy(FILES / name, arguments.folder)
-    print(
-        f"written to {arguments.folder.resolve()}: {', '.join(named)}", "zero-recipes train recipes/tiny.yaml", sep="\n"
-    )
+    print(f"written to {arguments.folder.resolve()}: {', '.join(named)}\nzero-recipes train recipes/tiny.yaml")
     return 0
 
 

@@ -5,7 +5,6 @@ as many steps, until two are left or the time is over.
 """
 
 import argparse
-import contextlib
 import math
 import os
 import statistics
@@ -22,7 +21,7 @@ from rich.console import Console
 from zero_recipes.checkpoint.output_dir import inputs_of
 from zero_recipes.cli import sweep
 from zero_recipes.config.accelerate import FOLDER, launched_environment
-from zero_recipes.config.recipe import Recipe, derive_accumulation, read_recipe_file
+from zero_recipes.config.recipe import Recipe, derive_accumulation
 from zero_recipes.config.strategy import launched_ds_config
 from zero_recipes.core.files import FILES, at_hand, write_text
 from zero_recipes.core.findings import first_line, refusal
@@ -118,8 +117,7 @@ def candidates(
 
 
 def batches(recipe: Recipe, processes: int) -> list[dict[str, Any]]:
-    """Keys of the recipe that split the same global batch: packs that hold the tokens of a process's rows, its own
-    micro batch, then larger and smaller ones."""
+    """Keys that split the same global batch: packs of as many tokens, its own micro batch, larger and smaller ones."""
     settings = recipe.settings
     micro, replicas = settings.per_device_train_batch_size, processes // settings.sequence_parallel_size
     derived = derive_accumulation(settings, recipe.explicit, replicas)
@@ -262,15 +260,7 @@ def header(rows: Sequence[Row], processes: int) -> list[str]:
 
 
 def tuned(recipe: Recipe, run: sweep.SweepRun, header: Sequence[str]) -> str:
-    """The recipe's text with what the run changed; every other line stays, where each key has one line."""
-    written, places = recipe.path.read_text(), read_recipe_file(recipe.path).lines
-    lines, values = written.splitlines(), {key: value for key, value in run.values.items() if "." not in key}
-    for key, value in values.items():
-        at = slice(places[key] - 1, places[key]) if key in places else slice(len(lines), None)
-        lines[at] = [f"{key}: {sweep.shown(value)}"]
-    wanted = yaml.safe_load(written) | values
-    with contextlib.suppress(yaml.YAMLError):
-        wanted = {} if yaml.safe_load("\n".join(lines)) == wanted else wanted
-    lines = yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True).splitlines() if wanted else lines
-    first = 1 if lines[0].startswith("# yaml-language-server") else 0
-    return "\n".join([*lines[:first], *(f"# {line}" for line in header), *lines[first:]]) + "\n"
+    """The recipe's keys with what the run changed."""
+    changed = {key: value for key, value in run.values.items() if "." not in key}
+    text = yaml.safe_dump(yaml.safe_load(recipe.path.read_text()) | changed, sort_keys=False, allow_unicode=True)
+    return "".join(f"# {line}\n" for line in header) + text

@@ -44,7 +44,7 @@ def fetch(arguments: argparse.Namespace) -> int:
     settings = recipes.parse_recipe(arguments.recipe, mapping, []).settings
     model = fetch_model(settings)
     print(f"{settings.model_name_or_path}: {units.size(_bytes_in(model.rglob('*')))}")
-    files = {file["filename"] for split in load_splits(settings).values() for file in split.cache_files}
+    files = {file["filename"] for split in load_splits(settings)[0].values() for file in split.cache_files}
     named = settings.dataset_name or ", ".join(entry["path"] for entry in settings.datasets)
     print(f"{named}: {units.size(_bytes_in(map(Path, files)))}")
     fetch_kernel(settings.attn_implementation)
@@ -112,7 +112,7 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    from zero_recipes.report import write_report
+    from zero_recipes.report.page import write_report
 
     print(f"report: {write_report(arguments.folder)}")
     return 0
@@ -188,10 +188,8 @@ def explain(arguments: argparse.Namespace) -> int:
         print(f"there is no code {code}; near it: {near}", file=sys.stderr)
         return REFUSED
     row = described(code)
-    print(f"{code} ({row['area']}, {row['level']}): {row['what']}", f"    why: {row['why']}", sep="\n")
-    print(f"    fix: {row['fix']}")
-    if "source" in row:
-        print(f"    source: {row['source']}")
+    print(f"{code} ({row['area']}, {row['level']}): {row['what']}")
+    print(*(f"    {part}: {row[part]}" for part in ("why", "fix", "source") if part in row), sep="\n")
     if code in ("ZR192", "ZR193"):
         from zero_recipes.checks.rules import options
 

@@ -46,15 +46,13 @@ SHARDING = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_DEEPS
 
 
 def config_files() -> dict[str, Path]:
-    """{strategy: its accelerate file}: the package's, and those of the working directory's accelerate_configs/, which
-    count more."""
+    """{strategy: its accelerate file}: of the working directory's accelerate_configs/, else the package's."""
     return {path.stem: path for folder in (FILES / FOLDER, FOLDER) for path in sorted(folder.glob("*.yaml"))}
 
 
 def read_accelerate_file(path: Path) -> "ClusterConfig":
-    """The file as accelerate reads it, its blocks as mappings and its counts at least 1. Raises Refusal. accelerate
-    (commands/config/config_args.py, load_config_from_file) takes a path from the working directory, and looks nowhere
-    else."""
+    """The file as accelerate (commands/config/config_args.py, load_config_from_file) reads it, its blocks as mappings
+    and its counts at least 1. Raises Refusal."""
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.utils import PrecisionType
 

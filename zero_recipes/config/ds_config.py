@@ -188,11 +188,6 @@ class DsConfig:
         return tuple(key for key in OFFLOADS if self.offload_device(key) == "nvme")
 
     @property
-    def nvme_paths(self) -> list[str]:
-        """The folders swapped to, each once, in the order of OFFLOADS."""
-        return list(dict.fromkeys(self.offload_block(key)["nvme_path"] for key in self.on_nvme))
-
-    @property
     def hpz_partition_size(self) -> int | str:
         """ZeRO++'s second partition: processes that share one more copy of the parameters; 1 without, or "auto"."""
         return self.zero.get("zero_hpz_partition_size", 1)

@@ -25,8 +25,7 @@ _VARIABLES = {
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "cpu_ram_efficient_loading",
     "FSDP_ACTIVATION_CHECKPOINTING": "activation_checkpointing",
 }
-# where a file says nothing: accelerate's own default (utils/dataclasses.py, FullyShardedDataParallelPlugin), written
-# out wherever transformers has another one
+# where a file says nothing: accelerate's own default (FullyShardedDataParallelPlugin), if transformers has another one
 _DEFAULTS = {"auto_wrap_policy": "NO_WRAP"}
 # run so, whatever is written: it trains the same, and saves a whole model
 _WHOLE = {"state_dict_type": "FULL_STATE_DICT", "cpu_ram_efficient_loading": False}

@@ -13,6 +13,8 @@ import yaml
 
 from zero_recipes.core.findings import Finding, described, finding, ignored_codes, table
 
+# readers of the datasets library by the ends of a file's name
+FORMATS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".parquet": "parquet"}
 ENTRY_KEYS = ("weight", "dataset_format")  # of an entry of `datasets`, besides TRL's; its `columns` may be a mapping
 
 
@@ -93,8 +95,7 @@ UNTYPED = {"sample_prompts", "resume_from_checkpoint", "fsdp", "parallelism_conf
 def recipe_findings(
     place: str, mapping: dict[str, Any], lines: dict[str, int], types: dict[str, Any], choices: dict[str, list[str]]
 ) -> list[Finding]:
-    """All findings about one recipe. `lines`: {key: line in the file}; `types`: {known key: its type hint}; `choices`:
-    {key: the only values it takes}."""
+    """All findings about one recipe. By key: `lines` in the file, `types` as hints, `choices`: the only values."""
     found: list[Finding] = []
     for key in (key for key in mapping if key in types):
         where, value = f"{place}:{lines[key]}" if key in lines else place, mapping[key]
@@ -126,21 +127,13 @@ def key_findings(
             yield finding("ZR101", key=key, where=where, fix=fix.strip(), recipe_key=key)
         elif key in launcher:
             yield finding("ZR102", key=key, where=where, recipe_key=key)
-        elif (other := other_trainers_key(key)) is not None:
-            trainer, fix = other
+        elif trainer := next((trainer for trainer, rows in tables()["other_trainers"].items() if key in rows), None):
+            today, note = (tables()["other_trainers"][trainer][key].get(part) for part in ("to", "note"))
+            fix = " ".join(filter(None, (f"Write `{today}`." if today else None, note)))
             yield finding("ZR187", key=key, where=where, trainer=trainer, fix=fix, recipe_key=key)
         else:
             fix = _did_you_mean(key, known) or "Remove it, or see the table of keys in docs/recipe.md."
             yield finding("ZR103", key=key, where=where, fix=fix, recipe_key=key)
-
-
-def other_trainers_key(key: str) -> tuple[str, str] | None:
-    """(the trainer whose key it is, how to write it in a recipe); None for any other key."""
-    for trainer, keys in tables()["other_trainers"].items():
-        if key in keys:
-            today, note = keys[key].get("to"), keys[key].get("note")
-            return trainer, " ".join(filter(None, (f"Write `{today}`." if today else None, note)))
-    return None
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str | None:

@@ -1,9 +1,6 @@
-"""Read a recipe: a TRL YAML plus a few keys of our own, merged with the command line.
+"""Read a recipe: a TRL YAML plus a few keys of our own, merged with the command line. It is read once.
 
-Nothing downstream reads it again.
-
-`read_recipe_file` needs only PyYAML, so that the recipe's `env:` block is in force before torch is imported;
-`parse_recipe` imports TRL.
+`read_recipe_file` needs only PyYAML: the recipe's `env:` is in force before torch is imported; `parse_recipe` TRL.
 """
 
 import contextlib
@@ -24,7 +21,7 @@ import yaml
 
 from zero_recipes.config import keys
 from zero_recipes.config.accelerate import DS_FIELDS, LAUNCH_KEYS
-from zero_recipes.core.files import FILES, at_hand
+from zero_recipes.core.files import FILES, at_hand, write_text
 from zero_recipes.core.findings import library_error_as_finding, raise_errors, refusal
 from zero_recipes.core.host import limit_rounding
 from zero_recipes.core.process import local_world_size
@@ -144,8 +141,7 @@ class Recipe:
 
 
 def split_command_line(argv: list[str]) -> tuple[Path, list[str]]:
-    """The recipe's path and the overrides. `--local_rank`, which the deepspeed launcher passes, goes to LOCAL_RANK;
-    `--traceback` is dropped."""
+    """(recipe, overrides). `--local_rank`, of the deepspeed launcher, goes to LOCAL_RANK; `--traceback` is dropped."""
     rest, index = [], 0
     while index < len(argv):
         key, _, value = argv[index].partition("=")
@@ -233,8 +229,7 @@ def named_on(overrides: list[str], known: Container[str]) -> set[str]:
 
 
 def decoded(value: Any) -> Any:
-    """A mapping that the command line gives as JSON, its texts as transformers reads them ("true" is true); anything
-    else as it is, for its dataclass to take or refuse."""
+    """A mapping that the command line gives as JSON, its texts as transformers reads them ("true" is true)."""
     from transformers.training_args import _convert_str_dict
 
     if not isinstance(value, str) or not value.lstrip().startswith("{"):
@@ -272,25 +267,22 @@ class TrlArguments(NamedTuple):
 
 
 def trl_arguments(settings: Settings, path: Path) -> TrlArguments:
-    """With the values in force. SFTConfig starts the process group: what can be refused without it is refused before.
-    Raises Refusal."""
+    """With the values in force. SFTConfig starts the process group. Raises Refusal."""
     objects = []
     for cls in keys.dataclasses_of_a_recipe()[:-1]:
         fields = {f.name for f in dataclasses.fields(cls) if f.init}
         with library_error_as_finding(f"making TRL's {cls.__name__} of {path}", fields):
             values = {key: copy.deepcopy(value) for key, value in settings.as_dict().items() if key in fields}
-            if entries := values.get("datasets"):
-                values["datasets"] = [_as_trl_entry(entry) for entry in entries]
+            for entry in values.get("datasets") or ():  # a mapping of columns is ours
+                columns = entry.pop("columns", None)
+                entry["columns"] = columns if isinstance(columns, list) else None
+                for key in keys.ENTRY_KEYS:
+                    entry.pop(key, None)
             objects.append(cls(**values))  # copied: DatasetMixtureConfig turns the mapping's entries into objects
     trl = TrlArguments(*objects)
     ours = {"assistant_mask": settings.assistant_mask, "long_rows": settings.long_rows}  # rows are prepared by them too
     vars(trl.training).update({key: value for key, value in ours.items() if value not in (None, "cut")})
     return trl
-
-
-def _as_trl_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    columns = entry.get("columns") if isinstance(entry.get("columns"), list) else None
-    return {key: value for key, value in entry.items() if key not in keys.ENTRY_KEYS} | {"columns": columns}
 
 
 def write_resolved(
@@ -300,8 +292,7 @@ def write_resolved(
     `explicit`: of a RunConfig. `ds_config`: the DeepSpeed configuration without "auto"; None without DeepSpeed."""
     explicit = dict(explicit) | ({} if ds_config is None else {"deepspeed": ds_config})
     text = "".join(f"# {line}\n" for line in header) + yaml.safe_dump(explicit, sort_keys=False, allow_unicode=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    write_text(path, text)
 
 
 def _parser():
@@ -352,8 +343,7 @@ class RunConfig:
 
 
 def choose_device(use_cpu: bool) -> str:
-    """ "cpu" or "cuda": the CPU where the recipe says so or no accelerator is found. A GPU that is there and that torch
-    cannot use is refused by checks.machine."""
+    """ "cpu" or "cuda": the CPU where the recipe says so or torch finds no accelerator."""
     import torch
 
     if use_cpu or not torch.cuda.is_available():

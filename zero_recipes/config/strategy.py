@@ -117,8 +117,7 @@ def _in_force(
 
 
 def launched_ds_config(env: Mapping[str, str], precision: str) -> tuple[dict[str, Any] | None, str]:
-    """(the DeepSpeed configuration that the launcher's environment names, where it comes from); (None, "none") without.
-    Raises Refusal."""
+    """(the DeepSpeed configuration of the launcher, where it comes from); else (None, "none"). Raises Refusal."""
     if env.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return None, "none"
     path = env.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")

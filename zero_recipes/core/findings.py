@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from zero_recipes.core.process import rank, wait_for_rank_0
+from zero_recipes.core.process import rank, say, wait_for_rank_0
 
 FAILED, REFUSED, PREEMPTED = 1, 2, os.EX_TEMPFAIL  # exit codes; the last is 75
 UNFINISHED = "the run has not finished"  # in the metrics.json of one that is alive, or was killed
@@ -189,8 +189,8 @@ def raise_errors(findings: list[Finding]) -> None:
 def raise_or_print(findings: list[Finding]) -> None:
     """Raise one Refusal where there is an error among the findings, else print them on rank 0."""
     raise_errors(findings)
-    if rank() == 0 and findings:
-        print(shown(findings), flush=True)
+    if findings:
+        say(shown(findings))
 
 
 def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:

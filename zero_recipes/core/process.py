@@ -27,6 +27,12 @@ def rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
+def say(text: str) -> None:
+    """Print on rank 0."""
+    if rank() == 0:
+        print(text, flush=True)
+
+
 def local_world_size(environment: Mapping[str, str], world_size: int) -> int:
     """Processes of this job on this machine. torchrun says it in LOCAL_WORLD_SIZE, the deepspeed launcher in LOCAL_SIZE
     (DeepSpeed 0.19.8, launcher/launch.py); without either all are here."""
@@ -41,8 +47,7 @@ def age() -> float:
 
 @contextlib.contextmanager
 def imported_for_good() -> Iterator[None]:
-    """What is imported inside stays: Python's garbage collector never goes through it, which is a quarter of the time
-    that the libraries take to import."""
+    """Python's garbage collector never goes through what is imported inside: a quarter of the imports' time."""
     gc.disable()
     try:
         yield
@@ -154,8 +159,7 @@ def _end_at_once() -> None:
 
 
 class PhaseClock:
-    """Seconds of each of PHASES since the process was started, `before` this object was made. Every moment belongs to
-    one, the innermost; outside of all it is "startup"."""
+    """Seconds of each of PHASES since the process was started, `before` this object; outside of all is "startup"."""
 
     def __init__(self, before: float = 0.0) -> None:
         self.failed: str | None = None  # the innermost phase that an error has left

@@ -6,7 +6,6 @@ Token columns are read as flat numpy arrays off Arrow's buffers: no token become
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from zero_recipes.core.findings import Finding, finding, refusal
-from zero_recipes.core.tables import Column, plain, print_columns, terminal
+from zero_recipes.core.tables import plain, terminal
 
 BATCH = 1000  # rows in memory at a time
 MAX_BAD_ROW_SHARE = 0.01  # tatsu-lab/alpaca has 28 empty answers in 52,002 rows
@@ -181,8 +180,7 @@ def audit_findings(
 
 
 def holding(tokens: int) -> int:
-    """The least max_length that holds rows of so many tokens: a multiple of 64, which tiles of matrix products on GPUs
-    divide."""
+    """The least max_length that holds rows of so many tokens: a multiple of 64, as tiles of GPUs are."""
     return -(-tokens // 64) * 64
 
 
@@ -195,19 +193,10 @@ def overlap_findings(training: Dataset, evaluation: Dataset, split: str) -> Iter
         yield finding("ZR538", count=len(same), rows=len(evaluation), split=split, row=same[0])
 
 
-def show_audit(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -> None:
-    """The counts as a table, and three rows with the supervised part in colour."""
+def show_audit(found: Audit, tokenised: Dataset, tokenizer: PreTrainedTokenizerBase) -> None:
+    """The counts, and three rows with the supervised part in colour."""
     console = terminal()
-    counts = {
-        "rows": f"{found.rows:,}",
-        f"truncated at {training_args.max_length}": f"{found.truncated:,}",
-        "dropped, no answer within max_length": f"{found.dropped:,}",
-        "tokens": f"{found.tokens:,}",
-        "supervised tokens": f"{found.supervised:,} ({found.supervised / max(1, found.rows):.1f} a row)",
-        "longest row, in tokens": f"{found.longest:,}",
-    }
-    named, others = Column("what the loss will see", itemgetter(0)), Column("", itemgetter(1))
-    print_columns([named], [others], list(counts.items()), console)
+    console.print(plain(str(found)), soft_wrap=True)
     show_rows(shown_rows(tokenised, tokenizer), console)
 
 
@@ -236,8 +225,7 @@ def show_rows(rows: list, console: Console, longest: int | None = None) -> None:
 
 
 def token_batches(rows: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(ids, labels, lengths) of BATCH rows after the other: shapes (tokens,), (tokens,), (rows,).
-    Labels are the ids where there is no such column."""
+    """(ids, labels or else ids, lengths) of BATCH rows after the other: shapes (tokens,), (tokens,), (rows,)."""
     for table in tables(rows, [name for name in ("input_ids", "labels") if name in rows.column_names]):
         ids, lengths = flat(table["input_ids"])
         yield ids, ids if "labels" not in table.column_names else flat(table["labels"])[0], lengths

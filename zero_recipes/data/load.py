@@ -23,8 +23,6 @@ from zero_recipes.data import forms
 from zero_recipes.data.forms import Form, Rows
 from zero_recipes.libs.huggingface import single_process_env
 
-JSON_LINES = (".jsonl", ".json", ".ndjson")
-FORMATS = dict.fromkeys(JSON_LINES, "json") | {".csv": "csv", ".parquet": "parquet"}
 WANTED = {"alpaca": ", ".join(forms.ALPACA_COLUMNS), "chat": "messages, conversations, or one question with one answer"}
 TRAINED_ON = f"prompt and completion, input_ids, the text of dataset_text_field, {WANTED['chat']}"
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
@@ -43,7 +41,7 @@ class Loaded(NamedTuple):
 
 def load_rows(settings: Settings) -> Loaded:
     """The rows of a recipe. Raises Refusal for what is missing, before any weight."""
-    splits, found = _splits_and_forms(settings)
+    splits, found = load_splits(settings)
 
     def rows_of(key: str) -> Rows:
         name = getattr(settings, key)
@@ -59,13 +57,8 @@ def load_rows(settings: Settings) -> Loaded:
     return Loaded(train, rows_of("dataset_test_split") if settings.evaluates else None, list(dict.fromkeys(found)))
 
 
-def load_splits(settings: Settings) -> DatasetDict:
-    """All splits of the data that the recipe names. Raises Refusal."""
-    return _splits_and_forms(settings)[0]
-
-
-def _splits_and_forms(settings: Settings) -> tuple[DatasetDict, list[Form]]:
-    """Those of a mixture are formatted."""
+def load_splits(settings: Settings) -> tuple[DatasetDict, list[Form]]:
+    """All splits of the data that the recipe names; those of a mixture are formatted. Raises Refusal."""
     sources = _sources(settings)
     if not any(source["path"] for source in sources):
         raise refusal("ZR504")
@@ -79,8 +72,7 @@ def _splits_and_forms(settings: Settings) -> tuple[DatasetDict, list[Form]]:
 
 
 def _mixed(settings: Settings) -> tuple[Rows, list[Form]]:
-    """The entries of `datasets`, each in the form that is recognised: one after the other, by TRL's `fraction`, or
-    drawn by `weight`."""
+    """The entries of `datasets`, each in its form: one after the other, by TRL's `fraction`, or drawn by `weight`."""
     parts, found = zip(*(_entry(entry, settings) for entry in settings.datasets), strict=True)
     weights, fractions = ([entry.get(key) for entry in settings.datasets] for key in ("weight", "fraction"))
     for key, numbers in (("weight", weights), ("fraction", fractions)):
@@ -117,7 +109,7 @@ def _sources(settings: Settings) -> list[dict[str, Any]]:
 
 def _by_format(path: str | None) -> dict[str, Any]:
     """A path as `load_dataset` takes it; of one file of a known format its reader, and the file."""
-    kind = FORMATS.get(Path(str(path).removesuffix(".gz")).suffix)
+    kind = keys.FORMATS.get(Path(str(path).removesuffix(".gz")).suffix)
     is_file = kind is not None and os.path.isfile(path)
     return {"path": kind, "name": None, "data_files": {"train": path}} if is_file else {"path": path}
 
@@ -137,9 +129,7 @@ def _formatted(rows: Rows, split: str, settings: Settings, entry: Mapping[str, A
     uneven = "__index_level_0__" in first and any(file.endswith((".csv", ".tsv")) for file in _local_files(sources))
     form = None if uneven else forms.recognise(first, settings, dataset_format)
     if form is None:
-        wanted = (
-            "as many fields as the header of the CSV file names" if uneven else WANTED.get(dataset_format, TRAINED_ON)
-        )
+        wanted = "as many fields as the CSV header has" if uneven else WANTED.get(dataset_format, TRAINED_ON)
         raise refusal("ZR508", split=split, columns=", ".join(sorted(first)), wanted=wanted)
     if settings.assistant_only_loss and not form.chat:  # TRL 1.16 refuses it once it has the model
         raise refusal("ZR431", first=", ".join(first))
@@ -193,14 +183,13 @@ def _local_files(sources: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _broken(file: str) -> str | None:
-    """A Parquet file that cannot be read, or the first line of a JSON file that is no JSON in UTF-8, or no object:
-    "train.jsonl line 5: Expecting value"."""
+    """A Parquet file that cannot be read, or the first line that is no JSON object: "a.json line 5: Expecting value"."""
     if file.endswith(".parquet"):
         try:
             parquet.read_table(file)
         except (pyarrow.ArrowException, OSError) as error:
             return f"{file}: {first_line(error)}"
-    if not file.removesuffix(".gz").endswith(JSON_LINES):
+    if keys.FORMATS.get(Path(file.removesuffix(".gz")).suffix) != "json":
         return None
     number = 0
     try:
@@ -234,9 +223,7 @@ def load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
     vocabulary has no token that can pad and the recipe names none.
     """
     tokenizer = AutoTokenizer.from_pretrained(
-        settings.model_name_or_path,
-        revision=settings.model_revision,
-        trust_remote_code=settings.trust_remote_code,
+        settings.model_name_or_path, revision=settings.model_revision, trust_remote_code=settings.trust_remote_code
     )
     end = settings.eos_token or tokenizer.eos_token
     pad = settings.pad_token or tokenizer.pad_token

@@ -38,7 +38,7 @@ from zero_recipes.core.findings import (
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import forks_end_with_parent
 from zero_recipes.data import audit as audits
-from zero_recipes.data import forms, load, turns
+from zero_recipes.data import forms, load
 from zero_recipes.data.audit import Audit
 from zero_recipes.data.samples import Sample, choose_samples, rows_to_ask, with_tokens
 from zero_recipes.distributed.group import once_per_node
@@ -55,7 +55,7 @@ _READ_BY_TRL += ("completion_only_loss", "assistant_only_loss", "dataset_text_fi
 _READ_HERE = ("dataset_kwargs", "assistant_mask", "long_rows")
 _VERSIONS = ("trl", "transformers", "datasets")
 # our own code that makes rows
-_OUR_PARTS = [Path(__file__), *(Path(part.__file__) for part in (audits, forms, load, turns, huggingface))]
+_OUR_PARTS = [Path(__file__), *(Path(part.__file__) for part in (audits, forms, load, huggingface))]
 
 
 class Data(NamedTuple):
@@ -107,9 +107,9 @@ def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokeniz
         if evaluation is not None:  # whole, in memory: of a stream's shares that differ in length ranks wait for others
             evaluation = Dataset.from_list(list(evaluation), features=evaluation.features)
         templated = load.apply_chat_template_file(tokenizer, settings)
-        if turns.mask_by(train, templated, training_args) is not None:
-            train = turns.masked(train, templated, training_args)
-            evaluation = evaluation and turns.masked(evaluation, templated, training_args)
+        if forms.mask_by(train, templated, training_args) is not None:
+            train = forms.masked(train, templated, training_args)
+            evaluation = evaluation and forms.masked(evaluation, templated, training_args)
             training_args.assistant_only_loss = False
     else:
         splits = datasets.load_from_disk(made["folder"])
@@ -124,8 +124,7 @@ def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokeniz
 
 def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozenset[str]) -> dict:
     """Prepared rows as JSON: those that an earlier run of the same data and arguments has kept, or new ones. The
-    findings are not downgraded yet: other runs ignore others. Raises Refusal for errors that are not ignored; nothing
-    is kept then."""
+    findings are not downgraded: other runs ignore others. Raises Refusal for errors not ignored, and keeps nothing."""
     data = read_data(settings, tokenizer)
     folder = _folder(data, training_args) if isinstance(data.train, Dataset) else None
     if folder is not None and (folder / "audit.json").is_file():
@@ -163,7 +162,7 @@ def tokenise(rows: Dataset, tokenizer: PreTrainedTokenizerBase, training_args) -
     whole = copy.copy(training_args)
     whole.max_length, whole.shuffle_dataset = None, False
     whole.dataset_num_proc = workers(len(rows), training_args.dataset_num_proc)
-    rows = turns.masked(rows, tokenizer, whole, whole.dataset_num_proc)
+    rows = forms.masked(rows, tokenizer, whole, whole.dataset_num_proc)
     return huggingface.prepare_dataset(rows, tokenizer, whole, packing=False)
 
 
@@ -242,8 +241,7 @@ def _keep(folder: Path, splits: list[Dataset], made: dict) -> None:
 
 
 def _folder(data: Data, training_args) -> Path:
-    """Where prepared rows are kept: a hash over data, tokenizer, versions, our own code that makes rows, and those
-    arguments that do."""
+    """Where prepared rows are kept: a hash over data, tokenizer, versions, our code and arguments that make rows."""
     known = {name: getattr(training_args, name, None) for name in (*_READ_BY_TRL, *_READ_HERE)}
     known["seed"] = training_args.seed if training_args.shuffle_dataset else None
     known |= {name: importlib.metadata.version(name) for name in _VERSIONS}
@@ -261,8 +259,7 @@ def _folder(data: Data, training_args) -> Path:
 
 
 def data_sha256(rows: Dataset) -> str:
-    """A hash of the rows themselves, in their order: values and boundaries, whatever Arrow's chunks and the width of
-    integers, TRL's version and our own code."""
+    """A hash of the rows themselves, in their order, whatever Arrow's chunks, widths of integers and versions."""
     digest = hashlib.sha256()
     for table in audits.tables(rows, sorted(rows.column_names)):
         for name in table.column_names:

@@ -26,8 +26,7 @@ class Sample:
     templated: bool = False  # by a chat template, which has written the special tokens already
     source: str = "the recipe's own"  # where it comes from, for people
     row: dict[str, Any] | None = None  # prompt and completion as a training row has them; None without a reference
-    # prompt and answer as training has them, filled in by `with_tokens`: all tokens, and the answer's with -100 for the
-    # others; empty where max_length leaves none of the answer
+    # by `with_tokens`: all tokens, and -100 for the prompt's; empty where max_length leaves none of the answer
     ids: tuple[int, ...] = ()
     labels: tuple[int, ...] = ()
 
@@ -54,8 +53,7 @@ def choose_samples(
     requested: Any, eval_rows, dataset_format: str | None, tokenizer: PreTrainedTokenizerBase, split: str = "test"
 ) -> list[Sample]:
     """The recipe's `sample_prompts`: a number of rows of the test split, a JSON Lines file, or a list of prompts.
-    `eval_rows`: of dataset_test_split, named `split`, whether the run evaluates on them or not; None where the data has
-    no such split. Raises Refusal."""
+    `eval_rows`: of dataset_test_split, named `split`; None where the data has no such split. Raises Refusal."""
     if requested is None or str(requested) == "0":
         return []
     form: Callable[[Any], dict[str, Any]] = dict

@@ -94,10 +94,7 @@ def set_host_threads(strategy: Strategy, device: str) -> None:
 
 
 def rendezvous(
-    backend: str,
-    timeout: timedelta,
-    join_seconds: float = JOIN_SECONDS,
-    exchange_seconds: float = EXCHANGE_SECONDS,
+    backend: str, timeout: timedelta, join_seconds: float = JOIN_SECONDS, exchange_seconds: float = EXCHANGE_SECONDS
 ) -> None:
     """Start the default process group and all-reduce one number in it. `timeout`: of the training's collectives.
 

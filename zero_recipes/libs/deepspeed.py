@@ -27,8 +27,7 @@ from zero_recipes.libs.fsdp import local, whole_gradients
 STATE_PARTS = ("params", "grads", "optimizer")
 
 # DeepSpeed's optimizers (zero/stage_1_and_2.py, zero/stage3.py, fp16/, bf16_optimizer.py): the attributes that hold
-# weights beside the parameters, gradients beside theirs, and fp32 masters. Each must be there: one that DeepSpeed has
-# renamed would be counted as 0 bytes.
+# weights beside the parameters, gradients beside theirs, and fp32 masters. One that was renamed is an error.
 WEIGHTS, GRADIENTS, MASTERS = range(3)
 _LAYOUTS = {
     "DeepSpeedZeroOptimizer": (
@@ -59,8 +58,7 @@ def state_bytes(
     `model` is the bare module, `parameters` are its own between two steps, `optimizer` is DeepSpeed's ZeRO optimizer or
     a torch optimizer. Tensors on another device than the one that trains, and (in a CPU run, where host and device are
     one) states that the configuration offloads, count as offloaded_host; not the counters that torch's optimizers keep
-    on the host beside states on a GPU. What DeepSpeed has swapped to disk has no tensor: distributed/nvme.py counts its
-    files. Raises TypeError for an unknown optimizer.
+    on the host beside states on a GPU. What is on disk has no tensor. Raises TypeError for others.
     """
     device = _training_device()
     tensors = {
@@ -123,8 +121,7 @@ def packed_weights(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter,
 
 
 def _scales(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """What 4-bit weights are multiplied with, 4 bytes for 64 of them, itself quantised where it is nested: no
-    parameter, and whole on every rank."""
+    """What 4-bit weights are multiplied with, 4 bytes for 64 of them: no parameter, and whole on every rank."""
     for _, state in packed_weights(model):
         yield from _flatten(vars(state))
         yield from _flatten(vars(state.state2) if state.nested else None)

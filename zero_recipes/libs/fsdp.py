@@ -15,8 +15,7 @@ def fix_arguments(training_args, device: str) -> None:
     """Set what would change a run's results. Call it once TrainingArguments exist and before the trainer does.
 
     accelerate's own mixed precision (utils/dataclasses.py, set_mixed_precision) also casts what the model returns to 16
-    bit: the loss, which TRL computes inside the model, is rounded to three digits in training, evaluation and
-    metrics.json. `fsdp_config` takes no other.
+    bit: the loss, which TRL computes inside the model, is rounded to three digits. `fsdp_config` takes no other.
 
     Private: `fsdp_plugin_args` of TrainingArguments (transformers 5.23, training_args.py), which Trainer hands to
     accelerate's plugin.
@@ -62,9 +61,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reshard_model(model: torch.nn.Module) -> None:
-    """Free what a forward pass without a backward pass leaves gathered: the root and the LM head. torch
-    (fsdp/_fully_shard/_fully_shard.py) reshards these after the backward pass only. Nothing happens to a model without
-    FSDP2."""
+    """Free what FSDP2 leaves gathered after a forward pass without a backward pass: the root and the LM head. torch
+    (fsdp/_fully_shard/_fully_shard.py) reshards these after the backward pass only."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

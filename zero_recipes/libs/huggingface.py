@@ -138,9 +138,8 @@ LAUNCHED += ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMPI_", "PMI_", "MV
 
 @contextlib.contextmanager
 def single_process_env() -> Iterator[None]:
-    """One process on the CPU, whatever the launcher set, and silent libraries. The environment is restored afterwards.
-    accelerate's states of this process stay. TrainingArguments makes them anew (transformers, training_args.py
-    `_setup_devices`)."""
+    """One process on the CPU, whatever the launcher set, and silent libraries. The environment is restored afterwards,
+    accelerate's states are not: TrainingArguments makes them anew (transformers, training_args.py `_setup_devices`)."""
     import datasets
     from accelerate import PartialState
     from datasets.utils import are_progress_bars_disabled

@@ -55,8 +55,7 @@ def load_weights_by_class(model: PreTrainedModel, checkpoint: str) -> None:
     Private: `_load_from_checkpoint` and `_load_best_model` of the Trainer, which call this instead (transformers 5.23,
     trainer.py). Theirs call `load_state_dict(state_dict, False)` with the names of the file. Where saving renames
     (GPTNeoX: lm_head becomes embed_out), those weights are not loaded, with a warning only: a run resumed without
-    DeepSpeed goes on with the LM head it began with, and a best model is saved with the last one's. Upstream:
-    huggingface/transformers#48822.
+    DeepSpeed goes on with a fresh LM head, a best model has the last one's. Upstream: huggingface/transformers#48822.
     """
     whole = type(model).from_pretrained(checkpoint, dtype=model.dtype, local_files_only=True)
     with torch.no_grad():
@@ -88,8 +87,7 @@ def adapter_dtypes_kept(model: torch.nn.Module) -> Iterator[None]:
     """Let what trains have the dtype after the loading of a checkpoint that it had before.
 
     TRL 1.16, sft_trainer.py (`if _is_quantized_model`) makes QLoRA's adapter bf16; transformers 5.23, trainer.py
-    `_load_from_checkpoint` loads it by PEFT's load_adapter, which makes it fp32 again: a run resumed without DeepSpeed
-    would go on in another precision.
+    `_load_from_checkpoint` loads it by PEFT's load_adapter, in fp32 again: a run resumed without DeepSpeed differs.
     """
     dtypes = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
     yield
@@ -104,9 +102,8 @@ def patch_timeouts(seconds: int) -> None:
     Called again, it sets the time of the groups that are made from then on.
 
     Private: `TorchBackend.new_group` (DeepSpeed 0.19.8, comm/torch.py). It passes no timeout on: torch then takes its
-    default, 10 minutes under NCCL, whatever ddp_timeout says. At every stage the engine makes a second group of all
-    ranks (utils/groups.py `_clone_world_group`), in which the others wait while one rank saves. Upstream:
-    deepspeedai/DeepSpeed#7533.
+    default, 10 minutes under NCCL. At every stage the engine makes a second group of all ranks (utils/groups.py
+    `_clone_world_group`), in which the others wait while one rank saves. Upstream: deepspeedai/DeepSpeed#7533.
     """
     from deepspeed.comm.torch import TorchBackend
 
@@ -192,9 +189,8 @@ def patch_quantized_gradients() -> None:
 
 
 def scale_for_fp16(largest: torch.Tensor, world_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """The power of two, an fp32 scalar, with which `world_size` values of up to `largest` add up to at most 2^15. So
-    that neither they nor their sum leave fp16. `dtype`: the values', which must hold the power itself; 1 where
-    `largest` is not finite."""
+    """The power of two, an fp32 scalar, with which `world_size` values of up to `largest` add up to at most 2^15, so
+    that their sum does not leave fp16. `dtype`: the values', which must hold the power; 1 for an infinite `largest`."""
     _, exponent = torch.frexp(largest)  # largest < 2^exponent
     bits = (world_size - 1).bit_length()
     power = (15 - bits - exponent).clamp(-126, 15 if dtype == torch.float16 else 100)
@@ -207,8 +203,7 @@ def keep_4bit_layout(model: torch.nn.Module) -> None:
     Private: `support_avx512bf16_for_cpu` of Linear4bit (bitsandbytes 0.50.2, nn/modules.py). Its forward packs the
     weights anew in the first forward pass in evaluation mode there, in place and for good; autograd/_functions.py
     (matmul_4bit) then multiplies without autograd in training too. After samples or an evaluation no gradient would
-    pass a frozen layer: the adapters below it would learn from the residual alone, with a warning of torch's and
-    nothing else.
+    pass a frozen layer: the adapters below it would learn from the residual alone, with no more than a warning.
     """
     from bitsandbytes.nn import Linear4bit
 

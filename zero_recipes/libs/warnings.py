@@ -30,9 +30,8 @@ LEVELS = {
 
 
 def quieten() -> None:
-    """Drop the output above, and progress bars that nobody looks at. Bars move on a terminal alone, on the first rank.
-    Rows may take minutes to prepare: without a terminal the first process of each machine shows how far datasets is,
-    every 10 s."""
+    """Drop the output above, and progress bars that nobody looks at. Bars move on a terminal alone, on the first rank;
+    without one the first process of each machine shows how far datasets is, every 10 s."""
     quieten_loggers()
     for message, module in SUPPRESSED:
         warnings.filterwarnings("ignore", message=message, category=FutureWarning, module=module)

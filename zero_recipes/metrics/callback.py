@@ -20,10 +20,8 @@ from zero_recipes.core.host import hardware_facts, library_versions, peak_memory
 from zero_recipes.core.process import CLOCK, rank, signalled
 from zero_recipes.distributed.group import gather_rows
 from zero_recipes.libs.deepspeed import STATE_PARTS
-from zero_recipes.metrics import schema
+from zero_recipes.metrics import probe, schema
 from zero_recipes.metrics.communication import CommunicationCounter
-from zero_recipes.metrics.probe import MemoryPhases, StateProbe, StepClock, UsedFlops, steps_not_timed
-from zero_recipes.metrics.summary import History, RankFigures, continued, summarise
 from zero_recipes.model import parameter_counts
 
 
@@ -45,8 +43,7 @@ class StageMetricsCallback(TrainerCallback):
 
     In any Trainer: tokens are counted as they enter the model's forward pass, losses and gradient norms are those of
     the log, where logging_steps is 1. ZeroSFTTrainer hands over the exact numbers of every micro batch instead.
-    `strategy`, `predicted` and `known` (fields of RunIdentity): of a recipe's run, which writes the end of the file
-    itself, once the model is saved.
+    `strategy`, `predicted` and `known` (fields of RunIdentity): of a recipe's run, which writes the file's end itself.
     """
 
     def __init__(
@@ -60,15 +57,15 @@ class StageMetricsCallback(TrainerCallback):
         self.strategy, self.predicted, self.known = strategy, predicted, known
         self.ends_with_training = strategy is None
         self.identity: schema.RunIdentity | None = None
-        self.engine: torch.nn.Module | None = None  # known inside ZeroSFTTrainer alone
-        self.phases = MemoryPhases()
+        self.engine: torch.nn.Module | None = None  # what wraps the model: ZeroSFTTrainer sets it, no event carries it
+        self.phases = probe.MemoryPhases()
         self.phases.record("model_loaded")
         self.begin()
 
     def begin(self) -> None:
         """Nothing is measured yet."""
         self.finished = False
-        self.steps = StepClock("cpu")  # the device's, once training begins
+        self.steps = probe.StepClock("cpu")  # the device's, once training begins
         self.losses: list[torch.Tensor] = []  # one scalar per optimizer step, of this rank
         self.step_losses: list[float] = []  # the same of all ranks, as soon as the step is over
         self.logged_losses: dict[int, float] = {}  # by step, of a Trainer that does not hand its losses over
@@ -83,7 +80,7 @@ class StageMetricsCallback(TrainerCallback):
         self.tokens_timed: torch.Tensor | None = None  # the same over the timed steps
         self.states = dict.fromkeys((*STATE_PARTS, "offloaded_host", "offloaded_disk"), 0)
         self.forward_hook = None
-        self.probe: StateProbe | None = None
+        self.probe: probe.StateProbe | None = None
         self.communication: CommunicationCounter | None = None
         self.started_at = 0  # step
         self.warmup = 0
@@ -98,7 +95,7 @@ class StageMetricsCallback(TrainerCallback):
 
     def load_state_dict(self, carried: dict[str, Any], step: int) -> None:
         """Go on from what the checkpoint of `step` carries; `carried` is empty where another program wrote it."""
-        history = History.model_validate(carried)
+        history = probe.History.model_validate(carried)
         self.resumed_at = [*history.resumed_at, step]
         self.first_step = step + 1 if history.first_step is None else history.first_step
         self.earlier = history.summary
@@ -107,17 +104,13 @@ class StageMetricsCallback(TrainerCallback):
 
     def history(self) -> dict[str, Any]:
         """What a checkpoint carries, for `load_state_dict`, as JSON can hold it. Every rank calls it (collectives)."""
-        return History(
+        return probe.History(
             summary=self._summary(),
             grad_norm_history=self.grad_norms,
             eval_history=self.evaluations,
             first_step=self.first_step,
             resumed_at=self.resumed_at,
         ).model_dump(mode="json")
-
-    def engine_built(self, engine: torch.nn.Module) -> None:
-        """`engine`: what wraps the model; no event carries it."""
-        self.engine = engine
 
     def count_tokens(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None = None) -> None:
         """Add one micro batch: input_ids and labels of shape (batch, length), attention_mask likewise or absent;
@@ -131,14 +124,16 @@ class StageMetricsCallback(TrainerCallback):
 
     def since_last_log(self) -> dict[str, float]:
         """For the progress line and the trackers, of all ranks: speed, the peak of the memory (the accelerator's, else
-        RSS), the bytes sent in a step; with the first of them the plan's figures. Every rank calls it (collectives)."""
+        RSS), the bytes sent in a step; with the first of them the plan's figures. Every rank calls it (one gather)."""
         if self.tokens is None:
             return {}
         plan, peak, is_first = self.predicted, peak_memory(self.device), not self.used.logged_steps
+        own = [self.tokens - self.used.logged, self.tokens.new_tensor([peak["allocated"] or peak["rss"]])]
         with self.communication.not_counted():
-            peaks = gather_rows(self.tokens.new_tensor([[peak["allocated"] or peak["rss"]]]))
-            logs = self.used.since_last_log(self.tokens, self.steps, self.identity.world_size)
-        logs["peak_memory_bytes"] = int(peaks.max())
+            everyone = gather_rows(torch.cat(own).unsqueeze(0))
+        logs = self.used.since_last_log(everyone[:, :-1].sum(0), self.steps, self.identity.world_size)
+        self.used.logged = self.tokens
+        logs["peak_memory_bytes"] = int(everyone[:, -1].max())
         logs["communication_bytes_per_step"] = sum(self.communication.median().values())
         if is_first and plan is not None:
             logs |= {f"planned_{name}": value for name, value in plan if isinstance(value, int)}
@@ -177,7 +172,7 @@ class StageMetricsCallback(TrainerCallback):
             "recipe_sha256": None,
         }
         self.identity = schema.RunIdentity(**of_trainer | self.known)
-        self.used = UsedFlops(self.identity)
+        self.used = probe.UsedFlops(self.identity)
         self.used.count(model)
 
     # called by the Trainer
@@ -191,14 +186,14 @@ class StageMetricsCallback(TrainerCallback):
             self.load_state_dict({}, state.global_step)
         CLOCK.switch("train")
         self.started_at, total = state.global_step, state.max_steps - state.global_step
-        self.warmup, self.probed = steps_not_timed(total), min(1, max(0, total - 1))
+        self.warmup, self.probed = probe.steps_not_timed(total), min(1, max(0, total - 1))
         self.phases.record("engine_built")
         if self.device == "cuda":  # samples may have been generated, which use memory of their own
             torch.cuda.empty_cache()  # peaks begin again at what is reserved, and the allocator keeps what was freed
             torch.cuda.reset_peak_memory_stats()
-        self.steps = StepClock(self.device)
+        self.steps = probe.StepClock(self.device)
         engine = model if self.engine is None else self.engine
-        self.probe = StateProbe(model, optimizer, self.strategy, self.phases)
+        self.probe = probe.StateProbe(model, optimizer, self.strategy, self.phases)
         self.communication = CommunicationCounter(engine, self.strategy)
         if self.engine is None:
             self.forward_hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -224,7 +219,7 @@ class StageMetricsCallback(TrainerCallback):
         self.skipped += bool(getattr(optimizer, "step_was_skipped", False))
         if self.losses:
             self._bring_losses_together()
-        if self.probe.attached:
+        if self.probe.hooks:
             self.states = self.probe.detach()
         if self.done == max(1, self.warmup):
             self.communication.stop()
@@ -277,7 +272,7 @@ class StageMetricsCallback(TrainerCallback):
     def _summary(self) -> schema.Measurements:
         """Read peaks and bring all ranks' figures together, those of the run that was resumed included."""
         losses = torch.stack(self.losses).double() if self.losses else torch.zeros(0, dtype=torch.float64)
-        own = RankFigures(
+        own = probe.RankFigures(
             peak=schema.PeakMemory(**peak_memory(self.device)),
             states=schema.ModelStateBytes(**self.states),
             losses=losses.cpu().tolist() if self.losses else self._logged(),
@@ -290,7 +285,7 @@ class StageMetricsCallback(TrainerCallback):
         if not seconds:  # a resumed run that had no step left
             peaks = schema.Measurements(peak_memory_bytes=[rank.peak for rank in ranks], loss_history=[])
             return peaks if self.earlier == schema.Measurements() else self.earlier
-        now = summarise(
+        now = probe.summarise(
             ranks,
             seconds,
             min(self.warmup, len(seconds)),
@@ -299,7 +294,7 @@ class StageMetricsCallback(TrainerCallback):
             communication_bytes_between_nodes=self.communication.median_between_nodes(),
             skipped_steps=self.skipped if self.identity.precision == "fp16" else None,
         )
-        return continued(self.earlier, now)
+        return probe.continued(self.earlier, now)
 
     def _counted(self, tokens: torch.Tensor | None) -> list[int | None]:
         """Tokens of this rank: all, non-padding, supervised (None where nothing says which carry the loss)."""

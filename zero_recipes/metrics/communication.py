@@ -24,8 +24,7 @@ def _size(tensors) -> int:
     return sum(map(_size, tensors))
 
 
-# operators (torch/csrc/distributed/c10d/Ops.cpp and Functional.cpp): the collective, and the bytes of the full,
-# unsharded tensor by its arguments
+# operators (torch/csrc/distributed/c10d/Ops.cpp, Functional.cpp): the collective, the full tensor's bytes by arguments
 _OPERATORS = {
     "c10d::_allgather_base_": ("all_gather", lambda args: _size(args[0])),  # output, input
     "c10d::allgather_": ("all_gather", lambda args: _size(args[0])),  # output lists, inputs
@@ -139,8 +138,7 @@ class CommunicationCounter:
         if len(ranks) > 1:
             everywhere[collective] = everywhere.get(collective, 0) + size
         if len(nodes) > 1:
-            # an all-to-all's inputs are parts: those of the machine's other processes, in groups of their own, belong
-            # to the same whole
+            # an all-to-all's inputs are parts: those of the machine's other processes belong to the same whole
             others = self.per_node * len(nodes) // len(ranks) if collective == "all_to_all" else 1
             between[collective] = between.get(collective, 0) + size * others
 

@@ -3,10 +3,8 @@
 import contextlib
 import re
 import signal
-import sys
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -45,8 +43,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def write_failure(
     output_dir: Path, phase: str, error: BaseException, states: dict[str, int], save_status: str | None = None
 ) -> RankFailure:
-    """Write failure.rankN.json for this rank and return its content. `states`: model-state bytes of this rank;
-    `save_status`: what is known of the model's save."""
+    """Write and return failure.rankN.json. `states`: this rank's model-state bytes; `save_status`: of the model."""
     import torch
 
     memory = {what: size for what, size in states.items() if size}
@@ -64,18 +61,9 @@ def write_failure(
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
     )
-    with if_the_disk_takes_it():
+    with contextlib.suppress(OSError):  # a full disk may be the very failure
         write_text(output_dir / f"failure.rank{rank()}.json", failure.model_dump_json(indent=2) + "\n")
     return failure
-
-
-@contextlib.contextmanager
-def if_the_disk_takes_it() -> Iterator[None]:
-    """Say that a file could not be written, and go on: a full disk may be the very failure that is reported."""
-    try:
-        yield
-    except OSError as error:
-        print(f"what is known of the failure could not be written: {error}", file=sys.stderr, flush=True)
 
 
 def cause_of(output_dir: Path) -> RankFailure | None:

@@ -34,8 +34,7 @@ class ModelFlops:
     attention: dict[int | None, int]
 
     def of_step(self, tokens: float, squares: Iterable[float]) -> float:
-        """FLOPs of forward and backward. `tokens`: without padding; `squares`: for each key of `attention` in its
-        order, what `squares` sums over the rows."""
+        """FLOPs of forward and backward. `tokens`: without padding; `squares`: over all rows, by `attention`'s keys."""
         looked_at = zip(self.attention.values(), squares, strict=True)
         return (4 * self.weights + 2 * self.trained) * tokens + 3 * sum(width * square for width, square in looked_at)
 
@@ -46,8 +45,7 @@ class ModelFlops:
 
 
 def squares(length: float, window: int | None) -> float:
-    """Twice the pairs of tokens of one causal row that look at each other: the square of its length, less what lies
-    beyond a sliding window."""
+    """Twice the pairs of tokens of one causal row that look at each other: its square, less what a window hides."""
     seen = length if window is None else min(length, window)
     return 2 * seen * length - seen * seen
 
@@ -97,26 +95,13 @@ def _attention(config) -> dict[int | None, int]:
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         return {}
-    width, found = heads * sum(_head_widths(config, heads)), {}
-    for kind in _layer_kinds(config):
+    plain = getattr(config, "head_dim", None) or config.hidden_size // heads
+    widths = (getattr(config, name, None) or plain for name in ("qk_head_dim", "v_head_dim"))  # of queries, of values
+    width, found = heads * sum(widths), {}
+    alike = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    for kind in getattr(config, "layer_types", None) or [alike] * config.num_hidden_layers:
         if kind.endswith("attention") and not kind.startswith("linear"):
-            window = _window(config, kind)
+            key = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
+            window = None if key is None else getattr(config, key, None)
             found[window] = found.get(window, 0) + width
     return found
-
-
-def _layer_kinds(config) -> list[str]:
-    kinds = getattr(config, "layer_types", None)
-    alike = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    return kinds or [alike] * config.num_hidden_layers
-
-
-def _head_widths(config, heads: int) -> tuple[int, int]:
-    """Of queries and of values."""
-    plain = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return getattr(config, "qk_head_dim", None) or plain, getattr(config, "v_head_dim", None) or plain
-
-
-def _window(config, kind: str) -> int | None:
-    key = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind)
-    return None if key is None else getattr(config, key, None)

@@ -1,18 +1,22 @@
-"""What is read off optimizer steps: the largest model states, memory after each phase, seconds, tokens, model FLOPs."""
+"""What is read off optimizer steps: the largest model states, memory after each phase, seconds, tokens, model FLOPs;
+and the ranks' figures brought together."""
 
+import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import Field
 
+from zero_recipes.checkpoint.output_dir import swapped_bytes
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.core.host import peak_flops_of
-from zero_recipes.core.process import rank
-from zero_recipes.distributed import nvme
-from zero_recipes.distributed.group import gather_rows
+from zero_recipes.core.process import say
 from zero_recipes.libs.deepspeed import base_optimizer, state_bytes, whole_shape
+from zero_recipes.metrics import schema
 from zero_recipes.metrics.flops import ModelFlops, model_flops
-from zero_recipes.metrics.schema import RunIdentity
 
 MOST_WARMUP_STEPS = 5
 
@@ -45,10 +49,6 @@ class StateProbe:
         self.largest: dict[str, int] = {}
         self.hooks: list = []
 
-    @property
-    def attached(self) -> bool:
-        return bool(self.hooks)
-
     def attach(self) -> None:
         for p in self.parameters:
             if p.requires_grad:
@@ -69,7 +69,7 @@ class StateProbe:
     def read(self) -> dict[str, int]:
         """Read all parts now; the largest bytes of each so far."""
         now = state_bytes(self.model, self.parameters, self.states_of, *self.offload)
-        now["offloaded_disk"] = nvme.swapped_bytes(self.strategy)
+        now["offloaded_disk"] = swapped_bytes(self.strategy)
         self.largest = {part: max(self.largest.get(part, 0), size) for part, size in now.items()}
         return self.largest
 
@@ -124,10 +124,9 @@ def steps_not_timed(total: int) -> int:
 
 
 class UsedFlops:
-    """Of one run, on every rank. `peak`: dense FLOP/s of this run's card in its precision; None on CPUs and for a card
-    that hardware.yaml has not."""
+    """Of one run, on every rank. `peak`: dense FLOP/s of its card in its precision; None of CPUs and unknown cards."""
 
-    def __init__(self, identity: RunIdentity):
+    def __init__(self, identity: schema.RunIdentity):
         tf32 = identity.precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32"
         self.peak = peak_flops_of(identity.device, "tf32" if tf32 else identity.precision)
         self.model: ModelFlops | None = None
@@ -140,14 +139,12 @@ class UsedFlops:
         try:
             self.model = model_flops(model, whole_shape)
         except (AttributeError, TypeError, ZeroDivisionError) as error:  # a config of the model's own making
-            if rank() == 0:
-                print(f"model FLOPs   not counted, no MFU: {error}", flush=True)
+            say(f"model FLOPs   not counted, no MFU: {error}")
 
     def counted(self, inputs: dict[str, torch.Tensor], repeated: torch.Tensor | None) -> torch.Tensor:
-        """All tokens of a micro batch, those without padding, those with a loss, then `squares`; on its device.
-        Arguments: as of StageMetricsCallback.count_tokens."""
+        """All tokens of a micro batch, those without padding, those with a loss, then `squares`; on its device."""
         ids = inputs["input_ids"]
-        shared = "shift_labels" in inputs  # this process's part of each row (zero_recipes/distributed/ulysses.py)
+        shared = "shift_labels" in inputs  # this process's part of each row (Ulysses)
         labels = inputs.get("labels", torch.full_like(ids, -100))
         supervised = inputs["shift_labels"] if shared else labels[..., 1:]
         first = torch.ones_like(ids, dtype=torch.bool) if repeated is None else ~repeated
@@ -164,8 +161,7 @@ class UsedFlops:
         """metrics/flops.py `squares`, summed over the rows of a micro batch, for each window; on its device.
 
         `non_padding`: which places hold a token, of the shape of input_ids. Rows that stand in one line (packed or
-        padding-free), or in several processes (Ulysses), are told apart by position_ids: the odd numbers up to a row's
-        length add up to its square.
+        padding-free), or in several processes (Ulysses), are told apart by position_ids: n odd numbers add up to n².
         """
         windows = () if self.model is None else tuple(self.model.attention)
         positions = inputs.get("position_ids")
@@ -183,16 +179,12 @@ class UsedFlops:
         _, tokens, _, *squares = counted.tolist()
         return self.model.of_step(tokens, squares)
 
-    def since_last_log(self, counted: torch.Tensor | None, steps: StepClock, world_size: int) -> dict[str, float]:
+    def since_last_log(self, counted: torch.Tensor, steps: StepClock, world_size: int) -> dict[str, float]:
         """Tokens per second without padding, of all ranks, and MFU where the peak is known; for the progress line.
-        Every rank calls it (one gather). `counted`: by this rank over the whole run."""
-        seconds = sum(steps.seconds(self.logged_steps))
-        if counted is None or not seconds:
-            return {}
-        everyone = gather_rows((counted - self.logged).reshape(1, -1)).sum(0)
-        self.logged, self.logged_steps = counted, len(steps.steps)
-        tokens = int(everyone[1])
-        used = utilisation(self.of(everyone), tokens, seconds, world_size, self.peak)
+        `counted`: by all ranks since the last log."""
+        seconds, tokens = sum(steps.seconds(self.logged_steps)), int(counted[1])
+        self.logged_steps = len(steps.steps)
+        used = utilisation(self.of(counted), tokens, seconds, world_size, self.peak)
         return {"tokens_per_second": tokens / seconds} | ({"mfu": used["mfu"]} if used.get("mfu") else {})
 
 
@@ -206,3 +198,74 @@ def utilisation(flops: float, tokens: int, seconds: float, ranks: int, peak: flo
         "model_flops_per_second": each,
         "mfu": None if peak is None else each / peak,
     }
+
+
+# all ranks together
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """One rank's share of the figures."""
+
+    peak: schema.PeakMemory
+    states: schema.ModelStateBytes
+    losses: list[float] | None  # one per optimizer step of this process; None where they are not known
+    tokens: list[int | None]  # over all its steps: all, non-padding, supervised (None where they are not known)
+    timed_tokens: list[int | None]  # over the timed ones
+    timed_flops: float = 0.0  # the model's, over the timed steps; 0 where they are not counted
+
+
+class History(schema.Part):
+    """What a checkpoint carries of the measurements, for the run that goes on from it; all of it may be missing."""
+
+    summary: schema.Measurements = schema.Measurements()
+    grad_norm_history: list[schema.Number] = Field([])
+    eval_history: list[schema.Evaluation] = Field([])
+    first_step: int | None = None  # of the loss history
+    resumed_at: list[int] = Field([])
+
+
+def summarise(
+    ranks: Sequence[RankFigures], seconds: Sequence[float], warmup: int, peak_flops: float | None = None, **more: Any
+) -> schema.Measurements:
+    """The figures of all ranks over at least one step. `seconds`: of each step; `warmup`: how many are not timed;
+    `peak_flops`: FLOP/s of a card, None where it is not known; `more`: what rank 0 alone knows (fields of
+    Measurements). Where none is timed, times and rates are null."""
+    timed = seconds[warmup:]
+    speed = _sums([rank.timed_tokens for rank in ranks])
+    flops = sum(rank.timed_flops for rank in ranks)
+    used = utilisation(flops, speed.non_padding, sum(timed), len(ranks), peak_flops) if timed else {}
+    rates = {kind: None if count is None or not timed else count / sum(timed) for kind, count in speed}
+    losses = [rank.losses for rank in ranks]
+    return schema.Measurements(
+        peak_memory_bytes=[rank.peak for rank in ranks],
+        model_state_bytes=[rank.states for rank in ranks],
+        tokens=_sums([rank.tokens for rank in ranks]),
+        tokens_per_second=schema.Tokens(**rates) if timed else None,
+        step_seconds=schema.StepSeconds(
+            median=statistics.median(timed) if timed else None,
+            p90=sorted(timed)[min(len(timed) - 1, int(0.9 * len(timed)))] if timed else None,
+            warmup_steps_excluded=warmup,
+        ),
+        **used,
+        loss_history=None if None in losses else [sum(step) / len(ranks) for step in zip(*losses, strict=True)],
+        **more,
+    )
+
+
+def continued(earlier: schema.Measurements, now: schema.Measurements) -> schema.Measurements:
+    """The figures of a resumed run: losses and tokens of the whole run, everything else of the last process."""
+    if earlier.tokens is None:
+        return now
+    losses = [*(earlier.loss_history or []), *now.loss_history]
+    tokens = _sums([list(dict(each.tokens).values()) for each in (earlier, now)])
+    more = {"loss_history": losses, "tokens": tokens}
+    if now.skipped_steps is not None:
+        more["skipped_steps"] = (earlier.skipped_steps or 0) + now.skipped_steps
+    return now.model_copy(update=more)
+
+
+def _sums(counts: Sequence[Sequence[int | None]]) -> schema.Tokens:
+    """Of each kind; None where one of them is not known."""
+    sums = [None if None in column else sum(column) for column in zip(*counts, strict=True)]
+    return schema.Tokens(**dict(zip(schema.Tokens.model_fields, sums, strict=True)))

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -89,12 +89,16 @@ class SweepFile(schema.Part):
     schema_version: Literal[1] = Field(alias="schema")
     runs: list[SweptRun]  # those of earlier sweeps into the same folder among them
 
-    def with_runs(self, added: list[SweptRun]) -> Self:
-        """The same with further runs; a run in the folder of an earlier one takes its place."""
-        return SweepFile(schema=1, runs=list(({run.folder: run for run in self.runs + added}).values()))
 
-    def write(self, folder: Path) -> None:
-        write_text(folder / SWEEP_FILE, self.model_dump_json(by_alias=True, indent=2) + "\n")
+def draw_losses(axes: Any, run: schema.Metrics) -> None:
+    """Losses of training and evaluation over the steps, on axes of matplotlib."""
+    few, evaluated = len(run.losses) < 20, {entry.step: entry.loss for entry in run.eval_history or []}
+    axes.plot([*run.losses], [*run.losses.values()], color="#33608c", lw=1.2, marker="." * few, label="training")
+    if evaluated:
+        axes.plot([*evaluated], [*evaluated.values()], color="#cc4b58", lw=1.6, marker="o", ms=5, label="evaluation")
+    axes.set(xlabel="optimizer step", ylabel="loss")
+    axes.locator_params(axis="x", integer=True)
+    axes.legend(frameon=False)
 
 
 def read_runs(folder: Path) -> list[MeasuredRun]:
@@ -137,3 +141,10 @@ def read_sweep_file(folder: Path) -> SweepFile:
     """The sweep.json of a folder, without runs where there is none. Raises ContractError, which names the file."""
     path = folder / SWEEP_FILE
     return schema.read_part(SweepFile, path) if path.exists() else SweepFile(schema=1, runs=[])
+
+
+def add_to_sweep_file(folder: Path, added: list[SweptRun]) -> None:
+    """A run in the folder of an earlier one takes its place. Raises ContractError."""
+    runs = {run.folder: run for run in read_sweep_file(folder).runs + added}
+    document = SweepFile(schema=1, runs=list(runs.values()))
+    write_text(folder / SWEEP_FILE, document.model_dump_json(by_alias=True, indent=2) + "\n")

@@ -50,6 +50,11 @@ class ModelStateBytes(Part):
     offloaded_host: int | None = None
     offloaded_disk: int | None = None
 
+    @property
+    def total(self) -> int:
+        """Bytes on the device that trains; what is offloaded does not count."""
+        return (self.params or 0) + (self.grads or 0) + (self.optimizer or 0)
+
 
 class Tokens(Part):
     """Tokens over all ranks, or how many of them a second."""
@@ -117,6 +122,11 @@ class PredictedMetrics(Part):
     host_bytes: HostBytes | None = None
     flops_per_step: int | None = None
 
+    @property
+    def state_bytes(self) -> int | None:
+        """Of the planned model states on the device that trains."""
+        return (self.model_state_bytes and self.model_state_bytes.total) or None
+
 
 EngineOnly = Field(None, exclude_if=lambda value: value is None)  # JSON leaves it out elsewhere
 
@@ -154,8 +164,7 @@ class Prediction(BaseModel):
     @property
     def state_bytes(self) -> int:
         """Model states at rest on the device that trains."""
-        states = self.model_state_bytes
-        return states.params + states.grads + states.optimizer
+        return self.model_state_bytes.total
 
     @property
     def for_metrics(self) -> PredictedMetrics:
@@ -225,6 +234,27 @@ class Metrics(Measurements, RunIdentity, RunStatus):
     versions: dict[str, str] | None = None
     hardware: dict[str, str | int | None] | None = None
     failure: Failure | None = None
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """{optimizer step: loss}. A resumed run whose checkpoint carried no history begins at `first_step`."""
+        return dict(enumerate(self.loss_history or [], self.first_step))
+
+    @property
+    def fullest_rank(self) -> ModelStateBytes | None:
+        """The rank that holds most model state on the device that trains; None where none was measured."""
+        ranks = [rank for rank in self.model_state_bytes or [] if rank]
+        measured = [rank for rank in ranks if {rank.params, rank.grads, rank.optimizer} != {None}]
+        return max(measured, key=lambda rank: rank.total, default=None)
+
+    @property
+    def speed(self) -> float | None:
+        """Non-padding tokens per second over all ranks."""
+        return self.tokens_per_second.non_padding if self.tokens_per_second else None
+
+    def peak(self, kind: str) -> int | None:
+        """The largest peak of all ranks in bytes; `kind`: a field of PeakMemory."""
+        return max((getattr(rank, kind) or 0 for rank in self.peak_memory_bytes or [] if rank), default=0) or None
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -24,6 +24,7 @@ from zero_recipes.data.prepare import RowLengths, rows_at_hand, stated
 
 HOSTS, MACHINE_RANK = "HOST,HOST", "K"  # in a command for several machines: of each machine
 FSDP = "fsdp2"  # the strategy that no ds_config describes
+SINGLE = "single"  # one process, without DeepSpeed
 MODELS = Path(__file__).with_name("models")
 ALL = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 ON_SEVERAL = ("zero3_hpz", "zero3_qwz", "zero3_qgz", "zero3_plus_plus", FSDP)  # GPUs: one has nobody to share with
@@ -143,7 +144,8 @@ def read_strategies(recipe: Recipe, names: Sequence[str] | None, folder: Path = 
         raise refusal("ZR801", names=",".join(names))
     fp16 = recipe.settings.precision == "fp16"  # zero0 is refused (ZR193)
     named = EVERY if names == ["all"] else names or [name for name in ALL if name != "zero0" or not fp16]
-    return {name: _ds_config_of(at_hand(folder / f"{name}.yaml")) for name in named}
+    files = {name: at_hand(folder / f"{name}.yaml") for name in named}
+    return {name: None if name == SINGLE else _ds_config_of(file) for name, file in files.items()}
 
 
 def _ds_config_of(path: Path) -> dict[str, Any] | None:
@@ -186,7 +188,7 @@ def job_of(
 ) -> Job:
     """Raises Refusal where global_batch_size cannot be made of so many ranks. `per_node`: GPUs of most machines that
     are rented; --gpus_per_node says otherwise."""
-    settings, name = recipe.settings, "single" if ds_config is None and ranks == 1 else strategy
+    settings, name = recipe.settings, SINGLE if ds_config is None and ranks == 1 else strategy
     accumulation = recipes.derive_accumulation(settings, recipe.explicit, ranks)
     if accumulation is not None:
         settings = settings.replace(gradient_accumulation_steps=accumulation)
@@ -234,6 +236,8 @@ class PlanRequest:
     def _excluded(self, strategy: str, job: Job) -> str | None:
         if job.world_size == 1 and strategy in ON_SEVERAL and len(self.strategies) > 1:
             return "one GPU has no other to share with or to send to"
+        if strategy == SINGLE and job.world_size > 1:
+            return "it is one process"
         if job.on_nvme and self.nvme is None and len(self.strategies) == len(EVERY):
             return "--nvme says how much of it each machine has"
         return why_not(job)
@@ -285,7 +289,7 @@ def run_command(recipe: Path, settings: Settings, overrides: Sequence[str], job:
             options += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     if job.on_nvme and settings.nvme_path is None:
         options += ["--nvme_path", "FOLDER"]
-    own = job.strategy == "single" or settings.deepspeed is not None  # the recipe says all
+    own = job.strategy == SINGLE or settings.deepspeed is not None  # the recipe says all
     launch = [*([] if own else ["--config_file", f"{job.strategy}.yaml"]), "--num_processes", str(job.world_size)]
     if job.world_size > job.gpus_per_node:
         launch += ["--hosts", HOSTS, "--machine_rank", MACHINE_RANK]

@@ -45,7 +45,15 @@ class Judgement(NamedTuple):
 def judge_runs(runs: Sequence[MeasuredRun]) -> list[Judgement]:
     """All judgements on these runs, in the order in which a reader asks; those on stages need compared rows."""
     compared = read.comparison(runs)
-    answers = {name: judge(compared) for name, judge in JUDGES.items()} if compared else {}
+    judges = {
+        "finished": _finished,
+        "alike": _alike,
+        "staircase": _staircase,
+        "speed": _speed,
+        "losses": _losses_equal,
+        "communication": _communication,
+    }
+    answers = {name: judge(compared) for name, judge in judges.items()} if compared else {}
     answers["answers"] = _answers(runs)
     asked = texts()["judgements"]
     return [Judgement(verdict=answer[0], measured=answer[1], **asked[name]) for name, answer in answers.items()]
@@ -119,26 +127,26 @@ def _written(value: object) -> str:
 
 
 def _staircase(runs: Sequence[MeasuredRun]) -> Answer:
-    steps = [run for run in _stages(runs) if read.largest_rank(run)]
+    steps = [run for run in _stages(runs) if run.fullest_rank]
     if len(steps) < 2:
         return "cannot tell", "Fewer than two stages were measured."
-    totals = {run.label: read.state_total(read.largest_rank(run)) for run in steps}
+    totals = {run.label: run.fullest_rank.total for run in steps}
     rises = [(a, b) for a, b in pairwise(totals) if totals[b] > totals[a] * (1 + EQUAL_MEMORY)]
     measured = f"Largest rank: {_listed(totals, units.size)}."
     measured += "".join(f" {upper} holds more than {lower}." for lower, upper in rises)
     if against := {run.label: totals[run.label] / expected for run in steps if (expected := read.textbook(run))}:
         measured += f" Measured over textbook: {_listed(against, '{:.3f}'.format)}."
-    if peaks := {run.label: peak for run in steps if (peak := read.peak_allocated(run))}:
+    if peaks := {run.label: peak for run in steps if (peak := run.peak("allocated"))}:
         measured += f" Peak allocated, with activations and buffers: {_listed(peaks, units.size)}."
     return _yes(not rises), measured
 
 
 def _speed(runs: Sequence[MeasuredRun]) -> Answer:
     """Times taken on a CPU give numbers but no verdict, since the claims are about GPUs."""
-    timed = [run for run in _stages(runs) if read.speed(run)]
+    timed = [run for run in _stages(runs) if run.speed]
     if len(timed) < 2:
         return "cannot tell", "Fewer than two stages were timed."
-    slower = {run.label: 1 - read.speed(run) / read.speed(timed[0]) for run in timed[1:]}
+    slower = {run.label: 1 - run.speed / timed[0].speed for run in timed[1:]}
     listed = _listed(slower, lambda by: f"{units.percent(abs(by))} {'slower' if by >= 0 else 'faster'}")
     measured = f"Against {timed[0].label}: {listed}."
     if any(run.device == "cpu" for run in timed):
@@ -152,7 +160,7 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
     trained = [run for run in runs if run.status == "ok" and run.loss_history]
     if len(trained) < 2:
         return "cannot tell", "Fewer than two strategies have losses."
-    losses = {run.label: read.losses_by_step(run).items() for run in trained}
+    losses = {run.label: run.losses.items() for run in trained}
     broken = {label: next((s for s, loss in found if not math.isfinite(loss)), None) for label, found in losses.items()}
     if broken := {label: step for label, step in broken.items() if step is not None}:
         return "no", f"The loss is not finite: {_listed(broken, 'from step {}'.format)}."
@@ -165,18 +173,18 @@ def _losses_equal(runs: Sequence[MeasuredRun]) -> Answer:
     if sixteen_bit and len(stages) >= 2:
         sentence = _within(stages, LOSS_16_BIT)[1]
         measured += f" For DeepSpeed's stages alone: {sentence[0].lower()}{sentence[1:]}"
-    if any(set(read.losses_by_step(run)) != set(steps) for run in trained):
+    if any(set(run.losses) != set(steps) for run in trained):
         measured += f" Only steps {steps[0]} to {steps[-1]} are compared; some strategies have others too."
     return _yes(holds), measured
 
 
 def _common_steps(runs: Sequence[MeasuredRun]) -> list[int]:
-    return sorted(set.intersection(*(set(read.losses_by_step(run)) for run in runs)))
+    return sorted(set.intersection(*(set(run.losses) for run in runs)))
 
 
 def _within(runs: Sequence[MeasuredRun], limit: float) -> tuple[bool, str]:
     """Whether the losses of all runs agree at each step that all have, by their largest relative difference."""
-    losses = {run.label: read.losses_by_step(run) for run in runs}
+    losses = {run.label: run.losses for run in runs}
     worst, steps = (0.0, 0, "", ""), _common_steps(runs)
     for step in steps:
         low, high = (choose(losses, key=lambda name: losses[name][step]) for choose in (min, max))
@@ -192,7 +200,7 @@ def _within(runs: Sequence[MeasuredRun], limit: float) -> tuple[bool, str]:
 
 
 def _communication(runs: Sequence[MeasuredRun]) -> Answer:
-    moved = {run.label: read.communication_in_phi(run) for run in runs if run.strategy in ORDER}
+    moved = {run.label: read.in_phi(run, run.communication_bytes_per_step) for run in runs if run.strategy in ORDER}
     moved = {label: phi for label, phi in moved.items() if phi is not None}
     measured_runs = [run for run in runs if run.label in moved]
     if all(run.zero_stage is None for run in measured_runs) or any(run.world_size == 1 for run in measured_runs):
@@ -239,13 +247,3 @@ def _yes(holds: bool) -> Verdict:
 
 def _listed(values: Mapping[str, float], written) -> str:
     return ", ".join(f"{label} {written(value)}" for label, value in values.items())
-
-
-JUDGES = {
-    "finished": _finished,
-    "alike": _alike,
-    "staircase": _staircase,
-    "speed": _speed,
-    "losses": _losses_equal,
-    "communication": _communication,
-}

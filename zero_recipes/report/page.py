@@ -20,18 +20,15 @@ from zero_recipes.core.tables import Column, plain, print_columns, terminal
 from zero_recipes.metrics.read_runs import MeasuredRun, SampleRow, read_runs
 from zero_recipes.metrics.schema import ContractError
 from zero_recipes.report import plots, read
-from zero_recipes.report.judge import Judgement, bottom_line, judge_runs, mean_scores, sampled_run
+from zero_recipes.report.judge import SAME_RUN, Judgement, bottom_line, judge_runs, mean_scores, sampled_run
 
 VERDICT_STYLE = {"yes": "bold green", "no": "bold red", "cannot tell": "bold yellow"}
-SETTINGS = ("model", "parameters", "trainable_parameters", "device", "world_size", "precision", "micro_batch_size",
-            "gradient_accumulation_steps", "max_length", "recipe_sha256")  # fmt: skip
 PLANNED = ("run", "planned by", "states planned", "measured", "apart", "peak planned", "measured", "apart")
 
 
 def write_report(folder: Path, console: Console | None = None) -> Path:
     """Write report.html, report.json, report.md and the pictures into `folder`, print the tables and judgements.
     Returns the path of the page. Raises Refusal where a metrics.json cannot be read, or there is none."""
-    folder = Path(folder)
     try:
         runs = read_runs(folder)
     except ContractError as error:
@@ -147,7 +144,7 @@ def _details(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
     return [
         {"title": "Planned and measured memory", "headers": PLANNED, "rows": planned},
         _by_run("Seconds per phase", {run.label: run.phase_seconds for run in runs}),
-        _by_run("Settings", {run.label: {name: getattr(run, name) for name in SETTINGS} for run in runs}),
+        _by_run("Settings", {run.label: run.model_dump(include={*SAME_RUN, "recipe_sha256"}) for run in runs}),
         _by_run("Hardware", {run.label: run.hardware for run in runs}),
         _by_run("Versions", {run.label: run.versions for run in runs}),
     ]
@@ -155,9 +152,9 @@ def _details(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
 
 def _planned(run: MeasuredRun) -> list[str] | None:
     """What was planned beside what was measured: states with states, allocated peak with allocated peak."""
-    rank, cells = read.largest_rank(run), []
-    states = read.planned_states(run), read.state_total(rank) if rank else None
-    peaks = read.planned_peak(run), read.peak_allocated(run)
+    rank, cells = run.fullest_rank, []
+    states = run.predicted.state_bytes if run.predicted else None, rank.total if rank else None
+    peaks = read.planned_peak(run), run.peak("allocated")
     if states[0] is None and peaks[0] is None:
         return None
     for planned, measured in (states, peaks):

@@ -19,7 +19,7 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from zero_recipes.core import units
-from zero_recipes.metrics.read_runs import MeasuredRun
+from zero_recipes.metrics.read_runs import MeasuredRun, draw_losses
 from zero_recipes.report import read
 
 BARS_INCHES, LOSS_INCHES = (8.0, 4.8), (8.0, 6.0)
@@ -69,7 +69,7 @@ def draw_comparison(runs: Sequence[MeasuredRun], folder: Path) -> dict[str, Path
         memory = list(filter(None, [(run.hardware or {}).get("gpu_memory_bytes") for run in planned]))
         ends = [tuple(dict(run.predicted.reserved_bytes).values()) for run in planned]
         known = zip(planned, ends, strict=True)
-        bars = [Bar(run.label, run.predicted.at_peak, read.peak_allocated(run), reserved=end) for run, end in known]
+        bars = [Bar(run.label, run.predicted.at_peak, run.peak("allocated"), reserved=end) for run, end in known]
         capacity = min(memory, default=None)
         title, path = "Planned memory, and the measured peak", folder / "plan.png"
         drawn["plan"] = draw_memory(bars, title, setting, path, capacity)
@@ -83,13 +83,7 @@ def draw_single(run: MeasuredRun, folder: Path) -> Path | None:
     path = folder / f"run_{run.folder.name}.png"
     with _figure(path, BARS_INCHES) as figure:
         axes = _titled(figure.subplots(), f"Training loss of {run.label}", read.setting([run]))
-        _lines(axes, read.losses_by_step(run), color=STRATEGIES["zero3"], lw=1.2, label="training")
-        if run.eval_history:
-            evaluated = {entry.step: entry.loss for entry in run.eval_history}
-            _lines(axes, evaluated, color=STRATEGIES["zero0"], lw=1.6, marker="o", ms=5, label="evaluation")
-        axes.set(xlabel="optimizer step", ylabel="loss")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend()
+        draw_losses(axes, run)
     return path
 
 
@@ -104,7 +98,11 @@ def draw_memory(bars: Sequence[Bar], title: str, setting: str, path: Path, capac
         axes.set(ylabel=f"memory of the fullest rank in {unit}", ylim=(0, 1.12 * highest / one or 1))
         for place, bar in enumerate(bars):
             left = place - shift if bar.peak else place
-            _stack(axes, left, {part: size / one for part, size in bar.parts.items()}, width)
+            bottom = 0.0
+            for part, size in bar.parts.items():
+                looks = {"color": MEMORY.get(part, FAINT), "edgecolor": "white", "linewidth": 0.6}
+                axes.bar(left, size / one, width, bottom, **looks)
+                bottom += size / one
             if bar.textbook:
                 outline = [withStroke(linewidth=4.5, foreground="white")]
                 axes.hlines(bar.textbook / one, left - width / 2, left + width / 2, INK, lw=2, path_effects=outline)
@@ -127,10 +125,10 @@ def draw_memory(bars: Sequence[Bar], title: str, setting: str, path: Path, capac
 
 def _state_bar(run: MeasuredRun) -> Bar:
     """Model states of the fullest rank, in grey on top what lies on host and disk."""
-    rank = read.largest_rank(run)
+    rank = run.fullest_rank
     parts = {part: getattr(rank, part) or 0 for part in STATES} if rank else {}
     absent = "" if rank else ABSENT.get(run.status, run.status)
-    return Bar(_label(run), parts, read.peak_allocated(run), read.textbook(run), absent=absent)
+    return Bar(_label(run), parts, run.peak("allocated"), read.textbook(run), absent=absent)
 
 
 def _memory_legend(bars: Sequence[Bar], capacity: int | None) -> list[Any]:
@@ -150,11 +148,11 @@ def _memory_legend(bars: Sequence[Bar], capacity: int | None) -> list[Any]:
 
 def _draw_throughput(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:
     """Non-padding tokens per second over all ranks, with the share of the baseline on top."""
-    reference, fastest = read.baseline(runs), max((read.speed(run) or 0 for run in runs), default=0)
+    reference, fastest = read.baseline(runs), max((run.speed or 0 for run in runs), default=0)
     with _figure(path, BARS_INCHES) as figure:
         axes = _titled(figure.subplots(), "Throughput", setting)
         for place, (run, colour) in enumerate(zip(runs, colours(runs), strict=True)):
-            if (speed := read.speed(run)) is None:
+            if (speed := run.speed) is None:
                 _say(axes, place, ABSENT.get(run.status, run.status))
                 continue
             axes.bar(place, speed, 0.62, color=colour)
@@ -177,7 +175,7 @@ def _draw_losses(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         _titled(upper, "Training loss", setting).set_ylabel("loss")
         for index, (run, colour) in enumerate(trained):
-            losses = read.losses_by_step(run)
+            losses = run.losses
             # dashes take turns where curves coincide; a thin line joins them
             dashes = (-5.0 * (index - 1), (5.0, 5.0 * (len(trained) - 1))) if index else "-"
             _lines(upper, losses, color=colour, lw=0.9, zorder=1)
@@ -192,9 +190,9 @@ def _draw_losses(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:
 
 def _distances(axes: Axes, base: MeasuredRun | None, trained: Sequence[tuple[MeasuredRun, str]]) -> None:
     """Lines of |loss - baseline loss|; steps that agree to the last bit have no place on a log scale."""
-    expected, remarks, drawn = read.losses_by_step(base) if base else {}, [], []
+    expected, remarks, drawn = base.losses if base else {}, [], []
     for run, colour in trained:
-        gaps = {step: abs(loss - expected[step]) for step, loss in read.losses_by_step(run).items() if step in expected}
+        gaps = {step: abs(loss - expected[step]) for step, loss in run.losses.items() if step in expected}
         if not all(map(math.isfinite, gaps.values())):
             remarks.append(f"not finite: {run.label}")
         elif gaps and not any(gaps.values()):
@@ -229,19 +227,11 @@ def _figure(path: Path, inches: tuple[float, float]) -> Iterator[Figure]:
         figure.savefig(path)
 
 
-def _titled(axes: Axes, text: str, setting: str, grid: str = "y") -> Axes:
+def _titled(axes: Axes, text: str, setting: str) -> Axes:
     axes.set_title(text, loc="left", fontweight="bold", fontsize=12.5, pad=25)
     _note(axes, setting, (0, 1), (0, 8), xycoords="axes fraction", va="bottom", color=PALE, annotation_clip=False)
-    axes.grid(axis=grid)
+    axes.grid(axis="y")
     return axes
-
-
-def _stack(axes: Axes, place: float, parts: Mapping[str, float], width: float) -> None:
-    """Parts of MEMORY one on the other."""
-    bottom = 0.0
-    for part, height in parts.items():
-        axes.bar(place, height, width, bottom, color=MEMORY.get(part, FAINT), edgecolor="white", linewidth=0.6)
-        bottom += height
 
 
 def _lines(axes: Axes, points: Mapping[Any, float], **looks: Any) -> None:

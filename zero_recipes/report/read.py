@@ -13,7 +13,7 @@ import yaml
 from zero_recipes.core import units
 from zero_recipes.core.tables import Column, Row, markdown_columns
 from zero_recipes.metrics.read_runs import EVALUATED, MeasuredRun, TaskScore
-from zero_recipes.metrics.schema import ORDER, ModelStateBytes
+from zero_recipes.metrics.schema import ORDER
 from zero_recipes.theory import zero_paper
 
 BYTES_PER_VALUE = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -50,18 +50,6 @@ def baseline(runs: Sequence[MeasuredRun]) -> MeasuredRun | None:
     return finished.get("ddp") or finished.get("zero0")
 
 
-def largest_rank(run: MeasuredRun) -> ModelStateBytes | None:
-    """The rank that holds most model state on the device that trains; None where none was measured."""
-    ranks = [rank for rank in run.model_state_bytes or [] if rank]
-    measured = [rank for rank in ranks if {rank.params, rank.grads, rank.optimizer} != {None}]
-    return max(measured, key=state_total, default=None)
-
-
-def state_total(rank: ModelStateBytes) -> int:
-    """Bytes of params, grads and optimizer on the device that trains; what is offloaded does not count."""
-    return (rank.params or 0) + (rank.grads or 0) + (rank.optimizer or 0)
-
-
 def textbook(run: MeasuredRun) -> float | None:
     """The formula's bytes for this run, or None where no formula covers it (offload, ZeRO++, unknown size)."""
     strategy = run.strategy.removesuffix("_bf16_states")
@@ -76,39 +64,17 @@ def textbook(run: MeasuredRun) -> float | None:
     return zero_paper.model_state_bytes(*sizes, each).total
 
 
-def peak_allocated(run: MeasuredRun) -> int | None:
-    """Bytes allocated on the accelerator at the peak of the fullest rank; None without an accelerator."""
-    return max((rank.allocated for rank in run.peak_memory_bytes or [] if rank and rank.allocated), default=None)
-
-
-def planned_states(run: MeasuredRun) -> int | None:
-    """Bytes of the planned model states on the device that trains; None for a run that was not planned."""
-    planned = run.predicted.model_state_bytes if run.predicted else None
-    parts = [planned.params, planned.grads, planned.optimizer] if planned else [None]
-    return None if None in parts else sum(parts)
-
-
 def planned_peak(run: MeasuredRun) -> int | None:
     """Bytes allocated at the planned peak; None on CPUs, which allocate nothing to compare it with."""
     return run.predicted.peak_memory_bytes if run.predicted and run.device != "cpu" else None
-
-
-def speed(run: MeasuredRun) -> float | None:
-    """Non-padding tokens per second over all ranks."""
-    return run.tokens_per_second.non_padding if run.tokens_per_second else None
 
 
 def relative_speed(run: MeasuredRun, reference: MeasuredRun | None) -> float | None:
     """Tokens per second as a share of the baseline's; None for runs outside the comparison."""
     if reference is None or not run.compared:
         return None
-    own, base = speed(run), speed(reference)
+    own, base = run.speed, reference.speed
     return own / base if own is not None and base else None
-
-
-def losses_by_step(run: MeasuredRun) -> dict[int, float]:
-    """{optimizer step: loss}. A resumed run whose checkpoint carried no history begins at `first_step`."""
-    return dict(enumerate(run.loss_history or [], run.first_step))
 
 
 def in_phi(run: MeasuredRun, sent: Mapping[str, int] | None) -> float | None:
@@ -116,11 +82,6 @@ def in_phi(run: MeasuredRun, sent: Mapping[str, int] | None) -> float | None:
     if sent is None or not run.trainable_parameters or run.precision is None:
         return None
     return zero_paper.paper_volume(sent) / (run.trainable_parameters * BYTES_PER_VALUE[run.precision])
-
-
-def communication_in_phi(run: MeasuredRun) -> float | None:
-    """The bytes of one optimizer step in Φ."""
-    return in_phi(run, run.communication_bytes_per_step)
 
 
 def paper_in_phi(run: MeasuredRun) -> float | None:
@@ -140,8 +101,8 @@ def table_rows(runs: Sequence[MeasuredRun]) -> list[dict[str, Any]]:
 
 
 def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
-    rank, expected, sent = largest_rank(run), textbook(run), run.communication_bytes_per_step
-    total = state_total(rank) if rank else None
+    rank, expected, sent = run.fullest_rank, textbook(run), run.communication_bytes_per_step
+    total = rank.total if rank else None
     last = (run.loss_history or [])[-FINAL_STEPS:]  # one step alone is mostly noise
     code, reason = _why_ended(run)
     return {key: getattr(run, key) for key in COPIED} | {
@@ -150,17 +111,17 @@ def _row(run: MeasuredRun, reference: MeasuredRun | None) -> dict[str, Any]:
         **{key: getattr(rank, part, None) for key, part in STATE_PARTS.items()},
         "textbook_bytes": expected,
         "state_over_textbook": total / expected if total is not None and expected else None,
-        "planned_state_bytes": planned_states(run),
-        "peak_allocated_bytes": peak_allocated(run),
+        "planned_state_bytes": run.predicted.state_bytes if run.predicted else None,
+        "peak_allocated_bytes": run.peak("allocated"),
         "planned_peak_bytes": planned_peak(run),
-        "resident_bytes": max((rank.rss for rank in run.peak_memory_bytes or [] if rank and rank.rss), default=None),
-        "tokens_per_second": speed(run),
+        "resident_bytes": run.peak("rss"),
+        "tokens_per_second": run.speed,
         "relative_speed": relative_speed(run, reference),
         "non_padding_share": _share_of_tokens(run, "non_padding"),
         "supervised_share": _share_of_tokens(run, "supervised"),
         "step_seconds_median": run.step_seconds.median if run.step_seconds else None,
         "communication_bytes": None if sent is None else zero_paper.paper_volume(sent),
-        "communication_in_phi": communication_in_phi(run),
+        "communication_in_phi": in_phi(run, sent),
         "between_nodes_in_phi": in_phi(run, run.communication_bytes_between_nodes),
         "paper_in_phi": paper_in_phi(run),
         "steps": len(run.loss_history or []),
@@ -264,9 +225,8 @@ def runs_table(runs: Sequence[MeasuredRun], title: str = "") -> Table:
 def sweep_table(runs: Sequence[MeasuredRun]) -> Table:
     """The runs of one sweep: the values that were set, what was measured, and why what did not run did not."""
     chosen, keys = table_rows(runs), list(runs[0].swept)
-    named = [
-        Column(name, lambda row, key=key: value_text(row["swept"][key])) for key, name in short_names(keys).items()
-    ]
+    cell = lambda value: f"{value:,}" if type(value) is int else value_text(value)  # noqa: E731
+    named = [Column(name, lambda row, key=key: cell(row["swept"][key])) for key, name in short_names(keys).items()]
     if len({row["strategy"] for row in chosen}) > 1:
         named.append(Column("Strategy", lambda row: row["strategy"]))
     measured = _columns("memory", chosen, texts()["swept"]) + _columns("speed", chosen, texts()["swept"])
@@ -289,12 +249,8 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def value_text(value: Any) -> str:
-    """A value that a sweep set, as a cell shows it."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return json.dumps(value, ensure_ascii=False)
+    """A value that a sweep set, on one line."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _columns(about: str, chosen: Sequence[Row], keys: Sequence[str] = ()) -> list[Column]:

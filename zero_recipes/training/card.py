@@ -1,7 +1,6 @@
 """README.md of an output folder, made from the files that stand there, and the folder's way to the hub.
 
-The card names no path of this machine, and what is pushed of recipe.resolved.yaml, metrics.json and the configurations
-names none either.
+Neither card nor what is pushed of recipe.resolved.yaml, metrics.json and configurations names a path of this machine.
 """
 
 import hashlib
@@ -23,8 +22,8 @@ from zero_recipes.core.files import strict_json, write_text
 from zero_recipes.core.findings import RunFailed, first_line
 from zero_recipes.core.tables import markdown_columns
 from zero_recipes.data.load import on_hub
-from zero_recipes.metrics import schema
-from zero_recipes.metrics.read_runs import EVALUATED, EVALUATIONS, SampleRow, read_evaluations, read_samples
+from zero_recipes.metrics import read_runs, schema
+from zero_recipes.metrics.read_runs import EVALUATED, EVALUATIONS
 from zero_recipes.training.samples import question, short
 
 README, RECIPE, SAMPLES, PICTURE = "README.md", "recipe.resolved.yaml", "samples.jsonl", "loss.png"
@@ -35,18 +34,19 @@ HUB_SECONDS = 600  # without a byte of an answer
 
 
 def write_card(folder: Path, out: Path | None = None) -> None:
-    """README.md from metrics.json, recipe.resolved.yaml and samples.jsonl of a run, as far as it has come. `out`:
-    where the model was exported to."""
+    """README.md from what a run has written, as far as it has come. `out`: where the model was exported to."""
     run = schema.Metrics.read(folder / schema.FILE)
     recipe = _recipe(folder)
     base, named = recipe.get("model_name_or_path") or run.model, _data(recipe)
     licence = licence_of(base, "model", run.model_revision)
     out = out or folder
-    losses = dict(enumerate(run.loss_history or [], run.first_step))
-    evaluations = {each.step: each.loss for each in run.eval_history or []}
-    if losses:
-        _draw_losses(out / PICTURE, losses, evaluations)
-    is_adapter, scored = (out / ADAPTER).is_file(), read_evaluations(folder / EVALUATIONS)
+    if run.losses:
+        from matplotlib.figure import Figure  # here: no other rank draws, and no run before its end
+
+        figure = Figure((7, 3.2), dpi=120, layout="constrained")
+        read_runs.draw_losses(figure.subplots(), run)
+        figure.savefig(out / PICTURE)
+    is_adapter, scored = (out / ADAPTER).is_file(), read_runs.read_evaluations(folder / EVALUATIONS)
     data = ModelCardData(
         base_model=base if on_hub(base) else None,
         datasets=[name for name in named if on_hub(name)] or None,
@@ -67,10 +67,10 @@ def write_card(folder: Path, out: Path | None = None) -> None:
         adapter=json.loads((folder / "adapter_config.json").read_text()) if is_adapter else {},
         data=[(redacted(name), licence_of(name, "dataset") or "not known here") for name in named],
         measured=_measured(run),
-        losses=_thinned(losses),
-        evaluations=_thinned(evaluations),
+        losses=_thinned(run.losses),
+        evaluations=_thinned({each.step: each.loss for each in run.eval_history or []}),
         scored=markdown_columns(EVALUATED[:2], EVALUATED[2:], scored) if scored else "",
-        samples=[_cells(row) for row in read_samples(folder / SAMPLES)[:MOST_SAMPLES]],
+        samples=[_cells(row) for row in read_runs.read_samples(folder / SAMPLES)[:MOST_SAMPLES]],
         units=units,
     )
     write_text(out / README, str(card))
@@ -102,46 +102,21 @@ def licence_of(name: str | None, kind: str, revision: str | None = None) -> str 
 
 def _measured(run: schema.Metrics) -> list[tuple[str, str, str]]:
     """(what, measured, planned) of the rank that needs most."""
-
-    def states(each: schema.ModelStateBytes | None) -> int | None:
-        return sum(filter(None, (each.params, each.grads, each.optimizer))) or None if each else None
-
-    def largest(values: list[int | None]) -> int | None:
-        return max(filter(None, values), default=None)
-
-    plan, peaks = run.predicted or schema.PredictedMetrics(), [peak for peak in run.peak_memory_bytes or [] if peak]
-    sent, speed, seconds = run.communication_bytes_per_step, run.tokens_per_second, run.step_seconds
-    on_gpu = run.device != "cpu"
+    plan, rank, on_gpu = run.predicted or schema.PredictedMetrics(), run.fullest_rank, run.device != "cpu"
+    sent, seconds = run.communication_bytes_per_step, run.step_seconds
     rows = [
-        (
-            "Model states of a process",
-            units.size(largest([states(each) for each in run.model_state_bytes or []])),
-            units.size(states(plan.model_state_bytes)),
-        ),
+        ("Model states of a process", units.size((rank and rank.total) or None), units.size(plan.state_bytes)),
         (
             "Peak memory of a GPU, allocated" if on_gpu else "Peak memory of a process (RSS)",
-            units.size(largest([peak.allocated if on_gpu else peak.rss for peak in peaks])),
+            units.size(run.peak("allocated" if on_gpu else "rss")),
             units.size(plan.peak_memory_bytes if on_gpu else None),
         ),
         ("Sent in a step by a process", units.size(sum(sent.values())) if sent else "", ""),
-        ("Tokens a second, all processes", units.count(speed.non_padding) if speed else "", ""),
+        ("Tokens a second, all processes", units.count(run.speed), ""),
         ("Seconds a step, median", units.significant(seconds.median) if seconds and seconds.median else "", ""),
         ("Model FLOPs utilisation", units.percent(run.mfu), ""),
     ]
     return [row for row in rows if any(row[1:])]
-
-
-def _draw_losses(path: Path, losses: Mapping[int, float], evaluations: Mapping[int, float]) -> None:
-    from matplotlib.figure import Figure  # here: no other rank draws, and no run before its end
-
-    figure = Figure((7, 3.2), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    axes.plot(losses.keys(), losses.values(), linewidth=1, marker="." if len(losses) < 20 else "", label="training")
-    if evaluations:
-        axes.plot(evaluations.keys(), evaluations.values(), "o-", label="held-out rows")
-    axes.set(xlabel="step", ylabel="loss")
-    axes.legend(frameon=False)
-    figure.savefig(path)
 
 
 def _thinned(values: Mapping[int, float]) -> list[tuple[int, str]]:
@@ -151,15 +126,14 @@ def _thinned(values: Mapping[int, float]) -> list[tuple[int, str]]:
     return [(step, units.fixed(values[step], 4)) for step in sorted(chosen)]
 
 
-def _cells(row: SampleRow) -> list[str]:
+def _cells(row: read_runs.SampleRow) -> list[str]:
     """Prompt, before and after for a table of markdown."""
     texts = (question(row.prompt), short(row.before), short(row.after))
     return [text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("\n", "<br>") for text in texts]
 
 
 def redacted(value: Any) -> Any:
-    """Any part of a document without paths of this machine: of each, its last name. Texts that only hold one keep the
-    rest."""
+    """Any part of a document without paths of this machine: of each, its last name. Other text stays."""
     if isinstance(value, Mapping):
         return {key: redacted(each) for key, each in value.items() if key not in SECRET}
     if isinstance(value, list):
@@ -179,8 +153,7 @@ class NotPushed(RunFailed):
 
 
 def hub(token: str | None) -> HfApi:
-    """huggingface_hub 1.x (utils/_http.py `default_client_factory`) waits for an answer for ever, and so would all
-    ranks."""
+    """huggingface_hub 1.x (utils/_http.py `default_client_factory`) waits for an answer for ever."""
     get_session().timeout = HUB_SECONDS
     return HfApi(token=token)
 

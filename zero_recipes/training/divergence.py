@@ -8,6 +8,7 @@ from accelerate.utils import reduce
 from transformers import TrainerCallback
 
 from zero_recipes.core.findings import RunFailed
+from zero_recipes.core.process import say
 from zero_recipes.libs.deepspeed import is_partitioned
 from zero_recipes.libs.fsdp import local
 from zero_recipes.metrics.callback import StageMetricsCallback
@@ -41,9 +42,7 @@ class StopAtDivergence(TrainerCallback):
         self.in_a_row = self.in_a_row + 1 if wrong else 0
         if self.in_a_row == 1:
             self.first = f"{' and '.join(wrong)} at step {state.global_step}"
-            if args.process_index == 0:
-                ends = f"The run ends after {self.limit} such steps in a row (stop_after_nonfinite_steps)"
-                print(f"{self.first}. {ends}", flush=True)
+            say(f"{self.first}. The run ends after {self.limit} such steps in a row (stop_after_nonfinite_steps)")
         if self.in_a_row >= self.limit:
             control.should_training_stop = True
             control.should_save = control.should_evaluate = False

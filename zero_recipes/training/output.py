@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Self
 
 from transformers import PreTrainedModel
@@ -14,19 +15,19 @@ from zero_recipes.checkpoint.output_dir import claim_output_dir, hold_output_dir
 from zero_recipes.checkpoint.resume import forget_resharded
 from zero_recipes.config.recipe import RunConfig, write_resolved
 from zero_recipes.core.findings import UNFINISHED, Preempted, Refusal, library_error_as_finding
-from zero_recipes.core.process import CLOCK, rank, remember_signals
+from zero_recipes.core.process import CLOCK, rank, remember_signals, say
 from zero_recipes.core.tables import terminal
 from zero_recipes.data.audit import show_rows
 from zero_recipes.data.load import load_tokenizer
 from zero_recipes.data.prepare import Prepared, prepare_rows
-from zero_recipes.distributed import ulysses
-from zero_recipes.distributed.group import agree, once, rank_0_writes
+from zero_recipes.distributed.group import once, rank_0_writes
 from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.huggingface import attention_name
 from zero_recipes.metrics.callback import StageMetricsCallback
-from zero_recipes.metrics.failure import if_the_disk_takes_it, keep_failure, write_failure
+from zero_recipes.metrics.failure import keep_failure, write_failure
 from zero_recipes.metrics.schema import SCHEMA, Metrics, PredictedMetrics
 from zero_recipes.training.card import hub, push, write_card
+from zero_recipes.training.token_loss import share_sequences
 
 SHOWN = 600  # characters of a row, before training
 
@@ -43,8 +44,7 @@ class RecipeRun:
     @classmethod
     @contextlib.contextmanager
     def hold(cls, run: RunConfig) -> Iterator[Self]:
-        """Hold the folder (collective). A run that fails inside leaves failure.rankN.json, and a metrics.json that says
-        so; a refusal leaves nothing."""
+        """Hold the folder (collective). A failure leaves failure.rankN.json and metrics.json, a refusal nothing."""
         recipe_run = cls(run)
         try:
             with hold_output_dir(run.output_dir), recipe_run._failure_recorded():
@@ -60,9 +60,7 @@ class RecipeRun:
         patches.score_supervised_positions_only(run.settings.supervised_logits_only)
         if run.strategy.is_fsdp:
             fsdp.fix_arguments(self.args, run.device)
-        ulysses.share_sequences(
-            self.args, run.strategy.sequence_parallel, attention_name(run.settings.attn_implementation)
-        )
+        share_sequences(self.args, run.strategy.sequence_parallel, attention_name(run.settings.attn_implementation))
         with CLOCK.phase("model"):
             self.config = models.load_config(run.settings)
             models.refuse_other_keys(self.config, run.settings)
@@ -86,7 +84,9 @@ class RecipeRun:
         """From here on the folder is this run's: what an earlier one left may go, the launch is written down. Every
         rank calls it (collectives). `ds_config`: as it is in force, None without DeepSpeed."""
         run = self.run
-        agree(self._move_earlier_run if rank() == 0 else lambda: None)
+        previous = once(partial(claim_output_dir, run.output_dir, run.settings.overwrite), "claims the folder")
+        if previous is not None:
+            say(f"kept: what an earlier run left, in {previous}")
         if rank() == 0:
             forms, rows = self.data.shown
             header = [*run.strategy.described(run.device, self.args), *(f"recognised    {form}" for form in forms)]
@@ -105,12 +105,6 @@ class RecipeRun:
             precision=run.precision,
             recipe_sha256=run.recipe.sha256,
         )
-
-    def _move_earlier_run(self) -> None:
-        run = self.run
-        previous = claim_output_dir(run.output_dir, run.settings.overwrite)
-        if previous is not None:
-            print(f"kept: what an earlier run left, in {previous}", flush=True)
 
     def progress(self, saved: str) -> None:
         """Write what is measured so far, as of a run that has not finished. `saved`: what is known of the model."""
@@ -169,7 +163,7 @@ class RecipeRun:
                     states = self.metrics.states_so_far()
             failure = write_failure(run.output_dir, phase, error, states, self.saved)
             if not self.finished:
-                with if_the_disk_takes_it():
+                with contextlib.suppress(OSError):  # a full disk may be the very failure
                     if is_measured:
                         self.metrics.write(failure.status, failure.error)
                     keep_failure(run.output_dir, failure, losses, self._unfinished(), run.checkpoint is not None)

@@ -68,8 +68,7 @@ def reference_losses(
 
 
 def places(model: PreTrainedModel, max_new_tokens: int) -> tuple[int, int]:
-    """(tokens of a prompt, tokens of its answer) that the model has places for. At least half of them are the
-    prompt's: one that is longer loses its beginning."""
+    """(tokens of a prompt, of its answer) that the model has places for; at least half of them are the prompt's."""
     count = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     room = max(count - max_new_tokens, count // 2, 1)
     return room, max(1, min(max_new_tokens, count - room))
@@ -155,8 +154,7 @@ def answers_carried(history: dict[str, Any], samples: list[Sample]) -> Answers |
 
 
 def text_scores(answer: str, reference: str) -> dict[str, float]:
-    """exact_match, apart from white space at both ends; token_f1: F1 of the bags of words, as in SQuAD but case
-    sensitive."""
+    """exact_match, but for white space at both ends; token_f1: of bags of words, as SQuAD's but case sensitive."""
     words, expected = answer.split(), reference.split()
     common = sum((Counter(words) & Counter(expected)).values())
     f1 = 2 * common / (len(words) + len(expected)) if words or expected else 1.0

@@ -54,8 +54,7 @@ class TokenWeights:
     In training transformers counts a step's tokens by rules for the model's own loss, but SFTTrainer computes the loss:
     of some models nothing is counted (Gemma 3n, Gemma 4), of others each row's first token too (GPT-2). In evaluation
     the means of batches are weighted by their rows; under Ulysses micro batches weigh the same. Rows that accelerate
-    repeats to fill the last batches of an epoch have no loss here. A mixture of experts' auxiliary loss stays a mean
-    over micro batches.
+    repeats to fill an epoch's last batches have no loss. A mixture's auxiliary loss stays a mean over micro batches.
     """
 
     def __init__(self, trainer: SFTTrainer):
@@ -73,8 +72,7 @@ class TokenWeights:
         return parallelism is not None and parallelism.sp_enabled
 
     def of_step(self, batches: list[Batch], count, device, count_again: Callable):
-        """(micro batches of a step, its tokens with a loss on all ranks), from what the Trainer has found of both.
-        `count_again`: the trainer's own count."""
+        """(micro batches of a step, its tokens with a loss on all ranks). `count_again`: the trainer's own count."""
         lengths = [batch.pop(ROW_LENGTHS, None) for batch in batches]
         if self.shares_sequences and batches:
             own = torch.stack([(batch["shift_labels"] != -100).sum() for batch in batches]).sum()  # of its parts
@@ -213,10 +211,40 @@ class TokenMetrics:
         ]
 
     def take_evaluated(self) -> tuple[float, float] | None:
-        """(entropy, token accuracy) over all tokens of an evaluation, where TRL's are means of its batches. Collective
-        where there are any."""
+        """(entropy, token accuracy) of an evaluation's tokens; TRL's are means of batches. Collective for any."""
         own, self._evaluated = self._evaluated, 0
         if isinstance(own, int):
             return None
         supervised, entropy, right, _ = self.trainer.accelerator.reduce(own).tolist()
         return (entropy / supervised, right / supervised) if supervised else (0.0, 0.0)
+
+
+# Ulysses sequence parallelism (ALST): processes share each sequence, and swap its parts for heads in attention.
+# DeepSpeed 0.19.8, runtime/sequence_parallel/ulysses_sp.py (UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter), through
+# accelerate's ParallelismConfig and TRL. Jacobs et al., arXiv:2309.14509; ALST: arXiv:2506.13996.
+
+
+def share_sequences(training_args, size: int, attn_implementation: str | None) -> None:
+    """Hand the groups to the trainer. Call it once TrainingArguments exist and before the trainer does."""
+    from accelerate import ParallelismConfig
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    if size > 1:
+        training_args.parallelism_config = ParallelismConfig(
+            sp_backend="deepspeed",
+            sp_size=size,
+            dp_shard_size=max(1, training_args.world_size // size),
+            sp_handler=DeepSpeedSequenceParallelConfig(
+                sp_seq_length_is_variable=True, sp_attn_implementation=attn_implementation or "sdpa"
+            ),
+        )
+
+
+def loss_of_a_part(model, inputs: dict[str, torch.Tensor], count: torch.Tensor, processes: int) -> torch.Tensor:
+    """This process's share of the step's loss, so that the mean over all processes is the mean over all tokens.
+
+    transformers' own (integrations/deepspeed.py, deepspeed_sp_compute_loss) is a mean over each micro batch: a token
+    would weigh more where rows are short. `count`: tokens with loss in the whole step, over all processes.
+    """
+    outputs = model(**inputs, labels=inputs["shift_labels"], use_cache=False, fused_lm_head=True)
+    return -outputs.log_probs.sum() / count.clamp(min=1) * processes

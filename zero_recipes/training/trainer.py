@@ -20,8 +20,7 @@ from zero_recipes.checkpoint.resume import asked_batch, forget_resharded, load_r
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import UNFINISHED, Preempted, first_line
 from zero_recipes.core.host import library_versions
-from zero_recipes.core.process import CLOCK, remember_signals, signalled
-from zero_recipes.distributed import ulysses
+from zero_recipes.core.process import CLOCK, remember_signals, say, signalled
 from zero_recipes.distributed.group import gather_rows, once, rank_0_writes
 from zero_recipes.libs import fsdp, patches
 from zero_recipes.libs.huggingface import rows_are_cut, without_deepspeed_announcement
@@ -31,7 +30,7 @@ from zero_recipes.training import samples
 from zero_recipes.training.card import write_card
 from zero_recipes.training.divergence import Diverged, StopAtDivergence, has_nonfinite_weights, not_finite
 from zero_recipes.training.output import RecipeRun
-from zero_recipes.training.token_loss import EndlessRows, TokenMetrics, TokenWeights, begin_epoch
+from zero_recipes.training.token_loss import EndlessRows, TokenMetrics, TokenWeights, begin_epoch, loss_of_a_part
 
 
 class CutShort(Exception):
@@ -157,7 +156,7 @@ class ZeroSFTTrainer(SFTTrainer):
             if resharded:
                 load_resharded(self.model_wrapped, resume_from_checkpoint)
                 self._load_optimizer_and_scheduler(resume_from_checkpoint)
-        self.stage_metrics.engine_built(self.model_wrapped)
+        self.stage_metrics.engine = self.model_wrapped
         if self.answers_before is None:
             with CLOCK.phase("eval"):
                 self.answers_before = samples.answer_before(self, self.samples, self._max_new_tokens)
@@ -222,8 +221,7 @@ class ZeroSFTTrainer(SFTTrainer):
 
     def _run_epoch(self, *arguments, epoch: int, **keywords) -> None:
         """Nothing where no step is left. transformers 5.23, trainer.py `_run_epoch` looks at max_steps after a step
-        only: a run resumed from its last step within an epoch takes one more, with a learning rate of 0 or past the
-        schedule."""
+        only: a run resumed from its last step within an epoch takes one more, past the schedule."""
         if self.state.global_step >= self.state.max_steps:
             self._evaluate_if_due()
             self.control.should_training_stop = True
@@ -245,7 +243,7 @@ class ZeroSFTTrainer(SFTTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.model.training and self.token_weights.shares_sequences:
-            return ulysses.loss_of_a_part(model, inputs, num_items_in_batch, self.accelerator.num_processes)
+            return loss_of_a_part(model, inputs, num_items_in_batch, self.accelerator.num_processes)
         if not return_outputs and self.token_metrics.are_put_off(self._is_vlm):
             loss = self.token_metrics.loss(model, inputs, num_items_in_batch)
             if self.token_metrics.are_many:
@@ -317,8 +315,7 @@ class ZeroSFTTrainer(SFTTrainer):
         return self.token_weights.predict(super().prediction_step, model, inputs, *arguments, **keywords)
 
     def sample_after(self) -> None:
-        """The sample prompts once more; samples.jsonl and a table on rank 0. Collective. A signal cuts them short, and
-        the run that goes on from its last step asks them."""
+        """The sample prompts once more; samples.jsonl and a table on rank 0. Collective. A signal cuts them short."""
         self.is_preemptible &= not self.args.load_best_model_at_end  # the optimizer is of another step
         with CLOCK.phase("eval"):
             try:
@@ -349,8 +346,7 @@ class ZeroSFTTrainer(SFTTrainer):
         has lost the last whole one under save_total_limit: 1. Here rotation comes after the manifest.
         """
         if not_finite(self.stage_metrics) or has_nonfinite_weights(self.model):
-            if self.args.process_index == 0:
-                print(f"no checkpoint is saved at step {self.state.global_step}: it is not finite", flush=True)
+            say(f"no checkpoint is saved at step {self.state.global_step}: it is not finite")
             return
         with CLOCK.phase("save"):
             if self.args.save_only_model or trial is not None:  # nothing goes on from it
@@ -415,8 +411,7 @@ class ZeroSFTTrainer(SFTTrainer):
             super()._load_best_model()
 
     def save_verified(self) -> str:
-        """The model in output_dir, whole; nothing with save_model: false. Returns what is known of it then. Collective.
-        Raises NotWhole on every rank."""
+        """The model in output_dir, whole; returns what is known of it. Collective. Raises NotWhole on every rank."""
         run = self.recipe_run.run
         if not run.settings.save_model:
             return "no model was to be saved"
