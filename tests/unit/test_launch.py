@@ -1,8 +1,10 @@
 """What a launcher gives a run, and what a run makes of it: strategies, processes, GPUs, build locks."""
 
 import contextlib
+import io
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import deepspeed
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
+from rich.console import Console
 from torch.utils.file_baton import FileBaton
 
 from tests.helpers.faults import Side
@@ -23,6 +26,7 @@ from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.recipe import refuse_uneven_gpus, split_command_line
 from zero_recipes.config.strategy import Strategy, resolve_strategy
+from zero_recipes.core import tables
 from zero_recipes.core.findings import Refusal
 from zero_recipes.core.host import Host
 from zero_recipes.core.process import PhaseClock
@@ -254,3 +258,14 @@ def test_a_phase_inside_another_is_taken_out_of_it_and_a_failure_names_the_inner
     with pytest.raises(ValueError), clock.phase("train"), clock.phase("save"):
         raise ValueError
     assert clock.failed == "save"
+
+
+def test_what_goes_on_is_printed_at_once_and_again_until_it_ends(monkeypatch):
+    console, started, ends = Console(file=io.StringIO(), width=80), [], iter([False, True])
+    event = SimpleNamespace(wait=lambda seconds: next(ends), set=lambda: started.append("ended"))
+    thread = lambda target, daemon: SimpleNamespace(start=lambda: started.append(target))  # noqa: E731
+    monkeypatch.setattr(tables, "threading", SimpleNamespace(Event=lambda: event, Thread=thread))
+    with tables.working("reading", console) as say:
+        say("planning")
+        started[0]()
+    assert re.fullmatch(r"reading\nplanning: \d+ s\n", console.file.getvalue()) and started[1:] == ["ended"]

@@ -167,7 +167,7 @@ def test_room_and_buffers_of_nvme(large, tmp_path):
         changed = large.replace(deepspeed=config)
         run = RunConfig(None, changed, {}, resolve_strategy(changed, {"WORLD_SIZE": "2"}, sizes_of), "cpu", tmp_path)
         host = Host(statvfs=lambda path: SimpleNamespace(f_bavail=free, f_frsize=1))
-        return list(nvme_findings(run, parameter_sizes(local_config(large), False), 2, host))
+        return list(nvme_findings(run, sizes_of(large), 2, host))
 
     assert findings() == []
     ((full,), (narrow,)) = findings(free=10**6), findings(buffer_size=1000)

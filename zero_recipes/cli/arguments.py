@@ -113,7 +113,7 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("recipe", type=recipe_file, help=RECIPE)
 
     verb = of_recipe(check.check, "print every problem, with its cause and fix, before you pay for a GPU")
-    verb.add_argument("--config_file", type=accelerate_file, help="what accelerate launch will get, e.g. zero3.yaml")
+    verb.add_argument("--config_file", type=accelerate_file, help="the accelerate file of the launch, e.g. zero3.yaml")
     verb.add_argument("--num_processes", type=COUNT, help="of the launch, one a GPU; default: the accelerate file's")
     verb.add_argument("--gpu", help="check for this card instead of this machine, e.g. h100-80gb; names as in plan")
     upgrade = "write and check RECIPE.upgraded.yaml with TRL's current keys, and a ds_config that runs"

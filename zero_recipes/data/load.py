@@ -183,7 +183,7 @@ def _local_files(sources: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _broken(file: str) -> str | None:
-    """A Parquet file that cannot be read, or the first line that is no JSON object: "a.json line 5: Expecting value"."""
+    """A Parquet file that cannot be read, or the first line that is no JSON object: "a.json line 5: Expecting"."""
     if file.endswith(".parquet"):
         try:
             parquet.read_table(file)

@@ -185,7 +185,8 @@ class UsedFlops:
         seconds, tokens = sum(steps.seconds(self.logged_steps)), int(counted[1])
         self.logged_steps = len(steps.steps)
         used = utilisation(self.of(counted), tokens, seconds, world_size, self.peak)
-        return {"tokens_per_second": tokens / seconds} | ({"mfu": used["mfu"]} if used.get("mfu") else {})
+        rate = {"tokens_per_second": tokens / seconds} if seconds else {}
+        return rate | ({"mfu": used["mfu"]} if used.get("mfu") else {})
 
 
 def utilisation(flops: float, tokens: int, seconds: float, ranks: int, peak: float | None) -> dict[str, float | None]:
