@@ -19,6 +19,7 @@ if sys.prefix != sys.base_prefix:
 remember()
 CACHE = tempfile.TemporaryDirectory(prefix="datasets-")  # rows made by tests are not kept
 os.environ["HF_DATASETS_CACHE"] = CACHE.name
+os.environ["HF_MODULES_CACHE"] = f"{CACHE.name}/modules"  # transformers copies a model's code there, not atomically
 # the same cases in every run, however busy the machine is
 settings.register_profile(
     "tests", deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import trl
 from datasets import Dataset, Features, List, Value, concatenate_datasets
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -79,13 +79,6 @@ def test_a_file_is_taken_by_its_path(tmp_path, kind):
     entries = [{"path": file, "split": "train[:1]"}, {"path": file}]
     for named, wanted in ({"dataset_name": file}, ["a", "b"]), ({"datasets": entries}, ["a", "a", "b"]):
         assert load_rows(settings_with(**named)).train["text"][:] == wanted
-
-
-def test_fetch_measures_what_is_here_already(monkeypatch, capsys):
-    monkeypatch.chdir(BASE.parents[1])
-    assert cli.main(["fetch", "recipes/tiny.yaml"]) == 0
-    model, data = capsys.readouterr().out.splitlines()
-    assert model.startswith("./tiny_world/base: ") and data.startswith("./tiny_world: ") and data.endswith(" MB")
 
 
 def test_samples_come_from_the_test_split_though_nothing_is_evaluated(tmp_path):
@@ -318,60 +311,31 @@ def as_dataset(rows: list[dict], kind: str = "int64") -> Dataset:
     return Dataset.from_list(rows, features=Features({"input_ids": List(Value(kind)), "labels": List(Value(kind))}))
 
 
-def counted_slowly(rows: list[dict], ready: list[dict], longest: int | None) -> dict:
-    short = [row for row in rows if longest is None or len(row["input_ids"]) <= longest]
-    unsupervised_ends = 0
-    for row in short:
-        ends = [place for place, token in enumerate(row["input_ids"]) if token == EOS]
-        unsupervised_ends += not ends or row["labels"][ends[-1]] == -100
-    supervised = 0
-    for row in ready:
-        firsts, place = set(), 0
-        for length in row.get("seq_lengths", [len(row["input_ids"])]):
-            firsts.add(place)
-            place += length
-        supervised += sum(label != -100 and place not in firsts for place, label in enumerate(row["labels"]))
-    return {
-        "rows": len(rows),
-        "truncated": len(rows) - len(short),
-        "without_supervision": [n for n, row in enumerate(rows) if all(label == -100 for label in row["labels"])],
-        "longest": max(len(row["input_ids"]) for row in rows),
-        "unsupervised_ends": unsupervised_ends,
-        "tokens": sum(len(row["input_ids"]) for row in ready),
-        "supervised": supervised,
-    }
+COUNTED = [
+    {"input_ids": [5], "labels": [5]},  # the first token of a row is no target
+    {"input_ids": [7, 8, EOS], "labels": [-100, 8, EOS]},
+    {"input_ids": [EOS, 5], "labels": [EOS, 5]},
+    {"input_ids": [7, EOS, 9, EOS], "labels": [-100, EOS, 9, -100]},
+    {"input_ids": [7, 8, 9, 7, 8], "labels": [-100] * 5},
+]
 
 
-@st.composite
-def token_rows(draw):
-    """Rows of any lengths and labels: none, some or all supervised, the end of text within; more than a batch."""
-    rows = []
-    for ids in draw(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=30), min_size=1, max_size=9)):
-        share = draw(st.sampled_from([[0], [0, 1], [1]]))
-        rows.append({"input_ids": ids, "labels": [id if draw(st.sampled_from(share)) else -100 for id in ids]})
-    return rows * draw(st.sampled_from([1, 150]))
-
-
-def test_the_audit_counts_what_a_loop_over_tokens_counts(tokenizer, tmp_path):
-    assert tokenizer.eos_token_id == EOS
-
-    @settings(max_examples=15)
-    @example([{"input_ids": [5], "labels": [5]}, {"input_ids": [EOS, 5], "labels": [EOS, 5]}], None, None)
-    @given(token_rows(), st.sampled_from([None, 3, 20]), st.sampled_from([None, "bfd", "bfd_split", "wrapped"]))
-    def holds(rows, longest, strategy):
-        packing = strategy is not None and longest is not None
-        keys = {"max_length": longest, "packing": packing, "packing_strategy": strategy or "bfd"}
-        training_args = arguments(tmp_path, **keys)
-        tokenised = as_dataset(rows, "int32")
-        ready = finish(tokenised, tokenizer, training_args, packing)
-        twice = concatenate_datasets([tokenised, tokenised])  # an index over Arrow's rows, and several chunks
-        tokenised = twice.select(range(len(rows) - 1, -1, -1))
-        found, kept = audit(tokenised, tokenised, ready, tokenizer, training_args), [dict(row) for row in ready]
-        expected = counted_slowly(rows[::-1], kept, longest)
-        assert {name: getattr(found, name) for name in expected} == expected
-        assert found.dropped == (0 if packing else len(rows) - len(kept))
-
-    holds()
+@pytest.mark.parametrize(
+    ("longest", "strategy", "truncated", "dropped", "tokens", "open_ends"),
+    [(None, None, 0, 0, 15, 3), (3, None, 2, 1, 9, 1), (3, "bfd", 2, 0, 12, 1), (3, "wrapped", 2, 0, 15, 1)],
+)
+def test_the_audit_counts_rows_and_tokens(
+    tokenizer, tmp_path, longest, strategy, truncated, dropped, tokens, open_ends
+):
+    """Of more than a batch, behind an index, in several chunks."""
+    packing = {"packing": strategy is not None, "packing_strategy": strategy or "bfd"}
+    training_args, rows = arguments(tmp_path, max_length=longest, **packing), as_dataset(COUNTED * 300, "int32")
+    ready = finish(rows, tokenizer, training_args, strategy is not None)
+    behind = concatenate_datasets([rows, rows]).select(range(len(rows) - 1, -1, -1))
+    found = audit(behind, behind, ready, tokenizer, training_args)
+    counts = (found.truncated, found.dropped, found.tokens, found.unsupervised_ends, found.supervised)
+    assert counts == tuple(300 * number for number in (truncated, dropped, tokens, open_ends, 5))
+    assert (found.rows, found.longest, found.without_supervision) == (1500, 5, [*range(0, 1500, 5)])
 
 
 def test_rows_that_are_in_both_splits_are_found():

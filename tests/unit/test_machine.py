@@ -24,6 +24,7 @@ import torch
 from huggingface_hub import constants
 from hypothesis import given
 from hypothesis import strategies as draw
+from torch.utils.cpp_extension import _get_build_directory
 
 from tests.helpers import fake_cuda
 from tests.helpers.faults import Side
@@ -40,7 +41,7 @@ from zero_recipes.core import units
 from zero_recipes.core.findings import Finding, Refusal, print_ending
 from zero_recipes.core.host import PINNED_LIMIT_MIB, Host, limit_rounding, pinned_bytes
 from zero_recipes.distributed.group import set_host_threads
-from zero_recipes.distributed.kernels import build_findings, ops_of
+from zero_recipes.distributed.kernels import build_findings, extension_folder, ops_of
 
 GB = 10**9
 PSI = 7 * GB  # parameters
@@ -244,6 +245,14 @@ def test_what_is_missing_to_build_the_ops(settings, tmp_path, monkeypatch, devic
     strategy = Strategy("zero2", 2, ds_config(config, offload), "c.json")
     text = said(build_findings(strategy, device, settings, machine(tmp_path, **host)))
     assert found in text and bool(found) == bool(text)
+
+
+@pytest.mark.parametrize("cuda", ["13.0", None])
+def test_the_folder_of_an_extension_is_torchs(monkeypatch, tmp_path, cuda):
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert str(extension_folder(os.environ, "some_op")) == _get_build_directory("some_op", False)
 
 
 @pytest.fixture

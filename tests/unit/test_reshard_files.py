@@ -333,7 +333,7 @@ def test_a_folder_outside_the_checkpoint_is_not_followed(stranger, tmp_path, mar
     assert "is no folder of this checkpoint" in checkpoint_fault(stranger) and not mark.exists()
 
 
-def test_a_model_s_own_code_is_not_run_by_check(tmp_path, mark, capsys, monkeypatch):
+def test_a_model_s_own_code_is_not_run_by_check(tmp_path, mark, capsys):
     recipe = write_recipe(tmp_path, trust_remote_code=True, use_cpu=True)
     config = tmp_path / "model" / "config.json"
     values = json.loads(config.read_text())
@@ -343,7 +343,6 @@ def test_a_model_s_own_code_is_not_run_by_check(tmp_path, mark, capsys, monkeypa
         f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n"
         "from transformers import GPTNeoXConfig\nclass Config(GPTNeoXConfig):\n    model_type = 'planted'\n"
     )
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     cli.main(["check", str(recipe), "--output_dir", str(tmp_path / "out")])
     said = capsys.readouterr().out
     assert "[ZR783]" in said and "ZR403" not in said, "what cannot be known without the code is no error"

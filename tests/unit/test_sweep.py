@@ -12,7 +12,7 @@ from tests.helpers.report_runs import metrics, save
 from tests.helpers.tiny import ROOT, write_recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.cli import sweep as sweeping
-from zero_recipes.cli.sweep import option_words, parse_sets, run_name, runs_of, with_values
+from zero_recipes.cli.sweep import option_words, parse_sets, run_name, runs_of
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.accelerate import launched_environment
 from zero_recipes.config.keys import key_types
@@ -251,10 +251,3 @@ def test_a_damaged_list_of_values_is_refused_and_kept(recipe, tmp_path, capsys):
     sets = ["--set", "per_device_train_batch_size=0", "--output_dir", str(tmp_path), "--strategies", "zero2"]
     assert cli.main(["sweep", str(recipe), *sets]) == 2 and "ZR361" in capsys.readouterr().err
     assert (tmp_path / "sweep.json").read_text() == '{"schema": 2'
-
-
-def test_a_ds_config_is_copied_before_it_is_changed():
-    config = {"zero_optimization": {"stage": 2, "offload_optimizer": None}}
-    changed = with_values(config, {("zero_optimization", "offload_optimizer", "device"): "cpu", ("a", "b"): 1})
-    assert changed == {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "a": {"b": 1}}
-    assert config == {"zero_optimization": {"stage": 2, "offload_optimizer": None}}
