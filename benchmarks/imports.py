@@ -1,9 +1,10 @@
 """How many example files of other trainers `zero-recipes import` maps: python -m benchmarks.imports FOLDER
 
-FOLDER holds clones of axolotl, LLaMA-Factory and ms-swift. Writes results/imports.json.
+FOLDER holds clones of axolotl, LLaMA-Factory, ms-swift and torchtune. Writes results/imports.json.
 """
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -13,23 +14,28 @@ from zero_recipes.cli.import_config import translated
 from zero_recipes.core.findings import Refusal
 
 RESULT = Path(__file__).parent / "results" / "imports.json"
-# where the examples are, and words of those that are counted
+# where the examples are, words of those that are counted, and what a file has that is no supervised training on text:
+# preferences, rewards, images, sound, streams, classification, embeddings
 PROJECTS = {
-    "axolotl": ("examples/**/*.y*ml", ["base_model:"]),
-    "LLaMA-Factory": ("examples/**/*.yaml", ["stage: sft", "do_train: true"]),
-    "ms-swift": ("examples/**/*.sh", ["swift sft"]),
+    "axolotl": ("examples/**/*.y*ml", ["base_model:"], r"(?m)^(rl|processor_type|pretraining_dataset|task_type):"),
+    "LLaMA-Factory": ("examples/**/*.yaml", ["stage: sft", "do_train: true"], r"mllm_demo|llava"),
+    "ms-swift": (
+        "examples/**/*.sh",
+        ["swift sft"],
+        r"task_type|LaTeX_OCR|coco|VideoChat|aishell|TextCaps|garbage265|[Oo]mni|VL|qwen3_tts|wds_voc|lmms-lab",
+    ),
+    "torchtune": ("recipes/configs/**/*.yaml", ["epochs:"], r"rlhf|grpo|multimodal|vision"),
 }
-# axolotl: preferences, images, streams; ms-swift: classification, embeddings, ranking
-NO_TEXT = {"rl", "processor_type", "pretraining_dataset", "task_type"}
 
 
-def counted(clone: Path, pattern: str, words: list[str]) -> dict:
-    """Whole: everything is said. With a named loss: something is not done, the training is the same. Refused: another
+def counted(clone: Path, pattern: str, words: list[str], no_text: str) -> dict:
+    """Whole: everything is said. With a named loss: something is not done. Refused: another
     training would follow; of those `data_only`, where only the data is not known, and
     `no_text`, which is no supervised training on text."""
     kinds, refused_for = Counter(), Counter()
     for file in sorted(clone.glob(pattern)):
-        if any(word not in file.read_text(encoding="utf-8") for word in words):
+        text = file.read_text(encoding="utf-8")
+        if any(word not in text for word in words):
             continue
         try:
             draft = translated(file, Path("recipe.yaml"))
@@ -37,7 +43,7 @@ def counted(clone: Path, pattern: str, words: list[str]) -> dict:
             continue  # no file of training
         kinds["refused" if draft.changes else "with_a_named_loss" if draft.loses else "whole"] += 1
         refused_for.update(draft.changes.keys())
-        kinds["no_text"] += bool(draft.changes.keys() & NO_TEXT)
+        kinds["no_text"] += bool(draft.changes and re.search(no_text, text))
         kinds["data_only"] += draft.changes.keys() in ({"dataset"}, {"datasets"})
     names = ("whole", "with_a_named_loss", "refused", "data_only", "no_text")
     head = ["git", "-C", str(clone), "rev-parse", "HEAD"]

@@ -24,6 +24,12 @@ ALPACA = {"instruction": "Say 1.", "input": "Now.", "output": "Word 1."}
 AXOLOTL = "base_model: MODEL\nlearning_rate: 1e-4\nsequence_len: 256\nbf16: false\ndatasets:\n  - path: rows.jsonl\n"
 FACTORY = "model_name_or_path: MODEL\nstage: sft\ndataset: mine\ndataset_dir: .\ncutoff_len: 256\nbf16: false\n"
 SWIFT = "X=0 swift sft \\\n  --model MODEL --template qwen2_5 --dataset rows.jsonl \\\n  --max_length 256\n"
+TUNE = """\
+checkpointer: {checkpoint_dir: MODEL}
+tokenizer: {_component_: torchtune.models.NAME}
+model: {_component_: torchtune.models.llama3.llama3_8b}
+dataset: {_component_: torchtune.datasets.DATA, source: json, data_files: rows.jsonl}
+"""
 CHAT = "    type: chat_template\n    field_messages: conversations\nchat_template: "
 LLAMA = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>"
 CHATML = "<|im_start|>{}\n{}<|im_end|>\n"
@@ -74,6 +80,15 @@ CASES = {
     "ms-swift qwen3": (SWIFT.replace("qwen2_5", "qwen3"), SHAREGPT,
         written(CHATML, [(asked, f"<think>\n\n</think>\n\n{said}") for asked, said in TURNS]),
         "".join(f"<think>\n\n</think>\n\n{said}<|im_end|>\n" for _, said in TURNS)),
+    "torchtune alpaca": (TUNE.replace("NAME", "llama3_tokenizer").replace("DATA", "alpaca_dataset"), ALPACA,
+        "<|endoftext|>" + written(LLAMA, [(alpaca_prompt("Say 1.", "Now.").strip(), "Word 1.")]) + "<|end_of_text|>",
+        written(LLAMA, [(alpaca_prompt("Say 1.", "Now.").strip(), "Word 1.")])),
+    "torchtune chat": (TUNE.replace("NAME", "qwen3_tokenizer").replace("DATA", "chat_dataset"), SHAREGPT,
+        written(CHATML, TURNS)[:-1],
+        "<|im_start|>assistant\nWord 1.<|im_end|>\n<|im_start|>assistant\nThe red fish hums.<|im_end|>"),
+    "torchtune mistral": (TUNE.replace("NAME", "mistral_tokenizer").replace("DATA", "chat_dataset"), SHAREGPT,
+        "".join(f"<s>[INST] {asked}  [/INST] {said}</s>" for asked, said in TURNS),
+        " Word 1.</s> The red fish hums.</s>"),
 }  # fmt: skip
 
 
@@ -84,7 +99,7 @@ def test_text_and_mask_of_a_row_are_those_of_the_other_trainer(tmp_path, monkeyp
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.bos_token = "<|endoftext|>"
     tokenizer.add_tokens(
-        ["<|start_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<turn|>", DEEPSEEK[-19:]],
+        ["<|start_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>", "<turn|>", "<s>", "</s>", DEEPSEEK[-19:]],
         special_tokens=True,
     )
     tokenizer.save_pretrained("model")
@@ -125,7 +140,7 @@ def test_what_has_no_counterpart_is_refused_by_name_unless_it_is_allowed(tmp_pat
     assert cli.main(["import", "a.yml", "--allow", key]) == 2, "it is not written over"
 
 
-@pytest.mark.parametrize("source", ["axolotl", "LLaMA-Factory", "ms-swift"])
+@pytest.mark.parametrize("source", ["axolotl", "LLaMA-Factory", "ms-swift", "torchtune"])
 def test_every_key_of_a_table_is_a_key_of_a_recipe(tmp_path, source):
     known, used = {*keys.key_types(), *LAUNCH_KEYS, "env"}, set(table(source)["always"])
     for row in table(source)["keys"].values():
@@ -147,7 +162,7 @@ def test_every_key_of_a_table_is_a_key_of_a_recipe(tmp_path, source):
 def test_a_script_of_ms_swift_has_variables_and_names_for_its_data(tmp_path):
     """swift/self-cognition has the model's name as {{NAME}}."""
     command = (
-        "NPROC_PER_NODE=$n swift sft --model Qwen/Qwen3-8B --dataset swift/self-cognition#5 --target_modules q_proj"
+        "NPROC_PER_NODE=$n swift sft --model Qwen/Qwen3-8B --dataset swift/self-cognition#113 --target_modules q_proj"
     )
     (tmp_path / "c.sh").write_text(f"n=4\n{command} --gradient_accumulation_steps $(expr 16 / $n) --model_author Al")
     assert translated(tmp_path / "c.sh", tmp_path / "r.yaml").changes.keys() == {"dataset"}
@@ -156,7 +171,49 @@ def test_a_script_of_ms_swift_has_variables_and_names_for_its_data(tmp_path):
     drafted = {key: value for key, (value, _) in draft.recipe.items()}
     assert not draft.changes and (drafted["num_processes"], drafted["gradient_accumulation_steps"]) == (4, 4)
     assert drafted["lora_target_modules"] == [r".*\.q_proj"], "TRL would make a pattern of the whole name of it"
+    rows = {"path": "modelscope/self-cognition"}
+    assert drafted["datasets"] == [rows, rows | {"split": "train[:5]"}], "there are 108: swift takes them again"
     text = Template(draft.files[tmp_path / "r.jinja"]).render(
         messages=[{"role": "user", "content": "{{NAME}} {{AUTHOR}}"}]
     )
     assert "\nBo Al<|im_end|>" in text
+
+
+def test_options_of_ms_swift_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "o.yaml").write_text("model: Qwen/Qwen3-8B\ndataset: AI-ModelScope/LongAlpaca-12k\ntarget_modules: q\n")
+    (tmp_path / "c.sh").write_text("swift sft o.yaml --max_steps 3")
+    draft = translated(tmp_path / "c.sh", tmp_path / "r.yaml")
+    drafted = {key: value for key, (value, _) in draft.recipe.items()}
+    assert not draft.changes and (drafted["max_steps"], drafted["max_length"]) == (3, None)
+    assert drafted["datasets"] == [{"path": "Yukang/LongAlpaca-12k"}]
+    turns = [{"role": "user", "content": "Answer: a"}, {"role": "assistant", "content": "Answer: b "}]
+    text = Template(draft.files[tmp_path / "r.jinja"]).render(messages=turns)
+    assert "\nAnswer: a<|im_end|>" in text and text.endswith("</think>\n\nb<|im_end|>\n")
+
+
+def test_an_optimizer_of_llama_factory_has_its_arguments(tmp_path):
+    (tmp_path / "dataset_info.json").write_text('{"mine": {"hf_hub_url": "a/b"}}')
+    (tmp_path / "a.yaml").write_text(FACTORY + "template: llama3\nuse_galore: true\ngalore_rank: 4\n")
+    recipe = translated(tmp_path / "a.yaml", tmp_path / "r.yaml").recipe
+    assert recipe["optim"][0] == "galore_adamw" and recipe["optim_target_modules"][0] == ["attn", "mlp"]
+    assert recipe["optim_args"][0] == "rank=4, update_proj_gap=200, scale=2.0, proj_type=std"
+
+
+def test_a_file_of_torchtune_names_its_model_in_a_comment(tmp_path):
+    file, text = tmp_path / "t.yaml", TUNE.replace("NAME", "gemma_tokenizer").replace("DATA", "alpaca_dataset")
+    file.write_text("# tune download google/gemma-2b\n" + text.replace("MODEL", "/tmp/other") + "epochs: 1\n")
+    full = translated(file, tmp_path / "r.yaml")
+    assert full.recipe["model_name_or_path"][0] == "/tmp/other", "the folder is that of another model"
+    assert [*full.loses] == ["optimizer.weight_decay"] and full.recipe["weight_decay"][0] == 0.01
+    lora = "{_component_: torchtune.models.gemma.qlora_gemma_2b, lora_attn_modules: [q_proj, output_proj]}"
+    text = text.replace("MODEL", "/tmp/gemma-2b/").replace("{_component_: torchtune.models.llama3.llama3_8b}", lora)
+    launch = "# tune download google/gemma-2b\n# tune run --nproc_per_node 4 lora_finetune_distributed\n"
+    file.write_text(launch + text + "output_dir: ${device}/${device}\ndevice: a\nmax_steps_per_epoch: 9\nepochs: 1\n")
+    draft = translated(file, tmp_path / "r.yaml")
+    drafted = {key: value for key, (value, _) in draft.recipe.items()}
+    said = {"model_name_or_path": "google/gemma-2b", "num_processes": 4, "load_in_4bit": True, "max_steps": 9}
+    said |= {"lora_target_modules": ["q_proj", "o_proj"], "lora_r": 8, "max_length": None, "output_dir": "a/a"}
+    assert not draft.changes and said.items() <= drafted.items() and "weight_decay" not in draft.loses
+    file.write_text(file.read_text() + "kd_ratio: 0.5\n")
+    assert [*translated(file, tmp_path / "r.yaml").changes] == ["kd_ratio"]

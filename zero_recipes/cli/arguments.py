@@ -123,7 +123,7 @@ def _add_until_a_run(add: Callable[..., Any], of_recipe: Callable[..., Any]) -> 
     verb.add_argument("--show", action="store_true", help='print the ds_config with every "auto" filled in')
     verb.add_argument("--traceback", action="store_true", help="show where a library refused the run")
 
-    text = "write a recipe from a file of axolotl, LLaMA-Factory or ms-swift, and name what has no counterpart"
+    text = "write a recipe from a file of axolotl, LLaMA-Factory, ms-swift or torchtune; name what has no counterpart"
     verb = add(import_config.import_, text)
     verb.add_argument("file", type=Path, help="its YAML file, or a script with a `swift sft` command")
     verb.add_argument("--output", type=Path, help="the recipe; default: FILE.recipe.yaml here")

@@ -83,11 +83,14 @@ def translated(path: Path, recipe: Path) -> Draft:
     theirs = _flat(theirs, table(source).get("nested", ()))
     draft, rows = Draft(path, recipe, source, theirs), table(source)["keys"]
     draft.put(f"what {source} does", **table(source)["always"])
-    {"axolotl": _axolotl, "LLaMA-Factory": _llama_factory, "ms-swift": _swift}[source](draft, theirs)
+    each = {"axolotl": _axolotl, "LLaMA-Factory": _llama_factory, "ms-swift": _swift, "torchtune": _torchtune}
+    each[source](draft, theirs)
     for key in [*(key for key in rows if "*" not in key), *sorted(theirs.keys() - rows)]:
         row = rows.get(key) or next((rows[name] for name in rows if fnmatchcase(key, name)), None)
         _translate(draft, key, {"to": row} if isinstance(row, str) else row)
     _lora_targets(draft)
+    if args := draft.recipe.get("optim_args", ({}, ""))[0]:
+        draft.put("the optimizer's keys", optim_args=", ".join(f"{key}={value}" for key, value in args.items()))
     if not draft.recipe["datasets"][0] and not draft.changes:
         draft.changes["datasets"] = "there is none in the file"
     return draft
@@ -106,11 +109,14 @@ def _lora_targets(draft: Draft) -> None:
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     text = path.read_text(encoding="utf-8")
     if (command := _swift_command(text)) is not None:
-        return "ms-swift", _options(shlex.split(command))
+        words = shlex.split(command)
+        options, file = _options(words), words[0].endswith((".yaml", ".json")) and _upwards(path, words[0])
+        return "ms-swift", (yaml.safe_load(file.read_text(encoding="utf-8")) if file else {}) | options
     theirs = yaml.safe_load(text)
-    for source in ("axolotl", "LLaMA-Factory"):
+    for source in ("axolotl", "LLaMA-Factory", "torchtune"):
         if isinstance(theirs, dict) and not theirs.keys().isdisjoint(table(source)["signs"]):
-            return source, theirs
+            filled = re.sub(r"\$\{(\w+)\}", lambda name: str(theirs.get(name[1], name[0])), text)
+            return source, yaml.safe_load(filled)
     raise refusal("ZR893", path=path)
 
 
@@ -180,9 +186,9 @@ def _translate(draft: Draft, key: str, row: Mapping[str, Any] | None) -> None:
 # what several of them have
 
 
-def _template(draft: Draft, name: str | None, mask: str, replaced: Mapping[str, str] = {}, **more: Any) -> None:
-    """Turns as the other trainer's template of this name writes them, with `more` parts and texts replaced, or as the
-    tokenizer's own."""
+def _template(draft: Draft, name: str | None, mask: str, content: str = "m['content']", **more: Any) -> None:
+    """Turns as the other trainer's template of this name writes them, with `more` parts, or as the tokenizer's own.
+    `content`: Jinja for the text of a message."""
     draft.put(f"the loss of {draft.source}", assistant_only_loss=True, assistant_mask=mask)
     if name in (None, "tokenizer_default"):
         return
@@ -192,11 +198,11 @@ def _template(draft: Draft, name: str | None, mask: str, replaced: Mapping[str, 
     elif parts:
         known = table("templates")["parts"] | parts | more
         sets = "".join(f"{{%- set {key} = {json.dumps(value)} %}}\n" for key, value in known.items())
-        filters = "".join(f" | replace({json.dumps(old)}, {json.dumps(new)})" for old, new in replaced.items())
-        draft.files[file] = sets + table("templates")["body"].replace("m['content']", f"(m['content']{filters})")
-        draft.note |= {"dataset": f"the chat template writes {replaced}"} if replaced else {}
+        body = table("templates")["messages" if mask == "template" else "body"]
+        draft.files[file] = sets + body.replace("m['content']", f"({content})")
     else:
         draft.changes["template"] = f"{name!r} is not known here"
+    draft.loses |= {"template": parts["loses"]} if "loses" in parts else {}
     draft.put(f"template {name}", chat_template_path=str(file), **parts.get("sets", {}))
 
 
@@ -291,18 +297,70 @@ def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
     rows, model, entries = table("ms-swift"), str(theirs.get("model")), []
     name = next((name for models, name in rows["models"].items() if fnmatchcase(model, models)), "of this model")
     replaced: dict[str, Any] = {}
-    for path, _, count in (named.partition("#") for named in theirs.get("dataset") or []):
+    content, sets = "m['content']", theirs.get("dataset") or []
+    sets = [sets] if isinstance(sets, str) else sets
+    for path, _, count in (named.partition("#") for named in sets):
         known = rows["hub"].get(path, {"path": path})
         if path not in rows["hub"] and Path(path).suffix not in FORMATS:
             draft.changes["dataset"] = f"{path} of ModelScope is not known here"
-        if count:
-            draft.loses["dataset"] = f"{count} rows are the first {count}, not drawn ones"
-        replaced |= known.get("replace", {})
-        entries.append(_entry(known["path"], split=count and f"train[:{count}]"))
+        if "content" in known and len(sets) > 1:
+            draft.changes["dataset"] = f"swift rewrites the rows of {path} alone"
+        content, replaced = known.get("content", content), replaced | known.get("replace", {})
+        size = None if theirs.get("streaming") else known.get("rows")
+        whole, rest = divmod(int(count), size or int(count) + 1) if count else (1, 0)
+        entries += [_entry(known["path"]) for _ in range(whole)]
+        if rest:
+            draft.loses["dataset"] = f"{rest} rows are the first {rest}, not drawn ones"
+            entries.append(_entry(known["path"], split=f"train[:{rest}]"))
     replaced = {old: theirs.get(new) if new in rows["keys"] else new for old, new in replaced.items()}
     for old in (old for old, new in replaced.items() if not isinstance(new, str)):
         draft.changes["dataset"] = f"{old} in its rows becomes one name or two, by their language"
     template, system = theirs.get("template", name), {key: theirs[key] for key in theirs if key == "system"}
-    _template(draft, template, "turn", replaced, **system)
+    filters = "".join(f" | replace({json.dumps(old)}, {json.dumps(new)})" for old, new in replaced.items())
+    draft.note |= {"dataset": f"the chat template writes {replaced}"} if replaced else {}
+    _template(draft, template, "turn", f"({content}){filters}", **system)
     draft.put("dataset", datasets=entries)
     _sharding(draft)
+
+
+def _torchtune(draft: Draft, theirs: Mapping[str, Any]) -> None:
+    known, entries, loss = table("torchtune"), [], set()
+    text, folder = draft.path.read_text(encoding="utf-8"), str(theirs.get("checkpointer.checkpoint_dir"))
+    names = re.findall(r"tune download (\S+)", text)  # in a comment
+    names = [name for name in names if name.rpartition("/")[2] in folder]
+    draft.put("tune download" if names else "checkpointer.checkpoint_dir", model_name_or_path=(*names, folder)[0])
+    if (launch := re.search(r"--nproc_per_node (\d+) \w+_distributed", text)) is not None:
+        draft.put("tune run", accelerate_config="fsdp2.yaml", num_processes=int(launch[1]))
+    sets = theirs.get("dataset") or []
+    for one in sets if isinstance(sets, list) else [sets]:
+        row = known["data"].get(one.get("_component_", "").rpartition(".")[2], {"path": None, "all": False})
+        odd = [key for key in one if key not in known["read"] and one[key] is not None]
+        if odd or "dataset_format" not in row:
+            draft.changes["dataset"] = f"{one.get('_component_')}, {odd or 'of this kind'}, is not known here"
+        columns = one.get("column_map") or {"messages": one.get("conversation_column")}
+        more = {key: one.get(key, row.get(key)) for key in ("name", "split", "data_files", "dataset_format")}
+        entries.append(_entry(str(one.get("source", row["path"])), columns=columns, **more))
+        loss.add((bool(one.get("train_on_input", row["all"])), bool(one.get("packed"))))
+    if len(loss) > 1:
+        draft.changes["dataset"] = "loss on the prompts, or packs, of some data sets only"
+    everything, packing = max(loss, default=(False, False))
+    draft.put("dataset", datasets=entries, packing=packing)
+    tokenizer = str(theirs.get("tokenizer._component_")).rpartition(".")[2]
+    _template(draft, tokenizer, "template", loss=["user", "assistant"] if everything else ["assistant"])
+    builder = str(theirs.get("model._component_")).rpartition(".")[2]
+    if builder.startswith(("lora_", "qlora_")):
+        modules = [known["modules"].get(name, name) for name in theirs.get("model.lora_attn_modules", [])]
+        modules += known["mlp"] if theirs.get("model.apply_lora_to_mlp") else []
+        modules += ["lm_head"] if theirs.get("model.apply_lora_to_output") else []
+        draft.put("model", use_peft=True, lora_target_modules=modules)
+        draft.note["save_adapter_weights_only"] = "an adapter is saved alone; zero-recipes export merges it"
+    elif theirs.get("optimizer.weight_decay") != 0:
+        draft.loses["optimizer.weight_decay"] = "the scales of the norms do not decay, as transformers has it"
+    if builder.startswith("qlora_") or theirs.get("model.quantize_base"):
+        draft.put("model", **known["quantized"])
+    if theirs.get("seed") is None:
+        draft.put("torchtune draws one", seed=42)
+    if steps := theirs.get("max_steps_per_epoch"):
+        draft.put("max_steps_per_epoch", max_steps=steps)
+        if theirs.get("epochs") != 1:
+            draft.changes["max_steps_per_epoch"] = "the same first rows would not come again"

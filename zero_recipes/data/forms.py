@@ -65,11 +65,19 @@ def alpaca_row(row: dict[str, Any]) -> dict[str, str]:
     return {"prompt": alpaca_prompt(row["instruction"], row["input"] or ""), "completion": row["output"]}
 
 
+def alpaca_turns(row: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
+    """An Alpaca row as a conversation: Alpaca's prompt, whole, is the user's turn. Raises TypeError."""
+    pair = alpaca_row(row)
+    turns = ("user", pair["prompt"]), ("assistant", pair["completion"])
+    return {"messages": [{"role": role, "content": text} for role, text in turns]}
+
+
 def recognise(first: Mapping[str, Any], settings: Settings, dataset_format: str | None) -> Form | None:
     """The form of rows whose first is `first`; None where the recipe trains on nothing that is there."""
-    if dataset_format == "alpaca":
-        fits = first.keys() >= {*ALPACA_COLUMNS}
-        return Form("instruction, input and output, in Alpaca's prompt", alpaca_row) if fits else None
+    if dataset_format in ("alpaca", "alpaca_chat"):
+        chat, said = dataset_format == "alpaca_chat", "instruction, input and output, in Alpaca's prompt"
+        form = Form(f"{said}, as turns", alpaca_turns, chat=True) if chat else Form(said, alpaca_row)
+        return form if first.keys() >= {*ALPACA_COLUMNS} else None
     if (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
         return Form("input_ids, as they are") if "input_ids" in first else None
     if dataset_format != "chat" and {"prompt", "completion"} <= first.keys():
