@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.grid import grid
 from tests.helpers.tiny import ROOT, arguments, write_recipe
 from zero_recipes.cli import main as cli
 from zero_recipes.metrics.read_runs import read_samples
@@ -36,16 +35,14 @@ def same(rows, expected, losses: float = 0):
 CASES = {
     "ddp in bf16, float32 weights": ("ddp", {}),
     "zero2 in bf16": ("zero2", {}),
-    "fp32": ("ddp", {"bf16": False}),
     "LoRA in fp32, ddp": ("ddp", LORA | {"bf16": False}),  # in bf16 two tokens of one answer tie on some CPUs
-    "LoRA, zero2": ("zero2", LORA),
     "random weights in fp32, zero3": ("zero3", {"random_weights": True, "bf16": False}),
 }
 # stage 3 adds a bias behind the rounding of its matrix product (deepspeed 0.19.8 runtime/zero/linear.py)
 ROUNDED = {"random weights in fp32, zero3": 1e-4}
 
 
-@pytest.mark.parametrize("case", [grid(case) if case in ("LoRA, zero2", "fp32") else case for case in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_before_and_after_of_a_run_are_base_and_model(one, tmp_path, case):
     strategy, keys = CASES[case]
     path = write_recipe(tmp_path, **WORLD | keys)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.grid import grid
 from tests.helpers.launched import set_by_launch
 from tests.helpers.tiny import write_recipe
 from zero_recipes.checkpoint.verify import verify
@@ -23,7 +22,7 @@ from zero_recipes.model import load_config
     "stage, keys",
     [
         (3, {"gradient_accumulation_steps": 3, "max_grad_norm": 0.7}),
-        (2, {"max_steps": -1, "num_train_epochs": 0.3, "gradient_accumulation_steps": 2, "warmup_steps": 2}),
+        (2, {"max_steps": -1, "num_train_epochs": 0.1, "gradient_accumulation_steps": 2, "warmup_steps": 2}),
     ],
 )
 def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_path, stage, keys):
@@ -54,10 +53,9 @@ def test_show_and_the_resolved_recipe_say_what_deepspeed_really_gets(two, tmp_pa
     assert again["stage"] == stage and again["metrics"]["loss_history"] == first["loss_history"]
 
 
-@pytest.mark.parametrize("stage", [grid(0), grid(1), grid(2), 3])
-def test_the_parser_is_asked_with_what_the_engine_gets(two, tmp_path, stage):
+def test_the_parser_is_asked_with_what_the_engine_gets(two, tmp_path):
     """All but the batch sizes, which need a process group, and what accelerate writes for its own optimizer."""
-    config = json.loads(Path(f"ds_configs/zero{stage}.json").read_text())
+    config = json.loads(Path("ds_configs/zero3.json").read_text())
     path = write_recipe(tmp_path, deepspeed=config, gradient_accumulation_steps=3)
     settings = recipes.parse_recipe(path, recipes.read_recipe_file(path), []).settings
     strategy = Strategy("zero", 2, DsConfig(config), "c.json")
@@ -70,11 +68,6 @@ def test_the_parser_is_asked_with_what_the_engine_gets(two, tmp_path, stage):
 
 # accelerate files in the form of those that TRL ships and `accelerate config` writes: (text, strategy, processes)
 LAUNCHED = {
-    "zero1": ("distributed_type: DEEPSPEED\nmixed_precision: 'bf16'\ndeepspeed_config:\n"
-              "  deepspeed_multinode_launcher: standard\n  gradient_accumulation_steps: 1\n  zero3_init_flag: false\n"
-              "  zero_stage: 1\n", "zero1", 2),
-    "zero2": ("distributed_type: DEEPSPEED\nmixed_precision: 'bf16'\ndeepspeed_config:\n"
-              "  offload_optimizer_device: none\n  offload_param_device: none\n  zero_stage: 2\n", "zero2", 2),
     "zero3": ("distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config:\n"
               "  offload_optimizer_device: cpu\n  zero3_init_flag: true\n  zero3_save_16bit_model: true\n"
               "  zero_stage: 3\n", "zero3_offload", 2),
@@ -85,7 +78,7 @@ LAUNCHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["zero3", "fsdp2", "single_gpu", grid("zero1"), grid("zero2")])
+@pytest.mark.parametrize("name", LAUNCHED)
 def test_accelerate_files_brought_along_run_with_what_the_launch_sets(one, two, tmp_path, name):
     text, strategy, processes = LAUNCHED[name]
     file, path = tmp_path / "a.yaml", write_recipe(tmp_path, save_model=True, save_strategy="steps", save_steps=2)

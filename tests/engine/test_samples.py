@@ -1,7 +1,6 @@
 """Samples lose nothing that was trained, and the reference loss is the loss that training sees."""
 
 import json
-import random
 
 import pytest
 
@@ -63,9 +62,7 @@ def test_the_reference_loss_is_the_evaluation_loss_of_a_chat(one, tmp_path):
 
 def test_a_prompt_as_long_as_max_length_and_an_empty_reference_end_well(two, tmp_path):
     """A row without a score is a row that says so; samples come from the test split without an evaluation too."""
-    draw = random.Random(8)
-    length = draw.randrange(66, 110)
-    path = write_recipe(tmp_path, max_length=length, save_model=True, max_steps=1, **SAMPLES | {"sample_prompts": 5})
+    path = write_recipe(tmp_path, max_length=80, save_model=True, max_steps=1, **SAMPLES | {"sample_prompts": 5})
     rows = [{"instruction": f"Say [/INST] {'very ' * n}much.", "input": "", "output": "x"} for n in (0, 1, 9, 40, 400)]
     rows[1]["output"] = ""
     test = tmp_path / "rows" / "test.jsonl"
@@ -94,8 +91,7 @@ def test_samples_that_fail_lose_no_model(two, tmp_path, strategy):
     argv = [str(path), *named(strategy), "--output_dir"]
     whole = two.run("sample_cases.ending", argv=[*argv, str(tmp_path / "whole")])[0]
     assert whole["error"] is None and len(rows_of(tmp_path / "whole")) == 3
-    point = random.Random(strategy).choice(["samples", "scores", "print"])
-    ranks = two.run("sample_cases.break_at", argv=[*argv, str(tmp_path / "out")], point=point)
+    ranks = two.run("sample_cases.break_at", argv=[*argv, str(tmp_path / "out")], point="samples")
     metrics = ranks[0]["metrics"]
     assert ranks[0]["error"] == ["RuntimeError", "it broke"]
     assert (metrics["status"], metrics["failure"]["phase"]) == ("failed", "eval")

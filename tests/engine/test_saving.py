@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.conftest import STRATEGIES
 from tests.helpers.grid import grid
-from tests.helpers.tiny import arguments, llama_config, write_recipe
+from tests.helpers.tiny import arguments, llama_config, write_recipe, write_rows
 from zero_recipes.checkpoint.verify import verify
 from zero_recipes.checks.capacity import checkpoint_bytes, read_at_resume
 from zero_recipes.config import recipe as recipes
@@ -49,6 +49,7 @@ def test_the_best_model_is_the_one_that_is_saved(two, tmp_path, strategy):
     """A learning rate that spoils the model: the first checkpoint is the best, and whole, its LM head included."""
     keys = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     keys |= {"load_best_model_at_end": True, "learning_rate": 3.0, "warmup_steps": 2, "bf16": False}
+    keys |= {"dataset_name": str(write_rows(tmp_path / "few", count=20))}
     path, out = write_recipe(tmp_path, save_model=True, **keys), tmp_path / "out"
     metrics = two.run("train", argv=arguments(path, strategy, out))[0]["metrics"]
     losses = [evaluation["loss"] for evaluation in metrics["eval_history"]]

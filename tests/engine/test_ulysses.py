@@ -1,52 +1,40 @@
 """Two processes that share each sequence train as one process does without: losses, weights, tokens, evaluations."""
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.helpers.grid import grid
-from tests.helpers.tiny import named, write_llama, write_recipe
+from tests.helpers.tiny import named, weights_apart, write_llama, write_recipe, write_rows
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory):
-    """Rows of very uneven length, accumulation over them, clipping; more steps than an epoch has."""
+    """Rows of very uneven length, accumulation over them, clipping; more steps than an epoch has, which divides."""
     folder = tmp_path_factory.mktemp("ulysses")
     keys = {"random_weights": False, "bf16": False, "max_steps": 8, "gradient_accumulation_steps": 4}
     keys |= {"eval_strategy": "steps", "eval_steps": 4, "data_seed": 3, "save_model": True, "max_grad_norm": 1.0}
+    keys |= {"dataset_name": str(write_rows(folder / "few", count=48))}
     path = write_recipe(folder, pad_to_multiple_of=128, dataloader_drop_last=True, **keys)
     write_llama(folder / "model")
-    for split in ("train", "test"):
-        rows = (
-            (folder / "rows" / f"{split}.jsonl").read_text().splitlines()[:48]
-        )  # an epoch divides: what is dropped is no part of this
-        (folder / "rows" / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
     return path
 
 
 @pytest.fixture(scope="module")
 def alone(one, recipe):
-    """One process, whole sequences: (metrics, weights)."""
+    """The metrics of one process, which sees whole sequences; its model is in the folder `alone` beside the recipe."""
     return run(one, recipe, recipe.parent / "alone", case="train")
 
 
-def run(group, recipe, folder, *more: str, case: str = "ulysses_cases.train_sharing"):
-    metrics = group.run(case, argv=[str(recipe), "--output_dir", str(folder), *more])[0]["metrics"]
-    return metrics, load_file(folder / "model.safetensors")
-
-
-def apart(losses: list[float], wanted: list[float]) -> float:
-    return max(abs(a - b) / b for a, b in zip(losses, wanted, strict=True))
+def run(group, recipe, folder, *more: str, case: str = "ulysses_cases.train_sharing") -> dict:
+    return group.run(case, argv=[str(recipe), "--output_dir", str(folder), *more])[0]["metrics"]
 
 
 @pytest.mark.parametrize("strategy", [grid("zero2"), "zero3"])
 def test_shared_sequences_train_as_whole_ones(two, recipe, alone, tmp_path, strategy):
-    found, weights = run(two, recipe, tmp_path / "out", *named(strategy), "--sequence_parallel_size", "2")
-    wanted, wanted_weights = alone
+    found, wanted = run(two, recipe, tmp_path / "out", *named(strategy), "--sequence_parallel_size", "2"), alone
     assert (found["strategy"], found["world_size"]) == (f"{strategy}_ulysses", 2)
-    assert apart(found["loss_history"], wanted["loss_history"]) < 1e-5
+    assert found["loss_history"] == pytest.approx(wanted["loss_history"], rel=1e-5)
     assert wanted["loss_history"][-1] < wanted["loss_history"][0] - 0.3
-    distance = sum((weights[name] - wanted_weights[name]).square().sum() for name in wanted_weights)
-    assert (distance / sum(tensor.square().sum() for tensor in wanted_weights.values())) ** 0.5 < 1e-5
+    assert weights_apart(tmp_path / "out", recipe.parent / "alone") < 1e-5
     losses = [[evaluation["loss"] for evaluation in metrics["eval_history"]] for metrics in (found, wanted)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 2
     assert found["tokens"] == wanted["tokens"], "each token counts once, however many processes share its row"
@@ -61,15 +49,15 @@ def test_shared_sequences_train_as_whole_ones(two, recipe, alone, tmp_path, stra
 def test_two_groups_share_out_the_rows(four, recipe, alone, tmp_path):
     """Four processes, two sequences at a time: half the accumulation is the same step."""
     more = ["--sequence_parallel_size", "2", "--gradient_accumulation_steps", "2", *named("zero2")]
-    found, _ = run(four, recipe, tmp_path / "out", *more)
-    wanted = alone[0]
-    assert apart(found["loss_history"], wanted["loss_history"]) < 1e-5 and found["tokens"] == wanted["tokens"]
-    assert found["model_flops_per_token"] == pytest.approx(wanted["model_flops_per_token"])
+    found = run(four, recipe, tmp_path / "out", *more)
+    assert found["loss_history"] == pytest.approx(alone["loss_history"], rel=1e-5)
+    assert found["tokens"] == alone["tokens"]
+    assert found["model_flops_per_token"] == pytest.approx(alone["model_flops_per_token"])
 
 
 @pytest.mark.private
 def test_a_mean_for_each_micro_batch_is_noticed(two, recipe, alone, tmp_path):
     """Fails when transformers weighs tokens under Ulysses: then loss_of_a_part may go."""
     more = [*named("zero2"), "--sequence_parallel_size", "2"]
-    found, _ = run(two, recipe, tmp_path / "out", *more, case="ulysses_cases.train_with_a_mean_for_each_micro_batch")
-    assert apart(found["loss_history"], alone[0]["loss_history"]) > 1e-3
+    found = run(two, recipe, tmp_path / "out", *more, case="ulysses_cases.train_with_a_mean_for_each_micro_batch")
+    assert found["loss_history"] != pytest.approx(alone["loss_history"], rel=1e-3)

@@ -7,7 +7,6 @@ from unittest import mock
 
 import run_sft
 from tests.helpers.unchecked import without_rules
-from zero_recipes.libs.deepspeed import base_optimizer
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 
@@ -132,47 +131,28 @@ def _tensors(value) -> list:
     return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
 
 
-def train_without_fresh_adam(argv: list[str]) -> dict:
-    """`train` at stage 0 with DeepSpeed's own step before training left in place."""
-    from zero_recipes.libs.patches import FreshAdamAtStage0
-
-    seen: dict = {}
-
-    def look(self, args, state, control, model=None, optimizer=None, **kwargs):
-        inner = optimizer.optimizer
-        states = base_optimizer(inner).state.values()
-        seen["adam_steps_before_training"] = max(int(tensors["step"]) for tensors in states)
-        seen["masters_moved"] = any(
-            not (master == weight.float()).all()
-            for masters, weights in zip(inner.fp32_groups, inner.fp16_groups, strict=True)
-            for master, weight in zip(masters, weights, strict=True)
-        )
-
-    with mock.patch.object(FreshAdamAtStage0, "on_train_begin", look):
-        train(argv)
-    return seen
-
-
 def fresh_adam_on_resume() -> dict:
-    """What FreshAdamAtStage0 leaves on a fresh and on a resumed run: the step counter, which was 7, and whether the
-    fp32 masters are the weights, though weight decay has shrunk them in DeepSpeed's step before training."""
+    """Adam's step counter and whether the fp32 masters are the weights, though weight decay has shrunk them in
+    DeepSpeed's step before training: as DeepSpeed leaves it, and as FreshAdamAtStage0 does, on a fresh and on a resumed
+    run whose counter was 7."""
     import deepspeed
     import torch
 
     from zero_recipes.libs.patches import FreshAdamAtStage0
 
     left = {}
-    for name, step in (("fresh", 0), ("resumed", 3)):
+    for name, step in (("unpatched", None), ("fresh", 0), ("resumed", 3)):
         layer = torch.nn.Linear(3, 3)
         _, optimizer, _, _ = deepspeed.initialize(
             model=layer,
             optimizer=torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.5),
             config={"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 0}},
         )
-        for tensors in optimizer.state.values():
-            tensors["step"].fill_(7.0)
-        state = SimpleNamespace(global_step=step)
-        FreshAdamAtStage0().on_train_begin(None, state, None, optimizer=SimpleNamespace(optimizer=optimizer))
+        if step is not None:
+            for tensors in optimizer.state.values():
+                tensors["step"].fill_(7.0)
+            state = SimpleNamespace(global_step=step)
+            FreshAdamAtStage0().on_train_begin(None, state, None, optimizer=SimpleNamespace(optimizer=optimizer))
         groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
         same = [torch.equal(m, w.float()) for masters, weights in groups for m, w in zip(masters, weights, strict=True)]
         steps = max(float(tensors["step"]) for tensors in optimizer.state.values())

@@ -1,10 +1,25 @@
 """Cases of ZeRO's family for tests/helpers/group.py: NVMe, ZeRO++."""
 
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
-from tests.helpers.cases import train
+import torch
+from deepspeed import comm
+from deepspeed.ops import op_builder
+from deepspeed.runtime.comm import coalesced_collectives
+from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
+from deepspeed.utils import groups
+
+from tests.helpers import quantizer_on_cpu
+from tests.helpers.cases import refusal_of, train
 from tests.helpers.unchecked import without_rules
 from zero_recipes.checkpoint.output_dir import SWAPPED
+from zero_recipes.libs.patches import patch_quantized_gradients
 from zero_recipes.metrics.callback import StageMetricsCallback
 
 
@@ -42,19 +57,9 @@ def failure_of(argv: list[str]) -> str:
         return str(error)
 
 
-def train_on_two_nodes(argv: list[str]) -> dict:
-    """`train` on four processes that stand for two nodes of two, with the quantizer of quantizer_on_cpu.py."""
-    import os
-    from types import SimpleNamespace
-    from unittest import mock
-
-    from deepspeed.ops import op_builder
-    from deepspeed.runtime.comm import coalesced_collectives
-    from deepspeed.runtime.zero.partition_parameters import CUDAQuantizer
-    from deepspeed.utils import groups
-
-    from tests.helpers import quantizer_on_cpu
-
+@contextlib.contextmanager
+def two_nodes() -> Iterator[None]:
+    """Four processes stand for two nodes of two, with the quantizer of quantizer_on_cpu.py."""
     # LOCAL_SIZE: what DeepSpeed's CPU accelerator counts as the devices of a node
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
     groups._ALL_TO_ALL_GROUP.clear()
@@ -62,10 +67,20 @@ def train_on_two_nodes(argv: list[str]) -> dict:
     with (
         mock.patch.object(op_builder, "QuantizerBuilder", lambda: builder),
         mock.patch.object(CUDAQuantizer, "quantizer_cuda_module", None),
-        mock.patch.object(coalesced_collectives, "quantizer_module", None),
+        mock.patch.object(coalesced_collectives, "quantizer_module", quantizer_on_cpu),
         without_rules("quantized_communication_on_cpu"),
     ):
+        yield
+
+
+def train_on_two_nodes(argv: list[str]) -> dict:
+    with two_nodes():
         return train(argv)
+
+
+def refusal_on_two_nodes(argv: list[str]) -> str:
+    with two_nodes():
+        return refusal_of(argv)
 
 
 def quantized_ranges(magnitudes: list[float], seed: int) -> dict:
@@ -73,18 +88,6 @@ def quantized_ranges(magnitudes: list[float], seed: int) -> dict:
 
     "before": cast to fp16 without a scale. A matrix a magnitude and rank, four ranks that stand for two nodes of two.
     """
-    import os
-    from unittest import mock
-
-    import torch
-    from deepspeed import comm
-    from deepspeed.runtime.comm import coalesced_collectives
-    from deepspeed.runtime.zero import stage3
-    from deepspeed.utils import groups
-
-    from tests.helpers import quantizer_on_cpu
-    from zero_recipes.libs.patches import patch_quantized_gradients
-
     os.environ["LOCAL_SIZE"] = "2"
     groups._ALL_TO_ALL_GROUP.clear()
     pairs = groups._get_local_all_to_all_group()
@@ -125,14 +128,3 @@ def quantized_ranges(magnitudes: list[float], seed: int) -> dict:
             spoiled, clean = scaled([one, whole], pairs)
             found[name] = [bool(spoiled.isfinite().any()), bool(clean.isfinite().all())]
     return found
-
-
-def refusal_on_two_nodes(argv: list[str]) -> str:
-    """What `train_on_two_nodes` is refused for."""
-    from zero_recipes.core.findings import Refusal
-
-    try:
-        train_on_two_nodes(argv)
-        return "no error"
-    except Refusal as refusal:
-        return refusal.what

@@ -51,7 +51,7 @@ def train_with_a_slow_writer(argv: list[str]) -> str:
     from tests.helpers.cases import train
     from zero_recipes.training.trainer import ZeroSFTTrainer
 
-    limit, usual = timedelta(seconds=1), timedelta(minutes=10)
+    limit, usual = timedelta(seconds=2), timedelta(minutes=10)  # a rank of a busy machine may be late by a second
     save_model, save = ZeroSFTTrainer.save_model, ZeroSFTTrainer._save
 
     def quickly_ending(self, *arguments, **keywords):

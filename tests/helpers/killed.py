@@ -20,6 +20,12 @@ def die(*_) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def fill_memory(*_) -> None:
+    import torch
+
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
 def terminate(*_) -> None:
     """End the launcher, which is this process's parent, once, and wait for the signal that it hands on."""
     if terminated:
@@ -33,7 +39,7 @@ def terminate(*_) -> None:
 
 
 def sabotage(place: str, step: int) -> None:
-    """Let this rank die while it trains step `step` ("step", "terminate"), or while it saves after it."""
+    """Let this rank end while it trains step `step` ("step", "terminate", "memory"), or while it saves after it."""
     import torch
 
     from zero_recipes.training import trainer as training
@@ -68,6 +74,7 @@ def sabotage(place: str, step: int) -> None:
         *{
             "step": (trainer, "training_step", die, trains),
             "terminate": (trainer, "training_step", terminate, trains),
+            "memory": (trainer, "training_step", fill_memory, trains),
             "begun": (trainer, "save_model", die),
             "weights": (trainer, "_save_optimizer_and_scheduler", die),
             "optimizer": (torch, "save", half, lambda _, path, *more: saves and "optim" in str(path)),

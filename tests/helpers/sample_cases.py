@@ -2,14 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
 
 import run_sft
+from zero_recipes import model as models
 from zero_recipes.core.findings import Finding, Refusal, RunFailed
 from zero_recipes.metrics.callback import StageMetricsCallback
 from zero_recipes.training import samples, trainer
@@ -49,43 +48,21 @@ def ending_at_hub(argv: list[str], address: str) -> dict:
         return ending(argv)
 
 
-# what a run does, and where it can break: (owner, name of what is called)
-POINTS = {
-    "load": (run_sft, None),
-    "step": (trainer.ZeroSFTTrainer, "training_step"),
-    "save": (trainer.ZeroSFTTrainer, "save_model"),
-    "samples": (samples, "answer"),
-    "scores": (samples, "write_rows"),
-    "print": (samples, "show_samples"),
-}
-
-
-@contextmanager
-def broken(point: str, calls: int, error: BaseException) -> Iterator[None]:
-    """Raise `error` at the call after `calls` of a point."""
-    if point == "load":
-        from zero_recipes import model as load
-
-        owner, name = load, "load_model"
-    else:
-        owner, name = POINTS[point]
-    calls += point == "samples"  # the first one is before training
-    original, count = getattr(owner, name), iter(range(10**6))
-
-    def call(*arguments, **keywords):
-        if next(count) == calls:
-            raise error
-        return original(*arguments, **keywords)
-
-    with mock.patch.object(owner, name, call):
-        yield
-
-
-def break_at(argv: list[str], point: str, calls: int = 0, error: str = "RuntimeError", words: str = "it broke") -> dict:
-    """`ending` of a run that breaks on all ranks."""
+def break_at(argv: list[str], point: str, error: str = "RuntimeError", words: str = "it broke") -> dict:
+    """`ending` of a run that breaks on all ranks: where it loads the weights, saves the model, or answers the samples
+    after training."""
+    points = {"load": (models, "load_model"), "save": (trainer.ZeroSFTTrainer, "save_model")}
+    owner, name = points.get(point, (samples, "answer"))
     kinds = {"RuntimeError": RuntimeError, "MemoryError": MemoryError, "OSError": OSError}
     kinds["Refusal"] = lambda text: Refusal([Finding("ZR000", text, "why", "fix")])
-    with broken(point, calls, kinds[error](words)):
+    original, before = getattr(owner, name), iter([True] * (point == "samples"))  # samples are answered before, too
+
+    def call(*arguments, **keywords):
+        if next(before, False):
+            return original(*arguments, **keywords)
+        raise kinds[error](words)
+
+    with mock.patch.object(owner, name, call):
         return ending(argv)
 
 

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig, LlamaConfig
 
 from zero_recipes.config.keys import dataclasses_of_a_recipe
@@ -104,3 +105,11 @@ def settings_with(**keys) -> Settings:
             made = field.default_factory is not dataclasses.MISSING
             values[field.name] = field.default_factory() if made else field.default
     return Settings(values | keys)
+
+
+def weights_apart(found: Path, wanted: Path) -> float:
+    """The distance between the weights of two folders' models, in shares of the second's."""
+    mine, theirs = (load_file(folder / "model.safetensors") for folder in (found, wanted))
+    assert mine.keys() == theirs.keys()
+    apart = sum((mine[name].double() - tensor).square().sum() for name, tensor in theirs.items())
+    return float(apart / sum(tensor.double().square().sum() for tensor in theirs.values())) ** 0.5

@@ -24,6 +24,8 @@ def be_rank(rank: int, world_size: int, port: int, log: Path, environment: dict,
 
     os.set_inheritable(group.fileno(), False)  # the group learns of a rank's end where nobody else holds it
     torch.set_num_threads(1)
+    if "ZERO_RECIPES_FILL" in os.environ:  # memory that nobody has set is NaN, which is slow
+        torch.use_deterministic_algorithms(True, warn_only=True)
     # stage 3 asks at every bucket, and each time starts a process: a fifth of a tiny model's backward pass
     numa.get_numa_cores = functools.cache(numa.get_numa_cores)
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)

@@ -1,8 +1,6 @@
-"""A run that fails leaves a row, not a crash: out of memory on rank 1, rank 0 killed, a refusal; through sweep."""
+"""A run that fails leaves a row, not a crash: out of memory on rank 1, a refusal; through sweep."""
 
 import json
-import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -12,52 +10,11 @@ from zero_recipes.metrics.failure import failed_row
 
 pytestmark = pytest.mark.launch
 
-OUT_OF_MEMORY = """
-if os.environ["RANK"] == "1" and len(self.stage_metrics.losses) == 2:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-"""
-SCRIPT = """
-import os, signal, sys
-sys.path.insert(0, {root!r})
-import run_sft
 
-original = run_sft.train
-
-
-def train(run):
-    import torch
-    from zero_recipes.training.trainer import ZeroSFTTrainer
-
-    step = ZeroSFTTrainer.training_step
-
-    def training_step(self, *arguments, **keywords):
-{act}
-        return step(self, *arguments, **keywords)
-
-    ZeroSFTTrainer.training_step = training_step
-    return original(run)
-
-
-run_sft.train = train
-run_sft.main(sys.argv[1:])
-"""
-
-
-def sabotaged(folder: Path, act: str) -> Path:
-    """A run_sft.py whose training step does `act` in the third step."""
-    script = folder / "sabotaged.py"
-    script.write_text(SCRIPT.format(root=str(ROOT), act=textwrap.indent(act.strip(), " " * 8)))
-    return script
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    return write_recipe(tmp_path_factory.mktemp("failures"), max_steps=6)
-
-
-def test_out_of_memory_on_rank_1(recipe, tmp_path):
-    script = sabotaged(tmp_path, OUT_OF_MEMORY)
-    ended = sweep(recipe, ["zero2"], 2, tmp_path / "out", [], script=script)
+def test_out_of_memory_on_rank_1(tmp_path, monkeypatch):
+    monkeypatch.setenv("KILL", "memory:1:3")
+    script = ROOT / "tests" / "helpers" / "killed.py"
+    ended = sweep(write_recipe(tmp_path), ["zero2"], 2, tmp_path / "out", [], script=script)
     assert ended == {"zero2": "oom"}
     row = json.loads((tmp_path / "out" / "zero2" / "metrics.json").read_text())
     assert row["status"] == "oom" and "out of memory" in row["error"]

@@ -5,6 +5,7 @@ The namespaces stand for two hosts: each has its own interfaces and routes, a ve
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,37 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.helpers.tiny import ROOT, arguments, write_recipe
-from tests.launch.conftest import HOSTS
 from zero_recipes.cli import main as cli
 from zero_recipes.core.process import free_port
 from zero_recipes.distributed.group import wait_for_hosts
+
+HOSTS = ("10.77.0.1", "10.77.0.2")
+
+
+def ip(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["ip", *words], capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def namespaces():
+    """Names of two joined network namespaces; each one's interface is called as it is."""
+    if shutil.which("ip") is None:
+        pytest.skip("two hosts on one machine need network namespaces, and there is no `ip` (package iproute2)")
+    names = [f"zr{os.getpid()}{side}" for side in "ab"]
+    orders = [("netns", "add", name) for name in names]
+    orders.append(("link", "add", names[0], "netns", names[0], "type", "veth", "peer", names[1], "netns", names[1]))
+    for name, address in zip(names, HOSTS, strict=True):
+        orders.append(("-n", name, "addr", "add", f"{address}/24", "dev", name))
+        orders += [("-n", name, "link", "set", device, "up") for device in (name, "lo")]
+    try:
+        for order in orders:
+            done = ip(*order)
+            if done.returncode:
+                pytest.skip(f"two hosts on one machine need network namespaces: ip {' '.join(order)}: {done.stderr}")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "del", name)
 
 
 def on_each(namespaces: list[str], commands: list[list[str]]) -> list[tuple[int, str]]:

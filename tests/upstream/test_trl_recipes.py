@@ -1,15 +1,13 @@
-"""Plain TRL recipes run unchanged: `trl sft` YAML with messages, LoRA, streaming."""
+"""An adapter is whole, weights are loaded by class, a fetched model is found offline."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,30 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.helpers.grid import grid
 from tests.helpers.tiny import ROOT, named, write_model, write_recipe, write_rows
 from zero_recipes.checkpoint.verify import verify
-
-CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|endoftext|>{% endfor %}assistant: "
-
-
-def trl_recipe(folder: Path, rows: list[dict], **keys) -> Path:
-    """A YAML as for `trl sft --config`: none of our own keys."""
-    data = folder / "rows"
-    data.mkdir()
-    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = {
-        "env": {"TOKENIZERS_PARALLELISM": "false"},
-        "model_name_or_path": str(ROOT / "tiny_world" / "base"),
-        "dataset_name": str(data),
-        "output_dir": str(folder / "out"),
-        "learning_rate": 1e-3,
-        "per_device_train_batch_size": 2,
-        "max_steps": 3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-    }
-    path = folder / "trl.yaml"
-    path.write_text(yaml.safe_dump(recipe | keys))
-    return path
 
 
 @pytest.mark.parametrize("strategy", [grid("zero2"), "zero3", "fsdp2"])
@@ -62,41 +36,10 @@ def test_the_lora_recipe_makes_a_whole_adapter(two, tmp_path, strategy):
     assert all(torch.equal(loaded[name.replace(".weight", ".default.weight")], t) for name, t in adapter.items())
 
 
-def test_messages_with_samples_through_the_chat_template(one, tmp_path):
-    model = tmp_path / "chat"
-    shutil.copytree(ROOT / "tiny_world" / "base", model)
-    (model / "chat_template.jinja").write_text(CHAT)
-    rows = [
-        {"messages": [{"role": "user", "content": f"Say {i}"}, {"role": "assistant", "content": str(i)}]}
-        for i in range(9)
-    ]
-    path = trl_recipe(tmp_path, rows, model_name_or_path=str(model), eval_strategy="steps", dataset_test_split="train")
-    one.run("train", argv=[str(path), "--sample_prompts", "2", "--sample_max_new_tokens", "3"])
-    first = json.loads((tmp_path / "out" / "samples.jsonl").read_text().splitlines()[0])
-    assert first["prompt"] == "user: Say 0<|endoftext|>assistant: " and first["reference"] == "0"
-
-
-def test_lora_on_streamed_texts_with_a_ds_config(two, tmp_path):
-    lora = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["query_key_value", "dense"]}
-    rows = [{"text": f"The fish number {i} hums."} for i in range(20)]
-    path = trl_recipe(tmp_path, rows, **lora, dataset_streaming=True, deepspeed="ds_configs/zero3.json")
-    metrics = two.run("train", argv=[str(path)])[0]["metrics"]
-    assert len(metrics["loss_history"]) == 3 and metrics["tokens"]["supervised"] > 0
-    assert verify(tmp_path / "out")["parameters"] == metrics["trainable_parameters"], "the adapter is not complete"
-
-
 @pytest.mark.private
 def test_loading_by_class_is_still_needed(two, tmp_path):
     """Fails when transformers renames on resume: then remove patches.load_weights_by_class."""
     assert two.run("names_lost_on_resume", folder=str(tmp_path / "saved"))[0] == ["lm_head.weight"]
-
-
-def hub_cache(home: Path, name: str) -> None:
-    """What huggingface_hub leaves after a download of `name`."""
-    folder = home / "hub" / f"models--{name.replace('/', '--')}"
-    shutil.copytree(ROOT / "tiny_world" / "base", folder / "snapshots" / "abc123")
-    (folder / "refs").mkdir()
-    (folder / "refs" / "main").write_text("abc123")
 
 
 # one process for all: the hub's folder is read when its library is imported
@@ -121,7 +64,10 @@ print(json.dumps(found))
 
 
 def test_a_fetched_model_is_found_offline_and_an_absent_one_refused(tmp_path):
-    hub_cache(tmp_path / "home", "someone/fetched")
+    cached = tmp_path / "home" / "hub" / "models--someone--fetched"  # as huggingface_hub leaves it after a download
+    shutil.copytree(ROOT / "tiny_world" / "base", cached / "snapshots" / "abc123")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("abc123")
     environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
     argv = [str(write_recipe(tmp_path, random_weights=False, max_steps=1)), "--output_dir", str(tmp_path / "out")]
     command = [sys.executable, "-c", OFFLINE, json.dumps(argv)]
