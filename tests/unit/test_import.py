@@ -192,10 +192,13 @@ def test_options_of_ms_swift_in_a_file(tmp_path, monkeypatch):
     assert "\nAnswer: a<|im_end|>" in text and text.endswith("</think>\n\nb<|im_end|>\n")
 
 
-def test_an_optimizer_of_llama_factory_has_its_arguments(tmp_path):
+def test_an_optimizer_of_llama_factory_has_its_arguments_and_a_tool_no_turn(tmp_path):
     (tmp_path / "dataset_info.json").write_text('{"mine": {"hf_hub_url": "a/b"}}')
     (tmp_path / "a.yaml").write_text(FACTORY + "template: llama3\nuse_galore: true\ngalore_rank: 4\n")
-    recipe = translated(tmp_path / "a.yaml", tmp_path / "r.yaml").recipe
+    draft = translated(tmp_path / "a.yaml", tmp_path / "r.yaml")
+    with pytest.raises(KeyError, match="role tool"):  # LLaMA-Factory writes it as the user's
+        Template(draft.files[tmp_path / "r.jinja"]).render(messages=[{"role": "tool"}], raise_exception={}.__getitem__)
+    recipe = draft.recipe
     assert recipe["optim"][0] == "galore_adamw" and recipe["optim_target_modules"][0] == ["attn", "mlp"]
     assert recipe["optim_args"][0] == "rank=4, update_proj_gap=200, scale=2.0, proj_type=std"
 
@@ -215,5 +218,5 @@ def test_a_file_of_torchtune_names_its_model_in_a_comment(tmp_path):
     said = {"model_name_or_path": "google/gemma-2b", "num_processes": 4, "load_in_4bit": True, "max_steps": 9}
     said |= {"lora_target_modules": ["q_proj", "o_proj"], "lora_r": 8, "max_length": None, "output_dir": "a/a"}
     assert not draft.changes and said.items() <= drafted.items() and "weight_decay" not in draft.loses
-    file.write_text(file.read_text() + "kd_ratio: 0.5\n")
-    assert [*translated(file, tmp_path / "r.yaml").changes] == ["kd_ratio"]
+    file.write_text(file.read_text().replace("epochs: 1", "epochs: 2") + "kd_ratio: 0.5\n")
+    assert {*translated(file, tmp_path / "r.yaml").changes} == {"kd_ratio", "max_steps_per_epoch"}

@@ -83,8 +83,7 @@ def translated(path: Path, recipe: Path) -> Draft:
     theirs = _flat(theirs, table(source).get("nested", ()))
     draft, rows = Draft(path, recipe, source, theirs), table(source)["keys"]
     draft.put(f"what {source} does", **table(source)["always"])
-    each = {"axolotl": _axolotl, "LLaMA-Factory": _llama_factory, "ms-swift": _swift, "torchtune": _torchtune}
-    each[source](draft, theirs)
+    {"axolotl": _axolotl, "LLaMA-Factory": _factory, "ms-swift": _swift, "torchtune": _torchtune}[source](draft, theirs)
     for key in [*(key for key in rows if "*" not in key), *sorted(theirs.keys() - rows)]:
         row = rows.get(key) or next((rows[name] for name in rows if fnmatchcase(key, name)), None)
         _translate(draft, key, {"to": row} if isinstance(row, str) else row)
@@ -196,7 +195,7 @@ def _template(draft: Draft, name: str | None, mask: str, content: str = "m['cont
     if "trl" in parts:
         draft.files[file] = resources.files("trl").joinpath("chat_templates", f"{parts['trl']}.jinja").read_text()
     elif parts:
-        known = table("templates")["parts"] | parts | more
+        known = table("templates")["parts"] | parts | more | {"strict": mask == "turn"}
         sets = "".join(f"{{%- set {key} = {json.dumps(value)} %}}\n" for key, value in known.items())
         body = table("templates")["messages" if mask == "template" else "body"]
         draft.files[file] = sets + body.replace("m['content']", f"({content})")
@@ -253,9 +252,7 @@ def _axolotl(draft: Draft, theirs: Mapping[str, Any]) -> None:
     elif kinds == {"chat_template"}:
         _template(draft, sets[0].get("chat_template") or theirs.get("chat_template"), "answer")
         if not {"eot_tokens", "special_tokens.eos_token"} & theirs.keys():
-            draft.note["eot_tokens"] = (
-                "the end of a turn has loss; in axolotl only where it is the tokenizer's eos_token"
-            )
+            draft.note["eot_tokens"] = "the end of a turn has loss; in axolotl only where it is the eos_token"
         if theirs.get("train_on_inputs"):
             draft.changes["train_on_inputs"] = "the words of all roles have loss, without what the template writes"
     draft.put("axolotl's default, there at most 100 steps", warmup_steps=0.03)
@@ -269,7 +266,7 @@ def _axolotl(draft: Draft, theirs: Mapping[str, Any]) -> None:
     _sharding(draft)
 
 
-def _llama_factory(draft: Draft, theirs: Mapping[str, Any]) -> None:
+def _factory(draft: Draft, theirs: Mapping[str, Any]) -> None:
     _template(draft, theirs.get("template"), "turn")
     if theirs.get("finetuning_type", "lora") == "lora":
         modules = theirs.get("lora_target", "all").replace("all", "all-linear").replace(" ", "").split(",")
@@ -296,8 +293,7 @@ def _llama_factory(draft: Draft, theirs: Mapping[str, Any]) -> None:
 def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
     rows, model, entries = table("ms-swift"), str(theirs.get("model")), []
     name = next((name for models, name in rows["models"].items() if fnmatchcase(model, models)), "of this model")
-    replaced: dict[str, Any] = {}
-    content, sets = "m['content']", theirs.get("dataset") or []
+    content, replaced, sets = "m['content']", {}, theirs.get("dataset") or []
     sets = [sets] if isinstance(sets, str) else sets
     for path, _, count in (named.partition("#") for named in sets):
         known = rows["hub"].get(path, {"path": path})
@@ -310,7 +306,8 @@ def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
         whole, rest = divmod(int(count), size or int(count) + 1) if count else (1, 0)
         entries += [_entry(known["path"]) for _ in range(whole)]
         if rest:
-            draft.loses["dataset"] = f"{rest} rows are the first {rest}, not drawn ones"
+            again = "" if size else "; swift takes fewer rows several times"
+            draft.loses["dataset"] = f"{rest} rows are the first {rest}, not drawn ones{again}"
             entries.append(_entry(known["path"], split=f"train[:{rest}]"))
     replaced = {old: theirs.get(new) if new in rows["keys"] else new for old, new in replaced.items()}
     for old in (old for old, new in replaced.items() if not isinstance(new, str)):
@@ -326,8 +323,7 @@ def _swift(draft: Draft, theirs: Mapping[str, Any]) -> None:
 def _torchtune(draft: Draft, theirs: Mapping[str, Any]) -> None:
     known, entries, loss = table("torchtune"), [], set()
     text, folder = draft.path.read_text(encoding="utf-8"), str(theirs.get("checkpointer.checkpoint_dir"))
-    names = re.findall(r"tune download (\S+)", text)  # in a comment
-    names = [name for name in names if name.rpartition("/")[2] in folder]
+    names = [name for name in re.findall(r"tune download (\S+)", text) if name.rpartition("/")[2] in folder]
     draft.put("tune download" if names else "checkpointer.checkpoint_dir", model_name_or_path=(*names, folder)[0])
     if (launch := re.search(r"--nproc_per_node (\d+) \w+_distributed", text)) is not None:
         draft.put("tune run", accelerate_config="fsdp2.yaml", num_processes=int(launch[1]))
@@ -347,20 +343,17 @@ def _torchtune(draft: Draft, theirs: Mapping[str, Any]) -> None:
     draft.put("dataset", datasets=entries, packing=packing)
     tokenizer = str(theirs.get("tokenizer._component_")).rpartition(".")[2]
     _template(draft, tokenizer, "template", loss=["user", "assistant"] if everything else ["assistant"])
-    builder = str(theirs.get("model._component_")).rpartition(".")[2]
+    of, _, builder = str(theirs.get("model._component_")).rpartition(".")
+    if not of.startswith("torchtune.models"):
+        draft.changes["model"] = f"{of}.{builder} is not known here"
     if builder.startswith(("lora_", "qlora_")):
-        modules = [known["modules"].get(name, name) for name in theirs.get("model.lora_attn_modules", [])]
-        modules += known["mlp"] if theirs.get("model.apply_lora_to_mlp") else []
-        modules += ["lm_head"] if theirs.get("model.apply_lora_to_output") else []
+        named = [*theirs.get("model.lora_attn_modules", []), *(key for key in known["modules"] if theirs.get(key))]
+        modules = [module for name in named for module in known["modules"].get(name, [name])]
         draft.put("model", use_peft=True, lora_target_modules=modules)
         draft.note["save_adapter_weights_only"] = "an adapter is saved alone; zero-recipes export merges it"
     elif theirs.get("optimizer.weight_decay") != 0:
         draft.loses["optimizer.weight_decay"] = "the scales of the norms do not decay, as transformers has it"
     if builder.startswith("qlora_") or theirs.get("model.quantize_base"):
         draft.put("model", **known["quantized"])
-    if theirs.get("seed") is None:
-        draft.put("torchtune draws one", seed=42)
-    if steps := theirs.get("max_steps_per_epoch"):
-        draft.put("max_steps_per_epoch", max_steps=steps)
-        if theirs.get("epochs") != 1:
-            draft.changes["max_steps_per_epoch"] = "the same first rows would not come again"
+    if theirs.get("max_steps_per_epoch") and theirs.get("epochs") != 1:
+        draft.changes["max_steps_per_epoch"] = "an epoch would not end there"

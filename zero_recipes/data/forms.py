@@ -67,8 +67,7 @@ def alpaca_row(row: dict[str, Any]) -> dict[str, str]:
 
 def alpaca_turns(row: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
     """An Alpaca row as a conversation: Alpaca's prompt, whole, is the user's turn. Raises TypeError."""
-    pair = alpaca_row(row)
-    turns = ("user", pair["prompt"]), ("assistant", pair["completion"])
+    turns = zip(("user", "assistant"), alpaca_row(row).values(), strict=True)
     return {"messages": [{"role": role, "content": text} for role, text in turns]}
 
 

@@ -23,8 +23,8 @@ from zero_recipes.data import forms
 from zero_recipes.data.forms import Form, Rows
 from zero_recipes.libs.huggingface import single_process_env
 
-WANTED = dict.fromkeys(("alpaca", "alpaca_chat"), ", ".join(forms.ALPACA_COLUMNS))
-WANTED["chat"] = "messages, conversations, or one question with one answer"
+ALPACA = ", ".join(forms.ALPACA_COLUMNS)
+WANTED = {"alpaca": ALPACA, "alpaca_chat": ALPACA, "chat": "messages, conversations, or one question with one answer"}
 TRAINED_ON = f"prompt and completion, input_ids, the text of dataset_text_field, {WANTED['chat']}"
 # tokens that exist only for padding, in the vocabularies of the models people fine-tune; Pythia has the first
 PADDING_TOKENS = ("<|padding|>", "<|finetune_right_pad_id|>", "<|pad|>", "<pad>", "[PAD]")
