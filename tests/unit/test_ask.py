@@ -231,6 +231,8 @@ def test_words_of_a_conversation():
     assert write_turns(tokenizer, None, turns) == "a\nb\nc"
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}a:"
     assert write_turns(tokenizer, None, turns) == "u:a;a:b;u:c;a:"
+    as_trained = f"u:{alpaca_prompt('a')};a:b;u:{alpaca_prompt('c')};a:"
+    assert write_turns(tokenizer, "alpaca_chat", turns) == as_trained
 
 
 TASK = """
