@@ -55,6 +55,7 @@ TABLE = [
     ("no content", eighth(CHATS, messages=[USER | {"content": None}]), "ZR524", [ROW, "no content in message 0"], {}),
     ("the columns of nobody", lines([{"a": "b"}] * 3), "ZR508", ["not known: a", "dataset_format: alpaca"], {}),
     ("no input column", lines([{"instruction": "a", "output": "b"}]), "ZR508", ["instruction, output"], AS_ALPACA),
+    ("texts named ids", lines(TEXTS), "ZR508", ["input_ids"], {"dataset_kwargs": {"skip_prepare_dataset": True}}),
     ("CSV records that are long", {"train.csv": HEADER + b"a,b,c,d\n"}, "ZR508", ["__index", "header"], AS_ALPACA),
     ("no turns", lines(TEXTS), "ZR431", ["text"], {"assistant_only_loss": True}),
     ("no template", lines(CHATS), "ZR199", ["chat_template is not set"], {"template": None}),
@@ -132,7 +133,7 @@ WRONG_CHATS = st.sampled_from(
 KEYS = st.sampled_from([{}, {"dataset_num_proc": 2}, STREAMS, {"packing": True}])
 
 
-@pytest.mark.parametrize("examples", [15, pytest.param(200, marks=pytest.mark.grid)])
+@pytest.mark.parametrize("examples", [8, pytest.param(200, marks=pytest.mark.grid)])
 def test_any_wrong_row_is_found(examples):
     @settings(max_examples=examples)
     @given(st.data())

@@ -35,6 +35,7 @@ PASTED = """{
   "stage3_prefetch_bucket_size": 50_000_000,   // prefetch
   "zero_optimization": {"overlap_comm": true, "reduce_bucket_size": 5e7},
   "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000}},
   "fp16": {"enabled": true, "loss_scale": 0},
   "aio": {"block_size": 1048576, "thread_count": 2},
   "zero_alow_untested_optimizer": true,
@@ -93,7 +94,7 @@ def test_a_pasted_ds_config_becomes_one_that_runs(tmp_path, monkeypatch, capsys)
     zero = {"overlap_comm": True, "reduce_bucket_size": 5e7, "stage3_prefetch_bucket_size": 50_000_000, "stage": 3}
     assert written["zero_optimization"] == {**zero, "stage3_gather_16bit_weights_on_model_save": True}
     assert written["fp16"] == {"enabled": "auto", "loss_scale": 0} and written["aio"] == {"block_size": 1048576}
-    assert not {"optimizer", "zero_alow_untested_optimizer"} & set(written)
+    assert not {"optimizer", "scheduler", "zero_alow_untested_optimizer"} & set(written)
     assert cli.main([*check, "pasted.upgraded.json", "--upgrade"]) == 0 and "written" not in capsys.readouterr().out
 
     block = {"device": "nvme", "nvme_path": "/another/machines"}
