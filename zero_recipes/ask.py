@@ -289,7 +289,8 @@ def rouge(answer: str, reference: str) -> dict[str, float]:
 def write_turns(tokenizer: PreTrainedTokenizerBase, dataset_format: str | None, turns: list[dict[str, str]]) -> str:
     """A conversation by the chat template, else in Alpaca's prompt, else the text of all turns. Raises Refusal."""
     if dataset_format == "alpaca_chat":
-        turns = [turn | {"content": alpaca_prompt(turn["content"])} if turn["role"] == "user" else turn for turn in turns]
+        prompts = {"user": alpaca_prompt}
+        turns = [each | {"content": prompts.get(each["role"], str)(each["content"])} for each in turns]
     if tokenizer.chat_template:
         with library_error_as_finding("writing the conversation with the model's chat template"):
             return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
