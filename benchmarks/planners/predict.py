@@ -22,7 +22,7 @@ from zero_recipes.core.host import library_versions  # noqa: E402
 from zero_recipes.metrics.schema import Prediction  # noqa: E402
 from zero_recipes.plan import predict as planner  # noqa: E402
 from zero_recipes.plan.cost import estimate  # noqa: E402
-from zero_recipes.plan.formulas import overheads, predict_by_formulas  # noqa: E402
+from zero_recipes.plan.formulas import Sizes, overheads, predict_by_formulas, shape_of  # noqa: E402
 from zero_recipes.plan.job import Job  # noqa: E402
 from zero_recipes.plan.simulator import parent as simulation  # noqa: E402
 
@@ -89,40 +89,44 @@ def predict(jobs: list[Job]) -> list[Prediction | str]:
         if len(jobs) == 1:
             return [f"{refusal.what}: {refusal.why}"]
         return [predict([job])[0] for job in jobs]
-    return [simulated.get(id(job)) or with_logits(job, predict_by_formulas(job)) for job in jobs]
+    return [simulated.get(id(job)) or as_published(job, predict_by_formulas(job)) for job in jobs]
 
 
-def with_logits(job: Job, prediction: Prediction) -> Prediction:
-    """The formulas know TRL's fused head only; at the end of forward others hold logits beside what backward needs."""
-    head = job.config[other_trainers.KEY]
-    if head == "fused":
-        return prediction
-    tokens = job.settings.per_device_train_batch_size * prediction.max_length
-    logits = tokens * job.config["vocab_size"] * other_trainers.BYTES_PER_LOGIT[head]
+def as_published(job: Job, prediction: Prediction) -> Prediction:
+    """The formulas know TRL's fused head only; at the end of forward others hold logits beside what backward needs and
+    what is gathered. All published FSDP of adapters is torch's first, whose hooks on frozen layers
+    (torch/distributed/fsdp/_runtime_utils.py `_register_post_backward_reshard_only_hook`) keep each recomputed layer's
+    input and its gradient to the end of backward."""
+    head, settings, sizes = job.config[other_trainers.KEY], job.settings, Sizes(job, shape_of(job.config, job.settings))
+    tokens = settings.per_device_train_batch_size * prediction.max_length
     inputs = 2 * tokens * job.config["num_hidden_layers"] * job.config["hidden_size"]  # of recomputed layers
-    states = prediction.model_state_bytes
-    at_peak = dict.fromkeys(prediction.at_peak, 0) | {"params": states.params, "optimizer": states.optimizer}
-    at_peak |= {"activations": inputs, "loss_head": logits}
-    peak = sum(at_peak.values())
-    if not job.recomputes or peak <= prediction.allocated_peak_bytes:
+    phases, backward = {}, sizes.phases()["backward"]
+    if job.recomputes and head != "fused":
+        logits = tokens * job.config["vocab_size"] * other_trainers.BYTES_PER_LOGIT[head]
+        forward = {"activations": inputs, "loss_head": logits, "grads": 0, "other": 0}
+        phases["forward"] = backward | forward
+    if job.recomputes and job.is_fsdp and settings.use_peft:
+        phases["backward"] = backward | {"activations": backward["activations"] + inputs}
+    phase = max(phases, key=lambda name: sum(phases[name].values()), default=None)
+    if phase is None or sum(phases[phase].values()) <= prediction.allocated_peak_bytes:
         return prediction
-    changed = {"allocated_peak_bytes": peak, "peak_phase": "forward", "at_peak": at_peak}
+    at_peak = {part: int(size) for part, size in phases[phase].items()}
+    peak = sum(at_peak.values())
+    changed = {"allocated_peak_bytes": peak, "peak_phase": phase, "at_peak": at_peak}
     return prediction.model_copy(update=changed | {"reserved_bytes": overheads().reserved_range(peak, job.world_size)})
 
 
 def entry(job: Job, prediction: Prediction | str) -> dict[str, Any]:
-    """What stands in the file. `reserved`: the allocator's segments; `device`: with context and NCCL, as planned."""
+    """What stands in the file. `device`: with cache, context and NCCL, as planned."""
     found: dict[str, Any] = {"job": digest(job)}
     if isinstance(prediction, str):
         return found | {"source": "none", "why": prediction}
     low, high = prediction.reserved_bytes.low, prediction.reserved_bytes.high
-    segments = prediction.segment_bytes
     return found | {
         "source": prediction.source,
         "parameters": prediction.parameters,
         "trainable": prediction.trainable_parameters,
         "allocated": prediction.allocated_peak_bytes,
-        "reserved": prediction.allocated_peak_bytes if segments is None else segments,
         "device": {"low": low, "high": high},
         "peak_phase": prediction.peak_phase,
         "at_peak": prediction.at_peak,

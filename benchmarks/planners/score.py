@@ -116,10 +116,11 @@ def scored(rows: list[dict[str, Any]], predictions: dict[str, Any]) -> list[dict
 
 
 def errors(row: dict[str, Any]) -> dict[str, float]:
-    """Ours is of what was read: live tensors, segments as replayed, or these and what is beside them where the source
-    does not say."""
+    """Ours is of what was read: live tensors, with the cache of a card that is nearly full, or also with what is beside
+    them where the source does not say."""
     found, read, measured = row["found"], row["read"], measured_bytes(row)
-    ours = found[read] if read in ("allocated", "reserved") else found["reserved"] + beside(found)
+    ours = found["allocated"] * (1 if read == "allocated" else overheads().cached[0])
+    ours += 0 if read in ("allocated", "reserved") else beside(found)
     others = {name: value for name, value in found["others"].items() if value is not None}
     return {name: value / measured - 1 for name, value in ({OURS: ours} | others).items()}
 

@@ -58,8 +58,7 @@ def rows_of(needs: dict[str, int | tuple], ranks: int = 2, **request) -> list[Ro
 def made_up(
     job: Job, peak: int, states: int | None = None, phase: str = "backward", cache: int = 0
 ) -> schema.Prediction:
-    """A prediction of `peak` bytes, `states` of them model states; the reserved range is [peak, peak + 2 * cache], the
-    allocator's segments are in its middle."""
+    """A prediction of `peak` bytes, `states` of them model states; the reserved range is [peak, peak + cache]."""
     states = peak // 2 if states is None else states
     return schema.Prediction(
         source="engine",
@@ -73,13 +72,12 @@ def made_up(
         gradient_accumulation_steps=job.settings.gradient_accumulation_steps,
         max_length=job.settings.max_length,
         allocated_peak_bytes=peak,
-        segment_bytes=peak + cache,
         peak_phase=phase,
         at_peak=dict.fromkeys(schema.PARTS, 0) | {"params": states, "activations": peak - states},
         model_state_bytes=schema.ModelStateBytes(
             params=states, grads=0, optimizer=0, offloaded_host=0, offloaded_disk=0
         ),
-        reserved_bytes=schema.ReservedRange(low=peak, high=peak + 2 * cache),
+        reserved_bytes=schema.ReservedRange(low=peak, high=peak + cache),
         host_bytes=schema.HostBytes(load=0, training=100 * GB if job.strategy.endswith("_offload") else 0),
         checkpoint_bytes=schema.CheckpointBytes(weights=2 * GB, resumable=14 * GB),
         communication_bytes_per_step={"all_reduce": 2 * GB, "all_gather": 2 * GB},

@@ -15,6 +15,7 @@ LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 24}
 BEST = EVALUATION | {"per_device_eval_batch_size": 1, "save_strategy": "steps", "save_steps": 2}
 BEST |= {"load_best_model_at_end": True}
+ULYSSES = {"sequence_parallel_size": 2, "pad_to_multiple_of": 128, "dataloader_drop_last": True}
 CASES = {
     "stage 0": ("zero0", {}),
     "stage 1": ("zero1", {}),
@@ -36,6 +37,7 @@ CASES = {
     "stage 2, bf16 states": ("zero2_bf16_states", {}),
     "stage 3, bf16 states": ("zero3_bf16_states", {}),
     "stage 2, autocast": ("zero2_autocast", {"bf16": False}),
+    "Ulysses, stage 3": ("zero3", ULYSSES),  # of Llama alone
 }
 ALONE = {
     "alone": ("single", {}),
@@ -69,6 +71,7 @@ PAIRS = [
     pytest.param(model, case, marks=[] if case in IN_EVERY_RUN[model] else pytest.mark.grid)
     for model in IN_EVERY_RUN
     for case in CASES | ALONE
+    if (model, case) != ("neox", "Ulysses, stage 3")
 ]
 
 
@@ -107,12 +110,13 @@ def test_the_plan_is_what_a_run_takes(model, case, planned, request, tmp_path):
     assert states == {part: max(rank[part] for rank in metrics["model_state_bytes"]) for part in states}
     peak = predicted.allocated_peak_bytes
     risen = peak - predicted.memory_phases["step"]
+    bound = (2 if "Ulysses" in case else 1) * BOUND * peak  # not simulated: what one attention swaps
     warm = slice(1, None, 2 if "evaluation" in case else 1)  # every second step is followed by an evaluation
     steps = [rank["rises"][warm] for rank in ranks]
-    assert max(low for rank in steps for low, _ in rank) - BOUND * peak <= risen, (steps, predicted)
-    assert risen <= max(min(high for _, high in rank) for rank in steps) + BOUND * peak, (steps, predicted)
+    assert max(low for rank in steps for low, _ in rank) - bound <= risen, (steps, predicted)
+    assert risen <= max(min(high for _, high in rank) for rank in steps) + bound, (steps, predicted)
     assert sum(predicted.at_peak.values()) == predicted.allocated_peak_bytes
-    for collective in ("all_reduce", "reduce_scatter"):
+    for collective in ("all_reduce", "reduce_scatter") if "Ulysses" not in case else ():  # whose volume is not compared
         planned_bytes = predicted.communication_bytes_per_step.get(collective, 0)
         assert planned_bytes == metrics["communication_bytes_per_step"].get(collective, 0), collective
 

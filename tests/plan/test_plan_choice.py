@@ -25,13 +25,12 @@ OTHERWISE = {"zero2_bf16_states", "zero3_bf16_states", "zero2_autocast"}
 
 
 @pytest.mark.parametrize(
-    ("peak", "cache", "status", "margin", "runs"),
-    [(70, 5, "fits", 5, True), (70, 6, "tight", 4, True), (79, 2, "tight", -1, False), (81, 0, "no", -1, False)],
+    ("peak", "cache", "status", "margin", "slack"),
+    [(70, 10, "fits", 10, True), (70, 11, "tight", 10, True), (80, 1, "tight", 0, False), (81, 0, "no", -1, False)],
 )
-def test_a_status_is_that_of_the_reserved_range(peak, cache, status, margin, runs):
-    """The allocator empties its cache before it fails: segments beyond the card are tight, and not recommended."""
+def test_a_status_is_that_of_the_reserved_range(peak, cache, status, margin, slack):
     fit = fit_of(made_up(job("zero3"), peak * GB, cache=cache * GB), CAPACITY)
-    assert (fit.status, fit.margin, fit.runs) == (status, margin * GB, runs)
+    assert (fit.status, fit.margin, fit.runs, fit.has_slack) == (status, margin * GB, status != "no", slack)
 
 
 def test_memory_and_nvme_of_the_host_count_where_they_are_known():
@@ -52,21 +51,23 @@ def test_memory_and_nvme_of_the_host_count_where_they_are_known():
 # the rules, in their order: {strategy: (GB on an H100 of 85.5, seconds of a step)} on 16 GPUs
 
 CHOICES = {
-    "ddp": {"ddp": (60, 1), "zero0": (50, 1), "zero2": (20, 1), "zero3": (20, 1)},
-    "zero0": {"ddp": (80, 1), "zero0": (60, 1), "zero3": (20, 1)},
+    "ddp": {"ddp": (58, 1), "zero0": (50, 1), "zero2": (20, 1), "zero3": (20, 1)},
+    "zero0": {"ddp": (80, 1), "zero0": (58, 1), "zero3": (20, 1)},
     "zero1": {"ddp": (75, 1), "zero1": (40, 1), "zero3": (20, 1)},
-    "zero2": {"zero1": (50, 1), "zero2": (60, 1), "zero3_offload": (10, 1), "zero2_bf16_states": (10, 1)},
-    "zero3": {"zero2": (70, 1), "zero3": (60, 1), "fsdp2": (20, 1), "zero3_hpz": (60, 0.99)},
-    "zero3_hpz": {"zero2": (70, 9), "zero3": (60, 9), "zero3_hpz": (62, 5), "zero3_plus_plus": (62, 4.9)},
-    "zero3_plus_plus": {"zero3": (60, 9), "zero3_hpz": (62, 5), "zero3_plus_plus": (62, 1), "zero3_qwz": (60, 4)},
-    "zero3_qwz": {"zero3": (60, 9), "zero3_plus_plus": (90, 1), "zero3_qwz": (60, 4), "zero3_qgz": (60, 5)},
-    "zero3_qgz": {"zero3": (60, 9), "zero3_qgz": (60, 5)},
-    "fsdp2": {"ddp": (90, 1), "fsdp2": (60, 1)},
+    "zero2": {"zero1": (50, 1), "zero2": (58, 1), "zero3_offload": (10, 1), "zero2_bf16_states": (10, 1)},
+    "zero3": {"zero2": (70, 1), "zero3": (58, 1), "fsdp2": (20, 1), "zero3_hpz": (58, 0.99)},
+    "zero3_hpz": {"zero2": (70, 9), "zero3": (58, 9), "zero3_hpz": (62, 5), "zero3_plus_plus": (62, 4.9)},
+    "zero3_plus_plus": {"zero3": (58, 9), "zero3_hpz": (62, 5), "zero3_plus_plus": (62, 1), "zero3_qwz": (58, 4)},
+    "zero3_qwz": {"zero3": (58, 9), "zero3_plus_plus": (90, 1), "zero3_qwz": (58, 4), "zero3_qgz": (58, 5)},
+    "zero3_qgz": {"zero3": (58, 9), "zero3_qgz": (58, 5)},
+    "fsdp2": {"ddp": (90, 1), "fsdp2": (58, 1)},
     "zero2_offload": {"zero3": (90, 1), "zero2_offload": (10, 5), "zero3_infinity": (5, 1)},
-    "zero3_offload": {"zero2_offload": (90, 1), "zero3_offload": (60, 5)},
+    "zero3_offload": {"zero2_offload": (90, 1), "zero3_offload": (58, 5)},
     "zero3_infinity": {"zero3_offload": (90, 1), "zero3_infinity": (5, 9)},
     "zero3_offload_infinity": {"zero3_offload_infinity": (5, 9), "zero3_infinity": (5, 9)},
     "zero2_bf16_states": {"zero2_bf16_states": (10, 1)},
+    "zero3 with slack": {"zero2": (80, 1), "zero3": (75, 2)},
+    "zero2 without slack": {"zero2": (80, 1), "zero3_offload": (58, 5)},
 }
 
 
@@ -74,7 +75,7 @@ CHOICES = {
 def test_each_rule_chooses_its_strategy(wanted):
     rows = rows_of(CHOICES[wanted], ranks=16)
     advice = recommend(rows, H100)
-    assert advice.job.strategy == wanted
+    assert advice.job.strategy == wanted.split()[0]
     beside = set() if wanted in OTHERWISE else OTHERWISE & set(CHOICES[wanted])
     assert {row.job.strategy for row in advice.other_arithmetic} == beside
 
@@ -86,13 +87,13 @@ def test_the_rules_have_every_strategy_once():
 def test_where_nothing_fits_the_change_of_all_rows_that_costs_least_is_recommended():
     def predict(asked):
         helped = asked.strategy == "zero3" and asked.recomputes
-        return made_up(asked, (50 if helped else 84 if asked.strategy == "zero2" else 90) * GB, cache=3 * GB)
+        return made_up(asked, (50 if helped else 90) * GB)
 
     names = {name: strategies()[name] for name in ("zero2", "zero3")}
     request = PlanRequest(recipe("pythia"), [], {}, names, [2], 8, H100)
     found = recommend(choose.rows_of(request, list(map(job, names)), predict, None), H100)
     assert found.job.strategy == "zero3" and change_in_words(found.change) == "activation checkpointing"
-    assert found.chosen is None  # of zero2 84 GB fit, segments of 87 do not
+    assert found.chosen is None
 
 
 # changes: `need` says how many GB a job takes; every job that is predicted is seen
@@ -119,9 +120,9 @@ def offloads_to_host(asked: Job) -> bool:
     ("need", "costliest", "words"),
     [
         (lambda j: 90 - 20 * (j != job("zero1")), "checkpointing", "activation checkpointing"),
-        (lambda j: 60 + 10 * batch(j), "micro batch", "micro batches of 2 with 4 accumulations"),
+        (lambda j: 50 + 10 * batch(j), "micro batch", "micro batches of 2 with 4 accumulations"),
         (
-            lambda j: 75 + 10 * batch(j) - 5 * j.recomputes,
+            lambda j: 65 + 10 * batch(j) - 5 * j.recomputes,
             "micro batch",
             "activation checkpointing and micro batches of 1 with 8 accumulations",
         ),
@@ -179,4 +180,4 @@ def test_what_is_just_below_the_limit_fits_and_what_is_above_does_not():
     guess = lambda j: made_up(j, 81 * GB)  # noqa: E731
     most = limits_of(job("zero3"), H100.memory_bytes, predict_by_formulas, guess).micro_batch_size
     found = [predict_by_formulas(job("zero3", per_device_train_batch_size=size)) for size in (most, most + 1)]
-    assert most > 4 and [fit_of(one, H100.memory_bytes).runs for one in found] == [True, False]
+    assert most > 4 and [fit_of(one, H100.memory_bytes).has_slack for one in found] == [True, False]

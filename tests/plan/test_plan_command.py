@@ -63,7 +63,11 @@ def test_what_to_do_is_said_first_and_on_one_screen(capsys, tmp_path, monkeypatc
     assert header[:8] == b"\x89PNG\r\n\x1a\n" and struct.unpack(">II", header[16:]) == (1200, 720)
     assert len(json.loads((tmp_path / "plan" / "plan.json").read_text())["rows"]) == 7
     verbose = (tmp_path / "plan" / "plan.txt").read_text()
-    assert "+12.1 GB" in verbose and "zero0: the change that costs least: zero3" in verbose
+    assert (
+        "+18.1 GB" in verbose
+        and verbose.count("Step: holds") == 1
+        and "zero0: the change that costs least: zero3" in verbose
+    )
 
 
 def test_the_formulas_answer_is_there_while_the_engine_is_simulated(capsys, monkeypatch):

@@ -123,6 +123,7 @@ def test_activations_are_korthikantis_without_dropout():
         ("zero3", 2, {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 0}, 1000 + EMBEDDING),
         ("zero3", 2, {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 10**9}, 1000 + 10**9),
         ("zero3", 2, {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 10**12}, 1000 + PSI),
+        ("zero3", 2, {"reduce_bucket_size": 1000, "memory_efficient_linear": False}, 1000 + PSI),  # kept for backward
         ("zero3", 1, {"reduce_bucket_size": 1000, "stage3_max_live_parameters": 10**9}, 1000),  # nothing is gathered
     ],
 )
@@ -163,13 +164,36 @@ def test_lora_trains_only_its_adapter():
     assert found.at_peak["loss_head"] == 4 * TOKENS * H  # no gradient for the head's frozen weight
 
 
-def test_packed_weights_take_nine_sixteenths_of_a_byte():
-    """Half a byte and an fp32 scale for 64; the embedding and the head stay in bf16."""
-    lora = {"use_peft": True, "lora_target_modules": "all-linear"}
+@pytest.mark.parametrize(
+    ("strategy", "nested", "each"),
+    [
+        ("zero2", False, 1 / 2 + 4 / 64),
+        ("zero2", True, 1 / 2 + (1 + 1 / 64) / 64),
+        ("zero3", False, 1 / 8 + 4 / 64),
+        ("fsdp2", False, 1 / 8 + 4 / 64),
+    ],
+)
+def test_packed_weights_are_shared_out_and_their_scales_are_not(strategy, nested, each):
+    """Half a byte, and an fp32 scale for 64 on each of four ranks; the embedding and the head stay in bf16."""
+    lora = {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "bfloat16", "use_bnb_nested_quant": nested}
     products = 32 * 12 * H**2
-    plain, packed = (predict_by_formulas(member("zero2", **lora, load_in_4bit=four)) for four in (False, True))
+    plain, packed = (predict_by_formulas(member(strategy, **lora, load_in_4bit=four)) for four in (False, True))
     spared = plain.model_state_bytes.params - packed.model_state_bytes.params
-    assert spared == pytest.approx((2 - 9 / 16) * products, rel=1e-3)
+    assert spared == pytest.approx((2 / (1 if strategy == "zero2" else 4) - each) * products, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "elements"),
+    [
+        ({}, 2 * EMBEDDING + 4 * 12 * H**2),
+        ({"use_peft": True}, EMBEDDING + 2 * 12 * H**2),
+        ({"use_peft": True, "load_in_4bit": True}, EMBEDDING + 2 * 12 * H**2 / 4),
+    ],
+)
+def test_fsdp_gathers_the_head_and_two_layers_as_they_are_stored(keys, elements):
+    """And of what trains, the gradients and their copy."""
+    asked = member("fsdp2", dtype="bfloat16", **keys)
+    assert Sizes(asked, shape_of(asked.config, asked.settings)).terms.buckets == pytest.approx(2 * elements, rel=2e-2)
 
 
 def test_flops_are_six_per_weight_and_token_and_eight_with_recomputation():
@@ -219,7 +243,6 @@ NOT_SIMULATED = {
     "qgz": member("zero3_qgz"),
     "fsdp2": member("fsdp2"),
     "no max_length": job("zero3", max_length=None),
-    "Ulysses": job("zero3", sequence_parallel_size=2),
     "QLoRA": job("zero2", use_peft=True, load_in_4bit=True),
 }
 
@@ -238,7 +261,7 @@ def test_a_prediction_is_whole_and_a_config_of_an_unknown_class_is_refused():
     alone = predict_by_formulas(job("zero3", 1))  # has no communicator
     for one, communicator in ((found, int(known.communicator)), (alone, 0)):
         beside = int(known.context) + communicator
-        ends = [int(one.allocated_peak_bytes * factor) + beside for factor in known.cached[::2]]
+        ends = [int(one.allocated_peak_bytes * factor) + beside for factor in (1, known.cached[1])]
         assert [one.reserved_bytes.low, one.reserved_bytes.high] == ends
     with pytest.raises(Refusal, match=r"of the type no_such_model .*ZR199"):
         predict_by_formulas(replace(job("zero3"), config={"model_type": "no_such_model"}))

@@ -11,7 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.helpers.tiny import ROOT
-from zero_recipes.plan.simulator.device import MIB, CachingAllocator, reserved_peak
 from zero_recipes.plan.simulator.tracker import LiveStorages, Observed
 
 aten = torch.ops.aten
@@ -135,31 +134,3 @@ def test_numbers_are_answered_as_in_a_healthy_step_and_matrix_products_are_count
         observed.counts_flops = True
         torch.empty(3, 4) @ torch.empty(4, 5) + 1
     assert observed.flops == 2 * 3 * 4 * 5
-
-
-def test_segments_are_those_of_the_caching_allocator():
-    model = CachingAllocator()
-
-    def after(*changes: tuple) -> int:
-        """MiB reserved after (number, MiB, stream) are allocated, or a number is given back."""
-        for number, *what in changes:
-            if what:
-                model.allocate(number, int(what[0] * MIB), what[1])
-            else:
-                model.release(number)
-        return model.reserved // MIB
-
-    assert after((1, 0.1, 0), (2, 0.2, 0), (9, 1, 0), (10, 0.5, 0)) == 2  # small blocks share a segment
-    assert after((3, 3, 0)) == 22
-    assert after((4, 11, 0)) == 22  # of the large segment's rest
-    assert after((5, 25.5, 0)) == 48  # rounded up
-    assert after((6, 5, 0), (4,), (3,), (7, 13, 0)) == 48  # two neighbours that are free join
-    assert after((8, 2, 7)) == 68  # another stream takes nothing of them
-    model.release(5)
-    model.empty()  # gives back what is free as a whole
-    assert after() == 42 and model.peak == 68 * MIB
-
-
-def test_the_peak_counts_from_the_first_step_on():
-    events = [("alloc", 1, 100 * MIB, 0), ("free", 1), ("empty",), ("phase", "forward"), ("alloc", 2, 30 * MIB, 0)]
-    assert reserved_peak(events, "forward") == 30 * MIB

@@ -152,7 +152,6 @@ class Prediction(BaseModel):
     peaks: dict[str, int] | None = EngineOnly  # of each phase
     model_state_bytes: ModelStateBytes
     memory_phases: dict[str, int] | None = EngineOnly
-    segment_bytes: int | None = EngineOnly  # the caching allocator's segments at their peak, replayed
     reserved_bytes: ReservedRange
     host_bytes: HostBytes
     nvme_bytes: int = 0  # swap files of one machine

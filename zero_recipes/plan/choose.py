@@ -57,7 +57,7 @@ def smallest_change(
             except Refusal:  # e.g. LoRA without target modules for this architecture
                 break
             fit = fit_of(prediction, capacity, host, nvme)
-            if fit.runs and smaller is not job:
+            if fit.has_slack and smaller is not job:
                 return Change(job, max(setting, extra, key=COST_ORDER.index), smaller, prediction, fit)
             at_step = prediction.peak_phase in ("step", "best model") and prediction.reserved_bytes.low > capacity
             if fit.host_lacks or fit.nvme_lacks or at_step or prediction.state_bytes > capacity:
@@ -112,7 +112,7 @@ def limits_of(job: Job, capacity: int, predict: Predict, guess: Predict) -> Limi
     positions = job.config.get("max_position_embeddings") or job.config.get("n_positions") or 131072
 
     def fits(by: Predict, **values: int) -> bool:  # a recipe's global_batch_size speaks of its own micro batch
-        return fit_of(by(job.changed(global_batch_size=None, **values)), capacity).runs
+        return fit_of(by(job.changed(global_batch_size=None, **values)), capacity).has_slack
 
     batch = length = 1
     for by in (guess, predict):
@@ -150,7 +150,7 @@ class Row:
 
     @property
     def has_room(self) -> bool:
-        return self.fit.margin >= ROOM * self.fit.capacity
+        return self.fit.margin - self.fit.slack >= ROOM * self.fit.capacity
 
 
 def make_row(request: PlanRequest, job: Job, predict: Predict, factor: float | None = None) -> Row:
@@ -197,9 +197,10 @@ class Recommendation:
 
 
 def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
-    """Of the first place that holds a strategy: the first of its fastest that leaves room, or of ZeRO++ what is faster
-    than all others beyond the error of the estimates; else the fastest that leaves most. Where nothing fits, the change
-    of all rows that costs least. Other arithmetics are never chosen beside others. `rows`: of one machine."""
+    """Of the first place that holds a strategy, of those with slack where there are any: the first of its fastest that
+    leaves room, or of ZeRO++ what is faster than all others beyond the error of the estimates; else the fastest that
+    leaves most. Where nothing fits, the change of all rows that costs least. Other arithmetics are never chosen beside
+    others. `rows`: of one machine."""
     exact = [row for row in rows if not changes_arithmetic(row.job)] or list(rows)
     fitting = [row for row in exact if row.runs]
     otherwise = [row for row in rows if row not in exact and row.runs]
@@ -210,6 +211,7 @@ def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
     place_of = lambda row: (ORDER.index(kind(row.job)), -row.fit.margin)  # noqa: E731
     ordered = sorted(fitting, key=place_of)
     here = next(found for place in PLACES if (found := [row for row in ordered if kind(row.job) in place]))
+    here = [row for row in here if row.fit.has_slack] or here
     plus_plus = [row for row in here if kind(row.job) in PLUS_PLUS]
     others = [row for row in here if row not in plus_plus]
     by_rule = [row for row in fastest_of(others) if row.has_room]

@@ -37,7 +37,7 @@ class Overheads:
 
     context: float
     communicator: float
-    cached: tuple[float, float, float]  # segments over the allocated peak: the least, 10th and 90th percentile
+    cached: tuple[float, float]  # what cards show over the allocated peak: the 10th and the 90th percentile
     measured: bool  # whether a GPU showed what every run has; one GPU alone cannot show a communicator
 
     def beside_segments(self, world_size: int) -> int:
@@ -45,10 +45,9 @@ class Overheads:
         return int(self.context + (self.communicator if world_size > 1 else 0))
 
     def reserved_range(self, allocated: int, world_size: int) -> ReservedRange:
-        """What a process shows on its GPU whose tensors take `allocated` bytes at their peak."""
+        """What a process shows on its GPU whose tensors take `allocated` bytes at their peak, and what it needs."""
         beside = self.beside_segments(world_size)
-        low, high = (int(allocated * factor) + beside for factor in self.cached[::2])
-        return ReservedRange(low=low, high=high)
+        return ReservedRange(low=allocated + beside, high=int(allocated * self.cached[1]) + beside)
 
 
 @cache
@@ -134,37 +133,50 @@ class Sizes:
         self.width = self.loaded if self.settings.precision == "fp32" else 2
         self.length = self.settings.max_length or shape.positions
         self.tokens = self.tokens_of(self.settings.per_device_train_batch_size)
-        self.gathered = 2 * self.passes * self.width * shape.parameters  # bytes of weights, for forward and backward
+        self.gathered = 2 * self.passes * self.stored(self.width)  # bytes of weights, for forward and backward
         self.terms = self._fsdp2() if job.is_fsdp else self._plain() if job.ds_config is None else self._deepspeed()
 
     def tokens_of(self, batch: int) -> int:
         """One rank's, of so many of the longest sequences."""
         return batch * self.length // self.job.sequence_parallel
 
-    def packed(self, width: int) -> float:
-        """All weights, linear layers packed by bitsandbytes where the recipe has it so; embedding, head and adapter are
-        not. 4 bit: half a byte and an fp32 scale for 64 weights (arXiv:2305.14314, section 3)."""
+    @property
+    def linear(self) -> int:
+        """Weights that bitsandbytes packs where the recipe has it so: not embedding, head and adapter."""
         shape = self.shape
-        if not self.job.quantizes:
-            return width * shape.parameters
-        linear = shape.multiplied - shape.embedding - (shape.trainable if self.settings.use_peft else 0)
-        each = 1 / 2 + 4 / 64 if self.settings.load_in_4bit else 1
-        return each * linear + width * (shape.parameters - linear)
+        adapter = shape.trainable if self.settings.use_peft else 0
+        return shape.multiplied - shape.embedding - adapter if self.job.quantizes else 0
+
+    def stored(self, width: int) -> float:
+        """Bytes of all weights, packed ones without their scales."""
+        each = 1 / 2 if self.settings.load_in_4bit else 1
+        return each * self.linear + width * (self.shape.parameters - self.linear)
+
+    @property
+    def scales(self) -> float:
+        """Bytes that unpack weights of 4 bits: fp32 for 64 of them, or nested 8 bits and fp32 for 256 of these
+        (arXiv:2305.14314, section 3). They are no parameters: every rank has them all."""
+        each = (1 + 4 / 256) / 64 if self.settings.use_bnb_nested_quant else 4 / 64
+        return each * self.linear if self.settings.load_in_4bit else 0
 
     # the terms of a strategy
 
     def _fsdp2(self) -> Terms:
-        """Shards in the dtype of loading are their own master; under accumulation whole gradients stay (accelerate
-        1.15, accelerator.py `no_sync`). Gathered: embedding and head, two layers, one layer's gradients and their copy
-        (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py `foreach_reduce`)."""
+        """Shards that train are their own master; under accumulation whole gradients stay (accelerate 1.15,
+        accelerator.py `no_sync`). Gathered as they are stored: the head (accelerate/utils/fsdp_utils.py
+        `fsdp2_prepare_model`), a layer, and the next as it comes; of what trains, the gradients of the head and a layer
+        and their copy (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py `foreach_reduce`)."""
         shape, width = self.shape, self.width
         shard = self.loaded * shape.trainable / self.ranks
         whole = width * shape.trainable if self.passes > 1 else 0
         ends = shape.parameters - shape.multiplied + shape.embedding
+        trained = shape.trainable - (0 if self.settings.use_peft else ends)
+        layer = (self.stored(width) - width * ends + width * trained) / shape.layers
+        heads = 1 if self.settings.use_peft else 2
         return Terms(
-            ModelState(self.packed(self.loaded) / self.ranks, shard + whole, 2 * shard),
+            ModelState(self.stored(self.loaded) / self.ranks + self.scales, shard + whole, 2 * shard),
             copies=shard if self.settings.optim == "adamw_torch" else 0,
-            buckets=width * (ends + 4 * ((shape.parameters - ends) / shape.layers)) if self.ranks > 1 else 0,
+            buckets=heads * width * shape.embedding + 2 * layer if self.ranks > 1 else 0,
             moved={"all_gather": self.gathered, "reduce_scatter": width * shape.trainable},
             saved=2 * self.loaded * shape.trainable,
         )
@@ -175,7 +187,7 @@ class Sizes:
         large as its weights (torch/optim/adam.py `_multi_tensor_adam`)."""
         trained = self.loaded * self.shape.trainable
         return Terms(
-            ModelState(self.packed(self.loaded), trained, 2 * trained),
+            ModelState(self.stored(self.loaded) + self.scales, trained, 2 * trained),
             copies=trained if self.settings.optim == "adamw_torch" else 0,
             buckets=trained if self.ranks > 1 else 0,
             moved={"all_reduce": trained},
@@ -193,9 +205,9 @@ class Sizes:
                 (MIXED if width == 2 else FP32._replace(optimizer=12)) if stage else ModelState(width, width, 2 * width)
             )
         held = model_state_bytes(shape.parameters, self.ranks, stage, shape.trainable, each)
-        held = held._replace(params=self.packed(width) / (width * shape.parameters) * held.params)
+        held = held._replace(params=self.stored(width) / (self.ranks if stage == 3 else 1) + self.scales)
         sharing, offloaded = zero.hpz_partition_size, zero.offload_optimizer
-        params = held.params + (width * shape.parameters / sharing if sharing > 1 else 0)
+        params = held.params + (self.stored(width) / sharing if sharing > 1 else 0)
         params_on_host = held.params if job.offloads_params and zero.offload_param == "cpu" else 0
         copies, buckets, moved = self._of_stage(stage)
         return Terms(
@@ -223,7 +235,8 @@ class Sizes:
         bucket = min(number_in(block, "reduce_bucket_size", shape.hidden**2), trainable)
         two = 2 * bucket if block.get("overlap_comm") else bucket
         live = max(number_in(block, "stage3_max_live_parameters", DEFAULT_LIVE), shape.embedding)
-        gathered = min(shape.parameters, live) if self.ranks > 1 else 0
+        live = shape.parameters if self.job.keeps_gathered else live
+        gathered = min(self.stored(width) / width, live) if self.ranks > 1 else 0
         reduced = 2 * trainable if zero.autocast else gradients
         across = zero.quantizes_gradients and self.ranks > self.job.gpus_per_node
         whole = self.gathered / (2 if zero.quantizes_weights else 1)
@@ -263,7 +276,8 @@ class Sizes:
         resting = dict.fromkeys(PARTS, 0) | {"params": states.params, "optimizer": states.optimizer}
         backward = resting | {"grads": states.grads, "activations": self.activations(), "buckets": self.terms.buckets}
         backward["loss_head"] = 4 * (0 if settings.use_peft else shape.embedding) + 4 * self.tokens * shape.hidden
-        backward["other"] = 2 * shape.trainable if casts else 0
+        # bitsandbytes unpacks a weight for each product
+        backward["other"] = 2 * shape.trainable if casts else self.width * shape.hidden * shape.ffn * job.quantizes
         grads = states.grads / self.ranks if job.zero_stage == 1 else states.grads  # stage 1 keeps its part of them
         phases = {"backward": backward, "step": resting | {"grads": grads, "other": self.terms.copies}}
         if settings.evaluates:

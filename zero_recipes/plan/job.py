@@ -87,6 +87,13 @@ class Job:
         return self.zero_stage == 3 and self.zero.offload_param is not None
 
     @property
+    def keeps_gathered(self) -> bool:
+        """Whether stage 3 keeps gathered weights from forward to backward: torch's own linear layers do. Before 0.19.4
+        DeepSpeed replaced them only under zero.Init (deepspeedai/DeepSpeed#8189)."""
+        replaced = self.zero.zero.get("memory_efficient_linear", True)
+        return self.zero_stage == 3 and not replaced and not self.recomputes
+
+    @property
     def ranks_per_node(self) -> int:
         return min(self.gpus_per_node, self.world_size)
 

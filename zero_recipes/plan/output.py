@@ -25,8 +25,8 @@ PARTS |= {"buckets": "Buckets,\ngathered", "loss_head": "Loss\nhead", "other": "
 SOURCES = {"engine": "the simulated engine", "formulas": "formulas"}
 NOTES = [
     "Peak: live tensors of the fullest GPU; the columns up to Other are its parts. GPU memory: from the peak with CUDA "
-    "and NCCL to what nine of ten published runs showed. Tight: the peak fits, the allocator's cache may have to be "
-    "emptied. Margin: beside the cache as it is simulated. Not known: other programs on the GPU.",
+    "and NCCL to what nine of ten published runs showed. Tight: only the low end fits, and the "
+    "allocator empties its cache. Margin: beside the low end. Not known: other programs on the GPU.",
     "Host: memory of a machine while loading / training / reading a checkpoint to go on from it. Disk: the model / a "
     "checkpoint to go on from. NVMe: swap files of a machine. Comm.: an all-reduce counts twice.",
     "Memory is for rows of max_length.",
@@ -141,6 +141,12 @@ def notes(answer: Answer) -> list[str]:
     found += [f"Not planned: {name}: {why}." for name, why in excluded.items()]
     found += dict.fromkeys(note for row in rows for note in row.prediction.notes)
     for row in rows:
+        if row.job.zero_stage == 3 and row.job.world_size > 1 and not (row.job.recomputes or row.job.keeps_gathered):
+            found.append(
+                f"{row.job.strategy}: before 0.19.4 DeepSpeed keeps up to {size(2 * row.prediction.parameters)} of "
+                "gathered weights until backward, unless zero.Init built the model (DeepSpeed#8189). Plan that with "
+                "memory_efficient_linear: false in zero_optimization."
+            )
         if row.change:
             words = f"{change_in_words(row.change)} ({size(row.change.fit.margin)} left)"
             found.append(f"{row.job.strategy}: the change that costs least: {words}.")
@@ -282,14 +288,14 @@ def print_answer(answer: Answer, console: Console, verbose: bool = False) -> Non
         console.print(Text(f"\n{answer.request.command(job)}\n"), soft_wrap=True)
     print_columns(*short_columns(answer), short_rows(answer), console)
     first = answer.advice.rows[0].prediction
-    batch = f"{first.precision}, micro batches of {first.micro_batch_size} x {first.max_length:,} tokens"
-    more = "" if verbose else "; parts, phases, caveats: -v"
-    worth = how_good(_recommended(answer).job, answer.request.gpu)
-    console.print(Text(f"{worth}\nBy {SOURCES[first.source]}, {batch}{more}", style="dim"))
+    basis = f"By {SOURCES[first.source]}, {first.precision}, micro batches of {first.micro_batch_size} x "
+    basis += f"{first.max_length:,} tokens"
+    lines = [how_good(_recommended(answer).job, answer.request.gpu), f"{basis}; parts, phases, caveats: -v"]
     if verbose:
         print_columns(*plan_columns(answer), answer.advice.rows, console)
-        for line in notes(answer):
-            console.print(Text(line, style="dim"))
+        lines = [basis, *notes(answer)]
+    for line in lines:
+        console.print(Text(line, style="dim"))
 
 
 def write_answer(answer: Answer, folder: Path) -> None:

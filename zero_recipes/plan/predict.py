@@ -89,11 +89,12 @@ def own_code() -> str:
 @dataclass(frozen=True)
 class Fit:
     """A prediction beside the memory of a GPU and its machine. "fits": the reserved range's high end does; "tight":
-    only the low end, the tensors and what is beside them. `margin`: bytes that the allocator's segments leave; below 0
-    the GPU is too small for them. torch frees what it has cached before it fails, so that even then a job may run."""
+    only the low end, for torch frees what it has cached before it fails. `margin`: bytes that the low end leaves; what
+    leaves less than `slack` comes last."""
 
     status: Literal["fits", "tight", "no"]
     margin: int
+    slack: int
     capacity: int
     host_lacks: int = 0  # bytes of one machine's memory; 0 where it is enough or not known
     nvme_lacks: int = 0  # bytes of one machine's NVMe, in the same way
@@ -101,8 +102,11 @@ class Fit:
 
     @property
     def runs(self) -> bool:
-        """Whether it can be recommended: the segments fit, too."""
-        return self.status != "no" and self.margin >= 0
+        return self.status != "no"
+
+    @property
+    def has_slack(self) -> bool:
+        return self.runs and self.margin >= self.slack
 
 
 def fit_of(prediction: Prediction, capacity: int, host: int | None = None, nvme: int | None = None) -> Fit:
@@ -116,6 +120,5 @@ def fit_of(prediction: Prediction, capacity: int, host: int | None = None, nvme:
     status = "fits" if reserved.high <= capacity else "tight" if reserved.low <= capacity else "no"
     beside = (lacks(max(needed.load, needed.training), host), lacks(prediction.nvme_bytes, nvme))
     status = "no" if any(beside) else status
-    allocated = prediction.allocated_peak_bytes
-    segments = prediction.segment_bytes or int(overheads().cached[1] * allocated)
-    return Fit(status, capacity - reserved.low - segments + allocated, capacity, *beside, lacks(needed.resume, host))
+    slack = int((overheads().cached[0] - 1) * prediction.allocated_peak_bytes)
+    return Fit(status, capacity - reserved.low, slack, capacity, *beside, lacks(needed.resume, host))

@@ -1,15 +1,11 @@
 """A device that stands for a GPU on a machine without one: fake tensors can be on it, apart from the host's.
 
 torch lets a program name a device of its own (PrivateUse1); torch 2.13 without CUDA cannot differentiate fake tensors
-on "cuda". Nothing computes here: streams, events and synchronisation do nothing, memory is without end. What its
-allocator would reserve is replayed afterwards.
+on "cuda". Nothing computes here: streams, events and synchronisation do nothing, memory is without end.
 """
 
-import bisect
 import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -17,13 +13,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 NAME = "gpu"
 ENDLESS = 1 << 50
 
-emptied: list = []  # callables, for each `empty_cache`
-_streams = [0]  # those that were entered, the innermost last
-
-
-def stream() -> int:
-    """The stream that work goes to now: 0, or that of the innermost `with accelerator.stream(...)`."""
-    return _streams[-1]
+BLOCK = 512  # bytes: c10/cuda/CUDACachingAllocator.cpp rounds every allocation up to it
 
 
 def answers(value: Any = None):
@@ -38,27 +28,14 @@ class Event:
 
 
 class Stream(contextlib.nullcontext):
-    made = 0
-
     def __init__(self, *_, **__):
         super().__init__(self)
-        self.id = Stream.made
-        Stream.made += 1
 
     wait_stream = wait_event = synchronize = answers()
     query, record_event = answers(True), answers(Event())
 
 
-_DEFAULT_STREAM = Stream()  # number 0
-
-
-@contextlib.contextmanager
-def _on(one: Stream | None) -> Iterator[None]:
-    _streams.append(0 if one is None else one.id)
-    try:
-        yield
-    finally:
-        _streams.pop()
+_DEFAULT_STREAM = Stream()
 
 
 class _Backend:
@@ -112,16 +89,10 @@ def _deepspeed_accelerator() -> None:
         memory_allocated = max_memory_allocated = memory_reserved = max_memory_reserved = answers(0)
         reset_peak_memory_stats = reset_max_memory_allocated = reset_max_memory_cached = answers()
         memory_stats, device = answers({}), answers(contextlib.nullcontext())
+        stream, empty_cache = answers(contextlib.nullcontext()), answers()
 
         def device_name(self, device_index=None):
             return NAME if device_index is None else f"{NAME}:{device_index}"
-
-        def stream(self, one):
-            return _on(one)
-
-        def empty_cache(self):
-            for listener in emptied:
-                listener()
 
         def on_accelerator(self, tensor):
             return tensor.device.type == NAME
@@ -131,103 +102,3 @@ def _deepspeed_accelerator() -> None:
 
     Accelerator.Stream, Accelerator.Event = Stream, Event
     real_accelerator.set_accelerator(Accelerator())
-
-
-# What PyTorch's caching allocator would reserve for a sequence of allocations: its segments, not its driver's extras. A
-# model of torch 2.13 c10/cuda/CUDACachingAllocator.cpp with its defaults (no expandable segments): the names of the
-# constants are its own. Fragmentation shows by itself; memory of the CUDA context, of NCCL and of libraries does not.
-MIB = 1 << 20
-kMinBlockSize = 512  # bytes: every allocation is rounded up to it
-kSmallSize = MIB  # larger ones come from segments of their own kind
-kSmallBuffer = 2 * MIB
-kLargeBuffer = 20 * MIB
-kMinLargeAlloc = 10 * MIB
-kRoundLarge = 2 * MIB
-
-
-@dataclass(eq=False)
-class Block:
-    size: int
-    pool: tuple[int, bool]  # stream, whether small
-    order: int  # by age of the segment and place in it: stands for the address
-    before: Self | None = None
-    after: Self | None = None
-    free: bool = False
-
-
-class CachingAllocator:
-    """Best fit among the free blocks of a stream and pool, split, and joined again when freed."""
-
-    def __init__(self):
-        self.reserved = self.peak = 0
-        self._free: dict[tuple[int, bool], list[tuple[int, int, Block]]] = {}
-        self._used: dict[int, Block] = {}
-        self._addresses = 0
-
-    def allocate(self, number: int, size: int, stream: int) -> None:
-        """`number` names the allocation for `release`."""
-        size = max(kMinBlockSize, -(-size // kMinBlockSize) * kMinBlockSize)
-        pool = (stream, size <= kSmallSize)
-        free = self._free.setdefault(pool, [])
-        place = bisect.bisect_left(free, (size, -1))
-        block = free.pop(place)[2] if place < len(free) else self._segment(size, pool)
-        left = block.size - size
-        if left >= kMinBlockSize if pool[1] else left > kSmallSize:
-            rest = Block(left, pool, block.order + size, block, block.after)
-            if block.after is not None:
-                block.after.before = rest
-            block.after, block.size = rest, size
-            self._put(rest)
-        block.free = False
-        self._used[number] = block
-
-    def release(self, number: int) -> None:
-        """Give an allocation back to its pool; its neighbours that are free join it."""
-        block = self._used.pop(number)
-        for left, right in ((block, block.after), (block.before, block)):
-            if left is not None and right is not None and (left.free or right.free):
-                self._take(left if left.free else right)
-                left.size, left.after, block = left.size + right.size, right.after, left
-                if left.after is not None:
-                    left.after.before = left
-        self._put(block)
-
-    def empty(self) -> None:
-        """torch.cuda.empty_cache(): segments that are free as a whole go back to the driver."""
-        for free in self._free.values():
-            whole = [entry for entry in free if entry[2].before is None and entry[2].after is None]
-            self.reserved -= sum(entry[0] for entry in whole)
-            free[:] = [entry for entry in free if entry not in whole]
-
-    def _segment(self, size: int, pool: tuple[int, bool]) -> Block:
-        if pool[1]:
-            length = kSmallBuffer
-        else:
-            length = kLargeBuffer if size < kMinLargeAlloc else -(-size // kRoundLarge) * kRoundLarge
-        self.reserved += length
-        self.peak = max(self.peak, self.reserved)
-        self._addresses += 1 << 50
-        return Block(length, pool, self._addresses)
-
-    def _put(self, block: Block) -> None:
-        block.free = True
-        bisect.insort(self._free.setdefault(block.pool, []), (block.size, block.order, block))
-
-    def _take(self, block: Block) -> None:
-        free = self._free[block.pool]
-        free.pop(bisect.bisect_left(free, (block.size, block.order)))
-
-
-def reserved_peak(events: Iterable[tuple], start: str) -> int:
-    """Largest reserved bytes from the first phase `start` on; `events` are those of tracker.LiveStorages."""
-    allocator, started = CachingAllocator(), False
-    for kind, *what in events:
-        if kind == "alloc":
-            allocator.allocate(*what)
-        elif kind == "free":
-            allocator.release(*what)
-        elif kind == "empty":
-            allocator.empty()
-        elif what[0] == start and not started:
-            started, allocator.peak = True, allocator.reserved
-    return allocator.peak

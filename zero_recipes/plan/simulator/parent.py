@@ -25,7 +25,7 @@ from zero_recipes.core.host import Host
 from zero_recipes.core.process import end_with_parent, imported_for_good, kill_with_children
 from zero_recipes.core.tables import terminal
 from zero_recipes.metrics.schema import ModelStateBytes, Prediction
-from zero_recipes.plan.formulas import prediction_of
+from zero_recipes.plan.formulas import Sizes, prediction_of, shape_of
 from zero_recipes.plan.job import Job
 
 WORKER = ("-m", "zero_recipes.plan.simulator.parent")  # what the child runs; benchmarks/planners/ has its own
@@ -50,7 +50,6 @@ def not_simulated(job: Job) -> str | None:
         "DeepSpeed writes states to NVMe by a kernel that reads addresses": job.on_nvme,
         "hpZ's second copy of the weights is not simulated": zero.hpz_partition_size > 1,
         "ZeRO++'s quantisers are CUDA kernels": zero.quantizes_weights or zero.quantizes_gradients,
-        "sequences that Ulysses shares out are not simulated": job.sequence_parallel > 1,
         "the recipe sets no max_length": job.settings.max_length is None,
         "bitsandbytes packs weights in kernels of its own": job.quantizes,
     }
@@ -63,7 +62,8 @@ def simulate(jobs: Sequence[Job], deadline: float | None = None) -> list[Predict
     # stage 3 takes longest and comes first, so that no core is left alone with it at the end
     tasks.sort(key=lambda task: jobs[task[0]].zero_stage != 3)
     found: list[dict[int, dict[str, Any]]] = [{} for _ in jobs]
-    answers = _answers([{"job": jobs[index].as_dict(), "rank": rank} for index, rank in tasks], deadline)
+    simulated = [_own_sequences(job).as_dict() for job in jobs]
+    answers = _answers([{"job": simulated[index], "rank": rank} for index, rank in tasks], deadline)
     for number, answer in track(answers, "simulating", len(tasks), console=terminal(stderr=True), transient=True):
         index, rank = tasks[number]
         if "error" in answer:
@@ -71,6 +71,14 @@ def simulate(jobs: Sequence[Job], deadline: float | None = None) -> list[Predict
             raise refusal("ZR821", strategy=job.strategy, world_size=job.world_size, error=answer["error"])
         found[index][rank] = answer
     return [_prediction(job, [ranks[rank] for rank in _ranks(job)]) for job, ranks in zip(jobs, found, strict=True)]
+
+
+def _own_sequences(job: Job) -> Job:
+    """Under Ulysses a rank's part of each sequence, as a sequence of its own: the same tensors, but for those that one
+    attention swaps at a time."""
+    shared = job.sequence_parallel
+    own = {"max_length": job.settings.max_length // shared, "sequence_parallel_size": 1, "pad_to_multiple_of": None}
+    return job if shared == 1 else job.changed(**own)
 
 
 def _ranks(job: Job) -> list[int]:
@@ -123,6 +131,9 @@ def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
     states = [rank["model_state_bytes"] for rank in ranks]
     most["model_state_bytes"] = ModelStateBytes(**{part: max(s[part] for s in states) for part in states[0]})
     most |= {"source": "engine", "max_length": job.settings.max_length, "notes": []}
+    if job.sequence_parallel > 1:  # its tokens look at the whole sequence
+        part, whole = (Sizes(one, shape_of(one.config, one.settings)).flops() for one in (_own_sequences(job), job))
+        most["flops_per_step"] += whole - part
     return prediction_of(job, width * trained, adam * trained, host, **most)
 
 

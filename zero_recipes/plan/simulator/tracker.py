@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
@@ -92,16 +92,13 @@ class LiveStorages:
     storage's part (of PARTS) is guessed where it is made, by the file that makes it and the phase, and set right by
     `assign` for tensors that are known: weights, gradients, optimizer states."""
 
-    def __init__(self, device: str, block: int = 1, stream: Callable[[], int] = lambda: 0):
-        """`block`: sizes are rounded up to it. `stream`: says which stream an allocation is for."""
-        self.device, self.block, self.stream = device, block, stream
+    def __init__(self, device: str, block: int = 1):
+        """`block`: sizes are rounded up to it."""
+        self.device, self.block = device, block
         self.live, self.phase = 0, "build"
         self.parts = dict.fromkeys(PARTS, 0)
-        # ("alloc", number, bytes, stream), ("free", number), ("empty",), ("phase", name): what device.py replays
-        self.events: list[tuple] = []
         self.is_pinned = False
-        self._known: dict[int, list] = {}  # storage: [bytes, part, its weak reference, number]
-        self._made = 0
+        self._known: dict[int, list] = {}  # storage: [bytes, part, its weak reference]
         self.forget_peaks()
 
     def forget_peaks(self) -> None:
@@ -113,7 +110,6 @@ class LiveStorages:
     def enter(self, phase: str) -> None:
         """Name what comes now: "forward", "backward", "step", "between", "evaluation" or "best model"."""
         self.phase = phase
-        self.events.append(("phase", phase))
         self._look()
 
     @contextlib.contextmanager
@@ -142,18 +138,15 @@ class LiveStorages:
             return
         size = pinned_bytes(size, os.environ) if self.is_pinned else -(-size // self.block) * self.block
         part = self._part()
-        self._made += 1
-        self._known[key] = [size, part, weakref.ref(storage, lambda _, key=key: self._drop(key)), self._made]
+        self._known[key] = [size, part, weakref.ref(storage, lambda _, key=key: self._drop(key))]
         self.live += size
         self.parts[part] += size
-        self.events.append(("alloc", self._made, size, self.stream()))
         self._look()
 
     def _drop(self, key: int) -> None:
-        size, part, _, made = self._known.pop(key)
+        size, part, _ = self._known.pop(key)
         self.live -= size
         self.parts[part] -= size
-        self.events.append(("free", made))
 
     def _look(self) -> None:
         if self.live > self.peaks.get(self.phase, -1):

@@ -120,8 +120,7 @@ def train_two_steps(job: Job, folder: str) -> dict:
     if on_gpu and casts != "fp32":
         patches.set_up_autocast(torch.bfloat16 if casts == "bf16" else torch.float16)
     imports = psutil.Process().memory_info().rss
-    tracker = LiveStorages("gpu", device.kMinBlockSize, device.stream) if on_gpu else LiveStorages("cpu")
-    device.emptied.append(lambda: tracker.events.append(("empty",)))
+    tracker = LiveStorages("gpu", device.BLOCK) if on_gpu else LiveStorages("cpu")
     observed = Observed(tracker, host) if on_gpu else Observed(tracker)
     with FakeTensorMode(allow_non_fake_inputs=True), observed:
         trainer = _trainer(job, strategy, training_args, model_args)
@@ -132,10 +131,7 @@ def train_two_steps(job: Job, folder: str) -> dict:
             watch.evaluate(_rows(training_args, training_args.world_size * training_args.per_device_eval_batch_size))
         if job.settings.load_best_model_at_end and strategy.is_deepspeed:
             watch.load_best_model()
-    return watch.found() | {
-        "imports": imports,
-        "segment_bytes": device.reserved_peak(tracker.events, TRAINING[0]) if on_gpu else 0,
-    }
+    return watch.found() | {"imports": imports}
 
 
 def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "WatchedSFTTrainer":
