@@ -164,36 +164,31 @@ def test_lora_trains_only_its_adapter():
     assert found.at_peak["loss_head"] == 4 * TOKENS * H  # no gradient for the head's frozen weight
 
 
-@pytest.mark.parametrize(
-    ("strategy", "nested", "each"),
-    [
-        ("zero2", False, 1 / 2 + 4 / 64),
-        ("zero2", True, 1 / 2 + (1 + 1 / 64) / 64),
-        ("zero3", False, 1 / 8 + 4 / 64),
-        ("fsdp2", False, 1 / 8 + 4 / 64),
-    ],
-)
-def test_packed_weights_are_shared_out_and_their_scales_are_not(strategy, nested, each):
-    """Half a byte, and an fp32 scale for 64 on each of four ranks; the embedding and the head stay in bf16."""
-    lora = {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "bfloat16", "use_bnb_nested_quant": nested}
-    products = 32 * 12 * H**2
-    plain, packed = (predict_by_formulas(member(strategy, **lora, load_in_4bit=four)) for four in (False, True))
-    spared = plain.model_state_bytes.params - packed.model_state_bytes.params
-    assert spared == pytest.approx((2 / (1 if strategy == "zero2" else 4) - each) * products, rel=1e-3)
+@pytest.mark.parametrize(("strategy", "ranks"), [("zero2", 1), ("zero3", 4), ("fsdp2", 4)])
+def test_packed_weights_are_shared_out_and_their_scales_are_not(strategy, ranks):
+    """Half a byte, and on every rank an fp32 scale for 64, nested a byte; embedding and head stay in bf16."""
+    lora, four = {"use_peft": True, "lora_target_modules": "all-linear", "dtype": "bfloat16"}, {"load_in_4bit": True}
+    plain, packed, nested = (
+        predict_by_formulas(member(strategy, **lora, **keys)).model_state_bytes.params / (32 * 12 * H**2)
+        for keys in ({}, four, four | {"use_bnb_nested_quant": True})
+    )
+    assert plain - packed == pytest.approx((2 - 1 / 2) / ranks - 4 / 64, rel=1e-3)
+    assert packed - nested == pytest.approx((3 - 4 / 256) / 64, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("keys", "elements"),
-    [
-        ({}, 2 * EMBEDDING + 4 * 12 * H**2),
-        ({"use_peft": True}, EMBEDDING + 2 * 12 * H**2),
-        ({"use_peft": True, "load_in_4bit": True}, EMBEDDING + 2 * 12 * H**2 / 4),
-    ],
-)
-def test_fsdp_gathers_the_head_and_two_layers_as_they_are_stored(keys, elements):
+def test_fsdp_gathers_the_head_and_two_layers_as_they_are_stored():
     """And of what trains, the gradients and their copy."""
-    asked = member("fsdp2", dtype="bfloat16", **keys)
-    assert Sizes(asked, shape_of(asked.config, asked.settings)).terms.buckets == pytest.approx(2 * elements, rel=2e-2)
+    layer, lora = 12 * H**2, {"use_peft": True}
+    packed = lora | {"load_in_4bit": True}
+    for keys, elements in (
+        ({}, 2 * EMBEDDING + 4 * layer),
+        (lora, EMBEDDING + 2 * layer),
+        (packed, EMBEDDING + layer / 2),
+    ):
+        asked = member("fsdp2", dtype="bfloat16", **keys)
+        assert Sizes(asked, shape_of(asked.config, asked.settings)).terms.buckets == pytest.approx(
+            2 * elements, rel=2e-2
+        )
 
 
 def test_flops_are_six_per_weight_and_token_and_eight_with_recomputation():
