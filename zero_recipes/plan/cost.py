@@ -61,7 +61,8 @@ def how_good(job: Job, gpu: Gpu) -> str:
         return f"No step time of {', '.join(name for name in lacking if lacking[name])} is published to compare with."
     regime = regime_of(job)
     held, rows = constants()["holds"][regime]
-    return f"Step: holds {held} of {rows} published times of its kind ({regime})."
+    blind = "; of blind rows {} of {}".format(*constants()["blind"][regime]) if regime in constants()["blind"] else ""
+    return f"Step: holds {held} of {rows} published times of its kind ({regime}){blind}."
 
 
 def sequence_of(job: Job, longest: int, rows: RowLengths | None) -> tuple[float, float, float]:
