@@ -31,11 +31,12 @@ def terminate(*_) -> None:
     if terminated:
         return
     terminated.append(True)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it may come before this process waits for it
+    come, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)  # the signal may come before this thread waits for it, and to another thread
     os.kill(os.getppid(), signal.SIGTERM)
-    signal.sigwait({signal.SIGTERM})
-    os.kill(os.getpid(), signal.SIGTERM)  # for the run's own handler
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.read(come, 1)
+    signal.set_wakeup_fd(-1)
 
 
 def sabotage(place: str, step: int) -> None:
