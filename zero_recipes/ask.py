@@ -66,8 +66,11 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         return loaded.answers(samples, most, batch)
 
     base, tuned = base_and_model(target, tokenizer, device, answers)
-    compare = lambda answer, wanted: sampling.text_scores(answer, wanted) | rouge(answer, wanted)  # noqa: E731
-    rows = sampling.sample_rows(samples, base, tuned, compare)
+
+    def compared(answer: str, wanted: str) -> dict[str, float]:
+        return sampling.text_scores(answer, wanted) | rouge(answer, wanted)
+
+    rows = sampling.sample_rows(samples, base, tuned, compared)
     for row in rows:
         for scores in (row.scores_before, row.scores_after):
             if scores.get("reference_loss") is not None:
