@@ -29,7 +29,7 @@ LOG = logging.getLogger("mkdocs.hooks.site_links")
 
 
 def outside(link: str, page: str) -> Path | None:
-    """The repository's file that a link in docs/`page` names, where that lies beside docs/."""
+    """The repository's file that a link in docs/`page` names, where that is beside docs/."""
     target = Path(os.path.normpath(DOCS / Path(page).parent / link))
     return None if target.is_relative_to(DOCS) or not target.is_relative_to(ROOT) else target
 

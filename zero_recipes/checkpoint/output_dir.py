@@ -95,9 +95,9 @@ def refuse_occupied(output_dir: Path, resume: object, overwrite: bool, inputs: I
     if found and overwrite:
         _refuse_foreign(output_dir)
         going = (folder, previous_of(output_dir))
-        held = {_identity(path.lstat()) for each in going for path in (each, *each.rglob("*")) if path.exists()}
+        to_delete = {_identity(path.lstat()) for each in going for path in (each, *each.rglob("*")) if path.exists()}
         for key, path in inputs:
-            if _identity(path.stat()) in held:  # where it is mounted or linked to, too
+            if _identity(path.stat()) in to_delete:  # where it is mounted or linked to, too
                 raise refusal("ZR751", path=path.resolve(), key=key, read=path)
     elif found and not (resumes_in(output_dir, resume) and (_is_ours(output_dir) or numbered(output_dir))):
         listed = ", ".join(path.name for path in found[:4]) + (" ..." if len(found) > 4 else "")
@@ -159,12 +159,12 @@ def _acquire(lock: FileLock, output_dir: Path) -> None:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
-        print(f"{output_dir} lies on a file system without locks: another run in it is not seen", flush=True)
+        print(f"{output_dir} is on a file system without locks: another run in it is not seen", flush=True)
 
 
 def _release(lock: FileLock, output_dir: Path) -> None:
     if lock.is_locked:
-        (output_dir / LOCK).unlink(missing_ok=True)  # while it is held: nobody else holds a file of this name
+        (output_dir / LOCK).unlink(missing_ok=True)  # while it is locked: nobody else has a file of this name
         lock.release()
 
 
@@ -181,7 +181,7 @@ def claim_output_dir(output_dir: Path, overwrite: bool) -> Path | None:
 
 
 def _keep_previous(output_dir: Path) -> Path:
-    """Rename the folder and make it anew; a lock that is held in it goes on in the new one."""
+    """Rename the folder and make it anew; a lock on a file in it goes on in the new one."""
     _refuse_foreign(output_dir)
     previous = previous_of(output_dir)
     try:

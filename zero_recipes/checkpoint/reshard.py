@@ -146,11 +146,11 @@ def open_checkpoint(checkpoint: Path, trusted: bool = False) -> Source:
         states, flats, base = _states_of(file, trusted)
         if "zero_stage" not in states:  # stage 1 in bf16 with gradients accumulated in fp32
             raise _other(checkpoint, "by DeepSpeed's BF16_Optimizer")
-        held = {"those of elastic_checkpoint"}
+        kinds = {"those of elastic_checkpoint"}
         if isinstance(base, dict):
-            held = {key for state in base["state"].values() for key in state} - {"step"}
-        if held != set(ADAM_STATES) or len(base["state"]) != len(flats):
-            raise _other(checkpoint, f"with other optimizer states than Adam's: {', '.join(sorted(map(str, held)))}")
+            kinds = {key for state in base["state"].values() for key in state} - {"step"}
+        if kinds != set(ADAM_STATES) or len(base["state"]) != len(flats):
+            raise _other(checkpoint, f"with other optimizer states than Adam's: {', '.join(sorted(map(str, kinds)))}")
         # torch and DeepSpeedCPUAdam count in each state, FusedAdam in its groups
         counted = [state["step"] for state in base["state"].values() if "step" in state]
         steps |= {int(step) for step in counted or [group["step"] for group in base["param_groups"]]}
@@ -185,9 +185,9 @@ def read_parameter(source: Source, name: str) -> dict[str, torch.Tensor]:
     parts: dict[str, list[torch.Tensor]] = {key: [] for key in ("fp32", *ADAM_STATES)}
     for rank, start, count in place.pieces:
         _, flats, base = _states_of(source.files[rank], source.trusted)
-        held = base["state"][place.group] | {"fp32": flats[place.group]}
+        tensors = base["state"][place.group] | {"fp32": flats[place.group]}
         for key, pieces in parts.items():
-            pieces.append(held[key][start : start + count])
+            pieces.append(tensors[key][start : start + count])
     return {key: torch.cat(pieces).view(place.shape) for key, pieces in parts.items()}
 
 
@@ -250,7 +250,7 @@ def _places(
     world_size: int,
     shapes: list[dict[str, tuple[int, ...]]],
 ) -> dict[str, Place]:
-    """Where every parameter lies, by name. `states`: the optimizer's of rank 0, whose partitions are never cut short;
+    """Where every parameter is, by name. `states`: the optimizer's of rank 0, whose partitions are never cut short;
     `flats`: their flat groups; `shapes`: of the parameters of each group, in the order of `param_shapes`."""
     places = {}
     for group, (flat, named) in enumerate(zip(flats, shapes, strict=True)):

@@ -85,16 +85,16 @@ class Batch(NamedTuple):
         return f"{self.micro} per device x {self.accumulation} accumulation x {self.world_size} processes"
 
 
-def asked_batch(settings: Settings) -> list[int | None]:
+def requested_batch(settings: Settings) -> list[int | None]:
     """What a recipe and its command line say of the batch, whatever becomes of it over other processes."""
     return [settings.per_device_train_batch_size, settings.gradient_accumulation_steps, settings.global_batch_size]
 
 
-def batch_kept(output_dir: Path, requested: object, asked: list[int | None], world_size: int) -> dict[str, int] | None:
+def batch_kept(output_dir: Path, requested: object, given: list[int | None], world_size: int) -> dict[str, int] | None:
     """The batch of the checkpoint that `true` means, over these processes; None where the recipe's own counts."""
     whole = (path for path in reversed(numbered(output_dir)) if save.checkpoint_fault(path) is None)
     written = save.read_manifest(next(whole, output_dir)) if str(requested).lower() == "true" else None
-    if written is None or written.get("asked") != asked:
+    if written is None or written.get("asked") != given:
         return None
     keys = ("micro_batch_size", "gradient_accumulation_steps", "world_size")
     batch = Batch(*(written[key] for key in keys)).over(world_size)

@@ -1,6 +1,6 @@
 """Files of a save: the manifest of a checkpoint, the tensors of a model or adapter, and the checksums of both.
 
-A checkpoint begins with the empty file `unfinished` and ends with `manifest.json`, so that three kinds are told apart:
+A checkpoint begins with the empty file `unfinished` and ends with `manifest.json`, which tell three kinds apart:
 one that is whole, one of ours that was not written to its end, and one that another program wrote (neither).
 """
 

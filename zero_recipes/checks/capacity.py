@@ -148,11 +148,11 @@ def beside_offloaded_optimizer(config: DsConfig, share: float, width: int, accum
     if config.offload_optimizer != "cpu":
         return 0
     copies = 1 if config.stage == 3 or not accumulates else 2
-    held = 4 * share + copies * width * share
+    buffers = 4 * share + copies * width * share
     if not pinned_block:
-        return held
+        return buffers
     pinned = [width * share] if config.stage == 3 else [4 * share, 4 * share, width * share]  # the first: the weights
-    return held + sum(pinned_bytes(int(size), os.environ) - int(size) for size in pinned)
+    return buffers + sum(pinned_bytes(int(size), os.environ) - int(size) for size in pinned)
 
 
 def swap_buffers(config: DsConfig, group: float, tensor: float = 10**8, ranks: int = 0) -> dict[str, float]:
@@ -264,7 +264,7 @@ def resumable_bytes(weights: float, optimizer: float, zero_stage: int | None) ->
 def disk_terms(strategy: Strategy, settings: Settings, config, psi: int, here: int) -> dict[str, int]:
     """{what: bytes} that output_dir must take: checkpoints side by side, then the model at the end.
     transformers/trainer_utils.py `rotate_checkpoints` deletes the oldest after the newest is written, so that one more
-    than save_total_limit stands there. Without a limit the number is taken from max_steps and save_steps if known."""
+    than save_total_limit is there. Without a limit the number is taken from max_steps and save_steps if known."""
     terms = {}
     if settings.saves_checkpoints:
         one = checkpoint_bytes(strategy, settings, config, psi, here)

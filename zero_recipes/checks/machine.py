@@ -75,8 +75,8 @@ def driver_findings(use_cpu: bool, host: Host, reason: Callable[[], str] = refus
     if devices or driver:
         seen = ", ".join(([f"driver {driver}"] if driver else []) + [f"/dev/{name}" for name in devices])
         oldest = OLDEST_DRIVER.get(int(built.split(".")[0]), "a newer one")
-        version, said = torch.__version__, reason()
-        yield finding("ZR650", scope="machine", version=version, built=built, seen=seen, oldest=oldest, message=said)
+        version, message = torch.__version__, reason()
+        yield finding("ZR650", scope="machine", version=version, built=built, seen=seen, oldest=oldest, message=message)
 
 
 def driver_version(host: Host) -> str | None:

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 
 from zero_recipes.checkpoint.compatibility import fit_findings
 from zero_recipes.checkpoint.output_dir import inputs_of, refuse_in_use, refuse_occupied
-from zero_recipes.checkpoint.resume import asked_batch, batch_kept, checkpoint_to_resume, requested_in
+from zero_recipes.checkpoint.resume import batch_kept, checkpoint_to_resume, requested_batch, requested_in
 from zero_recipes.checks.deepspeed_rules import deepspeed_findings
 from zero_recipes.checks.machine import driver_findings, gpu_findings, machine_findings, offline_where_unreachable
 from zero_recipes.checks.rehearsal import fill_auto, parser_findings, trainer_findings
@@ -57,7 +57,7 @@ def preflight(
     accumulation, requested = None, requested_in(recipe.output_dir, recipe.settings)
     kept: dict[str, int] = {}
     if strategy is not None:
-        resumed = (recipe.output_dir, requested, asked_batch(recipe.settings), strategy.world_size)
+        resumed = (recipe.output_dir, requested, requested_batch(recipe.settings), strategy.world_size)
         kept = _attempt(findings, batch_kept, *resumed) or {}
     if strategy is not None and not kept:
         batch = (recipe.settings, recipe.explicit, strategy.replicas)

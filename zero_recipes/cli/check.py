@@ -83,6 +83,6 @@ def data_findings(run, show: bool) -> list:
     data = prepare.read_data(settings, load.load_tokenizer(settings))
     splits, findings = prepare.prepare_splits(data, settings, training_args)
     if show:
-        print(*(f"recognised    {form.said}" for form in data.forms), sep="\n")
+        print(*(f"recognised    {form.description}" for form in data.forms), sep="\n")
         audit.show_audit(splits[0].audit, splits[0].tokenised, data.tokenizer)
     return downgraded(findings, ignored_codes(settings.ignore))

@@ -74,10 +74,10 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def _prompts(target: ask.Target, tokenizer: Any) -> list[str]:
-    """What the run asked its model, else a question."""
-    asked = [row.prompt for row in read_samples(target.folder / ask.SAMPLES)[:PROMPTS]]
+    """The sample prompts of the run, else a question."""
+    prompts = [row.prompt for row in read_samples(target.folder / ask.SAMPLES)[:PROMPTS]]
     question = [{"role": "user", "content": "Tell me a short story."}]
-    return asked or [ask.write_turns(tokenizer, target.settings.dataset_format, question)]
+    return prompts or [ask.write_turns(tokenizer, target.settings.dataset_format, question)]
 
 
 def _merged(model: Any, target: ask.Target, tokenizer: Any, prompt: str) -> Any:
@@ -158,8 +158,8 @@ def _run(llama_cpp: Path, script: str, *arguments: Any) -> str:
     own = os.environ | {"PYTHONPATH": os.pathsep.join(places), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=own, text=True, capture_output=True)
     if done.returncode:
-        said = (done.stderr.strip() or "nothing").splitlines()[-1]
-        raise NotExported(f"llama.cpp's {script} failed: {said}. What was written before it is whole.")
+        last_line = (done.stderr.strip() or "nothing").splitlines()[-1]
+        raise NotExported(f"llama.cpp's {script} failed: {last_line}. What was written before it is whole.")
     return done.stdout + done.stderr
 
 
@@ -227,8 +227,8 @@ def _compare(file: Path, expected: dict[str, list[int]], start: str | None, adap
         alike = next((n for n, (own, other) in enumerate(pairs) if own != other), min(len(tokens), len(wanted)))
         equal, same = equal + (tokens == wanted), same + alike
     share = same / sum(map(len, expected.values()))
-    said = f"{equal} of {len(expected)} greedy answers are transformers', {share:.0%} of the tokens"
-    print(f"{(adapter or file).name}: {said} up to the first that differs", flush=True)
+    result = f"{equal} of {len(expected)} greedy answers are transformers', {share:.0%} of the tokens"
+    print(f"{(adapter or file).name}: {result} up to the first that differs", flush=True)
     return share >= LEAST_SAME or not file.name.endswith("f16.gguf")
 
 

@@ -61,7 +61,7 @@ def train(arguments: argparse.Namespace) -> int:
     launched.signals_to_handle, launched.shutdown_timeout = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1", END_SECONDS
     try:
         launch.launch_command(launched)
-    except ChildFailedError as error:  # each rank has said why
+    except ChildFailedError as error:  # each rank has printed why
         codes = {failure.exitcode for failure in error.failures.values()}
         known = (code for code in (REFUSED, PREEMPTED) if code in codes)
         return PREEMPTED if codes <= {-number for number in STOPPING} else next(known, FAILED)

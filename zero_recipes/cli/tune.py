@@ -198,7 +198,7 @@ class Row:
         return "another loss" if self.apart is not None and not self.apart <= limit else self.metrics.status
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         if not self.speed:
             return f"{self.metrics.status}: {first_line(self.metrics.error or 'not timed')}"
         return f"{count(self.speed)} tokens/s over {self.steps} steps"
@@ -228,7 +228,7 @@ def halved(
                 break
             label = f"[{number}/{len(field)}, {steps} steps] {described(run)}"
             ran.append(measure(run, steps, label))
-            to.print(plain(f"{label}: {ran[-1].told}"), soft_wrap=True)
+            to.print(plain(f"{label}: {ran[-1].summary}"), soft_wrap=True)
         for row in compared(ran):  # of its rounds the fastest counts: other load on the machine only slows one down
             fastest = max(row, last.get(row.run.name, row), key=lambda one: one.speed)
             last[row.run.name] = replace(row, metrics=fastest.metrics) if row.status == "ok" else row
@@ -255,7 +255,7 @@ def compared(rows: Sequence[Row]) -> list[Row]:
 def header(rows: Sequence[Row], processes: int) -> list[str]:
     card, facts = rows[0].metrics.device, hardware_facts("cpu")
     machine = f"{facts['cpu']}, {facts['cpu_cores']} cores" + ("" if card == "cpu" else f", {card}")
-    lines = [f"  {described(row.run)}: {row.told[:100]}" for row in rows]
+    lines = [f"  {described(row.run)}: {row.summary[:100]}" for row in rows]
     return [f"Measured by zero-recipes tune, {processes} processes, {machine}; the fastest is this recipe:", *lines]
 
 

@@ -118,7 +118,7 @@ def launched_environment(config_file: Path | None, num_processes: int | None) ->
 
 
 def inline_ds_config(environment: Mapping[str, str], precision: str) -> dict[str, Any]:
-    """The ds_config that accelerate makes of a file without `deepspeed_config_file`: DeepSpeedPlugin is asked for it.
+    """The ds_config that accelerate makes of a file without `deepspeed_config_file`, from DeepSpeedPlugin.
     `environment`: the launcher's; `precision`: the recipe's, "bf16", "fp16" or "fp32". Raises Refusal."""
     from accelerate.utils import DeepSpeedPlugin, clear_environment
 

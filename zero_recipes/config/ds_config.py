@@ -167,7 +167,7 @@ class DsConfig:
         return self.zero.get(key) or {}
 
     def offload_device(self, key: str) -> str | None:
-        """Where one of OFFLOADS lies: "cpu", "nvme", or None for the device that trains."""
+        """Where one of OFFLOADS is: "cpu", "nvme", or None for the device that trains."""
         named = self.offload_block(key).get("device")
         return None if named in (None, "none") else named
 

@@ -199,7 +199,7 @@ def accepted_types(hint: Any) -> set[str]:
 
 
 def ignore_findings(ignore: list[str] | str | None) -> Iterator[Finding]:
-    """One finding for each code under `ignore` that is unknown, or stands for an error that no run can go on with."""
+    """One finding for each code under `ignore` that is unknown, or is of an error that no run can go on with."""
     rows: Mapping[str, Any] = table()
     for code in sorted(ignored_codes(ignore)):
         if code not in rows:

@@ -11,7 +11,7 @@ FILES = Path(__file__).resolve().parents[1] / "_files"  # links to the repositor
 
 
 def at_hand(named: str | Path, folder: str = "") -> Path:
-    """The path as it is named, also within `folder`; where nothing stands there, the package's file of that name."""
+    """The path as it is named, also within `folder`; where nothing is there, the package's file of that name."""
     candidates = (Path(base, inner, named) for base in (".", FILES) for inner in ("", folder))
     return next((path for path in candidates if os.path.exists(path)), Path(named))  # a long name is no error
 

@@ -196,7 +196,7 @@ def raise_or_print(findings: list[Finding]) -> None:
 def print_ending(ending: Refusal | RunFailed, tracebacks: bool = False) -> int:
     """Print why a run ends, each finding on the ranks of its scope alone. Returns the exit code of every rank.
 
-    accelerate and torchrun turn the code into 1 and close with a table of their own. They print in it what stands in
+    accelerate and torchrun turn the code into 1 and close with a table of their own. They print in it what is in
     TORCHELASTIC_ERROR_FILE (torch/distributed/elastic/multiprocessing/errors/error_handler.py), so the message goes
     there too and is the last thing read.
     """

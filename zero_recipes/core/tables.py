@@ -17,7 +17,7 @@ Row = Any  # whatever the cells of its columns take
 
 
 def plain(text: str, style: str = "") -> Text:
-    """What people and models wrote, as it stands: rich takes "[/INST]" for a closing tag."""
+    """What people and models wrote, as it is: rich takes "[/INST]" for a closing tag."""
     return Text(shown(text), style=style)
 
 
@@ -39,7 +39,7 @@ def working(what: str, console: Console | None = None) -> Iterator[Callable[[str
     """Says what goes on, on stderr or `console`: a spinner on a terminal, elsewhere a line at once and every ten
     seconds. Gives a function that says something else from then on."""
     console = console or terminal(stderr=True)
-    started, done, said = time.monotonic(), threading.Event(), deque([what], maxlen=1)
+    started, done, message = time.monotonic(), threading.Event(), deque([what], maxlen=1)
     if console.is_terminal:
         with console.status(plain(what)) as status:
             yield lambda text: status.update(plain(text))
@@ -47,12 +47,12 @@ def working(what: str, console: Console | None = None) -> Iterator[Callable[[str
 
     def say() -> None:
         while not done.wait(10):
-            console.print(plain(f"{said[0]}: {time.monotonic() - started:.0f} s"), soft_wrap=True)
+            console.print(plain(f"{message[0]}: {time.monotonic() - started:.0f} s"), soft_wrap=True)
 
     console.print(plain(what), soft_wrap=True)
     threading.Thread(target=say, daemon=True).start()
     try:
-        yield said.append
+        yield message.append
     finally:
         done.set()
 

@@ -57,7 +57,7 @@ def count(value: float | None) -> str:
 
 
 def fixed(value: float | None, digits: int) -> str:
-    """A number with so many decimals; what is not finite is said in words."""
+    """A number with so many decimals; what is not finite is written in words."""
     if value is None:
         return ""
     return f"{value:.{digits}f}" if math.isfinite(value) else "not finite"

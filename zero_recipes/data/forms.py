@@ -38,7 +38,7 @@ _WITHOUT_INPUT = (
 class Form(NamedTuple):
     """What the columns are, in words, and how a row is converted; None where TRL takes it as it is."""
 
-    said: str
+    description: str
     convert: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     chat: bool = False  # turns, which a chat template writes
 
@@ -74,8 +74,8 @@ def alpaca_turns(row: dict[str, Any]) -> dict[str, list[dict[str, str]]]:
 def recognise(first: Mapping[str, Any], settings: Settings, dataset_format: str | None) -> Form | None:
     """The form of rows whose first is `first`; None where the recipe trains on nothing that is there."""
     if dataset_format in ("alpaca", "alpaca_chat"):
-        chat, said = dataset_format == "alpaca_chat", "instruction, input and output, in Alpaca's prompt"
-        form = Form(f"{said}, as turns", alpaca_turns, chat=True) if chat else Form(said, alpaca_row)
+        chat, description = dataset_format == "alpaca_chat", "instruction, input and output, in Alpaca's prompt"
+        form = Form(f"{description}, as turns", alpaca_turns, chat=True) if chat else Form(description, alpaca_row)
         return form if first.keys() >= {*ALPACA_COLUMNS} else None
     if (settings.dataset_kwargs or {}).get("skip_prepare_dataset"):
         return Form("input_ids, as they are") if "input_ids" in first else None
@@ -134,10 +134,10 @@ def _conversation(column: str, first: Mapping[str, Any]) -> Form:
     known = [f"{name} is {roles[name]}" for name in others if name in roles]
     if (column, speaker, text, system, known) == ("messages", "role", "content", None, []):
         return Form("messages, as they are", chat=True)
-    said = f"{column} with {speaker} and {text}, as messages"
-    said += f" ({', '.join(known)})" if known else ""
-    said += f"; {system} goes before them" if system else ""
-    return Form(said, partial(_as_messages, column, speaker, text, system), chat=True)
+    description = f"{column} with {speaker} and {text}, as messages"
+    description += f" ({', '.join(known)})" if known else ""
+    description += f"; {system} goes before them" if system else ""
+    return Form(description, partial(_as_messages, column, speaker, text, system), chat=True)
 
 
 def _as_messages(column: str, speaker: str, text: str, system: str | None, row: dict[str, Any]) -> dict[str, Any]:
@@ -162,26 +162,26 @@ def _pair(columns: set[str], first: Mapping[str, Any], settings: Settings) -> Fo
     if len(questions) != 1 or len(answers) != 1 or len(contexts) > 1:
         return None
     system, history = _named("system", first, str), "history" if isinstance(first.get("history"), list) else None
-    asked, before = questions + contexts, [name for name in (system, history) if name]
-    said = f"{' and '.join(asked)} as the user's turn, {answers[0]} as the assistant's"
-    said += f"; {' and '.join(before)} before them" if before else ""
-    pair = partial(_as_turns, tuple(asked), answers[0], system, history, bool(settings.assistant_only_loss))
-    return Form(said, pair, chat=True)
+    user_columns, before = questions + contexts, [name for name in (system, history) if name]
+    description = f"{' and '.join(user_columns)} as the user's turn, {answers[0]} as the assistant's"
+    description += f"; {' and '.join(before)} before them" if before else ""
+    pair = partial(_as_turns, tuple(user_columns), answers[0], system, history, bool(settings.assistant_only_loss))
+    return Form(description, pair, chat=True)
 
 
 def _as_turns(
-    asked: tuple[str, ...], answer: str, system: str | None, history: str | None, whole: bool, row: dict[str, Any]
+    questions: tuple[str, ...], answer: str, system: str | None, history: str | None, whole: bool, row: dict[str, Any]
 ) -> dict[str, Any]:
     """`whole`: as one list of messages, whose assistant's turns all carry loss."""
-    for name in (asked[0], answer):
+    for name in (questions[0], answer):
         if not isinstance(row[name], str):
             raise TypeError(f"{name} is {row[name]!r}, not text")
     earlier = [pair for pair in (row[history] or [])] if history else []
-    said = [turn for pair in earlier for turn in zip(("user", "assistant"), pair, strict=True)]
-    said = ([("system", row[system])] if system and row[system] else []) + said
-    said.append(("user", "\n".join(row[name] for name in asked if row[name])))
+    turns = [turn for pair in earlier for turn in zip(("user", "assistant"), pair, strict=True)]
+    turns = ([("system", row[system])] if system and row[system] else []) + turns
+    turns.append(("user", "\n".join(row[name] for name in questions if row[name])))
     prompt, completion = (
-        [{"role": role, "content": text} for role, text in part] for part in (said, [("assistant", row[answer])])
+        [{"role": role, "content": text} for role, text in part] for part in (turns, [("assistant", row[answer])])
     )
     return {"messages": prompt + completion} if whole else {"prompt": prompt, "completion": completion}
 
@@ -194,7 +194,7 @@ ANSWER = "zero recipes"  # a text that no template changes
 
 
 def mask_by(rows: Rows, tokenizer: PreTrainedTokenizerBase, training_args) -> str | None:
-    """How the assistant's tokens are found here: "turn" or "answer"; None where TRL does it, or nobody asked for it."""
+    """How the assistant's tokens are found here: "turn" or "answer"; None where TRL does it, or none is needed."""
     from trl.chat_template_utils import get_training_chat_template, has_generation_markers
 
     named, template = getattr(training_args, "assistant_mask", None), tokenizer.chat_template

@@ -97,7 +97,7 @@ class Prepared:
 
 def prepare_rows(settings: Settings, training_args, tokenizer: PreTrainedTokenizerBase) -> Prepared:
     """Rows and samples of a run, made or found by one process of each node and read by all. `tokenizer`: the model's;
-    `training_args` is told what is prepared. Raises Refusal on every process for what is wrong with the data."""
+    `training_args` is changed to what is prepared. Raises Refusal on every process for what is wrong with the data."""
     ignored = ignored_codes(settings.ignore)
     made = once_per_node(lambda: _made_or_kept(settings, training_args, tokenizer, ignored))
     if made["folder"] is None:  # TRL tokenises a stream as it comes
@@ -140,7 +140,7 @@ def _made_or_kept(settings: Settings, training_args, tokenizer, ignored: frozens
         if folder is not None:
             _keep(folder, [split.ready for split in splits], made)
     samples = with_tokens(data.samples, data.tokenizer, training_args)
-    shown = [[form.said for form in data.forms], made["shown"]]
+    shown = [[form.description for form in data.forms], made["shown"]]
     return made | {"folder": folder and str(folder), "samples": [asdict(sample) for sample in samples], "shown": shown}
 
 
@@ -148,8 +148,8 @@ def read_data(settings: Settings, tokenizer: PreTrainedTokenizerBase) -> Data:
     """Rows, samples and tokenizer of a recipe, nothing tokenised yet. Raises Refusal."""
     tokenizer = load.apply_chat_template_file(tokenizer, settings)
     rows, evaluation, found = load.load_rows(settings)
-    if unwritable := [form.said for form in found if form.convert and form.chat and not tokenizer.chat_template]:
-        raise refusal("ZR890", said=unwritable[0])
+    if unwritable := [form.description for form in found if form.convert and form.chat and not tokenizer.chat_template]:
+        raise refusal("ZR890", form=unwritable[0])
     prompts = rows_to_ask(settings.sample_prompts, evaluation, settings)
     split = settings.dataset_test_split
     samples = choose_samples(settings.sample_prompts, prompts, settings.dataset_format, tokenizer, split)

@@ -244,14 +244,14 @@ def _shared(work: Callable[[], Any], workers: Sequence[int], doing: str) -> list
     store = distributed.group.WORLD.get_group_store()
     own = None
     if me in workers:
-        value = told = None
+        value = reported = None
         try:
             value = work()
         except Exception as error:
-            own = told = error
+            own = reported = error
             if not isinstance(error, (Refusal, RunFailed)):
-                told = RuntimeError(f"rank {me}, which {doing}, failed: {type(error).__name__}: {error}")
-        store.set(f"{key}/{me}", pickle.dumps((value, told)))
+                reported = RuntimeError(f"rank {me}, which {doing}, failed: {type(error).__name__}: {error}")
+        store.set(f"{key}/{me}", pickle.dumps((value, reported)))
     outcomes = {}
     for worker in workers:
         try:

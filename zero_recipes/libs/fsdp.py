@@ -56,7 +56,7 @@ def keep_names_of_the_file(model: PreTrainedModel) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that lies on this rank: all of it, unless FSDP2 shards it."""
+    """The part of a tensor that is on this rank: all of it, unless FSDP2 shards it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -77,7 +77,7 @@ def whole_gradients(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                for held in group.fsdp_params:
+                for parameter in group.fsdp_params:
                     # before the first all-gather there is none
-                    computed = held._unsharded_param.grad if hasattr(held, "_unsharded_param") else None
-                    yield from (grad for grad in (computed, held.unsharded_accumulated_grad) if grad is not None)
+                    computed = parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
+                    yield from (grad for grad in (computed, parameter.unsharded_accumulated_grad) if grad is not None)

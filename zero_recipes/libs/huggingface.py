@@ -172,7 +172,7 @@ def single_process_env() -> Iterator[None]:
 
 
 def attention_kernel(attn_implementation: str | None) -> str | None:
-    """The kernel of the hub that stands for an implementation, or that it names; None of eager, sdpa and the like."""
+    """The kernel of the hub that provides an implementation, or that it names; None of eager, sdpa and the like."""
     if attn_implementation in flash.FLASH_ATTN_KERNEL_FALLBACK:
         return flash.FLASH_ATTN_KERNEL_FALLBACK[attn_implementation]
     return attn_implementation if hub_kernels.is_kernel(attn_implementation) else None
@@ -186,7 +186,7 @@ def has_flash_package(attn_implementation: str | None) -> bool:
 
 
 def attention_name(attn_implementation: str | None) -> str | None:
-    """What the model's config will say: the kernel's name where it stands for a package that is missing."""
+    """What the model's config will say: the kernel's name where it replaces a package that is missing."""
     kernel = None if has_flash_package(attn_implementation) else attention_kernel(attn_implementation)
     return kernel or attn_implementation
 

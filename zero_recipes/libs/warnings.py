@@ -22,7 +22,7 @@ SUPPRESSED = [
     (r"`gradient_checkpointing(_kwargs)?` is deprecated", r"transformers\.training_args"),
 ]
 LEVELS = {
-    # the whole configuration on every engine; what is in force stands in recipe.resolved.yaml
+    # the whole configuration on every engine; what is in force is in recipe.resolved.yaml
     "DeepSpeed": logging.WARNING,
     # bitsandbytes 0.50, which PEFT imports, misses a package for the kernel that patches.keep_4bit_layout keeps out
     "bitsandbytes.backends.cpu.ops": logging.ERROR,

@@ -64,7 +64,7 @@ Bytes = dict[str, int]
 class CommunicationCounter:
     """Counts some steps of one run: DeepSpeed's at its backend, DDP's by its buckets, FSDP2's as they pass. Not by
     DeepSpeed's own logger (comm.py `timed_op`): that one waits for the device at every collective, and does not know
-    which group it was, so that what stays inside a machine cannot be told from what crosses the network."""
+    which group it was, so that what stays inside a machine cannot be distinguished from what crosses the network."""
 
     def __init__(self, engine: torch.nn.Module, strategy: Strategy):
         """`engine`: what wraps the model; of DDP and DeepSpeed the model itself will do."""

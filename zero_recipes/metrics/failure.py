@@ -12,7 +12,7 @@ from zero_recipes.core.files import write_text
 from zero_recipes.core.process import rank
 from zero_recipes.metrics import schema
 
-# what is said of a peer that has ended, by gloo, NCCL, the store and Linux
+# messages about a peer that has ended, by gloo, NCCL, the store and Linux
 ECHOES = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 ECHOES += ("gloo/transport", "NCCL error", "NCCL communicator was aborted", "DistNetworkError", "DistStoreError")
 ECHOES += ("Socket Timeout", "Timed out waiting", "which prepares the data of this machine")
@@ -57,7 +57,7 @@ def write_failure(
         status="oom" if is_out_of_memory(error) else getattr(error, "status", "failed"),
         phase=phase,
         error=f"{type(error).__name__}: {error}".strip() + (f" ({save_status})" if save_status else ""),
-        largest_memory=dict(sorted(memory.items(), key=lambda held: -held[1])),
+        largest_memory=dict(sorted(memory.items(), key=lambda item: -item[1])),
         traceback="".join(traceback.format_exception(error)),
         time=time.time(),
     )

@@ -161,7 +161,7 @@ class UsedFlops:
         """metrics/flops.py `squares`, summed over the rows of a micro batch, for each window; on its device.
 
         `non_padding`: which places hold a token, of the shape of input_ids. Rows that stand in one line (packed or
-        padding-free), or in several processes (Ulysses), are told apart by position_ids: n odd numbers add up to n².
+        padding-free), or in several processes (Ulysses), are distinguished by position_ids: n odd numbers add up to n².
         """
         windows = () if self.model is None else tuple(self.model.attention)
         positions = inputs.get("position_ids")

@@ -18,8 +18,8 @@ class SampleRow(schema.Part):
     """One line of samples.jsonl: a prompt, the answers before and after training, and their scores by metric. In that
     of `zero-recipes ask`, before is the base and after the model."""
 
-    prompt: str  # as the model was asked, the template included
-    before: str | None = None  # None where no base was asked
+    prompt: str  # as the model got it, the template included
+    before: str | None = None  # None where the base gave no answer
     after: str | None = None
     reference: str | None = None  # the answer in the data
     # by metric: exact_match, token_f1 (0 to 1) and reference_loss (nats/token, over the reference's tokens as training
@@ -57,7 +57,7 @@ EVALUATED = [
 
 
 class MeasuredRun(schema.Metrics):
-    """One metrics.json together with the folder that it lies in and its samples."""
+    """One metrics.json together with its folder and its samples."""
 
     folder: Path = Path()
     samples: list[SampleRow] = Field([])

@@ -55,12 +55,12 @@ def judge_runs(runs: Sequence[MeasuredRun]) -> list[Judgement]:
     }
     answers = {name: judge(compared) for name, judge in judges.items()} if compared else {}
     answers["answers"] = _answers(runs)
-    asked = texts()["judgements"]
-    return [Judgement(verdict=answer[0], measured=answer[1], **asked[name]) for name, answer in answers.items()]
+    wording = texts()["judgements"]
+    return [Judgement(verdict=answer[0], measured=answer[1], **wording[name]) for name, answer in answers.items()]
 
 
 def bottom_line(runs: Sequence[MeasuredRun]) -> str:
-    """Which run to take, which where memory is short and at what cost, whether quality held, and who did not finish."""
+    """Which run to take, which where memory is short and at what cost, whether losses agree, and who did not finish."""
     compared, found = read.comparison(runs) or runs, []
     rows = read.table_rows(compared)
     timed = [row for row in rows if row["status"] == "ok" and row["tokens_per_second"]]
@@ -235,7 +235,7 @@ def _answers(runs: Sequence[MeasuredRun]) -> Answer:
 
 
 def _stages(runs: Sequence[MeasuredRun]) -> list[MeasuredRun]:
-    """The finished rows of stages 0 to 3 in order; ddp stands in for stage 0 where zero0 is missing."""
+    """The finished rows of stages 0 to 3 in order; ddp replaces stage 0 where zero0 is missing."""
     finished = {run.strategy: run for run in runs if run.status == "ok"}
     ladder = [finished.get("zero0") or finished.get("ddp"), *(finished.get(stage) for stage in ORDER[2:])]
     return [run for run in ladder if run]

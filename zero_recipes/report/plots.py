@@ -124,7 +124,7 @@ def draw_memory(bars: Sequence[Bar], title: str, setting: str, path: Path, capac
 
 
 def _state_bar(run: MeasuredRun) -> Bar:
-    """Model states of the fullest rank, in grey on top what lies on host and disk."""
+    """Model states of the fullest rank, in grey on top what is on host and disk."""
     rank = run.fullest_rank
     parts = {part: getattr(rank, part) or 0 for part in STATES} if rank else {}
     absent = "" if rank else ABSENT.get(run.status, run.status)
@@ -168,7 +168,7 @@ def _draw_throughput(runs: Sequence[MeasuredRun], setting: str, path: Path) -> P
 
 
 def _draw_losses(runs: Sequence[MeasuredRun], setting: str, path: Path) -> Path:
-    """All losses over each other, and below how far each lies from the baseline, on a log scale."""
+    """All losses over each other, and below how far each is from the baseline, on a log scale."""
     trained = [(run, colour) for run, colour in zip(runs, colours(runs), strict=True) if run.loss_history]
     base = read.baseline(runs) or next((run for run, _ in trained), None)
     with _figure(path, LOSS_INCHES) as figure:

@@ -89,7 +89,7 @@ def _data(recipe: Mapping[str, Any]) -> list[str]:
 
 
 def licence_of(name: str | None, kind: str, revision: str | None = None) -> str | None:
-    """By the README.md of a folder or of the hub's cache; the hub is not asked. `kind`: model or dataset."""
+    """By the README.md of a folder or of the hub's cache; no request to the hub. `kind`: model or dataset."""
     local = Path(str(name)) / README
     path = local if local.is_file() else None
     if path is None and on_hub(name):

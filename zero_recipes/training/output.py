@@ -120,7 +120,7 @@ class RecipeRun:
             write_card(self.run.output_dir)
 
     def _create_repository(self) -> str | None:
-        """The repository to push to, on every rank, before a weight is loaded; None where none is asked for. The
+        """The repository to push to, on every rank, before a weight is loaded; None where none is requested. The
         Trainer, which would push its folder as it is and at each save, pushes nothing."""
         self.args.push_to_hub, wanted = False, self.run.settings.push_to_hub
         if not wanted:

@@ -80,7 +80,7 @@ def print_prompts_cut(
     room, _ = places(model, max_new_tokens)
     longer = sum(len(prompt_ids(tokenizer, sample)) > room for sample in samples)
     if longer:
-        print(f"sample prompts: {longer} are longer than the model takes; their last {room:,} tokens are asked")
+        print(f"sample prompts: {longer} are longer than the model takes; only their last {room:,} tokens are used")
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> list[int]:
@@ -88,7 +88,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, sample: Sample) -> list[int]:
 
 
 def _start(tokenizer) -> list[int]:
-    """What a model is asked that is asked nothing."""
+    """The ids of an empty prompt: one token to start from."""
     return [tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id]
 
 
@@ -167,7 +167,7 @@ def sample_rows(
     after: Answers,
     compare: Callable[[str, str], dict[str, float]] = text_scores,
 ) -> list[SampleRow]:
-    """Rows of samples.jsonl. `before`: None where nobody was asked. No scores where there is no reference."""
+    """Rows of samples.jsonl. `before`: None where there is no base answer. No scores where there is no reference."""
 
     def scores(sample: Sample, answers: Answers, number: int) -> dict[str, float | None]:
         if sample.reference is None:

@@ -16,7 +16,7 @@ from trl import SFTTrainer
 
 from zero_recipes.checkpoint import save
 from zero_recipes.checkpoint.compatibility import recipe_facts
-from zero_recipes.checkpoint.resume import asked_batch, forget_resharded, load_resharded, numbered, saves_on_signals
+from zero_recipes.checkpoint.resume import forget_resharded, load_resharded, numbered, requested_batch, saves_on_signals
 from zero_recipes.core.files import write_json
 from zero_recipes.core.findings import UNFINISHED, Preempted, first_line
 from zero_recipes.core.host import library_versions
@@ -358,7 +358,7 @@ class ZeroSFTTrainer(SFTTrainer):
             try:
                 if self.args.should_save:
                     save.begin_checkpoint(checkpoint)
-                self.accelerator.wait_for_everyone()  # no rank writes before the mark stands
+                self.accelerator.wait_for_everyone()  # no rank writes before the mark is there
                 super()._save_checkpoint(model, trial)
                 before = samples.carried(self.samples, self.answers_before)
                 history = self.stage_metrics.history() | {"answers_before": before}
@@ -390,7 +390,7 @@ class ZeroSFTTrainer(SFTTrainer):
         facts |= {"step": self.state.global_step, "versions": library_versions()}
         if self.recipe_run is not None:
             run = self.recipe_run.run
-            facts["asked"] = asked_batch(run.recipe.settings)
+            facts["asked"] = requested_batch(run.recipe.settings)
             facts |= {"recipe_sha256": run.recipe.sha256, "data_sha256": self.recipe_run.data.data_sha256}
             facts |= {"recipe": recipe_facts(run.settings, run.strategy)}
         return facts
