@@ -14,6 +14,7 @@ from tests.helpers.remembered import remember
 CHEAP_FIRST = ("unit", "plan", "engine", "upstream", "launch")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never ask the hub
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several pytest processes share the cores: tiny models wait for threads
 if sys.prefix != sys.base_prefix:
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/kernels")  # as in the Makefile
 remember()

@@ -1,48 +1,26 @@
-"""run_sft.py, timed by a clock of its own: run.py RECIPE --output_dir FOLDER [--key value ...]
-
-Writes FOLDER/beside.json: the seconds of each step, and what the card holds beside torch's allocator after training.
-"""
+"""run_sft.py, which leaves in its folder what the card holds beside torch's allocator after training: beside.json."""
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+import torch  # noqa: E402
 
-def main(arguments: list[str]) -> None:
-    import run_sft
+from zero_recipes.training.trainer import ZeroSFTTrainer  # noqa: E402
 
-    time_training(Path(arguments[arguments.index("--output_dir") + 1]))
-    try:
-        run_sft.main(arguments)
-    except (run_sft.Refusal, run_sft.RunFailed) as ending:
-        run_sft.leave(run_sft.print_ending(ending))
-    run_sft.leave(0)
+sample_after = ZeroSFTTrainer.sample_after
 
 
-def time_training(folder: Path) -> None:
-    """Time every step that SFTTrainer trains; nothing of the run knows of it."""
-    import torch
-    from trl import SFTTrainer
-
-    from benchmarks.throughput_programs import Clock, Seen
-
-    plain = SFTTrainer.train
-
-    def timed_train(self, *arguments, **keywords):
-        seen = Seen("cuda")
-        self.add_callback(Clock(seen))
-        ended = plain(self, *arguments, **keywords)
-        free, total = torch.cuda.mem_get_info()
-        found = {"total_bytes": total, "free_bytes": free, "reserved_now_bytes": torch.cuda.memory_reserved()}
-        if self.is_world_process_zero():
-            (folder / "beside.json").write_text(json.dumps(found | {"step_seconds": seen.step_seconds()}))
-        return ended
-
-    SFTTrainer.train = timed_train
+def look(self) -> None:
+    free, total = torch.cuda.mem_get_info()
+    held = {"total_bytes": total, "free_bytes": free, "reserved_now_bytes": torch.cuda.memory_reserved()}
+    Path(self.args.output_dir, "beside.json").write_text(json.dumps(held))
+    sample_after(self)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+ZeroSFTTrainer.sample_after = look
+runpy.run_path(str(ROOT / "run_sft.py"), run_name="__main__")
