@@ -31,7 +31,7 @@ GROUPS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "reading not stated": lambda row: row["read"] in ("not stated", "nvidia-smi"),
     "one GPU, engine simulated": lambda row: row["gpus"] == 1 and row["found"]["source"] == "engine",
     "ZeRO on several GPUs, engine simulated": lambda row: row["gpus"] > 1 and row["found"]["source"] == "engine",
-    "by formulas (FSDP, ZeRO++, QLoRA)": lambda row: row["found"]["source"] == "formulas",
+    "by formulas (FSDP, ZeRO++)": lambda row: row["found"]["source"] == "formulas",
     "full fine-tuning": lambda row: row["method"] == "full",
     "LoRA and QLoRA": lambda row: row["method"] != "full",
     "all rows": lambda row: True,

@@ -48,7 +48,8 @@ def rows_of(needs: dict[str, int | tuple], ranks: int = 2, **request) -> list[Ro
     taken = {name: need if isinstance(need, tuple) else (need, None) for name, need in needs.items()}
     rows = []
     for name, (size, seconds) in taken.items():
-        made = make_row(asked, job(name, ranks), lambda one, size=size: made_up(one, size * GB))
+        predicted = lambda one, size=size: made_up(one, size * GB, cache=size * GB * 9 // 20)  # noqa: E731
+        made = make_row(asked, job(name, ranks), predicted)
         if seconds is not None:
             made = replace(made, speed=replace(made.speed, step_seconds=(0.9 * seconds, 1.1 * seconds)))
         rows.append(made)

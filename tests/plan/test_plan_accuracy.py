@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.compared_jobs import job_of, write_recipe
 from tests.helpers.tiny import ROOT, llama_config, write_model
@@ -12,6 +13,7 @@ from zero_recipes.plan.formulas import overheads
 from zero_recipes.plan.simulator import parent as simulation
 
 LORA = {"use_peft": True, "lora_target_modules": "all-linear"}
+QLORA = LORA | {"load_in_4bit": True, "random_weights": False}
 EVALUATION = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 24}
 BEST = EVALUATION | {"per_device_eval_batch_size": 1, "save_strategy": "steps", "save_steps": 2}
 BEST |= {"load_best_model_at_end": True}
@@ -30,6 +32,8 @@ CASES = {
     "stage 3, checkpointing": ("zero3", {"activation_checkpointing": True}),
     "stage 2, LoRA": ("zero2", LORA),
     "stage 3, LoRA": ("zero3", LORA),
+    "stage 2, QLoRA": ("zero2", QLORA),
+    "stage 3, QLoRA": ("zero3", QLORA | {"bnb_4bit_quant_storage": "bfloat16"}),
     "stage 2, evaluation": ("zero2", EVALUATION),
     "stage 3, evaluation": ("zero3", EVALUATION),
     "stage 2, best model": ("zero2", BEST),
@@ -44,6 +48,7 @@ ALONE = {
     "alone, accumulation 2": ("single", {"gradient_accumulation_steps": 2}),
     "alone, checkpointing": ("single", {"activation_checkpointing": True}),
     "alone, LoRA": ("single", LORA),
+    "alone, QLoRA": ("single", QLORA),
     "alone, stage 0": ("zero0", {}),
     "alone, stage 1": ("zero1", {}),
     "alone, stage 2": ("zero2", {}),
@@ -64,7 +69,8 @@ BOUND = 0.001  # of the peak
 IN_EVERY_RUN = {
     "neox": {case for case in CASES if case.startswith("stage 3") or "," not in case}
     - {"stage 3, best model", "stage 3, evaluation", "stage 3, bf16 states"}
-    | {"stage 2, offload", "stage 2, bf16 states", "stage 2, autocast", "alone", "alone, stage 3"},
+    | {"stage 2, offload", "stage 2, bf16 states", "stage 2, autocast", "alone", "alone, QLoRA", "alone, stage 3"}
+    - {"stage 3, QLoRA"},
     "llama": {"stage 3", "alone"},
 }
 PAIRS = [
@@ -80,6 +86,9 @@ def planned(request, tmp_path_factory) -> dict:
     """{(model, case): (recipe, prediction)} of the cases that are asked for, simulated side by side."""
     root = tmp_path_factory.mktemp("plan")
     models = {"neox": write_model(root / "neox", hidden=96, intermediate=203), "llama": write_llama(root / "llama")}
+    for folder in models.values():  # random_weights has none to quantise
+        config = AutoConfig.from_pretrained(folder)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     items = [item for item in request.session.items if item.path == request.path]
     wanted = [item.callspec.params for item in items if hasattr(item, "callspec")]
     asked = {}

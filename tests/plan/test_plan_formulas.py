@@ -40,6 +40,7 @@ def test_a_known_config_builds_the_model_that_was_published(name):
         ("zero3", {}, (1, 1, 6), 2 + 12),
         ("fsdp2", {"gradient_accumulation_steps": 1}, (2, 2, 4), 4 + 8),
         ("fsdp2", {}, (2, 2 + 2, 4), 4 + 8),  # whole gradients in 16 bits stay from one micro step to the next
+        ("fsdp2", {"gradient_accumulation_steps": 1, "dtype": "bfloat16"}, (2, 2, 4), 4 + 8),  # upcast by accelerate
         ("zero2_bf16_states", {}, (2, 1, 3), 2 + 2 + 6),
         ("zero3_bf16_states", {}, (1, 1, 3), 2 + 6),
         ("zero2_autocast", {"bf16": False}, (4, 2, 6), 4 + 4 + 12),
@@ -172,7 +173,7 @@ def test_packed_weights_are_shared_out_and_their_scales_are_not(strategy, ranks)
         predict_by_formulas(member(strategy, **lora, **keys)).model_state_bytes.params / (32 * 12 * H**2)
         for keys in ({}, four, four | {"use_bnb_nested_quant": True})
     )
-    assert plain - packed == pytest.approx((2 - 1 / 2) / ranks - 4 / 64, rel=1e-3)
+    assert plain - packed == pytest.approx((2 - 1 / 2) / ranks - 4 / 64, rel=1e-2)  # and FSDP's fp32 adapter
     assert packed - nested == pytest.approx((3 - 4 / 256) / 64, rel=1e-3)
 
 
@@ -238,7 +239,7 @@ NOT_SIMULATED = {
     "qgz": member("zero3_qgz"),
     "fsdp2": member("fsdp2"),
     "no max_length": job("zero3", max_length=None),
-    "QLoRA": job("zero2", use_peft=True, load_in_4bit=True),
+    "8 bits": job("zero2", use_peft=True, load_in_8bit=True),
 }
 
 

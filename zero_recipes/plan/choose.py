@@ -19,15 +19,13 @@ MOST_SEQUENCES = 4096  # a micro batch beyond it gains nothing
 LIGHTER: dict[str, dict] = {"LoRA": {"use_peft": True}}
 LIGHTER["QLoRA"] = {"use_peft": True, "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}
 LENGTH_STEP = 64  # tokens; tensor cores want multiples of it
-ROOM = 0.25  # of the GPU's memory, to be left: for larger batches and evaluations, and for what the plan does not know
 # what a change costs: first time, then another way of training
 COST_ORDER = ("nothing", "checkpointing", "micro batch", "stage", "offload", "LoRA")
-PLUS_PLUS = ("zero3_hpz", "zero3_plus_plus", "zero3_qwz", "zero3_qgz")
 # the strategies of each place of the model states (on the GPUs, in the memory of each node, on NVMe), both in the order
 # in which they are tried. Lower stages communicate less; stage 2 goes before stage 1, which holds whole gradients for
-# longer and is no faster. ZeRO++ comes once a stage below 3 is out of the question; hpZ first, which changes no number.
+# longer and is no faster. ZeRO++ comes last, hpZ first of it, which changes no number.
 PLACES = (
-    ("ddp", "zero0", "zero2", "zero1", *PLUS_PLUS, "zero3", "fsdp2"),
+    ("ddp", "zero0", "zero2", "zero1", "zero3", "fsdp2", "zero3_hpz", "zero3_plus_plus", "zero3_qwz", "zero3_qgz"),
     ("zero2_offload", "zero3_offload"),
     ("zero3_offload_infinity", "zero3_infinity"),
 )
@@ -148,10 +146,6 @@ class Row:
     def runs(self) -> bool:
         return self.fit.runs
 
-    @property
-    def has_room(self) -> bool:
-        return self.fit.margin - self.fit.slack >= ROOM * self.fit.capacity
-
 
 def make_row(request: PlanRequest, job: Job, predict: Predict, factor: float | None = None) -> Row:
     """`factor`: measured over estimated seconds (cost.py)."""
@@ -197,10 +191,10 @@ class Recommendation:
 
 
 def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
-    """Of the first place that holds a strategy, of those with slack where there are any: the first of its fastest that
-    leaves room, or of ZeRO++ what is faster than all others beyond the error of the estimates; else the fastest that
-    leaves most. Where nothing fits, the change of all rows that costs least. Other arithmetics are never chosen beside
-    others. `rows`: of one machine."""
+    """Of the first place that holds a strategy, of the fastest with slack (of all, where none has it): the first that
+    fits, else the one that leaves most. So a tight one or ZeRO++ wins only beyond the error of the estimates. Where
+    nothing fits, the change of all rows that costs least. Other arithmetics are never chosen beside others. `rows`: of
+    one machine."""
     exact = [row for row in rows if not changes_arithmetic(row.job)] or list(rows)
     fitting = [row for row in exact if row.runs]
     otherwise = [row for row in rows if row not in exact and row.runs]
@@ -208,20 +202,13 @@ def recommend(rows: Sequence[Row], gpu: Gpu) -> Recommendation:
         costs = lambda one: (COST_ORDER.index(one.costliest), estimate(one.job, one.prediction, gpu).middle)  # noqa: E731
         least = min((row.change for row in exact if row.change), key=costs, default=None)
         return Recommendation(rows, gpu, change=least, other_arithmetic=otherwise)
-    place_of = lambda row: (ORDER.index(kind(row.job)), -row.fit.margin)  # noqa: E731
-    ordered = sorted(fitting, key=place_of)
+    ordered = sorted(fitting, key=lambda row: (ORDER.index(kind(row.job)), -row.fit.margin))
     here = next(found for place in PLACES if (found := [row for row in ordered if kind(row.job) in place]))
     here = [row for row in here if row.fit.has_slack] or here
-    plus_plus = [row for row in here if kind(row.job) in PLUS_PLUS]
-    others = [row for row in here if row not in plus_plus]
-    by_rule = [row for row in fastest_of(others) if row.has_room]
-    if others:
-        slowest = min(other.speed.middle for other in others)
-        by_rule += [row for row in fastest_of(plus_plus) if row.speed.step_seconds[1] < slowest]
-    chosen = min(by_rule, key=place_of, default=None)
-    chosen = chosen or max(fastest_of(others or here), key=lambda row: row.fit.margin)
-    alike = plus_plus if chosen in plus_plus else others
-    return Recommendation(rows, gpu, chosen, fastest_of(alike), other_arithmetic=otherwise)
+    as_fast = fastest_of(here)
+    with_room = (row for row in as_fast if row.fit.status == "fits")
+    chosen = next(with_room, None) or max(as_fast, key=lambda row: row.fit.margin)
+    return Recommendation(rows, gpu, chosen, as_fast, other_arithmetic=otherwise)
 
 
 def on_each_machine(rows: Sequence[Row], gpu: Gpu) -> list[Recommendation]:

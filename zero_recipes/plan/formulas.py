@@ -131,6 +131,10 @@ class Sizes:
         # bytes of an element that is loaded, and of one that is computed with: the same without mixed precision
         self.loaded = capacity.DTYPE_BYTES.get(requested, 4)
         self.width = self.loaded if self.settings.precision == "fp32" else 2
+        # and of one that trains where no engine holds masters: PEFT makes adapters fp32, TRL bf16 over packed weights
+        # (sft_trainer.py `_is_quantized_model`), accelerate all fp32 (utils/fsdp_utils.py `fsdp2_prepare_model`)
+        upcast = self.settings.use_peft or (job.is_fsdp and self.settings.precision != "fp32")
+        self.trained = 2 if job.quantizes else 4 if upcast else self.loaded
         self.length = self.settings.max_length or shape.positions
         self.tokens = self.tokens_of(self.settings.per_device_train_batch_size)
         self.gathered = 2 * self.passes * self.stored(self.width)  # bytes of weights, for forward and backward
@@ -147,10 +151,17 @@ class Sizes:
         adapter = shape.trainable if self.settings.use_peft else 0
         return shape.multiplied - shape.embedding - adapter if self.job.quantizes else 0
 
-    def stored(self, width: int) -> float:
-        """Bytes of all weights, packed ones without their scales."""
-        each = 1 / 2 if self.settings.load_in_4bit else 1
-        return each * self.linear + width * (self.shape.parameters - self.linear)
+    def stored(self, width: int, trained: int = 0) -> float:
+        """Bytes of all weights, packed ones without their scales; `trained`: the width of those that train."""
+        shape, each = self.shape, 1 / 2 if self.settings.load_in_4bit else 1
+        frozen = shape.parameters - shape.trainable - self.linear
+        return each * self.linear + width * frozen + (trained or width) * shape.trainable
+
+    @property
+    def weights(self) -> int:
+        """Bytes of what trains, as a checkpoint has it."""
+        in_16_bits = self.job.ds_config is not None and self.settings.precision != "fp32"
+        return (2 if in_16_bits else self.trained) * self.shape.trainable
 
     @property
     def scales(self) -> float:
@@ -167,27 +178,27 @@ class Sizes:
         `fsdp2_prepare_model`), a layer, and the next as it comes; of what trains, the gradients of the head and a layer
         and their copy (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py `foreach_reduce`)."""
         shape, width = self.shape, self.width
-        shard = self.loaded * shape.trainable / self.ranks
+        shard = self.trained * shape.trainable / self.ranks
         whole = width * shape.trainable if self.passes > 1 else 0
         ends = shape.parameters - shape.multiplied + shape.embedding
         trained = shape.trainable - (0 if self.settings.use_peft else ends)
         layer = (self.stored(width) - width * ends + width * trained) / shape.layers
         heads = 1 if self.settings.use_peft else 2
         return Terms(
-            ModelState(self.stored(self.loaded) / self.ranks + self.scales, shard + whole, 2 * shard),
+            ModelState(self.stored(self.loaded, self.trained) / self.ranks + self.scales, shard + whole, 2 * shard),
             copies=shard if self.settings.optim == "adamw_torch" else 0,
             buckets=heads * width * shape.embedding + 2 * layer if self.ranks > 1 else 0,
             moved={"all_gather": self.gathered, "reduce_scatter": width * shape.trainable},
-            saved=2 * self.loaded * shape.trainable,
+            saved=2 * self.trained * shape.trainable,
         )
 
     def _plain(self) -> Terms:
         """DDP or one process: all keep the dtype of loading, under autocast too. DDP has a second copy of all gradients
         (gradient_as_bucket_view is False); torch's Adam takes all tensors at once, with a list of intermediates as
         large as its weights (torch/optim/adam.py `_multi_tensor_adam`)."""
-        trained = self.loaded * self.shape.trainable
+        trained = self.trained * self.shape.trainable
         return Terms(
-            ModelState(self.stored(self.loaded) + self.scales, trained, 2 * trained),
+            ModelState(self.stored(self.loaded, self.trained) + self.scales, trained, 2 * trained),
             copies=trained if self.settings.optim == "adamw_torch" else 0,
             buckets=trained if self.ranks > 1 else 0,
             moved={"all_reduce": trained},
@@ -338,12 +349,11 @@ def predict_by_formulas(job: Job) -> Prediction:
     shape, terms, phases = sizes.shape, sizes.terms, sizes.phases()
     phase = max(phases, key=lambda name: sum(phases[name].values()))
     at_peak = {part: int(size) for part, size in phases[phase].items()}
-    peak, in_16_bits = sum(at_peak.values()), job.ds_config is not None and job.settings.precision != "fp32"
-    weights = (2 if in_16_bits else sizes.loaded) * shape.trainable
+    peak = sum(at_peak.values())
     states = terms.states._asdict() | {"offloaded_host": terms.on_host, "offloaded_disk": terms.on_nvme}
     return prediction_of(
         job,
-        weights,
+        sizes.weights,
         terms.saved,
         sizes.host(),
         source="formulas",

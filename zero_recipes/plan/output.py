@@ -188,7 +188,7 @@ def reasons(advice: Recommendation) -> list[str]:
     if chosen:
         why = "the fastest of those that fit"
         if len(advice.as_fast) > 1:
-            why = "the lowest stage of them that leaves room" if chosen.has_room else "it leaves most room"
+            why = "the lowest stage of them that leaves room" if chosen.fit.status == "fits" else "it leaves most room"
             why = f"{names(advice.as_fast)} are equally fast within the estimate's error; {why}"
         found.append(f"{chosen.job.strategy} is recommended: {why}.")
     return found if advice.other_arithmetic else found[1:]

@@ -51,7 +51,7 @@ def not_simulated(job: Job) -> str | None:
         "hpZ's second copy of the weights is not simulated": zero.hpz_partition_size > 1,
         "ZeRO++'s quantisers are CUDA kernels": zero.quantizes_weights or zero.quantizes_gradients,
         "the recipe sets no max_length": job.settings.max_length is None,
-        "bitsandbytes packs weights in kernels of its own": job.quantizes,
+        "bitsandbytes multiplies 8 bits in kernels of its own": job.settings.load_in_8bit,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -123,18 +123,14 @@ def _answers(tasks: list[dict], deadline: float | None) -> Iterator[tuple[int, d
 def _prediction(job: Job, ranks: list[dict[str, Any]]) -> Prediction:
     """The rank that needs most, with what the ranks need together."""
     most = max(ranks, key=lambda rank: rank["allocated_peak_bytes"])
-    # of what trains: 16 bits of each weight (32 without DeepSpeed), Adam's fp32 states with DeepSpeed's fp32 master
-    width = 2 if job.ds_config is not None and job.settings.precision != "fp32" else 4
-    adam = 8 if job.ds_config is None else job.zero.adam_bytes
-    trained, imports = most["trainable_parameters"], most.pop("imports")
+    sizes, imports = Sizes(job, shape_of(job.config, job.settings)), most.pop("imports")
     host = (imports + most.pop("host_load"), imports + most.pop("host_training"))
     states = [rank["model_state_bytes"] for rank in ranks]
     most["model_state_bytes"] = ModelStateBytes(**{part: max(s[part] for s in states) for part in states[0]})
     most |= {"source": "engine", "max_length": job.settings.max_length, "notes": []}
     if job.sequence_parallel > 1:  # its tokens look at the whole sequence
-        part, whole = (Sizes(one, shape_of(one.config, one.settings)).flops() for one in (_own_sequences(job), job))
-        most["flops_per_step"] += whole - part
-    return prediction_of(job, width * trained, adam * trained, host, **most)
+        most["flops_per_step"] += sizes.flops() - Sizes(_own_sequences(job), sizes.shape).flops()
+    return prediction_of(job, sizes.weights, sizes.terms.saved, host, **most)
 
 
 def main(at_once: int) -> None:

@@ -7,6 +7,7 @@ the one thing that it replaces.
 import contextlib
 import functools
 import importlib
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -220,6 +221,33 @@ def attention_as_on_cuda() -> None:
     functional.scaled_dot_product_attention = attention
 
 
+def pack_in_4_bits(model: torch.nn.Module, config, device: torch.device) -> None:
+    """transformers 5.23 packs weights while it reads them. bitsandbytes 0.50: a fake tensor cannot be a Params4bit
+    (nn/modules.py), and its product (backends/cuda/ops.py `gemm_4bit`) unpacks a weight unseen."""
+    from bitsandbytes import functional
+    from bitsandbytes.nn import modules
+    from transformers.quantizers import AutoHfQuantizer
+
+    def parameter(data, requires_grad=False, module=None, **attributes):
+        made = torch.nn.Parameter(data, requires_grad=False)
+        vars(made).update(attributes)
+        return made
+
+    def gemm_4bit(inputs, packed, shape, *scales, bias=None, **nested):
+        return torch.nn.functional.linear(inputs, inputs.new_empty(shape), bias)
+
+    modules.Params4bit = parameter
+    torch.ops.bitsandbytes.gemm_4bit = types.SimpleNamespace(default=gemm_4bit)
+    loaded, model.hf_quantizer = dict(model.named_parameters()), AutoHfQuantizer.from_config(config)
+    model.hf_quantizer.preprocess_model(model, device_map=None)
+    for name, module in model.named_modules():
+        if isinstance(module, modules.Linear4bit):
+            of = {key: vars(module.weight)[key] for key in ("compress_statistics", "quant_type", "quant_storage")}
+            packed, state = functional.quantize_4bit(loaded[f"{name}.weight"].to(device), **of)
+            module.weight, module.bias = parameter(packed, quant_state=state, **of), loaded.get(f"{name}.bias")
+    model.hf_quantizer.postprocess_model(model)
+
+
 FLASH = "kernel_in_one"  # the name of an attention implementation, for flash and flex attention
 
 
@@ -285,6 +313,8 @@ def set_up_autocast(dtype: torch.dtype) -> None:
             packet, _, overload = name.partition(".")
             own.impl(name, _casting(getattr(getattr(torch.ops.aten, packet), overload or "default"), target))
     _libraries.extend([everything, own])
+    enabled = torch.is_autocast_enabled  # without a name it asks about CUDA; so does PEFT
+    torch.is_autocast_enabled = lambda device="gpu": enabled(device)
 
 
 def forget_copies() -> None:

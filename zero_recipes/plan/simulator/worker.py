@@ -4,6 +4,7 @@ For forks of a process of its own (parent.py `main`), for it replaces parts of t
 training may meet. No thread may run and no process group may exist before the forks.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -23,7 +24,8 @@ from tokenizers import Tokenizer, models
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-from trl import SFTTrainer, get_peft_config
+from transformers.modeling_utils import set_zero3_state
+from trl import SFTTrainer, get_peft_config, get_quantization_config
 
 from zero_recipes.config import recipe as recipes
 from zero_recipes.config.strategy import Strategy, resolve_strategy
@@ -31,7 +33,7 @@ from zero_recipes.core.findings import first_line
 from zero_recipes.core.process import end_with_parent
 from zero_recipes.libs.deepspeed import base_optimizer, gradient_tensors, optimizer_tensors, weight_tensors
 from zero_recipes.libs.huggingface import rows_are_cut
-from zero_recipes.libs.patches import FreshAdamAtStage0
+from zero_recipes.libs.patches import FreshAdamAtStage0, keep_4bit_layout
 from zero_recipes.libs.warnings import quieten
 from zero_recipes.metrics.communication import CommunicationCounter
 from zero_recipes.metrics.probe import StateProbe
@@ -141,7 +143,12 @@ def _trainer(job: Job, strategy: Strategy, training_args, model_args) -> "Watche
     dtype = model_args.dtype
     dtype = (config.dtype or torch.float32) if dtype in ("auto", None) else getattr(torch, dtype)
     attention = patches.attention_of(job.settings.attn_implementation, job.device == "gpu")
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    packs = job.settings.load_in_4bit  # then transformers builds the model without deepspeed.zero.Init
+    with set_zero3_state() if packs else contextlib.nullcontext():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    if packs:
+        patches.pack_in_4_bits(model, get_quantization_config(model_args), training_args.device)
+        keep_4bit_layout(model)
     if job.device == "gpu" and strategy.zero_stage != 3:  # as DeepSpeed does: engine.py `_configure_distributed_model`
         if strategy.is_deepspeed and (training_args.bf16 or training_args.fp16):
             model.to(torch.bfloat16 if training_args.bf16 else torch.float16)
