@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import SFTTrainer
 
-from zero_recipes.libs.patches import FreshAdamAtStage0
+from zero_recipes.libs import patches
 
 Batch = dict[str, torch.Tensor]
 READ_BY_A_MODEL = ("input_ids", "attention_mask", "position_ids")
@@ -109,7 +109,7 @@ def trl(job: dict, seen: Seen, program: str) -> None:
     from trl.scripts import sft
 
     # DeepSpeed's stage 0 counts a step too many (libs/patches.py); left in, the loss would be another
-    with watched(seen, FreshAdamAtStage0()):
+    with watched(seen, patches.FreshAdamAtStage0()):
         sft.main(*sft.make_parser().parse_args_and_config(arguments_of(job, program), fail_with_unknown_args=False))
 
 
@@ -235,6 +235,8 @@ def run(program: str, job: dict) -> dict:
     """Train once; what was seen of it on this rank. `job`: benchmarks/throughput.py, job_of."""
     torch.manual_seed(0)
     seen = Seen(job["device"])
+    patches.score_supervised_positions_only(False)  # what the recipe had of them before is no other program's
+    patches.attend_by_row(False)
     if program.startswith("trl"):
         trl(job, seen, program)
     elif program == "recipe":

@@ -35,5 +35,5 @@ def test_generation_at_stage_3_needs_its_trace_forgotten(two, tmp_path):
     """Fails when DeepSpeed and TRL's fused LM head no longer collide: then remove forget_trace_of_generation."""
     recipe = write_recipe(tmp_path, eval_strategy="steps", eval_steps=100, sample_prompts=4, sample_max_new_tokens=4)
     argv = arguments(recipe, "zero3", tmp_path / "out")
-    for said in two.run("train_without_forgetting", argv=argv):
-        assert "in flight" in said
+    for message in two.run("train_without_forgetting", argv=argv):
+        assert "in flight" in message or "size of tensor a (0)" in message  # by what is prefetched when

@@ -44,7 +44,7 @@ def test_it_shards_and_its_bytes_are_those_counted_by_hand(request, recipe, tmp_
 
 @pytest.mark.private
 def test_bf16_losses_are_those_of_zero3_and_not_rounded(two, recipe, tmp_path):
-    """The last assertion fails when accelerate no longer rounds them: then libs/fsdp.py mixed_precision may go."""
+    """The last assertion fails when accelerate no longer rounds them: then its policy in libs/fsdp.py may go."""
     runs = (("train", FSDP), ("train", named("zero3")), ("fsdp_cases.train_as_accelerate", FSDP))
     argvs = [[str(recipe), "--output_dir", str(tmp_path / str(n)), *how] for n, (_, how) in enumerate(runs)]
     fsdp2, zero3, rounded = (

@@ -13,6 +13,7 @@ from tests.helpers.faults import found_in
 from tests.helpers.grid import grid
 from tests.helpers.tiny import write_recipe, write_rows
 from zero_recipes.checks.rules import options
+from zero_recipes.libs import patches
 
 KINDS = options()["packing"]
 FLASH = "kernels-community/flash-attn2"
@@ -94,6 +95,29 @@ def test_a_packed_row_changes_no_loss_and_no_gradient_of_the_next(kind):
     assert seen_of_the_row_before(tiny_model(kind, attention_of(kind))) < 1e-4
 
 
+@pytest.mark.parametrize("kind", [kind if kind in USUAL else grid(kind) for kind in KINDS["apart"]])
+def test_on_a_cpu_each_row_of_a_pack_attends_by_itself(kind, monkeypatch):
+    model, rows, supervised = (
+        tiny_model(kind, attention_of(kind)),
+        [[5, 6, 7, 8, 9], [10], [11, 12]],
+        [True, False, True],
+    )
+    if kind == "gemma3_text":  # the first of its two layers does not see the whole row
+        model.config.sliding_window = 2
+    expected, attend, computed = gradients(model, rows, supervised), patches.attend, []
+    monkeypatch.setattr(
+        patches, "attend", lambda *args, **keys: computed.append(args[0].shape[2]) or attend(*args, **keys)
+    )
+    patches.attend_by_row(True)
+    try:
+        found = gradients(model, rows, supervised)
+    finally:
+        patches.attend_by_row(False)
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=1e-4)
+    assert computed[:3] == ([5, 1, 2] if attention_of(kind) == "sdpa" else [])
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss", *map(grid, ("gpt_neox", "gemma2", "afmoe", "biogpt", "opt"))])
 def test_flash_attention_is_given_the_boundaries(kind, monkeypatch):
     """With a kernel of torch's in its place: no GPU has run the real one here."""
@@ -170,6 +194,7 @@ def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(two, tmp_path
     """Packed with accumulation against padded in one micro batch a rank."""
     recipe = one_step(tmp_path)
     padded = step(two, recipe, tmp_path / "a", per_device_train_batch_size=48 // 2)
+    assert two.run("attends_by_row") == [False, False]
     needed = padded[0]["tokens"]["non_padding"]
     for packs in range(-(-needed // 128), 48):  # the fewest packs that the rows can have, or a few more
         keys = {"packing": "true", "per_device_train_batch_size": 1}
@@ -178,4 +203,5 @@ def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(two, tmp_path
         if packed[0]["tokens"]["non_padding"] == needed:
             break
     assert_same(packed, padded)
+    assert two.run("attends_by_row") == [True, True]
     assert packed[0]["tokens"]["all"] < 0.8 * padded[0]["tokens"]["all"]

@@ -168,8 +168,17 @@ def train_without_forgetting(argv: list[str]) -> str:
         try:
             train(argv)
             return "no error"
-        except AssertionError as error:
+        except (AssertionError, RuntimeError) as error:
             return str(error)[-200:]
+
+
+def attends_by_row() -> bool:
+    """Whether sdpa takes packs apart in this process."""
+    from transformers import AttentionInterface
+
+    from zero_recipes.libs import patches
+
+    return AttentionInterface()["sdpa"] is patches._by_row
 
 
 def names_lost_on_resume(folder: str) -> list[str]:

@@ -33,7 +33,7 @@ def train_as_accelerate(argv: list[str]) -> dict:
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     plugin.set_mixed_precision("bf16")
-    with mock.patch.object(fsdp, "mixed_precision", lambda _: plugin.mixed_precision_policy):
+    with mock.patch.object(fsdp, "MixedPrecisionPolicy", lambda **_: plugin.mixed_precision_policy):
         return train(argv)
 
 

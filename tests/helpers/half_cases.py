@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from itertools import chain
 from unittest import mock
 
 import torch
@@ -51,8 +52,10 @@ class Watch(TrainerCallback):
 
     @staticmethod
     def values(model, optimizer) -> list[torch.Tensor]:
+        inner = optimizer.optimizer
+        masters = [*chain(*getattr(inner, "fp32_groups", ()))] or flat_masters(inner)  # stage 0 has them by tensor
         states = [torch.as_tensor(v) for state in base_optimizer(optimizer).state.values() for v in state.values()]
-        return [v.detach().clone() for v in (*model.parameters(), *flat_masters(optimizer.optimizer), *states)]
+        return [v.detach().clone() for v in (*model.parameters(), *masters, *states)]
 
 
 def train_in_fp16(argv: list[str]) -> dict:

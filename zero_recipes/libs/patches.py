@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback
+from torch.nn.functional import scaled_dot_product_attention as attend
+from transformers import AttentionInterface, PreTrainedModel, TrainerCallback
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 from zero_recipes.config.strategy import Strategy
 from zero_recipes.libs.deepspeed import base_optimizer
@@ -230,3 +232,38 @@ def score_supervised_positions_only(wanted: bool) -> None:
 
     _use_triton.unpatched = unpatched
     utils._use_triton = _use_triton if wanted else unpatched
+
+
+def attend_by_row(wanted: bool) -> None:
+    """Have sdpa compute a pack row by row, or (`wanted` false) all of it under a mask, as transformers does.
+
+    For the whole process; the last call counts. torch's kernel for CPUs computes the scores that a mask hides, too: the
+    square of the pack and not of its rows. On GPUs flash attention does this (attn_implementation).
+
+    Public: AttentionInterface; private: `sdpa_attention_forward` (transformers 5.23, integrations/sdpa_attention.py).
+    """
+    AttentionInterface.register("sdpa", _by_row if wanted else sdpa_attention_forward)
+
+
+def _by_row(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **keywords):
+    lengths = None if attention_mask is None or query.device.type != "cpu" else _rows_of(attention_mask)
+    if lengths is None or keywords.get("position_bias") is not None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **keywords
+        )
+    groups = query.shape[1] // key.shape[1]  # torch's own way for shared keys and values has no fast kernel on CPUs
+    tensors = query, repeat_kv(key, groups), repeat_kv(value, groups)
+    rows = zip(*(tensor.split(lengths, dim=2) for tensor in tensors), strict=True)
+    outputs = [attend(*row, dropout_p=dropout, scale=scaling, is_causal=True) for row in rows]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _rows_of(mask: torch.Tensor) -> list[int] | None:
+    """Lengths of the rows of a pack where each position sees its own row up to itself, and nothing else."""
+    if mask.dtype != torch.bool or mask.shape[:2] != (1, 1) or mask.shape[2] != mask.shape[3]:
+        return None
+    if not hasattr(mask, "rows_of_pack"):  # all layers have the same mask
+        row = torch.nn.functional.pad((~mask[0, 0].diagonal(-1)).cumsum(0), (1, 0))
+        within = (row[:, None] == row).tril()
+        mask.rows_of_pack = row.bincount().tolist() if row[-1] and torch.equal(within, mask[0, 0]) else None
+    return mask.rows_of_pack

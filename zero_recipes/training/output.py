@@ -58,6 +58,8 @@ class RecipeRun:
         self.args, self.peft_config = arguments.training, get_peft_config(arguments.model)
         patches.patch_libraries(run.strategy, run.settings.ddp_timeout)
         patches.score_supervised_positions_only(run.settings.supervised_logits_only)
+        in_one = run.settings.packing or run.settings.padding_free
+        patches.attend_by_row(run.device == "cpu" and in_one and not run.settings.torch_compile)
         if run.strategy.is_fsdp:
             fsdp.fix_arguments(self.args, run.device)
         share_sequences(self.args, run.strategy.sequence_parallel, attention_name(run.settings.attn_implementation))
