@@ -194,13 +194,15 @@ def forget_trace_of_generation(engine) -> None:
     runtime/zero/partitioned_param_coordinator.py). It prefetches parameters in the order of the last forward pass.
     Generation passes through the LM head's module, TRL's fused LM head (trl/trainer/utils.py `add_fused_lm_head`)
     gathers the head's weight itself: it finds it in flight and the first training step dies with "Cannot partition a
-    param in flight". TRL does the same in models/utils.py `add_hooks`, behind a full gather.
+    param in flight". TRL does the same in models/utils.py `add_hooks`, behind a full gather. The order is recorded
+    anew from the second step on: that of the first lacks the head's weight, and a LoRA dies with "tracing error".
     """
     optimizer = getattr(engine, "optimizer", None)
     if is_stage_3(optimizer):
         coordinator = optimizer.parameter_offload.param_coordinator
         if not coordinator.is_invalid_trace():
             coordinator._invalidate_trace()
+        coordinator.reset_step()
 
 
 def is_stage_3(optimizer: Any) -> bool:
